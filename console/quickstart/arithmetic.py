@@ -1,0 +1,140 @@
+"""Sums with written-out working: the problems that the quick start trains on.
+
+A problem is a sum of small whole numbers. Its response adds them one at a time, a line each, and ends with the
+answer behind `#### `:
+
+    prompt    12+7+9=
+    response  12+7=19
+              19+9=28
+              #### 28
+
+Invariants:
+- Held-out problems never occur in training data. Which side a problem is on depends on its text alone, not on a seed.
+- Every draw comes from the generator that is passed in: the same seed gives the same problems.
+- The number of terms follows a truncated geometric law, so response lengths have a long tail.
+- A slip makes one line's result wrong; the lines after it go on from the wrong result, as a person's working would.
+"""
+
+import hashlib
+import json
+import random
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+ANSWER_MARKER = "#### "
+RESPONSE_FORMAT = "The answer is the whole number after the last '#### '; the response ends right behind it."
+
+MIN_TERMS = 2
+MAX_TERMS = 20
+MAX_FIRST_TERM = 50
+MAX_TERM = 9
+# Chance that a sum goes on after each term: responses of 8 to about 200 characters, 45 on average.
+CONTINUE_PROBABILITY = 0.79
+HELD_OUT_ONE_IN = 4
+_SLIP_OFFSETS = (1, -1, 10, -10, 2, -2)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Problem:
+    """One sum."""
+
+    terms: tuple[int, ...]
+    """Two or more numbers: the first up to `MAX_FIRST_TERM`, the others up to `MAX_TERM`."""
+
+    @property
+    def prompt(self) -> str:
+        """The sum as text, for example `12+7+9=`."""
+        return "+".join(map(str, self.terms)) + "="
+
+    @property
+    def answer(self) -> str:
+        """The exact result in decimal digits."""
+        return str(sum(self.terms))
+
+    @property
+    def is_held_out(self) -> bool:
+        """Whether the problem belongs to the evaluation side of the split."""
+        digest = hashlib.sha256(self.prompt.encode()).digest()
+        return int.from_bytes(digest[:4], "big") % HELD_OUT_ONE_IN == 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Segment:
+    """A run of response characters of one kind."""
+
+    text: str
+    is_result: bool
+    """Whether the characters had to be computed; the others are copied or fixed."""
+
+
+def sample_problem(rng: random.Random, *, held_out: bool, max_terms: int = MAX_TERMS) -> Problem:
+    """Draw a problem from the given side of the split.
+
+    Args:
+        rng: Source of all randomness.
+        held_out: Which side of the split to draw from.
+        max_terms: Largest number of terms; a curriculum starts low.
+    """
+    while True:
+        num_terms = MIN_TERMS
+        while num_terms < max_terms and rng.random() < CONTINUE_PROBABILITY:
+            num_terms += 1
+        terms = [rng.randint(1, MAX_FIRST_TERM), *(rng.randint(1, MAX_TERM) for _ in range(num_terms - 1))]
+        problem = Problem(terms=tuple(terms))
+        if problem.is_held_out == held_out:
+            return problem
+
+
+def sample_distinct_problems(rng: random.Random, *, held_out: bool, num_problems: int) -> list[Problem]:
+    """Draw problems from one side of the split, no two alike."""
+    problems: dict[Problem, None] = {}
+    while len(problems) < num_problems:
+        problems.setdefault(sample_problem(rng, held_out=held_out))
+    return list(problems)
+
+
+def write_working(problem: Problem, *, slip_probability: float = 0.0, rng: random.Random) -> list[Segment]:
+    """Write the response to a problem.
+
+    Args:
+        problem: The sum to work out.
+        slip_probability: Chance that a line's result is wrong.
+        rng: Decides where slips fall and how far off they are.
+
+    Returns:
+        The response in order; the joined texts end with the number behind `ANSWER_MARKER`.
+    """
+    segments: list[Segment] = []
+    total = problem.terms[0]
+    for term in problem.terms[1:]:
+        segments.append(Segment(text=f"{total}+{term}=", is_result=False))
+        total += term
+        if rng.random() < slip_probability:
+            total = _slip(total, rng)
+        segments.append(Segment(text=str(total), is_result=True))
+        segments.append(Segment(text="\n", is_result=False))
+    segments.append(Segment(text=f"{ANSWER_MARKER}{total}", is_result=False))
+    return segments
+
+
+def extract_answer(response: str) -> str | None:
+    """Return what follows the last `ANSWER_MARKER`, or None when the response has no marker."""
+    _, marker, answer = response.rpartition(ANSWER_MARKER)
+    return answer.strip() if marker else None
+
+
+def write_rows(path: Path, problems: Iterable[Problem]) -> None:
+    """Write problems as JSONL rows `{"prompt": ..., "answer": ...}`."""
+    with path.open("w", encoding="utf-8") as file:
+        file.writelines(_rows(problems))
+
+
+def _rows(problems: Iterable[Problem]) -> Iterator[str]:
+    for problem in problems:
+        yield json.dumps({"prompt": problem.prompt, "answer": problem.answer}) + "\n"
+
+
+def _slip(total: int, rng: random.Random) -> int:
+    wrong = total + rng.choice(_SLIP_OFFSETS)
+    return wrong if wrong > 0 else total + 1

@@ -1,0 +1,1 @@
+"""Typed asynchronous clients of the services: deadlines, back-off and reconnects are theirs."""

@@ -1,0 +1,54 @@
+"""Tells the scheduler which machine this is and how fast it measured; the scheduler being away never matters."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Callable, Sequence
+
+import structlog
+
+from penstock.errors import PenstockError
+from penstock.rpc import call, open_channel
+from penstock.security import Security
+from penstock.v1 import scheduler_pb2 as pb
+from penstock.v1 import scheduler_pb2_grpc
+
+_log = structlog.get_logger()
+_RETRY_S = 5.0
+_TIMEOUT_S = 5.0
+
+
+def this_machine(*, node_id: str, site: str = "", roles: Sequence[pb.Role.ValueType] = ()) -> pb.Node:
+    """What this machine has, as far as the standard library can tell: its cores and its memory, as one CPU.
+
+    A process that knows its GPUs adds them to `accelerators` itself.
+    """
+    memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    num_cpu_cores = len(os.sched_getaffinity(0))
+    node = pb.Node(node_id=node_id, site=site, num_cpu_cores=num_cpu_cores, memory_bytes=memory_bytes, roles=roles)
+    node.accelerators.add(kind="cpu", count=1, memory_bytes=memory_bytes)
+    return node
+
+
+async def report_node(
+    scheduler: str, node: pb.Node, *, measure: Callable[[], list[pb.MeasuredRate]], security: Security
+) -> None:
+    """Register `node` and report until cancelled; registers again when the scheduler forgot, waits when it is away."""
+    async with open_channel(scheduler, security) as channel:
+        stub = scheduler_pb2_grpc.SchedulerServiceStub(channel)
+        is_known = False
+        interval_s = _RETRY_S
+        while True:
+            try:
+                if not is_known:
+                    request = pb.RegisterNodeRequest(node=node)
+                    answer = await call(stub.RegisterNode, request, peer="scheduler", timeout_s=_TIMEOUT_S)
+                    interval_s = max(0.5, answer.heartbeat_interval.ToMilliseconds() / 1000)
+                    is_known = True
+                report = pb.ReportNodeRequest(node_id=node.node_id, rates=measure())
+                await call(stub.ReportNode, report, peer="scheduler", timeout_s=_TIMEOUT_S)
+            except PenstockError as error:
+                is_known = False
+                _log.debug("scheduler away", scheduler=scheduler, error=str(error))
+            await asyncio.sleep(interval_s)

@@ -1,0 +1,91 @@
+"""Arrays on the wire: raw little-endian bytes, checked on the way in.
+
+Token ids are int32, log-probs float32, versions int64, masks uint8. Everything decoded here is a read-only view of the
+message's own bytes, so decoding costs no copy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from penstock.errors import InvalidFieldError
+from penstock.v1 import types_pb2
+
+Int32 = npt.NDArray[np.int32]
+Int64 = npt.NDArray[np.int64]
+Float32 = npt.NDArray[np.float32]
+UInt8 = npt.NDArray[np.uint8]
+
+_INT32, _INT64, _FLOAT32 = np.dtype("<i4"), np.dtype("<i8"), np.dtype("<f4")
+
+
+def int32_bytes(values: Sequence[int] | Int32) -> bytes:
+    """Little-endian int32 bytes of `values`, [n]."""
+    return np.asarray(values, dtype=_INT32).tobytes()
+
+
+def float32_bytes(values: Sequence[float] | Float32) -> bytes:
+    """Little-endian float32 bytes of `values`, [n]."""
+    return np.asarray(values, dtype=_FLOAT32).tobytes()
+
+
+def int32_array(data: bytes, field: str) -> Int32:
+    """The int32[n] behind `data`; raises InvalidFieldError naming `field` where the length does not fit."""
+    return _array(data, _INT32, field)
+
+
+def int64_array(data: bytes, field: str) -> Int64:
+    """The int64[n] behind `data`; raises InvalidFieldError naming `field` where the length does not fit."""
+    return _array(data, _INT64, field)
+
+
+def float32_array(data: bytes, field: str) -> Float32:
+    """The float32[n] behind `data`; raises InvalidFieldError naming `field` where the length does not fit."""
+    return _array(data, _FLOAT32, field)
+
+
+def _array(data: bytes, dtype: np.dtype, field: str) -> npt.NDArray:  # type: ignore[type-arg]
+    if len(data) % dtype.itemsize:
+        raise InvalidFieldError(
+            f"{field}: {len(data)} bytes are not a whole number of {dtype.itemsize}-byte elements", field=field
+        )
+    return np.frombuffer(data, dtype=dtype)
+
+
+def encode_versions(versions: Sequence[int] | Int64) -> types_pb2.VersionRuns:
+    """Run-length code of per-token policy versions, [n]."""
+    array = np.asarray(versions, dtype=_INT64)
+    if array.size == 0:
+        return types_pb2.VersionRuns()
+    starts = np.flatnonzero(np.concatenate(([True], array[1:] != array[:-1])))
+    lengths = np.diff(np.concatenate((starts, [array.size])))
+    return types_pb2.VersionRuns(versions=array[starts].tobytes(), lengths=lengths.astype(_INT32).tobytes())
+
+
+def decode_versions(runs: types_pb2.VersionRuns, *, num_tokens: int, field: str) -> Int64:
+    """Per-token policy versions, int64[num_tokens]; raises InvalidFieldError where the runs do not add up."""
+    versions = int64_array(runs.versions, f"{field}.versions")
+    lengths = int32_array(runs.lengths, f"{field}.lengths")
+    if versions.size != lengths.size:
+        raise InvalidFieldError(
+            f"{field}: {versions.size} versions but {lengths.size} run lengths; send one length per version",
+            field=field,
+        )
+    if lengths.size and (int(lengths.min()) < 1 or int(versions.min()) < 0):
+        raise InvalidFieldError(f"{field}: run lengths must be >= 1 and versions >= 0", field=field)
+    if int(lengths.sum(dtype=np.int64)) != num_tokens:
+        raise InvalidFieldError(
+            f"{field}: run lengths add up to {int(lengths.sum(dtype=np.int64))}, but there are {num_tokens} tokens",
+            field=field,
+        )
+    return np.repeat(versions, lengths)
+
+
+def join_versions(parts: Sequence[types_pb2.VersionRuns]) -> types_pb2.VersionRuns:
+    """The runs of consecutive chunks as one; neighbouring runs of one version are left apart, which is still valid."""
+    return types_pb2.VersionRuns(
+        versions=b"".join(part.versions for part in parts), lengths=b"".join(part.lengths for part in parts)
+    )

@@ -1,0 +1,119 @@
+"""Configuration files: YAML in, one frozen pydantic model out, or one clear line for each thing that is wrong.
+
+Unknown keys are refused with the nearest known name; dotted overrides (`a.b.c=value`) are read as YAML.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, TypeVar, get_args
+
+import yaml
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+MAX_CONFIG_BYTES = 1024 * 1024
+
+
+class ConfigError(Exception):
+    """A user's mistake in a configuration; the message is one line for each problem."""
+
+
+class StrictModel(BaseModel):
+    """Base of every configuration section: frozen, unknown keys refused, attribute docstrings as descriptions."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
+
+
+_Model = TypeVar("_Model", bound=BaseModel)
+Document = dict[str, Any]
+
+
+def read_document(path: Path) -> Document:
+    """The mapping a YAML file holds; raises ConfigError naming the file, and the line where YAML is broken."""
+    try:
+        if path.stat().st_size > MAX_CONFIG_BYTES:
+            raise ConfigError(f"{path}: larger than {MAX_CONFIG_BYTES} bytes; is this a configuration file?")
+        document = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise ConfigError(f"{path}: no such file") from error
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: cannot be read: {error}") from error
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{path}: not valid YAML: {_one_line(error)}") from error
+    if document is None:
+        return {}
+    if not isinstance(document, dict):
+        raise ConfigError(f"{path}: must hold keys and values, found {type(document).__name__}")
+    return document
+
+
+def apply_overrides(document: Document, overrides: Iterable[str]) -> Document:
+    """A copy of `document` with `a.b.c=value` settings applied, values read as YAML. Raises ConfigError."""
+    result: Document = _copy(document)
+    for override in overrides:
+        path, separator, text = override.partition("=")
+        keys = path.strip().split(".")
+        if not separator or not all(keys):
+            raise ConfigError(f"override {override!r}: write it as key.subkey=value")
+        try:
+            value = yaml.safe_load(text)
+        except yaml.YAMLError as error:
+            raise ConfigError(f"override {override!r}: not valid YAML: {_one_line(error)}") from error
+        _set(result, keys, value, override)
+    return result
+
+
+def validate(model: type[_Model], document: Mapping[str, Any], *, source: str) -> _Model:
+    """`document` as a `model`; raises ConfigError with one line for each problem, naming key, value and fix."""
+    try:
+        return model.model_validate(document)
+    except ValidationError as error:
+        raise ConfigError("\n".join(f"{source}: {_describe(model, item)}" for item in error.errors())) from error
+
+
+def _describe(model: type[BaseModel], item: Any) -> str:
+    location = [str(part) for part in item["loc"] if not str(part).startswith("function-")]
+    key = ".".join(location)
+    if item["type"] == "extra_forbidden":
+        known = _known_keys(model, location[:-1])
+        near = difflib.get_close_matches(location[-1], known, n=1)
+        hint = f"did you mean {near[0]!r}?" if near else f"known keys here: {', '.join(sorted(known))}"
+        return f"{key}: unknown key; {hint}"
+    if item["type"] == "missing":
+        return f"{key}: required, but not given"
+    message = item["msg"].removeprefix("Value error, ")
+    return f"{key}: {message} (got {item['input']!r:.200})" if key else message
+
+
+def _known_keys(model: type[BaseModel], parents: list[str]) -> list[str]:
+    current: type[BaseModel] | None = model
+    for name in parents:
+        field = current.model_fields.get(name) if current else None
+        current = _model_of(field.annotation) if field else None
+    return list(current.model_fields) if current else []
+
+
+def _model_of(annotation: Any) -> type[BaseModel] | None:
+    for candidate in (annotation, *get_args(annotation)):
+        if isinstance(candidate, type) and issubclass(candidate, BaseModel):
+            return candidate
+    return None
+
+
+def _set(document: Document, keys: list[str], value: Any, override: str) -> None:
+    for key in keys[:-1]:
+        child = document.setdefault(key, {})
+        if not isinstance(child, dict):
+            raise ConfigError(f"override {override!r}: {key!r} is a value, not a section")
+        document = child
+    document[keys[-1]] = value
+
+
+def _copy(value: Any) -> Any:
+    return {key: _copy(child) for key, child in value.items()} if isinstance(value, dict) else value
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())

@@ -1,0 +1,192 @@
+"""Errors that cross the wire, one class per ErrorReason of `errors.proto`.
+
+    PenstockError
+    +-- InvalidFieldError        INVALID_ARGUMENT     a field is missing, malformed or out of bounds
+    +-- UnknownRunError          NOT_FOUND            open the run first
+    +-- UnknownSampleError       NOT_FOUND            no such group or sample
+    +-- LeaseLostError           NOT_FOUND            the lease expired or was revoked
+    +-- UnknownVersionError      NOT_FOUND            no weights of that version
+    +-- OffsetMismatchError      OUT_OF_RANGE         a chunk does not begin where the accepted tokens end
+    +-- QueueFullError           RESOURCE_EXHAUSTED   retry after a delay
+    +-- StaleError               FAILED_PRECONDITION  older than the staleness bound allows
+    +-- VersionConflictError     FAILED_PRECONDITION  the step does not follow the run's policy version
+    +-- RunConflictError         FAILED_PRECONDITION  the run exists with other limits
+    +-- RunClosedError           FAILED_PRECONDITION  the run is closed
+    +-- ServiceUnavailableError  UNAVAILABLE          draining, or a part it needs is away
+    +-- DigestMismatchError      DATA_LOSS            weights are not what their manifest states
+    +-- NotOfferedError          UNIMPLEMENTED        this server does not offer the call
+    +-- BadTokenError            UNAUTHENTICATED      the bearer token is missing or wrong
+    +-- BusyError                ALREADY_EXISTS       another run is under way
+    +-- InternalError            INTERNAL             a fault of the server
+
+A server raises them; one interceptor (`penstock.rpc`) turns them into a status with an ErrorInfo detail; a client gets
+the same class back from `from_rpc_error`.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import grpc
+from google.protobuf import any_pb2
+from google.rpc import code_pb2, error_details_pb2, status_pb2
+from grpc_status import rpc_status
+
+ERROR_DOMAIN = "penstock"
+MAX_MESSAGE_CHARACTERS = 2048
+
+
+class PenstockError(Exception):
+    """Base of every error a Penstock service answers with; `metadata` names the field, value or id concerned."""
+
+    code: ClassVar[int] = code_pb2.INTERNAL
+    reason: ClassVar[str] = "INTERNAL"
+
+    def __init__(self, message: str, **metadata: object) -> None:
+        super().__init__(message)
+        self.metadata = {key: str(value) for key, value in metadata.items()}
+
+    @property
+    def is_retryable(self) -> bool:
+        """Whether the same call may succeed later."""
+        return self.code in (code_pb2.UNAVAILABLE, code_pb2.RESOURCE_EXHAUSTED, code_pb2.DEADLINE_EXCEEDED)
+
+
+class InvalidFieldError(PenstockError):
+    """A field is missing, malformed or out of bounds."""
+
+    code, reason = code_pb2.INVALID_ARGUMENT, "INVALID_FIELD"
+
+
+class UnknownRunError(PenstockError):
+    """The broker knows no such run."""
+
+    code, reason = code_pb2.NOT_FOUND, "UNKNOWN_RUN"
+
+
+class UnknownSampleError(PenstockError):
+    """No such group or sample in the run."""
+
+    code, reason = code_pb2.NOT_FOUND, "UNKNOWN_SAMPLE"
+
+
+class LeaseLostError(PenstockError):
+    """The lease expired or was revoked."""
+
+    code, reason = code_pb2.NOT_FOUND, "LEASE_LOST"
+
+
+class UnknownVersionError(PenstockError):
+    """No weights of that version, yet or any more."""
+
+    code, reason = code_pb2.NOT_FOUND, "UNKNOWN_VERSION"
+
+
+class OffsetMismatchError(PenstockError):
+    """A chunk does not begin where the accepted tokens end."""
+
+    code, reason = code_pb2.OUT_OF_RANGE, "OFFSET_MISMATCH"
+
+
+class QueueFullError(PenstockError):
+    """A queue is full."""
+
+    code, reason = code_pb2.RESOURCE_EXHAUSTED, "QUEUE_FULL"
+
+
+class StaleError(PenstockError):
+    """Older than the staleness bound allows."""
+
+    code, reason = code_pb2.FAILED_PRECONDITION, "STALE"
+
+
+class VersionConflictError(PenstockError):
+    """The step does not follow the run's policy version."""
+
+    code, reason = code_pb2.FAILED_PRECONDITION, "VERSION_CONFLICT"
+
+
+class RunConflictError(PenstockError):
+    """The run exists with other limits."""
+
+    code, reason = code_pb2.FAILED_PRECONDITION, "RUN_CONFLICT"
+
+
+class RunClosedError(PenstockError):
+    """The run is closed."""
+
+    code, reason = code_pb2.FAILED_PRECONDITION, "RUN_CLOSED"
+
+
+class ServiceUnavailableError(PenstockError):
+    """The server drains, or a part it needs is away."""
+
+    code, reason = code_pb2.UNAVAILABLE, "UNAVAILABLE"
+
+
+class DeadlineError(PenstockError):
+    """The peer did not answer in time."""
+
+    code, reason = code_pb2.DEADLINE_EXCEEDED, "DEADLINE"
+
+
+class DigestMismatchError(PenstockError):
+    """Weights do not have the digest their manifest states."""
+
+    code, reason = code_pb2.DATA_LOSS, "DIGEST_MISMATCH"
+
+
+class NotOfferedError(PenstockError):
+    """This server does not offer the call."""
+
+    code, reason = code_pb2.UNIMPLEMENTED, "NOT_OFFERED"
+
+
+class BadTokenError(PenstockError):
+    """The bearer token is missing or wrong."""
+
+    code, reason = code_pb2.UNAUTHENTICATED, "BAD_TOKEN"
+
+
+class BusyError(PenstockError):
+    """Another run is under way."""
+
+    code, reason = code_pb2.ALREADY_EXISTS, "BUSY"
+
+
+class InternalError(PenstockError):
+    """A fault of the server; it is logged there."""
+
+
+_BY_REASON: dict[str, type[PenstockError]] = {kind.reason: kind for kind in PenstockError.__subclasses__()}
+_BY_CODE: dict[int, type[PenstockError]] = {
+    code_pb2.INVALID_ARGUMENT: InvalidFieldError,
+    code_pb2.UNAVAILABLE: ServiceUnavailableError,
+    code_pb2.RESOURCE_EXHAUSTED: QueueFullError,
+    code_pb2.DEADLINE_EXCEEDED: DeadlineError,
+    code_pb2.UNIMPLEMENTED: NotOfferedError,
+    code_pb2.UNAUTHENTICATED: BadTokenError,
+}
+
+
+def to_status(error: PenstockError) -> status_pb2.Status:
+    """The google.rpc.Status a server answers with."""
+    info = error_details_pb2.ErrorInfo(reason=error.reason, domain=ERROR_DOMAIN, metadata=error.metadata)
+    detail = any_pb2.Any()
+    detail.Pack(info)
+    return status_pb2.Status(code=error.code, message=str(error)[:MAX_MESSAGE_CHARACTERS], details=[detail])
+
+
+def from_rpc_error(error: grpc.aio.AioRpcError, *, peer: str) -> PenstockError:
+    """The error a call ended with, as the class the server raised; a foreign server's error by its status code."""
+    code: int = error.code().value[0]
+    message = f"{peer}: {error.details() or error.code().name}"
+    try:
+        status = rpc_status.from_call(error)  # type: ignore[arg-type]
+    except ValueError:
+        status = None
+    info = error_details_pb2.ErrorInfo()
+    for detail in status.details if status is not None else ():
+        if detail.Unpack(info) and info.domain == ERROR_DOMAIN and info.reason in _BY_REASON:
+            return _BY_REASON[info.reason](message, **dict(info.metadata))
+    return _BY_CODE.get(code, InternalError)(message)

@@ -1,0 +1,290 @@
+"""How every Penstock server and client speaks gRPC.
+
+Servers: health per service, reflection, message-size limits, errors as typed statuses, and a drain on SIGTERM or SIGINT
+that lets calls under way end (first signal drains, second one ends at once). Clients: channels with keepalive, calls
+that always have a deadline, and back-off with jitter.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import signal
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import grpc
+import structlog
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+from grpc_status import rpc_status
+
+from penstock.errors import InternalError, PenstockError, from_rpc_error, to_status
+from penstock.security import NO_SECURITY, Security
+
+MAX_MESSAGE_BYTES = 16 * 1024 * 1024
+DEFAULT_TIMEOUT_S = 10.0
+MAX_CONCURRENT_STREAMS = 1024
+
+_log = structlog.get_logger()
+_Response = TypeVar("_Response")
+
+_COMMON_OPTIONS = (
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.keepalive_time_ms", 20_000),
+    ("grpc.keepalive_timeout_ms", 10_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.max_pings_without_data", 0),
+)
+_SERVER_OPTIONS = (
+    *_COMMON_OPTIONS,
+    # Without this two servers share one port silently and each gets half of the calls.
+    ("grpc.so_reuseport", 0),
+    ("grpc.max_concurrent_streams", MAX_CONCURRENT_STREAMS),
+    ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
+)
+# A restarted peer must be found again within seconds; gRPC's own default backs off to two minutes.
+_CLIENT_OPTIONS = (
+    *_COMMON_OPTIONS,
+    ("grpc.initial_reconnect_backoff_ms", 200),
+    ("grpc.min_reconnect_backoff_ms", 200),
+    ("grpc.max_reconnect_backoff_ms", 3_000),
+    # A channel of its own per client object: a broken one never blocks another through the shared pool.
+    ("grpc.use_local_subchannel_pool", 1),
+)
+
+
+class PortUnavailableError(Exception):
+    """The address cannot be listened on; the message names it and the fix."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Service:
+    """A servicer, how it is added to a server, and its full name as in the proto."""
+
+    name: str
+    add: Callable[[Any, grpc.aio.Server], None]
+    servicer: object
+
+
+class Server:
+    """A gRPC server of one or more services. `stopping` is set when it drains: long streams watch it and end."""
+
+    def __init__(self, *, listen: str, services: Sequence[Service], security: Security = NO_SECURITY) -> None:
+        self.stopping = asyncio.Event()
+        self._listen = listen
+        self._names = [service.name for service in services]
+        interceptors: list[grpc.aio.ServerInterceptor] = [*security.server_interceptors(), ErrorInterceptor()]
+        self._server = grpc.aio.server(interceptors=interceptors, options=_SERVER_OPTIONS)
+        for service in services:
+            service.add(service.servicer, self._server)
+        self._health = health.aio.HealthServicer()
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
+        reflection.enable_server_reflection([*self._names, health.SERVICE_NAME, reflection.SERVICE_NAME], self._server)
+        self._security = security
+        self.port = 0
+
+    async def start(self) -> int:
+        """Listen and report healthy; returns the port. Raises PortUnavailableError."""
+        try:
+            self.port = self._security.add_port(self._server, self._listen)
+        except RuntimeError as error:
+            raise PortUnavailableError(
+                f"cannot listen on {self._listen}: the port is in use or the address is not this machine's; "
+                "stop the other process or choose another port"
+            ) from error
+        await self._server.start()
+        await self.set_serving(True)
+        return self.port
+
+    async def set_serving(self, is_serving: bool, *names: str) -> None:
+        """Set health of the named services (all, and the overall state, when none is named)."""
+        status = health_pb2.HealthCheckResponse.SERVING if is_serving else health_pb2.HealthCheckResponse.NOT_SERVING
+        for name in names or ("", *self._names):
+            await self._health.set(name, status)
+
+    async def stop(self, *, grace_s: float) -> None:
+        """Refuse new calls, let those under way end for `grace_s` seconds, then end them."""
+        self.stopping.set()
+        await self._health.enter_graceful_shutdown()
+        await self._server.stop(grace_s)
+
+
+async def run_until_stopped(
+    server: Server,
+    *,
+    loops: Sequence[Callable[[], Coroutine[Any, Any, None]]] = (),
+    on_started: Callable[[], None] = lambda: None,
+    before_stop: Callable[[], Awaitable[None]] | None = None,
+    grace_s: float = 5.0,
+) -> None:
+    """Serve until SIGTERM or SIGINT, or until a loop fails (its error is raised).
+
+    `before_stop` runs after the signal and before the server stops, for work that needs the server still up.
+    """
+    signalled = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, signalled.set)
+    await server.start()
+    on_started()
+    tasks = [asyncio.create_task(make()) for make in loops]
+    waiter = asyncio.create_task(signalled.wait())
+    try:
+        await _until_first_failure(waiter, tasks)
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.remove_signal_handler(number)
+        server.stopping.set()
+        if before_stop is not None:
+            await before_stop()
+    finally:
+        await server.stop(grace_s=grace_s)
+        for task in (waiter, *tasks):
+            task.cancel()
+        await asyncio.gather(waiter, *tasks, return_exceptions=True)
+
+
+async def _until_first_failure(waiter: asyncio.Task[bool], tasks: list[asyncio.Task[None]]) -> None:
+    pending: set[asyncio.Task[Any]] = {waiter, *tasks}
+    while not waiter.done():
+        done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
+        for task in done - {waiter}:
+            task.result()
+
+
+class ErrorInterceptor(grpc.aio.ServerInterceptor):
+    """Turns a raised PenstockError into its status; any other exception is logged and answered with INTERNAL."""
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> Any:
+        """Wrap the method's handler."""
+        handler = await continuation(handler_call_details)
+        method = handler_call_details.method
+        if handler is None or method.startswith("/grpc."):
+            return handler
+        kinds: dict[tuple[bool, bool], tuple[Any, Any, Any]] = {
+            (False, False): (grpc.unary_unary_rpc_method_handler, handler.unary_unary, _guard_unary),
+            (False, True): (grpc.unary_stream_rpc_method_handler, handler.unary_stream, _guard_stream),
+            (True, False): (grpc.stream_unary_rpc_method_handler, handler.stream_unary, _guard_unary),
+            (True, True): (grpc.stream_stream_rpc_method_handler, handler.stream_stream, _guard_stream),
+        }
+        factory, behaviour, guard = kinds[(handler.request_streaming, handler.response_streaming)]
+        wrapped = guard(behaviour, method)
+        return factory(
+            wrapped,
+            request_deserializer=handler.request_deserializer,
+            response_serializer=handler.response_serializer,
+        )
+
+
+def _guard_unary(behaviour: Callable[..., Awaitable[Any]], method: str) -> Callable[..., Awaitable[Any]]:
+    async def guarded(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
+        try:
+            return await behaviour(request, context)
+        except (grpc.aio.AbortError, asyncio.CancelledError):
+            raise
+        except Exception as error:
+            await _abort(error, context, method)
+
+    return guarded
+
+
+def _guard_stream(behaviour: Callable[..., AsyncIterator[Any]], method: str) -> Callable[..., AsyncIterator[Any]]:
+    async def guarded(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> AsyncIterator[Any]:
+        try:
+            async for response in behaviour(request, context):
+                yield response
+        except (grpc.aio.AbortError, asyncio.CancelledError):
+            raise
+        except Exception as error:
+            await _abort(error, context, method)
+
+    return guarded
+
+
+async def _abort(error: Exception, context: grpc.aio.ServicerContext[Any, Any], method: str) -> None:
+    if not isinstance(error, PenstockError):
+        _log.error("call failed", method=method, exc_info=error)
+        error = InternalError(f"{method} failed: {type(error).__name__}; see this server's log")
+    await context.abort_with_status(rpc_status.to_status(to_status(error)))
+
+
+def open_channel(target: str, security: Security = NO_SECURITY) -> grpc.aio.Channel:
+    """A channel to `target` (host:port) that reconnects by itself; close it when done."""
+    return security.open_channel(target.removeprefix("grpc://"), _CLIENT_OPTIONS)
+
+
+async def call(
+    method: Callable[..., Awaitable[_Response]], request: Any, *, peer: str, timeout_s: float = DEFAULT_TIMEOUT_S
+) -> _Response:
+    """One unary call with a deadline; raises the PenstockError the server raised. `peer` names it in messages."""
+    try:
+        return await method(request, timeout=timeout_s)
+    except grpc.aio.AioRpcError as error:
+        raise from_rpc_error(error, peer=peer) from error
+
+
+@asynccontextmanager
+async def translated_errors(peer: str) -> AsyncIterator[None]:
+    """Inside, a stream's AioRpcError becomes the PenstockError the server raised."""
+    try:
+        yield
+    except grpc.aio.AioRpcError as error:
+        raise from_rpc_error(error, peer=peer) from error
+
+
+def backoff_s(*, first_s: float = 0.1, most_s: float = 3.0) -> Iterator[float]:
+    """Delays that double up to `most_s`, each cut by up to a half at random so that clients do not march in step."""
+    delay_s = first_s
+    while True:
+        yield delay_s * random.uniform(0.5, 1.0)
+        delay_s = min(most_s, delay_s * 2)
+
+
+async def call_with_retry(
+    method: Callable[..., Awaitable[_Response]],
+    request: Any,
+    *,
+    peer: str,
+    timeout_s: float = DEFAULT_TIMEOUT_S,
+    give_up_after_s: float,
+) -> _Response:
+    """`call`, repeated with back-off while the error is retryable, for at most `give_up_after_s` seconds."""
+    loop = asyncio.get_running_loop()
+    deadline = loop.time() + give_up_after_s
+    for delay_s in backoff_s():
+        try:
+            return await call(method, request, peer=peer, timeout_s=timeout_s)
+        except PenstockError as error:
+            if not error.is_retryable or loop.time() + delay_s > deadline:
+                raise
+            await asyncio.sleep(delay_s)
+    raise AssertionError("unreachable: backoff_s never ends")
+
+
+async def wait_until_serving(
+    target: str, *, service: str = "", timeout_s: float, security: Security = NO_SECURITY
+) -> bool:
+    """Whether the server at `target` reports SERVING for `service` within `timeout_s` seconds."""
+    loop = asyncio.get_running_loop()
+    deadline = loop.time() + timeout_s
+    async with open_channel(target, security) as channel:
+        stub: Any = health_pb2_grpc.HealthStub(channel)
+        for delay_s in backoff_s(first_s=0.05, most_s=0.5):
+            try:
+                request = health_pb2.HealthCheckRequest(service=service)
+                response = await stub.Check(request, timeout=max(0.1, min(2.0, deadline - loop.time())))
+                if response.status == health_pb2.HealthCheckResponse.SERVING:
+                    return True
+            except grpc.aio.AioRpcError as error:
+                _log.debug("not serving yet", target=target, code=error.code().name)
+            if loop.time() + delay_s > deadline:
+                return False
+            await asyncio.sleep(delay_s)
+    return False

@@ -1,0 +1,1 @@
+"""Stubs generated from `protos/penstock/v1` by `make proto`; never edited by hand."""

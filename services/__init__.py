@@ -1,0 +1,1 @@
+"""The five services; each runs alone and none imports another."""

@@ -1,0 +1,39 @@
+"""Settings of a reward process."""
+
+from __future__ import annotations
+
+from pydantic import Field
+
+from penstock.config import StrictModel
+
+
+class RewardModelConfig(StrictModel):
+    """Which reward model scores, and how patiently it is asked."""
+
+    model: str = "exact_match"
+    """A built-in name, `module:function`, or `grpc://host:port` of a RewardService."""
+    timeout_s: float = Field(default=30.0, gt=0, le=3600)
+    """Deadline of one batch, seconds."""
+    max_retries: int = Field(default=3, ge=0, le=20)
+    """Further tries of a batch whose reward model was away or too slow."""
+    max_batch_size: int = Field(default=32, ge=1, le=1024)
+    """Most samples in one call of the reward model."""
+    max_concurrent_batches: int = Field(default=4, ge=1, le=256)
+    """Most calls under way at once."""
+
+
+class RewardConfig(StrictModel):
+    """A reward worker: leases finished samples of one run, scores them."""
+
+    listen: str = "127.0.0.1:7303"
+    """Address of its own RewardService, host:port."""
+    run_id: str
+    """The run it scores."""
+    broker: str = "127.0.0.1:7301"
+    """The broker, host:port."""
+    worker_id: str = "reward-0"
+    """Its name in status and logs."""
+    reward: RewardModelConfig = RewardModelConfig()
+    """The reward model."""
+    metrics_port: int | None = Field(default=None, ge=1, le=65535)
+    """Port of the Prometheus endpoint; none when unset."""

@@ -1,0 +1,108 @@
+"""Who has which hardware: machines as they state themselves, their links and measured rates.
+
+Pure bookkeeping over the times it is handed; a machine counts as gone after three missed reports, and is forgotten only
+when it says that it leaves, so that a plan can name what is missing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from penstock.errors import InvalidFieldError, PenstockError, QueueFullError
+from penstock.v1 import scheduler_pb2 as pb
+
+MAX_NODES = 10_000
+MAX_LINKS = 10_000
+MAX_NAME_CHARACTERS = 128
+MISSED_REPORTS = 3
+
+
+class UnknownNodeError(PenstockError):
+    """The machine is not registered; register it again."""
+
+    code, reason = 5, "UNKNOWN_NODE"
+
+
+@dataclass(slots=True)
+class _Record:
+    node: pb.Node
+    report_time_s: float
+    rates: dict[int, pb.MeasuredRate] = field(default_factory=dict)
+
+
+class Inventory:
+    """The machines and links known now."""
+
+    def __init__(self, *, heartbeat_interval_s: float) -> None:
+        self._lifetime_s = MISSED_REPORTS * heartbeat_interval_s
+        self._records: dict[str, _Record] = {}
+        self._links: dict[tuple[str, str], pb.Link] = {}
+
+    def register(self, node: pb.Node, links: list[pb.Link], *, now_s: float) -> None:
+        """Add a machine, or replace what it stated before. Raises InvalidFieldError, QueueFullError."""
+        check_node(node)
+        if node.node_id not in self._records and len(self._records) >= MAX_NODES:
+            raise QueueFullError(f"{MAX_NODES} machines are registered; retire some", queue="nodes")
+        known = self._records.get(node.node_id)
+        self._records[node.node_id] = _Record(node, now_s, known.rates if known else {})
+        for link in links:
+            _check_link(link)
+            if len(self._links) >= MAX_LINKS:
+                raise QueueFullError(f"{MAX_LINKS} links are registered", queue="links")
+            self._links[(link.from_site, link.to_site)] = link
+
+    def report(self, node_id: str, rates: list[pb.MeasuredRate], *, is_leaving: bool, now_s: float) -> None:
+        """Note a sign of life. Raises UnknownNodeError."""
+        record = self._records.get(node_id)
+        if record is None:
+            raise UnknownNodeError(f"node_id: {node_id!r} is not registered; call RegisterNode first", node_id=node_id)
+        record.report_time_s = now_s
+        for rate in rates:
+            _check_rate(rate)
+            record.rates[rate.role] = rate
+        if is_leaving:
+            del self._records[node_id]
+
+    def views(self, *, now_s: float) -> list[pb.NodeView]:
+        """Every machine, by name."""
+        views = []
+        for _, record in sorted(self._records.items()):
+            is_alive = now_s - record.report_time_s <= self._lifetime_s
+            view = pb.NodeView(node=record.node, rates=record.rates.values(), is_alive=is_alive)
+            view.report_time.FromMilliseconds(int(record.report_time_s * 1000))
+            views.append(view)
+        return views
+
+    def links(self) -> list[pb.Link]:
+        """Every link."""
+        return list(self._links.values())
+
+
+def check_node(node: pb.Node) -> None:
+    """Refuse a machine that cannot be true. Raises InvalidFieldError."""
+    if not 1 <= len(node.node_id) <= MAX_NAME_CHARACTERS:
+        raise InvalidFieldError(f"node.node_id: must have 1 to {MAX_NAME_CHARACTERS} characters", field="node.node_id")
+    if not node.accelerators:
+        raise InvalidFieldError("node.accelerators: empty; a machine without any states one of kind cpu", field="node")
+    for index, accelerator in enumerate(node.accelerators):
+        if not accelerator.kind or not 1 <= accelerator.count <= MAX_NODES:
+            raise InvalidFieldError(
+                f"node.accelerators[{index}]: needs a kind and a count of 1 to {MAX_NODES}, "
+                f"got {accelerator.kind!r} x {accelerator.count}",
+                field="node.accelerators",
+            )
+    if node.HasField("price_per_hour") and not 0 <= node.price_per_hour < float("inf"):
+        raise InvalidFieldError(f"node.price_per_hour: must be >= 0, got {node.price_per_hour}", field="node")
+
+
+def _check_link(link: pb.Link) -> None:
+    if not 0 < link.bytes_per_second < float("inf"):
+        raise InvalidFieldError(f"links: bytes_per_second must be > 0, got {link.bytes_per_second}", field="links")
+
+
+def _check_rate(rate: pb.MeasuredRate) -> None:
+    if rate.role == pb.ROLE_UNSPECIFIED:
+        raise InvalidFieldError("rates: role is not set", field="rates.role")
+    for name in ("tokens_per_second", "samples_per_second"):
+        if not 0 <= getattr(rate, name) < float("inf"):
+            raise InvalidFieldError(f"rates.{name}: must be >= 0, got {getattr(rate, name)}", field=f"rates.{name}")

@@ -1,0 +1,125 @@
+"""The scheduler's gRPC face: decode, ask the core, encode."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc
+
+from penstock.clock import Clock
+from penstock.errors import InvalidFieldError, NotOfferedError, ServiceUnavailableError, UnknownRunError
+from penstock.v1 import scheduler_pb2 as pb
+from penstock.v1 import scheduler_pb2_grpc
+from services.scheduler.inventory import Inventory
+from services.scheduler.lengths import LengthForecaster
+from services.scheduler.plan import SOLVER, first_fit
+
+MAX_QUERIES = 1024
+MAX_OBSERVATIONS = 4096
+MAX_GENERATORS = 10_000
+MAX_PLANS = 1_000
+_SOLVERS = ("", "auto", SOLVER)
+
+Context = grpc.aio.ServicerContext[Any, Any]
+
+
+class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
+    """Answers from memory; machines register again after a restart, and plans are made anew."""
+
+    def __init__(self, *, clock: Clock, heartbeat_interval_s: float) -> None:
+        self.stopping = asyncio.Event()
+        self._clock = clock
+        self._heartbeat_interval_s = heartbeat_interval_s
+        self._inventory = Inventory(heartbeat_interval_s=heartbeat_interval_s)
+        self._lengths = LengthForecaster()
+        self._plans: dict[str, pb.Plan] = {}
+        self._plan_changed = asyncio.Event()
+
+    async def RegisterNode(self, request: pb.RegisterNodeRequest, context: Context) -> pb.RegisterNodeResponse:
+        """Add or replace a machine."""
+        self._inventory.register(request.node, list(request.links), now_s=self._clock.now_s())
+        response = pb.RegisterNodeResponse()
+        response.heartbeat_interval.FromMilliseconds(int(self._heartbeat_interval_s * 1000))
+        return response
+
+    async def ReportNode(self, request: pb.ReportNodeRequest, context: Context) -> pb.ReportNodeResponse:
+        """Note a sign of life and measured rates."""
+        self._inventory.report(
+            request.node_id, list(request.rates), is_leaving=request.is_leaving, now_s=self._clock.now_s()
+        )
+        return pb.ReportNodeResponse()
+
+    async def ListNodes(self, request: pb.ListNodesRequest, context: Context) -> pb.ListNodesResponse:
+        """The inventory."""
+        return pb.ListNodesResponse(
+            nodes=self._inventory.views(now_s=self._clock.now_s()), links=self._inventory.links()
+        )
+
+    async def GetPlan(self, request: pb.GetPlanRequest, context: Context) -> pb.GetPlanResponse:
+        """The plan in force."""
+        return pb.GetPlanResponse(plan=self._plan_of(request.run_id))
+
+    async def CreatePlan(self, request: pb.CreatePlanRequest, context: Context) -> pb.CreatePlanResponse:
+        """Plan a run over the machines that are alive."""
+        _check_plan_request(request)
+        if request.run_id not in self._plans and len(self._plans) >= MAX_PLANS:
+            self._plans.pop(next(iter(self._plans)))
+        views = self._inventory.views(now_s=self._clock.now_s())
+        plan = first_fit(views, run_id=request.run_id, num_generators=request.num_generators)
+        plan.revision = self._plans[request.run_id].revision + 1 if request.run_id in self._plans else 1
+        plan.create_time.FromMilliseconds(int(self._clock.now_s() * 1000))
+        self._plans[request.run_id] = plan
+        self._plan_changed.set()
+        self._plan_changed = asyncio.Event()
+        return pb.CreatePlanResponse(plan=plan)
+
+    async def WatchPlan(self, request: pb.WatchPlanRequest, context: Context) -> AsyncIterator[pb.WatchPlanResponse]:
+        """The plan in force, then each revision."""
+        sent = 0
+        while not self.stopping.is_set():
+            changed = self._plan_changed
+            plan = self._plan_of(request.run_id)
+            if plan.revision > sent:
+                sent = plan.revision
+                yield pb.WatchPlanResponse(plan=plan)
+            waits = [asyncio.create_task(event.wait()) for event in (changed, self.stopping)]
+            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+            for wait in waits:
+                wait.cancel()
+        raise ServiceUnavailableError("the scheduler is stopping; watch again")
+
+    async def ForecastLengths(self, request: pb.ForecastLengthsRequest, context: Context) -> pb.ForecastLengthsResponse:
+        """Expected completion lengths."""
+        _check_count("queries", len(request.queries), MAX_QUERIES)
+        return pb.ForecastLengthsResponse(forecasts=self._lengths.forecast(request.run_id, list(request.queries)))
+
+    async def ReportLengths(self, request: pb.ReportLengthsRequest, context: Context) -> pb.ReportLengthsResponse:
+        """Learn from completions that were seen."""
+        _check_count("observations", len(request.observations), MAX_OBSERVATIONS)
+        self._lengths.observe(request.run_id, list(request.observations))
+        return pb.ReportLengthsResponse()
+
+    def _plan_of(self, run_id: str) -> pb.Plan:
+        plan = self._plans.get(run_id)
+        if plan is None:
+            raise UnknownRunError(f"run_id: no plan was made for {run_id!r}; call CreatePlan", run_id=run_id)
+        return plan
+
+
+def _check_plan_request(request: pb.CreatePlanRequest) -> None:
+    if not request.run_id:
+        raise InvalidFieldError("run_id: required", field="run_id")
+    _check_count("num_generators", request.num_generators, MAX_GENERATORS)
+    if request.problem_json:
+        raise NotOfferedError(
+            "problem_json: this scheduler plans by first fit only; leave it empty", field="problem_json"
+        )
+    if request.solver not in _SOLVERS:
+        raise InvalidFieldError(f"solver: {request.solver!r} is unknown; use auto or {SOLVER}", field="solver")
+
+
+def _check_count(name: str, count: int, most: int) -> None:
+    if count > most:
+        raise InvalidFieldError(f"{name}: {count} given, at most {most} are allowed", field=name)

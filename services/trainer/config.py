@@ -1,0 +1,162 @@
+"""Settings of a trainer process, and of the run it is given."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal, Self
+
+from pydantic import Field, model_validator
+
+from penstock.config import StrictModel
+
+
+class TrainerConfig(StrictModel):
+    """Where a trainer process listens; its work comes with StartRun."""
+
+    listen: str = "127.0.0.1:7304"
+    """Address of its TrainerService and WeightStoreService, host:port."""
+    weights_listen: str = "127.0.0.1:7305"
+    """Address of the HTTP server that hands out weights, host:port."""
+    weights_url: str | None = None
+    """Base address under which generators reach that server; http://<weights_listen> when unset."""
+    metrics_port: int | None = Field(default=None, ge=1, le=65535)
+    """Port of the Prometheus endpoint; none when unset."""
+
+
+class RunSettings(StrictModel):
+    """The run itself."""
+
+    id: str = Field(default="", max_length=64, pattern=r"^[A-Za-z0-9._-]*$")
+    """Names the run; made from the time when empty."""
+    dir: Path = Path("runs")
+    """Folder in which the run's own folder is made."""
+    seed: int = Field(default=0, ge=0, lt=2**31)
+    """Seed of data order, sampling and training."""
+    num_steps: int = Field(default=100, ge=1)
+    """Optimiser steps."""
+    num_eval_prompts: int = Field(default=256, ge=0, le=100_000)
+    """Held-out prompts measured at start and end, once sampled and once greedy; 0 measures none."""
+    eval_every_steps: int = Field(default=0, ge=0)
+    """Measure also every so many steps, while training goes on; 0 measures at start and end only."""
+    checkpoint_every_steps: int = Field(default=20, ge=1)
+    """Steps between checkpoints; one is written at the end in any case."""
+    keep_checkpoints: int = Field(default=2, ge=1)
+    """Checkpoints kept; older ones are deleted."""
+
+
+class ModelConfig(StrictModel):
+    """The policy."""
+
+    path: Path
+    """Hugging Face directory of a causal language model and its tokenizer."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Element type of the trained weights; auto keeps the model's own on GPUs and float32 on CPUs."""
+
+
+class DataConfig(StrictModel):
+    """Prompts: JSONL or parquet with `prompt` (question, problem) and `answer` (label, ground_truth, solution)."""
+
+    train: Path
+    """Training rows."""
+    eval: Path | None = None
+    """Held-out rows; nothing is measured without."""
+    shuffle: bool = True
+    """Whether each pass over the data is in a new order."""
+    max_prompt_tokens: int = Field(default=512, ge=1)
+    """Rows with longer prompts are skipped, counted and reported."""
+
+
+class SamplingConfig(StrictModel):
+    """How completions are sampled for training."""
+
+    temperature: float = Field(default=1.0, gt=0, le=10)
+    """Softmax temperature."""
+    top_p: float = Field(default=1.0, gt=0, le=1)
+    """Nucleus mass; 1 is off."""
+    max_new_tokens: int = Field(default=256, ge=1)
+    """Most completion tokens."""
+
+
+class AlgorithmConfig(StrictModel):
+    """What is optimised."""
+
+    name: Literal["grpo"] = "grpo"
+    """GRPO with DAPO's token-level loss."""
+    group_size: int = Field(default=8, ge=2, le=1024)
+    """Samples of one prompt."""
+    prompts_per_step: int = Field(default=32, ge=1)
+    """Prompts (groups) in one optimiser step."""
+    max_staleness: int = Field(default=1, ge=0, le=1000)
+    """Most policy versions a sample may lag; 0 is on-policy."""
+    clip_low: float = Field(default=0.2, gt=0, lt=1)
+    """Lower clip of the probability ratio: 1 - clip_low."""
+    clip_high: float = Field(default=0.2, gt=0, le=10)
+    """Upper clip of the probability ratio: 1 + clip_high."""
+    kl_coefficient: float = Field(default=0.0, ge=0)
+    """Weight of the KL term against the initial model; 0 keeps no reference model."""
+    normalize_std: bool = True
+    """Divide group advantages by the group's standard deviation (GRPO); off is Dr. GRPO."""
+    correction: Literal["none", "truncated", "decoupled"] = "truncated"
+    """Correction for samples of older versions."""
+
+
+class OptimizerConfig(StrictModel):
+    """AdamW."""
+
+    learning_rate: float = Field(default=1e-6, gt=0)
+    """Peak learning rate."""
+    warmup_steps: int = Field(default=0, ge=0)
+    """Steps of linear warm-up; constant afterwards."""
+    weight_decay: float = Field(default=0.0, ge=0)
+    """Decoupled weight decay."""
+    beta1: float = Field(default=0.9, ge=0, lt=1)
+    """First moment's decay."""
+    beta2: float = Field(default=0.999, ge=0, lt=1)
+    """Second moment's decay."""
+    max_grad_norm: float = Field(default=1.0, gt=0)
+    """Gradients are scaled down to this norm."""
+
+
+class ComputeConfig(StrictModel):
+    """How the trainer uses its machine."""
+
+    num_threads: int = Field(default=1, ge=1, le=1024)
+    """CPU threads of PyTorch."""
+    tokens_per_pack: int = Field(default=1024, ge=16)
+    """Token budget of one packed forward pass; a longer sample gets a pack of its own."""
+    max_groups_per_microbatch: int = Field(default=8, ge=1)
+    """Most groups taken from the broker at once."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where to train."""
+
+
+class TrainingConfig(StrictModel):
+    """Everything a trainer needs for one run: the document of StartRun."""
+
+    run: RunSettings = RunSettings()
+    """The run itself."""
+    model: ModelConfig
+    """The policy."""
+    data: DataConfig
+    """Prompts."""
+    sampling: SamplingConfig = SamplingConfig()
+    """Sampling for training."""
+    algorithm: AlgorithmConfig = AlgorithmConfig()
+    """What is optimised."""
+    optimizer: OptimizerConfig = OptimizerConfig()
+    """The optimiser."""
+    trainer: ComputeConfig = ComputeConfig()
+    """Use of the machine."""
+    broker: str = "127.0.0.1:7301"
+    """The broker, host:port."""
+    scheduler: str | None = None
+    """The scheduler, host:port; lengths are not reported without."""
+
+    @model_validator(mode="after")
+    def _stale_data_needs_a_correction(self) -> Self:
+        if self.algorithm.max_staleness > 0 and self.algorithm.correction == "none":
+            raise ValueError(
+                "algorithm.correction: 'none' is refused with max_staleness > 0, where samples come from older "
+                "versions; choose truncated or decoupled, or set max_staleness to 0"
+            )
+        return self

@@ -1,0 +1,144 @@
+"""Trajectories to padding-free packs: what one forward pass of the trainer reads.
+
+A pack is one row of T tokens: whole trajectories (segments) one after the other, position ids starting again at 0 in
+each. Attention is causal inside a segment and absent between segments; the backend derives that from
+`segment_lengths`, so no [T, T] mask exists.
+
+Invariants:
+- Every trajectory lies whole in exactly one pack; packing never cuts, drops or reorders tokens.
+- A pack holds at most `max_pack_tokens` tokens, unless it is a single longer trajectory.
+- Same trajectories in the same order, same packs: packing is deterministic.
+
+Axes: T tokens of a row, S segments, N loss tokens (those the policy sampled).
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trajectory:
+    """The token-aligned training view of one sample; all arrays have the same length T >= 2.
+
+    Example: prompt [5, 6], completion [7, 8] gives token_ids [5, 6, 7, 8], loss_mask [F, F, T, T].
+    """
+
+    token_ids: npt.NDArray[np.int32]
+    """int32[T], prompt and completion."""
+    loss_mask: npt.NDArray[np.bool_]
+    """bool[T], true where the policy sampled the token; false at 0, which nothing predicts."""
+    behavior_logprobs: npt.NDArray[np.float32]
+    """float32[T], nats, of each token under the weights that sampled it; unread where the mask is false."""
+    advantages: npt.NDArray[np.float32]
+    """float32[T]; unread where the mask is false."""
+
+    def __post_init__(self) -> None:
+        """Refuses arrays that do not line up.
+
+        Raises:
+            ValueError: lengths differ, fewer than two tokens, or the first token is a loss token.
+        """
+        shape = self.token_ids.shape
+        aligned = (self.loss_mask, self.behavior_logprobs, self.advantages)
+        if len(shape) != 1 or shape[0] < 2 or any(array.shape != shape for array in aligned):
+            raise ValueError("the arrays of a trajectory must all have shape [T] with T >= 2")
+        if self.loss_mask[0]:
+            raise ValueError("the first token of a trajectory has no predecessor and cannot be a loss token")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pack:
+    """One row for one forward pass."""
+
+    token_ids: npt.NDArray[np.int64]
+    """int64[T]."""
+    position_ids: npt.NDArray[np.int64]
+    """int64[T], 0, 1, 2... within each segment."""
+    segment_lengths: tuple[int, ...]
+    """[S], tokens of each segment in row order; they sum to T."""
+    logit_positions: npt.NDArray[np.int64]
+    """int64[N], the row positions whose logits predict the loss tokens: one before each."""
+    target_ids: npt.NDArray[np.int64]
+    """int64[N], the loss tokens."""
+    target_segments: npt.NDArray[np.int64]
+    """int64[N], the segment each loss token belongs to, for losses that reduce by sample."""
+    behavior_logprobs: npt.NDArray[np.float32]
+    """float32[N], nats."""
+    advantages: npt.NDArray[np.float32]
+    """float32[N]."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens in the row, T."""
+        return int(self.token_ids.size)
+
+    @property
+    def num_loss_tokens(self) -> int:
+        """Loss tokens in the row, N."""
+        return int(self.target_ids.size)
+
+
+def pack_trajectories(trajectories: Sequence[Trajectory], *, max_pack_tokens: int) -> list[Pack]:
+    """Fills as few packs as first-fit decreasing finds.
+
+    Args:
+        trajectories: any number, of any lengths.
+        max_pack_tokens: tokens a pack may hold; a longer trajectory gets a pack of its own.
+
+    Returns:
+        Packs holding each trajectory once; empty for no trajectories.
+
+    Raises:
+        ValueError: `max_pack_tokens` is not positive.
+
+    Source: first-fit decreasing, at most 11/9 of the optimum + 6/9 packs (Dosa 2007).
+    """
+    lengths = [int(trajectory.token_ids.size) for trajectory in trajectories]
+    bins = first_fit_decreasing(lengths, capacity=max_pack_tokens)
+    return [_concatenate([trajectories[index] for index in members]) for members in bins]
+
+
+def first_fit_decreasing(lengths: Sequence[int], *, capacity: int) -> list[list[int]]:
+    """Assigns items to bins: longest first, each to the first bin with room.
+
+    Returns:
+        Indices into `lengths` by bin, in order of placement. An item longer than `capacity` is alone in its bin.
+
+    Raises:
+        ValueError: `capacity` is not positive.
+    """
+    if capacity <= 0:
+        raise ValueError(f"capacity must be positive, not {capacity}")
+    bins: list[list[int]] = []
+    rooms: list[int] = []
+    for index in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
+        length = lengths[index]
+        place = next((b for b, room in enumerate(rooms) if room >= length), None)
+        if place is None:
+            bins.append([index])
+            rooms.append(capacity - length)
+        else:
+            bins[place].append(index)
+            rooms[place] -= length
+    return bins
+
+
+def _concatenate(members: Sequence[Trajectory]) -> Pack:
+    lengths = np.array([member.token_ids.size for member in members], dtype=np.int64)
+    starts = np.cumsum(lengths) - lengths
+    token_ids = np.concatenate([member.token_ids for member in members]).astype(np.int64)
+    targets = np.flatnonzero(np.concatenate([member.loss_mask for member in members]))
+    segments = np.repeat(np.arange(len(members), dtype=np.int64), lengths)
+    return Pack(
+        token_ids=token_ids,
+        position_ids=np.arange(token_ids.size, dtype=np.int64) - np.repeat(starts, lengths),
+        segment_lengths=tuple(lengths.tolist()),
+        logit_positions=targets - 1,
+        target_ids=token_ids[targets],
+        target_segments=segments[targets],
+        behavior_logprobs=np.concatenate([member.behavior_logprobs for member in members])[targets],
+        advantages=np.concatenate([member.advantages for member in members])[targets],
+    )

@@ -1,0 +1,1 @@
+"""Tests, by cost: unit, contract, integration, end to end."""

@@ -1,0 +1,105 @@
+import asyncio
+
+import pytest
+
+from penstock.clients.inventory import report_node, this_machine
+from penstock.clock import ManualClock
+from penstock.errors import InvalidFieldError, NotOfferedError, PenstockError, UnknownRunError
+from penstock.rpc import Service, call, open_channel, wait_until_serving
+from penstock.security import NO_SECURITY
+from penstock.v1 import scheduler_pb2 as pb
+from penstock.v1 import scheduler_pb2_grpc
+from services.scheduler.server import SERVICE_NAME
+from services.scheduler.service import MAX_QUERIES, SchedulerServicer
+from tests.helpers.serving import channel_to, serving
+
+
+def scheduler(interval_s=5.0):
+    return Service(
+        name=SERVICE_NAME,
+        add=scheduler_pb2_grpc.add_SchedulerServiceServicer_to_server,
+        servicer=SchedulerServicer(clock=ManualClock(), heartbeat_interval_s=interval_s),
+    )
+
+
+async def ask(channel, method, request):
+    return await call(getattr(scheduler_pb2_grpc.SchedulerServiceStub(channel), method), request, peer="scheduler")
+
+
+async def test_a_registered_machine_is_listed_and_planned_for():
+    async with channel_to(scheduler()) as channel:
+        await ask(channel, "RegisterNode", pb.RegisterNodeRequest(node=this_machine(node_id="here")))
+        created = await ask(channel, "CreatePlan", pb.CreatePlanRequest(run_id="r", num_generators=2))
+        read = await ask(channel, "GetPlan", pb.GetPlanRequest(run_id="r"))
+        nodes = (await ask(channel, "ListNodes", pb.ListNodesRequest())).nodes
+
+    assert read.plan == created.plan
+    assert created.plan.revision == 1
+    assert {each.node_id for each in created.plan.assignments} == {"here"}
+    assert [view.is_alive for view in nodes] == [True]
+
+
+async def test_watching_a_plan_gives_the_one_in_force_and_then_revisions():
+    async with channel_to(scheduler()) as channel:
+        await ask(channel, "RegisterNode", pb.RegisterNodeRequest(node=this_machine(node_id="here")))
+        await ask(channel, "CreatePlan", pb.CreatePlanRequest(run_id="r"))
+        stream = scheduler_pb2_grpc.SchedulerServiceStub(channel).WatchPlan(pb.WatchPlanRequest(run_id="r"), timeout=10)
+        first = await stream.read()
+        await ask(channel, "CreatePlan", pb.CreatePlanRequest(run_id="r"))
+        second = await stream.read()
+        stream.cancel()
+
+    assert [first.plan.revision, second.plan.revision] == [1, 2]
+
+
+@pytest.mark.parametrize(
+    ("method", "request_", "error"),
+    [
+        ("GetPlan", pb.GetPlanRequest(run_id="nobody"), UnknownRunError),
+        ("CreatePlan", pb.CreatePlanRequest(), InvalidFieldError),
+        ("CreatePlan", pb.CreatePlanRequest(run_id="r", solver="oracle"), InvalidFieldError),
+        ("CreatePlan", pb.CreatePlanRequest(run_id="r", problem_json="{}"), NotOfferedError),
+        ("RegisterNode", pb.RegisterNodeRequest(), InvalidFieldError),
+        ("ForecastLengths", pb.ForecastLengthsRequest(queries=[pb.LengthQuery()] * (MAX_QUERIES + 1)), InvalidFieldError),
+        ("ReportNode", pb.ReportNodeRequest(node_id="stranger"), PenstockError),
+    ],
+)
+async def test_bad_requests_are_refused_with_a_reason(method, request_, error):
+    async with channel_to(scheduler()) as channel:
+        with pytest.raises(error):
+            await ask(channel, method, request_)
+
+
+async def test_lengths_reported_are_forecast():
+    query = pb.LengthQuery(group_id="g")
+    async with channel_to(scheduler()) as channel:
+        report = pb.ReportLengthsRequest(run_id="r")
+        report.observations.add(query=query, num_completion_tokens=40)
+        await ask(channel, "ReportLengths", report)
+        answer = await ask(channel, "ForecastLengths", pb.ForecastLengthsRequest(run_id="r", queries=[query]))
+
+    assert answer.forecasts[0].expected_tokens == 40
+
+
+async def test_a_node_registers_again_with_a_scheduler_that_forgot_it():
+    async with serving(scheduler(interval_s=0.5)) as (server, target):
+        measured = pb.MeasuredRate(role=pb.ROLE_GENERATOR, tokens_per_second=7)
+        reporting = asyncio.create_task(
+            report_node(target, this_machine(node_id="n"), measure=lambda: [measured], security=NO_SECURITY)
+        )
+        assert await wait_until_serving(target, service=SERVICE_NAME, timeout_s=5)
+        async with open_channel(target) as channel:
+            await _until_listed(channel, "n")
+            await ask(channel, "ReportNode", pb.ReportNodeRequest(node_id="n", is_leaving=True))
+            await _until_listed(channel, "n")
+        reporting.cancel()
+        assert server.port > 0
+
+
+async def _until_listed(channel, name):
+    async with asyncio.timeout(20):
+        while True:
+            nodes = (await ask(channel, "ListNodes", pb.ListNodesRequest())).nodes
+            if any(view.node.node_id == name and view.rates for view in nodes):
+                return
+            await asyncio.sleep(0)
