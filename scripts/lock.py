@@ -12,12 +12,13 @@ from pathlib import Path
 
 FOLDER = Path(__file__).resolve().parent.parent / "requirements"
 IMAGES = ("broker", "generator", "reward", "trainer", "scheduler", "console")
+GPU_IMAGES = ("generator-gpu", "trainer-gpu")
 
 
 def compile_lock(name: str, *options: str) -> str:
     """The pinned requirements of `name`.in, as pip reads them."""
     command = [str(Path(sys.executable).parent / "uv"), "pip", "compile", "--quiet", "--no-header", "--no-annotate"]
-    command += ["--python-version", "3.11", "--override", "excluded.in", *options, f"{name}.in"]
+    command += ["--python-version", "3.11", *options, f"{name}.in"]
     text = subprocess.run(command, cwd=FOLDER, check=True, capture_output=True, text=True).stdout
     # The local part names a build; which one fits is the installing machine's to choose.
     return "\n".join(line.split("+cpu")[0] for line in text.splitlines()) + "\n"
@@ -25,7 +26,7 @@ def compile_lock(name: str, *options: str) -> str:
 
 def main() -> None:
     """Write every lock file."""
-    options = sys.argv[1:]
+    options = ["--override", "excluded.in", *sys.argv[1:]]
     complete = compile_lock("all", *options)
     (FOLDER / "all.txt").write_text(complete)
     with tempfile.NamedTemporaryFile("w", suffix=".txt") as constraints:
@@ -33,6 +34,8 @@ def main() -> None:
         constraints.flush()
         for name in IMAGES:
             (FOLDER / f"{name}.txt").write_text(compile_lock(name, "--constraint", constraints.name, *options))
+    for name in GPU_IMAGES:
+        (FOLDER / f"{name}.txt").write_text(compile_lock(name))
 
 
 if __name__ == "__main__":
