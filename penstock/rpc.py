@@ -21,7 +21,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 from grpc_status import rpc_status
 
-from penstock.errors import InternalError, PenstockError, from_rpc_error, to_status
+from penstock.errors import InternalError, NotOfferedError, PenstockError, from_rpc_error, to_status
 from penstock.security import NO_SECURITY, Security
 
 MAX_MESSAGE_BYTES = 16 * 1024 * 1024
@@ -209,6 +209,9 @@ def _guard_stream(behaviour: Callable[..., AsyncIterator[Any]], method: str) -> 
 
 
 async def _abort(error: Exception, context: grpc.aio.ServicerContext[Any, Any], method: str) -> None:
+    if isinstance(error, NotImplementedError):
+        # What a generated base class raises for a method that its servicer leaves out.
+        error = NotOfferedError(f"{method} is not offered by this server")
     if not isinstance(error, PenstockError):
         _log.error("call failed", method=method, exc_info=error)
         error = InternalError(f"{method} failed: {type(error).__name__}; see this server's log")

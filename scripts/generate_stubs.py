@@ -1,4 +1,6 @@
-"""Generate the Python stubs of `protos/` into `penstock/v1`, or check that those committed are current.
+"""Generate Python stubs, or check that those committed are current.
+
+The contract in `protos/` goes to `penstock/v1`, with services; a service's private records stay beside their proto.
 
 python scripts/generate_stubs.py
 python scripts/generate_stubs.py --check
@@ -13,26 +15,32 @@ import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-PACKAGE = Path("penstock/v1")
+CONTRACT = Path("penstock/v1")
+RECORDS = Path("services/broker")
 
 
 def generate(target: Path) -> None:
     """Write the stubs of every proto below `target`."""
     scripts = Path(sys.executable).parent
-    protos = sorted(str(path.relative_to(ROOT / "protos")) for path in (ROOT / "protos" / PACKAGE).glob("*.proto"))
-    command = [sys.executable, "-m", "grpc_tools.protoc", "-I", str(ROOT / "protos")]
-    command += [f"--plugin={name}={scripts / name}" for name in ("protoc-gen-mypy", "protoc-gen-mypy_grpc")]
-    command += [f"--{kind}={target}" for kind in ("python_out", "grpc_python_out")]
-    command += [f"--{kind}=quiet:{target}" for kind in ("mypy_out", "mypy_grpc_out")]
-    subprocess.run([*command, *protos], check=True, cwd=ROOT)
+    compiler = [sys.executable, "-m", "grpc_tools.protoc", "-I", str(ROOT / "protos"), f"--python_out={target}"]
+    compiler += [f"--plugin={name}={scripts / name}" for name in ("protoc-gen-mypy", "protoc-gen-mypy_grpc")]
+    compiler += [f"--mypy_out=quiet:{target}"]
+    with_services = [f"--grpc_python_out={target}", f"--mypy_grpc_out=quiet:{target}"]
+    contract = sorted(str(path.relative_to(ROOT / "protos")) for path in (ROOT / "protos" / CONTRACT).glob("*.proto"))
+    subprocess.run([*compiler, *with_services, *contract], check=True, cwd=ROOT)
+    records = sorted(str(path.relative_to(ROOT)) for path in (ROOT / RECORDS).glob("*.proto"))
+    subprocess.run([*compiler, "-I", str(ROOT), *records], check=True, cwd=ROOT)
 
 
 def outdated(fresh: Path) -> list[str]:
-    """Names of stubs that differ from those in `fresh`, are missing, or have no proto any more."""
-    committed = {path.name for path in (ROOT / PACKAGE).glob("*_pb2*")}
-    wanted = {path.name for path in fresh.glob("*_pb2*")}
-    _, differing, missing = filecmp.cmpfiles(fresh, ROOT / PACKAGE, sorted(wanted), shallow=False)
-    return sorted({*differing, *missing, *(committed - wanted)})
+    """Stubs that differ from those in `fresh`, are missing, or have no proto any more."""
+    names: list[str] = []
+    for folder in (CONTRACT, RECORDS):
+        committed = {path.name for path in (ROOT / folder).glob("*_pb2*")}
+        wanted = {path.name for path in (fresh / folder).glob("*_pb2*")}
+        _, differing, missing = filecmp.cmpfiles(fresh / folder, ROOT / folder, sorted(wanted), shallow=False)
+        names += [str(folder / name) for name in sorted({*differing, *missing, *(committed - wanted)})]
+    return names
 
 
 def main() -> int:
@@ -45,9 +53,9 @@ def main() -> int:
         return 0
     with tempfile.TemporaryDirectory() as folder:
         generate(Path(folder))
-        names = outdated(Path(folder) / PACKAGE)
+        names = outdated(Path(folder))
     for name in names:
-        print(f"{PACKAGE / name}: not what protos/ generate; run `make proto`", file=sys.stderr)
+        print(f"{name}: not what protos/ generate; run `make proto`", file=sys.stderr)
     return 1 if names else 0
 
 

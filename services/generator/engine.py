@@ -15,7 +15,7 @@ without torch.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -27,6 +27,8 @@ import numpy.typing as npt
 from penstock.weights import TensorDigest
 
 MAX_REQUEST_ID_CHARACTERS = 256
+TIED_HEAD = "lm_head.weight"
+"""A model that ties its output head to the embedding may be saved with or without this tensor."""
 _MAX_SEED = 2**63 - 1
 
 
@@ -192,8 +194,8 @@ class Engine(Protocol):
     async def start(self) -> None:
         """Loads the model and attests it; returns when `generate` may be called. Raises EngineError."""
 
-    def generate(self, request: GenerateRequest) -> AsyncIterator[TokenSpan]:
-        """Decodes one sample; ending the iteration early aborts it.
+    def generate(self, request: GenerateRequest) -> AsyncGenerator[TokenSpan, None]:
+        """Decodes one sample; closing the iterator (`contextlib.aclosing`) aborts it.
 
         A prefix that already ends the sample yields one empty last span.
 
@@ -209,9 +211,11 @@ class Engine(Protocol):
         """Takes a version while samples go on; one update at a time, a second waits for the first.
 
         Raises:
-            WeightsMismatchError: The file is not what the digests state (the engine goes on with what it had), or the
-                engine does not hold what the file states (it samples nothing more until an update succeeds).
+            WeightsMismatchError: The file is not what the digests state, or not this model's tensors: the engine goes
+                on with what it had. Or the engine does not hold what the file states after loading it: it samples
+                nothing more until an update succeeds.
             EngineStoppedError: The engine is not running.
+            EngineError: Loading broke off; the engine samples nothing more, restart it.
         """
 
     def stats(self) -> EngineStats:
@@ -227,7 +231,7 @@ def check_request(request: GenerateRequest, *, max_model_len: int, vocab_size: i
     if num_tokens >= max_model_len:
         raise RequestRefusedError(f"prompt and prefix have {num_tokens} tokens, the context holds {max_model_len}")
     for token_ids in (request.prompt_token_ids, request.prefix_token_ids):
-        if token_ids and not (0 <= min(token_ids) and max(token_ids) < vocab_size):
+        if token_ids and (min(token_ids) < 0 or max(token_ids) >= vocab_size):
             raise RequestRefusedError(f"token ids must be in [0, {vocab_size})")
 
 

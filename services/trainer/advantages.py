@@ -44,4 +44,5 @@ def group_advantages(
     centered = rewards.astype(np.float64) - rewards.mean(dtype=np.float64)
     if normalize_std:
         centered /= centered.std() + eps
-    return centered.astype(np.float32)
+    advantages: npt.NDArray[np.float32] = centered.astype(np.float32)
+    return advantages

@@ -1,0 +1,332 @@
+"""The `penstock` command: names, options and help. What a command does lives in modules of its own.
+
+Imports nothing but typer until a command runs, so that `--help` answers at once. Mistakes of the user are told in one
+line each on stderr, with exit status 2 and no traceback.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, NoReturn
+
+import typer
+
+EXIT_USER_MISTAKE, EXIT_INTERRUPTED = 2, 130
+
+app = typer.Typer(
+    name="penstock",
+    help="Train language models by reinforcement learning with five services that meet over gRPC.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+reward_app = typer.Typer(
+    help="Serve and check reward models.", no_args_is_help=True, rich_markup_mode=None, pretty_exceptions_enable=False
+)
+app.add_typer(reward_app, name="reward")
+
+_Overrides = Annotated[list[str] | None, typer.Argument(metavar="[KEY.SUBKEY=VALUE]...", help="Settings, as YAML.")]
+_RunArgument = Annotated[
+    str | None, typer.Argument(metavar="[RUN]", help="Run folder, or run id with --broker. Default: the newest run.")
+]
+_RunsDir = Annotated[Path, typer.Option("--dir", help="Folder that holds run folders.")]
+_Broker = Annotated[str | None, typer.Option("--broker", metavar="HOST:PORT", help="Broker to ask.")]
+
+
+@app.command()
+def run(
+    arguments: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="CONFIG.yaml [KEY.SUBKEY=VALUE]...", help="Configuration, and settings that override it."
+        ),
+    ] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Check everything, print the resolved config, end.")
+    ] = False,
+    resume: Annotated[
+        Path | None, typer.Option("--resume", metavar="RUN_DIR", help="Continue the run in this folder.")
+    ] = None,
+) -> None:
+    r"""Train: start what the config says is local, attach to the rest, follow the run to its end.
+
+    Exit status: 0 completed, 1 failed, 2 a mistake in what was asked for, 130 interrupted (continue with --resume).
+
+    \b
+    Examples:
+      penstock run examples/quickstart.yaml
+      penstock run my.yaml run.num_steps=200 generator.engine=transformers
+      penstock run my.yaml --dry-run
+      penstock run --resume runs/run-20260101-120000
+    """
+
+    def work() -> int:
+        from console.commands import run_command
+
+        return run_command(arguments or [], dry_run=dry_run, resume=resume)
+
+    _exit(work)
+
+
+@app.command()
+def quickstart(
+    overrides: _Overrides = None,
+    seed: Annotated[int, typer.Option("--seed", min=0, help="Seed of the task, the model and the run.")] = 0,
+    directory: _RunsDir = Path("runs"),
+) -> None:
+    r"""Make a tiny model and an arithmetic task, and train it on this machine in minutes.
+
+    \b
+    Examples:
+      penstock quickstart
+      penstock quickstart --seed 1 run.num_steps=20
+      penstock quickstart generator.engine=transformers
+    """
+
+    def work() -> int:
+        from console.commands import quickstart_command
+
+        return quickstart_command(overrides or [], seed=seed, directory=directory)
+
+    _exit(work)
+
+
+@app.command()
+def serve(
+    kind: Annotated[str, typer.Argument(metavar="SERVICE", help="broker, generator, reward, trainer or scheduler.")],
+    overrides: _Overrides = None,
+    config: Annotated[
+        Path | None, typer.Option("--config", help="The service's own configuration, YAML; defaults without.")
+    ] = None,
+    listen: Annotated[str | None, typer.Option("--listen", metavar="HOST:PORT", help="Address to listen on.")] = None,
+    name: Annotated[str | None, typer.Option("--name", help="Name in its log lines.")] = None,
+    log_level: Annotated[str, typer.Option("--log-level", help="debug, info, warning or error.")] = "info",
+    log_format: Annotated[str, typer.Option("--log-format", help="text or json.")] = "text",
+) -> None:
+    r"""Run one service in this process until SIGTERM or Ctrl-C.
+
+    \b
+    Examples:
+      penstock serve broker redis_url=redis://redis:6379/0 --listen 0.0.0.0:7301
+      penstock serve trainer --listen 0.0.0.0:7304 weights_listen=0.0.0.0:7305 weights_url=http://trainer:7305
+      penstock serve generator --config generator.yaml generator_id=gen-3
+      penstock serve reward run_id=my-run broker=broker:7301 reward.model=exact_match
+    """
+
+    def work() -> int:
+        from console.serve import serve_command
+
+        serve_command(kind, config, overrides or [], listen=listen, name=name, level=log_level, log_format=log_format)
+        return 0
+
+    _exit(work)
+
+
+@reward_app.command("serve")
+def reward_serve(
+    target: Annotated[str, typer.Argument(metavar="MODULE:FUNCTION", help="Looked up in the current folder too.")],
+    listen: Annotated[
+        str, typer.Option("--listen", metavar="HOST:PORT", help="Address to listen on.")
+    ] = "127.0.0.1:7310",
+) -> None:
+    r"""Serve a Python function as a reward model; a run uses it as reward.model=grpc://HOST:PORT.
+
+    \b
+    Example:
+      penstock reward serve my_rewards:exact --listen 0.0.0.0:7310
+    """
+
+    def work() -> int:
+        from console.rewards import serve_reward
+
+        serve_reward(target, listen=listen)
+        return 0
+
+    _exit(work)
+
+
+@reward_app.command("check")
+def reward_check(
+    target: Annotated[str, typer.Argument(metavar="HOST:PORT", help="A running reward model, in any language.")],
+) -> None:
+    r"""Say whether a reward model keeps the contract; exit status 1 when it does not.
+
+    \b
+    Example:
+      penstock reward check 127.0.0.1:7310
+    """
+
+    def work() -> int:
+        from console.rewards import check_reward
+
+        return check_reward(target)
+
+    _exit(work)
+
+
+@reward_app.command("resolve", hidden=True)
+def reward_resolve(model: Annotated[str, typer.Argument(metavar="MODEL")]) -> None:
+    """Say whether a reward model's name can be loaded here; `penstock run` asks before it starts anything."""
+
+    def work() -> int:
+        from console.rewards import resolve_reward
+
+        resolve_reward(model)
+        return 0
+
+    _exit(work)
+
+
+@app.command()
+def status(run: _RunArgument = None, broker: _Broker = None, directory: _RunsDir = Path("runs")) -> None:
+    r"""Show a run: its queues, its generators, who waits for whom and why.
+
+    \b
+    Examples:
+      penstock status
+      penstock status runs/run-20260101-120000
+      penstock status my-run --broker broker:7301
+    """
+
+    def work() -> int:
+        from console.status import status_command
+
+        return status_command(run, broker=broker, runs_dir=directory)
+
+    _exit(work)
+
+
+@app.command()
+def audit(run: _RunArgument = None, broker: _Broker = None, directory: _RunsDir = Path("runs")) -> None:
+    r"""Check submitted = trained + dropped + in flight, live or afterwards; exit status 1 when it does not hold.
+
+    \b
+    Examples:
+      penstock audit runs/run-20260101-120000
+      penstock audit my-run --broker broker:7301
+    """
+
+    def work() -> int:
+        from console.status import audit_command
+
+        return audit_command(run, broker=broker, runs_dir=directory)
+
+    _exit(work)
+
+
+@app.command()
+def report(run_dir: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="A run folder.")]) -> None:
+    r"""Make report.html of a run again, also while the run is under way.
+
+    \b
+    Example:
+      penstock report runs/run-20260101-120000
+    """
+
+    def work() -> int:
+        from console.commands import report_command
+
+        return report_command(run_dir)
+
+    _exit(work)
+
+
+@app.command()
+def ps(directory: _RunsDir = Path("runs")) -> None:
+    r"""List the processes of local runs.
+
+    \b
+    Example:
+      penstock ps
+    """
+
+    def work() -> int:
+        from console.local import ps_command
+
+        return ps_command(directory)
+
+    _exit(work)
+
+
+@app.command()
+def logs(
+    run_dir: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="A run folder.")],
+    service: Annotated[str | None, typer.Argument(metavar="[SERVICE]", help="One service; all without.")] = None,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on as lines are written.")] = False,
+    lines: Annotated[int, typer.Option("--lines", "-n", min=1, help="Last lines of each.")] = 20,
+) -> None:
+    r"""Show the logs of a local run's services.
+
+    \b
+    Examples:
+      penstock logs runs/run-20260101-120000
+      penstock logs runs/run-20260101-120000 generator-0 -f
+    """
+
+    def work() -> int:
+        from console.local import logs_command
+
+        return logs_command(run_dir, service, follow=follow, num_lines=lines)
+
+    _exit(work)
+
+
+@app.command()
+def stop(run_dir: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="A run folder.")]) -> None:
+    r"""Stop a local run as Ctrl-C does: after a checkpoint; continue it with `penstock run --resume`.
+
+    \b
+    Example:
+      penstock stop runs/run-20260101-120000
+    """
+
+    def work() -> int:
+        from console.local import stop_command
+
+        return stop_command(run_dir)
+
+    _exit(work)
+
+
+@app.command()
+def doctor() -> None:
+    r"""Say what this machine has for a run, and what is missing; exit status 1 when a run cannot be made.
+
+    \b
+    Example:
+      penstock doctor
+    """
+
+    def work() -> int:
+        from console.doctor import doctor_command
+
+        return doctor_command()
+
+    _exit(work)
+
+
+def main() -> None:
+    """Entry point."""
+    app(prog_name="penstock")
+
+
+def _exit(work: Callable[[], int]) -> NoReturn:
+    from penstock.config import ConfigError
+
+    try:
+        status = work()
+    except ConfigError as error:
+        for line in str(error).splitlines():
+            print(f"penstock: {line}", file=sys.stderr)
+        status = EXIT_USER_MISTAKE
+    except KeyboardInterrupt:
+        status = EXIT_INTERRUPTED
+    except BrokenPipeError:
+        # `penstock logs | head`: nobody reads on, and the interpreter must not complain about that at its end.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        status = 1
+    raise SystemExit(status)

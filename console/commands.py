@@ -1,0 +1,75 @@
+"""What `penstock run`, `quickstart` and `report` do."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from pathlib import Path
+
+from console.config import RunConfig, load_run_config, resolve, to_yaml
+from console.derive import training_config
+from console.folder import RunFolder, open_folder
+from console.outcome import read_summary, summary_lines
+from console.preflight import check_run
+from console.quick import prepare_task, quickstart_config
+from console.report import write_report
+from console.run import execute_run, load_resumed
+from penstock.config import ConfigError
+from penstock.security import Security
+from penstock.telemetry import configure_logging
+
+
+def run_command(arguments: list[str], *, dry_run: bool, resume: Path | None) -> int:
+    """`penstock run`; returns the exit status. Raises ConfigError."""
+    _quiet_logging()
+    if resume is not None:
+        config, source = load_resumed(resume, arguments), str(resume / "config.yaml")
+    elif not arguments:
+        raise ConfigError("run: name a configuration file, or a run folder with --resume")
+    else:
+        config, source = load_run_config(Path(arguments[0]), arguments[1:]), arguments[0]
+    config = resolve(config, now_s=time.time())
+    # What the trainer would refuse is refused here, before anything starts; addresses do not matter for that.
+    training_config(config, broker="127.0.0.1:1", scheduler=None, source=source)
+    if dry_run:
+        return _dry_run(config, is_resume=resume is not None, source=source)
+    return asyncio.run(execute_run(config, is_resume=resume is not None, source=source))
+
+
+def quickstart_command(overrides: list[str], *, seed: int, directory: Path) -> int:
+    """`penstock quickstart`; returns the exit status. Raises ConfigError."""
+    _quiet_logging()
+    base = directory.expanduser().absolute()
+    # Read before the task is made, so that a mistyped setting is told at once.
+    quickstart_config(overrides, seed=seed, directory=base, task=None)
+    task = prepare_task(base / "quickstart" / f"seed-{seed}", seed=seed)
+    config = resolve(quickstart_config(overrides, seed=seed, directory=base, task=task), now_s=time.time())
+    return asyncio.run(execute_run(config, is_resume=False, source="quickstart"))
+
+
+def report_command(run_dir: Path) -> int:
+    """`penstock report`; returns the exit status. Raises ConfigError."""
+    folder = open_folder(run_dir)
+    if not write_report(folder):
+        raise ConfigError(f"{run_dir}: nothing to report yet; the first step is not done")
+    summary = read_summary(folder.summary)
+    for line in summary_lines(summary) if summary is not None else ():
+        print(line)
+    print(f"report: {folder.report}")
+    return 0
+
+
+def _quiet_logging() -> None:
+    # The display says what a person needs to know; the services' own logs are in the run folder.
+    configure_logging("console", level="error")
+
+
+def _dry_run(config: RunConfig, *, is_resume: bool, source: str) -> int:
+    folder = RunFolder(config.run.dir / config.run.id)
+    findings = asyncio.run(check_run(config, folder, is_resume=is_resume, security=Security.from_environment()))
+    if findings.problems:
+        raise ConfigError("\n".join(f"{source}: {problem}" for problem in findings.problems))
+    for warning in findings.warnings:
+        print(f"# note: {warning}")
+    print(to_yaml(config), end="")
+    return 0

@@ -1,0 +1,244 @@
+"""The configuration of a whole run: what `penstock run` reads, prints with --dry-run and saves beside the results.
+
+Sections that the trainer needs are the trainer's own models; the rest says what is started here, what elsewhere.
+Nothing here opens a socket or reads a file other than the configuration: see `console.preflight` for that.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, Literal, Self
+
+import yaml
+from pydantic import Field, field_validator, model_validator
+
+from penstock.config import Document, StrictModel, apply_overrides, read_document, validate
+from services.generator.config import EngineConfig
+from services.reward.config import RewardModelConfig
+from services.trainer.config import (
+    AlgorithmConfig,
+    ComputeConfig,
+    DataConfig,
+    ModelConfig,
+    OptimizerConfig,
+    RunSettings,
+    SamplingConfig,
+)
+
+MAX_SAMPLES_PER_STEP = 1_000_000
+_ADDRESS = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+):(\d{1,5})")
+
+
+class GeneratorSection(EngineConfig):
+    """The generators that are started here."""
+
+    count: int = Field(default=1, ge=1, le=256)
+    """Generators started here; ignored when endpoints.generators names others."""
+    flush_interval_s: float = Field(default=0.2, gt=0, le=10)
+    """Longest time a decoded token waits before it is sent."""
+
+
+class BrokerSection(StrictModel):
+    """The broker's store."""
+
+    redis_url: str | None = None
+    """Redis that holds the run's state: redis://, rediss:// or unix://; one is started in the run folder when null."""
+
+    @field_validator("redis_url")
+    @classmethod
+    def _has_a_known_scheme(cls, value: str | None) -> str | None:
+        if value is not None and not value.startswith(("redis://", "rediss://", "unix://")):
+            raise ValueError("must begin with redis://, rediss:// or unix://")
+        return value
+
+
+class SchedulerSection(StrictModel):
+    """The scheduler."""
+
+    heartbeat_interval_s: float = Field(default=5.0, gt=0, le=300)
+    """How often machines report; three missed reports make a machine count as gone."""
+
+
+class EndpointsSection(StrictModel):
+    """Services that already run elsewhere, as host:port; what is null is started here."""
+
+    broker: str | None = None
+    """A broker."""
+    scheduler: str | None = None
+    """A scheduler."""
+    reward: str | None = None
+    """A reward worker that was started for this run's id (a reward model's address belongs in reward.model)."""
+    trainer: str | None = None
+    """A trainer; the paths in model and data are then paths on its machine."""
+    generators: list[str] | None = None
+    """Generators that were started for this run's id."""
+
+    @field_validator("broker", "scheduler", "reward", "trainer")
+    @classmethod
+    def _is_an_address(cls, value: str | None) -> str | None:
+        return None if value is None else checked_address(value)
+
+    @field_validator("generators")
+    @classmethod
+    def _are_addresses(cls, value: list[str] | None) -> list[str] | None:
+        if value is not None and not value:
+            raise ValueError("name at least one generator, or write null to start them here")
+        return None if value is None else [checked_address(item) for item in value]
+
+
+class ListenSection(StrictModel):
+    """Addresses of services that are started here, as host:port; a free port of 127.0.0.1 when null."""
+
+    broker: str | None = None
+    """The broker."""
+    scheduler: str | None = None
+    """The scheduler."""
+    reward: str | None = None
+    """The reward worker."""
+    trainer: str | None = None
+    """The trainer."""
+    weights: str | None = None
+    """The trainer's HTTP server for weights."""
+    public_host: str | None = None
+    """Name or address under which generators on other machines fetch weights from here; 127.0.0.1 when null."""
+
+    @field_validator("broker", "scheduler", "reward", "trainer", "weights")
+    @classmethod
+    def _is_an_address(cls, value: str | None) -> str | None:
+        return None if value is None else checked_address(value)
+
+
+class LogSection(StrictModel):
+    """Logs of the services, in the run folder's logs/."""
+
+    level: Literal["debug", "info", "warning", "error"] = "info"
+    """Least severity written."""
+    format: Literal["text", "json"] = "text"
+    """Form of a line."""
+
+
+class RunConfig(StrictModel):
+    """A whole run."""
+
+    run: RunSettings = RunSettings()
+    """The run itself."""
+    model: ModelConfig
+    """The policy."""
+    data: DataConfig
+    """Prompts."""
+    sampling: SamplingConfig = SamplingConfig()
+    """Sampling for training."""
+    algorithm: AlgorithmConfig = AlgorithmConfig()
+    """What is optimised."""
+    optimizer: OptimizerConfig = OptimizerConfig()
+    """The optimiser."""
+    trainer: ComputeConfig = ComputeConfig()
+    """The trainer's use of its machine."""
+    generator: GeneratorSection = GeneratorSection()
+    """The generators."""
+    reward: RewardModelConfig = RewardModelConfig()
+    """The reward model; a plain string is its name."""
+    broker: BrokerSection = BrokerSection()
+    """The broker's store."""
+    scheduler: SchedulerSection = SchedulerSection()
+    """The scheduler."""
+    endpoints: EndpointsSection = EndpointsSection()
+    """What runs elsewhere."""
+    listen: ListenSection = ListenSection()
+    """Where services started here listen."""
+    log: LogSection = LogSection()
+    """Logs."""
+
+    @field_validator("reward", mode="before")
+    @classmethod
+    def _a_string_names_the_reward_model(cls, value: Any) -> Any:
+        return {"model": value} if isinstance(value, str) else value
+
+    @model_validator(mode="after")
+    def _step_is_not_absurd(self) -> Self:
+        num_samples = self.algorithm.prompts_per_step * self.algorithm.group_size
+        if num_samples > MAX_SAMPLES_PER_STEP:
+            raise ValueError(
+                f"algorithm: prompts_per_step x group_size is {num_samples} samples a step; "
+                f"at most {MAX_SAMPLES_PER_STEP} are allowed"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _samples_fit_the_engine(self) -> Self:
+        most = self.generator.max_context_tokens
+        needed = self.data.max_prompt_tokens + self.sampling.max_new_tokens
+        if most is not None and needed > most:
+            raise ValueError(
+                f"generator.max_context_tokens: {most} is less than data.max_prompt_tokens + sampling.max_new_tokens "
+                f"= {needed}; raise it, or lower one of the two"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _evaluation_has_data(self) -> Self:
+        if self.run.eval_every_steps > 0 and self.data.eval is None:
+            raise ValueError(
+                "run.eval_every_steps: has no effect without data.eval; name held-out rows, or set it to 0"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _remote_services_know_the_run(self) -> Self:
+        attached = self.endpoints.reward is not None or self.endpoints.generators is not None
+        if attached and not self.run.id:
+            raise ValueError(
+                "run.id: required with endpoints.reward or endpoints.generators, which serve one run by its id"
+            )
+        return self
+
+
+def checked_address(value: str) -> str:
+    """`value` when it is host:port; raises ValueError that says what is wrong with it."""
+    match = _ADDRESS.fullmatch(value.removeprefix("grpc://"))
+    if match is None or not 1 <= int(match[2]) <= 65535:
+        raise ValueError("must be host:port with a port of 1 to 65535, for example 127.0.0.1:7301")
+    return value.removeprefix("grpc://")
+
+
+def load_run_config(path: Path, overrides: Iterable[str] = ()) -> RunConfig:
+    """The configuration in a YAML file with dotted overrides applied; raises ConfigError, one line a problem."""
+    return parse_run_config(apply_overrides(read_document(path), overrides), source=str(path))
+
+
+def parse_run_config(document: Document, *, source: str) -> RunConfig:
+    """`document` as a RunConfig; raises ConfigError, one line a problem, each beginning with `source`."""
+    return validate(RunConfig, document, source=source)
+
+
+def resolve(config: RunConfig, *, now_s: float) -> RunConfig:
+    """`config` with a run id, and with absolute paths where they are paths of this machine.
+
+    Absolute, because a run is resumed from any folder; a remote trainer's paths are left as they are.
+    """
+    run_id = config.run.id or time.strftime("run-%Y%m%d-%H%M%S", time.gmtime(now_s))
+    run = config.run.model_copy(update={"id": run_id})
+    if config.endpoints.trainer is not None:
+        return config.model_copy(update={"run": run})
+    data = config.data.model_copy(
+        update={"train": _absolute(config.data.train), "eval": config.data.eval and _absolute(config.data.eval)}
+    )
+    return config.model_copy(
+        update={
+            "run": run.model_copy(update={"dir": _absolute(run.dir)}),
+            "model": config.model.model_copy(update={"path": _absolute(config.model.path)}),
+            "data": data,
+        }
+    )
+
+
+def to_yaml(config: RunConfig) -> str:
+    """The configuration as a YAML document that `load_run_config` reads back to the same value."""
+    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=False)
+
+
+def _absolute(path: Path) -> Path:
+    return path.expanduser().absolute()

@@ -1,0 +1,116 @@
+"""From a run's configuration and its addresses to the configuration of each service: pure, no I/O."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from console.config import RunConfig
+from console.folder import RunFolder
+from penstock.config import StrictModel, validate
+from services.broker.config import BrokerConfig
+from services.generator.config import EngineConfig, GeneratorConfig
+from services.reward.config import RewardConfig
+from services.scheduler.config import SchedulerConfig
+from services.trainer.config import TrainerConfig, TrainingConfig
+
+_ANY_HOST = {"0.0.0.0", "[::]", "::"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Endpoint:
+    """Where a service is."""
+
+    target: str
+    """host:port under which it is called from this machine."""
+    listen: str | None
+    """host:port it is told to listen on; None when it already runs elsewhere."""
+
+    @property
+    def is_local(self) -> bool:
+        """Whether it is started here."""
+        return self.listen is not None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Addresses:
+    """Where every service of a run is."""
+
+    broker: Endpoint
+    scheduler: Endpoint
+    reward: Endpoint
+    trainer: Endpoint
+    generators: tuple[Endpoint, ...]
+    weights_listen: str | None
+    """Where a trainer started here offers weights over HTTP; None when the trainer runs elsewhere."""
+    weights_url: str | None
+    """Address of that server as generators see it."""
+
+
+def local_endpoint(listen: str) -> Endpoint:
+    """A service that listens on `listen`: one that listens on all addresses is called on loopback."""
+    host, _, port = listen.rpartition(":")
+    return Endpoint(target=f"127.0.0.1:{port}" if host in _ANY_HOST else listen, listen=listen)
+
+
+def broker_config(addresses: Addresses, redis_url: str) -> BrokerConfig:
+    """The broker's configuration."""
+    return BrokerConfig(listen=addresses.broker.listen or "", redis_url=redis_url)
+
+
+def scheduler_config(config: RunConfig, addresses: Addresses) -> SchedulerConfig:
+    """The scheduler's configuration."""
+    return SchedulerConfig(
+        listen=addresses.scheduler.listen or "", heartbeat_interval_s=config.scheduler.heartbeat_interval_s
+    )
+
+
+def reward_config(config: RunConfig, addresses: Addresses) -> RewardConfig:
+    """The reward worker's configuration."""
+    return RewardConfig(
+        listen=addresses.reward.listen or "",
+        run_id=config.run.id,
+        broker=addresses.broker.target,
+        reward=config.reward,
+    )
+
+
+def trainer_config(addresses: Addresses) -> TrainerConfig:
+    """The trainer process' configuration."""
+    return TrainerConfig(
+        listen=addresses.trainer.listen or "",
+        weights_listen=addresses.weights_listen or "",
+        weights_url=addresses.weights_url,
+    )
+
+
+def generator_config(config: RunConfig, addresses: Addresses, folder: RunFolder, index: int) -> GeneratorConfig:
+    """The configuration of generator `index`, counted from 0."""
+    section = config.generator
+    engine = EngineConfig.model_validate(section.model_dump(exclude={"count", "flush_interval_s"}))
+    return GeneratorConfig(
+        listen=addresses.generators[index].listen or "",
+        generator_id=f"gen-{index}",
+        run_id=config.run.id,
+        broker=addresses.broker.target,
+        weights=addresses.trainer.target,
+        model_path=config.model.path,
+        dtype=config.model.dtype,
+        seed=config.run.seed + index,
+        engine=engine,
+        flush_interval_s=section.flush_interval_s,
+        cache_dir=folder.cache / f"generator-{index}",
+    )
+
+
+def training_config(config: RunConfig, *, broker: str, scheduler: str | None, source: str) -> TrainingConfig:
+    """The document of StartRun; raises ConfigError where the trainer would refuse it."""
+    names = ("run", "model", "data", "sampling", "algorithm", "optimizer", "trainer")
+    document = {name: getattr(config, name).model_dump() for name in names}
+    return validate(TrainingConfig, {**document, "broker": broker, "scheduler": scheduler}, source=source)
+
+
+def write_config(config: StrictModel, path: Path) -> None:
+    """Save a service's configuration for `penstock serve --config`, readable by its owner only."""
+    path.touch(mode=0o600)
+    path.write_text(config.model_dump_json(indent=2) + "\n", encoding="utf-8")

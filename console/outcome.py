@@ -1,0 +1,100 @@
+"""The end of a run: results of a remote trainer kept here too, and the closing lines."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from console.folder import RunFolder, replace_text
+from console.live import duration
+from console.view import Step
+from penstock.v1 import trainer_pb2
+
+Summary = dict[str, Any]
+
+
+def keep_results(folder: RunFolder, finished: trainer_pb2.RunFinished, history: Mapping[int, Step]) -> None:
+    """Write metrics.jsonl and summary.json from what was told, where the trainer wrote them on another machine."""
+    if finished.summary_json and not folder.summary.exists():
+        replace_text(folder.summary, finished.summary_json)
+    if history and not folder.metrics.exists():
+        lines = (
+            {"policy_version": version, "time": step.time_s, **step.metrics}
+            for version, step in sorted(history.items())
+        )
+        replace_text(folder.metrics, "".join(json.dumps(line) + "\n" for line in lines))
+
+
+def note_restarts(folder: RunFolder, restarts: Mapping[str, int]) -> None:
+    """Add to summary.json how often each service was restarted; only the launcher knows."""
+    summary = read_summary(folder.summary)
+    if summary is not None:
+        summary["restarts"] = dict(sorted(restarts.items()))
+        replace_text(folder.summary, json.dumps(summary, indent=2) + "\n")
+
+
+def read_summary(path: Path) -> Summary | None:
+    """The summary, or None where there is none that can be read."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return value if isinstance(value, dict) else None
+
+
+def closing_lines(folder: RunFolder, finished: trainer_pb2.RunFinished | None, *, has_report: bool) -> list[str]:
+    """What a person wants to know at the end."""
+    lines = []
+    summary = read_summary(folder.summary)
+    if finished is not None:
+        outcome = trainer_pb2.RunOutcome.Name(finished.outcome).removeprefix("RUN_OUTCOME_").lower()
+        lines.append(f"{outcome}: {finished.message}" if finished.message else outcome)
+    if finished is not None and summary is not None:
+        lines += summary_lines(summary)
+    if has_report:
+        lines.append(f"report: {folder.report}")
+    return lines
+
+
+def summary_lines(summary: Summary) -> list[str]:
+    """A summary in a few lines."""
+    lines = [
+        f"{summary.get('steps')} steps, {summary.get('samples_trained')} samples in "
+        f"{duration(summary.get('wall_s'))} ({number(summary.get('samples_per_second'), '.1f')} samples/s, "
+        f"{number(summary.get('response_tokens_per_second'), '.0f')} tokens/s)",
+        f"reward {change(summary, 'reward_first', 'reward_last')}; held-out accuracy "
+        f"{change(summary, 'eval_accuracy_start', 'eval_accuracy_end')} sampled, "
+        f"{change(summary, 'eval_greedy_start', 'eval_greedy_end')} greedy",
+        f"staleness at most {summary.get('max_staleness_seen')} (bound {summary.get('max_staleness')}); "
+        f"overlap {number(summary.get('overlap_ratio'), '.2f')}",
+    ]
+    audit = summary.get("audit")
+    if isinstance(audit, dict):
+        lines.append(audit_line(audit))
+    restarts = {name: count for name, count in (summary.get("restarts") or {}).items() if count}
+    if restarts:
+        lines.append(f"restarts: {', '.join(f'{name} ({count})' for name, count in restarts.items())}")
+    return lines
+
+
+def audit_line(audit: Mapping[str, Any]) -> str:
+    """The conservation equation with its numbers."""
+    dropped = audit.get("dropped") or {}
+    reasons = f" ({', '.join(f'{reason} {count}' for reason, count in sorted(dropped.items()))})" if dropped else ""
+    verdict = "balanced" if audit.get("balanced") else "NOT BALANCED"
+    return (
+        f"audit: submitted {audit.get('submitted')} = trained {audit.get('trained')} + dropped {sum(dropped.values())}"
+        f"{reasons} + in flight {audit.get('in_flight')}: {verdict}"
+    )
+
+
+def change(summary: Summary, first: str, last: str) -> str:
+    """`0.301 -> 0.842`."""
+    return f"{number(summary.get(first), '.3f')} -> {number(summary.get(last), '.3f')}"
+
+
+def number(value: object, form: str) -> str:
+    """A number in that form, `-` for anything else."""
+    return format(value, form) if isinstance(value, (int, float)) and not isinstance(value, bool) else "-"

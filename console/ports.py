@@ -1,0 +1,36 @@
+"""Ports of this machine: which are free, and what is wrong with an address that cannot be listened on."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import socket
+
+_LOOPBACK = "127.0.0.1"
+
+
+def free_addresses(count: int) -> list[str]:
+    """`count` different loopback addresses, host:port, that nobody listens on now."""
+    with contextlib.ExitStack() as stack:
+        # All are held until the last one is chosen, or one port could be chosen twice.
+        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for one in sockets:
+            one.bind((_LOOPBACK, 0))
+        return [f"{_LOOPBACK}:{one.getsockname()[1]}" for one in sockets]
+
+
+def listen_problem(address: str) -> str | None:
+    """Why `address` (host:port) cannot be listened on, with the fix; None when it can."""
+    host, _, port = address.rpartition(":")
+    family = socket.AF_INET6 if host.startswith("[") else socket.AF_INET
+    with socket.socket(family) as probe:
+        # As servers do: a port whose last connection has just closed is free.
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host.strip("[]"), int(port)))
+            probe.listen(1)
+        except OSError as error:
+            if error.errno == errno.EADDRINUSE:
+                return f"port {port} is in use; stop the other process, or choose another port"
+            return f"cannot listen on {address}: {error.strerror or error}"
+    return None

@@ -1,0 +1,164 @@
+"""Everything that can be known to be wrong before anything is started: one line a problem, and nothing left behind."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import os
+import subprocess
+from collections.abc import Awaitable
+from dataclasses import dataclass
+
+from console.config import RunConfig
+from console.embedded_redis import redis_executable
+from console.folder import CONSOLE_NAME, RunFolder
+from console.model_check import context_problem, data_problems, model_problems
+from console.ports import listen_problem
+from console.probes import BROKER, GENERATOR, REWARD, SCHEDULER, TRAINER, redis_problem, service_problem
+from console.processes import console_argv, service_environment
+from penstock.config import ConfigError
+from penstock.security import Security
+
+_ENGINE_PACKAGES = {"vllm": "vllm", "transformers": "transformers", "emulated": None}
+_REWARD_IMPORT_TIMEOUT_S = 120.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Findings:
+    """What the checks found."""
+
+    problems: tuple[str, ...]
+    """Reasons not to start, one line each."""
+    warnings: tuple[str, ...]
+    """Worth knowing, one line each."""
+
+
+async def check_run(config: RunConfig, folder: RunFolder, *, is_resume: bool, security: Security) -> Findings:
+    """Check the model, the data, the reward, ports and everything that must already answer."""
+    problems = _folder_problems(folder, is_resume=is_resume)
+    warnings: list[str] = []
+    if config.endpoints.trainer is None:
+        found = model_problems(config.model.path)
+        if not found:
+            found = [problem for problem in (context_problem(config),) if problem]
+        problems += found
+        data, warnings = data_problems(config)
+        problems += data
+    problems += _package_problems(config)
+    problems += _port_problems(config)
+    problems += await _network_problems(config, security)
+    if config.endpoints.reward is None:
+        problems += await reward_problems(config.reward.model, security=security)
+    return Findings(problems=tuple(problems), warnings=tuple(warnings))
+
+
+async def reward_problems(model: str, *, security: Security) -> list[str]:
+    """Why the reward model of that name cannot be used."""
+    if model.startswith("grpc://"):
+        problem = await service_problem(model.removeprefix("grpc://"), REWARD, security=security)
+        return [f"reward.model: reward server: {problem}; start it first"] if problem else []
+    return await asyncio.to_thread(_local_reward_problems, model)
+
+
+def _local_reward_problems(model: str) -> list[str]:
+    # In a process of its own: importing runs the user's code, and may bring in anything.
+    try:
+        result = subprocess.run(
+            console_argv("reward", "resolve", model),
+            env=service_environment(os.environ, num_threads=1),
+            capture_output=True,
+            text=True,
+            timeout=_REWARD_IMPORT_TIMEOUT_S,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        return [f"reward.model: importing {model} took longer than {_REWARD_IMPORT_TIMEOUT_S:g} s"]
+    if result.returncode == 0:
+        return []
+    said = [line for line in result.stderr.strip().splitlines() if line.strip()]
+    return [f"reward.model: {said[-1].removeprefix('penstock: ') if said else f'{model} cannot be loaded'}"]
+
+
+def _folder_problems(folder: RunFolder, *, is_resume: bool) -> list[str]:
+    if is_resume:
+        mine = [record for record in folder.records() if record.is_alive]
+        running = [record for record in mine if record.name == CONSOLE_NAME]
+        if running:
+            return [f"{folder.path}: this run is under way (process {running[0].pid}); stop it first: penstock stop"]
+        return [f"{folder.path}: {record.name} of this run still runs (process {record.pid})" for record in mine]
+    if folder.path.exists() and (not folder.path.is_dir() or any(folder.path.iterdir())):
+        return [
+            f"run.id: {folder.path} exists already; choose another run.id, or continue it with --resume {folder.path}"
+        ]
+    parent = next(path for path in folder.path.parents if path.exists())
+    if not parent.is_dir() or not os.access(parent, os.W_OK):
+        return [f"run.dir: {parent} cannot be written to"]
+    return []
+
+
+def _package_problems(config: RunConfig) -> list[str]:
+    problems = []
+    package = _ENGINE_PACKAGES[config.generator.engine]
+    if config.endpoints.generators is None and package is not None and not _is_installed(package):
+        problems.append(
+            f"generator.engine: {config.generator.engine} needs the package {package}, which is not installed; "
+            "install it, or choose another engine"
+        )
+    if config.endpoints.trainer is None and not _is_installed("torch"):
+        problems.append(
+            "the trainer needs the package torch, which is not installed; install it, or name endpoints.trainer"
+        )
+    if config.endpoints.broker is None and config.broker.redis_url is None:
+        try:
+            redis_executable()
+        except ConfigError as error:
+            problems.append(str(error))
+    return problems
+
+
+def _port_problems(config: RunConfig) -> list[str]:
+    listen, endpoints = config.listen, config.endpoints
+    wanted = (
+        ("broker", listen.broker, endpoints.broker),
+        ("scheduler", listen.scheduler, endpoints.scheduler),
+        ("reward", listen.reward, endpoints.reward),
+        ("trainer", listen.trainer, endpoints.trainer),
+        ("weights", listen.weights, endpoints.trainer),
+    )
+    local = [(name, address) for name, address, elsewhere in wanted if address is not None and elsewhere is None]
+    problems = [f"listen.{name}: {problem}" for name, address in local if (problem := listen_problem(address))]
+    seen: dict[str, str] = {}
+    for name, address in local:
+        if address in seen:
+            problems.append(f"listen.{name}: {address} is also listen.{seen[address]}; give each service its own")
+        seen[address] = name
+    return problems
+
+
+async def _network_problems(config: RunConfig, security: Security) -> list[str]:
+    endpoints = config.endpoints
+    wanted: list[tuple[str, str, str]] = []
+    for key, target, service in (
+        ("broker", endpoints.broker, BROKER),
+        ("scheduler", endpoints.scheduler, SCHEDULER),
+        ("reward", endpoints.reward, REWARD),
+        ("trainer", endpoints.trainer, TRAINER),
+    ):
+        if target is not None:
+            wanted.append((key, target, service))
+    wanted += [("generators", target, GENERATOR) for target in endpoints.generators or ()]
+    checks: list[Awaitable[str | None]] = [
+        # Reward workers and generators serve only once the run exists.
+        service_problem(target, service, security=security, must_serve=service not in (REWARD, GENERATOR))
+        for _, target, service in wanted
+    ]
+    answers = await asyncio.gather(*checks)
+    problems = [f"endpoints.{key}: {problem}" for (key, _, _), problem in zip(wanted, answers, strict=True) if problem]
+    if endpoints.broker is None and config.broker.redis_url is not None:
+        problem = await asyncio.to_thread(redis_problem, config.broker.redis_url)
+        problems += [f"broker.redis_url: {problem}"] if problem else []
+    return problems
+
+
+def _is_installed(package: str) -> bool:
+    return importlib.util.find_spec(package) is not None

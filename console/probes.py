@@ -1,0 +1,61 @@
+"""Short questions to things on the network, each with a deadline: does it answer, and if not, what to tell the user."""
+
+from __future__ import annotations
+
+import re
+
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from penstock.rpc import open_channel
+from penstock.security import Security
+
+PROBE_TIMEOUT_S = 3.0
+BROKER, SCHEDULER, REWARD = "penstock.v1.BrokerService", "penstock.v1.SchedulerService", "penstock.v1.RewardService"
+TRAINER, GENERATOR = "penstock.v1.TrainerService", "penstock.v1.GeneratorService"
+
+
+async def service_problem(
+    target: str, service: str, *, security: Security, must_serve: bool = True, timeout_s: float = PROBE_TIMEOUT_S
+) -> str | None:
+    """Why the server at `target` cannot be used as `service`; None when it can.
+
+    A server without health checks, or whose health does not name the service, counts as up: foreign servers may lack
+    them. Without `must_serve` one that answers but does not serve yet, since it waits for the run, counts as well.
+    """
+    async with open_channel(target, security) as channel:
+        stub = health_pb2_grpc.HealthStub(channel)
+        request = health_pb2.HealthCheckRequest(service=service)
+        try:
+            response = await stub.Check(request, timeout=timeout_s, wait_for_ready=True)
+        except grpc.aio.AioRpcError as error:
+            if error.code() in (grpc.StatusCode.UNIMPLEMENTED, grpc.StatusCode.NOT_FOUND):
+                return None
+            if error.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED):
+                return f"nothing answers at {target} within {timeout_s:g} s"
+            return f"{target} refuses the health check: {error.code().name}: {error.details()}"
+    if response.status == health_pb2.HealthCheckResponse.SERVING or not must_serve:
+        return None
+    return f"{target} answers, but {service} is not serving"
+
+
+def redis_problem(url: str, *, timeout_s: float = PROBE_TIMEOUT_S) -> str | None:
+    """Why the Redis at `url` cannot be used; None when it can. A password in the URL is never repeated."""
+    import redis
+
+    shown = masked(url)
+    try:
+        with redis.Redis.from_url(url, socket_connect_timeout=timeout_s, socket_timeout=timeout_s) as client:
+            client.ping()
+            version = str(client.info("server").get("redis_version", "0"))
+    except (redis.RedisError, OSError, ValueError) as error:
+        detail = masked(" ".join(str(error).split()))
+        return f"Redis at {shown} cannot be reached: {detail}"
+    if tuple(int(part) for part in version.split(".")[:2]) < (6, 2):
+        return f"Redis at {shown} is version {version}; 6.2 or newer is needed"
+    return None
+
+
+def masked(text: str) -> str:
+    """`text` with the password of any URL in it replaced by stars."""
+    return re.sub(r"(://[^:@/\s]*):[^@/\s]*@", r"\1:***@", text)

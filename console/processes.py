@@ -1,0 +1,217 @@
+"""One supervised process: started in a process group of its own, watched, restarted when it dies, stopped in the end.
+
+Invariants:
+- Nothing of a process survives it: when its leader has ended, what is left of its group is killed.
+- It is restarted with the same command (hence on the same port), with back-off, at most MAX_RESTARTS times; a process
+  that ends MAX_FAILED_STARTS times in a row without ever becoming ready is given up, and so is one that says on its
+  first start that its configuration is wrong (exit status 2).
+- Readiness is polled by `ServiceSpec.is_ready`, which has a deadline of its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+
+import console
+from console.folder import ProcessRecord, started_ticks_of
+from penstock.rpc import backoff_s
+
+MAX_RESTARTS = 20
+MAX_FAILED_STARTS = 3
+USER_MISTAKE_STATUS = 2
+LAUNCHER_VARIABLE = "PENSTOCK_LAUNCHER_PID"
+_READY_POLL_S = 0.2
+_MAX_LINE_CHARACTERS = 400
+_TAIL_BYTES = 65536
+
+
+class ServiceFailedError(Exception):
+    """A service ended and is not restarted any more; the message says why and names its log."""
+
+
+class ProcessState(StrEnum):
+    """State of a supervised process."""
+
+    STARTING = "starting"
+    READY = "ready"
+    RESTARTING = "restarting"
+    STOPPED = "stopped"
+    FAILED = "failed"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServiceSpec:
+    """What to run and how to know that it is up."""
+
+    name: str
+    """Its name in logs, status and files."""
+    argv: tuple[str, ...]
+    """Command line."""
+    address: str
+    """host:port it serves, for status; empty when it serves none."""
+    env: Mapping[str, str]
+    """Its whole environment."""
+    log_path: Path
+    """Receives its output, appended."""
+    is_ready: Callable[[], Awaitable[bool]]
+    """Whether it is up, asked again and again after a start."""
+    stop_grace_s: float = 10.0
+    """Seconds between SIGTERM and SIGKILL."""
+
+
+class SupervisedProcess:
+    """Keeps one process running until it is stopped."""
+
+    def __init__(self, spec: ServiceSpec, *, on_change: Callable[[ProcessRecord], None]) -> None:
+        self.spec = spec
+        self.ready = asyncio.Event()
+        self.num_restarts = 0
+        self.state = ProcessState.STARTING
+        self._on_change = on_change
+        self._process: asyncio.subprocess.Process | None = None
+        self._is_stopping = False
+
+    async def run(self) -> None:
+        """Start, watch and restart until `stop`; raises ServiceFailedError when it is given up."""
+        num_failed_starts = 0
+        was_ever_ready = False
+        delays_s = backoff_s(first_s=0.25, most_s=10.0)
+        while not self._is_stopping:
+            status = await self._run_once()
+            if self._is_stopping:
+                break
+            if self.ready.is_set():
+                num_failed_starts, was_ever_ready = 0, True
+                delays_s = backoff_s(first_s=0.25, most_s=10.0)
+            else:
+                num_failed_starts += 1
+            self.ready.clear()
+            is_mistake = status == USER_MISTAKE_STATUS and not was_ever_ready
+            if is_mistake or num_failed_starts >= MAX_FAILED_STARTS or self.num_restarts >= MAX_RESTARTS:
+                self._set_state(ProcessState.FAILED)
+                raise ServiceFailedError(self._failure(status))
+            self.num_restarts += 1
+            self._set_state(ProcessState.RESTARTING)
+            await asyncio.sleep(next(delays_s))
+
+    async def stop(self) -> None:
+        """Ask it to end, wait `stop_grace_s`, then kill its group. Idempotent."""
+        self._is_stopping = True
+        process = self._process
+        if process is not None and process.returncode is None:
+            process.send_signal(signal.SIGTERM)
+            try:
+                await asyncio.wait_for(process.wait(), self.spec.stop_grace_s)
+            except TimeoutError:
+                self.kill()
+                await process.wait()
+        self.kill()
+        self._set_state(ProcessState.STOPPED)
+
+    def kill(self) -> None:
+        """Kill the process and whatever it started, at once."""
+        self._is_stopping = True
+        self._kill_group()
+
+    async def _run_once(self) -> int:
+        with self.spec.log_path.open("ab") as log:
+            self._process = await asyncio.create_subprocess_exec(
+                *self.spec.argv,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env=dict(self.spec.env),
+                start_new_session=True,
+            )
+        self._set_state(self.state)
+        watcher = asyncio.create_task(self._watch_readiness())
+        try:
+            return await self._process.wait()
+        finally:
+            watcher.cancel()
+            await asyncio.gather(watcher, return_exceptions=True)
+            self._kill_group()
+
+    async def _watch_readiness(self) -> None:
+        while not await self.spec.is_ready():  # noqa: ASYNC110 - another process' readiness sets no event here
+            await asyncio.sleep(_READY_POLL_S)
+        self.ready.set()
+        self._set_state(ProcessState.READY)
+
+    def _kill_group(self) -> None:
+        if self._process is None:
+            return
+        try:
+            os.killpg(self._process.pid, signal.SIGKILL)
+        except (ProcessLookupError, PermissionError):
+            # Nothing is left of the group (macOS says so with EPERM).
+            return
+
+    def _set_state(self, state: ProcessState) -> None:
+        self.state = state
+        pid = self._process.pid if self._process is not None else 0
+        self._on_change(
+            ProcessRecord(
+                name=self.spec.name,
+                pid=pid,
+                started_ticks=(started_ticks_of(pid) or 0) if pid else 0,
+                address=self.spec.address,
+                state=state.value,
+                num_restarts=self.num_restarts,
+            )
+        )
+
+    def _failure(self, status: int) -> str:
+        how = f"was killed by signal {-status}" if status < 0 else f"ended with status {status}"
+        said = last_line(self.spec.log_path)
+        words = f": {said}" if said else ""
+        return f"{self.spec.name} {how} and is not started again{words} (log: {self.spec.log_path})"
+
+
+def console_argv(*arguments: str) -> tuple[str, ...]:
+    """Command line of this console; `-P` keeps a `services` or `console` in the user's folder from being imported."""
+    return (sys.executable, "-P", "-m", "console", *arguments)
+
+
+def service_environment(base: Mapping[str, str], *, num_threads: int) -> dict[str, str]:
+    """The environment of a service: threads on purpose, nothing downloaded, its launcher known.
+
+    Spinning OpenMP threads of several processes on few cores halve each other, hence the passive wait policy.
+    """
+    root = str(Path(console.__file__).resolve().parents[1])
+    threads = str(num_threads)
+    added = {
+        "OMP_NUM_THREADS": threads,
+        "MKL_NUM_THREADS": threads,
+        "OPENBLAS_NUM_THREADS": "1",
+        "OMP_WAIT_POLICY": "PASSIVE",
+        "KMP_BLOCKTIME": "0",
+        "TOKENIZERS_PARALLELISM": "false",
+        "HF_HUB_OFFLINE": "1",
+        "TRANSFORMERS_OFFLINE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "DO_NOT_TRACK": "1",
+        "PYTHONUNBUFFERED": "1",
+        "PYTHONPATH": os.pathsep.join(filter(None, (root, base.get("PYTHONPATH", "")))),
+        LAUNCHER_VARIABLE: str(os.getpid()),
+    }
+    return {**base, **added}
+
+
+def last_line(path: Path) -> str:
+    """The last line of a log that says something, shortened; empty when there is none."""
+    try:
+        with path.open("rb") as log:
+            log.seek(max(0, path.stat().st_size - _TAIL_BYTES))
+            lines = log.read().decode("utf-8", errors="replace").splitlines()
+    except OSError:
+        return ""
+    return next((line.strip()[:_MAX_LINE_CHARACTERS] for line in reversed(lines) if line.strip()), "")

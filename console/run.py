@@ -1,0 +1,237 @@
+"""`penstock run`: check, start, follow, stop, report.
+
+    checks --problem--> exit 2, nothing was started
+      |
+    services start --interrupt or failure--> services stop, exit 130 or 1
+      |
+    trainer runs --Ctrl-C--> StopRun, the trainer writes a checkpoint --+
+      |                                                                 |
+    services stop, report, exit 0 (completed) or 1 (failed)       exit 130, resumable
+
+A second Ctrl-C kills everything at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import sys
+from collections.abc import Coroutine
+from pathlib import Path
+from typing import Any, TypeVar
+
+from console.config import RunConfig, load_run_config, to_yaml
+from console.derive import training_config
+from console.folder import CONSOLE_NAME, ProcessRecord, RunFolder, open_folder, replace_text, started_ticks_of
+from console.launcher import Launcher
+from console.live import Display, choose_display
+from console.nodes import report_machine
+from console.outcome import closing_lines, keep_results, note_restarts
+from console.preflight import check_run
+from console.processes import ProcessState, ServiceFailedError
+from console.report import write_report
+from console.session import RunSession, TrainerLostError
+from console.view import RunView
+from penstock.config import ConfigError
+from penstock.errors import PenstockError
+from penstock.security import Security
+from penstock.v1 import trainer_pb2
+
+EXIT_OK, EXIT_FAILED, EXIT_INTERRUPTED = 0, 1, 130
+# The step under way ends and a checkpoint is written: seconds for a small model, longer for a large one.
+STOP_WAIT_S = 120.0
+
+_Result = TypeVar("_Result")
+
+
+class InterruptedByUserError(Exception):
+    """Ctrl-C or SIGTERM."""
+
+
+async def execute_run(config: RunConfig, *, is_resume: bool, source: str) -> int:
+    """Do a run from checks to report; returns the exit status. Raises ConfigError before anything is started."""
+    security = Security.from_environment()
+    folder = RunFolder(config.run.dir / config.run.id)
+    findings = await check_run(config, folder, is_resume=is_resume, security=security)
+    if findings.problems:
+        raise ConfigError("\n".join(f"{source}: {problem}" for problem in findings.problems))
+    view = RunView(run_id=config.run.id, num_steps=config.run.num_steps)
+    display = choose_display(view)
+    run = _Run(config, folder, security=security, view=view, display=display)
+    folder.create()
+    if not is_resume:
+        replace_text(folder.config, to_yaml(config))
+    display.start()
+    for warning in findings.warnings:
+        display.note(f"note: {warning}")
+    try:
+        return await run.execute(is_resume=is_resume, source=source)
+    finally:
+        display.stop()
+
+
+def load_resumed(run_dir: Path, overrides: list[str]) -> RunConfig:
+    """The configuration of a run that is continued. Raises ConfigError when the folder holds none."""
+    return load_run_config(open_folder(run_dir).config, overrides)
+
+
+class _Run:
+    """One run, from the first process to the report."""
+
+    def __init__(
+        self, config: RunConfig, folder: RunFolder, *, security: Security, view: RunView, display: Display
+    ) -> None:
+        self._config = config
+        self._folder = folder
+        self._security = security
+        self._view = view
+        self._display = display
+        self._interrupted = asyncio.Event()
+        self._launcher = Launcher(config, folder, security=security, on_change=self._take_change)
+        self._session: RunSession | None = None
+
+    async def execute(self, *, is_resume: bool, source: str) -> int:
+        """Everything after the checks; returns the exit status."""
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, self._interrupt)
+        self._note_console(ProcessState.READY)
+        watcher = asyncio.create_task(self._launcher.watch())
+        helpers: list[asyncio.Task[None]] = []
+        finished: trainer_pb2.RunFinished | None = None
+        problem = ""
+        try:
+            session = self._session = self._make_session(source)
+            helpers = [
+                asyncio.create_task(session.poll()),
+                asyncio.create_task(report_machine(self._config, self._launcher.addresses, self._view, self._security)),
+            ]
+            await self._unless_interrupted(self._start(session, is_resume=is_resume), watcher)
+            finished = await self._follow(session, watcher)
+        except InterruptedByUserError:
+            problem = "interrupted before training began"
+        except TimeoutError:
+            problem = f"the trainer did not stop within {STOP_WAIT_S:g} s; its last checkpoint stands"
+        except (ServiceFailedError, TrainerLostError, PenstockError) as error:
+            problem = str(error)
+        finally:
+            await self._end([watcher, *helpers])
+            for number in (signal.SIGINT, signal.SIGTERM):
+                loop.remove_signal_handler(number)
+        return self._conclude(finished, problem)
+
+    async def _start(self, session: RunSession, *, is_resume: bool) -> None:
+        self._view.phase = "starting services"
+        await self._launcher.start()
+        self._view.phase = "handing the run to the trainer"
+        await session.start(resume=is_resume)
+
+    async def _follow(self, session: RunSession, watcher: asyncio.Task[None]) -> trainer_pb2.RunFinished:
+        following = asyncio.create_task(session.follow())
+        try:
+            return await self._unless_interrupted(_shielded(following), watcher)
+        except InterruptedByUserError:
+            self._display.note("stopping: the trainer writes a checkpoint (Ctrl-C again ends everything at once)")
+            await session.stop()
+            async with asyncio.timeout(STOP_WAIT_S):
+                return await following
+        finally:
+            following.cancel()
+            await asyncio.gather(following, return_exceptions=True)
+
+    async def _unless_interrupted(self, work: Coroutine[Any, Any, _Result], watcher: asyncio.Task[None]) -> _Result:
+        task = asyncio.create_task(work)
+        interruption = asyncio.create_task(self._interrupted.wait())
+        try:
+            await asyncio.wait({task, interruption, watcher}, return_when=asyncio.FIRST_COMPLETED)
+            if task.done():
+                return task.result()
+            if watcher.done():
+                watcher.result()
+            raise InterruptedByUserError
+        finally:
+            task.cancel()
+            interruption.cancel()
+            await asyncio.gather(task, interruption, return_exceptions=True)
+
+    async def _end(self, tasks: list[asyncio.Task[None]]) -> None:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        self._view.phase = "stopping services"
+        await self._launcher.stop()
+        if self._session is not None:
+            await self._session.close()
+        self._note_console(ProcessState.STOPPED)
+
+    def _conclude(self, finished: trainer_pb2.RunFinished | None, problem: str) -> int:
+        self._display.stop()
+        restarts = {record.name: record.num_restarts for record in self._launcher.records.values()}
+        if finished is not None:
+            keep_results(self._folder, finished, self._view.history)
+            note_restarts(self._folder, restarts)
+        has_report = self._folder.metrics.is_file() and write_report(self._folder)
+        for line in closing_lines(self._folder, finished, has_report=has_report):
+            print(line, flush=True)
+        is_resumable = self._folder.checkpoints.is_dir()
+        if is_resumable and (finished is None or finished.outcome != trainer_pb2.RUN_OUTCOME_COMPLETED):
+            print(f"continue with: penstock run --resume {self._folder.path}", flush=True)
+        if problem:
+            print(f"penstock: {problem}", file=sys.stderr, flush=True)
+        if finished is not None and finished.outcome == trainer_pb2.RUN_OUTCOME_COMPLETED:
+            return EXIT_OK
+        return EXIT_INTERRUPTED if self._interrupted.is_set() else EXIT_FAILED
+
+    def _make_session(self, source: str) -> RunSession:
+        addresses = self._launcher.addresses
+        document = training_config(
+            self._config, broker=addresses.broker.target, scheduler=addresses.scheduler.target, source=source
+        )
+        return RunSession(
+            run_id=self._config.run.id,
+            config_json=json.dumps(document.model_dump(mode="json")),
+            trainer=addresses.trainer.target,
+            broker=addresses.broker.target,
+            security=self._security,
+            view=self._view,
+            display=self._display,
+        )
+
+    def _interrupt(self) -> None:
+        if self._interrupted.is_set():
+            # Asked twice: whatever does not end by itself is ended. The terminal gets its cursor back first.
+            self._display.stop()
+            self._launcher.kill_now()
+            os._exit(EXIT_INTERRUPTED)
+        self._interrupted.set()
+
+    def _take_change(self, record: ProcessRecord) -> None:
+        before = self._view.processes.get(record.name)
+        self._view.processes[record.name] = record
+        if before is not None and before.state == record.state:
+            return
+        if record.state == ProcessState.RESTARTING:
+            self._display.note(f"{record.name} restarted ({record.num_restarts})")
+        elif before is None:
+            self._display.note(f"{record.name} starts{f' on {record.address}' if record.address else ''}")
+        elif record.state == ProcessState.READY and record.num_restarts == 0:
+            self._display.note(f"{record.name} is up")
+
+    def _note_console(self, state: ProcessState) -> None:
+        pid = os.getpid()
+        self._folder.write_record(
+            ProcessRecord(
+                name=CONSOLE_NAME,
+                pid=pid,
+                started_ticks=started_ticks_of(pid) or 0,
+                address="",
+                state=state.value,
+                num_restarts=0,
+            )
+        )
+
+
+async def _shielded(task: asyncio.Task[_Result]) -> _Result:
+    return await asyncio.shield(task)

@@ -1,0 +1,29 @@
+"""A reward model of your own: right answers count one, and less the more was written.
+
+Serve it:              python brevity.py                      (or: penstock reward serve brevity:brevity)
+See that it conforms:  penstock reward check 127.0.0.1:7310
+Train with it:         penstock run CONFIG.yaml reward=grpc://127.0.0.1:7310
+
+Without a process of its own, in the folder of this file:  penstock run CONFIG.yaml reward=brevity:brevity
+"""
+
+import sys
+
+from penstock.rewards import RewardResult, serve
+
+MAX_PENALTY = 0.2
+FREE_CHARACTERS = 400
+
+
+def brevity(completion: str, answer: str) -> RewardResult | None:
+    """One for the right final line, minus up to 0.2 for length; no verdict where the data has no answer."""
+    if not answer:
+        return None
+    lines = completion.strip().splitlines() or [""]
+    correct = float(lines[-1].removeprefix("####").strip() == answer.strip())
+    penalty = MAX_PENALTY * min(1.0, len(completion) / FREE_CHARACTERS)
+    return RewardResult(correct - penalty, {"correct": correct, "penalty": penalty})
+
+
+if __name__ == "__main__":
+    serve(brevity, listen=sys.argv[1] if len(sys.argv) > 1 else "127.0.0.1:7310")

@@ -1,0 +1,122 @@
+"""Unary calls to a broker, typed, each with a deadline and a bounded number of retries.
+
+A broker may be restarted at any moment: calls that fail with a retryable error (draining, Redis away, deadline) are
+repeated with back-off for `patience_s` seconds. That is safe: every call here is idempotent on the ids it carries.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Sequence
+from datetime import UTC, datetime
+from typing import Any, Self, TypeVar
+
+import grpc
+from google.protobuf import timestamp_pb2
+
+from penstock.rpc import call_with_retry, open_channel
+from penstock.security import NO_SECURITY, Security
+from penstock.v1 import broker_pb2, broker_pb2_grpc, types_pb2
+
+DEFAULT_PATIENCE_S = 120.0
+MAX_PROMPTS_PER_CALL = 1024
+MAX_PROMPT_BYTES_PER_CALL = 900 * 1024
+"""A little under the broker's limit of 1 MiB a request, to leave room for the message around the prompts."""
+MAX_GROUP_IDS_PER_CALL = 1024
+
+_Response = TypeVar("_Response")
+
+
+class BrokerClient:
+    """The broker at `target` (host:port). Every method raises the PenstockError that the broker raised."""
+
+    def __init__(
+        self, target: str, *, security: Security = NO_SECURITY, patience_s: float = DEFAULT_PATIENCE_S
+    ) -> None:
+        self.peer = f"broker {target}"
+        self.channel: grpc.aio.Channel = open_channel(target, security)
+        self._stub = broker_pb2_grpc.BrokerServiceStub(self.channel)
+        self._patience_s = patience_s
+
+    async def __aenter__(self) -> Self:
+        """The client itself."""
+        return self
+
+    async def __aexit__(self, *_exception: object) -> None:
+        """Close the channel."""
+        await self.close()
+
+    async def close(self) -> None:
+        """Close the channel; calls under way end."""
+        await self.channel.close()
+
+    async def open_run(
+        self,
+        run_id: str,
+        *,
+        limits: broker_pb2.RunLimits,
+        policy_version: int,
+        steps: Sequence[broker_pb2.StepRecord] = (),
+    ) -> broker_pb2.OpenRunResponse:
+        """Create the run, or attach to it again; raises RunConflictError where it exists with other limits."""
+        request = broker_pb2.OpenRunRequest(run_id=run_id, limits=limits, policy_version=policy_version, steps=steps)
+        return await self._call(self._stub.OpenRun, request)
+
+    async def close_run(self, run_id: str) -> None:
+        """End the run: no more leases, its streams end."""
+        await self._call(self._stub.CloseRun, broker_pb2.CloseRunRequest(run_id=run_id))
+
+    async def submit_prompts(
+        self, run_id: str, prompts: Sequence[types_pb2.Prompt]
+    ) -> broker_pb2.SubmitPromptsResponse:
+        """Queue prompts, at most MAX_PROMPTS_PER_CALL and MAX_PROMPT_BYTES_PER_CALL; per-item errors are returned."""
+        request = broker_pb2.SubmitPromptsRequest(run_id=run_id, prompts=prompts)
+        return await self._call(self._stub.SubmitPrompts, request)
+
+    async def ack_step(
+        self, run_id: str, *, consumer_id: str, group_ids: Sequence[str], policy_version: int
+    ) -> broker_pb2.AckStepResponse:
+        """Mark the groups trained and advance the run to `policy_version`; raises VersionConflictError."""
+        request = broker_pb2.AckStepRequest(
+            run_id=run_id, consumer_id=consumer_id, group_ids=group_ids, policy_version=policy_version
+        )
+        return await self._call(self._stub.AckStep, request)
+
+    async def drop_groups(self, run_id: str, group_ids: Sequence[str], *, reason: str) -> int:
+        """Give groups up, any number; returns the samples dropped."""
+        num_samples = 0
+        for start in range(0, len(group_ids), MAX_GROUP_IDS_PER_CALL):
+            part = group_ids[start : start + MAX_GROUP_IDS_PER_CALL]
+            request = broker_pb2.DropGroupsRequest(run_id=run_id, group_ids=part, reason=reason)
+            num_samples += (await self._call(self._stub.DropGroups, request)).num_samples
+        return num_samples
+
+    async def get_run(self, run_id: str, *, busy_since_s: float | None = None) -> broker_pb2.GetRunResponse:
+        """The state of a run; generators' busy spans that end after `busy_since_s` (Unix time) when it is given."""
+        request = broker_pb2.GetRunRequest(run_id=run_id)
+        if busy_since_s is not None:
+            request.busy_since.CopyFrom(timestamp(busy_since_s))
+        return await self._call(self._stub.GetRun, request)
+
+    async def audit(self, run_id: str) -> broker_pb2.Audit:
+        """The books of a run."""
+        response = await self._call(self._stub.AuditRun, broker_pb2.AuditRunRequest(run_id=run_id))
+        return response.audit
+
+    async def list_runs(self) -> list[str]:
+        """Ids of the runs, oldest first."""
+        return list((await self._call(self._stub.ListRuns, broker_pb2.ListRunsRequest())).run_ids)
+
+    async def _call(self, method: Callable[..., Awaitable[_Response]], request: Any) -> _Response:
+        return await call_with_retry(method, request, peer=self.peer, give_up_after_s=self._patience_s)
+
+
+def timestamp(unix_s: float) -> timestamp_pb2.Timestamp:
+    """Seconds since the Unix epoch as a protobuf Timestamp."""
+    message = timestamp_pb2.Timestamp()
+    message.FromDatetime(datetime.fromtimestamp(unix_s, tz=UTC))
+    return message
+
+
+def unix_s(message: timestamp_pb2.Timestamp) -> float:
+    """A protobuf Timestamp as seconds since the Unix epoch."""
+    return message.seconds + message.nanos * 1e-9

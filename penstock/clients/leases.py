@@ -1,0 +1,153 @@
+"""A generator's side of StreamLeases: a stream of work that survives the broker's restarts.
+
+Promises:
+
+- The broker never has more leases outstanding here than there are free slots: credits count per stream and only grow.
+- A beat leaves at once when something changes (at most one every MIN_BEAT_GAP_S) and at least every BEAT_INTERVAL_S.
+- After a lost stream it reconnects with back-off under the same generator id; beats go on naming the leases held, so
+  none is given to another generator while this one still decodes it.
+- A stream that is silent for MAX_SILENCE_S (the broker speaks at least every 5 s) is taken for dead and reopened.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import suppress
+from typing import Protocol
+
+import grpc
+import structlog
+
+from penstock.clients.streams import converse
+from penstock.errors import (
+    BadTokenError,
+    InvalidFieldError,
+    NotOfferedError,
+    PenstockError,
+    RunClosedError,
+    UnknownRunError,
+)
+from penstock.rpc import backoff_s
+from penstock.v1 import broker_pb2, broker_pb2_grpc
+
+BEAT_INTERVAL_S = 2.0
+MIN_BEAT_GAP_S = 0.05
+"""Freed slots are reported together: a beat for each finished sample would cost the broker more than the sample."""
+MAX_SILENCE_S = 15.0
+
+_PERMANENT_ERRORS = (InvalidFieldError, BadTokenError, NotOfferedError)
+_log = structlog.get_logger()
+
+
+class LeaseHolder(Protocol):
+    """Who works on the leases. None of its methods waits."""
+
+    def num_free_slots(self) -> int:
+        """Leases it can take now, beside those it holds."""
+
+    def beat(self) -> broker_pb2.GeneratorBeat:
+        """How it is now; the credits are filled in by the session."""
+
+    def lease(self, lease: broker_pb2.Lease) -> None:
+        """Work to do."""
+
+    def revoke(self, revocation: broker_pb2.LeaseRevocation) -> None:
+        """Work taken back."""
+
+    def run_closed(self) -> None:
+        """The run was closed: every lease is void. The session goes on trying, for the run may be opened again."""
+
+
+class LeaseSession:
+    """The lease stream of one generator.
+
+    Args:
+        channel: To the broker.
+        hello: Who calls.
+        holder: Who works on the leases.
+        peer: Names the broker in messages.
+    """
+
+    def __init__(
+        self, channel: grpc.aio.Channel, *, hello: broker_pb2.GeneratorHello, holder: LeaseHolder, peer: str
+    ) -> None:
+        self._stub = broker_pb2_grpc.BrokerServiceStub(channel)
+        self._hello = hello
+        self._holder = holder
+        self._peer = peer
+        self._changed = asyncio.Event()
+        self._num_received = 0
+        self._credit_total = 0
+        self._has_spoken = False
+        self.waiting_reason = f"connecting to {peer}"
+        """Why there is no work, as of the broker's last word; for people."""
+
+    def notify(self) -> None:
+        """Something a beat carries has changed."""
+        self._changed.set()
+
+    async def run(self) -> None:
+        """Take leases until cancelled; raises PenstockError where a retry cannot help."""
+        delays = backoff_s()
+        while True:
+            self._has_spoken = False
+            try:
+                await self._follow_one_stream()
+                self._note_closed("the broker ended the stream")
+            except RunClosedError as error:
+                self._note_closed(str(error))
+            except _PERMANENT_ERRORS:
+                raise
+            except PenstockError as error:
+                self._note_lost(error)
+            if self._has_spoken:
+                delays = backoff_s()
+            await asyncio.sleep(next(delays))
+
+    async def _follow_one_stream(self) -> None:
+        self._num_received = self._credit_total = 0
+        call = self._stub.StreamLeases()
+        await converse(call, self._frames(), self._take, peer=self._peer, max_silence_s=MAX_SILENCE_S)
+
+    async def _frames(self) -> AsyncIterator[broker_pb2.StreamLeasesRequest]:
+        yield broker_pb2.StreamLeasesRequest(hello=self._hello)
+        while True:
+            self._changed.clear()
+            yield broker_pb2.StreamLeasesRequest(beat=self._beat())
+            await asyncio.sleep(MIN_BEAT_GAP_S)
+            with suppress(TimeoutError):
+                async with asyncio.timeout(BEAT_INTERVAL_S - MIN_BEAT_GAP_S):
+                    await self._changed.wait()
+
+    def _beat(self) -> broker_pb2.GeneratorBeat:
+        beat = self._holder.beat()
+        self._credit_total = max(self._credit_total, self._num_received + self._holder.num_free_slots())
+        beat.credit_total = self._credit_total
+        return beat
+
+    def _take(self, response: broker_pb2.StreamLeasesResponse) -> None:
+        self._has_spoken = True
+        match response.WhichOneof("frame"):
+            case "lease":
+                self._num_received += 1
+                self._holder.lease(response.lease)
+            case "revocation":
+                self._holder.revoke(response.revocation)
+            case "idle":
+                self.waiting_reason = response.idle.reason
+            case unknown:
+                _log.warning("frame of an unknown kind", peer=self._peer, frame=unknown)
+
+    def _note_closed(self, reason: str) -> None:
+        if self._has_spoken or not self.waiting_reason.startswith("run closed"):
+            _log.info("run closed; waiting for it to be opened again", peer=self._peer, reason=reason)
+        self.waiting_reason = f"run closed: {reason}"
+        self._holder.run_closed()
+
+    def _note_lost(self, error: PenstockError) -> None:
+        reason = f"reconnecting: {error}"
+        if self._has_spoken or reason != self.waiting_reason:
+            is_expected = error.is_retryable or isinstance(error, UnknownRunError)
+            (_log.info if is_expected else _log.warning)("lease stream lost", peer=self._peer, error=str(error))
+        self.waiting_reason = reason

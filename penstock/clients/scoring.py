@@ -1,0 +1,292 @@
+"""A reward worker's connection to the broker: StreamScoring with credits, renewals and reconnects.
+
+Invariants:
+- At most `max_leases` leases are held; the broker is never asked for more.
+- A held lease is renewed until its result is accepted or the broker calls it lost, over any number of reconnects.
+- A result is sent again on every new stream until the broker accepts it or calls its lease lost, so none is lost.
+- A lease is handed to the caller once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import structlog
+
+from penstock.clients.streams import converse
+from penstock.errors import DeadlineError, PenstockError, RunClosedError, UnknownRunError
+from penstock.rpc import backoff_s, open_channel
+from penstock.security import NO_SECURITY, Security
+from penstock.v1 import broker_pb2, broker_pb2_grpc
+
+if TYPE_CHECKING:
+    from penstock.v1.broker_pb2_grpc import BrokerServiceAsyncStub
+
+MAX_LEASES = 2048
+MAX_RESULTS_A_MESSAGE = 256
+# Half of what the broker takes: a message also carries what gRPC and the other fields add.
+MAX_MESSAGE_BYTES = 512 * 1024
+SILENCE_LIMIT_S = 30.0
+RECEIPT_LIMIT_S = 30.0
+# Renewals come at a third of a lease's life inside these bounds, which also bound the harm of clocks that disagree.
+_LEAST_RENEWAL_S, _MOST_RENEWAL_S = 0.5, 5.0
+_MOST_BETWEEN_CONNECTS_S = 1.5
+_REPEAT_LOG_AFTER_S = 30.0
+
+_log = structlog.get_logger()
+
+
+@dataclass(slots=True, kw_only=True)
+class ScoringCounters:
+    """What happened so far."""
+
+    num_leased: int = 0
+    num_accepted: int = 0
+    num_lost: int = 0
+    num_connects: int = 0
+
+
+@dataclass(slots=True)
+class _Held:
+    lease: broker_pb2.ScoringLease
+    result: broker_pb2.ScoreResult | None = None
+    # When the result went out on the stream that is open now.
+    sent_at_s: float | None = None
+
+
+class ScoringSession:
+    """Leases finished samples of a run and returns scores: `run` keeps the stream up, `take` and `answer` work."""
+
+    def __init__(
+        self,
+        *,
+        broker: str,
+        run_id: str,
+        worker_id: str,
+        max_leases: int,
+        security: Security = NO_SECURITY,
+        monotonic_s: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`max_leases` is how many leases are held at once, waiting ones included; at most MAX_LEASES count."""
+        self.counters = ScoringCounters()
+        self._peer = f"broker {broker}"
+        self._target = broker
+        self._hello = broker_pb2.RewardHello(run_id=run_id, worker_id=worker_id)
+        self._max_leases = min(max_leases, MAX_LEASES)
+        self._security = security
+        self._monotonic_s = monotonic_s
+        self._notice = _Notice(self._peer, run_id, monotonic_s)
+        self._held: dict[str, _Held] = {}
+        self._waiting: asyncio.Queue[str] = asyncio.Queue()  # bounded by the credits given
+        self._changed = asyncio.Event()
+        self._emptied = asyncio.Event()
+        self._emptied.set()
+        self._is_draining = False
+        self._credit_total = 0
+        self._credit_sent = 0
+        self._renewal_s = _MOST_RENEWAL_S
+
+    @property
+    def num_held(self) -> int:
+        """Leases whose result the broker has not accepted yet."""
+        return len(self._held)
+
+    async def run(self) -> None:
+        """Keep the stream up until cancelled, also while broker or run are away, unknown or closed.
+
+        Raises PenstockError where trying again cannot help: a refused token, or a frame the broker calls malformed.
+        """
+        async with open_channel(self._target, self._security) as channel:
+            stub = broker_pb2_grpc.BrokerServiceStub(channel)
+            delays = backoff_s(most_s=_MOST_BETWEEN_CONNECTS_S)
+            while True:
+                num_connects = self.counters.num_connects
+                try:
+                    await self._stream(stub)
+                    self._forget_all()
+                    self._notice.closed()
+                except PenstockError as error:
+                    self._give_up_or_log(error)
+                if self.counters.num_connects > num_connects:
+                    delays = backoff_s(most_s=_MOST_BETWEEN_CONNECTS_S)
+                await asyncio.sleep(next(delays))
+
+    async def take(self, *, max_items: int) -> list[broker_pb2.ScoringLease]:
+        """At least one lease not taken yet, at most `max_items`; waits while there is none."""
+        taken: list[broker_pb2.ScoringLease] = []
+        while not taken:
+            lease_ids = [await self._waiting.get()]
+            while len(lease_ids) < max_items and not self._waiting.empty():
+                lease_ids.append(self._waiting.get_nowait())
+            taken = [self._held[lease_id].lease for lease_id in lease_ids if lease_id in self._held]
+        return taken
+
+    def is_held(self, lease_id: str) -> bool:
+        """Whether a lease still counts; scoring one that was lost is wasted work."""
+        return lease_id in self._held
+
+    def answer(self, results: Sequence[broker_pb2.ScoreResult]) -> None:
+        """Hand in results; those of leases no longer held are ignored: their samples were given to another worker."""
+        for result in results:
+            if (entry := self._held.get(result.lease_id)) is not None:
+                entry.result = result
+        self._changed.set()
+
+    async def drain(self, *, timeout_s: float) -> int:
+        """Ask for no more leases and wait until every held one is answered; returns how many were not in time."""
+        self._is_draining = True
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                await self._emptied.wait()
+        return self.num_held
+
+    def _give_up_or_log(self, error: PenstockError) -> None:
+        if isinstance(error, RunClosedError):
+            self._forget_all()
+            self._notice.closed()
+            return
+        if isinstance(error, UnknownRunError):
+            self._forget_all()
+        elif not error.is_retryable and error.reason != "INTERNAL":
+            raise error
+        self._notice.failed(error)
+
+    async def _stream(self, stub: BrokerServiceAsyncStub) -> None:
+        self._credit_total = self._max_leases - len(self._held)
+        for entry in self._held.values():
+            entry.sent_at_s = None
+        await converse(
+            stub.StreamScoring(), self._requests(), self._receive, peer=self._peer, max_silence_s=SILENCE_LIMIT_S
+        )
+
+    def _receive(self, response: broker_pb2.StreamScoringResponse) -> None:
+        if self._notice.connected():
+            self.counters.num_connects += 1
+        self.counters.num_accepted += sum(self._forget(lease_id) for lease_id in response.accepted_lease_ids)
+        self.counters.num_lost += sum(self._forget(lease_id) for lease_id in response.lost_lease_ids)
+        for lease in response.leases:
+            if lease.lease_id in self._held:
+                continue
+            if len(self._held) >= self._max_leases:
+                _log.warning("broker sent more leases than asked for; they are left to expire", broker=self._target)
+                break
+            self._held[lease.lease_id] = _Held(lease)
+            self._waiting.put_nowait(lease.lease_id)
+            self._renewal_s = _renewal_s(lease)
+            self.counters.num_leased += 1
+        self._note_emptied()
+        if response.leases or self._credit_total != self._credit_sent:
+            # New leases may have to be renewed sooner than the writer sleeps.
+            self._changed.set()
+
+    async def _requests(self) -> AsyncIterator[broker_pb2.StreamScoringRequest]:
+        hello = self._request(is_renewal=True)
+        hello.hello.CopyFrom(self._hello)
+        yield hello
+        renewed_at_s = self._monotonic_s()
+        while True:
+            for request in self._results_to_send():
+                yield request
+            if self._monotonic_s() - renewed_at_s >= self._renewal_s:
+                yield self._request(is_renewal=True)
+                renewed_at_s = self._monotonic_s()
+            elif self._credit_sent != self._credit_total and not self._is_draining:
+                yield self._request()
+            with contextlib.suppress(TimeoutError):
+                left_s = renewed_at_s + self._renewal_s - self._monotonic_s()
+                async with asyncio.timeout(max(0.0, left_s)):
+                    await self._changed.wait()
+            self._changed.clear()
+
+    def _results_to_send(self) -> Iterator[broker_pb2.StreamScoringRequest]:
+        now_s = self._monotonic_s()
+        sent = [entry.sent_at_s for entry in self._held.values() if entry.sent_at_s is not None]
+        if sent and now_s - min(sent) > RECEIPT_LIMIT_S:
+            raise DeadlineError(f"{self._peer} did not confirm a score within {RECEIPT_LIMIT_S:.0f} s")
+        ready = [entry for entry in self._held.values() if entry.result is not None and entry.sent_at_s is None]
+        part: list[broker_pb2.ScoreResult] = []
+        part_bytes = 0
+        for entry in ready:
+            if entry.result is None:
+                continue
+            result_bytes = entry.result.ByteSize()
+            if part and (len(part) >= MAX_RESULTS_A_MESSAGE or part_bytes + result_bytes > MAX_MESSAGE_BYTES):
+                yield self._request(results=part)
+                part, part_bytes = [], 0
+            entry.sent_at_s = now_s
+            part.append(entry.result)
+            part_bytes += result_bytes
+        if part:
+            yield self._request(results=part)
+
+    def _request(
+        self, *, results: Sequence[broker_pb2.ScoreResult] = (), is_renewal: bool = False
+    ) -> broker_pb2.StreamScoringRequest:
+        request = broker_pb2.StreamScoringRequest(results=results, active_lease_ids=self._held if is_renewal else ())
+        if not self._is_draining:
+            request.credit_total = self._credit_sent = self._credit_total
+        return request
+
+    def _forget(self, lease_id: str) -> bool:
+        if self._held.pop(lease_id, None) is None:
+            return False
+        self._credit_total += 1
+        return True
+
+    def _forget_all(self) -> None:
+        self.counters.num_lost += len(self._held)
+        self._held.clear()
+        while not self._waiting.empty():
+            self._waiting.get_nowait()
+        self._note_emptied()
+
+    def _note_emptied(self) -> None:
+        if self._held:
+            self._emptied.clear()
+        else:
+            self._emptied.set()
+
+
+class _Notice:
+    """Says once what changed, and again only when it lasts."""
+
+    def __init__(self, peer: str, run_id: str, monotonic_s: Callable[[], float]) -> None:
+        self._context = {"peer": peer, "run_id": run_id}
+        self._monotonic_s = monotonic_s
+        self._is_connected = False
+        self._last = ""
+        self._said_at_s = 0.0
+
+    def connected(self) -> bool:
+        """Whether this is the first sign of life of a stream."""
+        was_connected, self._is_connected = self._is_connected, True
+        if not was_connected:
+            self._say("scoring stream is up")
+        return not was_connected
+
+    def closed(self) -> None:
+        self._is_connected = False
+        self._say("run is closed; waiting in case it is opened again")
+
+    def failed(self, error: PenstockError) -> None:
+        self._is_connected = False
+        self._say("waiting for broker and run", reason=error.reason, error=str(error))
+
+    def _say(self, event: str, **details: str) -> None:
+        now_s = self._monotonic_s()
+        text = event + details.get("reason", "")
+        if text != self._last or now_s - self._said_at_s > _REPEAT_LOG_AFTER_S:
+            _log.info(event, **self._context, **details)
+            self._last, self._said_at_s = text, now_s
+
+
+def _renewal_s(lease: broker_pb2.ScoringLease) -> float:
+    if not lease.HasField("expire_time"):
+        return _MOST_RENEWAL_S
+    left_s = lease.expire_time.ToMilliseconds() / 1000 - time.time()
+    return min(_MOST_RENEWAL_S, max(_LEAST_RENEWAL_S, left_s / 3))

@@ -1,0 +1,253 @@
+"""A generator's side of StreamTokens: tokens of many samples on one stream, each stored exactly once.
+
+    SampleStream.append -> buffer -> request (a chunk a sample) -> unacknowledged -> stored
+                                        ^                              |
+                                        +---- resent as it was --------+  stream lost
+
+Promises:
+
+- Tokens wait at most `flush_interval_s`, or until TARGET_REQUEST_BYTES have come together, before they are sent.
+- At most MAX_UNACKNOWLEDGED requests are on the way and MAX_BUFFERED_BYTES wait behind them; then `wait_for_room`
+  waits. So a slow or absent broker slows decoding down, and memory does not grow.
+- After a lost stream unacknowledged requests are sent again unchanged and in order; the broker knows them by offset.
+- A refused chunk ends its SampleStream; its listener hears why, once, and nothing more of it is sent.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncIterator
+from contextlib import suppress
+from dataclasses import dataclass
+
+import grpc
+import structlog
+
+from penstock.clients.sample_stream import SampleStream, StreamListener
+from penstock.clients.streams import converse
+from penstock.errors import (
+    BadTokenError,
+    InternalError,
+    InvalidFieldError,
+    NotOfferedError,
+    PenstockError,
+    RunClosedError,
+    UnknownRunError,
+)
+from penstock.rpc import backoff_s
+from penstock.v1 import broker_pb2, broker_pb2_grpc, types_pb2
+
+TARGET_REQUEST_BYTES = 64 * 1024
+MAX_CHUNKS_PER_REQUEST = 4096
+MAX_UNACKNOWLEDGED = 8
+MAX_BUFFERED_BYTES = 512 * 1024
+MAX_SILENCE_S = 20.0
+"""An idle stream is closed after this, and opened again when there is something to send."""
+
+_PERMANENT_ERRORS = (InvalidFieldError, BadTokenError, NotOfferedError)
+_log = structlog.get_logger()
+
+
+@dataclass(slots=True, kw_only=True)
+class _Part:
+    """One chunk of a request: whose it is, and whether it was the sample's last."""
+
+    stream: SampleStream
+    is_last: bool
+
+
+@dataclass(slots=True, kw_only=True)
+class _Sent:
+    """A request that is not acknowledged; `request.sequence` is 0 until it is written to the current stream."""
+
+    request: broker_pb2.StreamTokensRequest
+    parts: list[_Part]
+
+
+class TokenSession:
+    """The token stream of one generator.
+
+    Args:
+        channel: To the broker.
+        run_id: Which run.
+        generator_id: Which generator.
+        flush_interval_s: Longest time a token waits before it is sent, seconds.
+        peer: Names the broker in messages.
+    """
+
+    def __init__(
+        self, channel: grpc.aio.Channel, *, run_id: str, generator_id: str, flush_interval_s: float, peer: str
+    ) -> None:
+        self._stub = broker_pb2_grpc.BrokerServiceStub(channel)
+        self._run_id = run_id
+        self._generator_id = generator_id
+        self._flush_interval_s = flush_interval_s
+        self._peer = peer
+        self._dirty: dict[SampleStream, None] = {}
+        self._dirty_since_s = 0.0
+        self._buffered_bytes = 0
+        self._unacknowledged: deque[_Sent] = deque()
+        self._is_flushing = False
+        self._work = asyncio.Event()
+        self._room = asyncio.Event()
+        self._settled = asyncio.Event()
+        self._room.set()
+        self._settled.set()
+        self.num_tokens_stored = 0
+        """Tokens the broker has acknowledged since start."""
+
+    def open(self, key: types_pb2.SampleKey, *, lease_id: str, offset: int, listener: StreamListener) -> SampleStream:
+        """A stream for the tokens of one lease, which follow `offset` accepted ones."""
+        return SampleStream(key, lease_id=lease_id, offset=offset, listener=listener, on_change=self._note_change)
+
+    @property
+    def has_room(self) -> bool:
+        """Whether tokens may be appended without `wait_for_room`."""
+        return self._buffered_bytes < MAX_BUFFERED_BYTES
+
+    async def wait_for_room(self) -> None:
+        """Wait until the broker has taken enough of what is buffered."""
+        await self._room.wait()
+
+    async def flush(self, *, timeout_s: float) -> bool:
+        """Send everything now; whether the broker acknowledged it all within `timeout_s` seconds."""
+        self._is_flushing = True
+        self._work.set()
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._settled.wait()
+        except TimeoutError:
+            return False
+        finally:
+            self._is_flushing = False
+        return True
+
+    async def run(self) -> None:
+        """Send until cancelled; raises PenstockError where a retry cannot help."""
+        delays = backoff_s()
+        while True:
+            if not self._dirty and not self._unacknowledged:
+                self._work.clear()
+                await self._work.wait()
+            num_stored = self.num_tokens_stored
+            try:
+                await self._follow_one_stream()
+                self._void("RUN_CLOSED", "the broker ended the stream")
+            except (RunClosedError, UnknownRunError) as error:
+                self._void(error.reason, str(error))
+            except _PERMANENT_ERRORS:
+                raise
+            except PenstockError as error:
+                if self._unacknowledged:
+                    _log.info("token stream lost", error=str(error), num_unacknowledged=len(self._unacknowledged))
+            if self.num_tokens_stored > num_stored:
+                delays = backoff_s()
+            await asyncio.sleep(next(delays))
+
+    async def _follow_one_stream(self) -> None:
+        for sent in self._unacknowledged:
+            sent.request.sequence = 0
+        call = self._stub.StreamTokens()
+        await converse(call, self._requests(), self._acknowledge, peer=self._peer, max_silence_s=MAX_SILENCE_S)
+
+    async def _requests(self) -> AsyncIterator[broker_pb2.StreamTokensRequest]:
+        sequence = 0
+        for sent in list(self._unacknowledged):
+            sequence += 1
+            sent.request.sequence = sequence
+            yield sent.request
+        while True:
+            await self._wait_until_due()
+            sent = self._take()
+            sequence += 1
+            sent.request.sequence = sequence
+            yield sent.request
+
+    async def _wait_until_due(self) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            has_window = len(self._unacknowledged) < MAX_UNACKNOWLEDGED
+            wait_s: float | None = None
+            if self._dirty and has_window:
+                wait_s = self._dirty_since_s + self._flush_interval_s - loop.time()
+                if wait_s <= 0 or self._is_flushing or self._buffered_bytes >= TARGET_REQUEST_BYTES:
+                    return
+            self._work.clear()
+            with suppress(TimeoutError):
+                async with asyncio.timeout(wait_s):
+                    await self._work.wait()
+
+    def _take(self) -> _Sent:
+        request = broker_pb2.StreamTokensRequest(run_id=self._run_id, generator_id=self._generator_id)
+        parts: list[_Part] = []
+        num_bytes = 0
+        while self._dirty and num_bytes < TARGET_REQUEST_BYTES and len(parts) < MAX_CHUNKS_PER_REQUEST:
+            stream = next(iter(self._dirty))
+            before_bytes = stream.buffered_bytes
+            chunk = stream.take_chunk()
+            self._buffered_bytes += stream.buffered_bytes - before_bytes
+            if not stream.is_dirty:
+                del self._dirty[stream]
+            num_bytes += chunk.ByteSize()
+            is_last = chunk.finish_reason != types_pb2.FINISH_REASON_UNSPECIFIED
+            parts.append(_Part(stream=stream, is_last=is_last))
+            request.chunks.append(chunk)
+        sent = _Sent(request=request, parts=parts)
+        self._unacknowledged.append(sent)
+        self._update_events()
+        return sent
+
+    def _acknowledge(self, response: broker_pb2.StreamTokensResponse) -> None:
+        sent = next((item for item in self._unacknowledged if item.request.sequence == response.sequence), None)
+        if sent is None or response.sequence == 0:
+            raise InternalError(f"{self._peer}: acknowledged request {response.sequence}, which was not sent")
+        self._unacknowledged.remove(sent)
+        errors = {error.lease_id: error for error in response.errors}
+        for part, chunk in zip(sent.parts, sent.request.chunks, strict=True):
+            error = errors.get(chunk.lease_id)
+            if error is not None:
+                part.stream.refuse(error)
+            elif not part.stream.is_closed:
+                self.num_tokens_stored += len(chunk.token_ids) // 4
+                if part.is_last:
+                    part.stream.settle()
+        self._update_events()
+
+    def _void(self, reason: str, message: str) -> None:
+        """The run is gone: nothing that waits here can be stored any more."""
+        streams = dict.fromkeys(part.stream for sent in self._unacknowledged for part in sent.parts) | self._dirty
+        if streams:
+            _log.info("tokens given up: the run is closed", peer=self._peer, num_samples=len(streams), reason=message)
+        self._unacknowledged.clear()
+        for stream in streams:
+            stream.refuse(broker_pb2.ChunkError(lease_id=stream.lease_id, reason=reason, message=message))
+        self._update_events()
+
+    def _note_change(self, stream: SampleStream, change_bytes: int) -> None:
+        if stream.is_dirty and stream not in self._dirty:
+            if not self._dirty:
+                self._dirty_since_s = asyncio.get_running_loop().time()
+                self._work.set()
+            self._dirty[stream] = None
+        elif not stream.is_dirty:
+            self._dirty.pop(stream, None)
+        before_bytes = self._buffered_bytes
+        self._buffered_bytes += change_bytes
+        if before_bytes < TARGET_REQUEST_BYTES <= self._buffered_bytes:
+            self._work.set()
+        self._update_room()
+
+    def _update_events(self) -> None:
+        self._work.set()
+        self._update_room()
+
+    def _update_room(self) -> None:
+        if self.has_room:
+            self._room.set()
+        else:
+            self._room.clear()
+        if self._dirty or self._unacknowledged:
+            self._settled.clear()
+        else:
+            self._settled.set()

@@ -1,0 +1,196 @@
+"""A consumer's stream of scored groups: StreamMicrobatches that survives a broker's restart.
+
+Promises:
+
+- At most `max_held_groups` groups are in this process's hands: what was received and not yet released. Credits follow.
+- After a reconnect the broker hears which groups are held; a group that is held is never handed out a second time.
+- A stream that was silent for SILENCE_LIMIT_S (the broker speaks at least every 5 s) is taken for dead and reopened.
+- Errors that a retry cannot heal end the session and are raised by `next`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Self
+
+import grpc
+import structlog
+
+from penstock.errors import PenstockError, RunClosedError, ServiceUnavailableError, from_rpc_error
+from penstock.rpc import backoff_s
+from penstock.v1 import broker_pb2, broker_pb2_grpc, types_pb2
+
+SILENCE_LIMIT_S = 20.0
+
+_log = structlog.get_logger()
+
+if TYPE_CHECKING:
+    # grpc's own classes take no type parameters when the program runs; only their stubs do.
+    _Call = grpc.aio.StreamStreamCall[broker_pb2.StreamMicrobatchesRequest, broker_pb2.StreamMicrobatchesResponse]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Subscription:
+    """What a consumer pulls."""
+
+    run_id: str
+    consumer_id: str
+    """Names the consumer; stable over reconnects and restarts."""
+    purpose: types_pb2.Purpose.ValueType
+    max_held_groups: int
+    """Most groups held at once, >= 1."""
+    max_groups: int
+    """Most groups in one microbatch, >= 1."""
+    target_tokens: int = 0
+    """Aim for about this many tokens a microbatch; 0 means no aim."""
+
+
+class MicrobatchSession:
+    """One consumer of one run; an async context manager that connects on entry and lets go of everything on exit.
+
+    Args:
+        channel: To the broker.
+        peer: Names the broker in messages.
+        subscription: What to pull.
+    """
+
+    def __init__(self, channel: grpc.aio.Channel, *, peer: str, subscription: Subscription) -> None:
+        self._stub = broker_pb2_grpc.BrokerServiceStub(channel)
+        self._peer = peer
+        self._hello = broker_pb2.TrainerHello(
+            run_id=subscription.run_id,
+            consumer_id=subscription.consumer_id,
+            purpose=subscription.purpose,
+            max_groups=subscription.max_groups,
+            target_tokens=subscription.target_tokens,
+        )
+        self._max_held_groups = subscription.max_held_groups
+        self._held: dict[str, None] = {}
+        self._received: asyncio.Queue[broker_pb2.Microbatch] = asyncio.Queue()
+        self._num_received_on_stream = 0
+        self._credit_changed = asyncio.Event()
+        self._reason = f"connecting to {peer}"
+        self._failure: PenstockError | None = None
+        self._task: asyncio.Task[None] | None = None
+        self.num_connects = 0
+
+    async def __aenter__(self) -> Self:
+        """Start pulling."""
+        self._task = asyncio.create_task(self._run())
+        return self
+
+    async def __aexit__(self, *_exception: object) -> None:
+        """End the stream; what is held goes back when the consumer says hello without it."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+
+    @property
+    def held_group_ids(self) -> list[str]:
+        """Groups received and not yet released, oldest first."""
+        return list(self._held)
+
+    @property
+    def waiting_reason(self) -> str:
+        """Why there is nothing to hand out, for people; as of the last word from the broker."""
+        return self._reason
+
+    async def next(self, *, timeout_s: float) -> broker_pb2.Microbatch | None:
+        """The next microbatch, or None when none came within `timeout_s` seconds.
+
+        Raises:
+            RunClosedError: The run was closed.
+            PenstockError: The broker refused the stream for good.
+        """
+        if self._received.empty():
+            if self._failure is not None:
+                raise self._failure
+            try:
+                async with asyncio.timeout(timeout_s):
+                    return await self._received.get()
+            except TimeoutError:
+                if self._failure is not None:
+                    raise self._failure from None
+                return None
+        return self._received.get_nowait()
+
+    def release(self, group_ids: Iterable[str]) -> None:
+        """These groups are acknowledged or dropped: forget them and let the broker send others."""
+        for group_id in group_ids:
+            self._held.pop(group_id, None)
+        self._credit_changed.set()
+
+    async def _run(self) -> None:
+        delays = backoff_s()
+        while True:
+            connects = self.num_connects
+            try:
+                await self._follow_one_stream()
+                self._failure = RunClosedError(f"{self._peer}: the run was closed", run_id=self._hello.run_id)
+                return
+            except PenstockError as error:
+                if not error.is_retryable:
+                    self._failure = error
+                    return
+                self._reason = f"reconnecting: {error}"
+                _log.info("microbatch stream lost", peer=self._peer, error=str(error))
+            if self.num_connects > connects:
+                delays = backoff_s()
+            await asyncio.sleep(next(delays))
+
+    async def _follow_one_stream(self) -> None:
+        """Read until the stream ends; returns when the broker ended it with OK. Raises PenstockError."""
+        self._num_received_on_stream = 0
+        call: _Call = self._stub.StreamMicrobatches(self._requests())
+        try:
+            is_first = True
+            while (response := await self._read(call)) is not None:
+                self.num_connects += is_first
+                is_first = False
+                self._take(response)
+        except grpc.aio.AioRpcError as error:
+            raise from_rpc_error(error, peer=self._peer) from error
+        finally:
+            call.cancel()
+
+    async def _read(self, call: _Call) -> broker_pb2.StreamMicrobatchesResponse | None:
+        try:
+            async with asyncio.timeout(SILENCE_LIMIT_S):
+                response = await call.read()
+        except TimeoutError:
+            raise ServiceUnavailableError(f"{self._peer}: silent for {SILENCE_LIMIT_S:.0f} s") from None
+        return response if isinstance(response, broker_pb2.StreamMicrobatchesResponse) else None
+
+    async def _requests(self) -> AsyncIterator[broker_pb2.StreamMicrobatchesRequest]:
+        hello = broker_pb2.TrainerHello()
+        hello.CopyFrom(self._hello)
+        hello.held_group_ids.extend(self._held)
+        credit = self._credit_total()
+        yield broker_pb2.StreamMicrobatchesRequest(hello=hello, credit_total=credit)
+        while True:
+            await self._credit_changed.wait()
+            self._credit_changed.clear()
+            if self._credit_total() > credit:
+                credit = self._credit_total()
+                yield broker_pb2.StreamMicrobatchesRequest(credit_total=credit)
+
+    def _credit_total(self) -> int:
+        return self._num_received_on_stream + max(0, self._max_held_groups - len(self._held))
+
+    def _take(self, response: broker_pb2.StreamMicrobatchesResponse) -> None:
+        if response.WhichOneof("frame") == "waiting":
+            self._reason = response.waiting.reason
+            return
+        microbatch = response.microbatch
+        self._num_received_on_stream += len(microbatch.groups)
+        fresh = [group for group in microbatch.groups if group.prompt.group_id not in self._held]
+        if len(fresh) < len(microbatch.groups):
+            _log.warning("held groups were handed out again and are ignored", peer=self._peer)
+            self._credit_changed.set()
+            del microbatch.groups[:]
+            microbatch.groups.extend(fresh)
+        self._held.update(dict.fromkeys(group.prompt.group_id for group in fresh))
+        if fresh:
+            self._received.put_nowait(microbatch)

@@ -1,0 +1,181 @@
+"""A receiver's side of the weight store: which versions exist, what they must be, and who holds them.
+
+A manifest comes from the network: `check_manifest` holds it against its own digest and the limits below before anything
+in it is used. The content is fetched by `penstock.clients.downloads`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from itertools import pairwise
+from typing import Self
+
+import grpc
+import structlog
+
+from penstock.errors import (
+    BadTokenError,
+    DigestMismatchError,
+    InvalidFieldError,
+    NotOfferedError,
+    PenstockError,
+    UnknownVersionError,
+    from_rpc_error,
+)
+from penstock.rpc import backoff_s, call, call_with_retry, open_channel
+from penstock.security import NO_SECURITY, Security
+from penstock.v1 import weights_pb2, weights_pb2_grpc
+from penstock.weights import TensorDigest, manifest_digest
+
+MAX_CONTENT_BYTES = 4 * 1024**4
+MAX_CHUNK_BYTES = 64 * 1024**2
+MAX_URLS = 64
+REPORT_PATIENCE_S = 20.0
+
+_PERMANENT_ERRORS = (InvalidFieldError, BadTokenError, NotOfferedError)
+_log = structlog.get_logger()
+
+
+def tensor_digests(manifest: weights_pb2.WeightsManifest) -> tuple[TensorDigest, ...]:
+    """The manifest's tensors as `penstock.weights` spells them."""
+    return tuple(
+        TensorDigest(
+            name=info.name,
+            dtype=info.dtype,
+            shape=tuple(info.shape),
+            sha256=info.sha256,
+            size_bytes=info.size_bytes,
+        )
+        for info in manifest.tensors
+    )
+
+
+def check_manifest(manifest: weights_pb2.WeightsManifest, *, run_id: str) -> None:
+    """Refuse what cannot be fetched or proved.
+
+    Raises:
+        InvalidFieldError: A field is missing, out of bounds, or of another run.
+        NotOfferedError: A kind or encoding this client does not know.
+        DigestMismatchError: The tensors do not have the digest the manifest states.
+    """
+    if manifest.run_id != run_id:
+        raise InvalidFieldError(f"manifest is of run {manifest.run_id!r}, not {run_id!r}", field="manifest.run_id")
+    if manifest.policy_version < 0:
+        raise InvalidFieldError(
+            f"policy version {manifest.policy_version} is negative", field="manifest.policy_version"
+        )
+    if manifest.kind != weights_pb2.WEIGHTS_KIND_FULL:
+        raise NotOfferedError(f"weights of kind {manifest.kind} are not understood; only full ones are")
+    if manifest.encoding != weights_pb2.WEIGHTS_ENCODING_SAFETENSORS:
+        raise NotOfferedError(f"weights of encoding {manifest.encoding} are not understood; only safetensors is")
+    _check_chunks(manifest)
+    if not 1 <= len(manifest.urls) <= MAX_URLS:
+        raise InvalidFieldError(f"{len(manifest.urls)} urls, expected 1 to {MAX_URLS}", field="manifest.urls")
+    if not all(url.startswith(("http://", "https://")) for url in manifest.urls):
+        raise InvalidFieldError("an address of the content is neither http nor https", field="manifest.urls")
+    if not manifest.tensors:
+        raise InvalidFieldError("the manifest names no tensors", field="manifest.tensors")
+    names = [info.name for info in manifest.tensors]
+    if any(first >= second for first, second in pairwise(names)):
+        raise InvalidFieldError("tensors must be sorted by name, each once", field="manifest.tensors")
+    digest = manifest_digest(tensor_digests(manifest))
+    if digest != manifest.digest:
+        raise DigestMismatchError(
+            f"the tensors of version {manifest.policy_version} have digest {digest}, "
+            f"the manifest states {manifest.digest}"
+        )
+
+
+def _check_chunks(manifest: weights_pb2.WeightsManifest) -> None:
+    end = 0
+    for chunk in manifest.chunks:
+        if chunk.offset != end or not 1 <= chunk.size_bytes <= MAX_CHUNK_BYTES:
+            raise InvalidFieldError(
+                f"chunk at {chunk.offset} of {chunk.size_bytes} bytes does not follow {end}", field="manifest.chunks"
+            )
+        end += chunk.size_bytes
+    if end != manifest.size_bytes or not 1 <= end <= MAX_CONTENT_BYTES:
+        raise InvalidFieldError(
+            f"chunks cover {end} bytes, the manifest states {manifest.size_bytes}", field="manifest.size_bytes"
+        )
+
+
+class WeightsClient:
+    """The weight store at `target` (host:port), for one receiver of one run."""
+
+    def __init__(
+        self, target: str, *, run_id: str, receiver_id: str, site: str = "", security: Security = NO_SECURITY
+    ) -> None:
+        self.peer = f"weight store {target}"
+        self._channel = open_channel(target, security)
+        self._stub = weights_pb2_grpc.WeightStoreServiceStub(self._channel)
+        self._run_id = run_id
+        self._receiver_id = receiver_id
+        self._site = site
+
+    async def __aenter__(self) -> Self:
+        """The client itself."""
+        return self
+
+    async def __aexit__(self, *_exception: object) -> None:
+        """Close the channel."""
+        await self.close()
+
+    async def close(self) -> None:
+        """Close the channel; calls under way end."""
+        await self._channel.close()
+
+    async def get_manifest(self, policy_version: int | None = None) -> weights_pb2.WeightsManifest:
+        """The manifest of a version, the newest where None; checked. Raises PenstockError."""
+        request = weights_pb2.GetManifestRequest(run_id=self._run_id, policy_version=policy_version)
+        response = await call(self._stub.GetManifest, request, peer=self.peer)
+        check_manifest(response.manifest, run_id=self._run_id)
+        if policy_version is not None and response.manifest.policy_version != policy_version:
+            raise UnknownVersionError(f"{self.peer}: asked for {policy_version}, got another version")
+        return response.manifest
+
+    async def watch(
+        self, on_manifest: Callable[[weights_pb2.WeightsManifest], None], on_refused: Callable[[PenstockError], None]
+    ) -> None:
+        """Hand every manifest to `on_manifest` as it is published, until cancelled; reconnects by itself.
+
+        A manifest that fails its check goes to `on_refused` instead. Raises PenstockError where a retry cannot help.
+        """
+        delays = backoff_s()
+        last_error = ""
+        request = weights_pb2.WatchManifestsRequest(run_id=self._run_id, receiver_id=self._receiver_id, site=self._site)
+        while True:
+            try:
+                # No deadline: nothing is said between two versions. A dead peer is found by the channel's keepalive.
+                async for response in self._stub.WatchManifests(request):
+                    delays, last_error = backoff_s(), ""
+                    try:
+                        check_manifest(response.manifest, run_id=self._run_id)
+                    except PenstockError as refusal:
+                        on_refused(refusal)
+                    else:
+                        on_manifest(response.manifest)
+            except grpc.aio.AioRpcError as rpc_error:
+                error = from_rpc_error(rpc_error, peer=self.peer)
+                if isinstance(error, _PERMANENT_ERRORS):
+                    raise error from rpc_error
+                if str(error) != last_error:
+                    _log.info("no word from the weight store yet; trying again", error=str(error))
+                last_error = str(error)
+            await asyncio.sleep(next(delays))
+
+    async def report_holding(self, *, policy_version: int, digest: str, swap_pause_s: float, fetched_bytes: int) -> int:
+        """Say what the engine holds; returns the newest version. Raises DigestMismatchError: it must not be served."""
+        request = weights_pb2.ReportHoldingRequest(
+            run_id=self._run_id,
+            receiver_id=self._receiver_id,
+            policy_version=policy_version,
+            digest=digest,
+            swap_pause_s=swap_pause_s,
+            fetched_bytes=fetched_bytes,
+        )
+        response = await call_with_retry(
+            self._stub.ReportHolding, request, peer=self.peer, give_up_after_s=REPORT_PATIENCE_S
+        )
+        return int(response.newest_version)

@@ -1,0 +1,231 @@
+"""Says whether a server keeps the contract of RewardService, by calling it: `penstock reward check HOST:PORT`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+
+from penstock.errors import DeadlineError, InvalidFieldError, NotOfferedError, PenstockError, ServiceUnavailableError
+from penstock.rewards.model import DEFAULT_MAX_BATCH_SIZE
+from penstock.rewards.types import RewardItem
+from penstock.rewards.wire import check_score, write_item
+from penstock.rpc import call, open_channel
+from penstock.security import NO_SECURITY, Security
+from penstock.v1 import reward_pb2, reward_pb2_grpc, types_pb2
+
+SERVICE_NAME = "penstock.v1.RewardService"
+LONG_COMPLETION_CHARACTERS = 300_000
+MAX_PROBED_BATCH_SIZE = 4096
+
+
+class CheckStatus(StrEnum):
+    """Outcome of one check."""
+
+    PASSED = "passed"
+    NOTED = "noted"
+    """Allowed, but worth knowing."""
+    FAILED = "failed"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckResult:
+    """One line of the verdict."""
+
+    name: str
+    status: CheckStatus
+    detail: str
+
+
+class _ViolationError(Exception):
+    """The server breaks the contract; the message says how."""
+
+
+class _Note(Exception):  # noqa: N818 -- not an error: ends a check early with a remark
+    """Allowed, but worth knowing."""
+
+
+async def check_server(target: str, *, timeout_s: float = 30.0, security: Security = NO_SECURITY) -> list[CheckResult]:
+    """Call the server at `target` (host:port) in every way the contract speaks of.
+
+    Returns:
+        One result per check, in order; the server conforms when none is FAILED. When nobody listens there is one.
+    """
+    async with open_channel(target, security) as channel:
+        server = _Checked(channel, target, timeout_s)
+        first = await _run("answers", server.answers)
+        if first.status is CheckStatus.FAILED:
+            return [first]
+        checks: list[tuple[str, Callable[[], Awaitable[str]]]] = [
+            ("health", server.reports_health),
+            ("reflection", server.offers_reflection),
+            ("description", server.describes_itself),
+            ("one score per item, in order", server.keeps_order),
+            ("repeatable", server.repeats_itself),
+            ("odd samples", server.survives_odd_samples),
+            ("long completion", server.takes_long_completion),
+            ("empty batch refused", server.refuses_empty_batch),
+            ("oversized batch", server.handles_oversized_batch),
+            ("deadline", server.survives_deadline),
+        ]
+        return [first, *[await _run(name, check) for name, check in checks]]
+
+
+def conforms(results: Sequence[CheckResult]) -> bool:
+    """Whether no check failed."""
+    return all(result.status is not CheckStatus.FAILED for result in results)
+
+
+async def _run(name: str, check: Callable[[], Awaitable[str]]) -> CheckResult:
+    try:
+        return CheckResult(name=name, status=CheckStatus.PASSED, detail=await check())
+    except _Note as note:
+        return CheckResult(name=name, status=CheckStatus.NOTED, detail=str(note))
+    except (_ViolationError, PenstockError) as error:
+        return CheckResult(name=name, status=CheckStatus.FAILED, detail=str(error))
+
+
+class _Checked:
+    def __init__(self, channel: grpc.aio.Channel, target: str, timeout_s: float) -> None:
+        self._channel = channel
+        self._target = target
+        self._timeout_s = timeout_s
+        self._stub = reward_pb2_grpc.RewardServiceStub(channel)
+        self._max_batch_size = DEFAULT_MAX_BATCH_SIZE
+
+    async def answers(self) -> str:
+        try:
+            await self._score([_item(1)])
+        except ServiceUnavailableError as error:
+            raise _ViolationError(f"nobody answers at {self._target}: {error}") from error
+        except NotOfferedError as error:
+            raise _ViolationError(f"{self._target} does not serve {SERVICE_NAME}") from error
+        return "scores a sample"
+
+    async def reports_health(self) -> str:
+        stub: Any = health_pb2_grpc.HealthStub(self._channel)
+        try:
+            request = health_pb2.HealthCheckRequest(service=SERVICE_NAME)
+            response = await stub.Check(request, timeout=self._timeout_s)
+        except grpc.aio.AioRpcError as error:
+            raise _Note(f"no grpc.health.v1 status for {SERVICE_NAME} ({error.code().name}); offer it") from error
+        if response.status != health_pb2.HealthCheckResponse.SERVING:
+            raise _ViolationError("health says NOT_SERVING while the server answers")
+        return "SERVING"
+
+    async def offers_reflection(self) -> str:
+        stub: Any = reflection_pb2_grpc.ServerReflectionStub(self._channel)  # type: ignore[arg-type]
+        requests = iter([reflection_pb2.ServerReflectionRequest(list_services="")])
+        try:
+            names: list[str] = []
+            async for response in stub.ServerReflectionInfo(requests, timeout=self._timeout_s):
+                names += [service.name for service in response.list_services_response.service]
+        except grpc.aio.AioRpcError as error:
+            raise _Note("no server reflection; it is optional") from error
+        return ", ".join(names)
+
+    async def describes_itself(self) -> str:
+        request = reward_pb2.GetRewardModelRequest()
+        try:
+            answer = await call(self._stub.GetRewardModel, request, peer=self._target, timeout_s=self._timeout_s)
+        except NotOfferedError as error:
+            raise _Note(f"GetRewardModel is not offered; batches of {DEFAULT_MAX_BATCH_SIZE} are assumed") from error
+        self._max_batch_size = answer.max_batch_size or DEFAULT_MAX_BATCH_SIZE
+        return f"name {answer.name or self._target!r}, at most {self._max_batch_size} items a batch"
+
+    async def keeps_order(self) -> str:
+        items = [_item(number) for number in range(min(8, self._max_batch_size))]
+        batch = await self._score(items)
+        singles = [(await self._score([item]))[0] for item in items]
+        for index, (in_batch, alone) in enumerate(zip(batch, singles, strict=True)):
+            if not _alike(in_batch, alone):
+                raise _ViolationError(
+                    f"item {index} scores {_brief(in_batch)} in a batch and {_brief(alone)} alone; is the order kept?"
+                )
+        if len({_brief(score) for score in singles}) == 1:
+            raise _Note("the probed samples all score alike, so the order could not be told")
+        return f"{len(items)} items score in a batch as they do alone"
+
+    async def repeats_itself(self) -> str:
+        first, second = (await self._score([_item(3)]))[0], (await self._score([_item(3)]))[0]
+        if not _alike(first, second):
+            raise _ViolationError(f"the same sample scored {_brief(first)}, then {_brief(second)}")
+        return _brief(first)
+
+    async def survives_odd_samples(self) -> str:
+        items = [
+            RewardItem(completion=""),
+            RewardItem(prompt="2+2=", completion="4", answer=""),
+            RewardItem(prompt="\u00fc\u4e2d\U0001f600", completion="\u00fc\u4e2d\U0001f600\x00", answer="\u00fc"),
+        ]
+        scores = [(await self._score([write_item(item)]))[0] for item in items]
+        return "empty, without an answer, beyond ASCII: " + ", ".join(_brief(score) for score in scores)
+
+    async def takes_long_completion(self) -> str:
+        item = RewardItem(prompt="2+2=", completion="word " * (LONG_COMPLETION_CHARACTERS // 5), answer="4")
+        score = (await self._score([write_item(item)]))[0]
+        return f"{LONG_COMPLETION_CHARACTERS} characters: {_brief(score)}"
+
+    async def refuses_empty_batch(self) -> str:
+        try:
+            await self._score([])
+        except InvalidFieldError:
+            return "INVALID_ARGUMENT"
+        raise _ViolationError("an empty batch must be refused with INVALID_ARGUMENT, but was answered")
+
+    async def handles_oversized_batch(self) -> str:
+        num_items = self._max_batch_size + 1
+        if num_items > MAX_PROBED_BATCH_SIZE:
+            raise _Note(f"not probed: batches may hold {self._max_batch_size} items")
+        try:
+            await self._score([_item(number) for number in range(num_items)])
+        except PenstockError as error:
+            if not isinstance(error, InvalidFieldError) and not error.is_retryable:
+                raise _ViolationError(f"{num_items} items must be answered, or refused cleanly: {error}") from error
+            return f"{num_items} items are refused: {error.reason}"
+        return f"{num_items} items are answered"
+
+    async def survives_deadline(self) -> str:
+        request = reward_pb2.ScoreRequest(items=[_item(number) for number in range(self._max_batch_size)])
+        try:
+            await call(self._stub.Score, request, peer=self._target, timeout_s=0.001)
+        except DeadlineError:
+            await self._score([_item(1)])
+            return "answers on after a call that ran out of time"
+        await self._score([_item(1)])
+        return "answered within a millisecond"
+
+    async def _score(self, items: Sequence[reward_pb2.ScoreItem]) -> list[types_pb2.Score]:
+        request = reward_pb2.ScoreRequest(items=items)
+        response = await call(self._stub.Score, request, peer=self._target, timeout_s=self._timeout_s)
+        if len(response.scores) != len(items):
+            raise _ViolationError(f"{len(items)} items were sent, {len(response.scores)} scores came back")
+        for index, score in enumerate(response.scores):
+            if (problem := check_score(score)) is not None:
+                raise _ViolationError(f"score {index}: {problem}")
+        return list(response.scores)
+
+
+def _item(number: int) -> reward_pb2.ScoreItem:
+    # Right and wrong answers of different lengths, so that most rewards tell neighbours apart.
+    working = "so " * (number % 8) ** 2
+    shown = number if number % 3 else number + 1
+    item = RewardItem(
+        prompt=f"{number}+0=", completion=f"{working}{number}+0={shown}\n#### {shown}", answer=str(number)
+    )
+    return write_item(item)
+
+
+def _alike(one: types_pb2.Score, other: types_pb2.Score) -> bool:
+    return one.status == other.status and math.isclose(one.value, other.value, rel_tol=1e-4, abs_tol=1e-6)
+
+
+def _brief(score: types_pb2.Score) -> str:
+    status = types_pb2.ScoreStatus.Name(score.status).removeprefix("SCORE_STATUS_")
+    return f"{score.value:.6g}" if score.HasField("value") else status

@@ -1,0 +1,77 @@
+"""A BatchReward as a RewardModel: messages in, messages out, one bad sample never disturbing its neighbours."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+import structlog
+
+from penstock.errors import InvalidFieldError
+from penstock.rewards.model import BatchReward
+from penstock.rewards.types import RewardItem, RewardResult, ScoreStatus, UnscorableError
+from penstock.rewards.wire import read_item, write_score
+from penstock.v1 import reward_pb2, types_pb2
+
+_log = structlog.get_logger()
+
+
+class LocalModel:
+    """Scores in this process. Never away, and never fails as a whole."""
+
+    def __init__(self, reward: BatchReward) -> None:
+        self._reward = reward
+
+    @property
+    def name(self) -> str:
+        """The reward's own name."""
+        return self._reward.name or type(self._reward).__name__
+
+    async def probe(self) -> None:
+        """Return at once: what runs in this process is there."""
+
+    async def describe(self) -> reward_pb2.GetRewardModelResponse:
+        """The reward's name, version, limits and wishes."""
+        return reward_pb2.GetRewardModelResponse(
+            name=self.name,
+            max_batch_size=self._reward.max_batch_size,
+            wants_token_ids=self._reward.wants_token_ids,
+            version=self._reward.version,
+        )
+
+    async def score(self, items: Sequence[reward_pb2.ScoreItem], *, timeout_s: float) -> list[types_pb2.Score]:
+        """One score per item, in order."""
+        results: list[RewardResult | None] = []
+        readable: list[RewardItem] = []
+        for message in items:
+            try:
+                readable.append(read_item(message))
+                results.append(None)
+            except InvalidFieldError as error:
+                results.append(RewardResult(status=ScoreStatus.INVALID, message=str(error)))
+        answers = iter(await self._judge(readable, timeout_s)) if readable else iter(())
+        return [write_score(result or next(answers), model=self.name) for result in results]
+
+    async def close(self) -> None:
+        """Release what the reward holds."""
+        await self._reward.close()
+
+    async def _judge(self, items: list[RewardItem], timeout_s: float) -> Sequence[RewardResult]:
+        try:
+            # A little longer than what the reward was told, so that its own verdict on slow items comes first.
+            async with asyncio.timeout(timeout_s * 1.05 + 0.1):
+                results = await self._reward.score_within(items, timeout_s=timeout_s)
+        except TimeoutError:
+            message = f"{self.name} did not answer within {timeout_s:.3g} s"
+            return [RewardResult(status=ScoreStatus.TIMEOUT, message=message)] * len(items)
+        except UnscorableError as error:
+            return [RewardResult(status=ScoreStatus.INVALID, message=str(error))] * len(items)
+        except Exception as error:  # a user's class may raise anything; it concerns this batch only
+            _log.error("reward model raised", model=self.name, num_items=len(items), exc_info=error)
+            message = f"{self.name} raised {type(error).__name__}: {error}"
+            return [RewardResult(status=ScoreStatus.FAILED, message=message)] * len(items)
+        if len(results) != len(items):
+            message = f"{self.name} answered {len(results)} results for {len(items)} items"
+            _log.error("reward model answered a wrong count", model=self.name, problem=message)
+            return [RewardResult(status=ScoreStatus.FAILED, message=message)] * len(items)
+        return results

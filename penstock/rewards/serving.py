@@ -1,0 +1,109 @@
+"""Serves a reward model as a RewardService."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import grpc
+import structlog
+import uvloop
+
+from penstock.errors import InvalidFieldError, ServiceUnavailableError
+from penstock.rewards.function import RewardFunction
+from penstock.rewards.loading import as_reward, load_reward
+from penstock.rewards.local import LocalModel
+from penstock.rewards.model import DEFAULT_MAX_BATCH_SIZE, BatchReward, ModelAwayError, RewardModel
+from penstock.rpc import Server, Service, run_until_stopped
+from penstock.security import Security
+from penstock.telemetry import configure_logging
+from penstock.v1 import reward_pb2, reward_pb2_grpc, types_pb2
+
+SERVICE_NAME = "penstock.v1.RewardService"
+DEFAULT_LISTEN = "127.0.0.1:7310"
+DEFAULT_TIMEOUT_S = 60.0
+MAX_CONCURRENT_CALLS = 64
+# Part of the caller's deadline that is kept for sending the answer: items that time out still reach the caller as such.
+_ANSWER_SHARE = 0.1
+
+_log = structlog.get_logger()
+
+
+class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
+    """RewardService over a RewardModel; at most MAX_CONCURRENT_CALLS score at once, more wait inside their deadline."""
+
+    def __init__(self, model: RewardModel) -> None:
+        self._model = model
+        self._slots = asyncio.Semaphore(MAX_CONCURRENT_CALLS)
+
+    async def Score(self, request: reward_pb2.ScoreRequest, context: Any) -> reward_pb2.ScoreResponse:
+        """Score a batch."""
+        description = await self._describe()
+        limit = description.max_batch_size or DEFAULT_MAX_BATCH_SIZE
+        if not 1 <= len(request.items) <= limit:
+            raise InvalidFieldError(f"items: {len(request.items)} items, must be 1 to {limit}", field="items")
+        async with self._slots:
+            scores = await self._score(request, _timeout_s(context))
+        return reward_pb2.ScoreResponse(scores=scores)
+
+    async def GetRewardModel(
+        self, request: reward_pb2.GetRewardModelRequest, context: Any
+    ) -> reward_pb2.GetRewardModelResponse:
+        """Describe the model."""
+        del request, context
+        return await self._describe()
+
+    async def _describe(self) -> reward_pb2.GetRewardModelResponse:
+        try:
+            return await self._model.describe()
+        except ModelAwayError as error:
+            raise ServiceUnavailableError(str(error)) from error
+
+    async def _score(self, request: reward_pb2.ScoreRequest, timeout_s: float) -> list[types_pb2.Score]:
+        try:
+            return await self._model.score(request.items, timeout_s=timeout_s)
+        except ModelAwayError as error:
+            raise ServiceUnavailableError(str(error)) from error
+
+
+def reward_service(model: RewardModel) -> Service:
+    """RewardService over `model`, to be given to a Server."""
+    return Service(
+        name=SERVICE_NAME,
+        add=reward_pb2_grpc.add_RewardServiceServicer_to_server,
+        servicer=RewardServicer(model),
+    )
+
+
+async def serve_async(target: RewardFunction | BatchReward | str, *, listen: str = DEFAULT_LISTEN) -> None:
+    """Serve a reward until SIGTERM or SIGINT. Raises RewardLoadError and PortUnavailableError.
+
+    Args:
+        target: A function, a BatchReward, or the name of one as `module:function`.
+        listen: Address to listen on, host:port; port 0 takes a free one, which is logged.
+    """
+    reward = load_reward(target) if isinstance(target, str) else as_reward(target)
+    model = LocalModel(reward)
+    server = Server(listen=listen, services=[reward_service(model)], security=Security.from_environment())
+
+    def announce() -> None:
+        address = f"{listen.rpartition(':')[0]}:{server.port}"
+        _log.info("reward model is served", model=model.name, address=address, use_as=f"grpc://{address}")
+
+    try:
+        await run_until_stopped(server, on_started=announce)
+    finally:
+        await model.close()
+
+
+def serve(target: RewardFunction | BatchReward | str, *, listen: str = DEFAULT_LISTEN) -> None:
+    """`serve_async` for a program of its own: sets up logging, blocks until SIGTERM or SIGINT."""
+    configure_logging("reward-model")
+    uvloop.run(serve_async(target, listen=listen))
+
+
+def _timeout_s(context: grpc.aio.ServicerContext[Any, Any]) -> float:
+    remaining_s = context.time_remaining()
+    if remaining_s is None:
+        return DEFAULT_TIMEOUT_S
+    return max(0.01, min(DEFAULT_TIMEOUT_S * 10, remaining_s * (1 - _ANSWER_SHARE)))

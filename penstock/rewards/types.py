@@ -1,0 +1,99 @@
+"""What a reward model sees of a sample, and what it says of it.
+
+Invariant: an error is never a value. A result carries a finite number if and only if its status is OK.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+
+class UnscorableError(Exception):
+    """Raised by a reward function for a sample that can never be scored, for example one without a reference answer."""
+
+
+class ScoreStatus(StrEnum):
+    """Outcome of scoring one sample; the names are those of `types.proto`."""
+
+    OK = "ok"
+    ABSTAINED = "abstained"
+    TIMEOUT = "timeout"
+    FAILED = "failed"
+    INVALID = "invalid"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Turn:
+    """One turn of a chat prompt."""
+
+    role: str
+    content: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RewardItem:
+    """One finished sample to score."""
+
+    prompt: str = ""
+    """The prompt as text; for a chat prompt, its turns as `role: content` lines."""
+    completion: str
+    """What the model wrote, without special tokens."""
+    answer: str = ""
+    """Reference answer of the data row; empty when there is none."""
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+    """The data row's other columns."""
+    messages: Sequence[Turn] = ()
+    """The prompt's turns; empty when the prompt was text."""
+    token_ids: Sequence[int] = ()
+    """Completion token ids; only filled for models that ask for them."""
+    is_truncated: bool = False
+    """Whether the completion ended because the length limit was reached."""
+    run_id: str = ""
+    """The run it belongs to."""
+
+
+@dataclass(frozen=True, slots=True)
+class RewardResult:
+    """What a reward model says of one sample."""
+
+    value: float | None = None
+    """The reward, finite; None with status OK means that the model abstains."""
+    components: Mapping[str, float] = field(default_factory=dict)
+    """Named parts of the reward for reports, at most 32."""
+    status: ScoreStatus = ScoreStatus.OK
+    """Anything but OK carries no value."""
+    message: str = ""
+    """What went wrong, for people."""
+
+    def checked(self) -> RewardResult:
+        """This result if it is consistent, else a FAILED one that says why it is not."""
+        if self.status is not ScoreStatus.OK:
+            return RewardResult(status=self.status, message=self.message or self.status.value)
+        if self.value is None:
+            return RewardResult(status=ScoreStatus.ABSTAINED, message=self.message or "the reward model abstained")
+        if not _is_finite_number(self.value):
+            return RewardResult(
+                status=ScoreStatus.FAILED,
+                message=f"the reward must be a finite number or None, got {self.value!r:.100}",
+            )
+        for name, part in self.components.items():
+            if not _is_finite_number(part):
+                return RewardResult(
+                    status=ScoreStatus.FAILED,
+                    message=f"component {name!r:.60} must be a finite number, got {part!r:.100}",
+                )
+        return self
+
+
+def _is_finite_number(value: object) -> bool:
+    # numpy's and torch's scalars are no subclass of float but convert to one; text converts too and is refused.
+    if isinstance(value, str | bytes):
+        return False
+    try:
+        return math.isfinite(value)  # type: ignore[arg-type]
+    except (TypeError, ValueError, OverflowError):
+        return False

@@ -1,0 +1,113 @@
+"""Between the wire's messages and the SDK's values.
+
+Invariant: every Score that leaves here is one the broker accepts: a finite value if and only if OK, bounded text.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any
+
+from penstock.codec import int32_array
+from penstock.errors import InvalidFieldError
+from penstock.rewards.types import RewardItem, RewardResult, ScoreStatus, Turn
+from penstock.v1 import reward_pb2, types_pb2
+
+MAX_MESSAGE_CHARACTERS = 1024
+MAX_COMPONENTS = 32
+MAX_NAME_CHARACTERS = 64
+MAX_METADATA_BYTES = 64 * 1024
+
+_STATUS_TO_WIRE = {
+    ScoreStatus.OK: types_pb2.SCORE_STATUS_OK,
+    ScoreStatus.ABSTAINED: types_pb2.SCORE_STATUS_ABSTAINED,
+    ScoreStatus.TIMEOUT: types_pb2.SCORE_STATUS_TIMEOUT,
+    ScoreStatus.FAILED: types_pb2.SCORE_STATUS_FAILED,
+    ScoreStatus.INVALID: types_pb2.SCORE_STATUS_INVALID,
+}
+
+
+def read_item(message: reward_pb2.ScoreItem) -> RewardItem:
+    """The sample behind a ScoreItem. Raises InvalidFieldError naming what is malformed."""
+    turns = tuple(Turn(role=turn.role, content=turn.content) for turn in message.messages)
+    prompt = message.prompt_text or "\n".join(f"{turn.role}: {turn.content}" for turn in turns)
+    return RewardItem(
+        prompt=prompt,
+        completion=message.completion_text,
+        answer=message.answer,
+        metadata=_read_metadata(message.metadata_json),
+        messages=turns,
+        token_ids=int32_array(message.token_ids, "token_ids").tolist(),
+        is_truncated=message.finish_reason == types_pb2.FINISH_REASON_LENGTH,
+        run_id=message.run_id,
+    )
+
+
+def write_item(item: RewardItem) -> reward_pb2.ScoreItem:
+    """A ScoreItem of the sample's texts, answer and metadata."""
+    return reward_pb2.ScoreItem(
+        prompt_text="" if item.messages else item.prompt,
+        messages=[types_pb2.ChatMessage(role=turn.role, content=turn.content) for turn in item.messages],
+        completion_text=item.completion,
+        answer=item.answer,
+        metadata_json=json.dumps(dict(item.metadata)) if item.metadata else "",
+        finish_reason=types_pb2.FINISH_REASON_LENGTH if item.is_truncated else types_pb2.FINISH_REASON_STOP,
+        run_id=item.run_id,
+    )
+
+
+def write_score(result: RewardResult, *, model: str) -> types_pb2.Score:
+    """The Score that says `result`; an inconsistent result becomes FAILED."""
+    result = result.checked()
+    score = types_pb2.Score(
+        status=_STATUS_TO_WIRE[result.status],
+        model=model[:MAX_NAME_CHARACTERS],
+        message=result.message[:MAX_MESSAGE_CHARACTERS],
+    )
+    if result.status is ScoreStatus.OK and result.value is not None:
+        score.value = float(result.value)
+        score.message = ""
+        for name, part in list(result.components.items())[:MAX_COMPONENTS]:
+            score.components[str(name)[:MAX_NAME_CHARACTERS]] = float(part)
+    return score
+
+
+def check_score(score: types_pb2.Score) -> str | None:
+    """What is malformed in a Score that came over the wire, or None."""
+    if score.status not in _STATUS_TO_WIRE.values():
+        return f"status {score.status} is not one of OK, ABSTAINED, TIMEOUT, FAILED, INVALID"
+    if (score.status == types_pb2.SCORE_STATUS_OK) != score.HasField("value"):
+        return "value must be set if and only if status is OK"
+    if score.HasField("value") and not math.isfinite(score.value):
+        return f"value must be finite, got {score.value}"
+    return _check_components(score)
+
+
+def _check_components(score: types_pb2.Score) -> str | None:
+    if len(score.components) > MAX_COMPONENTS:
+        return f"at most {MAX_COMPONENTS} components, got {len(score.components)}"
+    if any(len(name) > MAX_NAME_CHARACTERS for name in score.components):
+        return f"names of components must have at most {MAX_NAME_CHARACTERS} characters"
+    if not all(math.isfinite(part) for part in score.components.values()):
+        return "components must be finite"
+    return None
+
+
+def failed_score(message: str, *, model: str, status: ScoreStatus = ScoreStatus.FAILED) -> types_pb2.Score:
+    """A Score without a value."""
+    return write_score(RewardResult(status=status, message=message), model=model)
+
+
+def _read_metadata(text: str) -> dict[str, Any]:
+    if not text:
+        return {}
+    if len(text) > MAX_METADATA_BYTES:
+        raise InvalidFieldError(f"metadata_json: longer than {MAX_METADATA_BYTES} bytes", field="metadata_json")
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise InvalidFieldError(f"metadata_json: not valid JSON: {error}", field="metadata_json") from error
+    if not isinstance(value, dict):
+        raise InvalidFieldError("metadata_json: must be one JSON object", field="metadata_json")
+    return value

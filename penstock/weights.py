@@ -1,0 +1,278 @@
+"""The identity of a set of weights: digests of tensors, of a whole version, and of the file that carries it.
+
+Shared by whoever publishes weights and whoever takes them; needs hashlib and nothing heavier. Promises:
+
+- A version's digest depends on what its tensors are (name, element type, shape, bytes), never on the order they were
+  written in, on the file's metadata, or on how the file was cut for travelling.
+- A safetensors header is untrusted input: its size, names, types, shapes and offsets are checked before any is used.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import math
+import mmap
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from penstock.errors import DigestMismatchError
+
+DEFAULT_CHUNK_BYTES = 1024 * 1024
+MAX_HEADER_BYTES = 100_000_000
+"""The safetensors format's own limit on its header."""
+MAX_NAME_CHARACTERS = 1024
+MAX_NAMED_MISMATCHES = 5
+
+_HEADER_LENGTH_BYTES = 8
+_DTYPE_BYTES = {
+    "BOOL": 1, "U8": 1, "I8": 1, "F8_E4M3": 1, "F8_E5M2": 1, "U16": 2, "I16": 2, "F16": 2, "BF16": 2,
+    "U32": 4, "I32": 4, "F32": 4, "U64": 8, "I64": 8, "F64": 8,
+}  # fmt: skip
+
+
+class WeightsMismatchError(DigestMismatchError):
+    """Weights are not what their manifest states; `metadata["tensors"]` names the first ones that differ."""
+
+
+class MalformedWeightsError(ValueError):
+    """A weights file cannot be read as safetensors."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorDigest:
+    """One tensor of a version."""
+
+    name: str
+    """Name in the Hugging Face state dict."""
+    dtype: str
+    """Element type as safetensors spells it: F32, BF16, ..."""
+    shape: tuple[int, ...]
+    """Shape; empty for a scalar."""
+    sha256: str
+    """SHA-256, hex, of the little-endian row-major bytes."""
+    size_bytes: int
+    """Number of those bytes."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChunkDigest:
+    """One piece of a file."""
+
+    offset: int
+    """Where it begins."""
+    size_bytes: int
+    """Its length; all chunks but the last have the same."""
+    sha256: str
+    """SHA-256, hex, of its bytes."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FileDigest:
+    """A file as it travels."""
+
+    size_bytes: int
+    """Its length."""
+    sha256: str
+    """SHA-256, hex, of all its bytes."""
+    chunks: tuple[ChunkDigest, ...]
+    """Its pieces in order, without gaps; none for an empty file."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Entry:
+    """Where a safetensors file keeps one tensor; offsets count from the file's beginning."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    begin: int
+    end: int
+
+
+def tensor_digest(*, name: str, dtype: str, shape: Sequence[int], data: bytes | memoryview) -> TensorDigest:
+    """The digest of one tensor.
+
+    Args:
+        name: Name in the Hugging Face state dict.
+        dtype: Element type as safetensors spells it.
+        shape: Shape; empty for a scalar.
+        data: The little-endian row-major bytes, contiguous.
+
+    Raises:
+        ValueError: The type is unknown, or the bytes are not as many as type and shape ask for.
+    """
+    expected = _tensor_bytes(dtype, shape)
+    view = memoryview(data).cast("B")
+    if view.nbytes != expected:
+        raise ValueError(f"{name}: {view.nbytes} bytes for {dtype} {tuple(shape)}, expected {expected}")
+    sha256 = hashlib.sha256(view).hexdigest()
+    return TensorDigest(name=name, dtype=dtype, shape=tuple(shape), sha256=sha256, size_bytes=expected)
+
+
+def manifest_digest(tensors: Iterable[TensorDigest]) -> str:
+    """SHA-256, hex, over one line for each tensor in name order: name, dtype, shape and sha256, tab-separated.
+
+    Example: a line is `model.norm.weight<TAB>F32<TAB>64<TAB>9f86d0...<LF>`; a shape of two is written `8x64`.
+
+    Raises:
+        ValueError: Two tensors share a name.
+    """
+    ordered = sorted(tensors, key=lambda tensor: tensor.name)
+    digest = hashlib.sha256()
+    previous: str | None = None
+    for tensor in ordered:
+        if tensor.name == previous:
+            raise ValueError(f"two tensors are named {tensor.name}")
+        previous = tensor.name
+        shape = "x".join(str(size) for size in tensor.shape)
+        digest.update(f"{tensor.name}\t{tensor.dtype}\t{shape}\t{tensor.sha256}\n".encode())
+    return digest.hexdigest()
+
+
+def file_digest(path: Path, *, chunk_bytes: int = DEFAULT_CHUNK_BYTES) -> FileDigest:
+    """The digest of a file and of its consecutive chunks of `chunk_bytes` (the last may be shorter).
+
+    Raises:
+        ValueError: `chunk_bytes` is not positive.
+        OSError: The file cannot be read.
+    """
+    if chunk_bytes <= 0:
+        raise ValueError(f"chunk_bytes must be positive, not {chunk_bytes}")
+    whole = hashlib.sha256()
+    chunks: list[ChunkDigest] = []
+    offset = 0
+    with path.open("rb") as file:
+        while piece := file.read(chunk_bytes):
+            whole.update(piece)
+            sha256 = hashlib.sha256(piece).hexdigest()
+            chunks.append(ChunkDigest(offset=offset, size_bytes=len(piece), sha256=sha256))
+            offset += len(piece)
+    return FileDigest(size_bytes=offset, sha256=whole.hexdigest(), chunks=tuple(chunks))
+
+
+def safetensors_shapes(path: Path) -> dict[str, tuple[int, ...]]:
+    """The shapes of the tensors in a safetensors file, by name; reads its header only.
+
+    Raises:
+        MalformedWeightsError: The file is not safetensors, or its header does not fit its length.
+        OSError: The file cannot be read.
+    """
+    with _mapped(path) as view:
+        return {entry.name: entry.shape for entry in _read_entries(path.name, view)}
+
+
+def safetensors_digests(path: Path) -> tuple[TensorDigest, ...]:
+    """The digests of the tensors in a safetensors file, sorted by name.
+
+    Raises:
+        MalformedWeightsError: The file is not safetensors, or its header does not fit its length.
+        OSError: The file cannot be read.
+    """
+    with _mapped(path) as view:
+        return tuple(_digest_entries(path.name, view))
+
+
+def verify_safetensors(path: Path, *, tensors: Sequence[TensorDigest], digest: str) -> None:
+    """Returns if the file holds exactly `tensors` and their manifest digest is `digest`.
+
+    Raises:
+        WeightsMismatchError: Anything differs; the message names the first tensors that do.
+        MalformedWeightsError: The file is not safetensors.
+        OSError: The file cannot be read.
+    """
+    stated = manifest_digest(tensors)
+    if stated != digest:
+        raise WeightsMismatchError(f"the listed tensors have digest {stated}, the manifest states {digest}")
+    found = {tensor.name: tensor for tensor in safetensors_digests(path)}
+    expected = {tensor.name: tensor for tensor in tensors}
+    names = found.keys() | expected.keys()
+    mismatches = sorted(name for name in names if found.get(name) != expected.get(name))
+    if mismatches:
+        raise mismatch_error(f"{path.name} does not hold what the manifest lists", mismatches)
+
+
+def check_layout(
+    held: Mapping[str, tuple[int, ...]], tensors: Iterable[TensorDigest], *, optional: Collection[str] = ()
+) -> None:
+    """Raises WeightsMismatchError unless the tensors have exactly the names and shapes a model holds.
+
+    Args:
+        held: Shapes by name.
+        tensors: What is offered.
+        optional: Names that may be on either side alone, such as an output head tied to the embedding.
+    """
+    offered = {tensor.name: tensor.shape for tensor in tensors}
+    names = (offered.keys() | held.keys()) - {name for name in optional if not (name in offered and name in held)}
+    mismatches = sorted(name for name in names if offered.get(name) != held.get(name))
+    if mismatches:
+        raise mismatch_error("not the tensors this model holds, by name or shape", mismatches)
+
+
+def mismatch_error(what: str, names: Sequence[str]) -> WeightsMismatchError:
+    """A WeightsMismatchError saying `what` and naming the first few of the tensors concerned."""
+    listed = ", ".join(names[:MAX_NAMED_MISMATCHES])
+    more = f" and {len(names) - MAX_NAMED_MISMATCHES} more" if len(names) > MAX_NAMED_MISMATCHES else ""
+    return WeightsMismatchError(f"{what}: {listed}{more}", tensors=listed)
+
+
+@contextlib.contextmanager
+def _mapped(path: Path) -> Iterator[memoryview]:
+    if path.stat().st_size == 0:
+        raise MalformedWeightsError(f"{path.name}: empty")
+    with (
+        path.open("rb") as file,
+        mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped,
+        memoryview(mapped) as view,
+    ):
+        yield view
+
+
+def _digest_entries(file_name: str, view: memoryview) -> Iterator[TensorDigest]:
+    for entry in sorted(_read_entries(file_name, view), key=lambda entry: entry.name):
+        with view[entry.begin : entry.end] as data:
+            yield tensor_digest(name=entry.name, dtype=entry.dtype, shape=entry.shape, data=data)
+
+
+def _read_entries(file_name: str, view: memoryview) -> list[_Entry]:
+    header_bytes = int.from_bytes(view[:_HEADER_LENGTH_BYTES], "little")
+    data_start = _HEADER_LENGTH_BYTES + header_bytes
+    if view.nbytes < _HEADER_LENGTH_BYTES or header_bytes > MAX_HEADER_BYTES or data_start > view.nbytes:
+        raise MalformedWeightsError(f"{file_name}: its header does not fit the file")
+    try:
+        header = json.loads(bytes(view[_HEADER_LENGTH_BYTES:data_start]))
+    except ValueError as error:
+        raise MalformedWeightsError(f"{file_name}: its header is not JSON") from error
+    if not isinstance(header, dict):
+        raise MalformedWeightsError(f"{file_name}: its header is not a mapping")
+    header.pop("__metadata__", None)
+    return [_read_entry(file_name, name, value, data_start, view.nbytes) for name, value in header.items()]
+
+
+def _read_entry(file_name: str, name: str, value: object, data_start: int, file_bytes: int) -> _Entry:
+    where = f"{file_name}: tensor {name[:MAX_NAME_CHARACTERS]!r}"
+    if not name or len(name) > MAX_NAME_CHARACTERS or any(ord(character) < ord(" ") for character in name):
+        raise MalformedWeightsError(f"{where}: not a usable name")
+    if not isinstance(value, dict) or value.get("dtype") not in _DTYPE_BYTES:
+        raise MalformedWeightsError(f"{where}: no known element type")
+    shape, offsets = _sizes(value.get("shape")), _sizes(value.get("data_offsets"))
+    if shape is None or offsets is None or len(offsets) != 2:
+        raise MalformedWeightsError(f"{where}: shape and data_offsets must be lists of sizes")
+    begin, end = data_start + offsets[0], data_start + offsets[1]
+    if end > file_bytes or end - begin != _tensor_bytes(value["dtype"], shape):
+        raise MalformedWeightsError(f"{where}: its bytes do not fit its shape or the file")
+    return _Entry(name=name, dtype=value["dtype"], shape=shape, begin=begin, end=end)
+
+
+def _sizes(value: object) -> tuple[int, ...] | None:
+    if isinstance(value, list) and all(type(size) is int and size >= 0 for size in value):
+        return tuple(value)
+    return None
+
+
+def _tensor_bytes(dtype: str, shape: Sequence[int]) -> int:
+    if dtype not in _DTYPE_BYTES:
+        raise ValueError(f"unknown element type {dtype!r}")
+    return _DTYPE_BYTES[dtype] * math.prod(shape)

@@ -1,0 +1,220 @@
+"""Groups to the trainer, and its receipts. Pure operations on a RunState.
+
+Promises: a group is in the hands of one consumer at a time until its step is acknowledged; an acknowledgement marks its
+groups trained and advances the policy version in one change; nothing beyond the staleness bound is marked trained.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+from penstock.errors import (
+    InvalidFieldError,
+    LeaseLostError,
+    StaleError,
+    UnknownSampleError,
+    VersionConflictError,
+)
+from penstock.v1 import broker_pb2, types_pb2
+from services.broker import drops
+from services.broker.batching import ReadyGroup, StepView, choose
+from services.broker.records_pb2 import GroupRecord, SampleRecord
+from services.broker.run_state import RunState
+from services.broker.staleness import deadline, staleness
+
+_SCORED, _DELIVERED = broker_pb2.SAMPLE_STATE_SCORED, broker_pb2.SAMPLE_STATE_DELIVERED
+_TRAINED = broker_pb2.SAMPLE_STATE_TRAINED
+MAX_RETAINED_STEPS = 64
+"""Steps whose groups and payload are kept after training, for rewinds and export; a rewind cannot go further back."""
+MAX_CONSUMERS = 256
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Consumer:
+    """One microbatch stream of a trainer rank."""
+
+    consumer_id: str
+    purpose: types_pb2.Purpose.ValueType
+    stream_id: str
+
+    @property
+    def key(self) -> str:
+        """Which streams replace one another."""
+        return f"{self.purpose}:{self.consumer_id}"
+
+
+def attach(state: RunState, consumer: Consumer, *, held: Collection[str]) -> int:
+    """A stream begins: it replaces the consumer's older ones; returns the number of groups handed back.
+
+    Groups the consumer was handed but does not name are ready again. Groups it names that the broker thinks are ready
+    (its store lost the delivery) are marked as handed over, so that they are not handed out twice.
+    """
+    if consumer.key not in state.run.streams and len(state.run.streams) >= MAX_CONSUMERS:
+        raise InvalidFieldError(
+            f"hello.consumer_id: the run has {MAX_CONSUMERS} consumers", field="hello.consumer_id"
+        )
+    state.run.streams[consumer.key] = consumer.stream_id
+    lost = [
+        group_id
+        for group_id in state.delivered[consumer.purpose]
+        if state.groups[group_id].consumer_id == consumer.consumer_id and group_id not in held
+    ]
+    for group_id in lost:
+        hand_back(state, group_id)
+    for group_id in state.ready[consumer.purpose].intersection(held):
+        _hand_over(state, group_id, consumer.consumer_id)
+    return len(lost)
+
+
+def deliver(state: RunState, consumer: Consumer, *, max_groups: int, target_tokens: int) -> list[str]:
+    """Hand ready groups to a consumer; returns their ids, in order. Too stale ones are dropped instead.
+
+    Raises LeaseLostError when a newer stream of the consumer has taken over: what this one sent would be lost.
+    """
+    purpose = consumer.purpose
+    if state.run.streams[consumer.key] != consumer.stream_id:
+        raise LeaseLostError(f"a newer stream of {consumer.consumer_id!r} has taken over")
+    if purpose == types_pb2.PURPOSE_TRAIN:
+        drops.drop_stale(state)
+    ready = [_ready_group(state, state.groups[group_id]) for group_id in state.ready[purpose]]
+    if not ready:
+        return []
+    if purpose == types_pb2.PURPOSE_TRAIN:
+        chosen = choose(ready, step_view(state), max_groups=max_groups, target_tokens=target_tokens)
+    else:
+        ready.sort(key=lambda group: group.ready_s)
+        chosen = [group.group_id for group in ready[:max_groups]]
+    for group_id in chosen:
+        _hand_over(state, group_id, consumer.consumer_id)
+    return chosen
+
+
+def step_view(state: RunState) -> StepView:
+    """The step that the run's trainer is filling."""
+    version, bound = state.run.policy_version, state.limits.max_staleness
+    delivered = state.delivered[types_pb2.PURPOSE_TRAIN]
+    return StepView(
+        limits=state.limits,
+        policy_version=version,
+        num_delivered=len(delivered),
+        num_due=sum(
+            deadline(version=oldest, max_staleness=bound) <= version
+            for group_id, oldest in state.versions.items()
+            if group_id not in delivered
+        ),
+    )
+
+
+def _ready_group(state: RunState, group: GroupRecord) -> ReadyGroup:
+    oldest = state.versions.get(group.group_id, state.run.policy_version)
+    kept = [sample.num_tokens for sample in group.samples if sample.state == _SCORED]
+    return ReadyGroup(
+        group_id=group.group_id,
+        deadline=deadline(version=oldest, max_staleness=state.limits.max_staleness),
+        ready_s=group.ready_s,
+        num_tokens=sum(kept) + group.num_prompt_tokens * len(kept),
+    )
+
+
+def _hand_over(state: RunState, group_id: str, consumer_id: str) -> None:
+    with state.edit(group_id) as group:
+        group.consumer_id = consumer_id
+        _move_samples(group, _SCORED, _DELIVERED)
+
+
+def _move_samples(group: GroupRecord, before: broker_pb2.SampleState.ValueType, after: broker_pb2.SampleState.ValueType) -> int:
+    moved = [sample for sample in group.samples if sample.state == before]
+    for sample in moved:
+        sample.state = after
+    return len(moved)
+
+
+def hand_back(state: RunState, group_id: str) -> None:
+    """Make a delivered group ready again."""
+    with state.edit(group_id) as group:
+        group.consumer_id = ""
+        _move_samples(group, _DELIVERED, _SCORED)
+
+
+def acknowledge(
+    state: RunState, consumer_id: str, group_ids: Sequence[str], policy_version: int, now_s: float
+) -> broker_pb2.AckStepResponse:
+    """Mark a step's groups trained and advance the policy version.
+
+    Raises:
+        InvalidFieldError: no groups, or one named twice.
+        VersionConflictError: the step does not follow the run's policy version.
+        UnknownSampleError: a group is not known.
+        LeaseLostError: a group is not in this consumer's hands.
+        StaleError: a group is older than the bound allows.
+    """
+    version = state.run.policy_version
+    if not group_ids or len(set(group_ids)) != len(group_ids):
+        raise InvalidFieldError("group_ids: at least one, each once", field="group_ids")
+    if policy_version <= version and state.trained.get(policy_version) == set(group_ids):
+        return _receipt(state, group_ids, policy_version)
+    if policy_version != version + 1:
+        raise VersionConflictError(
+            f"policy_version: {policy_version} does not follow the run's {version}", policy_version=version
+        )
+    for group_id in group_ids:
+        _check_held(state, group_id, consumer_id)
+    for group_id in group_ids:
+        train(state, group_id, policy_version)
+    advance(state, policy_version, now_s)
+    return _receipt(state, group_ids, policy_version)
+
+
+def _check_held(state: RunState, group_id: str, consumer_id: str) -> None:
+    group = state.groups.get(group_id)
+    if group is None:
+        raise UnknownSampleError(f"group {group_id!r} is not known, or was dropped", group_id=group_id)
+    if group_id not in state.delivered[types_pb2.PURPOSE_TRAIN] or group.consumer_id != consumer_id:
+        raise LeaseLostError(f"group {group_id!r} is not in the hands of {consumer_id!r}", group_id=group_id)
+    if drops.is_too_stale(state, group):
+        raise StaleError(
+            f"group {group_id!r} is more than {state.limits.max_staleness} versions old; drop it",
+            group_id=group_id,
+        )
+
+
+def train(state: RunState, group_id: str, policy_version: int) -> None:
+    """Mark a group's usable samples trained by the step that made `policy_version`."""
+    with state.edit(group_id) as group:
+        group.trained_version = policy_version
+        group.consumer_id = ""
+        for sample in group.samples:
+            if sample.state != broker_pb2.SAMPLE_STATE_DROPPED:
+                sample.state = _TRAINED
+                state.run.trained += 1
+                state.run.trained_by_staleness[sample_staleness(sample, policy_version)] += 1
+
+
+def sample_staleness(sample: SampleRecord, trained_version: int) -> int:
+    """Staleness of a sample in the step that made `trained_version`."""
+    oldest = sample.min_version if sample.HasField("min_version") else sample.lease_version
+    return staleness(policy_version=trained_version - 1, version=oldest)
+
+
+def advance(state: RunState, policy_version: int, now_s: float) -> None:
+    """Move the run to a later version: forget steps too old to keep, give up what became too stale."""
+    state.run.policy_version, state.run.version_s = policy_version, now_s
+    for version in [version for version in state.trained if version <= policy_version - MAX_RETAINED_STEPS]:
+        for group_id in list(state.trained[version]):
+            state.retire(group_id)
+    drops.drop_stale(state)
+
+
+def _receipt(state: RunState, group_ids: Sequence[str], policy_version: int) -> broker_pb2.AckStepResponse:
+    samples = [
+        sample
+        for group_id in group_ids
+        for sample in state.groups[group_id].samples
+        if sample.state == _TRAINED
+    ]
+    return broker_pb2.AckStepResponse(
+        policy_version=state.run.policy_version,
+        num_samples=len(samples),
+        max_staleness_seen=max((sample_staleness(sample, policy_version) for sample in samples), default=0),
+    )

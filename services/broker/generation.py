@@ -1,0 +1,296 @@
+"""Leases to generators and the tokens that come back. Pure operations on a RunState.
+
+Promises: a sample is leased to one generator at a time; a chunk is stored only under the current lease and only where the
+last one ended; what a lost lease had decoded is kept and continued by the next one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from penstock.v1 import broker_pb2, types_pb2
+from services.broker import drops
+from services.broker.admission import AdmissionRule, Verdict, judge_evaluation
+from services.broker.chunks import ChunkFacts
+from services.broker.records_pb2 import GroupRecord, SampleRecord
+from services.broker.run_state import RunState
+from services.broker.store import SampleId
+
+_QUEUED, _LEASED = broker_pb2.SAMPLE_STATE_QUEUED, broker_pb2.SAMPLE_STATE_LEASED
+_FINISHED = broker_pb2.SAMPLE_STATE_FINISHED
+MAX_GROUPS_SCANNED = 512
+"""A generator looks no further down the queue than this for work that fits it."""
+NOTHING_QUEUED = "the queue of prompts is empty: nothing was submitted that is not already out"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GeneratorFacts:
+    """What decides which work a generator may take."""
+
+    generator_id: str
+    policy_version: int
+    max_context_tokens: int
+    longest_context_tokens: int | None
+    """The most any connected generator holds: longer work is given up. None while others may still connect."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Grant:
+    """A lease given."""
+
+    lease_id: str
+    sample: SampleId
+    num_prefix_tokens: int
+    expire_s: float
+    min_policy_version: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Grants:
+    """Leases given, and when there are none, why, for people."""
+
+    grants: list[Grant]
+    reason: str
+
+
+def lease(
+    state: RunState,
+    generator: GeneratorFacts,
+    *,
+    max_leases: int,
+    now_s: float,
+    make_suffix: Callable[[], str],
+) -> Grants:
+    """Lease up to `max_leases` samples to a generator, in the queue's order.
+
+    Args:
+        make_suffix: random characters for lease ids: after a store that lost its last second, two leases of one sample
+            and attempt must still differ.
+    """
+    if state.run.is_closed:
+        return Grants(grants=[], reason="the run is closed")
+    grants: list[Grant] = []
+    reason = ""
+    start = _judge_start(state, generator)
+    for _rank, sequence in state.queue.first(MAX_GROUPS_SCANNED):
+        if len(grants) >= max_leases:
+            break
+        group = state.group_at(sequence)
+        if group is None:
+            continue
+        oldest = state.versions.get(group.group_id)
+        num_context_tokens = _num_context_tokens(group)
+        if (
+            generator.longest_context_tokens is not None
+            and num_context_tokens > generator.longest_context_tokens
+        ):
+            drops.drop_group(state, group.group_id, drops.CONTEXT_TOO_LONG)
+            continue
+        is_start = oldest is None and group.purpose == types_pb2.PURPOSE_TRAIN
+        verdict = start
+        if start.is_allowed or not is_start:
+            verdict = _judge(state.admission(), generator, group, oldest, num_context_tokens)
+        if not verdict.is_allowed:
+            reason = reason or verdict.reason
+            continue
+        grants += _lease_samples(state, generator, group, max_leases - len(grants), now_s, make_suffix)
+        start = _judge_start(state, generator)
+    return Grants(grants=grants, reason=reason or NOTHING_QUEUED)
+
+
+def _judge_start(state: RunState, generator: GeneratorFacts) -> Verdict:
+    """Whether the generator may start any training group at all; spares a look at each of a long queue."""
+    return state.admission().judge(
+        generator_version=generator.policy_version, min_version=None, prompt_min_version=None
+    )
+
+
+def _num_context_tokens(group: GroupRecord) -> int:
+    """Fewest tokens a generator must hold to add one token to every queued sample."""
+    return (
+        group.num_prompt_tokens
+        + 1
+        + max((sample.num_tokens for sample in group.samples if sample.state == _QUEUED), default=0)
+    )
+
+
+def _judge(
+    admission: AdmissionRule,
+    generator: GeneratorFacts,
+    group: GroupRecord,
+    oldest: int | None,
+    num_context_tokens: int,
+) -> Verdict:
+    if num_context_tokens > generator.max_context_tokens:
+        return Verdict(
+            is_allowed=False, reason=f"the work left needs a context of {num_context_tokens} tokens or more"
+        )
+    asked = group.prompt_min_version if group.HasField("prompt_min_version") else None
+    if group.purpose == types_pb2.PURPOSE_EVALUATE:
+        return judge_evaluation(generator_version=generator.policy_version, prompt_min_version=asked)
+    return admission.judge(
+        generator_version=generator.policy_version, min_version=oldest, prompt_min_version=asked
+    )
+
+
+def _lease_samples(
+    state: RunState,
+    generator: GeneratorFacts,
+    group: GroupRecord,
+    max_leases: int,
+    now_s: float,
+    make_suffix: Callable[[], str],
+) -> list[Grant]:
+    grants: list[Grant] = []
+    expire_s = now_s + state.limits.generation_lease_s
+    with state.edit(group.group_id):
+        for index, sample in enumerate(group.samples):
+            if sample.state != _QUEUED or len(grants) >= max_leases:
+                continue
+            sample.state = _LEASED
+            sample.num_leases += 1
+            sample.lease_id = f"{group.sequence}.{index}.{sample.num_leases}.{make_suffix()}"
+            sample.generator_id = generator.generator_id
+            sample.lease_version = generator.policy_version
+            sample.lease_expire_s, sample.lease_s = expire_s, now_s
+            sample.first_lease_s = sample.first_lease_s or now_s
+            grants.append(
+                Grant(
+                    lease_id=sample.lease_id,
+                    sample=(group.group_id, index),
+                    num_prefix_tokens=sample.num_tokens,
+                    expire_s=expire_s,
+                    min_policy_version=generator.policy_version,
+                )
+            )
+    return grants
+
+
+def renew(state: RunState, generator_id: str, lease_ids: Sequence[str], now_s: float) -> None:
+    """Extend the leases a generator still works on; a lease with more than half of its life left is not rewritten."""
+    held = state.generation_leases.get(generator_id, {})
+    life_s = state.limits.generation_lease_s
+    due: dict[str, list[int]] = {}
+    for lease_id in lease_ids:
+        sample_id = held.get(lease_id)
+        if sample_id is None:
+            continue
+        group_id, index = sample_id
+        if state.groups[group_id].samples[index].lease_expire_s - now_s < life_s / 2:
+            due.setdefault(group_id, []).append(index)
+    for group_id, indices in due.items():
+        with state.edit(group_id) as group:
+            for index in indices:
+                group.samples[index].lease_expire_s = now_s + life_s
+
+
+def expire(state: RunState, now_s: float) -> int:
+    """Put the samples of expired generators' leases back at the front of the queue; returns how many."""
+    late: dict[str, list[int]] = {}
+    for held in state.generation_leases.values():
+        for group_id, index in held.values():
+            if state.groups[group_id].samples[index].lease_expire_s <= now_s:
+                late.setdefault(group_id, []).append(index)
+    for group_id, indices in late.items():
+        with state.edit(group_id) as group:
+            for index in indices:
+                _requeue(state, group, index)
+            drops.close_group(state, group, now_s)
+    return sum(len(indices) for indices in late.values())
+
+
+def _requeue(state: RunState, group: GroupRecord, index: int) -> None:
+    sample = group.samples[index]
+    if sample.num_leases >= state.limits.max_leases_per_sample:
+        drops.drop_sample(state, group, index, drops.TOO_MANY_LEASES)
+    else:
+        sample.state = _QUEUED
+
+
+def accept_chunks(
+    state: RunState, generator_id: str, chunks: Sequence[ChunkFacts], now_s: float
+) -> list[broker_pb2.ChunkError]:
+    """Store chunks of any number of samples; those of one sample come in order. Returns the refused ones."""
+    errors: list[broker_pb2.ChunkError] = []
+    by_group: dict[str, list[ChunkFacts]] = {}
+    for chunk in chunks:
+        by_group.setdefault(chunk.group_id, []).append(chunk)
+    for group_id, members in by_group.items():
+        if group_id not in state.groups:
+            errors += [
+                chunk.refuse("UNKNOWN_SAMPLE", 0, "no such group, or it was dropped") for chunk in members
+            ]
+            continue
+        fresh = [chunk for chunk in members if not _is_known(state.groups[group_id], chunk, generator_id)]
+        if not fresh:
+            continue
+        with state.edit(group_id) as group:
+            for chunk in fresh:
+                error = _accept(state, group, chunk, generator_id, now_s)
+                if error is not None:
+                    errors.append(error)
+            drops.close_group(state, group, now_s)
+    return errors
+
+
+def _is_known(group: GroupRecord, chunk: ChunkFacts, generator_id: str) -> bool:
+    """Whether the chunk is a repetition of what is stored already, sent under the same lease."""
+    if chunk.sample_index >= len(group.samples):
+        return False
+    sample = group.samples[chunk.sample_index]
+    if (sample.lease_id, sample.generator_id) != (chunk.lease_id, generator_id):
+        return False
+    if sample.state == _LEASED:
+        return chunk.end <= sample.num_tokens and chunk.num_tokens > 0 and not chunk.finish_reason
+    was_aborted = chunk.finish_reason == types_pb2.FINISH_REASON_ABORTED
+    return (
+        sample.state not in (_QUEUED, broker_pb2.SAMPLE_STATE_DROPPED) or was_aborted
+    ) and chunk.end <= sample.num_tokens
+
+
+def _accept(
+    state: RunState, group: GroupRecord, chunk: ChunkFacts, generator_id: str, now_s: float
+) -> broker_pb2.ChunkError | None:
+    if chunk.sample_index >= len(group.samples):
+        return chunk.refuse("UNKNOWN_SAMPLE", 0, f"the group has {len(group.samples)} samples")
+    sample = group.samples[chunk.sample_index]
+    if sample.state != _LEASED or (sample.lease_id, sample.generator_id) != (chunk.lease_id, generator_id):
+        return chunk.refuse("LEASE_LOST", sample.num_tokens, "the lease expired or was revoked")
+    if chunk.offset != sample.num_tokens:
+        return chunk.refuse("OFFSET_MISMATCH", sample.num_tokens, f"{sample.num_tokens} tokens are stored")
+    fault = chunk.fault or _fault(state, chunk)
+    if fault:
+        return chunk.refuse("INVALID_FIELD", sample.num_tokens, fault)
+    if chunk.num_tokens or chunk.finish_reason in (
+        types_pb2.FINISH_REASON_STOP,
+        types_pb2.FINISH_REASON_LENGTH,
+    ):
+        state.append((group.group_id, chunk.sample_index), chunk.payload)
+    _add_tokens(sample, chunk)
+    if chunk.finish_reason == types_pb2.FINISH_REASON_ABORTED:
+        _requeue(state, group, chunk.sample_index)
+    elif chunk.finish_reason:
+        sample.state, sample.finish_reason, sample.finish_s = _FINISHED, chunk.finish_reason, now_s
+    return None
+
+
+def _fault(state: RunState, chunk: ChunkFacts) -> str:
+    limit = state.limits.max_completion_tokens
+    if chunk.end > limit:
+        return f"{chunk.end} completion tokens, but the run allows {limit}"
+    if chunk.max_version is not None and chunk.max_version > state.run.policy_version:
+        return f"policy version {chunk.max_version} is ahead of the run's {state.run.policy_version}"
+    return ""
+
+
+def _add_tokens(sample: SampleRecord, chunk: ChunkFacts) -> None:
+    sample.num_tokens = chunk.end
+    if chunk.min_version is None or chunk.max_version is None:
+        return
+    known_min = sample.min_version if sample.HasField("min_version") else chunk.min_version
+    known_max = sample.max_version if sample.HasField("max_version") else chunk.max_version
+    sample.min_version, sample.max_version = (
+        min(known_min, chunk.min_version),
+        max(known_max, chunk.max_version),
+    )

@@ -1,0 +1,113 @@
+"""The runs a broker process works on, and their caretaker: polls, expires leases, watches the store.
+
+Every broker process expires leases; the store's commits make sure that each expiry happens once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+import structlog
+
+from penstock.clock import Clock
+from penstock.errors import PenstockError, ServiceUnavailableError
+from services.broker import generation, scoring
+from services.broker.dispatch import DispatchPolicy
+from services.broker.hub import RunHub
+from services.broker.metrics import BrokerMetrics
+from services.broker.run_state import RunState
+from services.broker.store import Store
+
+POLL_EVERY_S = 0.25
+"""Also how late another broker process's change is noticed, and how late a lease expires."""
+IDLE_RUN_S = 60.0
+"""A run that nobody uses for this long is let go of; its state is in the store."""
+
+_log = structlog.get_logger()
+
+
+class Hubs:
+    """Hubs by run id, made on demand."""
+
+    def __init__(
+        self, *, store: Store, dispatch: DispatchPolicy, clock: Clock, metrics: BrokerMetrics
+    ) -> None:
+        self.store = store
+        self.clock = clock
+        self.metrics = metrics
+        self._dispatch = dispatch
+        self._hubs: dict[str, RunHub] = {}
+        self.is_stopping = False
+
+    def hub(self, run_id: str) -> RunHub:
+        """The hub of a run that may or may not exist."""
+        hub = self._hubs.get(run_id)
+        if hub is None:
+            hub = RunHub(run_id, store=self.store, dispatch=self._dispatch, clock=self.clock)
+            self._hubs[run_id] = hub
+        return hub
+
+    async def stop(self) -> None:
+        """Make every stream end: the process drains."""
+        self.is_stopping = True
+        for hub in self._hubs.values():
+            hub.wake()
+
+    def check_serving(self) -> None:
+        """Raises ServiceUnavailableError once the process drains."""
+        if self.is_stopping:
+            raise ServiceUnavailableError("the broker drains: reconnect")
+
+    async def care(self, set_serving: Callable[[bool], Awaitable[None]]) -> None:
+        """Look after every run until cancelled; `set_serving` hears of every change of the store's health."""
+        is_serving = True
+        while True:
+            try:
+                await self.store.ping()
+                for hub in list(self._hubs.values()):
+                    await self._care_for(hub)
+                is_healthy = True
+            except ServiceUnavailableError as error:
+                is_healthy = False
+                if is_serving:
+                    _log.warning("store away", error=str(error))
+            if is_healthy != is_serving:
+                is_serving = is_healthy
+                await set_serving(is_serving)
+                _log.info("health changed", is_serving=is_serving)
+            await asyncio.sleep(POLL_EVERY_S)
+
+    async def _care_for(self, hub: RunHub) -> None:
+        if hub.copy is None and not hub.num_listeners:
+            self._hubs.pop(hub.run_id, None)
+            return
+        if not hub.num_listeners and self.clock.now_s() - hub.last_used_s > IDLE_RUN_S:
+            self._hubs.pop(hub.run_id, None)
+            return
+        used_s = hub.last_used_s
+        try:
+            await hub.poll()
+            await expire(hub, self.metrics)
+            await hub.peers.refresh()
+        except ServiceUnavailableError:
+            raise
+        except PenstockError as error:
+            _log.warning("run not cared for", run_id=hub.run_id, error=str(error))
+        hub.last_used_s = used_s
+        if hub.copy is not None:
+            self.metrics.observe(hub.copy, num_conflicts=hub.num_conflicts)
+
+
+async def expire(hub: RunHub, metrics: BrokerMetrics) -> None:
+    """Take expired leases back, if there are any."""
+    if hub.copy is None:
+        return
+
+    def operation(state: RunState) -> tuple[int, int]:
+        now_s = hub.clock.now_s()
+        return generation.expire(state, now_s), scoring.expire_scoring(state, now_s)
+
+    num_generation, num_scoring = await hub.transact(operation, must_verify=False)
+    metrics.count_expired("generation", num_generation)
+    metrics.count_expired("scoring", num_scoring)

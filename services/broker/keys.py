@@ -1,0 +1,45 @@
+"""Every Redis key of the broker, in one place.
+
+All keys of a run carry its id as the hash tag, so that they share a slot of Redis Cluster and one script may touch them.
+"""
+
+from __future__ import annotations
+
+from services.broker.store import SampleId
+
+PREFIX = "penstock"
+
+
+class RunKeys:
+    """The keys of one run."""
+
+    def __init__(self, run_id: str) -> None:
+        base = f"{PREFIX}:{{{run_id}}}"
+        self.run = f"{base}:run"
+        """Hash: revision, name (of the last commit), record (RunRecord)."""
+        self.marks = f"{base}:marks"
+        """Sorted set: names of the last commits by revision."""
+        self.changed = f"{base}:changed"
+        """Sorted set: group ids by the revision that last changed them."""
+        self.groups = f"{base}:groups"
+        """Hash: GroupRecord by group id."""
+        self.prompts = f"{base}:prompts"
+        """Hash: Prompt by group id."""
+        self.retired = f"{base}:retired"
+        """Set: ids of groups whose records are gone."""
+        self.peers = f"{base}:peers"
+        """Hash: GeneratorView by peer id."""
+        self._chunks = f"{base}:chunks"
+        self._spans = f"{base}:spans"
+
+    def chunks(self, sample: SampleId) -> str:
+        """List: TokenChunk of one sample, in order."""
+        return f"{self._chunks}:{sample[0]}:{sample[1]}"
+
+    def spans(self, peer_id: str) -> str:
+        """List: TimeSpan of one peer, oldest first."""
+        return f"{self._spans}:{peer_id}"
+
+
+RUNS = f"{PREFIX}:runs"
+"""Sorted set: run ids by the time they were opened."""

@@ -1,0 +1,184 @@
+"""One generator's lease stream."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import AsyncIterator
+
+from penstock.errors import InvalidFieldError, RunClosedError
+from penstock.v1 import broker_pb2, types_pb2
+from services.broker import generation
+from services.broker.generation import GeneratorFacts, Grant, Grants
+from services.broker.hubs import Hubs
+from services.broker.intake import Intake, first_request, wait_for_event
+from services.broker.payload import prefix_token_ids
+from services.broker.run_state import RunState
+from services.broker.validation import check_beat, check_hello
+from services.broker.waits import timestamp
+
+IDLE_EVERY_S = 2.0
+PACE_S = 0.02
+"""Least time between two rounds of leases: slots that free up one by one are filled by one commit, not by many."""
+MAX_LEASES_PER_ROUND = 256
+
+_Response = broker_pb2.StreamLeasesResponse
+
+
+class LeaseStream:
+    """Sends leases while the generator has credit, revocations when work is lost, and signs of life.
+
+    Leases are committed before they are sent; one that never arrives is not named in a heartbeat and so expires.
+    """
+
+    def __init__(self, hubs: Hubs, hello: broker_pb2.GeneratorHello) -> None:
+        check_hello(hello)
+        self._hubs = hubs
+        self._hello = hello
+        self._hub = hubs.hub(hello.run_id)
+        self._beat: broker_pb2.GeneratorBeat | None = None
+        self._num_sent = 0
+        self._known: set[str] = set()
+        """Leases this stream sent, or the generator says it works on."""
+        self._reason = "no heartbeat came yet"
+
+    @classmethod
+    async def open(cls, hubs: Hubs, requests: AsyncIterator[broker_pb2.StreamLeasesRequest]) -> LeaseStream:
+        """Read the hello."""
+        request = await first_request(requests)
+        if request.WhichOneof("frame") != "hello":
+            raise InvalidFieldError("hello: the first frame of a lease stream must be hello", field="hello")
+        return cls(hubs, request.hello)
+
+    async def serve(
+        self, requests: AsyncIterator[broker_pb2.StreamLeasesRequest]
+    ) -> AsyncIterator[_Response]:
+        """Everything the stream sends, until the run is closed or the client goes."""
+        if await self._hub.transact(lambda state: state.run.is_closed):
+            raise RunClosedError(f"run {self._hello.run_id!r} is closed", run_id=self._hello.run_id)
+        await self._hub.peers.see_generator(self._hello, None)
+        with self._hub.listening() as wake:
+            async with Intake(requests, self._on_request, wake) as intake:
+                while not intake.is_ended:
+                    self._hubs.check_serving()
+                    frames = self._revocations() + await self._leases()
+                    for frame in frames:
+                        yield frame
+                    if self._is_closed():
+                        return
+                    if frames:
+                        await asyncio.sleep(PACE_S)
+                    elif not await wait_for_event(wake, IDLE_EVERY_S):
+                        yield _Response(idle=broker_pb2.LeaseIdle(reason=self._reason))
+                intake.check()
+        await self._hub.peers.flush(self._hello.generator_id)
+
+    async def _on_request(self, request: broker_pb2.StreamLeasesRequest) -> None:
+        if request.WhichOneof("frame") != "beat":
+            raise InvalidFieldError("frame: after the hello only heartbeats may follow", field="frame")
+        beat = request.beat
+        check_beat(beat)
+        self._beat = beat
+        self._known.update(beat.active_lease_ids)
+        generator_id, lease_ids = self._hello.generator_id, list(beat.active_lease_ids)
+        if lease_ids:
+            await self._hub.transact(
+                lambda state: generation.renew(state, generator_id, lease_ids, self._hub.clock.now_s()),
+                must_verify=False,
+            )
+        await self._hub.peers.see_generator(self._hello, beat)
+
+    async def _leases(self) -> list[_Response]:
+        beat, state = self._beat, self._hub.copy
+        if beat is None:
+            return []
+        if beat.is_draining:
+            self._reason = "the generator drains"
+            return []
+        credit = min(beat.credit_total - self._num_sent, MAX_LEASES_PER_ROUND)
+        if credit <= 0:
+            self._reason = "the generator has no free slot"
+            return []
+        if state is not None and not state.queue:
+            self._reason = generation.NOTHING_QUEUED
+            return []
+        facts = GeneratorFacts(
+            generator_id=self._hello.generator_id,
+            policy_version=beat.policy_version,
+            max_context_tokens=self._hello.max_context_tokens,
+            longest_context_tokens=self._hub.peers.longest_context_tokens(),
+        )
+
+        def operation(state: RunState) -> Grants:
+            return generation.lease(
+                state, facts, max_leases=credit, now_s=self._hub.clock.now_s(), make_suffix=_suffix
+            )
+
+        grants = await self._hub.transact(operation, must_verify=False)
+        self._reason = grants.reason
+        self._num_sent += len(grants.grants)
+        self._known.update(grant.lease_id for grant in grants.grants)
+        self._hubs.metrics.count_leases("generation", len(grants.grants))
+        return await self._encode(grants.grants)
+
+    async def _encode(self, grants: list[Grant]) -> list[_Response]:
+        if not grants:
+            return []
+        prompts = await self._hub.prompts([grant.sample[0] for grant in grants])
+        continued = [grant for grant in grants if grant.num_prefix_tokens]
+        stored = await self._hub.store.chunks(self._hub.run_id, [grant.sample for grant in continued])
+        prefixes = {
+            grant.sample: prefix_token_ids(parts) for grant, parts in zip(continued, stored, strict=True)
+        }
+        return [
+            _Response(
+                lease=broker_pb2.Lease(
+                    lease_id=grant.lease_id,
+                    key=types_pb2.SampleKey(group_id=grant.sample[0], sample_index=grant.sample[1]),
+                    prompt=prompts[grant.sample[0]],
+                    prefix_token_ids=prefixes.get(grant.sample, b""),
+                    min_policy_version=grant.min_policy_version,
+                    expire_time=timestamp(grant.expire_s),
+                )
+            )
+            for grant in grants
+            if grant.sample[0] in prompts
+        ]
+
+    def _revocations(self) -> list[_Response]:
+        state = self._hub.copy
+        if state is None:
+            return []
+        gone = self._known - state.generation_leases.get(self._hello.generator_id, {}).keys()
+        self._known -= gone
+        return [
+            _Response(
+                revocation=broker_pb2.LeaseRevocation(
+                    lease_id=lease_id, reason="the sample was dropped, or given to another"
+                )
+            )
+            for lease_id in gone
+            if not _is_finished(state, lease_id)
+        ]
+
+    def _is_closed(self) -> bool:
+        return self._hub.copy is not None and self._hub.copy.run.is_closed
+
+
+def _is_finished(state: RunState, lease_id: str) -> bool:
+    """Whether the lease ended because its sample is complete, or went back by the generator's own wish."""
+    parts = lease_id.split(".")
+    if len(parts) != 4 or not (parts[0].isdigit() and parts[1].isdigit()):
+        return False
+    group = state.group_at(int(parts[0]))
+    if group is None or int(parts[1]) >= len(group.samples):
+        return False
+    sample = group.samples[int(parts[1])]
+    return sample.lease_id == lease_id and sample.state not in (
+        broker_pb2.SAMPLE_STATE_QUEUED,
+        broker_pb2.SAMPLE_STATE_DROPPED,
+    )
+
+
+def _suffix() -> str:
+    return secrets.token_hex(3)

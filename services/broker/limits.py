@@ -1,0 +1,97 @@
+"""The numbers that bound a run, with every default filled in. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from google.protobuf.duration_pb2 import Duration
+
+from penstock.errors import InvalidFieldError
+from penstock.v1 import broker_pb2
+
+DEFAULT_GENERATION_LEASE_S = 30.0
+DEFAULT_SCORING_LEASE_S = 60.0
+DEFAULT_MAX_LEASES = 8
+MIN_QUEUED_GROUPS = 64
+MIN_LEASE_S, MAX_LEASE_S = 0.1, 3600.0
+
+MAX_GROUPS_PER_STEP = 65_536
+MAX_GROUP_SIZE = 1_024
+MAX_STALENESS = 1_024
+MAX_COMPLETION_TOKENS = 1 << 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """RunLimits as plain numbers; see the proto for their meaning."""
+
+    groups_per_step: int
+    group_size: int
+    max_staleness: int
+    max_queued_groups: int
+    max_completion_tokens: int
+    generation_lease_s: float
+    scoring_lease_s: float
+    max_leases_per_sample: int
+
+    @property
+    def min_usable_samples(self) -> int:
+        """Fewest usable samples of a training group: an advantage within a group needs two, unless it is made of one."""
+        return min(2, self.group_size)
+
+    @classmethod
+    def from_proto(cls, limits: broker_pb2.RunLimits) -> Limits:
+        """Check and complete a request's limits. Raises InvalidFieldError."""
+        _require("groups_per_step", limits.groups_per_step, 1, MAX_GROUPS_PER_STEP)
+        _require("group_size", limits.group_size, 1, MAX_GROUP_SIZE)
+        _require("max_staleness", limits.max_staleness, 0, MAX_STALENESS)
+        _require("max_completion_tokens", limits.max_completion_tokens, 1, MAX_COMPLETION_TOKENS)
+        return cls(
+            groups_per_step=limits.groups_per_step,
+            group_size=limits.group_size,
+            max_staleness=limits.max_staleness,
+            max_queued_groups=limits.max_queued_groups or max(MIN_QUEUED_GROUPS, 4 * limits.groups_per_step),
+            max_completion_tokens=limits.max_completion_tokens,
+            generation_lease_s=_lease_s(limits, "generation_lease", DEFAULT_GENERATION_LEASE_S),
+            scoring_lease_s=_lease_s(limits, "scoring_lease", DEFAULT_SCORING_LEASE_S),
+            max_leases_per_sample=limits.max_leases_per_sample or DEFAULT_MAX_LEASES,
+        )
+
+    def to_proto(self) -> broker_pb2.RunLimits:
+        """The same as a message, nothing left at its default."""
+        return broker_pb2.RunLimits(
+            groups_per_step=self.groups_per_step,
+            group_size=self.group_size,
+            max_staleness=self.max_staleness,
+            max_queued_groups=self.max_queued_groups,
+            max_completion_tokens=self.max_completion_tokens,
+            generation_lease=_duration(self.generation_lease_s),
+            scoring_lease=_duration(self.scoring_lease_s),
+            max_leases_per_sample=self.max_leases_per_sample,
+        )
+
+
+def _require(field: str, value: int, least: int, most: int) -> None:
+    if not least <= value <= most:
+        raise InvalidFieldError(
+            f"limits.{field}: {value} is not between {least} and {most}", field=f"limits.{field}"
+        )
+
+
+def _lease_s(limits: broker_pb2.RunLimits, field: str, default_s: float) -> float:
+    if not limits.HasField(field):  # type: ignore[arg-type]
+        return default_s
+    duration: Duration = getattr(limits, field)
+    seconds = duration.ToNanoseconds() / 1e9
+    if not MIN_LEASE_S <= seconds <= MAX_LEASE_S:
+        raise InvalidFieldError(
+            f"limits.{field}: {seconds} s is not between {MIN_LEASE_S} and {MAX_LEASE_S} s",
+            field=f"limits.{field}",
+        )
+    return seconds
+
+
+def _duration(seconds: float) -> Duration:
+    duration = Duration()
+    duration.FromNanoseconds(round(seconds * 1e9))
+    return duration

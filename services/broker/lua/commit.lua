@@ -1,0 +1,51 @@
+-- One change of a run, whole or not at all.
+-- KEYS: run, marks, changed, groups, prompts, retired, then the chunk lists to append to, then those to delete.
+-- ARGV: expected revision and name ("0" and "" when the run must not exist), name of this commit, run record,
+--   number of marks to keep, counts of: groups, prompts, retired ids, chunks, chunk lists to append to;
+--   then group id and record (empty: remove) ..., group id and prompt (empty: remove) ..., retired ids ...,
+--   position of the chunk list and chunk ...
+-- Returns the new revision, or false when the run is not at the expected mark.
+local current = redis.call('HMGET', KEYS[1], 'revision', 'name')
+if (current[1] or '0') ~= ARGV[1] or (current[2] or '') ~= ARGV[2] then
+  return false
+end
+local revision = tonumber(ARGV[1]) + 1
+local oldest = revision - tonumber(ARGV[5])
+local num_groups, num_prompts, num_retired = tonumber(ARGV[6]), tonumber(ARGV[7]), tonumber(ARGV[8])
+local num_chunks, num_lists = tonumber(ARGV[9]), tonumber(ARGV[10])
+local at = 11
+
+redis.call('HSET', KEYS[1], 'revision', string.format('%d', revision), 'name', ARGV[3], 'record', ARGV[4])
+redis.call('ZADD', KEYS[2], revision, ARGV[3])
+redis.call('ZREMRANGEBYSCORE', KEYS[2], '-inf', oldest)
+for _ = 1, num_groups do
+  redis.call('ZADD', KEYS[3], revision, ARGV[at])
+  if ARGV[at + 1] == '' then
+    redis.call('HDEL', KEYS[4], ARGV[at])
+  else
+    redis.call('HSET', KEYS[4], ARGV[at], ARGV[at + 1])
+  end
+  at = at + 2
+end
+redis.call('ZREMRANGEBYSCORE', KEYS[3], '-inf', oldest)
+for _ = 1, num_prompts do
+  if ARGV[at + 1] == '' then
+    redis.call('HDEL', KEYS[5], ARGV[at])
+  else
+    redis.call('HSET', KEYS[5], ARGV[at], ARGV[at + 1])
+  end
+  at = at + 2
+end
+for _ = 1, num_retired do
+  redis.call('SADD', KEYS[6], ARGV[at])
+  at = at + 1
+end
+-- Deletions first: a sample that starts anew in this very change keeps what it was given in it.
+for i = 7 + num_lists, #KEYS do
+  redis.call('DEL', KEYS[i])
+end
+for _ = 1, num_chunks do
+  redis.call('RPUSH', KEYS[6 + tonumber(ARGV[at])], ARGV[at + 1])
+  at = at + 2
+end
+return revision

@@ -1,0 +1,115 @@
+"""The reference store: the promises of `Store` on plain dictionaries. For tests and trials; nothing survives the process."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from services.broker.store import MAX_BUSY_SPANS, ConflictError, Delta, Mark, SampleId, Snapshot
+
+
+@dataclass(slots=True)
+class _Run:
+    run: bytes = b""
+    marks: list[Mark] = field(default_factory=list)
+    changed: dict[str, int] = field(default_factory=dict)
+    groups: dict[str, bytes] = field(default_factory=dict)
+    prompts: dict[str, bytes] = field(default_factory=dict)
+    chunks: dict[SampleId, list[bytes]] = field(default_factory=dict)
+    retired: set[str] = field(default_factory=set)
+    peers: dict[str, bytes] = field(default_factory=dict)
+    spans: dict[str, list[bytes]] = field(default_factory=dict)
+
+
+class MemoryStore:
+    """A `Store` that several brokers of one process may share."""
+
+    def __init__(self) -> None:
+        self._runs: dict[str, _Run] = {}
+
+    async def load(self, run_id: str, since: Mark | None) -> Snapshot | None:
+        """See `Store.load`."""
+        run = self._runs.get(run_id)
+        if run is None:
+            return None
+        mark = run.marks[-1]
+        if (
+            since is None
+            or not 1 <= since.revision <= len(run.marks)
+            or run.marks[since.revision - 1] != since
+        ):
+            return Snapshot(mark=mark, is_full=True, run=run.run, groups=dict(run.groups))
+        names = [name for name, revision in run.changed.items() if revision > since.revision]
+        return Snapshot(
+            mark=mark, is_full=False, run=run.run, groups={name: run.groups.get(name) for name in names}
+        )
+
+    async def commit(self, run_id: str, expected: Mark | None, delta: Delta) -> Mark:
+        """See `Store.commit`."""
+        run = self._runs.get(run_id)
+        if (run.marks[-1] if run else None) != expected:
+            raise ConflictError(run_id)
+        run = self._runs.setdefault(run_id, _Run())
+        mark = Mark((expected.revision if expected else 0) + 1, secrets.token_hex(8))
+        run.marks.append(mark)
+        run.run = delta.run
+        for group_id in delta.groups:
+            run.changed[group_id] = mark.revision
+        _write(run.groups, delta.groups)
+        _write(run.prompts, delta.prompts)
+        for sample in delta.cleared:
+            run.chunks.pop(sample, None)
+        for sample, chunk in delta.chunks:
+            run.chunks.setdefault(sample, []).append(chunk)
+        run.retired |= delta.retired
+        return mark
+
+    async def prompts(self, run_id: str, group_ids: Sequence[str]) -> list[bytes | None]:
+        """See `Store.prompts`."""
+        prompts = self._run(run_id).prompts
+        return [prompts.get(group_id) for group_id in group_ids]
+
+    async def chunks(self, run_id: str, samples: Sequence[SampleId]) -> list[list[bytes]]:
+        """See `Store.chunks`."""
+        chunks = self._run(run_id).chunks
+        return [list(chunks.get(sample, ())) for sample in samples]
+
+    async def retired(self, run_id: str, group_ids: Sequence[str]) -> set[str]:
+        """See `Store.retired`."""
+        return self._run(run_id).retired.intersection(group_ids)
+
+    async def put_peer(self, run_id: str, peer_id: str, view: bytes, busy_spans: Sequence[bytes]) -> None:
+        """See `Store.put_peer`."""
+        run = self._run(run_id)
+        run.peers[peer_id] = view
+        run.spans[peer_id] = [*run.spans.get(peer_id, ()), *busy_spans][-MAX_BUSY_SPANS:]
+
+    async def peers(self, run_id: str) -> dict[str, bytes]:
+        """See `Store.peers`."""
+        return dict(self._run(run_id).peers)
+
+    async def busy_spans(self, run_id: str, peer_id: str) -> list[bytes]:
+        """See `Store.busy_spans`."""
+        return list(self._run(run_id).spans.get(peer_id, ()))
+
+    async def run_ids(self) -> list[str]:
+        """See `Store.run_ids`."""
+        return list(self._runs)
+
+    async def ping(self) -> None:
+        """See `Store.ping`."""
+
+    async def close(self) -> None:
+        """See `Store.close`."""
+
+    def _run(self, run_id: str) -> _Run:
+        return self._runs.get(run_id) or _Run()
+
+
+def _write(target: dict[str, bytes], changes: dict[str, bytes | None]) -> None:
+    for key, value in changes.items():
+        if value is None:
+            target.pop(key, None)
+        else:
+            target[key] = value

@@ -1,0 +1,83 @@
+"""Numbers for Prometheus. Counters move as things happen; gauges follow a run's state when the caretaker passes."""
+
+from __future__ import annotations
+
+from prometheus_client import CollectorRegistry, Counter, Gauge
+
+from services.broker.audit import audit
+from services.broker.run_state import RunState
+
+
+class BrokerMetrics:
+    """The broker's metrics in one registry."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._leases = Counter("penstock_broker_leases", "Leases given", ["kind"], registry=registry)
+        self._expired = Counter(
+            "penstock_broker_leases_expired", "Leases expired", ["kind"], registry=registry
+        )
+        self._tokens = Counter(
+            "penstock_broker_tokens_accepted", "Completion tokens stored", registry=registry
+        )
+        self._refused = Counter(
+            "penstock_broker_chunks_refused", "Token chunks refused", ["reason"], registry=registry
+        )
+        self._dropped = Gauge(
+            "penstock_broker_samples_dropped",
+            "Training samples given up",
+            ["run", "reason"],
+            registry=registry,
+        )
+        self._trained = Gauge(
+            "penstock_broker_samples_trained",
+            "Training samples by staleness",
+            ["run", "staleness_versions"],
+            registry=registry,
+        )
+        self._samples = Gauge(
+            "penstock_broker_samples_in_flight",
+            "Training samples by state",
+            ["run", "state"],
+            registry=registry,
+        )
+        self._version = Gauge(
+            "penstock_broker_policy_version", "The run's policy version", ["run"], registry=registry
+        )
+        self._queued = Gauge(
+            "penstock_broker_groups_queued", "Groups with samples to lease", ["run"], registry=registry
+        )
+        self._conflicts = Gauge(
+            "penstock_broker_commit_conflicts",
+            "Commits another broker was before",
+            ["run"],
+            registry=registry,
+        )
+
+    def count_leases(self, kind: str, count: int) -> None:
+        """Leases given; kind is generation or scoring."""
+        self._leases.labels(kind).inc(count)
+
+    def count_expired(self, kind: str, count: int) -> None:
+        """Leases expired."""
+        self._expired.labels(kind).inc(count)
+
+    def count_tokens(self, count: int) -> None:
+        """Completion tokens stored."""
+        self._tokens.inc(count)
+
+    def count_refused(self, reason: str) -> None:
+        """A chunk refused."""
+        self._refused.labels(reason).inc()
+
+    def observe(self, state: RunState, *, num_conflicts: int) -> None:
+        """Set the gauges of a run."""
+        run_id, books = state.run.run_id, audit(state)
+        for reason, count in books.dropped.items():
+            self._dropped.labels(run_id, reason).set(count)
+        for versions, count in books.trained_by_staleness.items():
+            self._trained.labels(run_id, str(versions)).set(count)
+        for name in ("queued", "leased", "finished", "scoring", "scored", "delivered"):
+            self._samples.labels(run_id, name).set(books.in_flight_by_state.get(name, 0))
+        self._version.labels(run_id).set(state.run.policy_version)
+        self._queued.labels(run_id).set(len(state.queue))
+        self._conflicts.labels(run_id).set(num_conflicts)

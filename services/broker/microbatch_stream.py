@@ -1,0 +1,161 @@
+"""One trainer rank's microbatch stream, and the loading of groups with their payload."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+
+from penstock.errors import InvalidFieldError, RunClosedError
+from penstock.v1 import broker_pb2, types_pb2
+from services.broker import delivery, waits
+from services.broker.delivery import Consumer
+from services.broker.hub import RunHub
+from services.broker.hubs import Hubs
+from services.broker.intake import Intake, first_request, wait_for_event
+from services.broker.payload import MAX_FRAME_BYTES, kept_indices, trajectory_group
+from services.broker.records_pb2 import GroupRecord
+from services.broker.run_state import RunState
+from services.broker.validation import MAX_GROUP_IDS, check_count, check_id, check_run_id
+
+WAITING_EVERY_S = 2.0
+DEFAULT_MAX_GROUPS = 8
+
+_Response = broker_pb2.StreamMicrobatchesResponse
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Delivery:
+    groups: list[GroupRecord]
+    policy_version: int
+
+
+async def load_groups(hub: RunHub, groups: Sequence[GroupRecord]) -> list[types_pb2.TrajectoryGroup]:
+    """Groups with their payload; those given up meanwhile are left out."""
+    prompts = await hub.prompts([group.group_id for group in groups])
+    samples = [(group.group_id, index) for group in groups for index in kept_indices(group)]
+    stored = dict(zip(samples, await hub.store.chunks(hub.run_id, samples), strict=True))
+    loaded: list[types_pb2.TrajectoryGroup] = []
+    for group in groups:
+        parts = [stored[(group.group_id, index)] for index in kept_indices(group)]
+        if group.group_id in prompts and all(parts):
+            loaded.append(trajectory_group(group, prompts[group.group_id], parts))
+    return loaded
+
+
+def copy_of(group: GroupRecord) -> GroupRecord:
+    """A copy that later transactions do not change."""
+    copied = GroupRecord()
+    copied.CopyFrom(group)
+    return copied
+
+
+class MicrobatchStream:
+    """Sends ready groups while the trainer has credit; otherwise says why there are none."""
+
+    def __init__(self, hubs: Hubs, first: broker_pb2.StreamMicrobatchesRequest) -> None:
+        hello = first.hello
+        if not first.HasField("hello"):
+            raise InvalidFieldError("hello: must be set in the first message", field="hello")
+        check_run_id(hello.run_id)
+        check_id("hello.consumer_id", hello.consumer_id)
+        check_count("hello.held_group_ids", len(hello.held_group_ids), MAX_GROUP_IDS)
+        if hello.purpose not in (types_pb2.PURPOSE_TRAIN, types_pb2.PURPOSE_EVALUATE):
+            raise InvalidFieldError("hello.purpose: must be TRAIN or EVALUATE", field="hello.purpose")
+        self._hubs = hubs
+        self._hub = hubs.hub(hello.run_id)
+        self._hello = hello
+        self._consumer = Consumer(
+            consumer_id=hello.consumer_id, purpose=hello.purpose, stream_id=secrets.token_hex(8)
+        )
+        self._credit_total = first.credit_total
+        self._num_sent = 0
+
+    @classmethod
+    async def open(
+        cls, hubs: Hubs, requests: AsyncIterator[broker_pb2.StreamMicrobatchesRequest]
+    ) -> MicrobatchStream:
+        """Read the first message."""
+        return cls(hubs, await first_request(requests))
+
+    async def serve(
+        self, requests: AsyncIterator[broker_pb2.StreamMicrobatchesRequest]
+    ) -> AsyncIterator[_Response]:
+        """Everything the stream sends, until the run is closed or the client goes."""
+        await self._hub.transact(self._attach)
+        # Loop time, not the clock's: this paces the stream and decides nothing about the run.
+        last_sent_s = time.monotonic()
+        with self._hub.listening() as wake:
+            async with Intake(requests, self._on_request, wake) as intake:
+                while not intake.is_ended:
+                    self._hubs.check_serving()
+                    for frame in await self._microbatches():
+                        last_sent_s = time.monotonic()
+                        yield frame
+                    if self._hub.copy is not None and self._hub.copy.run.is_closed:
+                        return
+                    if time.monotonic() - last_sent_s >= WAITING_EVERY_S:
+                        last_sent_s = time.monotonic()
+                        yield await self._waiting()
+                    await wait_for_event(wake, WAITING_EVERY_S)
+                intake.check()
+
+    def _attach(self, state: RunState) -> None:
+        if state.run.is_closed:
+            raise RunClosedError(f"run {state.run.run_id!r} is closed", run_id=state.run.run_id)
+        delivery.attach(state, self._consumer, held=frozenset(self._hello.held_group_ids))
+
+    async def _on_request(self, request: broker_pb2.StreamMicrobatchesRequest) -> None:
+        if request.HasField("hello"):
+            raise InvalidFieldError("hello: set in the first message only", field="hello")
+        self._credit_total = request.credit_total or self._credit_total
+
+    async def _microbatches(self) -> list[_Response]:
+        credit = min(self._credit_total - self._num_sent, self._hello.max_groups or DEFAULT_MAX_GROUPS)
+        state = self._hub.copy
+        if credit <= 0 or (state is not None and not state.ready[self._consumer.purpose]):
+            return []
+
+        def operation(state: RunState) -> _Delivery:
+            chosen = delivery.deliver(
+                state, self._consumer, max_groups=credit, target_tokens=self._hello.target_tokens
+            )
+            groups = [copy_of(state.groups[group_id]) for group_id in chosen]
+            return _Delivery(groups=groups, policy_version=state.run.policy_version)
+
+        handed_over = await self._hub.transact(operation, must_verify=False)
+        if not handed_over.groups:
+            return []
+        self._num_sent += len(handed_over.groups)
+        groups = await load_groups(self._hub, handed_over.groups)
+        return _frames(groups, handed_over.policy_version)
+
+    async def _waiting(self) -> _Response:
+        now_s = self._hub.clock.now_s()
+        return _Response(
+            waiting=await self._hub.transact(lambda state: waits.waiting(state, now_s), must_verify=False)
+        )
+
+
+def _frames(groups: Sequence[types_pb2.TrajectoryGroup], policy_version: int) -> list[_Response]:
+    """Microbatches of at most about 1 MiB each; a larger group goes alone."""
+    batches: list[list[types_pb2.TrajectoryGroup]] = []
+    num_bytes = 0
+    for group in groups:
+        size_bytes = group.ByteSize()
+        if not batches or num_bytes + size_bytes > MAX_FRAME_BYTES:
+            batches.append([])
+            num_bytes = 0
+        batches[-1].append(group)
+        num_bytes += size_bytes
+    return [
+        _Response(
+            microbatch=broker_pb2.Microbatch(
+                microbatch_id=f"{policy_version}-{secrets.token_hex(6)}",
+                groups=batch,
+                policy_version=policy_version,
+            )
+        )
+        for batch in batches
+    ]

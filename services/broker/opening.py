@@ -1,0 +1,170 @@
+"""Opening a run: create it, re-attach to it, rewind it, or let it catch up. Pure operations on a RunState.
+
+The trainer's checkpoint decides. What the broker counted as trained and the checkpoint does not know is handed out again;
+what the checkpoint trained and the broker forgot is marked trained.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from penstock.errors import InvalidFieldError, RunConflictError, VersionConflictError
+from penstock.v1 import broker_pb2, types_pb2
+from services.broker import delivery, drops
+from services.broker.limits import Limits
+from services.broker.records_pb2 import GroupRecord, RunRecord
+from services.broker.run_state import RunState
+
+_QUEUED, _LEASED = broker_pb2.SAMPLE_STATE_QUEUED, broker_pb2.SAMPLE_STATE_LEASED
+_DONE_STATES = frozenset((broker_pb2.SAMPLE_STATE_DROPPED, broker_pb2.SAMPLE_STATE_TRAINED))
+
+
+def create_run(
+    state: RunState, request: broker_pb2.OpenRunRequest, now_s: float
+) -> broker_pb2.OpenRunResponse:
+    """Begin a run. Groups of the checkpoint's steps are never accepted again."""
+    limits = Limits.from_proto(request.limits)
+    _check_steps(request)
+    state.create(
+        RunRecord(
+            run_id=request.run_id,
+            limits=limits.to_proto(),
+            policy_version=request.policy_version,
+            open_s=now_s,
+            version_s=now_s,
+        )
+    )
+    for step in request.steps:
+        state.pending.retired.update(step.group_ids)
+    return broker_pb2.OpenRunResponse(policy_version=request.policy_version)
+
+
+def reopen_run(
+    state: RunState, request: broker_pb2.OpenRunRequest, now_s: float
+) -> broker_pb2.OpenRunResponse:
+    """Re-attach to a run, closed or not.
+
+    Raises:
+        RunConflictError: other limits.
+        VersionConflictError: the version is older than what is retained.
+    """
+    run = state.run
+    if Limits.from_proto(request.limits) != state.limits:
+        raise RunConflictError(f"run {run.run_id!r} exists with other limits", run_id=run.run_id)
+    _check_steps(request)
+    run.is_closed = False
+    num_rewound = 0
+    if request.policy_version < run.policy_version:
+        num_rewound = _rewind(state, request.policy_version, now_s)
+    elif request.policy_version > run.policy_version:
+        _catch_up(state, request.steps, request.policy_version, now_s)
+    return broker_pb2.OpenRunResponse(
+        policy_version=run.policy_version,
+        existed=True,
+        num_groups_rewound=num_rewound,
+        history=run.history,
+        num_groups_in_flight=sum(
+            state.groups[group_id].purpose == types_pb2.PURPOSE_TRAIN for group_id in state.live
+        ),
+    )
+
+
+def _check_steps(request: broker_pb2.OpenRunRequest) -> None:
+    if request.policy_version < 0:
+        raise InvalidFieldError(
+            f"policy_version: {request.policy_version}; must be at least 0", field="policy_version"
+        )
+    versions = [step.policy_version for step in request.steps]
+    if versions != sorted(set(versions)) or (
+        versions and not 1 <= versions[0] <= versions[-1] <= request.policy_version
+    ):
+        raise InvalidFieldError("steps: versions must rise, from 1 to policy_version at most", field="steps")
+
+
+def _rewind(state: RunState, policy_version: int, now_s: float) -> int:
+    """Back to an older version; returns the number of groups handed out again.
+
+    Tokens that weights of the abandoned versions sampled are thrown away: those weights exist no more, and the trainer
+    will make others of the same number.
+    """
+    run = state.run
+    if policy_version < run.policy_version - delivery.MAX_RETAINED_STEPS:
+        raise VersionConflictError(
+            f"policy_version: {policy_version} is more than {delivery.MAX_RETAINED_STEPS} steps before the run's "
+            f"{run.policy_version}; those steps are no longer retained",
+            policy_version=run.policy_version,
+        )
+    run.policy_version, run.version_s = policy_version, now_s
+    run.history += 1
+    undone = [
+        group_id
+        for version in [version for version in state.trained if version > policy_version]
+        for group_id in sorted(state.trained[version])
+    ]
+    for group_id in undone:
+        _untrain(state, group_id)
+    for group_id in sorted(state.live):
+        if state.groups[group_id].purpose == types_pb2.PURPOSE_TRAIN:
+            _forget_future(state, group_id, policy_version, now_s)
+    drops.drop_stale(state)
+    return len(undone)
+
+
+def _untrain(state: RunState, group_id: str) -> None:
+    with state.edit(group_id) as group:
+        trained_version = group.trained_version
+        group.ClearField("trained_version")
+        for sample in group.samples:
+            if sample.state == broker_pb2.SAMPLE_STATE_TRAINED:
+                sample.state = broker_pb2.SAMPLE_STATE_SCORED
+                state.run.trained -= 1
+                state.run.trained_by_staleness[delivery.sample_staleness(sample, trained_version)] -= 1
+
+
+def _forget_future(state: RunState, group_id: str, policy_version: int, now_s: float) -> None:
+    group = state.groups[group_id]
+    late = [index for index in range(len(group.samples)) if _is_of_future(group, index, policy_version)]
+    if not late:
+        return
+    if group.consumer_id:
+        delivery.hand_back(state, group_id)
+    with state.edit(group_id):
+        for index in late:
+            sample = group.samples[index]
+            has_future_tokens = sample.HasField("max_version") and sample.max_version > policy_version
+            sample.state = _QUEUED
+            if has_future_tokens:
+                state.clear((group_id, index))
+                sample.num_tokens = 0
+                for field in ("min_version", "max_version", "score", "finish_reason"):
+                    sample.ClearField(field)
+        drops.close_group(state, group, now_s)
+
+
+def _is_of_future(group: GroupRecord, index: int, policy_version: int) -> bool:
+    sample = group.samples[index]
+    if sample.state in _DONE_STATES:
+        return False
+    if sample.HasField("max_version") and sample.max_version > policy_version:
+        return True
+    return sample.state == _LEASED and sample.lease_version > policy_version
+
+
+def _catch_up(
+    state: RunState, steps: Sequence[broker_pb2.StepRecord], policy_version: int, now_s: float
+) -> None:
+    """Forward to a version whose steps this broker's store has lost."""
+    run = state.run
+    for step in steps:
+        if step.policy_version <= run.policy_version:
+            continue
+        for group_id in step.group_ids:
+            if group_id in state.live:
+                delivery.train(state, group_id, step.policy_version)
+            elif group_id not in state.groups:
+                # Even its submission is lost. It was trained on, so both sides of the books get it.
+                state.pending.retired.add(group_id)
+                run.submitted += state.limits.group_size
+                run.trained += state.limits.group_size
+                run.trained_by_staleness[0] += state.limits.group_size
+    delivery.advance(state, policy_version, now_s)

@@ -1,0 +1,137 @@
+"""Generators and reward workers as they were last seen, by any broker process. Hints: nothing is decided by them alone
+but whether a prompt is too long for every generator.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from penstock.clock import Clock
+from penstock.v1 import broker_pb2, types_pb2
+from services.broker.store import Store
+from services.broker.waits import timestamp
+
+PEER_TIMEOUT_S = 60.0
+"""A peer not heard of for this long counts as gone."""
+CONTEXT_GRACE_S = 5.0
+"""After the first generator connects, time for one with a longer context to connect before long prompts are given up."""
+WRITE_EVERY_S = 1.0
+REFRESH_EVERY_S = 2.0
+MAX_BUFFERED_SPANS = 4096
+_GENERATOR, _WORKER = "g:", "w:"
+
+
+class Peers:
+    """The peers of one run."""
+
+    def __init__(self, run_id: str, *, store: Store, clock: Clock) -> None:
+        self._run_id, self._store, self._clock = run_id, store, clock
+        self._generators: dict[str, broker_pb2.GeneratorView] = {}
+        self._spans: dict[str, list[bytes]] = {}
+        self._written_s: dict[str, float] = {}
+        self._refreshed_s = 0.0
+        self._first_seen_s: float | None = None
+
+    def longest_context_tokens(self) -> int | None:
+        """The most any generator holds; None until others had time to connect."""
+        now_s = self._clock.now_s()
+        if self._first_seen_s is None or now_s - self._first_seen_s < CONTEXT_GRACE_S:
+            return None
+        live = [
+            view.hello.max_context_tokens for view in self._generators.values() if self._is_live(view, now_s)
+        ]
+        return max(live, default=None)
+
+    async def see_generator(
+        self, hello: broker_pb2.GeneratorHello, beat: broker_pb2.GeneratorBeat | None
+    ) -> None:
+        """Note a hello or a beat; written to the store at most once a second."""
+        now_s = self._clock.now_s()
+        self._first_seen_s = now_s if self._first_seen_s is None else self._first_seen_s
+        view = broker_pb2.GeneratorView(hello=hello, beat_time=timestamp(now_s))
+        if beat is not None:
+            view.beat.CopyFrom(beat)
+            view.beat.ClearField("busy_spans")
+            view.beat.ClearField("active_lease_ids")
+            spans = self._spans.setdefault(hello.generator_id, [])
+            spans.extend(span.SerializeToString() for span in beat.busy_spans)
+            del spans[:-MAX_BUFFERED_SPANS]
+        self._generators[hello.generator_id] = view
+        if now_s - self._written_s.get(hello.generator_id, 0.0) >= WRITE_EVERY_S:
+            await self.flush(hello.generator_id)
+
+    async def flush(self, generator_id: str) -> None:
+        """Write what is known of a generator."""
+        view = self._generators.get(generator_id)
+        if view is not None:
+            self._written_s[generator_id] = self._clock.now_s()
+            spans = self._spans.pop(generator_id, [])
+            await self._store.put_peer(
+                self._run_id, _GENERATOR + generator_id, view.SerializeToString(), spans
+            )
+
+    async def see_worker(self, worker_id: str) -> None:
+        """Note a sign of life of a reward worker; written at most once a second."""
+        now_s = self._clock.now_s()
+        if now_s - self._written_s.get(_WORKER + worker_id, 0.0) >= WRITE_EVERY_S:
+            self._written_s[_WORKER + worker_id] = now_s
+            seen = broker_pb2.GeneratorView(beat_time=timestamp(now_s)).SerializeToString()
+            await self._store.put_peer(self._run_id, _WORKER + worker_id, seen, ())
+
+    async def refresh(self) -> None:
+        """Learn of the generators of other broker processes, at most every two seconds."""
+        now_s = self._clock.now_s()
+        if now_s - self._refreshed_s >= REFRESH_EVERY_S:
+            self._refreshed_s = now_s
+            for view in self.generators_in(await self._store.peers(self._run_id)):
+                self._first_seen_s = now_s if self._first_seen_s is None else self._first_seen_s
+                self._generators.setdefault(view.hello.generator_id, view)
+                if (
+                    view.beat_time.ToMicroseconds()
+                    > self._generators[view.hello.generator_id].beat_time.ToMicroseconds()
+                ):
+                    self._generators[view.hello.generator_id] = view
+
+    async def views(self, busy_since_s: float | None) -> tuple[list[broker_pb2.GeneratorView], list[str]]:
+        """Generators (with their spans that end after `busy_since_s`, when given) and ids of reward workers seen lately."""
+        stored = await self._store.peers(self._run_id)
+        now_s = self._clock.now_s()
+        views: list[broker_pb2.GeneratorView] = []
+        for stored_view in self.generators_in(stored):
+            generator_id = stored_view.hello.generator_id
+            view = self._newest(stored_view)
+            if busy_since_s is not None:
+                raw = [
+                    *await self._store.busy_spans(self._run_id, _GENERATOR + generator_id),
+                    *self._spans.get(generator_id, ()),
+                ]
+                spans = [types_pb2.TimeSpan.FromString(span) for span in raw]
+                view.busy_spans.extend(span for span in spans if _seconds(span) > busy_since_s)
+            if view.busy_spans or self._is_live(view, now_s):
+                views.append(view)
+        workers = [
+            peer_id.removeprefix(_WORKER)
+            for peer_id, raw_view in stored.items()
+            if peer_id.startswith(_WORKER)
+            and self._is_live(broker_pb2.GeneratorView.FromString(raw_view), now_s)
+        ]
+        return views, sorted(workers)
+
+    @staticmethod
+    def generators_in(stored: dict[str, bytes]) -> Iterable[broker_pb2.GeneratorView]:
+        """The generators among stored peers, by id."""
+        for peer_id, raw in sorted(stored.items()):
+            if peer_id.startswith(_GENERATOR):
+                yield broker_pb2.GeneratorView.FromString(raw)
+
+    def _newest(self, stored: broker_pb2.GeneratorView) -> broker_pb2.GeneratorView:
+        known = self._generators.get(stored.hello.generator_id, stored)
+        newest = max(stored, known, key=lambda view: view.beat_time.ToMicroseconds())
+        return broker_pb2.GeneratorView.FromString(newest.SerializeToString())
+
+    def _is_live(self, view: broker_pb2.GeneratorView, now_s: float) -> bool:
+        return now_s - view.beat_time.ToMicroseconds() / 1e6 < PEER_TIMEOUT_S
+
+
+def _seconds(span: types_pb2.TimeSpan) -> float:
+    return span.end_time.ToMicroseconds() / 1e6

@@ -1,0 +1,278 @@
+"""A run in memory: its records, the queues derived from them, and what changed since the last commit.
+
+Pure: no clock, no I/O. Every change of a group happens inside `edit`, which keeps the queues in step with the records and
+remembers how to undo it. After a batch of changes the owner takes the `delta`, commits it to the store, and calls either
+`settle` (stored) or `rollback` (not stored).
+
+Invariants: the queues are a function of the records; a group is live until it is trained or retired; the counters of the
+run change together with the records they count.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from penstock.v1 import broker_pb2, types_pb2
+from services.broker.admission import AdmissionRule
+from services.broker.dispatch import DispatchPolicy, QueuedGroup, Rank
+from services.broker.limits import Limits
+from services.broker.ordered import SortedKeys
+from services.broker.records_pb2 import GroupRecord, RunRecord, SampleRecord
+from services.broker.staleness import group_version
+from services.broker.store import Delta, SampleId, Snapshot
+
+_QUEUED, _LEASED = broker_pb2.SAMPLE_STATE_QUEUED, broker_pb2.SAMPLE_STATE_LEASED
+_FINISHED, _SCORING = broker_pb2.SAMPLE_STATE_FINISHED, broker_pb2.SAMPLE_STATE_SCORING
+_READY_STATES = frozenset((broker_pb2.SAMPLE_STATE_SCORED, broker_pb2.SAMPLE_STATE_DROPPED))
+
+Leases = dict[str, dict[str, SampleId]]
+"""Sample by lease id, by holder."""
+FinishedKey = tuple[int, int, int]
+"""0 for evaluation or 1, sequence of the group, sample index."""
+
+
+@dataclass(slots=True)
+class _Entry:
+    """Where a group stands in the queues, so that it can be taken out again."""
+
+    rank: Rank | None = None
+    finished: list[FinishedKey] = field(default_factory=list)
+    generation: list[tuple[str, str]] = field(default_factory=list)
+    scoring: list[tuple[str, str]] = field(default_factory=list)
+    trained_version: int | None = None
+
+
+class RunState:
+    """See the module. Fields are read freely by the operations; only this class writes them."""
+
+    def __init__(self, dispatch: DispatchPolicy) -> None:
+        self._dispatch = dispatch
+        self._reset(RunRecord())
+
+    def _reset(self, run: RunRecord) -> None:
+        self.run = run
+        self.groups: dict[str, GroupRecord] = {}
+        self.live: set[str] = set()
+        self.queue: SortedKeys[Rank] = SortedKeys()
+        self.finished: SortedKeys[FinishedKey] = SortedKeys()
+        self.generation_leases: Leases = {}
+        self.scoring_leases: Leases = {}
+        self.ready: dict[int, set[str]] = {types_pb2.PURPOSE_TRAIN: set(), types_pb2.PURPOSE_EVALUATE: set()}
+        self.delivered: dict[int, set[str]] = {
+            types_pb2.PURPOSE_TRAIN: set(),
+            types_pb2.PURPOSE_EVALUATE: set(),
+        }
+        self.trained: dict[int, set[str]] = {}
+        self.versions: dict[str, int] = {}
+        """Oldest version of each live training group that is started."""
+        self._by_sequence: dict[int, str] = {}
+        self._entries: dict[str, _Entry] = {}
+        self._forget()
+
+    # -- reading -------------------------------------------------------------------------------------------------------
+
+    @property
+    def is_changed(self) -> bool:
+        """Whether there is anything to commit."""
+        return bool(self._undo) or self.run.SerializeToString(deterministic=True) != self._run_before
+
+    def group_at(self, sequence: int) -> GroupRecord | None:
+        """The group submitted as number `sequence`, while its record is kept."""
+        group_id = self._by_sequence.get(sequence)
+        return None if group_id is None else self.groups[group_id]
+
+    def admission(self) -> AdmissionRule:
+        """The admission rule now."""
+        return AdmissionRule(
+            limits=self.limits, policy_version=self.run.policy_version, num_started=len(self.versions)
+        )
+
+    def num_waiting(self, purpose: int) -> int:
+        """Groups of a purpose of which no sample was ever leased."""
+        return sum(
+            1
+            for _rank, sequence in self.queue
+            if (group := self.groups[self._by_sequence[sequence]]).purpose == purpose
+            and not any(sample.num_leases for sample in group.samples)
+        )
+
+    # -- changing ------------------------------------------------------------------------------------------------------
+
+    def create(self, run: RunRecord) -> None:
+        """Begin an empty run."""
+        self._reset(run)
+        self._run_before = b""
+        self._read_limits()
+
+    def add(self, group: GroupRecord, prompt: bytes) -> None:
+        """Take in a new group."""
+        self._undo[group.group_id] = None
+        self.groups[group.group_id] = group
+        self.pending.prompts[group.group_id] = prompt
+        self._index(group)
+
+    @contextmanager
+    def edit(self, group_id: str) -> Iterator[GroupRecord]:
+        """The group's record, to be changed inside the block."""
+        group = self.groups[group_id]
+        if group_id not in self._undo:
+            self._undo[group_id] = group.SerializeToString()
+        self._unindex(group_id)
+        try:
+            yield group
+        finally:
+            if group_id in self.groups:
+                self._index(group)
+
+    def append(self, sample: SampleId, chunk: bytes) -> None:
+        """Store a chunk with the next commit."""
+        self.pending.chunks.append((sample, chunk))
+
+    def clear(self, sample: SampleId) -> None:
+        """Delete a sample's chunks with the next commit, those not yet committed too."""
+        self.pending.cleared.add(sample)
+        self.pending.chunks = [item for item in self.pending.chunks if item[0] != sample]
+
+    def retire(self, group_id: str) -> None:
+        """Forget a group and its payload, but never accept its id again."""
+        group = self.groups[group_id]
+        if group_id not in self._undo:
+            self._undo[group_id] = group.SerializeToString()
+        self._unindex(group_id)
+        del self.groups[group_id]
+        del self._by_sequence[group.sequence]
+        self.pending.prompts[group_id] = None
+        for index in range(len(group.samples)):
+            self.clear((group_id, index))
+        self.pending.retired.add(group_id)
+
+    # -- committing ----------------------------------------------------------------------------------------------------
+
+    def delta(self) -> Delta:
+        """Everything changed since the last commit."""
+        self.pending.run = self.run.SerializeToString(deterministic=True)
+        for group_id in self._undo:
+            group = self.groups.get(group_id)
+            self.pending.groups[group_id] = None if group is None else group.SerializeToString()
+        return self.pending
+
+    def settle(self) -> None:
+        """The delta is stored."""
+        self._forget()
+
+    def rollback(self) -> None:
+        """The delta was not stored: back to the last commit."""
+        undo, run_before = self._undo, self._run_before
+        for group_id, record in undo.items():
+            self._replace(group_id, record)
+        self.run = RunRecord.FromString(run_before)
+        self._read_limits()
+        self._forget()
+
+    def apply(self, snapshot: Snapshot) -> None:
+        """Take over what the store holds; nothing may be pending."""
+        run = RunRecord.FromString(snapshot.run)
+        if snapshot.is_full:
+            self._reset(run)
+        self.run = run
+        self._read_limits()
+        for group_id, record in snapshot.groups.items():
+            self._replace(group_id, record)
+        self._forget()
+
+    def _forget(self) -> None:
+        self._undo: dict[str, bytes | None] = {}
+        self.pending = Delta(run=b"")
+        self._run_before = self.run.SerializeToString(deterministic=True)
+
+    def _read_limits(self) -> None:
+        if self.run.HasField("limits"):
+            self.limits = Limits.from_proto(self.run.limits)
+
+    def _replace(self, group_id: str, record: bytes | None) -> None:
+        old = self.groups.pop(group_id, None)
+        if old is not None:
+            self._unindex(group_id)
+            self._by_sequence.pop(old.sequence, None)
+        if record is not None:
+            group = GroupRecord.FromString(record)
+            self.groups[group_id] = group
+            self._index(group)
+
+    # -- the queues ----------------------------------------------------------------------------------------------------
+
+    def _index(self, group: GroupRecord) -> None:
+        group_id = group.group_id
+        entry = self._entries[group_id] = _Entry()
+        self._by_sequence[group.sequence] = group_id
+        if group.HasField("trained_version"):
+            entry.trained_version = group.trained_version
+            self.trained.setdefault(group.trained_version, set()).add(group_id)
+            return
+        self.live.add(group_id)
+        is_training = group.purpose == types_pb2.PURPOSE_TRAIN
+        version = group_version(group)
+        if is_training and version is not None:
+            self.versions[group_id] = version
+        if group.consumer_id:
+            self.delivered[group.purpose].add(group_id)
+            return
+        num_queued, num_ready = 0, 0
+        for index, sample in enumerate(group.samples):
+            if sample.state == _QUEUED:
+                num_queued += 1
+            elif sample.state in _READY_STATES:
+                num_ready += 1
+            else:
+                self._index_sample(entry, group, index, sample)
+        if num_queued:
+            queued = QueuedGroup(
+                sequence=group.sequence, is_evaluation=not is_training, is_started=version is not None
+            )
+            entry.rank = self._dispatch.rank(queued)
+            self.queue.add(entry.rank)
+        elif num_ready == len(group.samples):
+            self.ready[group.purpose].add(group_id)
+
+    def _index_sample(self, entry: _Entry, group: GroupRecord, index: int, sample: SampleRecord) -> None:
+        key = (group.group_id, index)
+        if sample.state == _LEASED:
+            self.generation_leases.setdefault(sample.generator_id, {})[sample.lease_id] = key
+            entry.generation.append((sample.generator_id, sample.lease_id))
+        elif sample.state == _SCORING:
+            self.scoring_leases.setdefault(sample.worker_id, {})[sample.scoring_lease_id] = key
+            entry.scoring.append((sample.worker_id, sample.scoring_lease_id))
+        elif sample.state == _FINISHED:
+            finished = (int(group.purpose == types_pb2.PURPOSE_TRAIN), group.sequence, index)
+            self.finished.add(finished)
+            entry.finished.append(finished)
+
+    def _unindex(self, group_id: str) -> None:
+        entry = self._entries.pop(group_id, None)
+        if entry is None:
+            return
+        if entry.rank is not None:
+            self.queue.discard(entry.rank)
+        for finished in entry.finished:
+            self.finished.discard(finished)
+        _remove(self.generation_leases, entry.generation)
+        _remove(self.scoring_leases, entry.scoring)
+        if entry.trained_version is not None:
+            trained = self.trained[entry.trained_version]
+            trained.discard(group_id)
+            if not trained:
+                del self.trained[entry.trained_version]
+        self.live.discard(group_id)
+        self.versions.pop(group_id, None)
+        for groups in (*self.ready.values(), *self.delivered.values()):
+            groups.discard(group_id)
+
+
+def _remove(leases: Leases, items: list[tuple[str, str]]) -> None:
+    for holder, lease_id in items:
+        held = leases[holder]
+        del held[lease_id]
+        if not held:
+            del leases[holder]

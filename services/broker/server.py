@@ -1,0 +1,61 @@
+"""The broker process: builds its parts and serves until it is told to stop."""
+
+from __future__ import annotations
+
+import structlog
+from prometheus_client import REGISTRY, CollectorRegistry
+
+from penstock import rpc, telemetry
+from penstock.clock import Clock, SystemClock
+from penstock.security import Security
+from penstock.v1 import broker_pb2_grpc
+from services.broker.config import BrokerConfig
+from services.broker.dispatch import FirstComeFirstServed
+from services.broker.hubs import Hubs
+from services.broker.memory_store import MemoryStore
+from services.broker.metrics import BrokerMetrics
+from services.broker.redis_store import RedisStore
+from services.broker.service import BrokerService
+from services.broker.store import Store
+
+SERVICE_NAME = "penstock.v1.BrokerService"
+MEMORY_URL = "memory://"
+
+_log = structlog.get_logger()
+
+
+def make_store(redis_url: str) -> Store:
+    """The store behind a URL; memory:// keeps everything in this process and loses it with it."""
+    return MemoryStore() if redis_url == MEMORY_URL else RedisStore.from_url(redis_url)
+
+
+def make_hubs(store: Store, *, registry: CollectorRegistry, clock: Clock) -> Hubs:
+    """The core of a broker over a store."""
+    return Hubs(store=store, dispatch=FirstComeFirstServed(), clock=clock, metrics=BrokerMetrics(registry))
+
+
+def make_server(hubs: Hubs, *, listen: str, security: Security) -> rpc.Server:
+    """A gRPC server of that core."""
+    service = rpc.Service(
+        name=SERVICE_NAME,
+        add=broker_pb2_grpc.add_BrokerServiceServicer_to_server,
+        servicer=BrokerService(hubs),
+    )
+    return rpc.Server(listen=listen, services=[service], security=security)
+
+
+async def serve(config: BrokerConfig) -> None:
+    """Serve until SIGTERM or SIGINT. Raises PortUnavailableError."""
+    telemetry.serve_metrics(config.metrics_port)
+    store = make_store(config.redis_url)
+    hubs = make_hubs(store, registry=REGISTRY, clock=SystemClock())
+    server = make_server(hubs, listen=config.listen, security=Security.from_environment())
+    try:
+        await rpc.run_until_stopped(
+            server,
+            loops=[lambda: hubs.care(server.set_serving)],
+            on_started=lambda: _log.info("broker serves", listen=config.listen),
+            before_stop=hubs.stop,
+        )
+    finally:
+        await store.close()

@@ -1,0 +1,217 @@
+"""The BrokerService servicer: decodes, calls the core through the run's hub, encodes."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+from functools import partial
+from typing import Any
+
+import grpc
+from google.protobuf.duration_pb2 import Duration
+
+from penstock.v1 import broker_pb2, broker_pb2_grpc
+from services.broker import delivery, drops, submission, waits
+from services.broker.audit import audit
+from services.broker.hubs import Hubs
+from services.broker.intake import wait_for_event
+from services.broker.lease_stream import LeaseStream
+from services.broker.microbatch_stream import MicrobatchStream, copy_of, load_groups
+from services.broker.records_pb2 import GroupRecord
+from services.broker.run_state import RunState
+from services.broker.scoring_stream import ScoringStream
+from services.broker.token_stream import serve_tokens
+from services.broker.validation import (
+    MAX_GROUP_IDS,
+    MAX_PROMPTS,
+    MAX_STEP_RECORDS,
+    check_bytes,
+    check_count,
+    check_id,
+    check_reason,
+    check_run_id,
+)
+
+RETRY_DELAY = Duration(nanos=200_000_000)
+"""How long a client waits before it sends prompts again that found the queue full: a few steps of a small run."""
+MAX_RUNS_LISTED = 1_000
+WATCH_CHECK_S = 5.0
+EXPORT_BATCH_GROUPS = 8
+
+_Context = grpc.aio.ServicerContext[Any, Any]
+
+
+class BrokerService(broker_pb2_grpc.BrokerServiceServicer):
+    """See broker.proto for what each call promises."""
+
+    def __init__(self, hubs: Hubs) -> None:
+        self._hubs = hubs
+
+    async def OpenRun(
+        self, request: broker_pb2.OpenRunRequest, context: _Context
+    ) -> broker_pb2.OpenRunResponse:
+        check_run_id(request.run_id)
+        check_count("steps", len(request.steps), MAX_STEP_RECORDS)
+        return await self._hubs.hub(request.run_id).open(request)
+
+    async def CloseRun(
+        self, request: broker_pb2.CloseRunRequest, context: _Context
+    ) -> broker_pb2.CloseRunResponse:
+        check_run_id(request.run_id)
+
+        def operation(state: RunState) -> None:
+            state.run.is_closed = True
+
+        await self._hubs.hub(request.run_id).transact(operation)
+        return broker_pb2.CloseRunResponse()
+
+    async def SubmitPrompts(
+        self, request: broker_pb2.SubmitPromptsRequest, context: _Context
+    ) -> broker_pb2.SubmitPromptsResponse:
+        check_run_id(request.run_id)
+        check_count("prompts", len(request.prompts), MAX_PROMPTS)
+        check_bytes("prompts", request.ByteSize())
+        hub = self._hubs.hub(request.run_id)
+        retired = await hub.store.retired(request.run_id, [prompt.group_id for prompt in request.prompts])
+
+        def operation(state: RunState) -> broker_pb2.SubmitPromptsResponse:
+            errors = submission.submit(state, request.prompts, retired=retired, now_s=hub.clock.now_s())
+            num_queued = sum(state.num_waiting(purpose) for purpose in state.ready)
+            is_full = any(error.reason == "QUEUE_FULL" for error in errors)
+            return broker_pb2.SubmitPromptsResponse(
+                errors=errors, num_queued_groups=num_queued, retry_delay=RETRY_DELAY if is_full else None
+            )
+
+        return await hub.transact(operation)
+
+    async def StreamLeases(
+        self, request_iterator: AsyncIterator[broker_pb2.StreamLeasesRequest], context: _Context
+    ) -> AsyncIterator[broker_pb2.StreamLeasesResponse]:
+        stream = await LeaseStream.open(self._hubs, request_iterator)
+        async for response in stream.serve(request_iterator):
+            yield response
+
+    async def StreamTokens(
+        self, request_iterator: AsyncIterator[broker_pb2.StreamTokensRequest], context: _Context
+    ) -> AsyncIterator[broker_pb2.StreamTokensResponse]:
+        async for response in serve_tokens(self._hubs, request_iterator):
+            yield response
+
+    async def StreamScoring(
+        self, request_iterator: AsyncIterator[broker_pb2.StreamScoringRequest], context: _Context
+    ) -> AsyncIterator[broker_pb2.StreamScoringResponse]:
+        stream = await ScoringStream.open(self._hubs, request_iterator)
+        async for response in stream.serve(request_iterator):
+            yield response
+
+    async def StreamMicrobatches(
+        self, request_iterator: AsyncIterator[broker_pb2.StreamMicrobatchesRequest], context: _Context
+    ) -> AsyncIterator[broker_pb2.StreamMicrobatchesResponse]:
+        stream = await MicrobatchStream.open(self._hubs, request_iterator)
+        async for response in stream.serve(request_iterator):
+            yield response
+
+    async def AckStep(
+        self, request: broker_pb2.AckStepRequest, context: _Context
+    ) -> broker_pb2.AckStepResponse:
+        check_run_id(request.run_id)
+        check_count("group_ids", len(request.group_ids), MAX_GROUP_IDS)
+        hub = self._hubs.hub(request.run_id)
+        return await hub.transact(
+            lambda state: delivery.acknowledge(
+                state, request.consumer_id, list(request.group_ids), request.policy_version, hub.clock.now_s()
+            )
+        )
+
+    async def DropGroups(
+        self, request: broker_pb2.DropGroupsRequest, context: _Context
+    ) -> broker_pb2.DropGroupsResponse:
+        check_run_id(request.run_id)
+        check_reason(request.reason)
+        check_count("group_ids", len(request.group_ids), MAX_GROUP_IDS)
+
+        def operation(state: RunState) -> int:
+            return sum(drops.drop_group(state, group_id, request.reason) for group_id in request.group_ids)
+
+        num_samples = await self._hubs.hub(request.run_id).transact(operation)
+        return broker_pb2.DropGroupsResponse(num_samples=num_samples)
+
+    async def GetRun(self, request: broker_pb2.GetRunRequest, context: _Context) -> broker_pb2.GetRunResponse:
+        check_run_id(request.run_id)
+        hub = self._hubs.hub(request.run_id)
+        busy_since_s = request.busy_since.ToMicroseconds() / 1e6 if request.HasField("busy_since") else None
+        generators, workers = await hub.peers.views(busy_since_s)
+
+        def operation(state: RunState) -> broker_pb2.GetRunResponse:
+            for view in generators:
+                view.num_leases = len(state.generation_leases.get(view.hello.generator_id, ()))
+            return broker_pb2.GetRunResponse(
+                run_id=state.run.run_id,
+                limits=state.run.limits,
+                policy_version=state.run.policy_version,
+                is_closed=state.run.is_closed,
+                audit=audit(state),
+                generators=generators,
+                waits=waits.waits(state, generators, hub.clock.now_s()),
+                reward_worker_ids=workers,
+            )
+
+        return await hub.transact(operation)
+
+    async def ListRuns(
+        self, request: broker_pb2.ListRunsRequest, context: _Context
+    ) -> broker_pb2.ListRunsResponse:
+        return broker_pb2.ListRunsResponse(run_ids=(await self._hubs.store.run_ids())[:MAX_RUNS_LISTED])
+
+    async def AuditRun(
+        self, request: broker_pb2.AuditRunRequest, context: _Context
+    ) -> broker_pb2.AuditRunResponse:
+        check_run_id(request.run_id)
+        return broker_pb2.AuditRunResponse(audit=await self._hubs.hub(request.run_id).transact(audit))
+
+    async def WatchPolicy(
+        self, request: broker_pb2.WatchPolicyRequest, context: _Context
+    ) -> AsyncIterator[broker_pb2.WatchPolicyResponse]:
+        check_run_id(request.run_id)
+        hub = self._hubs.hub(request.run_id)
+
+        def operation(state: RunState) -> tuple[broker_pb2.WatchPolicyResponse, bool]:
+            run = state.run
+            current = broker_pb2.WatchPolicyResponse(policy_version=run.policy_version, history=run.history)
+            return current, run.is_closed
+
+        last: broker_pb2.WatchPolicyResponse | None = None
+        with hub.listening() as wake:
+            while True:
+                self._hubs.check_serving()
+                current, is_closed = await hub.transact(operation, must_verify=last is None)
+                if current != last:
+                    last = current
+                    yield current
+                if is_closed:
+                    return
+                await wait_for_event(wake, WATCH_CHECK_S)
+
+    async def ExportTrajectories(
+        self, request: broker_pb2.ExportTrajectoriesRequest, context: _Context
+    ) -> AsyncIterator[broker_pb2.ExportTrajectoriesResponse]:
+        check_run_id(request.run_id)
+        hub = self._hubs.hub(request.run_id)
+
+        def operation(state: RunState) -> list[str]:
+            versions = sorted(version for version in state.trained if version >= request.from_policy_version)
+            return [group_id for version in versions for group_id in sorted(state.trained[version])]
+
+        group_ids = await hub.transact(operation)
+        for start in range(0, len(group_ids), EXPORT_BATCH_GROUPS):
+            self._hubs.check_serving()
+            wanted = group_ids[start : start + EXPORT_BATCH_GROUPS]
+            records = await hub.transact(partial(_copies, group_ids=wanted), must_verify=False)
+            versions = {record.group_id: record.trained_version for record in records}
+            for group in await load_groups(hub, records):
+                yield broker_pb2.ExportTrajectoriesResponse(
+                    group=group, policy_version=versions[group.prompt.group_id]
+                )
+
+
+def _copies(state: RunState, *, group_ids: Sequence[str]) -> list[GroupRecord]:
+    return [copy_of(state.groups[group_id]) for group_id in group_ids if group_id in state.groups]

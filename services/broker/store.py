@@ -1,0 +1,118 @@
+"""Where a run's records and payload rest: what the broker asks of a store.
+
+A run is a versioned document: one RunRecord, one GroupRecord a live or retained group, and payload beside them. A broker
+process works on a copy of the records and commits changes against the mark it last saw, so any number of processes may
+serve one run and every decision is taken by the same Python code whatever the store.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+SampleId = tuple[str, int]
+"""Group id and sample index."""
+
+
+class ConflictError(Exception):
+    """The run changed since the given mark; nothing was stored. Load, decide again, commit again."""
+
+
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """A point in a run's history: how many commits, and the name of the last one.
+
+    The name tells a history that went on from one that lost its end (a Redis that came back without its last second).
+    """
+
+    revision: int
+    name: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Snapshot:
+    """What to do to a copy of the records to bring it to `mark`."""
+
+    mark: Mark
+    is_full: bool
+    """Whether everything is here; else only what changed since the mark that was asked about."""
+    run: bytes
+    """RunRecord."""
+    groups: Mapping[str, bytes | None]
+    """GroupRecord by group id; None where the group is gone."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Delta:
+    """One change of a run, stored whole or not at all."""
+
+    run: bytes
+    groups: dict[str, bytes | None] = field(default_factory=dict)
+    """Records by group id; None removes one."""
+    prompts: dict[str, bytes | None] = field(default_factory=dict)
+    """Prompts by group id; None removes one."""
+    cleared: set[SampleId] = field(default_factory=set)
+    """Samples whose chunks are deleted, before any are appended."""
+    chunks: list[tuple[SampleId, bytes]] = field(default_factory=list)
+    """TokenChunks to append, in order."""
+    retired: set[str] = field(default_factory=set)
+    """Groups whose records go, but whose ids must never be accepted again."""
+
+
+class Store(Protocol):
+    """Durable state of all runs.
+
+    Atomicity: `commit` stores a delta whole or not at all, and returns only after the store has it. Commits of one run
+    form one sequence; `load` never shows half a commit. Peers and busy spans are hints outside of that sequence.
+    Every call raises ServiceUnavailableError when the store cannot be reached within a few seconds; a commit that ended
+    so may or may not have been stored, and the caller must load again to know.
+    """
+
+    async def load(self, run_id: str, since: Mark | None) -> Snapshot | None:
+        """The run as a change of the copy at `since` (all of it when None or no longer known). None: no such run."""
+        ...
+
+    async def commit(self, run_id: str, expected: Mark | None, delta: Delta) -> Mark:
+        """Store a change on top of `expected` (None: the run must not exist). Raises ConflictError."""
+        ...
+
+    async def prompts(self, run_id: str, group_ids: Sequence[str]) -> list[bytes | None]:
+        """Prompts as stored, None where there is none."""
+        ...
+
+    async def chunks(self, run_id: str, samples: Sequence[SampleId]) -> list[list[bytes]]:
+        """The accepted chunks of each sample, in order."""
+        ...
+
+    async def retired(self, run_id: str, group_ids: Sequence[str]) -> set[str]:
+        """Which of the ids belong to retired groups."""
+        ...
+
+    async def put_peer(self, run_id: str, peer_id: str, view: bytes, busy_spans: Sequence[bytes]) -> None:
+        """Remember how a peer was last seen, and append spans, of which the newest MAX_BUSY_SPANS stay."""
+        ...
+
+    async def peers(self, run_id: str) -> dict[str, bytes]:
+        """The peers' views by id."""
+        ...
+
+    async def busy_spans(self, run_id: str, peer_id: str) -> list[bytes]:
+        """The spans of a peer, oldest first."""
+        ...
+
+    async def run_ids(self) -> list[str]:
+        """Every run, oldest first."""
+        ...
+
+    async def ping(self) -> None:
+        """Raise ServiceUnavailableError unless the store answers."""
+        ...
+
+    async def close(self) -> None:
+        """Let go of connections."""
+        ...
+
+
+MAX_BUSY_SPANS = 20_000
+"""About an hour of a generator that reports five spans a second; 0.5 MiB."""

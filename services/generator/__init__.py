@@ -1,0 +1,1 @@
+"""The generator: leases prompts, decodes them with an engine, streams tokens back, takes new weights in flight."""

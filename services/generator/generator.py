@@ -1,0 +1,302 @@
+"""One generator: engine, lease stream, token stream and weights, wired together.
+
+    STARTING -> SERVING <-> PAUSED      (leases come only while an attested version is held)
+                   |
+                   +-> DRAINING -> DRAINED
+       any  -> FAILED -> everything given back, process ends
+
+The loops (`run_engine`, `send_tokens`, `watch_weights`, `pull_weights`, `take_leases`) are run by the server; each ends
+by an error only where the process has to end.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from collections.abc import Awaitable, Callable
+from contextlib import AsyncExitStack
+
+import structlog
+
+from penstock.clients.downloads import Downloader
+from penstock.clients.leases import LeaseSession
+from penstock.clients.tokens import TokenSession
+from penstock.clients.weights import WeightsClient
+from penstock.clock import SystemClock
+from penstock.errors import NotOfferedError, PenstockError, ServiceUnavailableError
+from penstock.rpc import open_channel
+from penstock.security import NO_SECURITY, Security
+from penstock.v1 import broker_pb2, generator_pb2
+from services.generator.busy import BusyTracker
+from services.generator.config import GeneratorConfig
+from services.generator.engine import Engine, EngineError, UpdateReport
+from services.generator.engines import PausableEngine, engine_version
+from services.generator.held import HeldWeights
+from services.generator.holder import Holder
+from services.generator.metrics import GeneratorMetrics
+from services.generator.model_folder import TextDecoder, end_token_ids
+from services.generator.rollout import RolloutParts, Rollouts
+from services.generator.weight_puller import WeightPuller
+
+FLUSH_TIMEOUT_S = 3.0
+MAX_DRAIN_S = 3600.0
+"""Longest a drain without a stated grace waits for samples to finish."""
+ENGINE_STOP_TIMEOUT_S = 30.0
+
+_log = structlog.get_logger()
+
+
+class GeneratorFailedError(Exception):
+    """The engine cannot be used any more; everything was given back."""
+
+
+class Generator:
+    """Use as an async context manager around the loops; on exit the engine and every connection are closed.
+
+    Args:
+        config: Its settings.
+        engine: Not started.
+        text: Decodes completions for reward models.
+        metrics: Its Prometheus numbers.
+        security: Credentials of the process.
+    """
+
+    def __init__(
+        self,
+        config: GeneratorConfig,
+        *,
+        engine: Engine,
+        text: TextDecoder,
+        metrics: GeneratorMetrics,
+        security: Security = NO_SECURITY,
+    ) -> None:
+        self.generator_id = f"{config.generator_id}-{uuid.uuid4().hex[:8]}"
+        self._config = config
+        self._engine = engine
+        self._resources = AsyncExitStack()
+        self._started = asyncio.Event()
+        self._failure: asyncio.Future[Exception] = asyncio.get_running_loop().create_future()
+        self._start_s = time.monotonic()
+        self._busy = BusyTracker(SystemClock())
+        self._session: LeaseSession | None = None
+        self._held = HeldWeights(on_change=self._notify)
+        self._peer = f"broker {config.broker}"
+        self._broker = open_channel(config.broker, security)
+        self._tokens = TokenSession(
+            self._broker,
+            run_id=config.run_id,
+            generator_id=self.generator_id,
+            flush_interval_s=config.flush_interval_s,
+            peer=self._peer,
+        )
+        parts = RolloutParts(
+            engine=engine,
+            tokens=self._tokens,
+            held=self._held,
+            text=text,
+            end_token_ids=end_token_ids(config.model_path),
+            busy=self._busy,
+            metrics=metrics,
+            on_change=self._notify,
+            on_engine_failure=self.fail,
+        )
+        self._rollouts = Rollouts(parts, max_concurrent_samples=config.engine.max_concurrent_samples)
+        self._holder = Holder(engine=engine, rollouts=self._rollouts, held=self._held, busy=self._busy)
+        self._store = WeightsClient(
+            config.weights,
+            run_id=config.run_id,
+            receiver_id=self.generator_id,
+            site=config.site,
+            security=security,
+        )
+        self._downloader = Downloader(security=security)
+        self._puller = WeightPuller(
+            client=self._store,
+            downloader=self._downloader,
+            engine=engine,
+            held=self._held,
+            rollouts=self._rollouts,
+            # Partial files are continued after a restart, so the folder's name leaves out the process's own suffix.
+            cache_dir=config.cache_dir / config.generator_id,
+            metrics=metrics,
+        )
+        self._leasing: asyncio.Task[None] | None = None
+        self._drain: asyncio.Task[None] | None = None
+        self._is_paused = False
+
+    async def __aenter__(self) -> Generator:
+        """Open what must be closed again."""
+        self._resources.push_async_callback(self._broker.close)
+        await self._resources.enter_async_context(self._store)
+        await self._resources.enter_async_context(self._downloader)
+        self._resources.push_async_callback(self._stop_engine)
+        return self
+
+    async def __aexit__(self, *_exception: object) -> None:
+        """Stop the engine and close every connection."""
+        if self._drain is not None:
+            self._drain.cancel()
+            await asyncio.gather(self._drain, return_exceptions=True)
+        await self._resources.aclose()
+
+    async def run_engine(self, on_ready: Callable[[], Awaitable[None]]) -> None:
+        """Start the engine, then wait for its failure.
+
+        Raises:
+            EngineError, DigestMismatchError: It did not start.
+            GeneratorFailedError: It failed later.
+        """
+        await self._engine.start()
+        self._started.set()
+        _log.info("engine started", generator_id=self.generator_id, engine=self._config.engine.engine)
+        await on_ready()
+        error = await self._failure
+        _log.error("engine failed; giving everything back", generator_id=self.generator_id, exc_info=error)
+        await self._give_back(grace_s=0.0)
+        raise GeneratorFailedError(f"{type(error).__name__}: {error}") from error
+
+    async def send_tokens(self) -> None:
+        """Keep the token stream going."""
+        await self._tokens.run()
+
+    async def watch_weights(self) -> None:
+        """Note published versions, once the engine can take them."""
+        await self._started.wait()
+        await self._puller.watch()
+
+    async def pull_weights(self) -> None:
+        """Install published versions; an engine that cannot take them is a failure of the generator."""
+        await self._started.wait()
+        try:
+            await self._puller.run()
+        except (EngineError, PenstockError) as error:
+            self.fail(error)
+
+    async def take_leases(self) -> None:
+        """Keep the lease stream going, from the first attested version until the generator is drained."""
+        await self._started.wait()
+        await self._held.wait_for(0)
+        hello = broker_pb2.GeneratorHello(
+            run_id=self._config.run_id,
+            generator_id=self.generator_id,
+            site=self._config.site,
+            engine=self._config.engine.engine,
+            max_context_tokens=self._engine.max_model_len,
+            endpoint=self._config.listen,
+        )
+        self._session = LeaseSession(self._broker, hello=hello, holder=self._holder, peer=self._peer)
+        self._leasing = asyncio.create_task(self._session.run())
+        if self._holder.is_draining:
+            self._leasing.cancel()
+        try:
+            await asyncio.wait({self._leasing})
+            if not self._leasing.cancelled():
+                self._leasing.result()
+        finally:
+            self._leasing.cancel()
+
+    def fail(self, error: Exception) -> None:
+        """The engine cannot be used any more; only the first report counts."""
+        if not self._failure.done():
+            self._failure.set_result(error)
+
+    def drain(self, grace_s: float | None) -> bool:
+        """Begin to drain; whether nothing is held any more. Calling again sets a new grace, from now."""
+        self._holder.is_draining = True
+        self._rollouts.stop_accepting()
+        if not self._rollouts.lease_ids:
+            return True
+        if self._drain is not None:
+            self._drain.cancel()
+        self._drain = asyncio.create_task(self._give_back(grace_s=MAX_DRAIN_S if grace_s is None else grace_s))
+        return False
+
+    async def stop(self) -> None:
+        """Give everything back now; takes seconds at most."""
+        await self._give_back(grace_s=0.0)
+
+    async def pause(self, is_paused: bool) -> None:
+        """Let the engine stand still, or go on. Raises NotOfferedError, ServiceUnavailableError."""
+        self._check_started()
+        if not isinstance(self._engine, PausableEngine):
+            raise NotOfferedError(f"the {self._config.engine.engine} engine cannot be paused")
+        await (self._engine.pause() if is_paused else self._engine.resume())
+        self._is_paused = is_paused
+
+    async def pull(self, policy_version: int | None, mode: generator_pb2.UpdateMode.ValueType) -> UpdateReport:
+        """Fetch and install a version now. Raises PenstockError; see the proto."""
+        self._check_started()
+        if mode == generator_pb2.UPDATE_MODE_RECOMPUTE:
+            raise NotOfferedError("no engine here recomputes the KV cache; choose KEEP or DRAIN")
+        try:
+            is_draining_first = mode == generator_pb2.UPDATE_MODE_DRAIN
+            return await self._puller.pull(policy_version, is_draining_first=is_draining_first)
+        except TimeoutError as error:
+            raise ServiceUnavailableError("running samples did not finish in time") from error
+        except EngineError as error:
+            self.fail(error)
+            raise ServiceUnavailableError(f"the engine failed: {error}") from error
+
+    def view(self) -> generator_pb2.GetGeneratorResponse:
+        """State, speed and version."""
+        is_started = self._started.is_set()
+        held, counters = self._held.current, self._puller.counters
+        response = generator_pb2.GetGeneratorResponse(
+            generator_id=self.generator_id,
+            state=self._state(),
+            engine=self._config.engine.engine,
+            engine_version=engine_version(self._config.engine.engine),
+            policy_version=held.policy_version if held is not None else 0,
+            weights_digest=held.digest if held is not None else "",
+            busy_s=self._busy.busy_s,
+            uptime_s=time.monotonic() - self._start_s,
+            num_weight_updates=counters.num_updates,
+            max_swap_pause_s=counters.max_pause_s,
+            num_weights_refused=counters.num_refused,
+            max_context_tokens=self._engine.max_model_len if is_started else 0,
+        )
+        if is_started:
+            stats = self._engine.stats()
+            response.num_running = stats.num_running
+            response.num_waiting = stats.num_waiting
+            response.kv_cache_usage = stats.kv_cache_usage
+            response.num_preemptions = stats.num_preemptions
+            response.num_tokens_generated = stats.tokens_generated
+        return response
+
+    async def _give_back(self, *, grace_s: float) -> None:
+        self._holder.is_draining = True
+        self._rollouts.stop_accepting()
+        await self._rollouts.wait_until_empty(timeout_s=grace_s)
+        # Without a lease stream the broker cannot lease the samples to this process again as they come back.
+        if self._leasing is not None:
+            self._leasing.cancel()
+        await self._rollouts.give_back_all(flush_timeout_s=FLUSH_TIMEOUT_S)
+
+    async def _stop_engine(self) -> None:
+        started_s = time.monotonic()
+        try:
+            async with asyncio.timeout(ENGINE_STOP_TIMEOUT_S):
+                await self._engine.stop()
+            _log.info("engine stopped", took_s=round(time.monotonic() - started_s, 2))
+        except TimeoutError:
+            _log.warning("the engine did not stop in time", timeout_s=ENGINE_STOP_TIMEOUT_S)
+
+    def _check_started(self) -> None:
+        if not self._started.is_set():
+            raise ServiceUnavailableError("the engine is still being built")
+
+    def _notify(self) -> None:
+        if self._session is not None:
+            self._session.notify()
+
+    def _state(self) -> generator_pb2.GeneratorState.ValueType:
+        if self._failure.done():
+            return generator_pb2.GENERATOR_STATE_FAILED
+        if not self._started.is_set():
+            return generator_pb2.GENERATOR_STATE_STARTING
+        if self._holder.is_draining:
+            is_empty = not self._rollouts.lease_ids
+            return generator_pb2.GENERATOR_STATE_DRAINED if is_empty else generator_pb2.GENERATOR_STATE_DRAINING
+        return generator_pb2.GENERATOR_STATE_PAUSED if self._is_paused else generator_pb2.GENERATOR_STATE_SERVING

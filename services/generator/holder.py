@@ -1,0 +1,66 @@
+"""The generator as the lease stream sees it: how it is, and what to do with what arrives."""
+
+from __future__ import annotations
+
+import time
+
+from google.protobuf import timestamp_pb2
+
+from penstock.v1 import broker_pb2, types_pb2
+from services.generator.busy import BusySpan, BusyTracker
+from services.generator.engine import Engine
+from services.generator.held import HeldWeights
+from services.generator.rollout import Rollouts
+from services.generator.token_rate import TokenRate
+
+
+class Holder:
+    """A `penstock.clients.leases.LeaseHolder`."""
+
+    def __init__(self, *, engine: Engine, rollouts: Rollouts, held: HeldWeights, busy: BusyTracker) -> None:
+        self._engine = engine
+        self._rollouts = rollouts
+        self._held = held
+        self._busy = busy
+        self._rate = TokenRate()
+        self.is_draining = False
+        """Said in every beat from now on."""
+
+    def num_free_slots(self) -> int:
+        """Leases it can take now."""
+        return self._rollouts.num_free_slots()
+
+    def beat(self) -> broker_pb2.GeneratorBeat:
+        """How it is now; hands out the busy spans since the last beat."""
+        stats, held = self._engine.stats(), self._held.current
+        return broker_pb2.GeneratorBeat(
+            policy_version=held.policy_version if held is not None else 0,
+            active_lease_ids=self._rollouts.lease_ids,
+            num_running=stats.num_running,
+            num_waiting=stats.num_waiting,
+            kv_cache_usage=min(1.0, max(0.0, stats.kv_cache_usage)),
+            tokens_per_second=self._rate.update(stats.tokens_generated, time.monotonic()),
+            busy_spans=[_to_time_span(span) for span in self._busy.take_spans()],
+            is_draining=self.is_draining,
+        )
+
+    def lease(self, lease: broker_pb2.Lease) -> None:
+        """Work to do."""
+        self._rollouts.begin(lease)
+
+    def revoke(self, revocation: broker_pb2.LeaseRevocation) -> None:
+        """Work taken back."""
+        self._rollouts.drop(revocation.lease_id, f"revoked: {revocation.reason}")
+
+    def run_closed(self) -> None:
+        """Every lease is void."""
+        self._rollouts.drop_all("run closed")
+
+
+def _to_time_span(span: BusySpan) -> types_pb2.TimeSpan:
+    return types_pb2.TimeSpan(start_time=_to_timestamp(span.start_s), end_time=_to_timestamp(span.end_s))
+
+
+def _to_timestamp(seconds: float) -> timestamp_pb2.Timestamp:
+    nanoseconds = round(seconds * 1e9)
+    return timestamp_pb2.Timestamp(seconds=nanoseconds // 10**9, nanos=nanoseconds % 10**9)

@@ -1,0 +1,34 @@
+"""A generator's Prometheus numbers."""
+
+from __future__ import annotations
+
+from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histogram
+
+_PAUSE_BUCKETS_S = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
+
+
+class GeneratorMetrics:
+    """Made once a process; tests pass a registry of their own."""
+
+    def __init__(self, registry: CollectorRegistry = REGISTRY) -> None:
+        self.tokens = Counter("penstock_generator_tokens", "Completion tokens decoded.", registry=registry)
+        self.samples = Counter(
+            "penstock_generator_samples", "Samples ended, by outcome.", ["outcome"], registry=registry
+        )
+        self.running = Gauge("penstock_generator_running_samples", "Samples being decoded.", registry=registry)
+        self.policy_version = Gauge(
+            "penstock_generator_policy_version", "Version the engine holds, digest checked.", registry=registry
+        )
+        self.swaps = Counter("penstock_generator_weight_swaps", "Weight versions installed.", registry=registry)
+        self.swap_pause_s = Histogram(
+            "penstock_generator_swap_pause_seconds",
+            "How long a swap kept decoding still.",
+            buckets=_PAUSE_BUCKETS_S,
+            registry=registry,
+        )
+        self.weights_refused = Counter(
+            "penstock_generator_weights_refused", "Weights refused because a digest did not match.", registry=registry
+        )
+        self.fetched_bytes = Counter(
+            "penstock_generator_fetched_bytes", "Bytes of weights fetched over the network.", registry=registry
+        )

@@ -1,0 +1,53 @@
+"""GeneratorService: decode, ask the generator, encode."""
+
+from __future__ import annotations
+
+from penstock.errors import InvalidFieldError
+from penstock.v1 import generator_pb2, generator_pb2_grpc
+from services.generator.generator import Generator
+
+MAX_GRACE_S = 24 * 3600.0
+_MODES = frozenset(generator_pb2.UpdateMode.values())
+
+
+class GeneratorServicer(generator_pb2_grpc.GeneratorServiceServicer):
+    """Control of one generator process."""
+
+    def __init__(self, generator: Generator) -> None:
+        self._generator = generator
+
+    async def GetGenerator(
+        self, _request: generator_pb2.GetGeneratorRequest, _context: object
+    ) -> generator_pb2.GetGeneratorResponse:
+        """State, speed and version."""
+        return self._generator.view()
+
+    async def DrainGenerator(
+        self, request: generator_pb2.DrainGeneratorRequest, _context: object
+    ) -> generator_pb2.DrainGeneratorResponse:
+        """Take nothing new; says at once whether nothing is held any more."""
+        grace_s = request.grace.ToNanoseconds() / 1e9 if request.HasField("grace") else None
+        if grace_s is not None and not 0 <= grace_s <= MAX_GRACE_S:
+            raise InvalidFieldError(f"grace of {grace_s} s is not in [0, {MAX_GRACE_S:.0f}]", field="grace")
+        return generator_pb2.DrainGeneratorResponse(is_drained=self._generator.drain(grace_s))
+
+    async def PauseGenerator(
+        self, request: generator_pb2.PauseGeneratorRequest, _context: object
+    ) -> generator_pb2.PauseGeneratorResponse:
+        """Stand still, or go on."""
+        await self._generator.pause(request.is_paused)
+        return generator_pb2.PauseGeneratorResponse()
+
+    async def PullWeights(
+        self, request: generator_pb2.PullWeightsRequest, _context: object
+    ) -> generator_pb2.PullWeightsResponse:
+        """Fetch and install a version now."""
+        if request.mode not in _MODES:
+            raise InvalidFieldError(f"unknown update mode {request.mode}", field="mode")
+        policy_version = request.policy_version if request.HasField("policy_version") else None
+        if policy_version is not None and policy_version < 0:
+            raise InvalidFieldError(f"policy version {policy_version} is negative", field="policy_version")
+        report = await self._generator.pull(policy_version, request.mode)
+        return generator_pb2.PullWeightsResponse(
+            policy_version=report.policy_version, digest=report.digest, swap_pause_s=report.pause_s
+        )

@@ -1,0 +1,24 @@
+"""Completion tokens per second, from the engine's running count."""
+
+from __future__ import annotations
+
+MIN_WINDOW_S = 1.0
+"""Beats may be 50 ms apart, and tokens come in bursts: a shorter window would show the bursts."""
+
+
+class TokenRate:
+    """The rate over the last window of at least MIN_WINDOW_S."""
+
+    def __init__(self) -> None:
+        self._mark_s: float | None = None
+        self._mark_tokens = 0
+        self._tokens_per_second = 0.0
+
+    def update(self, num_tokens: int, now_s: float) -> float:
+        """The rate, given the count of tokens since start and a clock that never goes back, in seconds."""
+        if self._mark_s is None:
+            self._mark_s, self._mark_tokens = now_s, num_tokens
+        elif now_s - self._mark_s >= MIN_WINDOW_S:
+            self._tokens_per_second = (num_tokens - self._mark_tokens) / (now_s - self._mark_s)
+            self._mark_s, self._mark_tokens = now_s, num_tokens
+        return self._tokens_per_second

@@ -1,0 +1,125 @@
+"""Settings of the vLLM engine, and the construction of its process.
+
+vLLM is imported inside `build_engine`, after the environment is set: it reads parts of that at import.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+_WORKER_EXTENSION = "services.generator.vllm_worker.PenstockWorkerExtension"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VllmSettings:
+    """How the engine is set up; fixed while it runs."""
+
+    model_path: Path
+    """Hugging Face directory of the initial model, weights in safetensors."""
+    policy_version: int = 0
+    """The version the initial model is."""
+    dtype: str = "auto"
+    """Element type of the weights: auto, float32, bfloat16 or float16."""
+    max_model_len: int | None = None
+    """Longest prompt + completion; the model's own limit where unset."""
+    max_num_seqs: int = 128
+    """Most samples decoded at once."""
+    num_threads: int = 1
+    """Threads of a CPU engine; a model of a few million parameters gains nothing from a second."""
+    kv_cache_gib: float = 1.0
+    """KV cache of a CPU engine."""
+    gpu_memory_utilization: float = 0.9
+    """Part of each GPU's memory the engine may take."""
+    tensor_parallel: int = 1
+    """GPUs one model replica is spread over."""
+    seed: int = 0
+    """Seed of samples that bring none."""
+    stream_interval: int = 16
+    """Most tokens of a sample held back before they are yielded; every token costs a wake-up at 1."""
+    enable_prefix_caching: bool = True
+    """Whether samples of one prompt share its KV cache; costs a few percent where prompts are short."""
+    start_timeout_s: float = 600.0
+    """Longest wait for the model to load."""
+    update_timeout_s: float = 300.0
+    """Longest pause for an update."""
+    stop_timeout_s: float = 20.0
+    """Longest wait for the engine process to end before it is killed."""
+
+
+def build_engine(settings: VllmSettings) -> AsyncLLM:
+    """Builds the engine and its process; blocks for seconds to minutes."""
+    os.environ.update(_environment())
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    from vllm.platforms import current_platform
+
+    is_cpu = current_platform.is_cpu()
+    if is_cpu:
+        os.environ.update(_cpu_environment(settings.num_threads))
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    from services.generator.vllm_stats import StatsRecorder
+
+    args = AsyncEngineArgs(
+        model=str(settings.model_path),
+        skip_tokenizer_init=True,
+        load_format="safetensors",
+        use_tqdm_on_load=False,
+        dtype=settings.dtype,
+        seed=settings.seed,
+        max_model_len=settings.max_model_len or _context_length(settings.model_path),
+        max_num_seqs=settings.max_num_seqs,
+        tensor_parallel_size=settings.tensor_parallel,
+        gpu_memory_utilization=settings.gpu_memory_utilization,
+        kv_cache_memory_bytes=int(settings.kv_cache_gib * 2**30) if is_cpu else None,
+        enforce_eager=is_cpu,
+        enable_prefix_caching=settings.enable_prefix_caching,
+        stream_interval=settings.stream_interval,
+        logprobs_mode="processed_logprobs",
+        generation_config="vllm",
+        worker_extension_cls=_WORKER_EXTENSION,
+        disable_log_stats=True,
+    )
+    return AsyncLLM.from_engine_args(args, stat_loggers=[StatsRecorder])
+
+
+def _environment() -> dict[str, str]:
+    """Keeps vLLM off the network (a model is a directory, and nobody is told that it runs) and quiet."""
+    return {
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_DO_NOT_TRACK": "1",
+        "HF_HUB_OFFLINE": "1",
+        "TRANSFORMERS_OFFLINE": "1",
+        # The engine process: torch's and vLLM's notes to their own developers.
+        "TORCH_CPP_LOG_LEVEL": "ERROR",
+        "PYTHONWARNINGS": "ignore::FutureWarning",
+    }
+
+
+def _cpu_environment(num_threads: int) -> dict[str, str]:
+    """Settings of a CPU engine; measured with a 2 M parameter model on two shared cores."""
+    return {
+        "OMP_NUM_THREADS": str(num_threads),
+        # Spinning threads of several processes on few cores halve each other.
+        "OMP_WAIT_POLICY": "PASSIVE",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        # Decodes in the engine process itself: a worker process beside it spins on shared memory, which cost half the
+        # tokens per CPU second and a quarter of a core while idle.
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        # vLLM compiles one small function even in eager mode: 20 s at the first token, to save nothing here.
+        "TORCHDYNAMO_DISABLE": "1",
+    }
+
+
+def _context_length(model_path: Path) -> int | None:
+    """The model's own limit; None leaves it to vLLM, which knows more spellings."""
+    config = json.loads((model_path / "config.json").read_text(encoding="utf-8"))
+    length = config.get("max_position_embeddings")
+    return length if isinstance(length, int) else None

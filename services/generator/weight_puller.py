@@ -1,0 +1,240 @@
+"""Takes published weights in flight: watch, fetch, install, prove, report.
+
+    manifest -> file in the cache -> engine -> attested -> reported to the store
+                   |  digest wrong      |  digest wrong
+                   +--------------------+--> refused, counted, fetched again; the old version stays
+
+Promises:
+
+- A version is held (and so named in beats) only after the digest the engine read back equals the published one.
+- Only the newest version is wanted: while one is being installed, those in between are skipped.
+- One install at a time. Weights that cannot be proved after MAX_ENGINE_MISMATCHES tries end the process, because an
+  engine that does not hold what it was given cannot be reasoned with.
+- The cache folder belongs to this generator alone; it keeps the newest KEPT_FILES files.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+import structlog
+
+from penstock.clients.downloads import PARTIAL_SUFFIX, Downloader
+from penstock.clients.weights import WeightsClient, tensor_digests
+from penstock.errors import DigestMismatchError, PenstockError, UnknownVersionError
+from penstock.rpc import backoff_s
+from penstock.v1 import weights_pb2
+from services.generator.engine import Engine, UpdateReport, WeightUpdate
+from services.generator.held import Held, HeldWeights
+from services.generator.metrics import GeneratorMetrics
+from services.generator.rollout import Rollouts
+
+KEPT_FILES = 2
+MAX_ENGINE_MISMATCHES = 3
+MAX_DRAIN_WAIT_S = 300.0
+
+_log = structlog.get_logger()
+
+
+@dataclass(slots=True, kw_only=True)
+class PullCounters:
+    """What happened since start."""
+
+    num_updates: int = 0
+    num_refused: int = 0
+    max_pause_s: float = 0.0
+
+
+class WeightPuller:
+    """Keeps the engine on the newest published version.
+
+    Args:
+        client: The weight store.
+        downloader: Fetches contents; entered already.
+        engine: Started already when `run` or `pull` is called.
+        held: Told what was attested.
+        rollouts: Held back where an update must not meet running samples.
+        cache_dir: Folder of this generator's weight files.
+        metrics: Counts swaps and refusals.
+    """
+
+    def __init__(
+        self,
+        *,
+        client: WeightsClient,
+        downloader: Downloader,
+        engine: Engine,
+        held: HeldWeights,
+        rollouts: Rollouts,
+        cache_dir: Path,
+        metrics: GeneratorMetrics,
+    ) -> None:
+        self._client = client
+        self._downloader = downloader
+        self._engine = engine
+        self._held = held
+        self._rollouts = rollouts
+        self._cache_dir = cache_dir
+        self._metrics = metrics
+        self._wanted: weights_pb2.WeightsManifest | None = None
+        self._announced = asyncio.Event()
+        self._installing = asyncio.Lock()
+        self._pulls: set[asyncio.Task[UpdateReport]] = set()
+        self._num_engine_mismatches = 0
+        self.counters = PullCounters()
+
+    async def watch(self) -> None:
+        """Note what the store publishes, until cancelled; raises PenstockError where a retry cannot help."""
+        await self._client.watch(self._announce, self._note_refused)
+
+    async def run(self) -> None:
+        """Install what is announced, until cancelled. Raises DigestMismatchError, EngineError: end the process."""
+        delays = backoff_s()
+        while True:
+            if not self._is_behind():
+                self._announced.clear()
+                await self._announced.wait()
+                delays = backoff_s()
+            manifest = self._wanted
+            if manifest is None or not self._is_behind():
+                continue
+            try:
+                await self._install(manifest, is_draining_first=False)
+                continue
+            except UnknownVersionError as error:
+                # Pruned while it was fetched: the store keeps only the newest, and announces it.
+                _log.info("version is gone", policy_version=manifest.policy_version, error=str(error))
+                await self._ask_for_newest()
+            except (PenstockError, OSError) as error:
+                self._give_up_on_engine(error)
+                _log.warning("weights not taken", policy_version=manifest.policy_version, error=str(error))
+            await asyncio.sleep(next(delays))
+
+    async def pull(self, policy_version: int | None, *, is_draining_first: bool) -> UpdateReport:
+        """Fetch and install a version (the newest where None) now; one that is held already is answered at once.
+
+        Raises:
+            UnknownVersionError: Not published.
+            DigestMismatchError: The content or the engine does not hold what the manifest states.
+            EngineError: The engine failed.
+        """
+        manifest = await self._client.get_manifest(policy_version)
+        # Not to be broken off by a caller that goes away: half an update is nobody's version.
+        task = asyncio.create_task(self._install(manifest, is_draining_first=is_draining_first))
+        self._pulls.add(task)
+        task.add_done_callback(self._pulls.discard)
+        return await asyncio.shield(task)
+
+    def _announce(self, manifest: weights_pb2.WeightsManifest) -> None:
+        self._wanted = manifest
+        self._announced.set()
+
+    async def _ask_for_newest(self) -> None:
+        try:
+            self._announce(await self._client.get_manifest())
+        except PenstockError as error:
+            _log.info("no newer manifest", error=str(error))
+
+    def _note_refused(self, error: PenstockError) -> None:
+        self.counters.num_refused += 1
+        self._metrics.weights_refused.inc()
+        _log.warning("weights refused", error=str(error))
+
+    def _is_behind(self) -> bool:
+        """Whether the announced version is one to install; a later history is newer whatever its version."""
+        held, wanted = self._held.current, self._wanted
+        if wanted is None:
+            return False
+        if held is None or not self._held.is_trusted:
+            return True
+        return (wanted.history, wanted.policy_version) > (held.history, held.policy_version)
+
+    def _holds(self, manifest: weights_pb2.WeightsManifest) -> bool:
+        held = self._held.current
+        return (
+            held is not None
+            and self._held.is_trusted
+            and (held.policy_version, held.history) == (manifest.policy_version, manifest.history)
+            and held.digest == manifest.digest
+        )
+
+    async def _install(self, manifest: weights_pb2.WeightsManifest, *, is_draining_first: bool) -> UpdateReport:
+        async with self._installing:
+            if self._holds(manifest):
+                return UpdateReport(policy_version=manifest.policy_version, digest=manifest.digest, pause_s=0.0)
+            path = self._cache_dir / f"v{manifest.policy_version:08d}-{manifest.digest[:16]}.safetensors"
+            download = await self._downloader.fetch(manifest, path, on_refused=self._note_refused)
+            self._metrics.fetched_bytes.inc(download.fetched_bytes)
+            report = await self._update_engine(manifest, path, is_draining_first=is_draining_first)
+            await self._report(manifest, report, fetched_bytes=download.fetched_bytes)
+            await asyncio.to_thread(self._clean, path)
+            return report
+
+    async def _update_engine(
+        self, manifest: weights_pb2.WeightsManifest, path: Path, *, is_draining_first: bool
+    ) -> UpdateReport:
+        update = WeightUpdate(
+            policy_version=manifest.policy_version,
+            path=path,
+            tensors=tensor_digests(manifest),
+            digest=manifest.digest,
+        )
+        try:
+            async with AsyncExitStack() as stack:
+                if is_draining_first:
+                    await stack.enter_async_context(self._rollouts.nothing_decoding(timeout_s=MAX_DRAIN_WAIT_S))
+                report = await self._engine.update_weights(update)
+            if report.digest != manifest.digest:
+                raise DigestMismatchError(f"the engine holds {report.digest}, version states {manifest.digest}")
+        except DigestMismatchError as error:
+            # The file was right when it arrived, so the engine is not.
+            self._num_engine_mismatches += 1
+            self._held.distrust()
+            self._note_refused(error)
+            await asyncio.to_thread(path.unlink, missing_ok=True)
+            raise
+        self._num_engine_mismatches = 0
+        await self._held.attest(
+            Held(policy_version=manifest.policy_version, history=manifest.history, digest=report.digest)
+        )
+        self._count(report)
+        return report
+
+    async def _report(self, manifest: weights_pb2.WeightsManifest, report: UpdateReport, *, fetched_bytes: int) -> None:
+        try:
+            await self._client.report_holding(
+                policy_version=manifest.policy_version,
+                digest=report.digest,
+                swap_pause_s=report.pause_s,
+                fetched_bytes=fetched_bytes,
+            )
+        except DigestMismatchError as error:
+            self._held.distrust()
+            self._note_refused(error)
+            raise
+        except PenstockError as error:
+            # The store is away or has moved on: what is held is proved all the same.
+            _log.info("holding not reported", policy_version=manifest.policy_version, error=str(error))
+
+    def _give_up_on_engine(self, error: Exception) -> None:
+        if self._num_engine_mismatches >= MAX_ENGINE_MISMATCHES:
+            raise error
+
+    def _count(self, report: UpdateReport) -> None:
+        self.counters.num_updates += 1
+        self.counters.max_pause_s = max(self.counters.max_pause_s, report.pause_s)
+        self._metrics.swaps.inc()
+        self._metrics.swap_pause_s.observe(report.pause_s)
+        self._metrics.policy_version.set(report.policy_version)
+        _log.info("weights installed", policy_version=report.policy_version, pause_s=round(report.pause_s, 4))
+
+    def _clean(self, newest: Path) -> None:
+        """Delete all but the newest files, by when they arrived; partial ones are of versions no longer wanted."""
+        complete = sorted(self._cache_dir.glob("v*.safetensors"), key=lambda path: path.stat().st_mtime)
+        for path in [path for path in complete if path != newest][: -(KEPT_FILES - 1)]:
+            path.unlink(missing_ok=True)
+        for path in self._cache_dir.glob(f"v*{PARTIAL_SUFFIX}"):
+            path.unlink(missing_ok=True)

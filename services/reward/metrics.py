@@ -1,0 +1,16 @@
+"""Prometheus numbers of a reward process."""
+
+from __future__ import annotations
+
+from prometheus_client import Counter, Gauge, Histogram
+
+SCORES = Counter("penstock_reward_scores", "Samples scored, by reward model and outcome.", ["model", "status"])
+BATCH_SECONDS = Histogram(
+    "penstock_reward_batch_seconds",
+    "Time from taking a batch to having its scores, retries included, seconds.",
+    ["model"],
+    buckets=(0.001, 0.005, 0.02, 0.1, 0.5, 2, 10, 60, 300),
+)
+RETRIES = Counter("penstock_reward_retries", "Calls of the reward model that failed and were tried again.", ["model"])
+HELD_SAMPLES = Gauge("penstock_reward_held_samples", "Samples leased and not yet scored.")
+IS_HOLDING_BACK = Gauge("penstock_reward_is_holding_back", "1 while the reward model does not answer and samples wait.")

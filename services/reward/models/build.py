@@ -1,0 +1,48 @@
+"""From the configured name to the reward model."""
+
+from __future__ import annotations
+
+import difflib
+import re
+
+from penstock.rewards import BatchReward, RewardLoadError, RewardModel, load_reward
+from penstock.rewards.local import LocalModel
+from penstock.security import NO_SECURITY, Security
+from services.reward.models.exact_match import exact_match
+from services.reward.models.inline import InlineReward
+from services.reward.models.math_reward import MathReward
+from services.reward.models.numeric import numeric
+from services.reward.models.remote import PREFIX, RemoteModel
+
+BUILT_IN_NAMES = ("exact_match", "numeric", "math")
+_ADDRESS = re.compile(r"grpc://(?:\[[0-9A-Fa-f:.]+\]|[^\s:/]+):(\d{1,5})")
+
+
+def build_model(name: str, *, security: Security = NO_SECURITY) -> RewardModel:
+    """The model behind a built-in name, `module:function` or grpc://host:port. Raises RewardLoadError."""
+    check_name(name)
+    if name.startswith(PREFIX):
+        return RemoteModel(name, security=security)
+    return LocalModel(load_reward(name) if ":" in name else _built_in(name))
+
+
+def check_name(name: str) -> None:
+    """Raises RewardLoadError when `name` is of none of the three kinds. Imports nothing of the user's."""
+    if "://" in name:
+        found = _ADDRESS.fullmatch(name)
+        if found is None or not 1 <= int(found[1]) <= 65535:
+            raise RewardLoadError(f"reward {name!r}: write it as grpc://host:port, for example grpc://127.0.0.1:7310")
+    elif ":" not in name and name not in BUILT_IN_NAMES:
+        near = difflib.get_close_matches(name, BUILT_IN_NAMES, n=1)
+        hint = f"did you mean {near[0]!r}?" if near else f"built in are {', '.join(BUILT_IN_NAMES)};"
+        raise RewardLoadError(f"reward {name!r}: {hint} a function of yours is written module:function")
+
+
+def _built_in(name: str) -> BatchReward:
+    match name:
+        case "exact_match":
+            return InlineReward(exact_match, name=name)
+        case "numeric":
+            return InlineReward(numeric, name=name)
+        case _:
+            return MathReward()

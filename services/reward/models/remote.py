@@ -1,0 +1,120 @@
+"""A reward model behind gRPC, in any language: whatever serves `penstock.v1.RewardService`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from penstock.errors import (
+    BadTokenError,
+    DeadlineError,
+    InternalError,
+    NotOfferedError,
+    PenstockError,
+    ServiceUnavailableError,
+)
+from penstock.rewards import ModelAwayError
+from penstock.rewards.model import DEFAULT_MAX_BATCH_SIZE
+from penstock.rewards.wire import MAX_MESSAGE_CHARACTERS, MAX_NAME_CHARACTERS, check_score, failed_score
+from penstock.rpc import call, open_channel
+from penstock.security import NO_SECURITY, Security
+from penstock.v1 import reward_pb2, reward_pb2_grpc, types_pb2
+
+PREFIX = "grpc://"
+PROBE_TIMEOUT_S = 5.0
+# Far below the 4 MiB that gRPC servers accept when nobody configured them.
+MAX_REQUEST_BYTES = 1024 * 1024
+
+
+class RemoteModel:
+    """Calls a RewardService. Its limits and wishes are asked for by every probe, since it may have been replaced."""
+
+    def __init__(self, address: str, *, security: Security = NO_SECURITY) -> None:
+        """`address` is grpc://host:port."""
+        self._address = address
+        self._channel = open_channel(address.removeprefix(PREFIX), security)
+        self._stub = reward_pb2_grpc.RewardServiceStub(self._channel)
+        self._description: reward_pb2.GetRewardModelResponse | None = None
+
+    @property
+    def name(self) -> str:
+        """The name it gave itself, once known, else its address."""
+        return (self._description.name if self._description is not None else "") or self._address
+
+    async def probe(self) -> None:
+        """Ask it to describe itself. Raises ModelAwayError when it is not there or refuses to talk."""
+        request = reward_pb2.GetRewardModelRequest()
+        try:
+            self._description = await call(
+                self._stub.GetRewardModel, request, peer=self._address, timeout_s=PROBE_TIMEOUT_S
+            )
+        except NotOfferedError:
+            # The contract allows a model not to describe itself; then it has the defaults.
+            self._description = reward_pb2.GetRewardModelResponse()
+        except (ServiceUnavailableError, DeadlineError, BadTokenError) as error:
+            raise ModelAwayError(f"reward model {error}") from error
+        except PenstockError:
+            # It answered, if only with an error of its own: it is there.
+            self._description = reward_pb2.GetRewardModelResponse()
+
+    async def describe(self) -> reward_pb2.GetRewardModelResponse:
+        """What it said of itself when it was last probed."""
+        if self._description is None:
+            await self.probe()
+        assert self._description is not None
+        return self._description
+
+    async def score(self, items: Sequence[reward_pb2.ScoreItem], *, timeout_s: float) -> list[types_pb2.Score]:
+        """One score per item, in order; malformed answers become FAILED. Raises PenstockError and ModelAwayError."""
+        description = await self.describe()
+        limit = description.max_batch_size or DEFAULT_MAX_BATCH_SIZE
+        scores: list[types_pb2.Score] = []
+        for part in _split(items, max_items=limit, wants_token_ids=description.wants_token_ids):
+            scores += await self._score_part(part, timeout_s)
+        return scores
+
+    async def close(self) -> None:
+        """Close the channel."""
+        await self._channel.close()
+
+    async def _score_part(self, items: list[reward_pb2.ScoreItem], timeout_s: float) -> list[types_pb2.Score]:
+        request = reward_pb2.ScoreRequest(items=items)
+        try:
+            response = await call(self._stub.Score, request, peer=self._address, timeout_s=timeout_s)
+        except (NotOfferedError, BadTokenError) as error:
+            # Not a reward model, or not for us: no fault of the samples, and somebody has to mend it.
+            raise ModelAwayError(f"reward model {error}") from error
+        if len(response.scores) != len(items):
+            raise InternalError(f"{self._address} answered {len(response.scores)} scores for {len(items)} items")
+        return [self._checked(score) for score in response.scores]
+
+    def _checked(self, score: types_pb2.Score) -> types_pb2.Score:
+        problem = check_score(score)
+        if problem is not None:
+            return failed_score(f"malformed score: {problem}", model=self.name)
+        score.message = score.message[:MAX_MESSAGE_CHARACTERS]
+        score.model = score.model[:MAX_NAME_CHARACTERS]
+        return score
+
+
+def _split(
+    items: Sequence[reward_pb2.ScoreItem], *, max_items: int, wants_token_ids: bool
+) -> Iterator[list[reward_pb2.ScoreItem]]:
+    part: list[reward_pb2.ScoreItem] = []
+    part_bytes = 0
+    for item in items:
+        sent = item if wants_token_ids or not item.token_ids else _without_token_ids(item)
+        item_bytes = sent.ByteSize()
+        if part and (len(part) >= max_items or part_bytes + item_bytes > MAX_REQUEST_BYTES):
+            yield part
+            part, part_bytes = [], 0
+        part.append(sent)
+        part_bytes += item_bytes
+    if part:
+        yield part
+
+
+def _without_token_ids(item: reward_pb2.ScoreItem) -> reward_pb2.ScoreItem:
+    copy = reward_pb2.ScoreItem()
+    copy.CopyFrom(item)
+    copy.ClearField("token_ids")
+    return copy

@@ -1,0 +1,173 @@
+"""From leases to scores: batches, deadlines, retries.
+
+Invariants:
+- Every lease taken is answered with exactly one score, or was lost to another worker meanwhile.
+- An error is never a value: what cannot be judged gets a status that says why.
+- A model that is away costs no sample: work waits, its leases renewed. Only what happens to a call that reached the
+  model counts as a try, and UNAVAILABLE only now and then while nobody's call succeeds: it says little of the samples.
+- One bad sample costs its neighbours nothing: a batch that keeps failing is halved until the bad ones stand alone.
+- At most `max_concurrent_batches` calls are under way; further leases wait with the source, which bounds them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import structlog
+from google.protobuf.duration_pb2 import Duration
+
+from penstock.errors import PenstockError, ServiceUnavailableError
+from penstock.rewards import ModelAwayError, RewardModel, ScoreStatus
+from penstock.rewards.wire import failed_score
+from penstock.rpc import backoff_s
+from penstock.v1 import broker_pb2, types_pb2
+from services.reward.breaker import Breaker
+from services.reward.config import RewardModelConfig
+from services.reward.metrics import BATCH_SECONDS, HELD_SAMPLES, IS_HOLDING_BACK, RETRIES, SCORES
+from services.reward.tries import Tries
+
+_LOG_EVERY_S = 10.0
+
+_log = structlog.get_logger()
+
+
+class LeaseSource(Protocol):
+    """Where leases come from and results go; bounded by its own credits."""
+
+    @property
+    def num_held(self) -> int:
+        """Leases not answered yet."""
+        ...
+
+    async def take(self, *, max_items: int) -> list[broker_pb2.ScoringLease]:
+        """At least one lease, each handed out once; waits while there is none."""
+        ...
+
+    def is_held(self, lease_id: str) -> bool:
+        """Whether the lease still counts."""
+        ...
+
+    def answer(self, results: Sequence[broker_pb2.ScoreResult]) -> None:
+        """Take results; those of lost leases are ignored."""
+        ...
+
+
+class ScoringPool:
+    """Scores what a source hands out with one reward model."""
+
+    def __init__(
+        self,
+        *,
+        source: LeaseSource,
+        model: RewardModel,
+        config: RewardModelConfig,
+        monotonic_s: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._source = source
+        self._model = model
+        self._config = config
+        self._monotonic_s = monotonic_s
+        self._breaker = Breaker(model, num_waiting=lambda: source.num_held, monotonic_s=monotonic_s)
+        self._unscored: Counter[str] = Counter()
+        self._log_unscored_at_s = 0.0
+
+    @property
+    def is_holding_back(self) -> bool:
+        """Whether samples wait for the reward model to come back."""
+        return self._breaker.is_open
+
+    async def run(self) -> None:
+        """Score until cancelled."""
+        async with asyncio.TaskGroup() as group:
+            for _ in range(self._config.max_concurrent_batches):
+                group.create_task(self._work())
+
+    async def _work(self) -> None:
+        while True:
+            leases = await self._source.take(max_items=self._config.max_batch_size)
+            HELD_SAMPLES.set(self._source.num_held)
+            started_s = self._monotonic_s()
+            results = await self._judge(leases, self._tries())
+            latency_s = self._monotonic_s() - started_s
+            for result in results:
+                self._complete(result.score, latency_s)
+            self._source.answer(results)
+            BATCH_SECONDS.labels(self._model.name).observe(latency_s)
+            HELD_SAMPLES.set(self._source.num_held)
+
+    async def _judge(self, leases: Sequence[broker_pb2.ScoringLease], tries: Tries) -> list[broker_pb2.ScoreResult]:
+        for delay_s in backoff_s():
+            leases = [lease for lease in leases if self._source.is_held(lease.lease_id)]
+            if not leases:
+                return []
+            answer = await self._try(leases)
+            if isinstance(answer, list):
+                return [_result(lease, score) for lease, score in zip(leases, answer, strict=True)]
+            if isinstance(answer, PenstockError) and tries.are_over_after(answer):
+                return await self._settle(leases, answer, tries)
+            RETRIES.labels(self._model.name).inc()
+            await asyncio.sleep(delay_s)
+        raise AssertionError("unreachable: backoff_s never ends")
+
+    async def _try(
+        self, leases: Sequence[broker_pb2.ScoringLease]
+    ) -> list[types_pb2.Score] | PenstockError | ModelAwayError:
+        items = [lease.item for lease in leases]
+        async with self._breaker.permit():
+            try:
+                scores = await self._model.score(items, timeout_s=self._config.timeout_s)
+                self._breaker.succeeded()
+                return scores
+            except ModelAwayError as error:
+                self._breaker.failed(str(error), is_away=True)
+                return error
+            except PenstockError as error:
+                if error.is_retryable:
+                    self._breaker.failed(str(error), is_away=isinstance(error, ServiceUnavailableError))
+                return error
+            finally:
+                IS_HOLDING_BACK.set(self._breaker.is_open)
+
+    async def _settle(
+        self, leases: Sequence[broker_pb2.ScoringLease], error: PenstockError, tries: Tries
+    ) -> list[broker_pb2.ScoreResult]:
+        if len(leases) > 1:
+            middle = len(leases) // 2
+            tries.grant_one_more()
+            first = await self._judge(leases[:middle], tries)
+            tries.grant_one_more()
+            return first + await self._judge(leases[middle:], tries)
+        status = ScoreStatus.TIMEOUT if error.is_retryable else ScoreStatus.FAILED
+        return [_result(lease, failed_score(str(error), model=self._model.name, status=status)) for lease in leases]
+
+    def _tries(self) -> Tries:
+        return Tries(
+            max_tries=self._config.max_retries + 1,
+            num_successes=lambda: self._breaker.num_successes,
+            monotonic_s=self._monotonic_s,
+        )
+
+    def _complete(self, score: types_pb2.Score, latency_s: float) -> None:
+        score.model = score.model or self._model.name
+        latency = Duration()
+        latency.FromNanoseconds(int(latency_s * 1e9))
+        score.latency.CopyFrom(latency)
+        status = types_pb2.ScoreStatus.Name(score.status).removeprefix("SCORE_STATUS_").lower()
+        SCORES.labels(self._model.name, status).inc()
+        if score.status not in (types_pb2.SCORE_STATUS_OK, types_pb2.SCORE_STATUS_ABSTAINED):
+            self._note_unscored(status, score.message)
+
+    def _note_unscored(self, status: str, message: str) -> None:
+        self._unscored[status] += 1
+        now_s = self._monotonic_s()
+        if now_s >= self._log_unscored_at_s:
+            self._log_unscored_at_s = now_s + _LOG_EVERY_S
+            _log.warning("samples could not be scored", model=self._model.name, latest=message, **self._unscored)
+
+
+def _result(lease: broker_pb2.ScoringLease, score: types_pb2.Score) -> broker_pb2.ScoreResult:
+    return broker_pb2.ScoreResult(lease_id=lease.lease_id, key=lease.item.key, score=score)

@@ -1,0 +1,53 @@
+"""Runs a reward process: a worker of one run, and a RewardService of its own over the same reward model."""
+
+from __future__ import annotations
+
+import structlog
+
+from penstock.clients.scoring import ScoringSession
+from penstock.rewards.serving import reward_service
+from penstock.rpc import Server, run_until_stopped
+from penstock.security import Security
+from penstock.telemetry import serve_metrics
+from services.reward.config import RewardConfig
+from services.reward.models.build import build_model
+from services.reward.pool import ScoringPool
+
+DRAIN_S = 5.0
+# Enough that every call under way finds the next batch waiting when it ends.
+_BATCHES_HELD_A_CALL = 2
+
+_log = structlog.get_logger()
+
+
+async def serve(config: RewardConfig) -> None:
+    """Score until SIGTERM or SIGINT; waits for broker, run and reward model as long as they are away.
+
+    Raises RewardLoadError, PortUnavailableError, and PenstockError where the broker refuses this process for good.
+    """
+    serve_metrics(config.metrics_port)
+    security = Security.from_environment()
+    model = build_model(config.reward.model, security=security)
+    max_leases = _BATCHES_HELD_A_CALL * config.reward.max_concurrent_batches * config.reward.max_batch_size
+    session = ScoringSession(
+        broker=config.broker,
+        run_id=config.run_id,
+        worker_id=config.worker_id,
+        max_leases=max_leases,
+        security=security,
+    )
+    pool = ScoringPool(source=session, model=model, config=config.reward)
+    server = Server(listen=config.listen, services=[reward_service(model)], security=security)
+
+    async def drain() -> None:
+        num_left = await session.drain(timeout_s=DRAIN_S)
+        if num_left:
+            _log.warning("stopped with samples unscored; their leases expire and go to another worker", num=num_left)
+
+    def announce() -> None:
+        _log.info("reward listens", listen=config.listen, model=model.name, broker=config.broker, run_id=config.run_id)
+
+    try:
+        await run_until_stopped(server, loops=[session.run, pool.run], on_started=announce, before_stop=drain)
+    finally:
+        await model.close()

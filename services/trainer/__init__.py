@@ -1,0 +1,1 @@
+"""The trainer: pulls microbatches, steps, acknowledges, publishes the next policy version."""

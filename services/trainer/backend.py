@@ -1,0 +1,147 @@
+"""What the training step needs of whatever holds the model: the `Backend` protocol, its values and its errors.
+
+BackendError
++-- UnsupportedModelError      the model cannot be trained on packed rows
++-- CheckpointMismatchError    a checkpoint does not fit the model
++-- NonFiniteLossError         a loss is NaN or infinite; nothing was accumulated from that pack
++-- NonFiniteGradientError     the accumulated gradient is; no step was taken, the gradient is gone
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from services.trainer.packing import Pack
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class BackendError(Exception):
+    """Base of what a backend raises."""
+
+
+class UnsupportedModelError(BackendError):
+    """The model cannot be trained on packed rows; the message says what is missing."""
+
+
+class CheckpointMismatchError(BackendError):
+    """A checkpoint does not hold the tensors of this model, or holds them in other shapes."""
+
+
+class NonFiniteLossError(BackendError):
+    """The loss of a pack is NaN or infinite; its gradient was not added."""
+
+
+class NonFiniteGradientError(BackendError):
+    """The accumulated gradient is NaN or infinite; the weights were not changed and the gradient was dropped."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LossTotals:
+    """What a loss reported, added up over packs."""
+
+    num_tokens: int = 0
+    """Loss tokens."""
+    sums: Mapping[str, float] = field(default_factory=dict)
+    """Sums over those tokens."""
+    maxima: Mapping[str, float] = field(default_factory=dict)
+    """Maxima over those tokens."""
+
+    def merged(self, other: LossTotals) -> LossTotals:
+        """The totals of both."""
+        return LossTotals(
+            num_tokens=self.num_tokens + other.num_tokens,
+            sums={k: self.sums.get(k, 0.0) + other.sums.get(k, 0.0) for k in {**self.sums, **other.sums}},
+            maxima={
+                k: max(self.maxima.get(k, -math.inf), other.maxima.get(k, -math.inf))
+                for k in {**self.maxima, **other.maxima}
+            },
+        )
+
+    def means(self) -> dict[str, float]:
+        """Sums divided by the number of tokens, and maxima as they are; empty without tokens."""
+        if self.num_tokens == 0:
+            return {}
+        return {**{k: v / self.num_tokens for k, v in self.sums.items()}, **self.maxima}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepMetrics:
+    """One optimiser step."""
+
+    grad_norm: float
+    """L2 norm of the whole gradient, per token of the step, before clipping."""
+    learning_rate: float
+    """The rate the step was taken with."""
+    num_optimizer_steps: int
+    """Steps taken since the initial model, this one included."""
+
+
+class Backend(Protocol):
+    """Holds a causal language model and its optimiser.
+
+    Promises:
+    - Gradients add up over `forward_backward` until `optimizer_step` or `discard_gradients`; the order of packs and
+      how trajectories are split over packs changes them by rounding only.
+    - A raised error leaves the weights and the optimiser as they were.
+    - After `load(d)`, the same calls give bit-identical results to those made after `save(d)`, on the same machine
+      with the same number of threads.
+    - Calls are synchronous and not thread-safe: one thread at a time.
+    """
+
+    @property
+    def vocab_size(self) -> int:
+        """Token ids lie in [0, vocab_size)."""
+
+    @property
+    def max_sequence_length(self) -> int:
+        """Most tokens of one trajectory."""
+
+    def forward_backward(self, pack: Pack) -> LossTotals:
+        """Adds a pack's gradient of the summed loss.
+
+        Raises:
+            NonFiniteLossError: nothing was added; discard the gradients or go on without the pack.
+        """
+
+    def forward_logprobs(self, pack: Pack) -> npt.NDArray[np.float32]:
+        """Log-probs of the pack's loss tokens under the current weights, float32[N], nats."""
+
+    def optimizer_step(self, *, num_tokens: int) -> StepMetrics:
+        """Divides the gradient by `num_tokens`, clips its norm, steps and clears it.
+
+        With nothing accumulated this is a step with a zero gradient, as for a batch whose advantages are all zero.
+
+        Args:
+            num_tokens: loss tokens of the whole step, at least 1, those of skipped zero-advantage samples included.
+
+        Raises:
+            NonFiniteGradientError: no step was taken.
+        """
+
+    def discard_gradients(self) -> None:
+        """Forgets what was accumulated."""
+
+    def state_tensors(self) -> dict[str, Tensor]:
+        """The weights by their Hugging Face names, tied ones once; live views, valid until the next step or load."""
+
+    def save(self, directory: Path) -> None:
+        """Writes a Hugging Face model directory, and in its `resume/` folder what training needs to continue.
+
+        That is safetensors, configuration and tokenizer; and optimiser, random state and step count.
+        """
+
+    def load(self, directory: Path) -> None:
+        """Continues from what `save` wrote.
+
+        Raises:
+            CheckpointMismatchError: names, shapes or element types differ; nothing was changed.
+        """

@@ -1,0 +1,70 @@
+"""Small rules for tasks: work that must not be cut short, and loops that live as long as the work they serve."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any, TypeVar
+
+_Result = TypeVar("_Result")
+
+
+async def uninterrupted(work: Coroutine[Any, Any, _Result]) -> _Result:
+    """The result of `work`, which runs to its end even when the caller is cancelled; the caller then ends after it.
+
+    Raises:
+        asyncio.CancelledError: The caller was cancelled and `work` ended well.
+        Exception: What `work` raised, cancelled or not.
+    """
+    task = asyncio.ensure_future(work)
+    try:
+        return await asyncio.shield(task)
+    except asyncio.CancelledError:
+        await asyncio.wait([task])
+        # An error of the work matters more than the cancellation: raise it if there is one.
+        task.result()
+        raise
+
+
+async def run_beside(
+    work: Coroutine[Any, Any, _Result], loops: Sequence[Callable[[], Coroutine[Any, Any, None]]]
+) -> _Result:
+    """The result of `work`, with `loops` running beside it; they are cancelled when it ends.
+
+    Raises:
+        Exception: What `work` raised, or what a loop raised first; `work` is then cancelled.
+    """
+    main = asyncio.ensure_future(work)
+    others = [asyncio.ensure_future(loop()) for loop in loops]
+    try:
+        pending: set[asyncio.Future[Any]] = {main, *others}
+        while not main.done():
+            done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
+            for task in done - {main}:
+                task.result()
+        return main.result()
+    finally:
+        for task in (main, *others):
+            task.cancel()
+        await asyncio.gather(main, *others, return_exceptions=True)
+
+
+async def unless_set(work: Coroutine[Any, Any, _Result], stop: asyncio.Event) -> _Result | None:
+    """The result of `work`, or None when `stop` was set first; `work` is then cancelled and has ended.
+
+    Raises:
+        Exception: What `work` raised, also on its way out.
+    """
+    main = asyncio.ensure_future(work)
+    stopped = asyncio.ensure_future(stop.wait())
+    try:
+        await asyncio.wait({main, stopped}, return_when=asyncio.FIRST_COMPLETED)
+        if main.done():
+            return main.result()
+        main.cancel()
+        await asyncio.wait([main])
+        return None if main.cancelled() else main.result()
+    finally:
+        stopped.cancel()
+        main.cancel()
+        await asyncio.gather(main, stopped, return_exceptions=True)

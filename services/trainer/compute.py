@@ -1,0 +1,119 @@
+"""The one thread in which PyTorch works, so that the event loop stays free for gRPC and HTTP.
+
+Promises:
+
+- Calls run one after the other, in the order they were made; a backend never sees two at once.
+- Cancelling a caller does not leave its call running unnoticed: the caller ends only when the call has.
+- After `interrupt`, a forward pass that has not begun raises InterruptedComputeError instead: a stop waits for at most
+  one pack.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import TYPE_CHECKING, ParamSpec, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from penstock.clock import Clock
+from services.trainer.backend import Backend, BackendError, LossTotals, StepMetrics
+from services.trainer.background import uninterrupted
+from services.trainer.packing import Pack
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_Parameters = ParamSpec("_Parameters")
+_Result = TypeVar("_Result")
+
+
+class InterruptedComputeError(BackendError):
+    """The run is being stopped; nothing of the pack was added."""
+
+
+class ComputeThread:
+    """Runs calls in its thread; `on_span` hears when each began and ended, in Unix seconds."""
+
+    def __init__(self, *, clock: Clock, on_span: Callable[[float, float], None]) -> None:
+        self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="compute")
+        self._clock = clock
+        self._on_span = on_span
+        self.busy_s = 0.0
+
+    async def run(
+        self, function: Callable[_Parameters, _Result], *args: _Parameters.args, **kwargs: _Parameters.kwargs
+    ) -> _Result:
+        """`function(*args, **kwargs)` in the thread."""
+        start_s = self._clock.now_s()
+        loop = asyncio.get_running_loop()
+
+        async def in_thread() -> _Result:
+            return await loop.run_in_executor(self._executor, lambda: function(*args, **kwargs))
+
+        try:
+            return await uninterrupted(in_thread())
+        finally:
+            end_s = self._clock.now_s()
+            self.busy_s += end_s - start_s
+            self._on_span(start_s, end_s)
+
+    def close(self) -> None:
+        """Let the thread end; nothing may be running."""
+        self._executor.shutdown(wait=True, cancel_futures=True)
+
+
+class InterruptibleBackend:
+    """A `Backend` whose forward passes can be called off from another thread; otherwise it only passes calls on."""
+
+    def __init__(self, backend: Backend) -> None:
+        self._backend = backend
+        self._is_interrupted = threading.Event()
+
+    def interrupt(self) -> None:
+        """Let no further forward pass begin."""
+        self._is_interrupted.set()
+
+    @property
+    def vocab_size(self) -> int:
+        """See `Backend`."""
+        return self._backend.vocab_size
+
+    @property
+    def max_sequence_length(self) -> int:
+        """See `Backend`."""
+        return self._backend.max_sequence_length
+
+    def forward_backward(self, pack: Pack) -> LossTotals:
+        """See `Backend`; raises InterruptedComputeError after `interrupt`."""
+        if self._is_interrupted.is_set():
+            raise InterruptedComputeError("the run is being stopped")
+        return self._backend.forward_backward(pack)
+
+    def forward_logprobs(self, pack: Pack) -> npt.NDArray[np.float32]:
+        """See `Backend`."""
+        return self._backend.forward_logprobs(pack)
+
+    def optimizer_step(self, *, num_tokens: int) -> StepMetrics:
+        """See `Backend`."""
+        return self._backend.optimizer_step(num_tokens=num_tokens)
+
+    def discard_gradients(self) -> None:
+        """See `Backend`."""
+        self._backend.discard_gradients()
+
+    def state_tensors(self) -> dict[str, Tensor]:
+        """See `Backend`."""
+        return self._backend.state_tensors()
+
+    def save(self, directory: Path) -> None:
+        """See `Backend`."""
+        self._backend.save(directory)
+
+    def load(self, directory: Path) -> None:
+        """See `Backend`."""
+        self._backend.load(directory)

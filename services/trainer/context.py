@@ -1,0 +1,68 @@
+"""What the parts of one run share: its specification, its broker, its progress."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+from pathlib import Path
+
+from penstock.clients.broker import BrokerClient
+from penstock.clock import Clock
+from penstock.v1 import broker_pb2
+from services.trainer.backend import Backend
+from services.trainer.config import TrainingConfig
+from services.trainer.data import Tokenizer
+from services.trainer.progress import Progress
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Policy:
+    """What is trained, and how prompts become its tokens."""
+
+    backend: Backend
+    tokenizer: Tokenizer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunSpec:
+    """Which run, and how."""
+
+    run_id: str
+    config: TrainingConfig
+    run_dir: Path
+    resume: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunContext:
+    """A run that is being worked on."""
+
+    spec: RunSpec
+    client: BrokerClient
+    progress: Progress
+    version_lock: asyncio.Lock
+    """Held by whoever changes or states the run's version at the broker: stating an old one would rewind the run."""
+    clock: Clock
+
+    @property
+    def config(self) -> TrainingConfig:
+        """The run's configuration."""
+        return self.spec.config
+
+    @property
+    def run_id(self) -> str:
+        """The run's name."""
+        return self.spec.run_id
+
+    async def open_run(self, policy_version: int) -> broker_pb2.OpenRunResponse:
+        """Create the run or attach to it again, telling the broker the ledger; call with `version_lock` held."""
+        algorithm = self.config.algorithm
+        limits = broker_pb2.RunLimits(
+            groups_per_step=algorithm.prompts_per_step,
+            group_size=algorithm.group_size,
+            max_staleness=algorithm.max_staleness,
+            max_completion_tokens=self.config.sampling.max_new_tokens,
+        )
+        return await self.client.open_run(
+            self.run_id, limits=limits, policy_version=policy_version, steps=self.progress.step_records()
+        )

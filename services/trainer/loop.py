@@ -1,0 +1,230 @@
+"""The optimiser steps of a run: pull scored groups, accumulate as they come, step, acknowledge, publish.
+
+    pull --> decode --> forward/backward --+--> optimiser step --> AckStep --> publish (beside the next step)
+      ^------------ until groups_per_step -+
+
+Promises:
+
+- A group is trained on in exactly one step of the surviving history: one that the ledger knows is never trained again.
+- The optimiser step and the progress that records it are one: a stop falls before or after both.
+- AckStep comes before the weights are published, because the broker refuses tokens of versions it has not heard of. A
+  crash in between is harmless: the broker is the truth of the version, and the ledger tells it of steps it missed.
+- A group of which no sample can be trained on is dropped at the broker with its reason, and another takes its place.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter, deque
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+
+import structlog
+
+from penstock.clients.training import MicrobatchSession, Subscription
+from penstock.errors import DeadlineError, InvalidFieldError, VersionConflictError
+from penstock.v1 import types_pb2
+from services.trainer.background import uninterrupted
+from services.trainer.compute import ComputeThread, InterruptibleBackend
+from services.trainer.context import RunContext
+from services.trainer.decoding import training_samples
+from services.trainer.metrics import Line, StepTimes, count_step, step_line
+from services.trainer.samples import TrainingSample
+from services.trainer.step import MicrobatchReport, SkipReason, StepReport, StepSettings, TrainingStep
+
+CONSUMER_ID = "trainer-0"
+MAX_SILENCE_S = 1800.0
+"""Without any new group for this long the run fails and says what it waited for."""
+POLL_S = 0.5
+
+_log = structlog.get_logger()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepHooks:
+    """What others do with a step."""
+
+    on_groups: Callable[[Sequence[types_pb2.TrajectoryGroup]], None]
+    """Groups came."""
+    on_waiting: Callable[[str], None]
+    """Nothing came for a while, and why."""
+    publish: Callable[[], Awaitable[asyncio.Future[float]]]
+    """Copy the present version and begin to publish it; the future holds the seconds it took."""
+
+
+@dataclass(slots=True, kw_only=True)
+class _OpenStep:
+    """The step under way."""
+
+    step: TrainingStep
+    started_s: float
+    busy_before_s: float
+    group_ids: list[str] = field(default_factory=list)
+    samples: list[TrainingSample] = field(default_factory=list)
+
+
+class StepLoop:
+    """Takes the steps of one run."""
+
+    def __init__(
+        self, *, context: RunContext, compute: ComputeThread, backend: InterruptibleBackend, hooks: StepHooks
+    ) -> None:
+        self._context = context
+        self._compute = compute
+        self._backend = backend
+        self._hooks = hooks
+        self._received: deque[types_pb2.TrajectoryGroup] = deque()
+        self._publishing: asyncio.Future[float] | None = None
+        self._last_publish_s = 0.0
+        groups_per_step = context.config.algorithm.prompts_per_step
+        self.session = MicrobatchSession(
+            context.client.channel,
+            peer=context.client.peer,
+            subscription=Subscription(
+                run_id=context.run_id,
+                consumer_id=CONSUMER_ID,
+                purpose=types_pb2.PURPOSE_TRAIN,
+                max_held_groups=groups_per_step,
+                max_groups=min(context.config.trainer.max_groups_per_microbatch, groups_per_step),
+            ),
+        )
+
+    async def take_step(self) -> Line:
+        """One step, acknowledged and being published; returns its metrics.
+
+        Raises:
+            BackendError: A loss or gradient was not finite; nothing changed.
+            DeadlineError: No new group for MAX_SILENCE_S.
+            PenstockError: The broker refused something for good, or was away for too long.
+        """
+        context, settings = self._context, self._context.config.algorithm
+        open_step = _OpenStep(
+            step=TrainingStep(
+                self._backend,
+                StepSettings(
+                    policy_version=context.progress.policy_version,
+                    max_staleness=settings.max_staleness,
+                    max_pack_tokens=context.config.trainer.tokens_per_pack,
+                    normalize_std=settings.normalize_std,
+                    skip_zero_advantages=settings.kl_coefficient == 0,
+                ),
+            ),
+            started_s=context.clock.now_s(),
+            busy_before_s=self._compute.busy_s,
+        )
+        try:
+            while len(open_step.group_ids) < settings.prompts_per_step:
+                num_missing = settings.prompts_per_step - len(open_step.group_ids)
+                await self._add(open_step, await self._next_groups(num_missing))
+            async with context.version_lock:
+                report = await uninterrupted(self._finish(open_step))
+                await self._acknowledge(open_step.group_ids)
+        finally:
+            # A step that did not finish must leave no gradients behind.
+            await self._compute.run(open_step.step.abandon)
+        await self.wait_until_published()
+        self._publishing = await self._hooks.publish()
+        return self._line(open_step, report)
+
+    async def wait_until_published(self) -> None:
+        """Returns when the last version is published; raises what publishing raised."""
+        if self._publishing is not None:
+            self._last_publish_s = await self._publishing
+            self._publishing = None
+
+    async def _finish(self, open_step: _OpenStep) -> StepReport:
+        report = await self._compute.run(open_step.step.finish)
+        progress = self._context.progress
+        progress.record_step(tuple(open_step.group_ids))
+        progress.num_samples += report.num_samples
+        progress.num_response_tokens += report.num_completion_tokens
+        progress.max_staleness_seen = max(progress.max_staleness_seen, report.staleness_max)
+        return report
+
+    async def _acknowledge(self, group_ids: Sequence[str]) -> None:
+        version = self._context.progress.policy_version
+        try:
+            await self._context.client.ack_step(
+                self._context.run_id, consumer_id=CONSUMER_ID, group_ids=group_ids, policy_version=version
+            )
+        except VersionConflictError as error:
+            # A broker whose Redis lost its last moment is behind; the ledger, this step included, brings it up.
+            _log.warning("the broker is at another version and is told the last steps", error=str(error))
+            await self._context.open_run(version)
+        self._context.progress.acked_version = version
+        self.session.release(group_ids)
+
+    async def _next_groups(self, max_groups: int) -> list[types_pb2.TrajectoryGroup]:
+        """At least one and at most `max_groups` groups, none of which was trained on."""
+        quiet_since_s = self._context.clock.now_s()
+        while not self._received:
+            microbatch = await self.session.next(timeout_s=POLL_S)
+            if microbatch is not None:
+                self._hooks.on_groups(microbatch.groups)
+                self._received.extend(await self._without_trained(list(microbatch.groups)))
+                continue
+            quiet_s = self._context.clock.now_s() - quiet_since_s
+            if quiet_s > MAX_SILENCE_S:
+                raise DeadlineError(
+                    f"no sample group came for {MAX_SILENCE_S:.0f} s; last word: {self.session.waiting_reason}"
+                )
+            self._hooks.on_waiting(self.session.waiting_reason)
+        return [self._received.popleft() for _ in range(min(max_groups, len(self._received)))]
+
+    async def _without_trained(self, groups: list[types_pb2.TrajectoryGroup]) -> list[types_pb2.TrajectoryGroup]:
+        trained = {group_id for step in self._context.progress.ledger for group_id in step.group_ids}
+        again = [group.prompt.group_id for group in groups if group.prompt.group_id in trained]
+        if again:
+            _log.warning("trained groups were handed out again: the broker lost a step", group_ids=again[:5])
+            async with self._context.version_lock:
+                await self._context.open_run(self._context.progress.acked_version)
+            self.session.release(again)
+        return [group for group in groups if group.prompt.group_id not in trained]
+
+    async def _add(self, open_step: _OpenStep, groups: Sequence[types_pb2.TrajectoryGroup]) -> None:
+        decoded: dict[str, list[TrainingSample]] = {}
+        for group in groups:
+            try:
+                decoded[group.prompt.group_id] = training_samples(group)
+            except InvalidFieldError as error:
+                _log.warning("a group cannot be read", group_id=group.prompt.group_id, error=str(error))
+                await self._drop([group.prompt.group_id], reason=SkipReason.MALFORMED.value)
+        report = await self._compute.run(open_step.step.add_groups, list(decoded.values()))
+        reasons = _unusable_groups(decoded, report)
+        for group_id, reason in reasons.items():
+            await self._drop([group_id], reason=reason)
+        skipped = {(sample.group_id, sample.sample_index) for sample in report.skipped}
+        for group_id, samples in decoded.items():
+            if group_id not in reasons:
+                open_step.group_ids.append(group_id)
+                open_step.samples += [s for s in samples if (s.group_id, s.sample_index) not in skipped]
+
+    async def _drop(self, group_ids: Sequence[str], *, reason: str) -> None:
+        await self._context.client.drop_groups(self._context.run_id, group_ids, reason=reason)
+        for group_id in group_ids:
+            self._context.progress.outstanding.pop(group_id, None)
+        self.session.release(group_ids)
+
+    def _line(self, open_step: _OpenStep, report: StepReport) -> Line:
+        now_s = self._context.clock.now_s()
+        times = StepTimes(
+            step_s=now_s - open_step.started_s,
+            train_s=self._compute.busy_s - open_step.busy_before_s,
+            publish_s=self._last_publish_s,
+        )
+        version = self._context.progress.policy_version
+        count_step(report, open_step.samples, times, policy_version=version)
+        return step_line(report, open_step.samples, times, policy_version=version, now_s=now_s)
+
+
+def _unusable_groups(decoded: dict[str, list[TrainingSample]], report: MicrobatchReport) -> dict[str, str]:
+    """The groups without a single trained sample, with the commonest reason."""
+    reasons: dict[str, Counter[str]] = {group_id: Counter() for group_id in decoded}
+    for sample in report.skipped:
+        if sample.group_id in reasons:
+            reasons[sample.group_id][sample.reason.value] += 1
+    return {
+        group_id: reasons[group_id].most_common(1)[0][0] if samples else "empty"
+        for group_id, samples in decoded.items()
+        if reasons[group_id].total() == len(samples)
+    }

@@ -1,0 +1,55 @@
+"""Looks at the run through the broker about once a second: who decoded when, and how many samples were dropped."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+import structlog
+
+from penstock.clients.broker import unix_s
+from penstock.errors import PenstockError
+from penstock.v1 import broker_pb2
+from services.trainer.context import RunContext
+from services.trainer.overlap import OverlapMeter
+
+POLL_S = 1.0
+LOOK_BACK_S = 10.0
+"""Spans are asked for again for this long: a generator's beat may bring them late, and the meter knows them by then."""
+
+_log = structlog.get_logger()
+
+
+class RunMonitor:
+    """Feeds the overlap meter; what it reads is for reports only, so a broker that is away costs nothing but detail."""
+
+    def __init__(self, *, context: RunContext, meter: OverlapMeter, on_dropped_samples: Callable[[int], None]) -> None:
+        self._context = context
+        self._meter = meter
+        self._on_dropped_samples = on_dropped_samples
+        self._last_poll_s = context.clock.now_s()
+
+    async def run(self) -> None:
+        """Poll until cancelled."""
+        while True:
+            try:
+                await self.poll()
+            except PenstockError as error:
+                if not error.is_retryable:
+                    raise
+                _log.warning("the broker does not answer", error=str(error))
+            await asyncio.sleep(POLL_S)
+
+    async def poll(self) -> None:
+        """Look once; raises PenstockError."""
+        now_s = self._context.clock.now_s()
+        view = await self._context.client.get_run(self._context.run_id, busy_since_s=self._last_poll_s - LOOK_BACK_S)
+        self._last_poll_s = now_s
+        for generator in view.generators:
+            self._take_spans(generator)
+        self._meter.settle(now_s)
+        self._on_dropped_samples(sum(view.audit.dropped.values()))
+
+    def _take_spans(self, generator: broker_pb2.GeneratorView) -> None:
+        spans = [(unix_s(span.start_time), unix_s(span.end_time)) for span in generator.busy_spans]
+        self._meter.add_generator_spans(generator.hello.generator_id, spans)

@@ -1,0 +1,116 @@
+"""Where a run is, apart from the model: what a checkpoint remembers beside the weights.
+
+Promises:
+
+- `policy_version` is that of the weights in memory; it advances with the optimiser step, `acked_version` with the
+  broker's receipt. A crash between the two is healed by re-opening the run with the ledger.
+- `outstanding` names every training group that may be in the broker's hands: submitted or about to be, and neither
+  trained nor dropped by this trainer. Submitting is idempotent, so a resumed run submits them again.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import deque
+from dataclasses import asdict, dataclass, field
+
+from penstock.v1 import broker_pb2
+from services.trainer.checkpoint import CheckpointFormatError, ResumeState
+from services.trainer.overlap import OverlapTotals
+
+MAX_LEDGER_STEPS = 64
+"""Steps whose groups are remembered; a broker keeps the payload of about as many."""
+_EXTRA_KEY = "progress"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LedgerStep:
+    """The groups of one optimiser step."""
+
+    policy_version: int
+    group_ids: tuple[str, ...]
+
+
+@dataclass(slots=True, kw_only=True)
+class Progress:
+    """Mutable on purpose: the run's loop is its only writer."""
+
+    policy_version: int = 0
+    acked_version: int = 0
+    position: int = 0
+    """Training prompts taken from the data so far."""
+    outstanding: dict[str, None] = field(default_factory=dict)
+    """Group ids, oldest first."""
+    ledger: deque[LedgerStep] = field(default_factory=lambda: deque(maxlen=MAX_LEDGER_STEPS))
+    num_trained_groups: int = 0
+    num_dropped_groups: int = 0
+    num_samples: int = 0
+    """Samples trained on."""
+    num_response_tokens: int = 0
+    """Completion tokens trained on."""
+    max_staleness_seen: int = 0
+    wall_s: float = 0.0
+    """Seconds of earlier processes of this run, up to their last checkpoint."""
+    overlap: OverlapTotals = field(default_factory=OverlapTotals)
+    """The training phase of earlier processes, likewise."""
+
+    def record_step(self, group_ids: tuple[str, ...]) -> None:
+        """An optimiser step was taken on these groups."""
+        self.policy_version += 1
+        self.ledger.append(LedgerStep(policy_version=self.policy_version, group_ids=group_ids))
+        self.num_trained_groups += len(group_ids)
+        for group_id in group_ids:
+            self.outstanding.pop(group_id, None)
+
+    def step_records(self) -> list[broker_pb2.StepRecord]:
+        """The ledger as OpenRun takes it, newest last."""
+        return [
+            broker_pb2.StepRecord(policy_version=step.policy_version, group_ids=step.group_ids) for step in self.ledger
+        ]
+
+    def to_resume_state(self, *, wall_s: float, overlap: OverlapTotals) -> ResumeState:
+        """What a checkpoint of the present moment holds."""
+        document = {
+            "outstanding": list(self.outstanding),
+            "ledger": [asdict(step) for step in self.ledger],
+            "num_trained_groups": self.num_trained_groups,
+            "num_dropped_groups": self.num_dropped_groups,
+            "num_samples": self.num_samples,
+            "num_response_tokens": self.num_response_tokens,
+            "max_staleness_seen": self.max_staleness_seen,
+            "wall_s": wall_s,
+            "overlap": asdict(overlap),
+        }
+        return ResumeState(
+            policy_version=self.policy_version,
+            num_steps=self.policy_version,
+            data_position=self.position,
+            trained_group_ids=self.ledger[-1].group_ids if self.ledger else (),
+            extra={_EXTRA_KEY: json.dumps(document)},
+        )
+
+    @classmethod
+    def from_resume_state(cls, state: ResumeState) -> Progress:
+        """Where the checkpoint was taken; raises CheckpointFormatError."""
+        try:
+            document = json.loads(state.extra[_EXTRA_KEY])
+            steps = [
+                LedgerStep(policy_version=int(step["policy_version"]), group_ids=tuple(step["group_ids"]))
+                for step in document["ledger"]
+            ]
+            return cls(
+                policy_version=state.policy_version,
+                acked_version=state.policy_version,
+                position=state.data_position,
+                outstanding=dict.fromkeys(document["outstanding"]),
+                ledger=deque(steps, maxlen=MAX_LEDGER_STEPS),
+                num_trained_groups=int(document["num_trained_groups"]),
+                num_dropped_groups=int(document["num_dropped_groups"]),
+                num_samples=int(document["num_samples"]),
+                num_response_tokens=int(document["num_response_tokens"]),
+                max_staleness_seen=int(document["max_staleness_seen"]),
+                wall_s=float(document["wall_s"]),
+                overlap=OverlapTotals(**document["overlap"]),
+            )
+        except (ValueError, KeyError, TypeError) as error:
+            raise CheckpointFormatError(f"the checkpoint's progress cannot be read: {error!r}") from error

@@ -1,0 +1,260 @@
+"""The life of one run, from its configuration to its summary.
+
+    load model and data -> open the run at the broker -> publish -> evaluate -> train -> checkpoint -> evaluate -> close
+                                      (anywhere: stop or error -> checkpoint -> summary)
+
+Promises:
+
+- `run` never raises: how the run ended is its last event, and summary.json says the same.
+- A stop abandons the step under way (its groups go back, being unacknowledged), writes a checkpoint of the present
+  version, and leaves the run open at the broker, to be resumed.
+- After an error that leaves the weights sound a checkpoint is written too; after a non-finite loss or gradient none
+  is, and the last one stays as it was.
+- A run that completes leaves nothing in flight and is closed at the broker.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+
+import structlog
+
+from penstock.clients.broker import BrokerClient
+from penstock.clock import Clock, SystemClock
+from penstock.config import ConfigError
+from penstock.errors import PenstockError
+from penstock.security import Security
+from penstock.v1 import broker_pb2, trainer_pb2
+from services.trainer import checkpoint
+from services.trainer.backend import BackendError
+from services.trainer.background import unless_set
+from services.trainer.compute import ComputeThread, InterruptibleBackend
+from services.trainer.config import TrainingConfig
+from services.trainer.context import Policy, RunContext, RunSpec
+from services.trainer.data import PromptSet, load_prompts
+from services.trainer.events import RunEvents
+from services.trainer.metrics import JsonLines
+from services.trainer.overlap import OverlapMeter
+from services.trainer.progress import Progress
+from services.trainer.session import RunSession
+from services.trainer.step import EmptyStepError
+from services.trainer.summary import RunFacts, build_summary, write_summary
+from services.trainer.weight_publisher import WeightPublisher
+from services.trainer.weight_store import WeightStore
+
+AUDIT_PATIENCE_S = 3.0
+
+_log = structlog.get_logger()
+_EXPECTED_ERRORS = (
+    ConfigError,
+    PenstockError,
+    BackendError,
+    EmptyStepError,
+    checkpoint.CheckpointFormatError,
+    OSError,
+)
+
+
+class TrainingRun:
+    """One run in this process. `run` is awaited once; `request_stop` may come at any time, any number of times."""
+
+    def __init__(
+        self,
+        spec: RunSpec,
+        *,
+        store: WeightStore,
+        weights_url: str,
+        load_policy: Callable[[TrainingConfig], Policy],
+        security: Security,
+        clock: Clock | None = None,
+    ) -> None:
+        self.spec = spec
+        self._clock = clock or SystemClock()
+        self.events = RunEvents(run_id=spec.run_id, num_steps=spec.config.run.num_steps, clock=self._clock)
+        self._load_policy = load_policy
+        self._security = security
+        self._stop = asyncio.Event()
+        self._meter = OverlapMeter()
+        self._compute = ComputeThread(clock=self._clock, on_span=self._meter_span)
+        self._publisher = WeightPublisher(
+            store=store,
+            run_id=spec.run_id,
+            directory=spec.run_dir / "weights",
+            base_url=weights_url,
+            clock=self._clock,
+        )
+        self._metrics = JsonLines(spec.run_dir / "metrics.jsonl")
+        self._evaluations = JsonLines(spec.run_dir / "evaluations.jsonl")
+        self._backend: InterruptibleBackend | None = None
+        self._progress = Progress()
+        self._num_skipped_rows = 0
+        self._started_s = self._clock.now_s()
+
+    def request_stop(self) -> None:
+        """End the run soon: within one forward pass, and the time a checkpoint takes."""
+        self._stop.set()
+        if self._backend is not None:
+            self._backend.interrupt()
+
+    async def run(self) -> None:
+        """The whole run."""
+        _log.info("run begins", run_id=self.spec.run_id, resume=self.spec.resume, run_dir=str(self.spec.run_dir))
+        outcome, message, is_sound = await self._until_end()
+        self._meter.end(self._clock.now_s())
+        try:
+            if is_sound:
+                await self.write_checkpoint()
+            audit = await self._audit()
+            summary = write_summary(
+                self.spec.run_dir / "summary.json", build_summary(self._facts(outcome, message, audit))
+            )
+        except (OSError, BackendError) as error:
+            _log.error("the run's last files could not be written", exc_info=error)
+            outcome = trainer_pb2.RUN_OUTCOME_FAILED
+            message, summary = f"{message + '; ' if message else ''}cannot write to the run's folder: {error}", ""
+        finally:
+            self._compute.close()
+        _log.info("run ends", run_id=self.spec.run_id, message=message, steps=self._progress.policy_version)
+        self.events.finish(outcome, message=message, summary_json=summary)
+
+    async def _until_end(self) -> tuple[trainer_pb2.RunOutcome.ValueType, str, bool]:
+        """Outcome, message, and whether the weights are sound and worth a checkpoint."""
+        try:
+            is_completed = await unless_set(self._work(), self._stop)
+        except _EXPECTED_ERRORS as error:
+            if not self._stop.is_set():
+                _log.error("run failed", error=str(error))
+                return trainer_pb2.RUN_OUTCOME_FAILED, str(error), not isinstance(error, BackendError)
+            _log.info("ended while stopping", error=str(error))
+            is_completed = None
+        except Exception as error:  # The edge of the run: its end must be told, whatever it was.
+            _log.error("run failed", exc_info=error)
+            message = f"internal error: {type(error).__name__}: {error}; see the trainer's log"
+            return trainer_pb2.RUN_OUTCOME_FAILED, message, False
+        if is_completed:
+            return trainer_pb2.RUN_OUTCOME_COMPLETED, "", True
+        self.events.change_state(trainer_pb2.TRAINER_STATE_STOPPING, "writing a checkpoint")
+        return (
+            trainer_pb2.RUN_OUTCOME_STOPPED,
+            f"stopped after step {self._progress.policy_version}; can be resumed",
+            True,
+        )
+
+    async def _work(self) -> bool:
+        config = self.spec.config
+        self.events.change_state(trainer_pb2.TRAINER_STATE_STARTING, f"loading {config.model.path}")
+        policy = await self._compute.run(self._load_policy, config)
+        backend = InterruptibleBackend(policy.backend)
+        train, held_out = await self._compute.run(self._load_data, policy)
+        self._num_skipped_rows = train.num_skipped + (held_out.num_skipped if held_out else 0)
+        await self._restore(backend)
+        self._backend = backend
+        self.events.policy_version = self._progress.policy_version
+        self.events.change_state(trainer_pb2.TRAINER_STATE_STARTING, f"opening the run at broker {config.broker}")
+        async with BrokerClient(config.broker, security=self._security) as client:
+            context = RunContext(
+                spec=self.spec,
+                client=client,
+                progress=self._progress,
+                version_lock=asyncio.Lock(),
+                clock=self._clock,
+            )
+            session = RunSession(
+                context=context,
+                compute=self._compute,
+                backend=backend,
+                meter=self._meter,
+                publisher=self._publisher,
+                events=self.events,
+                metrics=self._metrics,
+                evaluations=self._evaluations,
+                train_prompts=train.prompts,
+                held_out_prompts=held_out.prompts if held_out else (),
+                write_checkpoint=self.write_checkpoint,
+                security=self._security,
+            )
+            await session.run_to_completion()
+        return True
+
+    def _load_data(self, policy: Policy) -> tuple[PromptSet, PromptSet | None]:
+        config = self.spec.config
+        longest = policy.backend.max_sequence_length - config.sampling.max_new_tokens
+        if longest < 1:
+            raise ConfigError(
+                f"sampling.max_new_tokens: {config.sampling.max_new_tokens} leaves no room for a prompt in the model's "
+                f"context of {policy.backend.max_sequence_length} tokens; lower it"
+            )
+        limit = min(config.data.max_prompt_tokens, longest)
+        train = load_prompts(config.data.train, policy.tokenizer, max_prompt_tokens=limit)
+        if config.data.eval is None or config.run.num_eval_prompts == 0:
+            return train, None
+        held_out = load_prompts(config.data.eval, policy.tokenizer, max_prompt_tokens=limit)
+        wanted = held_out.prompts[: config.run.num_eval_prompts]
+        return train, PromptSet(prompts=wanted, num_skipped=held_out.num_skipped)
+
+    async def _restore(self, backend: InterruptibleBackend) -> None:
+        """Go on from the newest complete checkpoint, if that is asked for and there is one."""
+        if self.spec.resume:
+            state = await self._compute.run(checkpoint.load_latest, self.checkpoints_dir, backend=backend)
+            if state is not None:
+                self._progress = Progress.from_resume_state(state)
+                self._meter.restore(self._progress.overlap)
+                _log.info("resumed", policy_version=self._progress.policy_version)
+        self._metrics.cut_after(self._progress.policy_version)
+        self._evaluations.cut_after(self._progress.policy_version)
+
+    @property
+    def checkpoints_dir(self) -> Path:
+        """Where this run's checkpoints are."""
+        return self.spec.run_dir / "checkpoints"
+
+    async def write_checkpoint(self) -> None:
+        """A checkpoint of the present version, unless there is one; raises OSError."""
+        version = self._progress.policy_version
+        target = self.checkpoints_dir / f"step_{version}"
+        if self._backend is None or checkpoint.is_complete(target):
+            return
+        now_s = self._clock.now_s()
+        state = self._progress.to_resume_state(wall_s=self._wall_s(), overlap=self._meter.totals(now_s))
+        keep = self.spec.config.run.keep_checkpoints
+        path = await self._compute.run(
+            checkpoint.save, self.checkpoints_dir, backend=self._backend, state=state, keep_last=keep
+        )
+        self.events.report_checkpoint(policy_version=version, path=str(path))
+
+    def _wall_s(self) -> float:
+        return self._progress.wall_s + self._clock.now_s() - self._started_s
+
+    def _meter_span(self, start_s: float, end_s: float) -> None:
+        self._meter.add_trainer_span(start_s, end_s)
+
+    async def _audit(self) -> broker_pb2.Audit | None:
+        """The broker's books, or None when it does not answer soon; a run that could not open has none either."""
+        target = self.spec.config.broker
+        async with BrokerClient(target, security=self._security, patience_s=AUDIT_PATIENCE_S) as client:
+            try:
+                async with asyncio.timeout(AUDIT_PATIENCE_S):
+                    return await client.audit(self.spec.run_id)
+            except (PenstockError, TimeoutError) as error:
+                _log.warning("no audit in the summary: the broker does not answer", error=str(error))
+                return None
+
+    def _facts(
+        self, outcome: trainer_pb2.RunOutcome.ValueType, message: str, audit: broker_pb2.Audit | None
+    ) -> RunFacts:
+        return RunFacts(
+            run_id=self.spec.run_id,
+            seed=self.spec.config.run.seed,
+            outcome=outcome,
+            message=message,
+            max_staleness=self.spec.config.algorithm.max_staleness,
+            num_skipped_rows=self._num_skipped_rows,
+            wall_s=self._wall_s(),
+            progress=self._progress,
+            overlap=self._meter.totals(self._clock.now_s()),
+            steps=self._metrics.read(),
+            evaluations=self._evaluations.read(),
+            audit=audit,
+        )

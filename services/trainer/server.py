@@ -1,0 +1,66 @@
+"""A trainer process: TrainerService and WeightStoreService over gRPC, weights over HTTP."""
+
+from __future__ import annotations
+
+from penstock.clock import SystemClock
+from penstock.rpc import Server, Service, run_until_stopped
+from penstock.security import Security
+from penstock.telemetry import serve_metrics
+from penstock.v1 import trainer_pb2_grpc, weights_pb2_grpc
+from services.trainer.config import TrainerConfig, TrainingConfig
+from services.trainer.context import Policy, RunSpec
+from services.trainer.run import TrainingRun
+from services.trainer.service import SERVICE_NAME, TrainerService
+from services.trainer.weight_publisher import serving_weights
+from services.trainer.weight_store import SERVICE_NAME as WEIGHTS_SERVICE_NAME
+from services.trainer.weight_store import WeightStore, WeightStoreService
+
+STOP_TIMEOUT_S = 60.0
+
+
+async def serve(config: TrainerConfig) -> None:
+    """Serve until SIGTERM or SIGINT; a run under way is stopped, with a checkpoint, before the server is.
+
+    Raises:
+        PortUnavailableError: An address cannot be listened on.
+    """
+    security = Security.from_environment()
+    store = WeightStore()
+    serve_metrics(config.metrics_port)
+    async with serving_weights(store, listen=config.weights_listen, security=security) as url:
+        await _serve_grpc(config, store=store, weights_url=config.weights_url or url, security=security)
+
+
+async def _serve_grpc(config: TrainerConfig, *, store: WeightStore, weights_url: str, security: Security) -> None:
+    def make_run(spec: RunSpec) -> TrainingRun:
+        return TrainingRun(
+            spec, store=store, weights_url=weights_url, load_policy=_load_policy, security=security, clock=SystemClock()
+        )
+
+    trainer = TrainerService(make_run=make_run, weights_url=weights_url)
+    weights = WeightStoreService(store)
+    server = Server(
+        listen=config.listen,
+        services=[
+            Service(
+                name=SERVICE_NAME,
+                add=trainer_pb2_grpc.add_TrainerServiceServicer_to_server,
+                servicer=trainer,
+            ),
+            Service(
+                name=WEIGHTS_SERVICE_NAME,
+                add=weights_pb2_grpc.add_WeightStoreServiceServicer_to_server,
+                servicer=weights,
+            ),
+        ],
+        security=security,
+    )
+    trainer.stopping = weights.stopping = server.stopping
+    await run_until_stopped(server, before_stop=lambda: trainer.stop(timeout_s=STOP_TIMEOUT_S))
+
+
+def _load_policy(config: TrainingConfig) -> Policy:
+    # Imported when the first run begins, in the compute thread: torch takes seconds, and until then the server answers.
+    from services.trainer.policy import load_policy
+
+    return load_policy(config)

@@ -1,0 +1,148 @@
+"""The TrainerService: starts, follows and stops the one run of this process."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import grpc
+import structlog
+
+from penstock.config import ConfigError, validate
+from penstock.errors import BusyError, InvalidFieldError, ServiceUnavailableError, UnknownRunError
+from penstock.v1 import trainer_pb2, trainer_pb2_grpc
+from services.trainer.config import TrainingConfig
+from services.trainer.context import RunSpec
+from services.trainer.run import TrainingRun
+
+SERVICE_NAME = "penstock.v1.TrainerService"
+MAX_CONFIG_BYTES = 1024 * 1024
+_RUN_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
+_RUN_FILES = ("metrics.jsonl", "checkpoints", "summary.json")
+
+_log = structlog.get_logger()
+
+
+class TrainerService(trainer_pb2_grpc.TrainerServiceServicer):
+    """At most one run is under way; the last one stays readable until another begins.
+
+    Args:
+        make_run: Builds a run that has not begun.
+        weights_url: Base address of the HTTP server of weights.
+    """
+
+    def __init__(self, *, make_run: Callable[[RunSpec], TrainingRun], weights_url: str) -> None:
+        self.stopping = asyncio.Event()
+        """Set when the server drains; whoever builds the server puts its own event here."""
+        self._make_run = make_run
+        self._weights_url = weights_url
+        self._run: TrainingRun | None = None
+        self._task: asyncio.Task[None] | None = None
+
+    async def StartRun(
+        self, request: trainer_pb2.StartRunRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> trainer_pb2.StartRunResponse:
+        """Begin a run, or say where the one under way with that name writes."""
+        if self.stopping.is_set():
+            raise ServiceUnavailableError("the trainer is draining")
+        if self._run is not None and not self._run.events.is_finished:
+            if self._run.spec.run_id != request.run_id:
+                raise BusyError(
+                    f"run {self._run.spec.run_id} is under way here; stop it or use another trainer",
+                    run_id=self._run.spec.run_id,
+                )
+            return trainer_pb2.StartRunResponse(run_dir=str(self._run.spec.run_dir))
+        spec = read_spec(request)
+        spec.run_dir.mkdir(parents=True, exist_ok=True)
+        self._run = self._make_run(spec)
+        self._task = asyncio.create_task(self._run.run())
+        return trainer_pb2.StartRunResponse(run_dir=str(spec.run_dir))
+
+    async def WatchRun(
+        self, request: trainer_pb2.WatchRunRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> AsyncIterator[trainer_pb2.WatchRunResponse]:
+        """Events from the asked one on; while the server drains it stays until the run has ended."""
+        run = self._named(request.run_id)
+        async for event in run.events.follow(from_sequence=request.from_sequence):
+            yield event
+
+    async def StopRun(
+        self, request: trainer_pb2.StopRunRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> trainer_pb2.StopRunResponse:
+        """Ask the run to stop; its end is an event."""
+        self._named(request.run_id).request_stop()
+        return trainer_pb2.StopRunResponse()
+
+    async def GetTrainer(
+        self, request: trainer_pb2.GetTrainerRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> trainer_pb2.GetTrainerResponse:
+        """What this trainer does."""
+        if self._run is None:
+            return trainer_pb2.GetTrainerResponse(state=trainer_pb2.TRAINER_STATE_IDLE, weights_url=self._weights_url)
+        events = self._run.events
+        return trainer_pb2.GetTrainerResponse(
+            state=events.state,
+            run_id=events.run_id,
+            policy_version=events.policy_version,
+            num_steps=events.num_steps,
+            message=events.message,
+            weights_url=self._weights_url,
+        )
+
+    async def stop(self, *, timeout_s: float) -> None:
+        """Stop the run under way and wait until it has ended, at most `timeout_s` seconds."""
+        if self._run is None or self._task is None:
+            return
+        self._run.request_stop()
+        done, _ = await asyncio.wait([self._task], timeout=timeout_s)
+        if not done:
+            _log.error("the run did not end in time and is abandoned", run_id=self._run.spec.run_id)
+
+    def _named(self, run_id: str) -> TrainingRun:
+        if self._run is None or self._run.spec.run_id != run_id:
+            raise UnknownRunError(f"no run {run_id!r:.80} in this trainer; start it first", run_id=run_id)
+        return self._run
+
+
+def read_spec(request: trainer_pb2.StartRunRequest) -> RunSpec:
+    """What StartRun asks for, checked as far as that takes no model; raises InvalidFieldError naming the key."""
+    if not _RUN_ID.fullmatch(request.run_id):
+        raise InvalidFieldError("run_id: must be 1 to 64 characters of [A-Za-z0-9._-]", field="run_id")
+    if len(request.config_json) > MAX_CONFIG_BYTES:
+        raise InvalidFieldError(f"config_json: longer than {MAX_CONFIG_BYTES} bytes", field="config_json")
+    try:
+        document = json.loads(request.config_json)
+    except ValueError as error:
+        raise InvalidFieldError(f"config_json: not valid JSON: {error}", field="config_json") from error
+    if not isinstance(document, dict):
+        raise InvalidFieldError("config_json: must be an object", field="config_json")
+    try:
+        config = validate(TrainingConfig, document, source="config_json")
+    except ConfigError as error:
+        raise InvalidFieldError(str(error), field="config_json") from error
+    if config.run.id not in ("", request.run_id):
+        raise InvalidFieldError(
+            f"run.id: {config.run.id!r} in config_json, but run_id is {request.run_id!r}", field="run_id"
+        )
+    run_dir = config.run.dir / request.run_id
+    _check_paths(config)
+    if not request.resume and any((run_dir / name).exists() for name in _RUN_FILES):
+        raise InvalidFieldError(
+            f"run_id: {run_dir} holds a run already; resume it, or choose another name", field="run_id"
+        )
+    return RunSpec(run_id=request.run_id, config=config, run_dir=run_dir, resume=request.resume)
+
+
+def _check_paths(config: TrainingConfig) -> None:
+    wanted: list[tuple[str, Path | None]] = [
+        ("model.path", config.model.path / "config.json"),
+        ("data.train", config.data.train),
+        ("data.eval", config.data.eval),
+    ]
+    for key, path in wanted:
+        if path is not None and not path.is_file():
+            raise InvalidFieldError(f"{key}: {path}: no such file on the trainer's machine", field=key)

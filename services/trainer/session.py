@@ -1,0 +1,177 @@
+"""A run between its opening and its closing at the broker: publish, evaluate, train, evaluate, close.
+
+Order that matters: OpenRun before the first publication (it gives the run's history counter); the first publication
+before the first prompt (generators take no work without weights); a checkpoint before the last evaluation (whose crash
+then costs no training); leftovers dropped before the closing, so that a finished run has nothing in flight.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import structlog
+
+from penstock.security import Security
+from penstock.v1 import trainer_pb2, types_pb2
+from services.trainer.background import run_beside
+from services.trainer.compute import ComputeThread, InterruptibleBackend
+from services.trainer.context import RunContext
+from services.trainer.data import EncodedPrompt, PromptStream
+from services.trainer.evaluation import Evaluator
+from services.trainer.events import RunEvents
+from services.trainer.length_reporter import LengthReporter
+from services.trainer.loop import StepHooks, StepLoop
+from services.trainer.metrics import JsonLines, Line
+from services.trainer.monitor import RunMonitor
+from services.trainer.overlap import OverlapMeter
+from services.trainer.progress import MAX_LEDGER_STEPS
+from services.trainer.submission import PromptSubmitter, TrainingFeeder
+from services.trainer.weight_publisher import WeightPublisher
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+WAITING_EVENT_EVERY_S = 5.0
+
+_log = structlog.get_logger()
+
+
+@dataclass(slots=True, kw_only=True)
+class RunSession:
+    """The parts of a run at work; `run_to_completion` is awaited once."""
+
+    context: RunContext
+    compute: ComputeThread
+    backend: InterruptibleBackend
+    meter: OverlapMeter
+    publisher: WeightPublisher
+    events: RunEvents
+    metrics: JsonLines
+    evaluations: JsonLines
+    train_prompts: Sequence[EncodedPrompt]
+    held_out_prompts: Sequence[EncodedPrompt]
+    write_checkpoint: Callable[[], Awaitable[None]]
+    security: Security
+    _history: int = field(default=0, init=False)
+    _last_waiting_event_s: float = field(default=0.0, init=False)
+    _beside: asyncio.Task[None] | None = field(default=None, init=False)
+    """An evaluation that runs while training goes on."""
+
+    async def run_to_completion(self) -> None:
+        """Everything from OpenRun to CloseRun; raises what a part raised."""
+        progress = self.context.progress
+        async with self.context.version_lock:
+            opened = await self.context.open_run(progress.policy_version)
+        self._history = opened.history
+        self.publisher.open()
+        await (await self._publish())
+        submitter = PromptSubmitter(self.context.client, self.context.run_id)
+        evaluator = Evaluator(
+            context=self.context, submitter=submitter, prompts=self.held_out_prompts, record=self.evaluations
+        )
+        if opened.existed:
+            await evaluator.forget_leftovers()
+        if progress.policy_version == 0:
+            await self._evaluate(evaluator)
+        stream = PromptStream(
+            self.train_prompts,
+            seed=self.context.config.run.seed,
+            shuffle=self.context.config.data.shuffle,
+            position=progress.position,
+        )
+        feeder = TrainingFeeder(context=self.context, submitter=submitter, stream=stream)
+        monitor = RunMonitor(context=self.context, meter=self.meter, on_dropped_samples=feeder.note_dropped_samples)
+        await self._train_with(feeder, monitor, evaluator)
+        await self.write_checkpoint()
+        await self._evaluate(evaluator)
+        # Generators report their last spans a beat late; by now they have.
+        await monitor.poll()
+        await self.context.client.drop_groups(self.context.run_id, list(progress.outstanding), reason="run_complete")
+        await self.context.client.close_run(self.context.run_id)
+
+    async def _train_with(self, feeder: TrainingFeeder, monitor: RunMonitor, evaluator: Evaluator) -> None:
+        config = self.context.config
+        loops = [feeder.run, monitor.run]
+        on_groups: Callable[[Sequence[types_pb2.TrajectoryGroup]], None] = lambda _groups: None  # noqa: E731
+        if config.scheduler is not None:
+            reporter = LengthReporter(target=config.scheduler, run_id=self.context.run_id, security=self.security)
+            loops.append(reporter.run)
+            on_groups = reporter.note
+        hooks = StepHooks(on_groups=on_groups, on_waiting=self._say_waiting, publish=self._publish)
+        loop = StepLoop(context=self.context, compute=self.compute, backend=self.backend, hooks=hooks)
+        if config.run.checkpoint_every_steps > MAX_LEDGER_STEPS:
+            _log.warning(
+                "a broker keeps the samples of the last steps only; a checkpoint older than that cannot be resumed "
+                "without losing them",
+                checkpoint_every_steps=config.run.checkpoint_every_steps,
+                num_steps_kept=MAX_LEDGER_STEPS,
+            )
+        try:
+            await run_beside(self._train(loop, evaluator), loops)
+        finally:
+            if self._beside is not None:
+                self._beside.cancel()
+                await asyncio.gather(self._beside, return_exceptions=True)
+
+    async def _train(self, loop: StepLoop, evaluator: Evaluator) -> None:
+        num_steps = self.context.config.run.num_steps
+        if self.context.progress.policy_version >= num_steps:
+            return
+        self.events.change_state(trainer_pb2.TRAINER_STATE_TRAINING)
+        self.meter.begin(self.context.clock.now_s())
+        async with loop.session:
+            while self.context.progress.policy_version < num_steps:
+                await self._after_step(await loop.take_step(), evaluator)
+            await loop.wait_until_published()
+        self.meter.end(self.context.clock.now_s())
+        if self._beside is not None:
+            await self._beside
+
+    async def _after_step(self, line: Line, evaluator: Evaluator) -> None:
+        run = self.context.config.run
+        version = self.context.progress.policy_version
+        self.metrics.append(line)
+        self.events.report_step(policy_version=version, metrics=line)
+        if version % run.checkpoint_every_steps == 0:
+            await self.write_checkpoint()
+        if self._beside is not None and self._beside.done():
+            self._beside.result()
+            self._beside = None
+        is_due = run.eval_every_steps > 0 and version % run.eval_every_steps == 0 and version < run.num_steps
+        if is_due and self._beside is not None:
+            _log.warning("an evaluation is left out: the last one is still under way", policy_version=version)
+        elif is_due:
+            self._beside = asyncio.create_task(self._measure(evaluator, version, on_waiting=lambda _reason: None))
+
+    async def _evaluate(self, evaluator: Evaluator) -> None:
+        """Measure the present version while nothing else goes on."""
+        version = self.context.progress.policy_version
+        self.events.change_state(trainer_pb2.TRAINER_STATE_EVALUATING, f"version {version}")
+        await self._measure(evaluator, version, on_waiting=self._say_waiting)
+
+    async def _measure(self, evaluator: Evaluator, version: int, *, on_waiting: Callable[[str], None]) -> None:
+        if evaluator.has_prompts:
+            report = await evaluator.measure(policy_version=version, history=self._history, on_waiting=on_waiting)
+            self.events.report_evaluation(report)
+
+    async def _publish(self) -> asyncio.Future[float]:
+        """Copy the present weights, then write and offer them beside whatever comes next."""
+        version = self.context.progress.policy_version
+        tensors = await self.compute.run(_copied, self.backend)
+        return asyncio.ensure_future(self.publisher.publish(tensors, policy_version=version, history=self._history))
+
+    def _say_waiting(self, reason: str) -> None:
+        """Tell what is waited for; as an event only now and then."""
+        now_s = self.context.clock.now_s()
+        self.events.message = reason
+        if now_s - self._last_waiting_event_s >= WAITING_EVENT_EVERY_S:
+            self._last_waiting_event_s = now_s
+            self.events.announce()
+
+
+def _copied(backend: InterruptibleBackend) -> dict[str, Tensor]:
+    """The weights, on the CPU, in memory of their own: the next step changes the backend's in place."""
+    return {name: tensor.cpu().clone().contiguous() for name, tensor in backend.state_tensors().items()}

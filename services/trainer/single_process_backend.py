@@ -1,0 +1,292 @@
+"""The backend for one process and one device: a Hugging Face causal LM, AdamW, no parallelism.
+
+Invariants:
+- Dropout is off, so log-probs are those of the policy that was published.
+- Weights, optimiser moments and their exported files have one element type: a checkpoint is exactly what was trained.
+- Nothing is read from the network and nothing is unpickled: weights and optimiser state are safetensors.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from services.trainer.attention import PACKED_ATTENTION, register_packed_attention
+from services.trainer.backend import (
+    CheckpointMismatchError,
+    LossTotals,
+    NonFiniteGradientError,
+    NonFiniteLossError,
+    StepMetrics,
+    UnsupportedModelError,
+)
+from services.trainer.config import OptimizerConfig
+from services.trainer.losses import LossFunction, PolicyLossInputs, PolicyLossOutputs
+from services.trainer.model_files import (
+    OPTIMIZER_FILE,
+    adamw_moments,
+    check_same,
+    copy_tokenizer,
+    read_weights,
+)
+from services.trainer.packing import Pack, Trajectory, pack_trajectories
+
+PROBE_TOKENS = 8
+MAX_PROBE_DIFFERENCE = 0.05
+"""In nats. bfloat16 rounding stays below; reading a neighbour's tokens does not."""
+_STEP_COUNT = "num_optimizer_steps"
+_RANDOM_STATE = "random_state"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelSettings:
+    """Which model, and how it is held."""
+
+    path: Path
+    """Hugging Face directory: configuration, safetensors, tokenizer."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Element type of weights and optimiser state; auto is the model's own on CUDA and float32 on the CPU."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where to train; auto takes CUDA where there is one."""
+    num_threads: int = 1
+    """CPU threads of PyTorch, set for the whole process."""
+    temperature: float = 1.0
+    """Sampling temperature: log-probs are of logits / temperature, as behaviour log-probs are. Nucleus and top-k cuts
+    are not modelled."""
+    keep_reference: bool = False
+    """Keep the model as loaded from `path`, for a loss that needs reference log-probs."""
+
+
+class SingleProcessBackend:
+    """See `Backend` for the promises."""
+
+    def __init__(self, *, model: ModelSettings, optimizer: OptimizerConfig, loss: LossFunction, seed: int) -> None:
+        """Loads the model.
+
+        Raises:
+            UnsupportedModelError: its attention cannot be replaced by the packed one.
+            OSError: the directory does not hold a model.
+        """
+        torch.set_num_threads(model.num_threads)
+        torch.manual_seed(seed)
+        register_packed_attention()
+        self._settings = model
+        self._optimizer_config = optimizer
+        self._loss = loss
+        self._device = _resolve_device(model.device)
+        self._model = self._load_model()
+        self._reference = self._load_model().requires_grad_(False) if model.keep_reference else None
+        self._parameters = dict(self._model.named_parameters())
+        self._optimizer = torch.optim.AdamW(
+            self._parameters.values(),
+            lr=optimizer.learning_rate,
+            betas=(optimizer.beta1, optimizer.beta2),
+            weight_decay=optimizer.weight_decay,
+            fused=True,
+        )
+        self._num_optimizer_steps = 0
+        for parameter in self._parameters.values():
+            parameter.grad = torch.zeros_like(parameter)
+        self._check_packing()
+
+    @property
+    def vocab_size(self) -> int:
+        """Rows of the token embedding."""
+        return int(self._model.get_input_embeddings().weight.shape[0])
+
+    @property
+    def max_sequence_length(self) -> int:
+        """What the model's configuration states."""
+        return int(self._model.config.get_text_config().max_position_embeddings)
+
+    def forward_backward(self, pack: Pack) -> LossTotals:
+        """See `Backend`."""
+        if pack.num_loss_tokens == 0:
+            return LossTotals()
+        logprobs = self._logprobs(self._model, pack)
+        with torch.no_grad():
+            reference = self._logprobs(self._reference, pack) if self._reference is not None else None
+        outputs = self._loss(
+            PolicyLossInputs(
+                trainer_logprobs=logprobs,
+                behavior_logprobs=self._tensor(pack.behavior_logprobs),
+                advantages=self._tensor(pack.advantages),
+                segments=self._tensor(pack.target_segments),
+                reference_logprobs=reference,
+            )
+        )
+        loss, totals = _totals(outputs, num_tokens=pack.num_loss_tokens)
+        if not math.isfinite(loss):
+            raise NonFiniteLossError(f"the loss of a pack of {pack.num_loss_tokens} loss tokens is {loss}")
+        outputs.loss.backward()
+        return totals
+
+    def forward_logprobs(self, pack: Pack) -> npt.NDArray[np.float32]:
+        """See `Backend`."""
+        with torch.no_grad():
+            result: npt.NDArray[np.float32] = self._logprobs(self._model, pack).cpu().numpy()
+        return result
+
+    def optimizer_step(self, *, num_tokens: int) -> StepMetrics:
+        """See `Backend`."""
+        if num_tokens < 1:
+            raise ValueError(f"a step needs at least one token, not {num_tokens}")
+        gradients = self._gradients()
+        norm = float(torch.nn.utils.get_total_norm(gradients)) / num_tokens
+        if not math.isfinite(norm):
+            self.discard_gradients()
+            raise NonFiniteGradientError(f"the gradient norm over {num_tokens} tokens is {norm}; no step was taken")
+        # One pass over the gradients: the division by the step's tokens and the clipping together.
+        clip = min(1.0, self._optimizer_config.max_grad_norm / (norm + 1e-6))
+        torch._foreach_mul_(gradients, clip / num_tokens)
+        learning_rate = self._learning_rate(self._num_optimizer_steps)
+        for group in self._optimizer.param_groups:
+            group["lr"] = learning_rate
+        self._optimizer.step()
+        self.discard_gradients()
+        self._num_optimizer_steps += 1
+        return StepMetrics(grad_norm=norm, learning_rate=learning_rate, num_optimizer_steps=self._num_optimizer_steps)
+
+    def discard_gradients(self) -> None:
+        """See `Backend`."""
+        torch._foreach_zero_(self._gradients())
+
+    def state_tensors(self) -> dict[str, Tensor]:
+        """See `Backend`."""
+        tensors: dict[str, Tensor] = {}
+        seen: set[int] = set()
+        for name, tensor in self._model.state_dict().items():
+            if tensor.data_ptr() not in seen:
+                seen.add(tensor.data_ptr())
+                tensors[name] = tensor.detach()
+        return tensors
+
+    def save(self, directory: Path) -> None:
+        """See `Backend`. `directory` exists and is empty."""
+        self._model.save_pretrained(directory)
+        copy_tokenizer(self._settings.path, directory)
+        state = {
+            _STEP_COUNT: torch.tensor(self._num_optimizer_steps, dtype=torch.int64),
+            _RANDOM_STATE: torch.get_rng_state(),
+        }
+        for name, parameter in self._parameters.items():
+            for part, tensor in self._optimizer.state[parameter].items():
+                state[f"{name}/{part}"] = tensor
+        (directory / OPTIMIZER_FILE).parent.mkdir()
+        save_file(state, directory / OPTIMIZER_FILE)
+
+    def load(self, directory: Path) -> None:
+        """See `Backend`."""
+        weights = read_weights(directory)
+        state = load_file(directory / OPTIMIZER_FILE)
+        num_steps = int(state[_STEP_COUNT])
+        current = self.state_tensors()
+        check_same(weights, current, where=directory)
+        moments = {name: adamw_moments(state, name, parameter) for name, parameter in self._parameters.items()}
+        if num_steps > 0 and not all(moments.values()):
+            raise CheckpointMismatchError(f"{directory}: the optimiser state does not fit the model")
+        with torch.no_grad():
+            for name, tensor in current.items():
+                tensor.copy_(weights[name])
+        for name, parameter in self._parameters.items():
+            self._optimizer.state[parameter] = moments[name]
+        torch.set_rng_state(state[_RANDOM_STATE])
+        self._num_optimizer_steps = num_steps
+        self.discard_gradients()
+
+    def _load_model(self) -> PreTrainedModel:
+        dtype = self._settings.dtype
+        if dtype == "auto" and self._device.type == "cpu":
+            dtype = "float32"
+        try:
+            model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
+                self._settings.path, dtype=dtype, attn_implementation=PACKED_ATTENTION, local_files_only=True
+            )
+        except ValueError as error:
+            raise UnsupportedModelError(f"{self._settings.path}: {error}") from error
+        return model.eval().to(self._device)
+
+    def _check_packing(self) -> None:
+        """Compares a segment behind another one with the same segment alone.
+
+        A layer that carries state along the row (a convolution, a recurrence) would let one sample read another
+        without any error; this finds it before training does.
+        """
+        probe = _probe_trajectory(self.vocab_size)
+        (alone,) = pack_trajectories([probe], max_pack_tokens=1)
+        (packed,) = pack_trajectories([probe, probe], max_pack_tokens=2 * probe.token_ids.size)
+        try:
+            expected, found = self.forward_logprobs(alone), self.forward_logprobs(packed)
+        except (TypeError, ValueError) as error:
+            raise UnsupportedModelError(f"{self._settings.path}: packed rows fail: {error}") from error
+        difference = float(np.abs(found - np.tile(expected, 2)).max())
+        if not difference <= MAX_PROBE_DIFFERENCE:
+            raise UnsupportedModelError(
+                f"{self._settings.path}: samples packed in one row change each other's log-probs by {difference:.3g}"
+            )
+
+    def _logprobs(self, model: PreTrainedModel, pack: Pack) -> Tensor:
+        """Log-probs of the loss tokens, float32[N]; logits exist for those positions only."""
+        logits_1nv = model(
+            input_ids=self._tensor(pack.token_ids)[None],
+            position_ids=self._tensor(pack.position_ids)[None],
+            logits_to_keep=self._tensor(pack.logit_positions),
+            segment_lengths=pack.segment_lengths,
+            use_cache=False,
+        ).logits
+        logits_nv = logits_1nv[0].float()
+        if self._settings.temperature != 1.0:
+            logits_nv = logits_nv / self._settings.temperature
+        # cross_entropy is the fused log-softmax and gather; the sign is all that differs.
+        return -cross_entropy(logits_nv, self._tensor(pack.target_ids), reduction="none")
+
+    def _tensor(self, array: npt.NDArray[np.generic]) -> Tensor:
+        return torch.from_numpy(array).to(self._device)
+
+    def _gradients(self) -> list[Tensor]:
+        return [parameter.grad for parameter in self._parameters.values() if parameter.grad is not None]
+
+    def _learning_rate(self, num_steps_before: int) -> float:
+        """Linear warm-up, then constant."""
+        warmup = self._optimizer_config.warmup_steps
+        factor = min(1.0, (num_steps_before + 1) / warmup) if warmup else 1.0
+        return self._optimizer_config.learning_rate * factor
+
+
+def _probe_trajectory(vocab_size: int) -> Trajectory:
+    token_ids = (np.arange(PROBE_TOKENS, dtype=np.int32) * 7 + 3) % np.int32(vocab_size)
+    zeros = np.zeros(PROBE_TOKENS, dtype=np.float32)
+    return Trajectory(
+        token_ids=token_ids,
+        loss_mask=np.arange(PROBE_TOKENS) > 0,
+        behavior_logprobs=zeros,
+        advantages=zeros,
+    )
+
+
+def _resolve_device(name: Literal["auto", "cpu", "cuda"]) -> torch.device:
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    return torch.device(name)
+
+
+def _totals(outputs: PolicyLossOutputs, *, num_tokens: int) -> tuple[float, LossTotals]:
+    """The loss and the report as numbers, with one transfer from the device."""
+    scalars = [outputs.loss.detach(), *outputs.sums.values(), *outputs.maxima.values()]
+    loss, *values = torch.stack([scalar.float() for scalar in scalars]).tolist()
+    split = len(outputs.sums)
+    return loss, LossTotals(
+        num_tokens=num_tokens,
+        sums=dict(zip(outputs.sums, values[:split], strict=True)),
+        maxima=dict(zip(outputs.maxima, values[split:], strict=True)),
+    )

@@ -1,0 +1,165 @@
+"""Publishing a policy version: tensors to one safetensors file, digests, manifest, and the HTTP server of the content.
+
+Promises:
+
+- A file appears under its name by one atomic rename, after everything was written: no reader sees half of it.
+- The digests in the manifest are computed from the file that travels, not from the tensors that were meant.
+- Writing and digesting happen outside the event loop; training goes on meanwhile.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import os
+import shutil
+import ssl
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from aiohttp import web
+from aiohttp.typedefs import Middleware
+
+from penstock.clients.broker import timestamp
+from penstock.clock import Clock
+from penstock.rpc import PortUnavailableError
+from penstock.security import Security
+from penstock.v1 import weights_pb2
+from penstock.weights import file_digest, manifest_digest, safetensors_digests
+from services.trainer.weight_store import PublishedVersion, WeightStore
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+HTTP_SHUTDOWN_S = 2.0
+_Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+class WeightPublisher:
+    """Publishes the versions of one run into `directory`, which it owns: what it finds there is deleted."""
+
+    def __init__(self, *, store: WeightStore, run_id: str, directory: Path, base_url: str, clock: Clock) -> None:
+        self._store = store
+        self._run_id = run_id
+        self._directory = directory
+        self._base_url = base_url.rstrip("/")
+        self._clock = clock
+
+    def open(self) -> None:
+        """Start with an empty folder and an empty store."""
+        shutil.rmtree(self._directory, ignore_errors=True)
+        self._directory.mkdir(parents=True)
+        self._store.reset(self._run_id)
+
+    async def publish(self, tensors: Mapping[str, Tensor], *, policy_version: int, history: int) -> float:
+        """Write, digest and offer a version; returns the seconds it took. Raises OSError where the disk refuses.
+
+        Args:
+            tensors: Hugging Face names to CPU tensors that nobody changes meanwhile.
+            policy_version: The version they are.
+            history: The run's history counter.
+        """
+        start = time.monotonic()
+        version = await asyncio.to_thread(self._prepare, tensors, policy_version, history)
+        self._store.add(version)
+        return time.monotonic() - start
+
+    def _prepare(self, tensors: Mapping[str, Tensor], policy_version: int, history: int) -> PublishedVersion:
+        path = self._directory / f"v{policy_version}-h{history}.safetensors"
+        write_safetensors(tensors, path)
+        infos = safetensors_digests(path)
+        content = file_digest(path)
+        manifest = weights_pb2.WeightsManifest(
+            run_id=self._run_id,
+            policy_version=policy_version,
+            history=history,
+            kind=weights_pb2.WEIGHTS_KIND_FULL,
+            encoding=weights_pb2.WEIGHTS_ENCODING_SAFETENSORS,
+            tensors=[
+                weights_pb2.TensorInfo(
+                    name=info.name, dtype=info.dtype, shape=info.shape, sha256=info.sha256, size_bytes=info.size_bytes
+                )
+                for info in infos
+            ],
+            chunks=[
+                weights_pb2.ChunkInfo(offset=chunk.offset, size_bytes=chunk.size_bytes, sha256=chunk.sha256)
+                for chunk in content.chunks
+            ],
+            digest=manifest_digest(infos),
+            size_bytes=content.size_bytes,
+            urls=[f"{self._base_url}/weights/{self._run_id}/{path.name}"],
+            publish_time=timestamp(self._clock.now_s()),
+        )
+        return PublishedVersion(manifest=manifest, path=path)
+
+
+def write_safetensors(tensors: Mapping[str, Tensor], path: Path) -> None:
+    """One safetensors file, complete under its name or not there."""
+    # Imported here: it brings torch, which the server should not wait for before it listens.
+    from safetensors.torch import save_file
+
+    temporary = path.with_suffix(".tmp")
+    save_file(dict(tensors), temporary)
+    os.replace(temporary, path)
+
+
+@asynccontextmanager
+async def serving_weights(store: WeightStore, *, listen: str, security: Security) -> AsyncIterator[str]:
+    """Serve the store's content over HTTP with ranged GETs; yields the base address.
+
+    Raises:
+        PortUnavailableError: `listen` cannot be listened on.
+    """
+
+    async def content(request: web.Request) -> web.StreamResponse:
+        path = store.content(request.match_info["run_id"], request.match_info["name"])
+        if path is None:
+            raise web.HTTPNotFound(text="no such version here; ask for the newest manifest\n")
+        return web.FileResponse(path, headers={"Content-Type": "application/octet-stream"})
+
+    app = web.Application(middlewares=[] if security.token is None else [_token_check(security.token)])
+    app.router.add_get("/weights/{run_id}/{name}", content)
+    runner = web.AppRunner(app, access_log=None, shutdown_timeout=HTTP_SHUTDOWN_S)
+    await runner.setup()
+    try:
+        yield await _listen(runner, listen, _ssl_context(security))
+    finally:
+        await runner.cleanup()
+
+
+async def _listen(runner: web.AppRunner, listen: str, ssl_context: ssl.SSLContext | None) -> str:
+    host, _, port = listen.rpartition(":")
+    try:
+        await web.TCPSite(runner, host.strip("[]"), int(port), ssl_context=ssl_context).start()
+    except (OSError, ValueError) as error:
+        raise PortUnavailableError(
+            f"cannot listen on {listen} (weights_listen): {error}; stop the other process or choose another port"
+        ) from error
+    bound = runner.addresses[0][1]
+    return f"{'https' if ssl_context else 'http'}://{host}:{bound}"
+
+
+def _ssl_context(security: Security) -> ssl.SSLContext | None:
+    if security.cert_file is None or security.key_file is None:
+        return None
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    context.load_cert_chain(security.cert_file, security.key_file)
+    if security.ca_file is not None:
+        context.load_verify_locations(security.ca_file)
+        context.verify_mode = ssl.CERT_REQUIRED
+    return context
+
+
+def _token_check(token: str) -> Middleware:
+    expected = f"Bearer {token}".encode()
+
+    @web.middleware
+    async def check(request: web.Request, handler: _Handler) -> web.StreamResponse:
+        if not hmac.compare_digest(request.headers.get("Authorization", "").encode(), expected):
+            raise web.HTTPUnauthorized(text="missing or wrong bearer token\n")
+        return await handler(request)
+
+    return check

@@ -1,0 +1,214 @@
+"""The published versions of a run: their manifests, where their content lies, and who holds what.
+
+Promises:
+
+- A version is offered only when its content is complete on disk; at most `max_kept` versions are, the oldest go first.
+- The newest version is the one published last: after a rewind a lower version with a higher history replaces it.
+- A reported digest that is not the published one is refused (DIGEST_MISMATCH) and never recorded as held.
+- Content is looked up by the names made here; no part of a request ever becomes a path.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import OrderedDict
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import grpc
+import structlog
+
+from penstock.errors import (
+    DigestMismatchError,
+    InvalidFieldError,
+    OffsetMismatchError,
+    ServiceUnavailableError,
+    UnknownVersionError,
+)
+from penstock.v1 import weights_pb2, weights_pb2_grpc
+
+SERVICE_NAME = "penstock.v1.WeightStoreService"
+MAX_KEPT_VERSIONS = 3
+MAX_KNOWN_DIGESTS = 256
+MAX_HOLDINGS = 4096
+STREAM_CHUNK_BYTES = 1024 * 1024
+WATCH_POLL_S = 1.0
+
+_log = structlog.get_logger()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PublishedVersion:
+    """A version that receivers may take."""
+
+    manifest: weights_pb2.WeightsManifest
+    path: Path
+    """Its content, complete."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Holding:
+    """A receiver's statement that its engine holds a version, digest checked."""
+
+    policy_version: int
+    swap_pause_s: float
+    fetched_bytes: int
+    relay_url: str
+
+
+class WeightStore:
+    """The versions of the run under way; starts empty."""
+
+    def __init__(self, *, max_kept: int = MAX_KEPT_VERSIONS) -> None:
+        self._max_kept = max_kept
+        self._run_id = ""
+        self._kept: OrderedDict[str, PublishedVersion] = OrderedDict()
+        self._digests: OrderedDict[int, str] = OrderedDict()
+        self._grown = asyncio.Event()
+        self.holdings: OrderedDict[str, Holding] = OrderedDict()
+
+    def reset(self, run_id: str) -> None:
+        """Offer nothing until `run_id` publishes."""
+        self._run_id = run_id
+        self._kept.clear()
+        self._digests.clear()
+        self.holdings.clear()
+
+    def add(self, version: PublishedVersion) -> None:
+        """Offer a version as the newest; deletes the content of versions no longer kept."""
+        manifest = version.manifest
+        self._kept[version.path.name] = version
+        self._kept.move_to_end(version.path.name)
+        self._digests[manifest.policy_version] = manifest.digest
+        self._digests.move_to_end(manifest.policy_version)
+        while len(self._digests) > MAX_KNOWN_DIGESTS:
+            self._digests.popitem(last=False)
+        while len(self._kept) > self._max_kept:
+            _, oldest = self._kept.popitem(last=False)
+            oldest.path.unlink(missing_ok=True)
+        self._grown.set()
+        self._grown = asyncio.Event()
+
+    def newest(self, run_id: str) -> PublishedVersion:
+        """The version published last; raises UnknownVersionError."""
+        self._require_run(run_id)
+        if not self._kept:
+            raise UnknownVersionError(f"run {run_id} has published nothing yet", run_id=run_id)
+        return next(reversed(self._kept.values()))
+
+    def version(self, run_id: str, policy_version: int) -> PublishedVersion:
+        """A kept version, of the newest history that has it; raises UnknownVersionError."""
+        self._require_run(run_id)
+        for version in reversed(self._kept.values()):
+            if version.manifest.policy_version == policy_version:
+                return version
+        raise UnknownVersionError(
+            f"version {policy_version} of run {run_id} was never published or is no longer kept; ask for the newest",
+            policy_version=policy_version,
+        )
+
+    def content(self, run_id: str, name: str) -> Path | None:
+        """Where the content of that name lies; None when it is not offered."""
+        version = self._kept.get(name) if run_id == self._run_id else None
+        return version.path if version is not None else None
+
+    async def wait_for_newer(self, seen: weights_pb2.WeightsManifest | None, *, timeout_s: float) -> bool:
+        """Whether something other than `seen` is the newest, waiting up to `timeout_s` for it."""
+        grown = self._grown
+        if self._kept and next(reversed(self._kept.values())).manifest is not seen:
+            return True
+        try:
+            async with asyncio.timeout(timeout_s):
+                await grown.wait()
+        except TimeoutError:
+            return False
+        return True
+
+    def record_holding(self, run_id: str, receiver_id: str, holding: Holding, *, digest: str) -> None:
+        """A receiver holds a version; raises UnknownVersionError, DigestMismatchError."""
+        self._require_run(run_id)
+        published = self._digests.get(holding.policy_version)
+        if published is None:
+            raise UnknownVersionError(
+                f"version {holding.policy_version} of run {run_id} is not known here",
+                policy_version=holding.policy_version,
+            )
+        if digest != published:
+            _log.error("refused weights", receiver=receiver_id, policy_version=holding.policy_version, digest=digest)
+            raise DigestMismatchError(
+                f"version {holding.policy_version} has digest {published}, {receiver_id} holds {digest:.64}; "
+                "do not serve it, fetch it again",
+                policy_version=holding.policy_version,
+            )
+        self.holdings[receiver_id] = holding
+        self.holdings.move_to_end(receiver_id)
+        while len(self.holdings) > MAX_HOLDINGS:
+            self.holdings.popitem(last=False)
+
+    def _require_run(self, run_id: str) -> None:
+        if not run_id or run_id != self._run_id:
+            raise UnknownVersionError(f"no weights of run {run_id!r:.80} here", run_id=run_id)
+
+
+class WeightStoreService(weights_pb2_grpc.WeightStoreServiceServicer):
+    """Offers a WeightStore over gRPC. Only full manifests are offered, whatever version the caller holds."""
+
+    def __init__(self, store: WeightStore) -> None:
+        self.stopping = asyncio.Event()
+        """Set when the server drains; whoever builds the server puts its own event here."""
+        self._store = store
+
+    async def GetManifest(
+        self, request: weights_pb2.GetManifestRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> weights_pb2.GetManifestResponse:
+        """The manifest of one version, or of the newest."""
+        if request.HasField("policy_version"):
+            version = self._store.version(request.run_id, request.policy_version)
+        else:
+            version = self._store.newest(request.run_id)
+        return weights_pb2.GetManifestResponse(manifest=version.manifest)
+
+    async def WatchManifests(
+        self, request: weights_pb2.WatchManifestsRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> AsyncIterator[weights_pb2.WatchManifestsResponse]:
+        """Manifests as they are published; one that was replaced before it was sent is skipped."""
+        seen: weights_pb2.WeightsManifest | None = None
+        while not self.stopping.is_set():
+            if await self._store.wait_for_newer(seen, timeout_s=WATCH_POLL_S):
+                seen = self._store.newest(request.run_id).manifest
+                yield weights_pb2.WatchManifestsResponse(manifest=seen)
+        raise ServiceUnavailableError("the weight store is draining; reconnect")
+
+    async def StreamContent(
+        self, request: weights_pb2.StreamContentRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> AsyncIterator[weights_pb2.StreamContentResponse]:
+        """The content of a version from an offset."""
+        version = self._store.version(request.run_id, request.policy_version)
+        remaining = version.manifest.size_bytes - request.offset
+        if remaining < 0:
+            raise OffsetMismatchError(
+                f"offset {request.offset} is beyond {version.manifest.size_bytes} bytes; start from 0"
+            )
+        with version.path.open("rb") as file:
+            file.seek(request.offset)
+            while data := await asyncio.to_thread(file.read, STREAM_CHUNK_BYTES):
+                remaining -= len(data)
+                yield weights_pb2.StreamContentResponse(data=data, remaining_bytes=remaining)
+
+    async def ReportHolding(
+        self, request: weights_pb2.ReportHoldingRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> weights_pb2.ReportHoldingResponse:
+        """Check and record what a receiver holds."""
+        if not 1 <= len(request.receiver_id) <= 128:
+            raise InvalidFieldError("receiver_id: must have 1 to 128 characters", field="receiver_id")
+        holding = Holding(
+            policy_version=request.policy_version,
+            swap_pause_s=request.swap_pause_s,
+            fetched_bytes=request.fetched_bytes,
+            relay_url=request.relay_url,
+        )
+        self._store.record_holding(request.run_id, request.receiver_id, holding, digest=request.digest)
+        newest = self._store.newest(request.run_id).manifest
+        return weights_pb2.ReportHoldingResponse(newest_version=newest.policy_version)

@@ -1,0 +1,380 @@
+"""A whole generator against a scripted broker and a scripted weight store: real gRPC, real HTTP, emulated engine."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import asynccontextmanager
+from itertools import pairwise
+
+import pytest
+from google.protobuf import duration_pb2
+from prometheus_client import CollectorRegistry
+
+from penstock.errors import (
+    InvalidFieldError,
+    NotOfferedError,
+    ServiceUnavailableError,
+    UnknownVersionError,
+)
+from penstock.rpc import Service, call, open_channel, wait_until_serving
+from penstock.v1 import generator_pb2, generator_pb2_grpc, types_pb2
+from penstock.weights import mismatch_error
+from services.generator import weight_puller
+from services.generator.config import EngineConfig, GeneratorConfig
+from services.generator.emulated_engine import EmulatedEngine, EmulatedSpec
+from services.generator.engine import EngineStoppedError, FinishReason
+from services.generator.generator import Generator, GeneratorFailedError
+from services.generator.metrics import GeneratorMetrics
+from services.generator.model_folder import IdText
+from services.generator.server import SERVICE_NAME
+from services.generator.service import GeneratorServicer
+from tests.helpers.scripted_engine import PausableScriptedEngine, ScriptedEngine, span
+from tests.helpers.scripted_generation_broker import ScriptedGenerationBroker, prompt
+from tests.helpers.scripted_weight_store import ScriptedWeightStore
+from tests.helpers.serving import serving
+from tests.helpers.waiting import until
+
+
+class Bench:
+    """A generator and everything around it."""
+
+    def __init__(self, tmp_path):
+        self.tmp_path = tmp_path
+        published = tmp_path / "published"
+        published.mkdir()
+        (tmp_path / "model").mkdir()
+        self.broker = ScriptedGenerationBroker()
+        self.store = ScriptedWeightStore(published)
+        self.generator = None
+        self.stub = None
+        self.tasks = []
+
+    async def view(self):
+        return await call(self.stub.GetGenerator, generator_pb2.GetGeneratorRequest(), peer="generator")
+
+    @asynccontextmanager
+    async def running(self, engine, *, max_concurrent_samples=8):
+        async with serving(self.broker.service(), self.store.service()) as (_, target):
+            config = GeneratorConfig(
+                listen="127.0.0.1:0",
+                run_id="r",
+                broker=target,
+                weights=target,
+                model_path=self.tmp_path / "model",
+                cache_dir=self.tmp_path / "cache",
+                flush_interval_s=0.02,
+                engine=EngineConfig(engine="emulated", max_concurrent_samples=max_concurrent_samples),
+            )
+            metrics = GeneratorMetrics(CollectorRegistry())
+            self.generator = Generator(config, engine=engine, text=IdText(), metrics=metrics)
+            async with self.generator, self._serving(self.generator):
+                yield self
+
+    @asynccontextmanager
+    async def _serving(self, generator):
+        service = Service(
+            name=SERVICE_NAME,
+            add=generator_pb2_grpc.add_GeneratorServiceServicer_to_server,
+            servicer=GeneratorServicer(generator),
+        )
+
+        async def ready():
+            pass
+
+        loops = [
+            generator.run_engine(ready),
+            generator.send_tokens(),
+            generator.watch_weights(),
+            generator.pull_weights(),
+            generator.take_leases(),
+        ]
+        async with serving(service) as (_, target), open_channel(target) as channel:
+            self.stub = generator_pb2_grpc.GeneratorServiceStub(channel)
+            self.target = target
+            self.tasks = [asyncio.create_task(loop) for loop in loops]
+            try:
+                yield
+            finally:
+                for task in self.tasks:
+                    task.cancel()
+                await asyncio.gather(*self.tasks, return_exceptions=True)
+
+
+@pytest.fixture
+async def bench(tmp_path):
+    made = Bench(tmp_path)
+    async with made.store.serving_content():
+        yield made
+
+
+def emulated(**changes):
+    spec = {"token_s": 1e-4, "mean_tokens": 12, "tick_s": 0.002, "max_num_seqs": 8} | changes
+    return EmulatedEngine(EmulatedSpec(**spec))
+
+
+async def test_samples_are_decoded_once_the_weights_are_attested(bench):
+    samples = [s for g in range(6) for s in bench.broker.submit(prompt(f"g{g}", group_size=4, seed=g))]
+    async with bench.running(emulated()):
+        await asyncio.sleep(0.05)
+        assert bench.broker.hellos == []
+        manifest = await bench.store.publish(0)
+        await until(lambda: bench.broker.num_finished == len(samples))
+        view = await bench.view()
+        assert (view.policy_version, view.weights_digest) == (0, manifest.digest)
+        assert view.num_weight_updates == 1
+        assert view.busy_s > 0
+    assert bench.broker.most_out <= 8
+    for sample in samples:
+        assert sample.num_leases == 1
+        assert sample.text == " ".join(str(token_id) for token_id in sample.token_ids)
+        assert sample.versions == [0] * len(sample.token_ids)
+    assert bench.store.reports[0].digest == manifest.digest
+    assert bench.store.reports[0].fetched_bytes == manifest.size_bytes
+    hello = bench.broker.hellos[0]
+    assert hello.generator_id.startswith("gen-0-")
+    assert hello.max_context_tokens == 4096
+    spans = [item for beat in bench.broker.beats for item in beat.busy_spans]
+    assert all(a.end_time.ToNanoseconds() <= b.start_time.ToNanoseconds() for a, b in pairwise(spans))
+
+
+async def test_a_version_published_while_decoding_is_taken_in_flight(bench):
+    bench.broker.submit(prompt("long", max_new_tokens=400))
+    await bench.store.publish(0)
+    async with bench.running(emulated(token_s=2e-3, mean_tokens=300, length_sigma=0)):
+        await until(lambda: len(bench.broker.samples[0].token_ids) > 10)
+        await bench.store.publish(1)
+        await until(lambda: bench.broker.beats[-1].policy_version == 1)
+        await until(lambda: bench.broker.num_finished == 1)
+    versions = bench.broker.samples[0].versions
+    assert versions == sorted(versions)
+    assert set(versions) == {0, 1}
+
+
+async def test_versions_in_between_are_skipped_and_old_files_deleted(bench):
+    for version in range(6):
+        await bench.store.publish(version)
+    async with bench.running(emulated()):
+        await until(lambda: len(bench.store.reports) == 1)
+        assert bench.store.reports[0].policy_version == 5
+        for version in range(6, 9):
+            await bench.store.publish(version)
+            await until(lambda: bench.store.reports[-1].policy_version == version)  # noqa: B023
+        files = sorted(path.name[:9] for path in (bench.tmp_path / "cache" / "gen-0").iterdir())
+    assert files == ["v00000007", "v00000008"]
+
+
+async def test_a_rewound_trainers_lower_version_replaces_a_higher_one(bench):
+    await bench.store.publish(7)
+    async with bench.running(emulated()):
+        await until(lambda: len(bench.store.reports) == 1)
+        await bench.store.publish(5, history=1)
+        await until(lambda: bench.store.reports[-1].policy_version == 5)
+        # Well under the 2 s between beats: a new version is told at once.
+        await until(lambda: bench.broker.beats[-1].policy_version == 5, timeout_s=1)
+
+
+async def test_corrupt_weights_are_refused_counted_and_never_served(bench):
+    bench.broker.submit(prompt("g"))
+    bench.store.corrupt_requests = 2
+    await bench.store.publish(0)
+    async with bench.running(emulated()):
+        await until(lambda: bench.broker.num_finished == 1)
+        assert (await bench.view()).num_weights_refused == 2
+    assert len(bench.store.reports) == 1
+
+
+async def test_an_engine_that_cannot_prove_a_version_takes_no_leases_until_it_can(bench):
+    engine = ScriptedEngine()
+    engine.update_errors = [mismatch_error("the engine holds something else", ["model.bias"])]
+    bench.broker.submit(prompt("g"))
+    await bench.store.publish(0)
+    async with bench.running(engine):
+        await until(lambda: len(engine.updates) == 1)
+        assert bench.broker.hellos == []
+        await until(lambda: len(engine.requests) == 1)
+        assert len(engine.updates) == 2
+        assert (await bench.view()).num_weights_refused == 1
+
+
+async def test_an_engine_that_never_proves_a_version_ends_the_process(bench, monkeypatch):
+    monkeypatch.setattr(weight_puller, "backoff_s", lambda: iter([0.0] * 100))
+    engine = ScriptedEngine()
+    engine.reported_digest = "f" * 64
+    await bench.store.publish(0)
+    async with bench.running(engine):
+        with pytest.raises(GeneratorFailedError, match="DigestMismatchError"):
+            await asyncio.wait_for(asyncio.shield(bench.tasks[0]), 10)
+        assert len(engine.updates) == weight_puller.MAX_ENGINE_MISMATCHES
+        assert bench.store.reports == []
+        assert (await bench.view()).state == generator_pb2.GENERATOR_STATE_FAILED
+
+
+async def test_an_engine_failure_gives_all_samples_back_with_their_tokens(bench):
+    engine = ScriptedEngine()
+    first, second = bench.broker.submit(prompt("g", group_size=2))
+    await bench.store.publish(0)
+    async with bench.running(engine, max_concurrent_samples=2):
+        await until(lambda: len(engine.requests) == 2)
+        engine.say("g-0-1", span(5))
+        engine.say("g-1-1", span(6, 7))
+        await until(lambda: len(first.token_ids) == 1 and len(second.token_ids) == 2)
+        engine.say("g-0-1", EngineStoppedError("died"))
+        with pytest.raises(GeneratorFailedError):
+            await asyncio.wait_for(asyncio.shield(bench.tasks[0]), 10)
+    assert [sample.finish_reason for sample in (first, second)] == [types_pb2.FINISH_REASON_ABORTED] * 2
+    assert len(bench.broker.queue) == 2
+    assert (first.token_ids, second.token_ids) == ([5], [6, 7])
+
+
+async def test_a_stop_returns_unfinished_samples_with_their_prefix_and_another_generator_goes_on(bench):
+    (sample,) = bench.broker.submit(prompt("long", max_new_tokens=60, seed=3))
+    await bench.store.publish(0)
+    slow = {"mean_tokens": 60, "length_sigma": 0, "seed": 1}
+    async with bench.running(emulated(token_s=5e-3, **slow)):
+        await until(lambda: len(sample.token_ids) >= 10)
+        started_s = asyncio.get_running_loop().time()
+        await bench.generator.stop()
+        assert asyncio.get_running_loop().time() - started_s < 3
+        assert sample.finish_reason == types_pb2.FINISH_REASON_ABORTED
+    prefix = list(sample.token_ids)
+    async with bench.running(emulated(**slow)):
+        await until(lambda: sample.is_finished)
+    assert sample.token_ids[: len(prefix)] == prefix
+    assert sample.num_leases == 2
+    assert sample.text == " ".join(str(token_id) for token_id in sample.token_ids)
+
+
+async def test_a_broker_that_restarts_loses_nothing(bench):
+    samples = [s for g in range(10) for s in bench.broker.submit(prompt(f"g{g}", group_size=4))]
+    bench.broker.num_stream_breaks = 3
+    await bench.store.publish(0)
+    async with bench.running(emulated(token_s=5e-4)):
+        await until(lambda: bench.broker.num_finished > 5)
+        bench.broker.break_lease_stream()
+        await until(lambda: bench.broker.num_finished == len(samples), timeout_s=20)
+    assert all(sample.num_leases == 1 for sample in samples)
+
+
+async def test_a_sample_the_store_half_forgot_is_given_back_and_decoded_again(bench):
+    engine = ScriptedEngine()
+    (sample,) = bench.broker.submit(prompt("g"))
+    await bench.store.publish(0)
+    async with bench.running(engine):
+        await until(lambda: "g-0-1" in engine.requests)
+        engine.say("g-0-1", span(5, 6, 7))
+        await until(lambda: len(sample.token_ids) == 3)
+        bench.broker.refusals.append(("OFFSET_MISMATCH", 2))
+        engine.say("g-0-1", span(8))
+        await until(lambda: "g-0-2" in engine.requests)
+        assert engine.requests["g-0-2"].prefix_token_ids == (5, 6)
+        engine.say("g-0-2", span(9, finish=FinishReason.LENGTH))
+        await until(lambda: sample.is_finished)
+    assert sample.token_ids == [5, 6, 9]
+
+
+async def test_a_lost_or_revoked_lease_is_aborted(bench):
+    engine = ScriptedEngine()
+    bench.broker.submit(prompt("g", group_size=2))
+    await bench.store.publish(0)
+    async with bench.running(engine):
+        await until(lambda: engine.num_running == 2)
+        bench.broker.refusals.append(("LEASE_LOST", 0))
+        engine.say("g-0-1", span(5))
+        await until(lambda: engine.num_running == 1)
+        bench.broker.revoke("g-1-1")
+        await until(lambda: engine.num_running == 0)
+        await until(lambda: list(bench.broker.beats[-1].active_lease_ids) == [])
+
+
+async def test_a_closed_run_drops_everything_and_the_generator_stays(bench):
+    engine = ScriptedEngine()
+    bench.broker.submit(prompt("g"))
+    await bench.store.publish(0)
+    async with bench.running(engine):
+        await until(lambda: engine.num_running == 1)
+        bench.broker.is_closed = True
+        await until(lambda: engine.num_running == 0)
+        bench.broker.is_closed = False
+        bench.broker.submit(prompt("again"))
+        await until(lambda: "again-0-1" in engine.requests)
+        assert not any(task.done() for task in bench.tasks)
+
+
+async def test_drain_finishes_what_is_held_and_takes_nothing_new(bench):
+    engine = ScriptedEngine()
+    bench.broker.submit(prompt("g"))
+    await bench.store.publish(0)
+    async with bench.running(engine):
+        await until(lambda: engine.num_running == 1)
+        response = await call(bench.stub.DrainGenerator, generator_pb2.DrainGeneratorRequest(), peer="generator")
+        assert not response.is_drained
+        assert (await bench.view()).state == generator_pb2.GENERATOR_STATE_DRAINING
+        await until(lambda: bench.broker.beats[-1].is_draining)
+        bench.broker.submit(prompt("later"))
+        engine.say("g-0-1", span(2, finish=FinishReason.STOP))
+        await until(lambda: bench.broker.num_finished == 1)
+        await until(lambda: bench.generator.drain(None))
+        assert (await bench.view()).state == generator_pb2.GENERATOR_STATE_DRAINED
+        assert "later-0-1" not in engine.requests
+
+
+async def test_drain_with_a_grace_gives_back_what_is_not_finished(bench):
+    engine = ScriptedEngine()
+    (sample,) = bench.broker.submit(prompt("g"))
+    await bench.store.publish(0)
+    async with bench.running(engine):
+        await until(lambda: engine.num_running == 1)
+        request = generator_pb2.DrainGeneratorRequest(grace=duration_pb2.Duration(nanos=10_000_000))
+        await call(bench.stub.DrainGenerator, request, peer="generator")
+        await until(lambda: sample.finish_reason == types_pb2.FINISH_REASON_ABORTED)
+        request = generator_pb2.DrainGeneratorRequest(grace=duration_pb2.Duration(seconds=-1))
+        with pytest.raises(InvalidFieldError):
+            await call(bench.stub.DrainGenerator, request, peer="generator")
+
+
+async def test_pull_installs_a_version_now_and_answers_at_once_when_it_is_held(bench):
+    engine = ScriptedEngine()
+    await bench.store.publish(0)
+    async with bench.running(engine):
+        await until(lambda: len(engine.updates) == 1)
+        request = generator_pb2.PullWeightsRequest(mode=generator_pb2.UPDATE_MODE_DRAIN)
+        response = await call(bench.stub.PullWeights, request, peer="generator")
+        assert (response.policy_version, response.digest) == (0, bench.store.manifests[0].digest)
+        assert len(engine.updates) == 1
+        request = generator_pb2.PullWeightsRequest(policy_version=9)
+        with pytest.raises(UnknownVersionError):
+            await call(bench.stub.PullWeights, request, peer="generator")
+        request = generator_pb2.PullWeightsRequest(mode=generator_pb2.UPDATE_MODE_RECOMPUTE)
+        with pytest.raises(NotOfferedError):
+            await call(bench.stub.PullWeights, request, peer="generator")
+        with pytest.raises(InvalidFieldError):
+            await call(bench.stub.PullWeights, generator_pb2.PullWeightsRequest(mode=77), peer="generator")
+
+
+async def test_only_an_engine_that_can_pause_is_paused(bench):
+    request = generator_pb2.PauseGeneratorRequest(is_paused=True)
+    engine = PausableScriptedEngine()
+    async with bench.running(engine):
+        await until(lambda: bench.generator.view().state == generator_pb2.GENERATOR_STATE_SERVING)
+        await call(bench.stub.PauseGenerator, request, peer="generator")
+        assert engine.is_paused
+        assert (await bench.view()).state == generator_pb2.GENERATOR_STATE_PAUSED
+        await call(bench.stub.PauseGenerator, generator_pb2.PauseGeneratorRequest(), peer="generator")
+        assert not engine.is_paused
+    async with bench.running(ScriptedEngine()):
+        await until(lambda: bench.generator.view().state == generator_pb2.GENERATOR_STATE_SERVING)
+        with pytest.raises(NotOfferedError):
+            await call(bench.stub.PauseGenerator, request, peer="generator")
+
+
+async def test_while_the_engine_is_built_the_state_says_so_and_control_is_refused(bench):
+    engine = ScriptedEngine()
+    built = asyncio.Event()
+    engine.start = built.wait
+    async with bench.running(engine):
+        assert (await bench.view()).state == generator_pb2.GENERATOR_STATE_STARTING
+        with pytest.raises(ServiceUnavailableError):
+            await call(bench.stub.PullWeights, generator_pb2.PullWeightsRequest(), peer="generator")
+        built.set()
+        await until(lambda: bench.generator.view().state == generator_pb2.GENERATOR_STATE_SERVING)
+        assert await wait_until_serving(bench.target, service=SERVICE_NAME, timeout_s=5)

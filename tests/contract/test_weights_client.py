@@ -1,0 +1,217 @@
+"""Manifests over real gRPC, contents over real HTTP: only what is proved is ever kept."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from penstock.clients.downloads import MAX_ATTEMPTS, Downloader
+from penstock.clients.weights import WeightsClient, check_manifest
+from penstock.errors import (
+    DigestMismatchError,
+    InvalidFieldError,
+    NotOfferedError,
+    ServiceUnavailableError,
+    UnknownVersionError,
+)
+from penstock.v1 import weights_pb2
+from penstock.weights import safetensors_digests
+from tests.helpers.scripted_weight_store import ScriptedWeightStore, make_manifest, write_weights
+from tests.helpers.serving import serving
+from tests.helpers.waiting import until
+
+
+@pytest.fixture
+async def store(tmp_path):
+    directory = tmp_path / "published"
+    directory.mkdir()
+    made = ScriptedWeightStore(directory)
+    async with made.serving_content():
+        yield made
+
+
+@pytest.fixture
+async def downloader(monkeypatch):
+    monkeypatch.setattr("penstock.clients.downloads.backoff_s", lambda: iter([0.0] * 100))
+    async with Downloader() as made:
+        yield made
+
+
+async def test_a_download_is_whole_and_leaves_no_partial_file(store, downloader, tmp_path):
+    manifest = await store.publish(1)
+    target = tmp_path / "cache" / "v1"
+    download = await downloader.fetch(manifest, target)
+    assert safetensors_digests(target) == safetensors_digests(store.directory / "v1h0.safetensors")
+    assert download.fetched_bytes == manifest.size_bytes
+    assert [path.name for path in target.parent.iterdir()] == ["v1"]
+
+
+async def test_a_broken_download_goes_on_where_it_broke(store, downloader, tmp_path):
+    manifest = await store.publish(1)
+    store.break_after_bytes = [9000, 100]
+    download = await downloader.fetch(manifest, tmp_path / "v1")
+    # Where exactly depends on how much of the last answer had been read when the connection closed.
+    assert store.ranges[0] == ""
+    assert set(store.ranges[1:]) <= {"bytes=4096-", "bytes=8192-"}
+    assert len(store.ranges) == 3
+    assert download.fetched_bytes == manifest.size_bytes
+
+
+async def test_a_partial_file_of_an_earlier_process_is_continued_after_its_good_chunks(store, downloader, tmp_path):
+    manifest = await store.publish(1)
+    content = bytearray((store.directory / "v1h0.safetensors").read_bytes()[:10_000])
+    content[5000] ^= 1
+    (tmp_path / "v1.partial").write_bytes(content)
+    await downloader.fetch(manifest, tmp_path / "v1")
+    assert store.ranges == ["bytes=4096-"]
+
+
+async def test_a_source_that_ignores_ranges_is_read_from_the_start(store, downloader, tmp_path):
+    manifest = await store.publish(1)
+    store.break_after_bytes = [9000]
+    store.ignores_ranges = True
+    await downloader.fetch(manifest, tmp_path / "v1")
+    assert safetensors_digests(tmp_path / "v1") == safetensors_digests(store.directory / "v1h0.safetensors")
+
+
+async def test_a_corrupt_chunk_is_refused_counted_and_fetched_again(store, downloader, tmp_path):
+    manifest = await store.publish(1)
+    store.corrupt_requests = 1
+    refused = []
+    download = await downloader.fetch(manifest, tmp_path / "v1", on_refused=refused.append)
+    assert (download.num_refused, len(refused)) == (1, 1)
+    assert store.ranges[1] == "bytes=8192-"
+
+
+async def test_a_source_that_only_lies_is_given_up(store, downloader, tmp_path):
+    manifest = await store.publish(1)
+    store.corrupt_requests = 10**6
+    with pytest.raises(DigestMismatchError):
+        await downloader.fetch(manifest, tmp_path / "v1")
+    assert len(store.ranges) == MAX_ATTEMPTS
+    assert not (tmp_path / "v1").exists()
+
+
+async def test_right_chunks_of_wrong_tensors_are_refused(store, downloader, tmp_path):
+    manifest = await store.publish(1)
+    other = make_manifest(write_weights(store.directory / "other", seed=99), policy_version=1, url=manifest.urls[0])
+    del other.chunks[:]
+    other.chunks.extend(manifest.chunks)
+    with pytest.raises(DigestMismatchError):
+        await downloader.fetch(other, tmp_path / "v1")
+    assert not (tmp_path / "v1").exists()
+
+
+async def test_a_complete_file_is_not_fetched_twice_and_a_damaged_one_is(store, downloader, tmp_path):
+    manifest = await store.publish(1)
+    await downloader.fetch(manifest, tmp_path / "v1")
+    assert (await downloader.fetch(manifest, tmp_path / "v1")).fetched_bytes == 0
+    with (tmp_path / "v1").open("r+b") as file:
+        file.seek(-1, 2)
+        file.write(b"\xff")
+    assert (await downloader.fetch(manifest, tmp_path / "v1")).fetched_bytes == manifest.size_bytes
+
+
+async def test_a_version_that_is_gone_and_a_dead_server_are_told_apart(store, downloader, tmp_path):
+    manifest = await store.publish(1)
+    store.is_gone = True
+    with pytest.raises(UnknownVersionError):
+        await downloader.fetch(manifest, tmp_path / "v1")
+    manifest.urls[0] = "http://127.0.0.1:9/nothing"
+    with pytest.raises(ServiceUnavailableError):
+        await downloader.fetch(manifest, tmp_path / "v1")
+
+
+async def test_the_next_source_is_tried_when_one_is_dead(store, downloader, tmp_path):
+    manifest = await store.publish(1)
+    manifest.urls.insert(0, "http://127.0.0.1:9/nothing")
+    assert (await downloader.fetch(manifest, tmp_path / "v1")).fetched_bytes == manifest.size_bytes
+
+
+async def test_a_watch_yields_what_is_published_and_survives_a_restart_of_the_store(store):
+    seen, refused = [], []
+    async with (
+        serving(store.service()) as (server, target),
+        WeightsClient(target, run_id="r", receiver_id="x") as client,
+    ):
+        task = asyncio.create_task(client.watch(lambda manifest: seen.append(manifest.policy_version), refused.append))
+        await store.publish(0)
+        await until(lambda: seen == [0])
+        await store.publish(1)
+        await until(lambda: seen == [0, 1])
+        port = server.port
+        await server.stop(grace_s=0)
+        async with _serving_again(store, port):
+            await until(lambda: seen == [0, 1, 1])
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+    assert refused == []
+
+
+def _serving_again(store, port):
+    from contextlib import asynccontextmanager
+
+    from penstock.rpc import Server
+
+    @asynccontextmanager
+    async def again():
+        server = Server(listen=f"127.0.0.1:{port}", services=[store.service()])
+        await server.start()
+        try:
+            yield
+        finally:
+            await server.stop(grace_s=0)
+
+    return again()
+
+
+async def test_get_manifest_names_versions_and_reports_are_answered(store):
+    async with serving(store.service()) as (_, target), WeightsClient(target, run_id="r", receiver_id="x") as client:
+        with pytest.raises(UnknownVersionError):
+            await client.get_manifest()
+        await store.publish(3)
+        await store.publish(4)
+        assert (await client.get_manifest()).policy_version == 4
+        assert (await client.get_manifest(3)).policy_version == 3
+        newest = await client.report_holding(policy_version=3, digest="d", swap_pause_s=0.1, fetched_bytes=7)
+        assert newest == 4
+        assert (store.reports[0].receiver_id, store.reports[0].fetched_bytes) == ("x", 7)
+        store.refuses_reports = True
+        with pytest.raises(DigestMismatchError):
+            await client.report_holding(policy_version=3, digest="d", swap_pause_s=0.1, fetched_bytes=7)
+
+
+def _gap(manifest):
+    manifest.chunks[1].offset += 1
+
+
+def _unsorted(manifest):
+    tensors = list(reversed(manifest.tensors))
+    del manifest.tensors[:]
+    manifest.tensors.extend(tensors)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "error"),
+    [
+        (lambda m: setattr(m, "run_id", "other"), InvalidFieldError),
+        (lambda m: setattr(m, "policy_version", -1), InvalidFieldError),
+        (lambda m: setattr(m, "kind", weights_pb2.WEIGHTS_KIND_DELTA), NotOfferedError),
+        (lambda m: setattr(m, "encoding", weights_pb2.WEIGHTS_ENCODING_SAFETENSORS_ZSTD), NotOfferedError),
+        (lambda m: m.urls.append("file:///etc/passwd"), InvalidFieldError),
+        (lambda m: m.ClearField("urls"), InvalidFieldError),
+        (lambda m: m.ClearField("tensors"), InvalidFieldError),
+        (lambda m: setattr(m, "size_bytes", m.size_bytes + 1), InvalidFieldError),
+        (lambda m: setattr(m, "digest", "0" * 64), DigestMismatchError),
+        (lambda m: setattr(m.tensors[0], "sha256", "0" * 64), DigestMismatchError),
+        (_gap, InvalidFieldError),
+        (_unsorted, InvalidFieldError),
+    ],
+)
+def test_a_manifest_that_cannot_be_proved_is_refused(tmp_path, spoil, error):
+    manifest = make_manifest(write_weights(tmp_path / "w", seed=1), policy_version=1, url="http://h/w")
+    check_manifest(manifest, run_id="r")
+    spoil(manifest)
+    with pytest.raises(error):
+        check_manifest(manifest, run_id="r")

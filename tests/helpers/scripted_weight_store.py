@@ -1,0 +1,154 @@
+"""A weight store with real manifests and a real HTTP server, that can be told to misbehave. Needs no torch."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import numpy as np
+from aiohttp import web
+from safetensors.numpy import save_file
+
+from penstock.errors import DigestMismatchError, UnknownVersionError
+from penstock.rpc import Service
+from penstock.v1 import weights_pb2, weights_pb2_grpc
+from penstock.weights import file_digest, manifest_digest, safetensors_digests
+
+
+def write_weights(path: Path, *, seed: int, num_values: int = 4096) -> Path:
+    """A small safetensors file of random numbers."""
+    generator = np.random.default_rng(seed)
+    save_file(
+        {
+            "model.weight": generator.standard_normal((num_values // 8, 8), dtype=np.float32),
+            "model.bias": generator.standard_normal(8, dtype=np.float32),
+        },
+        path,
+    )
+    return path
+
+
+def make_manifest(
+    path: Path, *, policy_version: int, url: str, history: int = 0, chunk_bytes: int = 4096, run_id: str = "r"
+) -> weights_pb2.WeightsManifest:
+    """The true manifest of a file."""
+    tensors, content = safetensors_digests(path), file_digest(path, chunk_bytes=chunk_bytes)
+    return weights_pb2.WeightsManifest(
+        run_id=run_id,
+        policy_version=policy_version,
+        history=history,
+        kind=weights_pb2.WEIGHTS_KIND_FULL,
+        encoding=weights_pb2.WEIGHTS_ENCODING_SAFETENSORS,
+        tensors=[
+            weights_pb2.TensorInfo(
+                name=item.name, dtype=item.dtype, shape=item.shape, sha256=item.sha256, size_bytes=item.size_bytes
+            )
+            for item in tensors
+        ],
+        chunks=[
+            weights_pb2.ChunkInfo(offset=item.offset, size_bytes=item.size_bytes, sha256=item.sha256)
+            for item in content.chunks
+        ],
+        digest=manifest_digest(tensors),
+        size_bytes=content.size_bytes,
+        urls=[url],
+    )
+
+
+class ScriptedWeightStore(weights_pb2_grpc.WeightStoreServiceServicer):
+    """Publishes files; use `serving_content` around it for the HTTP side."""
+
+    def __init__(self, directory: Path):
+        self.directory = directory
+        self.manifests: list[weights_pb2.WeightsManifest] = []
+        self.reports: list[weights_pb2.ReportHoldingRequest] = []
+        self.ranges: list[str] = []
+        """Range header of each HTTP request, empty where there was none."""
+        self.corrupt_requests = 0
+        """So many HTTP answers have one byte changed in the middle."""
+        self.break_after_bytes: list[int] = []
+        """HTTP answers that break off after so many bytes, in order."""
+        self.ignores_ranges = False
+        self.is_gone = False
+        self.refuses_reports = False
+        self._base_url = ""
+        self._changed = asyncio.Condition()
+
+    def service(self) -> Service:
+        return Service(
+            name="penstock.v1.WeightStoreService",
+            add=weights_pb2_grpc.add_WeightStoreServiceServicer_to_server,
+            servicer=self,
+        )
+
+    async def publish(self, policy_version: int, *, history: int = 0, seed: int | None = None):
+        """Make and announce a version."""
+        name = f"v{policy_version}h{history}.safetensors"
+        path = write_weights(self.directory / name, seed=policy_version if seed is None else seed)
+        manifest = make_manifest(path, policy_version=policy_version, history=history, url=f"{self._base_url}/{name}")
+        async with self._changed:
+            self.manifests.append(manifest)
+            self._changed.notify_all()
+        return manifest
+
+    @asynccontextmanager
+    async def serving_content(self) -> AsyncIterator[str]:
+        app = web.Application()
+        app.router.add_get("/{name}", self._content)
+        runner = web.AppRunner(app)
+        await runner.setup()
+        site = web.TCPSite(runner, "127.0.0.1", 0)
+        await site.start()
+        self._base_url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+        try:
+            yield self._base_url
+        finally:
+            await runner.cleanup()
+
+    async def _content(self, request: web.Request) -> web.StreamResponse:
+        self.ranges.append(request.headers.get("Range", ""))
+        if self.is_gone:
+            raise web.HTTPNotFound
+        data = (self.directory / request.match_info["name"]).read_bytes()
+        start = 0
+        if "Range" in request.headers and not self.ignores_ranges:
+            start = int(request.headers["Range"].removeprefix("bytes=").removesuffix("-"))
+        body = bytearray(data[start:])
+        if self.corrupt_requests:
+            self.corrupt_requests -= 1
+            body[len(body) // 2] ^= 1
+        headers = {"Content-Length": str(len(body))}
+        if start:
+            headers["Content-Range"] = f"bytes {start}-{len(data) - 1}/{len(data)}"
+        response = web.StreamResponse(status=206 if start else 200, headers=headers)
+        await response.prepare(request)
+        if self.break_after_bytes:
+            await response.write(bytes(body[: self.break_after_bytes.pop(0)]))
+            assert request.transport is not None
+            request.transport.close()
+            return response
+        await response.write(bytes(body))
+        return response
+
+    async def GetManifest(self, request, context):
+        for manifest in reversed(self.manifests):
+            if not request.HasField("policy_version") or manifest.policy_version == request.policy_version:
+                return weights_pb2.GetManifestResponse(manifest=manifest)
+        raise UnknownVersionError("no such version")
+
+    async def WatchManifests(self, request, context):
+        seen = None
+        while True:
+            async with self._changed:
+                while not self.manifests or self.manifests[-1] is seen:
+                    await self._changed.wait()
+                seen = self.manifests[-1]
+            yield weights_pb2.WatchManifestsResponse(manifest=seen)
+
+    async def ReportHolding(self, request, context):
+        self.reports.append(request)
+        if self.refuses_reports:
+            raise DigestMismatchError("not what was published")
+        return weights_pb2.ReportHoldingResponse(newest_version=self.manifests[-1].policy_version)

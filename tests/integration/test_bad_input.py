@@ -1,0 +1,147 @@
+"""Ten kinds of bad input, each through the real command: one clear line, exit status 2, nothing started, nothing lost."""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.helpers.console import document, penstock, write_document, write_rows
+
+
+def refused(folder: Path, value: dict[str, Any] | None, *overrides: str) -> str:
+    """The one line that `penstock run` says about a configuration."""
+    path = folder / "config.yaml"
+    if value is not None:
+        write_document(folder, value)
+    result = penstock("run", str(path), *overrides, cwd=folder)
+    assert result.returncode == 2, result.stderr
+    lines = result.stderr.splitlines()
+    assert len(lines) == 1, result.stderr
+    assert not (folder / "runs").exists(), "something was started"
+    return lines[0]
+
+
+def test_broken_yaml_is_told_with_its_line(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text("model: {path: m\ndata: [")
+    line = refused(tmp_path, None)
+    assert "not valid YAML" in line
+    assert "line 2" in line
+
+
+def test_an_unknown_key_is_told_with_the_nearest_known_one(tmp_path: Path) -> None:
+    value = document(tmp_path)
+    value["algorithm"] = {"group_sise": 8}
+    line = refused(tmp_path, value)
+    assert "algorithm.group_sise: unknown key; did you mean 'group_size'?" in line
+
+
+def test_a_missing_model_is_told_with_its_path(tmp_path: Path) -> None:
+    value = document(tmp_path)
+    value["model"]["path"] = str(tmp_path / "nowhere")
+    line = refused(tmp_path, value)
+    assert "model.path" in line
+    assert f"{tmp_path / 'nowhere'}: no such directory" in line
+
+
+def test_empty_data_is_told(tmp_path: Path) -> None:
+    value = document(tmp_path)
+    Path(value["data"]["train"]).write_text("\n")
+    assert "data.train" in (line := refused(tmp_path, value))
+    assert "holds no rows" in line
+
+
+def test_a_row_without_an_answer_is_told_with_its_line(tmp_path: Path) -> None:
+    value = document(tmp_path)
+    write_rows(Path(value["data"]["train"]), {"prompt": "1+1=", "answer": "2"}, {"prompt": "2+2="})
+    line = refused(tmp_path, value)
+    assert "train.jsonl, line 2: no answer" in line
+
+
+def test_a_port_in_use_is_told(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        line = refused(tmp_path, document(tmp_path), f"listen.broker=127.0.0.1:{port}")
+    assert f"listen.broker: port {port} is in use" in line
+
+
+def test_an_unreachable_redis_is_told_without_its_password(tmp_path: Path) -> None:
+    value = document(tmp_path)
+    value["broker"] = {"redis_url": "redis://:secret@127.0.0.1:1/0"}
+    line = refused(tmp_path, value)
+    assert "broker.redis_url: Redis at redis://:***@127.0.0.1:1/0 cannot be reached" in line
+    assert "secret" not in line
+
+
+def test_a_reward_server_that_is_down_is_told(tmp_path: Path) -> None:
+    line = refused(tmp_path, document(tmp_path), "reward=grpc://127.0.0.1:1")
+    assert "reward.model: reward server: nothing answers at 127.0.0.1:1" in line
+
+
+def test_prompts_and_completions_longer_than_the_context_are_told(tmp_path: Path) -> None:
+    line = refused(tmp_path, document(tmp_path), "sampling.max_new_tokens=500")
+    assert "64 + 500 = 564, longer than the model's context of 512 tokens" in line
+
+
+def test_data_with_only_overlong_prompts_is_told(tmp_path: Path) -> None:
+    value = document(tmp_path)
+    write_rows(Path(value["data"]["train"]), {"prompt": "1+" * 100 + "1=", "answer": "101"})
+    line = refused(tmp_path, value)
+    assert "data.train" in line
+    assert "every prompt is longer than data.max_prompt_tokens = 64" in line
+
+
+def test_a_wrong_type_is_told_with_the_value(tmp_path: Path) -> None:
+    line = refused(tmp_path, document(tmp_path), "run.num_steps=many")
+    assert "run.num_steps" in line
+    assert "got 'many'" in line
+
+
+@pytest.mark.parametrize(
+    ("reward", "words"),
+    [("exact_macth", "did you mean 'exact_match'"), ("no_such_module:f", "no module 'no_such_module'")],
+)
+def test_a_reward_that_does_not_exist_is_told(tmp_path: Path, reward: str, words: str) -> None:
+    assert words in refused(tmp_path, document(tmp_path), f"reward={reward}")
+
+
+def test_an_endpoint_that_does_not_answer_is_told(tmp_path: Path) -> None:
+    line = refused(tmp_path, document(tmp_path), "endpoints.broker=127.0.0.1:1")
+    assert "endpoints.broker: nothing answers at 127.0.0.1:1" in line
+
+
+def test_an_existing_run_folder_is_not_touched(tmp_path: Path) -> None:
+    value = document(tmp_path)
+    kept = tmp_path / "runs" / "r1" / "metrics.jsonl"
+    kept.parent.mkdir(parents=True)
+    kept.write_text("precious\n")
+    result = penstock("run", str(write_document(tmp_path, value)), cwd=tmp_path)
+    assert result.returncode == 2
+    assert "exists already" in result.stderr
+    assert kept.read_text() == "precious\n"
+
+
+def test_every_problem_gets_its_own_line(tmp_path: Path) -> None:
+    value = document(tmp_path)
+    path = write_document(tmp_path, value)
+    result = penstock("run", str(path), "reward=nothing", "data.train=missing.jsonl", cwd=tmp_path)
+    assert result.returncode == 2
+    assert [line.split(": ")[2] for line in result.stderr.splitlines()] == ["data.train", "reward.model"]
+
+
+def test_a_dry_run_prints_what_it_would_run_and_starts_nothing(tmp_path: Path) -> None:
+    path = write_document(tmp_path, document(tmp_path))
+    result = penstock("run", str(path), "run.num_steps=7", "--dry-run", cwd=tmp_path)
+    assert result.returncode == 0, result.stderr
+    assert "num_steps: 7" in result.stdout
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_service_says_that_its_port_is_in_use(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        result = penstock("serve", "scheduler", "--listen", f"127.0.0.1:{port}", cwd=tmp_path)
+    assert result.returncode == 2
+    assert result.stderr.splitlines()[-1].startswith(f"penstock: listen: cannot listen on 127.0.0.1:{port}")

@@ -1,0 +1,199 @@
+"""`penstock run` as a person meets it, with a scripted trainer and broker: follow, interrupt, lose, resume, refuse."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from console.embedded_redis import redis_spec, redis_url
+from console.folder import RunFolder, read_record, started_ticks_of
+from console.processes import SupervisedProcess, service_environment
+from penstock.v1 import trainer_pb2
+from tests.helpers.console import COMMAND, document, environment, write_document
+from tests.helpers.scripted_run import ScriptedRunBroker, ScriptedTrainer
+from tests.helpers.serving import serving
+from tests.helpers.waiting import until
+
+
+@asynccontextmanager
+async def attached(folder: Path, trainer: ScriptedTrainer, broker: ScriptedRunBroker) -> AsyncIterator[list[str]]:
+    """Arguments of `penstock run` for a run in which everything runs elsewhere already."""
+    async with serving(trainer.service, broker.service) as (_, target):
+        value: dict[str, Any] = document(folder)
+        names = ("broker", "scheduler", "reward", "trainer")
+        value["endpoints"] = {**dict.fromkeys(names, target), "generators": [target]}
+        yield ["run", str(write_document(folder, value))]
+
+
+async def started(arguments: list[str], folder: Path) -> asyncio.subprocess.Process:
+    pipe = asyncio.subprocess.PIPE
+    return await asyncio.create_subprocess_exec(
+        *COMMAND, *arguments, cwd=folder, env=environment(), stdout=pipe, stderr=pipe
+    )
+
+
+async def ended(process: asyncio.subprocess.Process) -> tuple[int, str, str]:
+    out, err = await asyncio.wait_for(process.communicate(), 40.0)
+    assert process.returncode is not None
+    return process.returncode, out.decode(), err.decode()
+
+
+async def test_a_run_is_followed_to_its_end_and_reported(tmp_path: Path) -> None:
+    trainer = ScriptedTrainer()
+    async with attached(tmp_path, trainer, ScriptedRunBroker()) as arguments:
+        for _ in range(3):
+            trainer.pace.release()
+        status, out, err = await ended(await started(arguments, tmp_path))
+    assert (status, err) == (0, "")
+    assert [f"step {n}/3" in out for n in (1, 2, 3)] == [True] * 3
+    assert "audit: submitted 8 = trained 8 + dropped 0 + in flight 0: balanced" in out
+    run_dir = tmp_path / "runs" / "r1"
+    assert len((run_dir / "metrics.jsonl").read_text().splitlines()) == 3
+    assert json.loads((run_dir / "summary.json").read_text())["steps"] == 3
+    assert "<svg" in (run_dir / "report.html").read_text()
+    assert "id: r1" in (run_dir / "config.yaml").read_text()
+
+
+async def test_ctrl_c_stops_the_run_after_the_trainer_has_stopped(tmp_path: Path) -> None:
+    trainer = ScriptedTrainer()
+    async with attached(tmp_path, trainer, ScriptedRunBroker()) as arguments:
+        trainer.pace.release()
+        process = await started(arguments, tmp_path)
+        await until(lambda: trainer.pace.locked() and bool(trainer.starts), timeout_s=20)
+        process.send_signal(signal.SIGINT)
+        status, out, _ = await ended(process)
+    assert trainer.stopped.is_set()
+    assert status == 130
+    assert "stopped" in out
+
+
+async def test_a_trainer_that_lost_the_run_is_told_to_resume_it(tmp_path: Path) -> None:
+    trainer = ScriptedTrainer()
+    broker = ScriptedRunBroker()
+    async with serving(trainer.service, broker.service) as (server, target):
+        value = document(tmp_path)
+        value["endpoints"] = dict.fromkeys(("broker", "scheduler", "reward", "trainer"), target) | {"generators": [target]}
+        process = await started(["run", str(write_document(tmp_path, value))], tmp_path)
+        await until(lambda: len(trainer.starts) == 1, timeout_s=20)
+        await server.stop(grace_s=0)
+        trainer.forget()
+        async with serving_at(target, trainer, broker):
+            await until(lambda: len(trainer.starts) == 2, timeout_s=20)
+            for _ in range(3):
+                trainer.pace.release()
+            status, out, err = await ended(process)
+    assert (status, err) == (0, "")
+    assert [request.resume for request in trainer.starts] == [False, True]
+    assert "trainer restarted" in out
+
+
+async def test_a_failed_run_ends_with_status_1(tmp_path: Path) -> None:
+    trainer = ScriptedTrainer()
+    trainer.outcome = trainer_pb2.RUN_OUTCOME_FAILED
+    async with attached(tmp_path, trainer, ScriptedRunBroker()) as arguments:
+        for _ in range(3):
+            trainer.pace.release()
+        status, out, _ = await ended(await started(arguments, tmp_path))
+    assert status == 1
+    assert "failed" in out
+
+
+async def test_a_configuration_that_the_trainer_refuses_is_the_users_mistake(tmp_path: Path) -> None:
+    trainer = ScriptedTrainer(refusal="data.train: /data/x.jsonl: no such file")
+    async with attached(tmp_path, trainer, ScriptedRunBroker()) as arguments:
+        status, _, err = await ended(await started(arguments, tmp_path))
+    assert status == 2
+    assert err.splitlines()[0].endswith(": data.train: /data/x.jsonl: no such file")
+    assert len(err.splitlines()) == 1
+
+
+@pytest.mark.parametrize(("balanced", "status"), [(True, 0), (False, 1)])
+async def test_audit_says_whether_the_books_balance(tmp_path: Path, balanced: bool, status: int) -> None:
+    broker = ScriptedRunBroker(balanced=balanced)
+    async with serving(broker.service) as (_, target):
+        found, out, _ = await ended(await started(["audit", "r1", "--broker", target], tmp_path))
+    assert found == status
+    assert "submitted 10 = trained 4 + dropped 2 (stale 2) + in flight 4" in out
+
+
+async def test_status_shows_queues_generators_and_waits(tmp_path: Path) -> None:
+    async with serving(ScriptedRunBroker().service) as (_, target):
+        status, out, _ = await ended(await started(["status", "--broker", target], tmp_path))
+    assert status == 0
+    for words in ("run r1", "queued 3", "gen-0", "trainer waits for generator gen-0"):
+        assert words in out
+
+
+async def test_the_embedded_redis_keeps_its_data_over_restarts(tmp_path: Path) -> None:
+    import redis
+
+    folder = RunFolder(tmp_path)
+    folder.create()
+    for attempt in range(2):
+        spec = redis_spec(folder, env=service_environment(os.environ, num_threads=1))
+        process = SupervisedProcess(spec, on_change=folder.write_record)
+        task = asyncio.create_task(process.run())
+        await until(process.ready.is_set, timeout_s=20)
+        with redis.Redis.from_url(redis_url(folder)) as client:
+            assert client.get("kept") == (None if attempt == 0 else b"yes")
+            client.set("kept", "yes")
+            assert client.config_get("port") == {"port": "0"}
+        await process.stop()
+        await task
+
+
+async def test_nothing_outlives_a_launcher_that_was_killed(tmp_path: Path) -> None:
+    code = f"""
+import asyncio, os, pathlib
+from console.embedded_redis import redis_spec
+from console.folder import RunFolder
+from console.processes import ServiceSpec, SupervisedProcess, console_argv, service_environment
+
+async def yes():
+    return True
+
+async def main():
+    folder = RunFolder(pathlib.Path({str(tmp_path)!r}))
+    folder.create()
+    env = service_environment(os.environ, num_threads=1)
+    argv = console_argv("serve", "scheduler", "--listen", "127.0.0.1:0")
+    scheduler = ServiceSpec(name="scheduler", argv=argv, address="", env=env, log_path=folder.log_of("scheduler"), is_ready=yes)
+    tasks = [SupervisedProcess(spec, on_change=folder.write_record).run() for spec in (redis_spec(folder, env=env), scheduler)]
+    await asyncio.gather(*tasks)
+
+asyncio.run(main())
+"""
+    launcher = await asyncio.create_subprocess_exec(sys.executable, "-c", code, env=environment())
+    folder = RunFolder(tmp_path)
+
+    def pid_of(name: str) -> int | None:
+        record = read_record(folder.services / f"{name}.json")
+        return record.pid if record is not None and record.state == "ready" else None
+
+    await until(lambda: pid_of("redis") is not None and pid_of("scheduler") is not None, timeout_s=20)
+    await until(lambda: "listens" in folder.log_of("scheduler").read_text(), timeout_s=20)
+    pids = [pid for name in ("redis", "scheduler") if (pid := pid_of(name)) is not None]
+    launcher.kill()
+    await launcher.wait()
+    await until(lambda: all(started_ticks_of(pid) is None for pid in pids), timeout_s=20)
+
+
+@asynccontextmanager
+async def serving_at(target: str, trainer: ScriptedTrainer, broker: ScriptedRunBroker) -> AsyncIterator[None]:
+    from penstock.rpc import Server
+
+    server = Server(listen=target, services=[trainer.service, broker.service])
+    await server.start()
+    try:
+        yield
+    finally:
+        await server.stop(grace_s=0.2)

@@ -1,0 +1,148 @@
+"""The run configuration: what it accepts, refuses, resolves and derives."""
+
+from __future__ import annotations
+
+import inspect
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from pydantic import BaseModel
+
+from console.config import RunConfig, checked_address, load_run_config, parse_run_config, resolve, to_yaml
+from console.derive import broker_config, generator_config, local_endpoint, reward_config, training_config
+from console.folder import RunFolder
+from console.launcher import choose_addresses
+from penstock.config import ConfigError
+from tests.helpers.console import ROOT
+
+MINIMAL: dict[str, Any] = {"model": {"path": "m"}, "data": {"train": "t.jsonl"}}
+
+
+def config(**sections: Any) -> RunConfig:
+    return parse_run_config({**MINIMAL, **sections}, source="test")
+
+
+def problem(**sections: Any) -> str:
+    with pytest.raises(ConfigError) as caught:
+        config(**sections)
+    return str(caught.value)
+
+
+def test_a_plain_string_names_the_reward_model() -> None:
+    assert config(reward="numeric").reward.model == "numeric"
+    assert config(reward={"model": "math", "timeout_s": 5}).reward.timeout_s == 5
+
+
+@pytest.mark.parametrize("text", ["nowhere", "host:0", "host:70000", "a b:1", ":80", "host:"])
+def test_what_is_no_address_is_refused(text: str) -> None:
+    assert "must be host:port" in problem(endpoints={"broker": text})
+
+
+def test_addresses_of_every_kind_are_accepted() -> None:
+    for text in ("127.0.0.1:7301", "broker:7301", "[::1]:7301"):
+        assert checked_address(text) == text
+    assert checked_address("grpc://broker:7301") == "broker:7301"
+
+
+def test_a_context_too_small_for_the_samples_is_refused() -> None:
+    line = problem(generator={"max_context_tokens": 100}, data={"train": "t", "max_prompt_tokens": 80})
+    assert "generator.max_context_tokens: 100 is less than" in line
+    assert "= 336" in line
+
+
+def test_evaluation_without_data_is_refused() -> None:
+    assert "run.eval_every_steps: has no effect without data.eval" in problem(run={"eval_every_steps": 5})
+
+
+def test_attached_generators_need_the_run_id() -> None:
+    assert "run.id: required" in problem(endpoints={"generators": ["host:1"]})
+    assert "at least one generator" in problem(run={"id": "x"}, endpoints={"generators": []})
+
+
+def test_an_absurd_step_is_refused() -> None:
+    line = problem(algorithm={"prompts_per_step": 100_000, "group_size": 1024})
+    assert "102400000 samples a step" in line
+
+
+def test_a_redis_url_of_another_scheme_is_refused() -> None:
+    assert "broker.redis_url" in problem(broker={"redis_url": "http://x"})
+
+
+def test_resolving_names_the_run_and_makes_paths_absolute(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    resolved = resolve(config(), now_s=0.0)
+    assert resolved.run.id == "run-19700101-000000"
+    assert resolved.model.path == tmp_path / "m"
+    assert resolved.data.train == tmp_path / "t.jsonl"
+    assert resolved.run.dir == tmp_path / "runs"
+
+
+def test_a_remote_trainers_paths_stay_as_they_are() -> None:
+    resolved = resolve(config(endpoints={"trainer": "far:7304"}, run={"id": "x"}), now_s=0.0)
+    assert resolved.model.path == Path("m")
+
+
+def test_the_saved_yaml_reads_back_as_the_same_configuration(tmp_path: Path) -> None:
+    original = config(optimizer={"learning_rate": 1e-7}, reward="math", endpoints={"broker": "b:1"})
+    path = tmp_path / "config.yaml"
+    path.write_text(to_yaml(original))
+    assert load_run_config(path) == original
+
+
+def test_exponents_without_a_point_are_numbers(tmp_path: Path) -> None:
+    path = tmp_path / "c.yaml"
+    path.write_text("model: {path: m}\ndata: {train: t}\noptimizer: {learning_rate: 4e-4}\n")
+    assert load_run_config(path).optimizer.learning_rate == pytest.approx(4e-4)
+
+
+def test_service_configurations_agree_on_addresses(tmp_path: Path) -> None:
+    resolved = resolve(config(generator={"count": 2, "engine": "emulated"}, run={"seed": 5}), now_s=0.0)
+    addresses = choose_addresses(resolved)
+    folder = RunFolder(tmp_path)
+    generators = [generator_config(resolved, addresses, folder, index) for index in range(2)]
+    assert {one.broker for one in generators} == {addresses.broker.target}
+    assert generators[0].listen != generators[1].listen
+    assert [one.seed for one in generators] == [5, 6]
+    assert generators[0].weights == addresses.trainer.target
+    assert generators[0].engine.engine == "emulated"
+    assert broker_config(addresses, "unix:///x").listen == reward_config(resolved, addresses).broker
+    assert addresses.weights_url == f"http://{addresses.weights_listen}"
+
+
+def test_listening_on_all_addresses_is_called_on_loopback() -> None:
+    assert local_endpoint("0.0.0.0:7301").target == "127.0.0.1:7301"
+    addresses = choose_addresses(config(listen={"weights": "0.0.0.0:7305", "public_host": "gpu-box"}))
+    assert addresses.weights_url == "http://gpu-box:7305"
+
+
+def test_what_the_trainer_would_refuse_is_refused_here() -> None:
+    refused = config(algorithm={"max_staleness": 2, "correction": "none"})
+    with pytest.raises(ConfigError, match="correction: 'none' is refused"):
+        training_config(refused, broker="b:1", scheduler=None, source="c.yaml")
+
+
+def test_every_field_is_described() -> None:
+    undescribed = [f"{model.__name__}.{name}" for model, name, field in fields(RunConfig) if not field.description]
+    assert undescribed == []
+
+
+def test_the_number_of_fields_stays_within_the_budget() -> None:
+    assert len([name for model, name, _ in fields(RunConfig) if model is not RunConfig]) <= 80
+
+
+@pytest.mark.parametrize("name", ["quickstart.yaml", "own_task.yaml"])
+def test_examples_are_valid(name: str) -> None:
+    path = ROOT / "examples" / name
+    assert load_run_config(path).model.path
+    assert set(yaml.safe_load(path.read_text())) <= set(RunConfig.model_fields)
+
+
+def fields(model: type[BaseModel]) -> list[tuple[type[BaseModel], str, Any]]:
+    found = []
+    for name, field in model.model_fields.items():
+        found.append((model, name, field))
+        if inspect.isclass(field.annotation) and issubclass(field.annotation, BaseModel):
+            found += fields(field.annotation)
+    return found

@@ -1,0 +1,55 @@
+import pytest
+
+from penstock.rewards import RewardItem, ScoreStatus
+from services.reward.models import math_reward
+from services.reward.models.math_reward import MathReward
+
+
+@pytest.fixture
+async def model():
+    reward = MathReward()
+    yield reward
+    await reward.close()
+
+
+def item(completion, answer):
+    return RewardItem(completion=completion, answer=answer)
+
+
+async def test_equal_expressions_match_however_they_are_written(model):
+    results = await model.score(
+        [
+            item("so it is $\\boxed{\\frac{1}{2}}$", "0.5"),
+            item("#### 1/2", "\\frac{2}{4}"),
+            item("Answer: x^2 + 2x + 1", "(x+1)^2"),
+            item("#### 7", "8"),
+            item("", "8"),
+            item("no idea", "8"),
+            item("#### 8", ""),
+        ]
+    )
+
+    assert [result.value for result in results] == [1.0, 1.0, 1.0, 0.0, 0.0, 0.0, None]
+    assert results[-1].status is ScoreStatus.INVALID
+
+
+async def test_an_expression_that_never_ends_is_killed_and_the_next_is_judged(model, monkeypatch):
+    monkeypatch.setattr(math_reward, "ITEM_TIMEOUT_S", 0.5)
+    monkeypatch.setattr(math_reward, "_WORKER", "tests.helpers.hanging_worker")
+
+    hanging = await model.score_within([item("#### 1", "1")], timeout_s=0.5)
+    monkeypatch.undo()
+    after = await model.score([item("#### 1", "1")] * 2)
+
+    assert hanging[0].status is ScoreStatus.TIMEOUT
+    assert [result.value for result in after] == [1.0, 1.0]
+
+
+async def test_a_worker_that_dies_fails_its_sample_only(model, monkeypatch):
+    monkeypatch.setattr(math_reward, "_WORKER", "tests.helpers.no_such_module")
+    dead = await model.score([item("#### 1", "1")])
+    monkeypatch.undo()
+    after = await model.score([item("#### 1", "1")])
+
+    assert dead[0].status is ScoreStatus.FAILED
+    assert after[0].value == 1.0

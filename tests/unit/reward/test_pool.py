@@ -1,0 +1,286 @@
+import asyncio
+import itertools
+import time
+
+import pytest
+from structlog.testing import capture_logs
+
+from penstock.errors import DeadlineError, InternalError, InvalidFieldError, QueueFullError, ServiceUnavailableError
+from penstock.rewards import ModelAwayError
+from penstock.v1 import broker_pb2, reward_pb2, types_pb2
+from services.reward.breaker import Breaker
+from services.reward.config import RewardModelConfig
+from services.reward.pool import ScoringPool
+from services.reward.tries import Tries
+from tests.helpers.scripted_broker import scoring_item
+from tests.helpers.waiting import until
+
+OK, TIMEOUT, FAILED = types_pb2.SCORE_STATUS_OK, types_pb2.SCORE_STATUS_TIMEOUT, types_pb2.SCORE_STATUS_FAILED
+
+
+class FakeSource:
+    """A queue of leases; the pool's other side."""
+
+    def __init__(self, num_samples):
+        self._queue = asyncio.Queue()
+        self.held = {}
+        self.scores = {}
+        self.num_answers = 0
+        for number in range(num_samples):
+            lease = broker_pb2.ScoringLease(lease_id=str(number), item=scoring_item(number))
+            self.held[lease.lease_id] = lease
+            self._queue.put_nowait(lease)
+
+    @property
+    def num_held(self):
+        return len(self.held)
+
+    def is_held(self, lease_id):
+        return lease_id in self.held
+
+    async def take(self, *, max_items):
+        leases = [await self._queue.get()]
+        while len(leases) < max_items and not self._queue.empty():
+            leases.append(self._queue.get_nowait())
+        return leases
+
+    def answer(self, results):
+        for result in results:
+            self.num_answers += 1
+            if self.held.pop(result.lease_id, None) is not None:
+                self.scores[result.key.sample_index] = result.score
+
+
+class FakeModel:
+    """Fails as told: `behave(items)` raises or returns values."""
+
+    name = "fake"
+
+    def __init__(self, behave):
+        self.behave = behave
+        self.is_up = True
+        self.num_calls = 0
+        self.num_running = 0
+        self.most_running = 0
+        self.num_probes = 0
+
+    async def probe(self):
+        self.num_probes += 1
+        if not self.is_up:
+            raise ModelAwayError("connection refused")
+
+    async def describe(self):
+        return reward_pb2.GetRewardModelResponse()
+
+    async def score(self, items, *, timeout_s):
+        self.num_calls += 1
+        self.num_running += 1
+        self.most_running = max(self.most_running, self.num_running)
+        try:
+            await asyncio.sleep(0)
+            if not self.is_up:
+                raise ModelAwayError("connection refused")
+            values = self.behave(items)
+            return [types_pb2.Score(status=OK, value=value) for value in values]
+        finally:
+            self.num_running -= 1
+
+    async def close(self):
+        pass
+
+
+@pytest.fixture(autouse=True)
+def short_backoff(monkeypatch):
+    def delays(**_):
+        while True:
+            yield 0.001
+
+    monkeypatch.setattr("services.reward.pool.backoff_s", delays)
+    monkeypatch.setattr("services.reward.breaker.backoff_s", delays)
+
+
+async def run_pool(source, model, condition, *, monotonic_s=time.monotonic, **config):
+    pool = ScoringPool(source=source, model=model, config=RewardModelConfig(**config), monotonic_s=monotonic_s)
+    task = asyncio.create_task(pool.run())
+    try:
+        await until(lambda: task.done() or condition())
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+    return pool
+
+
+def right(items):
+    return [1.0] * len(items)
+
+
+async def test_every_lease_is_answered_once_and_concurrency_is_bounded():
+    source, model = FakeSource(100), FakeModel(right)
+
+    await run_pool(source, model, lambda: not source.held, max_batch_size=7, max_concurrent_batches=3)
+
+    assert sorted(source.scores) == list(range(100))
+    assert source.num_answers == 100
+    assert model.most_running <= 3
+    assert {score.model for score in source.scores.values()} == {"fake"}
+    assert all(score.HasField("latency") for score in source.scores.values())
+
+
+async def test_a_model_that_is_away_costs_no_sample():
+    source, model = FakeSource(20), FakeModel(right)
+    model.is_up = False
+    pool = ScoringPool(source=source, model=model, config=RewardModelConfig(max_batch_size=4, max_retries=0))
+    task = asyncio.create_task(pool.run())
+    await until(lambda: model.num_probes > 20)
+    assert pool.is_holding_back
+    assert source.num_answers == 0
+    assert model.num_calls <= 5
+
+    model.is_up = True
+    await until(lambda: not source.held)
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+
+    assert {score.status for score in source.scores.values()} == {OK}
+    assert not pool.is_holding_back
+
+
+@pytest.mark.parametrize("error", [DeadlineError, QueueFullError, ServiceUnavailableError])
+async def test_what_may_pass_is_tried_again(error):
+    failures = iter(range(2))
+
+    def behave(items):
+        if next(failures, None) is not None:
+            raise error("not now")
+        return right(items)
+
+    source = FakeSource(3)
+    await run_pool(source, FakeModel(behave), lambda: not source.held, max_retries=2)
+
+    assert {score.status for score in source.scores.values()} == {OK}
+
+
+async def test_retries_end_with_timeout_and_never_with_a_value():
+    def behave(items):
+        raise DeadlineError("too slow")
+
+    source = FakeSource(2)
+    await run_pool(source, FakeModel(behave), lambda: not source.held, max_retries=1)
+
+    assert {score.status for score in source.scores.values()} == {TIMEOUT}
+    assert not any(score.HasField("value") for score in source.scores.values())
+    assert "too slow" in source.scores[0].message
+
+
+@pytest.mark.parametrize("error", [InternalError, InvalidFieldError, DeadlineError])
+async def test_one_bad_sample_costs_its_neighbours_nothing(error):
+    def behave(items):
+        if any(item.key.sample_index == 5 for item in items):
+            raise error("sample 5 breaks it")
+        return right(items)
+
+    source = FakeSource(16)
+    await run_pool(source, FakeModel(behave), lambda: not source.held, max_batch_size=16, max_retries=0)
+
+    expected = TIMEOUT if error is DeadlineError else FAILED
+    assert [source.scores[number].status for number in range(16)] == [expected if n == 5 else OK for n in range(16)]
+
+
+async def test_a_lost_lease_is_not_scored_again():
+    source = FakeSource(2)
+
+    def behave(items):
+        source.held.pop("1", None)
+        if len(items) == 2:
+            raise ServiceUnavailableError("again")
+        return right(items)
+
+    await run_pool(source, FakeModel(behave), lambda: not source.held)
+
+    assert list(source.scores) == [0]
+    assert source.num_answers == 1
+
+
+async def test_an_open_breaker_lets_one_batch_through_at_a_time_and_burns_none():
+    running_while_open = []
+
+    def behave(items):
+        if model.num_calls > 10:
+            running_while_open.append(model.num_running)
+        if model.num_calls < 100:
+            raise ServiceUnavailableError("the model loads")
+        return right(items)
+
+    source, model = FakeSource(64), FakeModel(behave)
+    await run_pool(source, model, lambda: not source.held, max_batch_size=8, max_concurrent_batches=8, max_retries=1)
+
+    assert set(running_while_open[:80]) == {1}
+    assert {score.status for score in source.scores.values()} == {OK}
+
+
+@pytest.mark.parametrize("max_concurrent_batches", [1, 4])
+async def test_a_sample_that_breaks_the_model_each_time_is_given_up_alone(max_concurrent_batches):
+    def behave(items):
+        if any(item.key.sample_index == 5 for item in items):
+            raise ServiceUnavailableError("connection reset")
+        return right(items)
+
+    source = FakeSource(40)
+    seconds = itertools.count(step=10)
+    await run_pool(
+        source,
+        FakeModel(behave),
+        lambda: not source.held,
+        monotonic_s=lambda: float(next(seconds)),
+        max_batch_size=4,
+        max_concurrent_batches=max_concurrent_batches,
+        max_retries=1,
+    )
+
+    assert [number for number, score in source.scores.items() if score.status == TIMEOUT] == [5]
+    assert sum(score.status == OK for score in source.scores.values()) == 39
+
+
+async def test_unavailability_counts_once_a_minute_while_nobody_succeeds():
+    now_s = 0.0
+    tries = Tries(max_tries=2, num_successes=lambda: 0, monotonic_s=lambda: now_s)
+    away = ServiceUnavailableError("loads")
+
+    assert not tries.are_over_after(away)
+    now_s = 59.0
+    assert not tries.are_over_after(away)
+    now_s = 61.0
+    assert tries.are_over_after(away)
+
+
+async def test_the_log_says_who_is_away_since_when_and_how_many_wait_but_not_too_often():
+    now_s = 0.0
+    model = FakeModel(right)
+    breaker = Breaker(model, num_waiting=lambda: 37, monotonic_s=lambda: now_s)
+    with capture_logs() as logs:
+        breaker.failed("refused", is_away=True)
+        for now_s in (1.0, 9.0, 12.0, 13.0, 20.0):  # noqa: B007 -- the breaker reads it
+            breaker.failed("refused", is_away=True)
+        now_s = 31.0
+        breaker.succeeded()
+
+    assert [entry["event"] for entry in logs] == [
+        "reward model fake unreachable since 0 s; 37 samples wait",
+        "reward model fake unreachable since 12 s; 37 samples wait",
+        "reward model fake answers again after 31 s",
+    ]
+
+
+async def test_failures_in_a_row_open_the_breaker_and_a_success_closes_it():
+    breaker = Breaker(FakeModel(right), num_waiting=lambda: 0)
+    breaker.failed("slow", is_away=False)
+    breaker.failed("slow", is_away=False)
+    breaker.succeeded()
+    breaker.failed("slow", is_away=False)
+    breaker.failed("slow", is_away=False)
+    assert not breaker.is_open
+    breaker.failed("slow", is_away=False)
+    assert breaker.is_open
+    async with breaker.permit():
+        breaker.succeeded()
+    assert not breaker.is_open

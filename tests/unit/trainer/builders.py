@@ -1,0 +1,110 @@
+"""Builders of trainer values, and a backend that computes nothing."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import numpy as np
+import torch
+from transformers import AutoModelForCausalLM, Qwen2Config
+
+from services.trainer.backend import LossTotals, NonFiniteGradientError, NonFiniteLossError, StepMetrics
+from services.trainer.packing import Pack, Trajectory
+from services.trainer.samples import TrainingSample
+
+VOCAB_SIZE = 40
+
+
+def build_trajectory(rng: np.random.Generator, *, num_prompt: int, num_completion: int) -> Trajectory:
+    total = num_prompt + num_completion
+    return Trajectory(
+        token_ids=rng.integers(0, VOCAB_SIZE, total).astype(np.int32),
+        loss_mask=np.arange(total) >= num_prompt,
+        behavior_logprobs=-rng.random(total).astype(np.float32) * 4,
+        advantages=rng.normal(size=total).astype(np.float32),
+    )
+
+
+def build_sample(
+    *,
+    group_id: str = "g0",
+    index: int = 0,
+    reward: float | None = 1.0,
+    num_tokens: int = 4,
+    version: int = 0,
+    **changes: object,
+) -> TrainingSample:
+    values: dict[str, object] = {
+        "prompt_token_ids": np.array([1, 2, 3], dtype=np.int32),
+        "completion_token_ids": ((np.arange(num_tokens) + 7 * index) % VOCAB_SIZE).astype(np.int32),
+        "behavior_logprobs": np.full(num_tokens, -1.5, dtype=np.float32),
+        "policy_versions": np.full(num_tokens, version, dtype=np.int64),
+    }
+    return TrainingSample(group_id=group_id, sample_index=index, reward=reward, **{**values, **changes})
+
+
+def build_group(group_id: str, rewards: list[float | None], *, num_tokens: int = 4) -> list[TrainingSample]:
+    return [
+        build_sample(group_id=group_id, index=index, reward=reward, num_tokens=num_tokens + index)
+        for index, reward in enumerate(rewards)
+    ]
+
+
+def save_tiny_qwen2(directory: Path, *, seed: int = 0, **changes: object) -> Path:
+    settings: dict[str, object] = {
+        "vocab_size": VOCAB_SIZE,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 64,
+        "initializer_range": 0.2,
+        "tie_word_embeddings": True,
+    }
+    torch.manual_seed(seed)
+    AutoModelForCausalLM.from_config(Qwen2Config(**{**settings, **changes})).save_pretrained(directory)
+    (directory / "tokenizer.json").write_text('{"stands": "in"}', encoding="utf-8")
+    return directory
+
+
+class RecordingBackend:
+    """Remembers what it was asked; a pack holding `poison_token` has a loss that is not finite."""
+
+    vocab_size = VOCAB_SIZE
+    max_sequence_length = 32
+
+    def __init__(self, *, poison_token: int | None = None, gradient: float = 1.0) -> None:
+        self.packs: list[Pack] = []
+        self.steps: list[int] = []
+        self.num_discards = 0
+        self._poison_token = poison_token
+        self._gradient = gradient
+
+    def forward_backward(self, pack: Pack) -> LossTotals:
+        if self._poison_token is not None and self._poison_token in pack.target_ids:
+            raise NonFiniteLossError("the loss is nan")
+        self.packs.append(pack)
+        return LossTotals(num_tokens=pack.num_loss_tokens, sums={"loss": 2.0 * pack.num_loss_tokens})
+
+    def forward_logprobs(self, pack: Pack) -> np.ndarray:
+        return np.zeros(pack.num_loss_tokens, dtype=np.float32)
+
+    def optimizer_step(self, *, num_tokens: int) -> StepMetrics:
+        if not math.isfinite(self._gradient):
+            raise NonFiniteGradientError("the gradient is nan")
+        self.steps.append(num_tokens)
+        return StepMetrics(grad_norm=self._gradient, learning_rate=0.1, num_optimizer_steps=len(self.steps))
+
+    def discard_gradients(self) -> None:
+        self.num_discards += 1
+
+    def state_tensors(self) -> dict[str, torch.Tensor]:
+        return {}
+
+    def save(self, directory: Path) -> None:
+        (directory / "model.safetensors").write_bytes(b"weights")
+
+    def load(self, directory: Path) -> None:
+        self.loaded = (directory / "model.safetensors").read_bytes()
