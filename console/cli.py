@@ -4,6 +4,8 @@ Imports nothing but typer until a command runs, so that `--help` answers at once
 line each on stderr, with exit status 2 and no traceback.
 """
 
+# ruff: noqa: D301 - a backspace is click's mark for a paragraph that is not wrapped anew, so no docstring here is raw.
+
 from __future__ import annotations
 
 import os
@@ -52,7 +54,7 @@ def run(
         Path | None, typer.Option("--resume", metavar="RUN_DIR", help="Continue the run in this folder.")
     ] = None,
 ) -> None:
-    r"""Train: start what the config says is local, attach to the rest, follow the run to its end.
+    """Train: start what the config says is local, attach to the rest, follow the run to its end.
 
     Exit status: 0 completed, 1 failed, 2 a mistake in what was asked for, 130 interrupted (continue with --resume).
 
@@ -78,7 +80,7 @@ def quickstart(
     seed: Annotated[int, typer.Option("--seed", min=0, help="Seed of the task, the model and the run.")] = 0,
     directory: _RunsDir = Path("runs"),
 ) -> None:
-    r"""Make a tiny model and an arithmetic task, and train it on this machine in minutes.
+    """Make a tiny model and an arithmetic task, and train it on this machine in minutes.
 
     \b
     Examples:
@@ -107,7 +109,7 @@ def serve(
     log_level: Annotated[str, typer.Option("--log-level", help="debug, info, warning or error.")] = "info",
     log_format: Annotated[str, typer.Option("--log-format", help="text or json.")] = "text",
 ) -> None:
-    r"""Run one service in this process until SIGTERM or Ctrl-C.
+    """Run one service in this process until SIGTERM or Ctrl-C.
 
     \b
     Examples:
@@ -133,7 +135,7 @@ def reward_serve(
         str, typer.Option("--listen", metavar="HOST:PORT", help="Address to listen on.")
     ] = "127.0.0.1:7310",
 ) -> None:
-    r"""Serve a Python function as a reward model; a run uses it as reward.model=grpc://HOST:PORT.
+    """Serve a Python function as a reward model; a run uses it as reward.model=grpc://HOST:PORT.
 
     \b
     Example:
@@ -153,7 +155,7 @@ def reward_serve(
 def reward_check(
     target: Annotated[str, typer.Argument(metavar="HOST:PORT", help="A running reward model, in any language.")],
 ) -> None:
-    r"""Say whether a reward model keeps the contract; exit status 1 when it does not.
+    """Say whether a reward model keeps the contract; exit status 1 when it does not.
 
     \b
     Example:
@@ -183,7 +185,7 @@ def reward_resolve(model: Annotated[str, typer.Argument(metavar="MODEL")]) -> No
 
 @app.command()
 def status(run: _RunArgument = None, broker: _Broker = None, directory: _RunsDir = Path("runs")) -> None:
-    r"""Show a run: its queues, its generators, who waits for whom and why.
+    """Show a run: its queues, its generators, who waits for whom and why.
 
     \b
     Examples:
@@ -202,7 +204,7 @@ def status(run: _RunArgument = None, broker: _Broker = None, directory: _RunsDir
 
 @app.command()
 def audit(run: _RunArgument = None, broker: _Broker = None, directory: _RunsDir = Path("runs")) -> None:
-    r"""Check submitted = trained + dropped + in flight, live or afterwards; exit status 1 when it does not hold.
+    """Check submitted = trained + dropped + in flight, live or afterwards; exit status 1 when it does not hold.
 
     \b
     Examples:
@@ -220,7 +222,7 @@ def audit(run: _RunArgument = None, broker: _Broker = None, directory: _RunsDir 
 
 @app.command()
 def report(run_dir: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="A run folder.")]) -> None:
-    r"""Make report.html of a run again, also while the run is under way.
+    """Make report.html of a run again, also while the run is under way.
 
     \b
     Example:
@@ -237,7 +239,7 @@ def report(run_dir: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="A ru
 
 @app.command()
 def ps(directory: _RunsDir = Path("runs")) -> None:
-    r"""List the processes of local runs.
+    """List the processes of local runs.
 
     \b
     Example:
@@ -259,7 +261,7 @@ def logs(
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on as lines are written.")] = False,
     lines: Annotated[int, typer.Option("--lines", "-n", min=1, help="Last lines of each.")] = 20,
 ) -> None:
-    r"""Show the logs of a local run's services.
+    """Show the logs of a local run's services.
 
     \b
     Examples:
@@ -277,7 +279,7 @@ def logs(
 
 @app.command()
 def stop(run_dir: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="A run folder.")]) -> None:
-    r"""Stop a local run as Ctrl-C does: after a checkpoint; continue it with `penstock run --resume`.
+    """Stop a local run as Ctrl-C does: after a checkpoint; continue it with `penstock run --resume`.
 
     \b
     Example:
@@ -294,7 +296,7 @@ def stop(run_dir: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="A run 
 
 @app.command()
 def doctor() -> None:
-    r"""Say what this machine has for a run, and what is missing; exit status 1 when a run cannot be made.
+    """Say what this machine has for a run, and what is missing; exit status 1 when a run cannot be made.
 
     \b
     Example:
@@ -315,6 +317,8 @@ def main() -> None:
 
 
 def _exit(work: Callable[[], int]) -> NoReturn:
+    # gRPC's core writes lines of its own to stderr whenever a peer goes away; that is told in our words.
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     from penstock.config import ConfigError
 
     try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,6 +18,7 @@ from penstock.config import ConfigError
 
 STOP_WAIT_S = 180.0
 _POLL_S = 0.2
+_PIPE_WIDTH = 240
 _MAX_TAIL_BYTES = 4 * 1024 * 1024
 
 
@@ -24,6 +26,11 @@ def run_folders(runs_dir: Path) -> list[RunFolder]:
     """The run folders in a folder, oldest first."""
     found = sorted(runs_dir.expanduser().glob("*/config.yaml"), key=lambda path: path.stat().st_mtime)
     return [RunFolder(path.parent.absolute()) for path in found]
+
+
+def plain_console() -> Console:
+    """Prints tables for people and for pipes: the terminal's width, else wide enough that nothing is cut."""
+    return Console() if sys.stdout.isatty() else Console(width=_PIPE_WIDTH)
 
 
 def ps_command(runs_dir: Path) -> int:
@@ -39,7 +46,7 @@ def ps_command(runs_dir: Path) -> int:
     if num_rows == 0:
         print(f"no run in {runs_dir} is under way")
     else:
-        Console().print(table)
+        plain_console().print(table)
     return 0
 
 

@@ -141,7 +141,7 @@ def _summary_table(summary: Mapping[str, Any], steps: Sequence[Line]) -> str:
         ("Reward, first to last five steps", _pair(summary, "reward_first", "reward_last")),
         ("Held-out accuracy, sampled", _pair(summary, "eval_accuracy_start", "eval_accuracy_end")),
         ("Held-out accuracy, greedy", _pair(summary, "eval_greedy_start", "eval_greedy_end")),
-        ("Largest staleness", f"{_of(summary, 'max_staleness_seen', 'd')} (bound {_of(summary, 'max_staleness', 'd')})"),
+        ("Staleness seen / bound", f"{_of(summary, 'max_staleness_seen', 'd')} / {_of(summary, 'max_staleness', 'd')}"),
         ("Overlap of generation and training", _of(summary, "overlap_ratio", ".2f")),
         ("Idle, generators / trainer", f"{_of(summary, 'generator_idle_ratio', '.2f')} / "
          f"{_of(summary, 'trainer_idle_ratio', '.2f')}"),

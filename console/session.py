@@ -16,7 +16,7 @@ from typing import Any
 from console.live import Display
 from console.view import BUSY_WINDOW_S, Evaluation, RunView
 from penstock.config import ConfigError
-from penstock.errors import InvalidFieldError, PenstockError, UnknownRunError
+from penstock.errors import BadTokenError, InvalidFieldError, NotOfferedError, PenstockError, UnknownRunError
 from penstock.rpc import backoff_s, call, call_with_retry, open_channel, translated_errors
 from penstock.security import Security
 from penstock.v1 import broker_pb2, broker_pb2_grpc, trainer_pb2, trainer_pb2_grpc
@@ -61,6 +61,7 @@ class RunSession:
         self._patience_s = patience_s
         self._sequence = 0
         self._phase = "waiting for the trainer"
+        self._state = trainer_pb2.TRAINER_STATE_UNSPECIFIED
 
     async def start(self, *, resume: bool) -> None:
         """Hand the run to the trainer. Raises ConfigError when it refuses the configuration."""
@@ -92,7 +93,8 @@ class RunSession:
                 self._display.note("trainer restarted: resumes from its newest checkpoint")
                 await self.start(resume=True)
             except PenstockError as error:
-                if not error.is_retryable:
+                # A server that dies ends its streams with many codes; only these say that asking again is of no use.
+                if isinstance(error, (InvalidFieldError, BadTokenError, NotOfferedError)):
                     raise
                 self._view.phase = "the trainer does not answer; waiting for it"
             if self._sequence > before:
@@ -161,8 +163,11 @@ class RunSession:
     def _take_state(self, change: trainer_pb2.StateChanged) -> None:
         state = trainer_pb2.TrainerState.Name(change.state).removeprefix("TRAINER_STATE_").lower()
         phase = f"{state}: {change.message}" if change.message else state
-        if phase != self._view.phase:
-            self._phase = self._view.phase = phase
+        # While it trains, its message says what it waits for and changes every few seconds: that is for the view only.
+        is_news = change.state != self._state or change.state == trainer_pb2.TRAINER_STATE_STARTING
+        self._state = change.state
+        self._phase = self._view.phase = phase
+        if is_news:
             self._display.note(f"trainer {phase}")
 
 

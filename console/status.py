@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypedDict, TypeVar
@@ -16,7 +16,7 @@ from rich.text import Text
 from console.config import checked_address, load_run_config
 from console.folder import RunFolder, open_folder, read_record
 from console.live import duration
-from console.local import run_folders
+from console.local import plain_console, run_folders
 from console.outcome import audit_line, read_summary
 from penstock.config import ConfigError
 from penstock.errors import PenstockError
@@ -49,7 +49,7 @@ def status_command(run: str | None, *, broker: str | None, runs_dir: Path) -> in
     target = find_run(run, broker=broker, runs_dir=runs_dir)
     if target.broker is None:
         raise ConfigError(f"{target.run_id}: not under way here; name its broker with --broker, or see its report")
-    show_status(asyncio.run(_get_run(target.run_id, target.broker)), Console(), now_s=time.time())
+    show_status(asyncio.run(_get_run(target.run_id, target.broker)), plain_console(), now_s=time.time())
     return 0
 
 
@@ -58,10 +58,8 @@ def audit_command(run: str | None, *, broker: str | None, runs_dir: Path) -> int
     target = find_run(run, broker=broker, runs_dir=runs_dir)
     if target.broker is not None:
         books = asyncio.run(_audit_run(target.run_id, target.broker))
-        print(audit_line({
-            "submitted": books.submitted, "trained": books.trained, "dropped": dict(books.dropped),
-            "in_flight": books.in_flight, "balanced": books.balanced,
-        }))  # fmt: skip
+        names = ("submitted", "trained", "in_flight", "balanced")
+        print(audit_line({name: getattr(books, name) for name in names} | {"dropped": dict(books.dropped)}))
         print(f"staleness at most {books.max_staleness_seen}, policy version {books.policy_version}")
         return 0 if books.balanced else 1
     audit = (read_summary(target.folder.summary) or {}).get("audit") if target.folder is not None else None
@@ -93,35 +91,48 @@ def find_run(run: str | None, *, broker: str | None, runs_dir: Path) -> Target:
 
 def show_status(run: broker_pb2.GetRunResponse, console: Console, *, now_s: float) -> None:
     """Print the broker's picture of a run."""
-    state = "closed" if run.is_closed else "open"
-    console.print(Text(f"run {run.run_id} ({state}), policy version {run.policy_version}"))
-    by_state = run.audit.in_flight_by_state
-    console.print(
-        Text("samples: " + ("  ".join(f"{name} {by_state[name]}" for name in sorted(by_state)) or "none in flight"))
-    )
-    console.print(Text(f"trained {run.audit.trained}, dropped {sum(run.audit.dropped.values())}, "
-                       f"staleness at most {run.audit.max_staleness_seen}"))  # fmt: skip
-    console.print(Text(f"reward workers: {', '.join(run.reward_worker_ids) or 'none connected'}"))
+    audit = run.audit
+    by_state = audit.in_flight_by_state
+    in_flight = "  ".join(f"{name} {by_state[name]}" for name in sorted(by_state)) or "none in flight"
+    lines = [
+        f"run {run.run_id} ({'closed' if run.is_closed else 'open'}), policy version {run.policy_version}",
+        f"samples: {in_flight}",
+        f"trained {audit.trained}, dropped {sum(audit.dropped.values())}, staleness at most {audit.max_staleness_seen}",
+        f"reward workers: {', '.join(run.reward_worker_ids) or 'none connected'}",
+    ]
+    for line in lines:
+        console.print(Text(line), soft_wrap=True)
     if run.generators:
-        table = Table(
-            "generator", "engine", "site", "version", "running", "tokens/s", "cache", "seen", box=None, pad_edge=False
-        )
-        for view in run.generators:
-            beat = view.beat
-            cells = (
-                view.hello.generator_id, view.hello.engine, view.hello.site or "-", str(beat.policy_version),
-                str(beat.num_running), f"{beat.tokens_per_second:.0f}", f"{100 * beat.kv_cache_usage:.0f} %",
-                f"{max(0.0, now_s - view.beat_time.ToNanoseconds() / 1e9):.0f} s ago",
-            )  # fmt: skip
-            table.add_row(*(Text(cell) for cell in cells))
-        console.print(table)
+        console.print(_generators_table(run.generators, now_s=now_s))
     else:
         console.print("generators: none connected")
     for wait in run.waits:
-        since = (
-            duration(max(0.0, now_s - wait.since_time.ToNanoseconds() / 1e9)) if wait.HasField("since_time") else "-"
+        console.print(Text(_wait_line(wait, now_s=now_s)), soft_wrap=True)
+
+
+def _generators_table(generators: Sequence[broker_pb2.GeneratorView], *, now_s: float) -> Table:
+    names = ("generator", "engine", "site", "version", "running", "tokens/s", "cache", "seen")
+    table = Table(*names, box=None, pad_edge=False)
+    for view in generators:
+        beat = view.beat
+        cells = (
+            view.hello.generator_id,
+            view.hello.engine,
+            view.hello.site or "-",
+            str(beat.policy_version),
+            str(beat.num_running),
+            f"{beat.tokens_per_second:.0f}",
+            f"{100 * beat.kv_cache_usage:.0f} %",
+            f"{max(0.0, now_s - view.beat_time.ToNanoseconds() / 1e9):.0f} s ago",
         )
-        console.print(Text(f"{wait.waiter} waits for {wait.owner} since {since}: {wait.reason}"))
+        table.add_row(*(Text(cell) for cell in cells))
+    return table
+
+
+def _wait_line(wait: broker_pb2.Wait, *, now_s: float) -> str:
+    since_s = now_s - wait.since_time.ToNanoseconds() / 1e9 if wait.HasField("since_time") else None
+    since = f" for {duration(max(0.0, since_s))}" if since_s is not None else ""
+    return f"{wait.waiter} waits for {wait.owner}{since}: {wait.reason}"
 
 
 def _id_at_broker(run: str | None, broker: str) -> str:

@@ -125,7 +125,7 @@ class TokenSession:
 
     async def run(self) -> None:
         """Send until cancelled; raises PenstockError where a retry cannot help."""
-        delays = backoff_s()
+        delays, last_error = backoff_s(), ""
         while True:
             if not self._dirty and not self._unacknowledged:
                 self._work.clear()
@@ -139,10 +139,11 @@ class TokenSession:
             except _PERMANENT_ERRORS:
                 raise
             except PenstockError as error:
-                if self._unacknowledged:
+                if self._unacknowledged and str(error) != last_error:
                     _log.info("token stream lost", error=str(error), num_unacknowledged=len(self._unacknowledged))
+                last_error = str(error)
             if self.num_tokens_stored > num_stored:
-                delays = backoff_s()
+                delays, last_error = backoff_s(), ""
             await asyncio.sleep(next(delays))
 
     async def _follow_one_stream(self) -> None:

@@ -183,6 +183,7 @@ class MicrobatchSession:
         if response.WhichOneof("frame") == "waiting":
             self._reason = response.waiting.reason
             return
+        self._reason = ""
         microbatch = response.microbatch
         self._num_received_on_stream += len(microbatch.groups)
         fresh = [group for group in microbatch.groups if group.prompt.group_id not in self._held]

@@ -42,6 +42,8 @@ from services.generator.weight_puller import WeightPuller
 FLUSH_TIMEOUT_S = 3.0
 MAX_DRAIN_S = 3600.0
 """Longest a drain without a stated grace waits for samples to finish."""
+LEASES_ARRIVE_WITHIN_S = 0.2
+"""The beat that says "draining" leaves within 50 ms; what the broker sent before it read that comes soon after."""
 ENGINE_STOP_TIMEOUT_S = 30.0
 
 _log = structlog.get_logger()
@@ -269,8 +271,10 @@ class Generator:
         self._holder.is_draining = True
         self._rollouts.stop_accepting()
         await self._rollouts.wait_until_empty(timeout_s=grace_s)
-        # Without a lease stream the broker cannot lease the samples to this process again as they come back.
         if self._leasing is not None:
+            # Leases on their way here arrive and go back with the others, instead of waiting for their expiry.
+            await asyncio.sleep(LEASES_ARRIVE_WITHIN_S)
+            # Without a lease stream the broker cannot lease the samples to this process again as they come back.
             self._leasing.cancel()
         await self._rollouts.give_back_all(flush_timeout_s=FLUSH_TIMEOUT_S)
 

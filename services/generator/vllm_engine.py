@@ -5,7 +5,7 @@ Owns the vLLM engine process and the order of a weight update:
     verify the file -> pause, keeping samples and their KV cache -> install and attest -> set the version -> resume
 
 - vLLM stamps every step's tokens with the version set while paused, so spans are cut where the version changed and not
-  where this process noticed. What a sample's spans said is checked against vLLM's own account when it ends.
+  where this process noticed.
 - A sample that lives through an update keeps the KV cache of the old weights; its later log-probs are those of the
   distribution really sampled from, which differs a little from the new policy's on a fresh context. Samples that begin
   after the update never see old KV: the prefix cache is salted with the number of the installation.
@@ -72,6 +72,7 @@ class VllmEngine:
         self._layout: dict[str, tuple[int, ...]] = {}
         self._optional: tuple[str, ...] = ()
         self._live: set[str] = set()
+        self._aborted: set[str] = set()
         self._update_lock = asyncio.Lock()
         self._num_installs = 0
         self._tokens_generated = 0
@@ -130,10 +131,13 @@ class VllmEngine:
                     yield span
         finally:
             self._live.discard(request.request_id)
+            self._aborted.discard(request.request_id)
 
     async def abort(self, request_id: str) -> None:
         """See `Engine.abort`."""
         if self._llm is not None and request_id in self._live:
+            # Noted as well: vLLM may not know the request yet, and then forgets the abort.
+            self._aborted.add(request_id)
             await self._llm.abort(request_id)
 
     async def update_weights(self, update: WeightUpdate) -> UpdateReport:
@@ -170,15 +174,17 @@ class VllmEngine:
         llm, self._llm = self._llm, None
         if llm is None:
             return
+        self._aborted |= self._live
         if not llm.errored:
             await llm.abort(list(self._live))
         if llm.output_handler is not None:
             # Before the process ends, whose end it would report as a failure.
             llm.output_handler.cancel()
-        await asyncio.to_thread(llm.shutdown, timeout=self._settings.stop_timeout_s)
-        # vLLM has asked this loop to close its sockets, and leaves their context open.
-        await asyncio.sleep(0)
-        llm.engine_core.ctx.destroy(linger=0)
+        async with asyncio.timeout(2 * self._settings.stop_timeout_s):
+            await asyncio.to_thread(llm.shutdown, timeout=self._settings.stop_timeout_s)
+            # vLLM has asked this loop to close its sockets, and leaves their context open.
+            await asyncio.sleep(0)
+            await asyncio.to_thread(llm.engine_core.resources.ctx.destroy, linger=0)
 
     def _running(self) -> AsyncLLM:
         if self._llm is None:
@@ -227,6 +233,8 @@ class VllmEngine:
         try:
             queue = await llm.add_request(request.request_id, prompt, params)
             state = llm.output_processor.request_states.get(queue.request_id)
+            if request.request_id in self._aborted:
+                await llm.abort(request.request_id)
             num_yielded = 0
             while not is_finished:
                 output = queue.get_nowait() or await queue.get()
@@ -262,7 +270,9 @@ def _spans(
     logprobs = np.asarray(completion.logprobs.logprobs if completion.logprobs else (), np.float32)
     if len(token_ids) != len(logprobs):
         raise EngineError(f"vLLM answered {len(token_ids)} tokens with {len(logprobs)} log-probs")
-    ends = [start - offset for _, start in starts[1:]] + [len(token_ids)]
+    if not starts and len(token_ids):
+        raise EngineError("vLLM answered tokens of no known version")
+    ends = [start - offset for _, start in starts[1:]] + [len(token_ids)] * bool(starts)
     begin = 0
     pieces: list[tuple[int, int, int]] = []
     for (version, _), end in zip(starts, ends, strict=True):

@@ -161,7 +161,8 @@ class Evaluator:
                         f"evaluation: {len(groups) - len(scores)} of {len(groups)} held-out completions did not come "
                         f"within {MAX_SILENCE_S:.0f} s; last word: {session.waiting_reason}"
                     )
-                on_waiting(f"{len(scores)} of {len(groups)} held-out completions scored; {session.waiting_reason}")
+                why = f"; {session.waiting_reason}" if session.waiting_reason else ""
+                on_waiting(f"{len(scores)} of {len(groups)} held-out completions scored{why}")
         return scores
 
     async def _forget_strays(self, group_ids: Sequence[str]) -> None:

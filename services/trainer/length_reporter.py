@@ -16,6 +16,7 @@ from penstock.v1 import scheduler_pb2, scheduler_pb2_grpc, types_pb2
 MAX_KEPT_OBSERVATIONS = 16_384
 MAX_OBSERVATIONS_PER_CALL = 4096
 REPORT_EVERY_S = 2.0
+CALL_TIMEOUT_S = 1.0
 
 _log = structlog.get_logger()
 
@@ -43,12 +44,13 @@ class LengthReporter:
                 self._kept.append(scheduler_pb2.LengthObservation(query=query, num_completion_tokens=num_tokens))
 
     async def run(self) -> None:
-        """Report until cancelled; then close the channel."""
+        """Report until cancelled; then report what is left, if that is quick, and close the channel."""
         try:
             while True:
                 await asyncio.sleep(REPORT_EVERY_S)
                 await self._report()
         finally:
+            await self._report()
             await self._channel.close()
 
     async def _report(self) -> None:
@@ -57,6 +59,6 @@ class LengthReporter:
             return
         request = scheduler_pb2.ReportLengthsRequest(run_id=self._run_id, observations=part)
         try:
-            await call(self._stub.ReportLengths, request, peer=self._peer)
+            await call(self._stub.ReportLengths, request, peer=self._peer, timeout_s=CALL_TIMEOUT_S)
         except PenstockError as error:
             _log.info("lengths were not reported", error=str(error), num_observations=len(part))

@@ -44,7 +44,7 @@ from services.trainer.summary import RunFacts, build_summary, write_summary
 from services.trainer.weight_publisher import WeightPublisher
 from services.trainer.weight_store import WeightStore
 
-AUDIT_PATIENCE_S = 3.0
+BROKER_PATIENCE_S = 3.0
 
 _log = structlog.get_logger()
 _EXPECTED_ERRORS = (
@@ -106,7 +106,7 @@ class TrainingRun:
         try:
             if is_sound:
                 await self.write_checkpoint()
-            audit = await self._audit()
+            audit = await self._last_words_with_broker()
             summary = write_summary(
                 self.spec.run_dir / "summary.json", build_summary(self._facts(outcome, message, audit))
             )
@@ -154,15 +154,8 @@ class TrainingRun:
         self.events.policy_version = self._progress.policy_version
         self.events.change_state(trainer_pb2.TRAINER_STATE_STARTING, f"opening the run at broker {config.broker}")
         async with BrokerClient(config.broker, security=self._security) as client:
-            context = RunContext(
-                spec=self.spec,
-                client=client,
-                progress=self._progress,
-                version_lock=asyncio.Lock(),
-                clock=self._clock,
-            )
             session = RunSession(
-                context=context,
+                context=self._context(client),
                 compute=self._compute,
                 backend=backend,
                 meter=self._meter,
@@ -230,16 +223,28 @@ class TrainingRun:
     def _meter_span(self, start_s: float, end_s: float) -> None:
         self._meter.add_trainer_span(start_s, end_s)
 
-    async def _audit(self) -> broker_pb2.Audit | None:
-        """The broker's books, or None when it does not answer soon; a run that could not open has none either."""
+    async def _last_words_with_broker(self) -> broker_pb2.Audit | None:
+        """Tell the broker of a step whose acknowledgement the stop cut short, and ask for the books.
+
+        None when it does not answer soon, or does not know the run. Nothing is lost then: the checkpoint has it.
+        """
+        progress = self._progress
         target = self.spec.config.broker
-        async with BrokerClient(target, security=self._security, patience_s=AUDIT_PATIENCE_S) as client:
+        async with BrokerClient(target, security=self._security, patience_s=BROKER_PATIENCE_S) as client:
             try:
-                async with asyncio.timeout(AUDIT_PATIENCE_S):
+                async with asyncio.timeout(BROKER_PATIENCE_S):
+                    if progress.acked_version < progress.policy_version:
+                        await self._context(client).open_run(progress.policy_version)
+                        progress.acked_version = progress.policy_version
                     return await client.audit(self.spec.run_id)
             except (PenstockError, TimeoutError) as error:
                 _log.warning("no audit in the summary: the broker does not answer", error=str(error))
                 return None
+
+    def _context(self, client: BrokerClient) -> RunContext:
+        return RunContext(
+            spec=self.spec, client=client, progress=self._progress, version_lock=asyncio.Lock(), clock=self._clock
+        )
 
     def _facts(
         self, outcome: trainer_pb2.RunOutcome.ValueType, message: str, audit: broker_pb2.Audit | None

@@ -213,6 +213,16 @@ async def test_an_aborted_sample_gets_a_last_span(engine: Engine) -> None:
     await engine.abort(request.request_id)
 
 
+async def test_a_sample_aborted_before_its_first_token_gets_a_last_span(engine: Engine) -> None:
+    requests = [make_request(max_new_tokens=50) for _ in range(20)]
+    samples = [asyncio.create_task(collect(engine, request)) for request in requests]
+    await asyncio.sleep(0)
+    await asyncio.gather(*(engine.abort(request.request_id) for request in requests))
+    results = await asyncio.gather(*samples)
+    assert [spans[-1].finish_reason for spans in results] == [FinishReason.ABORTED] * 20
+    assert await collect(engine, make_request())
+
+
 async def test_closing_the_iteration_frees_the_engine(engine: Engine) -> None:
     async with aclosing(engine.generate(make_request(max_new_tokens=400))) as spans:
         await anext(spans)

@@ -6,6 +6,7 @@ import asyncio
 import hashlib
 import json
 from pathlib import Path
+from typing import ClassVar
 
 import aiohttp
 import grpc
@@ -18,8 +19,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from penstock.codec import float32_bytes
 from penstock.errors import PenstockError, from_rpc_error
+from penstock.rpc import Service
 from penstock.security import Security
-from penstock.v1 import trainer_pb2, types_pb2, weights_pb2
+from penstock.v1 import scheduler_pb2, scheduler_pb2_grpc, trainer_pb2, types_pb2, weights_pb2
 from penstock.weights import manifest_digest, safetensors_digests
 from services.trainer.weight_publisher import serving_weights
 from services.trainer.weight_store import WeightStore
@@ -214,6 +216,50 @@ async def test_a_gradient_that_is_not_finite_fails_the_run_and_keeps_the_last_ch
     assert "loss" in finished.message or "gradient" in finished.message
     assert sorted(p.name for p in (run_dir / "checkpoints").iterdir()) == ["step_1", "step_2"]
     assert json.loads(finished.summary_json)["outcome"] == "failed"
+
+
+async def test_measuring_goes_on_beside_training(tmp_path, model, broker) -> None:
+    async with serving(broker.service()) as (_, target), running_trainer() as trainer:
+        await trainer.start(run_document(tmp_path, model, target, num_steps=6, eval_every_steps=2))
+        events = await trainer.events()
+    assert finish_of(events).outcome == trainer_pb2.RUN_OUTCOME_COMPLETED, finish_of(events).message
+    measured = [e.evaluation.policy_version for e in events if e.HasField("evaluation")]
+    assert {0, 2, 6} <= set(measured) <= {0, 2, 4, 6}
+    assert len(measured) == len(set(measured))
+
+
+async def test_lengths_are_told_to_the_scheduler(tmp_path, model, broker) -> None:
+    class Scheduler(scheduler_pb2_grpc.SchedulerServiceServicer):
+        seen: ClassVar[list[scheduler_pb2.LengthObservation]] = []
+
+        async def ReportLengths(self, request, context):
+            self.seen.extend(request.observations)
+            return scheduler_pb2.ReportLengthsResponse()
+
+    scheduler = Service(
+        name="penstock.v1.SchedulerService",
+        add=scheduler_pb2_grpc.add_SchedulerServiceServicer_to_server,
+        servicer=Scheduler(),
+    )
+    async with (
+        serving(broker.service()) as (_, target),
+        serving(scheduler) as (_, scheduler_target),
+        running_trainer() as trainer,
+    ):
+        document = run_document(tmp_path, model, target, num_eval_prompts=0)
+        await trainer.start({**document, "scheduler": scheduler_target})
+        await trainer.events()
+    assert len(Scheduler.seen) == 24
+    assert {observation.num_completion_tokens for observation in Scheduler.seen} == {5}
+
+
+async def test_a_prompt_that_the_broker_refuses_fails_the_run_by_name(tmp_path, model, broker) -> None:
+    broker.refuse_group_id = "t3"
+    async with serving(broker.service()) as (_, target), running_trainer() as trainer:
+        await trainer.start(run_document(tmp_path, model, target, num_eval_prompts=0))
+        finished = finish_of(await trainer.events())
+    assert finished.outcome == trainer_pb2.RUN_OUTCOME_FAILED
+    assert "refused prompt t3: scripted refusal" in finished.message
 
 
 async def test_bad_requests_name_the_key_and_start_nothing(tmp_path, model) -> None:

@@ -1,4 +1,4 @@
-"""What tests of the console share: a model directory that looks real, a small configuration, the command line itself."""
+"""What tests of the console share: a model directory that looks real, a small configuration, the command line."""
 
 from __future__ import annotations
 

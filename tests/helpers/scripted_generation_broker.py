@@ -63,10 +63,8 @@ class ScriptedGenerationBroker(broker_pb2_grpc.BrokerServiceServicer):
         """So many token requests are stored without an answer, and the stream is broken after each."""
         self.refusals: deque[tuple[str, int]] = deque()
         """Reason and next_offset with which coming chunks are refused."""
-        self.most_out = 0
         self.lease_breaks = 0
         self._revocations: asyncio.Queue[str] = asyncio.Queue()
-        self._changed = asyncio.Condition()
 
     def service(self) -> Service:
         return Service(
@@ -137,7 +135,6 @@ class ScriptedGenerationBroker(broker_pb2_grpc.BrokerServiceServicer):
         sample.num_leases += 1
         sample.holder = holder
         sample.lease_id = f"{sample.prompt.group_id}-{sample.index}-{sample.num_leases}"
-        self.most_out = max(self.most_out, self.num_out)
         return broker_pb2.Lease(
             lease_id=sample.lease_id,
             key=types_pb2.SampleKey(group_id=sample.prompt.group_id, sample_index=sample.index),

@@ -15,12 +15,13 @@ from penstock.v1 import broker_pb2, broker_pb2_grpc, trainer_pb2, trainer_pb2_gr
 class ScriptedTrainer(trainer_pb2_grpc.TrainerServiceServicer):
     """Steps whenever `pace` allows; ends after the last one or when stopped."""
 
-    def __init__(self, *, refusal: str = "") -> None:
+    def __init__(self, *, refusal: str = "", is_deaf: bool = False) -> None:
         self.starts: list[trainer_pb2.StartRunRequest] = []
         self.pace = asyncio.Semaphore(0)
         self.stopped = asyncio.Event()
         self.outcome = trainer_pb2.RUN_OUTCOME_COMPLETED
         self._refusal = refusal
+        self._is_deaf = is_deaf
         self._num_steps = 0
         self._knows_run = False
         self._events: list[trainer_pb2.WatchRunResponse] = []
@@ -80,18 +81,25 @@ class ScriptedTrainer(trainer_pb2_grpc.TrainerServiceServicer):
     def _finish(self, event: trainer_pb2.WatchRunResponse, done: int) -> None:
         event.finished.outcome = trainer_pb2.RUN_OUTCOME_STOPPED if self.stopped.is_set() else self.outcome
         event.finished.summary_json = json.dumps(
-            {"run_id": "r1", "steps": done, "audit": {"submitted": 8, "trained": 8, "dropped": {}, "in_flight": 0, "balanced": True}}
+            {
+                "run_id": "r1",
+                "steps": done,
+                "audit": {"submitted": 8, "trained": 8, "dropped": {}, "in_flight": 0, "balanced": True},
+            }
         )
 
     async def _may_step(self) -> bool:
-        step, stop = asyncio.create_task(self.pace.acquire()), asyncio.create_task(self.stopped.wait())
+        step, stop = asyncio.create_task(self.pace.acquire()), asyncio.create_task(self._is_told_to_stop())
         try:
             await asyncio.wait({step, stop}, return_when=asyncio.FIRST_COMPLETED)
         finally:
             # Also when the call is cancelled: a waiter that is left behind would take the next step's permit.
             for task in (step, stop):
                 task.cancel()
-        return not self.stopped.is_set()
+        return not stop.done()
+
+    async def _is_told_to_stop(self) -> None:
+        await (asyncio.Event() if self._is_deaf else self.stopped).wait()
 
 
 class ScriptedRunBroker(broker_pb2_grpc.BrokerServiceServicer):

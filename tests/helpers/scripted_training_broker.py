@@ -52,6 +52,7 @@ class ScriptedTrainingBroker(broker_pb2_grpc.BrokerServiceServicer):
         self.is_closed = False
         self.num_refused = 0
         self.is_handing_out = True
+        self.refuse_group_id = ""
         self.break_streams_after = 0
         """Break that many microbatch streams, each after its next microbatch."""
         self.lose_acks = 0
@@ -90,6 +91,9 @@ class ScriptedTrainingBroker(broker_pb2_grpc.BrokerServiceServicer):
         self._require_run(request.run_id)
         response = broker_pb2.SubmitPromptsResponse()
         for index, prompt in enumerate(request.prompts):
+            if prompt.group_id == self.refuse_group_id:
+                response.errors.add(index=index, code=3, reason="INVALID_FIELD", message="scripted refusal")
+                continue
             if prompt.group_id in self.prompts:
                 continue
             if len(self.ready) >= self.max_queued:

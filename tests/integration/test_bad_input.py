@@ -1,4 +1,4 @@
-"""Ten kinds of bad input, each through the real command: one clear line, exit status 2, nothing started, nothing lost."""
+"""Ten kinds of bad input through the real command: one clear line, exit status 2, nothing started, nothing lost."""
 
 from __future__ import annotations
 

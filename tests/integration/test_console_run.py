@@ -81,7 +81,9 @@ async def test_a_trainer_that_lost_the_run_is_told_to_resume_it(tmp_path: Path) 
     broker = ScriptedRunBroker()
     async with serving(trainer.service, broker.service) as (server, target):
         value = document(tmp_path)
-        value["endpoints"] = dict.fromkeys(("broker", "scheduler", "reward", "trainer"), target) | {"generators": [target]}
+        value["endpoints"] = dict.fromkeys(("broker", "scheduler", "reward", "trainer"), target) | {
+            "generators": [target]
+        }
         process = await started(["run", str(write_document(tmp_path, value))], tmp_path)
         await until(lambda: len(trainer.starts) == 1, timeout_s=20)
         await server.stop(grace_s=0)
@@ -166,8 +168,12 @@ async def main():
     folder.create()
     env = service_environment(os.environ, num_threads=1)
     argv = console_argv("serve", "scheduler", "--listen", "127.0.0.1:0")
-    scheduler = ServiceSpec(name="scheduler", argv=argv, address="", env=env, log_path=folder.log_of("scheduler"), is_ready=yes)
-    tasks = [SupervisedProcess(spec, on_change=folder.write_record).run() for spec in (redis_spec(folder, env=env), scheduler)]
+    log = folder.log_of("scheduler")
+    specs = [
+        redis_spec(folder, env=env),
+        ServiceSpec(name="scheduler", argv=argv, address="", env=env, log_path=log, is_ready=yes),
+    ]
+    tasks = [SupervisedProcess(spec, on_change=folder.write_record).run() for spec in specs]
     await asyncio.gather(*tasks)
 
 asyncio.run(main())
@@ -197,3 +203,31 @@ async def serving_at(target: str, trainer: ScriptedTrainer, broker: ScriptedRunB
         yield
     finally:
         await server.stop(grace_s=0.2)
+
+
+async def test_a_second_ctrl_c_does_not_wait_for_the_trainer(tmp_path: Path) -> None:
+    trainer = ScriptedTrainer(is_deaf=True)
+    async with attached(tmp_path, trainer, ScriptedRunBroker()) as arguments:
+        process = await started(arguments, tmp_path)
+        await until(lambda: bool(trainer.starts), timeout_s=20)
+        process.send_signal(signal.SIGINT)
+        await until(trainer.stopped.is_set, timeout_s=20)
+        process.send_signal(signal.SIGINT)
+        status, _, _ = await asyncio.wait_for(ended(process), 5.0)
+    assert status == 130
+
+
+async def test_logs_and_stop_find_a_run_by_its_folder(tmp_path: Path) -> None:
+    trainer = ScriptedTrainer()
+    async with attached(tmp_path, trainer, ScriptedRunBroker()) as arguments:
+        process = await started(arguments, tmp_path)
+        await until(lambda: bool(trainer.starts), timeout_s=20)
+        folder = RunFolder(tmp_path / "runs" / "r1")
+        folder.log_of("broker").write_text("".join(f"line {n}\n" for n in range(50)))
+        _, out, _ = await ended(await started(["ps"], tmp_path))
+        assert "console" in out
+        _, out, _ = await ended(await started(["logs", "runs/r1", "broker", "-n", "2"], tmp_path))
+        assert out == "line 48\nline 49\n"
+        status, out, _ = await ended(await started(["stop", "runs/r1"], tmp_path))
+        assert (status, "stopped" in out) == (0, True)
+        assert (await ended(process))[0] == 130

@@ -34,7 +34,9 @@ async def never() -> bool:
     return False
 
 
-def spec(folder: Path, code: str, is_ready: Callable[[], Awaitable[bool]] = yes, *, grace_s: float = 5.0) -> ServiceSpec:
+def spec(
+    folder: Path, code: str, is_ready: Callable[[], Awaitable[bool]] = yes, *, grace_s: float = 5.0
+) -> ServiceSpec:
     return ServiceSpec(
         name="toy",
         argv=(sys.executable, "-S", "-c", code),
@@ -80,7 +82,9 @@ async def test_what_a_process_started_does_not_outlive_it(tmp_path: Path) -> Non
 
 
 async def test_a_process_that_ignores_sigterm_is_killed_after_its_grace(tmp_path: Path) -> None:
-    code = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('deaf', flush=True); time.sleep(60)"
+    code = (
+        "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('deaf', flush=True); time.sleep(60)"
+    )
     records: list[ProcessRecord] = []
     process = SupervisedProcess(spec(tmp_path, code, grace_s=0.2), on_change=records.append)
     task = asyncio.create_task(process.run())
@@ -91,7 +95,9 @@ async def test_a_process_that_ignores_sigterm_is_killed_after_its_grace(tmp_path
 
 
 async def test_a_process_that_never_gets_ready_is_given_up_with_its_last_words(tmp_path: Path) -> None:
-    process = SupervisedProcess(spec(tmp_path, "print('no such model'); raise SystemExit(1)", never), on_change=lambda record: None)
+    process = SupervisedProcess(
+        spec(tmp_path, "print('no such model'); raise SystemExit(1)", never), on_change=lambda record: None
+    )
     with pytest.raises(ServiceFailedError, match=r"toy ended with status 1 .*no such model.*toy\.log"):
         await asyncio.wait_for(process.run(), 20.0)
     assert process.num_restarts == MAX_FAILED_STARTS - 1

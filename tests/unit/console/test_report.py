@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import re
-import xml.etree.ElementTree as ElementTree
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 
@@ -14,8 +14,9 @@ from console.report import newest_checkpoint, read_lines, render_report, write_r
 from console.svg import Series, line_chart, ticks
 
 STEPS = [
-    {"policy_version": version, "reward/mean": version / 40, "length/mean": 40.0, "length/max": 190, "staleness/mean": 0.4,
-     "staleness/max": 1, "throughput/samples_per_second": 90.0, "throughput/response_tokens_per_second": 4000.0,
+    {"policy_version": version, "reward/mean": version / 40, "length/mean": 40.0, "length/max": 190,
+     "staleness/mean": 0.4, "staleness/max": 1, "throughput/samples_per_second": 90.0,
+     "throughput/response_tokens_per_second": 4000.0,
      "time/step_s": 2.0, "time/train_s": 1.5, "time/idle_s": 0.5}
     for version in range(1, 31)
 ]  # fmt: skip
@@ -49,7 +50,11 @@ def test_it_needs_no_network_and_no_script() -> None:
 
 def test_it_says_what_the_run_came_to() -> None:
     text = page()
-    for words in ("0.100 to 0.700", "submitted 10 = trained 8 + dropped 2 (stale 2) + in flight 0: balanced", "broker (1)"):
+    for words in (
+        "0.100 to 0.700",
+        "submitted 10 = trained 8 + dropped 2 (stale 2) + in flight 0: balanced",
+        "broker (1)",
+    ):
         assert words in text
     assert "trainer (0)" not in text
 

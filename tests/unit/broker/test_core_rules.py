@@ -1,0 +1,91 @@
+from __future__ import annotations
+
+import pytest
+
+from penstock.v1 import broker_pb2
+from services.broker.admission import AdmissionRule
+from services.broker.batching import ReadyGroup, StepView, choose
+from services.broker.limits import Limits
+from services.broker.ordered import SortedKeys
+from tests.helpers.broker import limits
+
+
+def _limits(**changes: int) -> Limits:
+    return Limits.from_proto(limits(**changes))
+
+
+def _rule(version: int, num_started: int, *, staleness: int = 1, groups: int = 4) -> AdmissionRule:
+    return AdmissionRule(
+        limits=_limits(max_staleness=staleness, groups_per_step=groups), policy_version=version, num_started=num_started
+    )
+
+
+@pytest.mark.parametrize(
+    ("version", "generator", "staleness", "most"),
+    [(0, 0, 0, 4), (0, 0, 1, 8), (5, 5, 1, 8), (5, 4, 1, 4), (5, 3, 1, 0), (5, 1, 4, 4)],
+)
+def test_admission_counts_whole_steps_ahead(version: int, generator: int, staleness: int, most: int) -> None:
+    assert _rule(version, 0, staleness=staleness).max_started(generator) == most
+
+
+def test_the_last_admitted_group_is_the_one_that_fills_the_bound() -> None:
+    judged = [_rule(0, started).judge(generator_version=0, min_version=None, prompt_min_version=None) for started in (7, 8)]
+    assert [verdict.is_allowed for verdict in judged] == [True, False]
+
+
+def test_a_started_group_goes_on_even_when_nothing_new_may_start() -> None:
+    assert _rule(0, 8).judge(generator_version=0, min_version=0, prompt_min_version=None).is_allowed
+
+
+def test_an_older_generator_may_join_a_started_group_only_if_its_own_bound_holds_it() -> None:
+    assert _rule(1, 4).judge(generator_version=0, min_version=1, prompt_min_version=None).is_allowed
+    assert not _rule(1, 5).judge(generator_version=0, min_version=1, prompt_min_version=None).is_allowed
+
+
+def _ready(name: str, deadline: int, ready_s: float = 0.0, tokens: int = 10) -> ReadyGroup:
+    return ReadyGroup(group_id=name, deadline=deadline, ready_s=ready_s, num_tokens=tokens)
+
+
+def _step(version: int, *, delivered: int = 0, due: int = 0, groups: int = 2) -> StepView:
+    return StepView(
+        limits=_limits(groups_per_step=groups, max_staleness=2),
+        policy_version=version,
+        num_delivered=delivered,
+        num_due=due,
+    )
+
+
+def test_due_groups_go_first_then_by_readiness() -> None:
+    ready = [_ready("late", 9, 1.0), _ready("early", 9, 0.5), _ready("due", 4, 2.0)]
+    assert choose(ready, _step(4, due=1, groups=3), max_groups=9, target_tokens=0) == ["due", "early", "late"]
+
+
+def test_places_are_kept_for_due_groups_that_are_not_ready() -> None:
+    ready = [_ready("a", 9), _ready("b", 9)]
+    assert choose(ready, _step(4, due=1), max_groups=9, target_tokens=0) == ["a"]
+    assert choose(ready, _step(4, due=2), max_groups=9, target_tokens=0) == []
+    assert choose(ready, _step(4, delivered=1, due=1), max_groups=9, target_tokens=0) == []
+
+
+def test_a_microbatch_stops_at_its_limits() -> None:
+    ready = [_ready(name, 4) for name in "abc"]
+    assert choose(ready, _step(4, due=3, groups=9), max_groups=2, target_tokens=0) == ["a", "b"]
+    assert choose(ready, _step(4, due=3, groups=9), max_groups=9, target_tokens=15) == ["a", "b"]
+
+
+def test_unset_limits_get_the_documented_defaults() -> None:
+    found = _limits(groups_per_step=32)
+    assert (found.max_queued_groups, found.max_leases_per_sample) == (128, 8)
+    assert (found.generation_lease_s, found.scoring_lease_s) == (30.0, 60.0)
+    assert _limits().max_queued_groups == 64
+    assert Limits.from_proto(found.to_proto()) == found
+    assert isinstance(found.to_proto(), broker_pb2.RunLimits)
+
+
+def test_sorted_keys_hold_each_key_once_in_order() -> None:
+    keys: SortedKeys[tuple[int, int]] = SortedKeys()
+    for key in [(2, 1), (1, 5), (2, 1), (0, 9)]:
+        keys.add(key)
+    keys.discard((1, 5))
+    keys.discard((7, 7))
+    assert (list(keys), keys.first(1), len(keys)) == ([(0, 9), (2, 1)], [(0, 9)], 2)

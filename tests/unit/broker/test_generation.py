@@ -1,0 +1,239 @@
+from __future__ import annotations
+
+import pytest
+
+from penstock.codec import encode_versions, float32_bytes, int32_bytes
+from penstock.v1 import broker_pb2, types_pb2
+from services.broker import generation
+from services.broker.audit import audit
+from services.broker.generation import GeneratorFacts
+from tests.unit.broker.builders import (
+    deliver,
+    acknowledge,
+    facts,
+    finish,
+    lease,
+    make_ready,
+    open_state,
+    put,
+    submit,
+    suffix,
+)
+
+ABORTED, STOP = types_pb2.FINISH_REASON_ABORTED, types_pb2.FINISH_REASON_STOP
+
+
+def _reason(facts_of_generator: GeneratorFacts, state: generation.RunState) -> str:
+    return generation.lease(state, facts_of_generator, max_leases=9, now_s=2.0, make_suffix=suffix).reason
+
+
+def test_no_more_groups_start_than_the_staleness_bound_allows() -> None:
+    state = open_state(groups_per_step=2, max_staleness=1)
+    submit(state, *(f"g{number}" for number in range(9)))
+    assert {grant.sample[0] for grant in lease(state, 100)} == {"g0", "g1", "g2", "g3"}
+    assert "admission" in _reason(facts(), state)
+
+
+def test_a_generator_that_lags_may_start_less_than_one_that_is_current() -> None:
+    state = open_state(groups_per_step=2, max_staleness=1)
+    make_ready(state, "a", "b", "c", "d")
+    acknowledge(state, deliver(state), 1)
+    submit(state, "e", "f", "g")
+    assert lease(state, 100, 0) == []
+    assert {grant.sample[0] for grant in lease(state, 100, 1)} == {"e", "f"}
+
+
+def test_a_generator_too_far_behind_gets_nothing() -> None:
+    state = open_state(version=5, max_staleness=1)
+    submit(state, "a")
+    assert "behind" in _reason(facts(3), state)
+    assert lease(state, 100, 3) == []
+
+
+def test_a_generator_ahead_of_a_rewound_run_gets_nothing() -> None:
+    state = open_state(version=5)
+    submit(state, "a")
+    assert "ahead" in _reason(facts(6), state)
+
+
+def test_an_evaluation_goes_first_and_needs_no_admission() -> None:
+    state = open_state(groups_per_step=1)
+    submit(state, "a", "b")
+    assert len(lease(state, 2)) == 2
+    submit(state, "e", purpose=types_pb2.PURPOSE_EVALUATE, group_size=1)
+    assert [grant.sample for grant in lease(state, 9)] == [("e", 0)]
+
+
+def test_an_evaluation_waits_for_the_version_it_asks_for() -> None:
+    state = open_state(version=3)
+    submit(state, "e", purpose=types_pb2.PURPOSE_EVALUATE, group_size=1, min_policy_version=3)
+    assert lease(state, 9, 2) == []
+    assert len(lease(state, 9, 3)) == 1
+
+
+def test_a_prompt_too_long_for_one_generator_is_left_to_another() -> None:
+    state = open_state()
+    submit(state, "a", token_ids=int32_bytes([1] * 50))
+    assert lease(state, 9, context=50, longest=128) == []
+    assert len(lease(state, 9, context=51, longest=128)) == 2
+
+
+def test_a_prompt_too_long_for_every_generator_is_dropped_with_its_reason() -> None:
+    state = open_state()
+    submit(state, "a", "b", token_ids=int32_bytes([1] * 50))
+    assert lease(state, 9, context=50, longest=None) == []
+    assert audit(state).dropped == {}
+    assert lease(state, 9, context=50, longest=50) == []
+    assert audit(state).dropped == {"context_too_long": 4}
+
+
+def test_expired_lease_is_redelivered_once_with_its_prefix() -> None:
+    state = open_state()
+    submit(state, "a", "b")
+    first = lease(state, 1)[0]
+    assert put(state, first, [5, 6, 7]) == []
+    assert generation.expire(state, 31.9) == 0
+    assert generation.expire(state, 32.0) == 1
+    assert generation.expire(state, 32.0) == 0
+    again = lease(state, 1, generator_id="gen-2")[0]
+    assert (again.sample, again.num_prefix_tokens) == (first.sample, 3)
+    assert again.lease_id != first.lease_id
+
+
+def test_a_renewed_lease_lives_on() -> None:
+    state = open_state()
+    submit(state, "a")
+    grants = lease(state, 2)
+    generation.renew(state, "gen-1", [grants[0].lease_id], 20.0)
+    assert generation.expire(state, 40.0) == 1
+    assert state.groups["a"].samples[0].state == broker_pb2.SAMPLE_STATE_LEASED
+    assert state.groups["a"].samples[1].state == broker_pb2.SAMPLE_STATE_QUEUED
+
+
+def test_only_the_holder_renews_a_lease() -> None:
+    state = open_state()
+    submit(state, "a")
+    grants = lease(state, 1)
+    generation.renew(state, "gen-2", [grants[0].lease_id], 20.0)
+    assert generation.expire(state, 40.0) == 1
+
+
+def test_a_sample_that_loses_too_many_leases_is_dropped_and_its_group_with_it() -> None:
+    state = open_state(max_leases_per_sample=2)
+    submit(state, "a")
+    for now_s in (0.0, 100.0):
+        lease(state, 1, now_s=now_s)
+        generation.expire(state, now_s + 50)
+    assert audit(state).dropped == {"too_many_leases": 1, "group_too_small": 1}
+    assert audit(state).balanced
+    assert "a" not in state.groups
+
+
+def test_a_repeated_chunk_is_accepted_without_effect() -> None:
+    state = open_state()
+    submit(state, "a")
+    grant = lease(state, 1)[0]
+    assert put(state, grant, [5, 6]) == []
+    state.settle()
+    assert put(state, grant, [5, 6]) == []
+    assert not state.is_changed
+    assert put(state, grant, [], offset=2, finish=STOP) == []
+    state.settle()
+    assert put(state, grant, [], offset=2, finish=STOP) == []
+    assert put(state, grant, [5, 6]) == []
+    assert not state.is_changed
+
+
+def test_a_chunk_with_a_gap_is_told_where_to_resume() -> None:
+    state = open_state()
+    submit(state, "a")
+    grant = lease(state, 1)[0]
+    assert put(state, grant, [5, 6]) == []
+    for offset in (1, 3):
+        [error] = put(state, grant, [7, 8], offset=offset)
+        assert (error.reason, error.next_offset) == ("OFFSET_MISMATCH", 2)
+    assert state.groups["a"].samples[grant.sample[1]].num_tokens == 2
+
+
+def test_a_chunk_under_a_lost_lease_is_refused() -> None:
+    state = open_state()
+    submit(state, "a")
+    old = lease(state, 1)[0]
+    generation.expire(state, 100.0)
+    new = lease(state, 1, generator_id="gen-2")[0]
+    assert new.sample == old.sample
+    assert [error.reason for error in put(state, old, [5])] == ["LEASE_LOST"]
+    assert [error.reason for error in put(state, new, [5], holder="gen-1")] == ["LEASE_LOST"]
+    assert put(state, new, [5], holder="gen-2") == []
+
+
+def test_a_chunk_of_an_unknown_sample_is_refused() -> None:
+    state = open_state()
+    submit(state, "a")
+    grant = lease(state, 1)[0]
+    state.retire("a")
+    assert [error.reason for error in put(state, grant, [5])] == ["UNKNOWN_SAMPLE"]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"logprobs": float32_bytes([-0.5, float("nan")])},
+        {"logprobs": float32_bytes([-0.5, float("-inf")])},
+        {"logprobs": float32_bytes([-0.5, 0.1])},
+        {"logprobs": float32_bytes([-0.5])},
+        {"token_ids": b"12345"},
+        {"token_ids": int32_bytes([1, -1])},
+        {"policy_versions": encode_versions([0])},
+        {"policy_versions": encode_versions([0, 1])},
+        {"loss_mask": b"\1\2"},
+        {"loss_mask": b"\1"},
+        {"text": "not at the end"},
+        {"finish_reason": 9},
+        {"token_ids": b"", "logprobs": b"", "policy_versions": encode_versions([])},
+        {
+            "token_ids": int32_bytes([1] * 65),
+            "logprobs": float32_bytes([0.0] * 65),
+            "policy_versions": encode_versions([0] * 65),
+        },
+    ],
+)
+def test_a_malformed_chunk_is_refused_and_nothing_is_stored(changes: dict[str, object]) -> None:
+    state = open_state()
+    submit(state, "a")
+    grant = lease(state, 1)[0]
+    state.settle()
+    assert [error.reason for error in put(state, grant, [5, 6], **changes)] == ["INVALID_FIELD"]
+    assert state.delta().chunks == []
+    assert state.groups["a"].samples[grant.sample[1]].num_tokens == 0
+
+
+def test_versions_across_an_update_are_remembered() -> None:
+    state = open_state(version=4, max_staleness=2)
+    submit(state, "a")
+    grant = lease(state, 1, 3)[0]
+    assert put(state, grant, [5, 6], policy_versions=encode_versions([3, 4])) == []
+    sample = state.groups["a"].samples[grant.sample[1]]
+    assert (sample.min_version, sample.max_version) == (3, 4)
+
+
+def test_an_aborted_sample_returns_to_the_queue_with_its_tokens() -> None:
+    state = open_state()
+    submit(state, "a")
+    grant = lease(state, 1)[0]
+    assert put(state, grant, [5, 6], finish=ABORTED) == []
+    [again] = [item for item in lease(state, 9, generator_id="gen-2") if item.sample == grant.sample]
+    assert again.num_prefix_tokens == 2
+
+
+def test_a_rollback_restores_records_queues_and_counters() -> None:
+    state = open_state()
+    submit(state, "a", "b")
+    state.settle()
+    before = (len(state.queue), dict(state.generation_leases), state.run.submitted)
+    finish(state, lease(state, 3)[:1])
+    submit(state, "c")
+    state.rollback()
+    assert (len(state.queue), dict(state.generation_leases), state.run.submitted) == before
+    assert not state.is_changed
+    assert len(lease(state, 9)) == 4
