@@ -42,7 +42,7 @@ def quickstart_command(overrides: list[str], *, seed: int, directory: Path) -> i
     base = directory.expanduser().absolute()
     # Read before the task is made, so that a mistyped setting is told at once.
     quickstart_config(overrides, seed=seed, directory=base, task=None)
-    task = prepare_task(base / "quickstart" / f"seed-{seed}", seed=seed)
+    task = prepare_task(base / "quickstart", seed=seed)
     config = resolve(quickstart_config(overrides, seed=seed, directory=base, task=task), now_s=time.time())
     return asyncio.run(execute_run(config, is_resume=False, source="quickstart"))
 

@@ -22,6 +22,7 @@ QUIET_LINE_EVERY_S = 15.0
 _REFRESHES_PER_SECOND = 2.0
 _QUEUE_STATES = ("queued", "leased", "finished", "scoring", "scored", "delivered")
 _MAX_WAITS = 3
+_BAR_WIDTH = 60
 
 
 class Display(Protocol):
@@ -175,7 +176,9 @@ def render(view: RunView) -> RenderableType:
     for row in rows:
         table.add_row(*(Text(cell, style="dim" if index % 2 == 0 else "") for index, cell in enumerate(row)))
     samples = "  ".join(f"{state} {queues.get(state, 0)}" for state in _QUEUE_STATES)
-    lines: list[RenderableType] = [head, ProgressBar(total=max(1, view.num_steps), completed=version, width=60), table]
+    bar = Table.grid()
+    bar.add_row(ProgressBar(total=max(1, view.num_steps), completed=version, width=_BAR_WIDTH))
+    lines: list[RenderableType] = [head, bar, table]
     lines.append(
         Text(f"samples: {samples}" if view.run is not None else "samples: the broker does not answer", no_wrap=True)
     )

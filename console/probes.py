@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from typing import Any
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -24,7 +25,8 @@ async def service_problem(
     them. Without `must_serve` one that answers but does not serve yet, since it waits for the run, counts as well.
     """
     async with open_channel(target, security) as channel:
-        stub = health_pb2_grpc.HealthStub(channel)
+        # The health package's types leave its stub's methods out.
+        stub: Any = health_pb2_grpc.HealthStub(channel)
         request = health_pb2.HealthCheckRequest(service=service)
         try:
             response = await stub.Check(request, timeout=timeout_s, wait_for_ready=True)

@@ -200,6 +200,7 @@ def service_environment(base: Mapping[str, str], *, num_threads: int) -> dict[st
         "VLLM_NO_USAGE_STATS": "1",
         "DO_NOT_TRACK": "1",
         "PYTHONUNBUFFERED": "1",
+        "GRPC_VERBOSITY": "ERROR",
         "PYTHONPATH": os.pathsep.join(filter(None, (root, base.get("PYTHONPATH", "")))),
         LAUNCHER_VARIABLE: str(os.getpid()),
     }

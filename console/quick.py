@@ -63,4 +63,13 @@ def prepare_task(directory: Path, *, seed: int) -> Task:
             ) from error
         except subprocess.TimeoutExpired as error:
             raise ConfigError(f"quickstart: making the task took longer than {_PREPARE_TIMEOUT_S:g} s") from error
-    return Task(**{name: Path(path) for name, path in paths.items()})
+    task = Task(**{name: Path(path) for name, path in paths.items()})
+    _point_at(directory / "current", task.model_dir.parent)
+    return task
+
+
+def _point_at(link: Path, folder: Path) -> None:
+    # The example file names the task by this link, so that it can also be run by itself.
+    beside = link.with_name(f".{link.name}.{os.getpid()}")
+    beside.symlink_to(folder.name, target_is_directory=True)
+    beside.replace(link)

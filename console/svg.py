@@ -34,14 +34,10 @@ def line_chart(title: str, series: Sequence[Series], *, y_label: str, from_zero:
         return f"<p>{escape(title)}: nothing was measured.</p>"
     xs = [x for one in drawn for x, _ in one.points]
     ys = [y for one in drawn for _, y in one.points]
-    x_ticks = ticks(min(xs), max(xs))
     y_ticks = ticks(min(0.0, *ys) if from_zero else min(ys), max(ys))
-    scale = _Scale(
-        x_low=min(min(xs), x_ticks[0]),
-        x_high=max(max(xs), x_ticks[-1]),
-        y_low=y_ticks[0],
-        y_high=max(max(ys), y_ticks[-1]),
-    )
+    scale = _Scale(x_low=min(xs), x_high=max(xs), y_low=y_ticks[0], y_high=y_ticks[-1])
+    # The y axis ends at round numbers; the x axis ends where the run does.
+    x_ticks = [x for x in ticks(min(xs), max(xs)) if min(xs) <= x <= max(xs)]
     parts = [
         f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(title)}" xmlns="http://www.w3.org/2000/svg">',
         f'<text x="{_LEFT}" y="16" class="title">{escape(title)}</text>',

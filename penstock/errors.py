@@ -162,6 +162,8 @@ _BY_REASON: dict[str, type[PenstockError]] = {kind.reason: kind for kind in Pens
 _BY_CODE: dict[int, type[PenstockError]] = {
     code_pb2.INVALID_ARGUMENT: InvalidFieldError,
     code_pb2.UNAVAILABLE: ServiceUnavailableError,
+    # A server that stops without grace ends its streams like this; our own cancellations raise CancelledError instead.
+    code_pb2.CANCELLED: ServiceUnavailableError,
     code_pb2.RESOURCE_EXHAUSTED: QueueFullError,
     code_pb2.DEADLINE_EXCEEDED: DeadlineError,
     code_pb2.UNIMPLEMENTED: NotOfferedError,

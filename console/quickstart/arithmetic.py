@@ -18,7 +18,7 @@ Invariants:
 import hashlib
 import json
 import random
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -59,15 +59,6 @@ class Problem:
         return int.from_bytes(digest[:4], "big") % HELD_OUT_ONE_IN == 0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Segment:
-    """A run of response characters of one kind."""
-
-    text: str
-    is_result: bool
-    """Whether the characters had to be computed; the others are copied or fixed."""
-
-
 def sample_problem(rng: random.Random, *, held_out: bool, max_terms: int = MAX_TERMS) -> Problem:
     """Draw a problem from the given side of the split.
 
@@ -94,28 +85,23 @@ def sample_distinct_problems(rng: random.Random, *, held_out: bool, num_problems
     return list(problems)
 
 
-def write_working(problem: Problem, *, slip_probability: float = 0.0, rng: random.Random) -> list[Segment]:
-    """Write the response to a problem.
+def write_working(problem: Problem, *, rng: random.Random, slip_probability: float = 0.0) -> str:
+    """Write the response to a problem: a line for each addition, then the number behind `ANSWER_MARKER`.
 
     Args:
         problem: The sum to work out.
-        slip_probability: Chance that a line's result is wrong.
         rng: Decides where slips fall and how far off they are.
-
-    Returns:
-        The response in order; the joined texts end with the number behind `ANSWER_MARKER`.
+        slip_probability: Chance that a line's result is wrong.
     """
-    segments: list[Segment] = []
+    lines: list[str] = []
     total = problem.terms[0]
     for term in problem.terms[1:]:
-        segments.append(Segment(text=f"{total}+{term}=", is_result=False))
-        total += term
+        result = total + term
         if rng.random() < slip_probability:
-            total = _slip(total, rng)
-        segments.append(Segment(text=str(total), is_result=True))
-        segments.append(Segment(text="\n", is_result=False))
-    segments.append(Segment(text=f"{ANSWER_MARKER}{total}", is_result=False))
-    return segments
+            result = _slip(result, rng)
+        lines.append(f"{total}+{term}={result}\n")
+        total = result
+    return "".join(lines) + f"{ANSWER_MARKER}{total}"
 
 
 def extract_answer(response: str) -> str | None:
@@ -126,13 +112,8 @@ def extract_answer(response: str) -> str | None:
 
 def write_rows(path: Path, problems: Iterable[Problem]) -> None:
     """Write problems as JSONL rows `{"prompt": ..., "answer": ...}`."""
-    with path.open("w", encoding="utf-8") as file:
-        file.writelines(_rows(problems))
-
-
-def _rows(problems: Iterable[Problem]) -> Iterator[str]:
-    for problem in problems:
-        yield json.dumps({"prompt": problem.prompt, "answer": problem.answer}) + "\n"
+    rows = [json.dumps({"prompt": problem.prompt, "answer": problem.answer}) + "\n" for problem in problems]
+    path.write_text("".join(rows), encoding="utf-8")
 
 
 def _slip(total: int, rng: random.Random) -> int:

@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 from tokenizers import AddedToken, pre_tokenizers
 from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer
+from transformers.utils import logging as transformers_logging
 
 from console.quickstart.arithmetic import ANSWER_MARKER
 
@@ -71,5 +72,11 @@ def build_model(tokenizer: Qwen2Tokenizer, *, seed: int) -> Qwen2ForCausalLM:
 
 def save_model(model: Qwen2ForCausalLM, tokenizer: Qwen2Tokenizer, directory: Path) -> None:
     """Write weights, config, generation config and tokenizer into one directory."""
-    model.save_pretrained(directory)
+    was_enabled = transformers_logging.is_progress_bar_enabled()
+    transformers_logging.disable_progress_bar()
+    try:
+        model.save_pretrained(directory)
+    finally:
+        if was_enabled:
+            transformers_logging.enable_progress_bar()
     tokenizer.save_pretrained(directory)

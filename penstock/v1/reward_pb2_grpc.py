@@ -60,7 +60,8 @@ class RewardServiceServicer:
         only when nothing could be judged. Scoring must be repeatable: the same item may come twice.
 
         INVALID_ARGUMENT: malformed request; the client does not retry and marks the items FAILED.
-        RESOURCE_EXHAUSTED, UNAVAILABLE, DEADLINE_EXCEEDED: the client retries with back-off, then marks the items TIMEOUT.
+        RESOURCE_EXHAUSTED, DEADLINE_EXCEEDED: the client retries with back-off, then marks the items TIMEOUT.
+        UNAVAILABLE: the items wait until the model answers again; none is lost or scored meanwhile.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -42,7 +42,8 @@ class RewardServiceStub:
     only when nothing could be judged. Scoring must be repeatable: the same item may come twice.
 
     INVALID_ARGUMENT: malformed request; the client does not retry and marks the items FAILED.
-    RESOURCE_EXHAUSTED, UNAVAILABLE, DEADLINE_EXCEEDED: the client retries with back-off, then marks the items TIMEOUT.
+    RESOURCE_EXHAUSTED, DEADLINE_EXCEEDED: the client retries with back-off, then marks the items TIMEOUT.
+    UNAVAILABLE: the items wait until the model answers again; none is lost or scored meanwhile.
     """
     GetRewardModel: _grpc.UnaryUnaryMultiCallable[_reward_pb2.GetRewardModelRequest, _reward_pb2.GetRewardModelResponse]
     """Describes the model, so that callers can batch well and people can see what scores their run.
@@ -64,7 +65,8 @@ class RewardServiceAsyncStub(RewardServiceStub):
     only when nothing could be judged. Scoring must be repeatable: the same item may come twice.
 
     INVALID_ARGUMENT: malformed request; the client does not retry and marks the items FAILED.
-    RESOURCE_EXHAUSTED, UNAVAILABLE, DEADLINE_EXCEEDED: the client retries with back-off, then marks the items TIMEOUT.
+    RESOURCE_EXHAUSTED, DEADLINE_EXCEEDED: the client retries with back-off, then marks the items TIMEOUT.
+    UNAVAILABLE: the items wait until the model answers again; none is lost or scored meanwhile.
     """
     GetRewardModel: _aio.UnaryUnaryMultiCallable[_reward_pb2.GetRewardModelRequest, _reward_pb2.GetRewardModelResponse]  # type: ignore[assignment]
     """Describes the model, so that callers can batch well and people can see what scores their run.
@@ -89,7 +91,8 @@ class RewardServiceServicer(metaclass=_abc_1.ABCMeta):
         only when nothing could be judged. Scoring must be repeatable: the same item may come twice.
 
         INVALID_ARGUMENT: malformed request; the client does not retry and marks the items FAILED.
-        RESOURCE_EXHAUSTED, UNAVAILABLE, DEADLINE_EXCEEDED: the client retries with back-off, then marks the items TIMEOUT.
+        RESOURCE_EXHAUSTED, DEADLINE_EXCEEDED: the client retries with back-off, then marks the items TIMEOUT.
+        UNAVAILABLE: the items wait until the model answers again; none is lost or scored meanwhile.
         """
 
     @_abc_1.abstractmethod

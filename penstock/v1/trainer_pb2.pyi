@@ -104,7 +104,7 @@ class StartRunRequest(_message.Message):
     run_id: _builtins.str
     """Names the run, as in OpenRun."""
     config_json: _builtins.str
-    """The resolved run configuration as JSON, the same document `penstock run --dry-run` prints; at most 1 MiB."""
+    """The trainer's part of the resolved run configuration as JSON (services/trainer/config.py: TrainingConfig); at most 1 MiB."""
     resume: _builtins.bool
     """Continue from the newest complete checkpoint in the run's folder."""
     def __init__(

@@ -8,8 +8,9 @@ trainer at version v and a generator at version m <= v:
 Then at most (m + S + 1) * B groups can ever precede or accompany one that version m started, so its turn comes no later
 than the step that starts from version m + S. Delivery (`batching`) keeps that order.
 
-Source: AReaL (Fu et al. 2025), section 5.1: N_r <= (i + eta + 1) * B. Differences: the version is the *generator's*, which
-may lag the trainer's; v * B stands for the groups trained, so that a step of fewer groups does not loosen the bound.
+Source: AReaL (Fu et al. 2025), staleness bound: floor((N_r - 1) / B) <= i + eta. Differences: the version is the
+*generator's*, which may lag the trainer's; v * B stands for the groups trained, so that a step of fewer groups does
+not loosen the bound.
 """
 
 from __future__ import annotations
@@ -45,9 +46,7 @@ class AdmissionRule:
         steps = generator_version + self.limits.max_staleness + 1 - self.policy_version
         return max(0, steps * self.limits.groups_per_step)
 
-    def judge(
-        self, *, generator_version: int, min_version: int | None, prompt_min_version: int | None
-    ) -> Verdict:
+    def judge(self, *, generator_version: int, min_version: int | None, prompt_min_version: int | None) -> Verdict:
         """Whether a generator may take a sample of a training group.
 
         Args:
@@ -58,16 +57,12 @@ class AdmissionRule:
         version, bound = self.policy_version, self.limits.max_staleness
         if generator_version > version:
             return _no(
-                f"the generator holds version {generator_version}, ahead of the run's {version}: it must load that first"
+                f"the generator holds version {generator_version}, ahead of the run's {version}, which it must load"
             )
         if generator_version < version - bound:
-            return _no(
-                f"the generator holds version {generator_version}, more than {bound} behind the run's {version}"
-            )
+            return _no(f"the generator holds version {generator_version}, more than {bound} behind the run's {version}")
         if prompt_min_version is not None and generator_version < prompt_min_version:
-            return _no(
-                f"the prompt asks for version {prompt_min_version}, the generator holds {generator_version}"
-            )
+            return _no(f"the prompt asks for version {prompt_min_version}, the generator holds {generator_version}")
         if min_version is not None and generator_version >= min_version:
             return ALLOWED
         num_started = self.num_started + (1 if min_version is None else 0)
@@ -82,9 +77,7 @@ class AdmissionRule:
 def judge_evaluation(*, generator_version: int, prompt_min_version: int | None) -> Verdict:
     """Whether a generator may take a sample of an evaluation group: it only has to hold the version asked for."""
     if prompt_min_version is not None and generator_version < prompt_min_version:
-        return _no(
-            f"an evaluation asks for version {prompt_min_version}, the generator holds {generator_version}"
-        )
+        return _no(f"an evaluation asks for version {prompt_min_version}, the generator holds {generator_version}")
     return ALLOWED
 
 

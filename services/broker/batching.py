@@ -38,11 +38,9 @@ class StepView:
 
 
 def choose(ready: Sequence[ReadyGroup], step: StepView, *, max_groups: int, target_tokens: int) -> list[str]:
-    """Ids of the groups to hand out, oldest deadline first, then in order of readiness.
+    """Ids of at most `max_groups` groups to hand out, oldest deadline first, then in order of readiness.
 
-    Args:
-        max_groups: most groups to choose.
-        target_tokens: stop once the chosen ones hold this many tokens; 0 means no aim.
+    Stops once the chosen ones hold `target_tokens` tokens; 0 means no aim.
     """
     chosen: list[str] = []
     num_delivered, num_due, num_tokens = step.num_delivered, step.num_due, 0

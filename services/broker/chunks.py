@@ -88,15 +88,11 @@ def _check(chunk: types_pb2.TokenChunk) -> tuple[int, int] | None:
     if logprobs.size != num_tokens:
         raise InvalidFieldError(f"logprobs: {logprobs.size} for {num_tokens} tokens", field="logprobs")
     if len(chunk.loss_mask) not in (0, num_tokens) or chunk.loss_mask.strip(b"\0\1"):
-        raise InvalidFieldError(
-            f"loss_mask: must be empty or {num_tokens} bytes of 0 or 1", field="loss_mask"
-        )
+        raise InvalidFieldError(f"loss_mask: must be empty or {num_tokens} bytes of 0 or 1", field="loss_mask")
     versions = decode_versions(chunk.policy_versions, num_tokens=num_tokens, field="policy_versions")
     if num_tokens == 0:
         if not chunk.finish_reason:
-            raise InvalidFieldError(
-                "token_ids: empty in a chunk that does not end the sample", field="token_ids"
-            )
+            raise InvalidFieldError("token_ids: empty in a chunk that does not end the sample", field="token_ids")
         return None
     if int(token_ids.min()) < 0:
         raise InvalidFieldError("token_ids: must not be negative", field="token_ids")

@@ -13,6 +13,6 @@ class BrokerConfig(StrictModel):
     listen: str = "127.0.0.1:7301"
     """Address, host:port."""
     redis_url: str = "redis://127.0.0.1:7300/0"
-    """Redis that holds all state: redis://, rediss:// or unix://."""
+    """Redis that holds all state: redis://, rediss:// or unix://; memory:// keeps it in the process, for trials."""
     metrics_port: int | None = Field(default=None, ge=1, le=65535)
     """Port of the Prometheus endpoint; none when unset."""

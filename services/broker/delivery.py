@@ -51,9 +51,7 @@ def attach(state: RunState, consumer: Consumer, *, held: Collection[str]) -> int
     (its store lost the delivery) are marked as handed over, so that they are not handed out twice.
     """
     if consumer.key not in state.run.streams and len(state.run.streams) >= MAX_CONSUMERS:
-        raise InvalidFieldError(
-            f"hello.consumer_id: the run has {MAX_CONSUMERS} consumers", field="hello.consumer_id"
-        )
+        raise InvalidFieldError(f"hello.consumer_id: the run has {MAX_CONSUMERS} consumers", field="hello.consumer_id")
     state.run.streams[consumer.key] = consumer.stream_id
     lost = [
         group_id
@@ -123,7 +121,9 @@ def _hand_over(state: RunState, group_id: str, consumer_id: str) -> None:
         _move_samples(group, _SCORED, _DELIVERED)
 
 
-def _move_samples(group: GroupRecord, before: broker_pb2.SampleState.ValueType, after: broker_pb2.SampleState.ValueType) -> int:
+def _move_samples(
+    group: GroupRecord, before: broker_pb2.SampleState.ValueType, after: broker_pb2.SampleState.ValueType
+) -> int:
     moved = [sample for sample in group.samples if sample.state == before]
     for sample in moved:
         sample.state = after
@@ -208,10 +208,7 @@ def advance(state: RunState, policy_version: int, now_s: float) -> None:
 
 def _receipt(state: RunState, group_ids: Sequence[str], policy_version: int) -> broker_pb2.AckStepResponse:
     samples = [
-        sample
-        for group_id in group_ids
-        for sample in state.groups[group_id].samples
-        if sample.state == _TRAINED
+        sample for group_id in group_ids for sample in state.groups[group_id].samples if sample.state == _TRAINED
     ]
     return broker_pb2.AckStepResponse(
         policy_version=state.run.policy_version,

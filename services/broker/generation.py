@@ -1,7 +1,7 @@
 """Leases to generators and the tokens that come back. Pure operations on a RunState.
 
-Promises: a sample is leased to one generator at a time; a chunk is stored only under the current lease and only where the
-last one ended; what a lost lease had decoded is kept and continued by the next one.
+Promises: a sample is leased to one generator at a time; a chunk is stored only under the current lease and only where
+the last one ended; what a lost lease had decoded is kept and continued by the next one.
 """
 
 from __future__ import annotations
@@ -64,9 +64,8 @@ def lease(
 ) -> Grants:
     """Lease up to `max_leases` samples to a generator, in the queue's order.
 
-    Args:
-        make_suffix: random characters for lease ids: after a store that lost its last second, two leases of one sample
-            and attempt must still differ.
+    `make_suffix` gives random characters for lease ids: after a store that lost its last second, two leases of one
+    sample and attempt must still differ.
     """
     if state.run.is_closed:
         return Grants(grants=[], reason="the run is closed")
@@ -81,10 +80,7 @@ def lease(
             continue
         oldest = state.versions.get(group.group_id)
         num_context_tokens = _num_context_tokens(group)
-        if (
-            generator.longest_context_tokens is not None
-            and num_context_tokens > generator.longest_context_tokens
-        ):
+        if generator.longest_context_tokens is not None and num_context_tokens > generator.longest_context_tokens:
             drops.drop_group(state, group.group_id, drops.CONTEXT_TOO_LONG)
             continue
         is_start = oldest is None and group.purpose == types_pb2.PURPOSE_TRAIN
@@ -123,15 +119,11 @@ def _judge(
     num_context_tokens: int,
 ) -> Verdict:
     if num_context_tokens > generator.max_context_tokens:
-        return Verdict(
-            is_allowed=False, reason=f"the work left needs a context of {num_context_tokens} tokens or more"
-        )
+        return Verdict(is_allowed=False, reason=f"the work left needs a context of {num_context_tokens} tokens or more")
     asked = group.prompt_min_version if group.HasField("prompt_min_version") else None
     if group.purpose == types_pb2.PURPOSE_EVALUATE:
         return judge_evaluation(generator_version=generator.policy_version, prompt_min_version=asked)
-    return admission.judge(
-        generator_version=generator.policy_version, min_version=oldest, prompt_min_version=asked
-    )
+    return admission.judge(generator_version=generator.policy_version, min_version=oldest, prompt_min_version=asked)
 
 
 def _lease_samples(
@@ -218,9 +210,7 @@ def accept_chunks(
         by_group.setdefault(chunk.group_id, []).append(chunk)
     for group_id, members in by_group.items():
         if group_id not in state.groups:
-            errors += [
-                chunk.refuse("UNKNOWN_SAMPLE", 0, "no such group, or it was dropped") for chunk in members
-            ]
+            errors += [chunk.refuse("UNKNOWN_SAMPLE", 0, "no such group, or it was dropped") for chunk in members]
             continue
         fresh = [chunk for chunk in members if not _is_known(state.groups[group_id], chunk, generator_id)]
         if not fresh:

@@ -3,7 +3,8 @@
 Promises:
 - `transact` decides on the copy and commits against the mark of that copy; if another process was first, it takes over
   the difference and decides again. Nothing is answered before the store has it.
-- A commit of unknown outcome (the store went away, the caller gave up) throws the copy away; the next call loads it anew.
+- A commit of unknown outcome (the store went away, the caller gave up) throws the copy away; the next call loads it
+  anew.
 - Listeners are woken by every change, whoever made it; changes of other processes are noticed by `poll`.
 """
 
@@ -51,9 +52,9 @@ class RunHub:
     # -- listening -----------------------------------------------------------------------------------------------------
 
     @contextmanager
-    def listening(self) -> Iterator[asyncio.Event]:
-        """An event that every change of the run sets; the listener clears it."""
-        event = asyncio.Event()
+    def listening(self, event: asyncio.Event | None = None) -> Iterator[asyncio.Event]:
+        """An event (the given one, or a new one) that every change of the run sets; the listener clears it."""
+        event = event or asyncio.Event()
         self._listeners.add(event)
         try:
             yield event
@@ -126,9 +127,7 @@ class RunHub:
             async with asyncio.timeout(TRANSACTION_TIMEOUT_S), self._lock:
                 return await work
         except TimeoutError as error:
-            raise ServiceUnavailableError(
-                f"run {self.run_id!r}: no answer in {TRANSACTION_TIMEOUT_S} s"
-            ) from error
+            raise ServiceUnavailableError(f"run {self.run_id!r}: no answer in {TRANSACTION_TIMEOUT_S} s") from error
         finally:
             work.close()
 
@@ -159,9 +158,7 @@ class RunHub:
                 return result
             if await self._commit(state):
                 return result
-        raise ServiceUnavailableError(
-            f"run {self.run_id!r}: {MAX_ATTEMPTS} commits lost against other brokers"
-        )
+        raise ServiceUnavailableError(f"run {self.run_id!r}: {MAX_ATTEMPTS} commits lost against other brokers")
 
     async def _load(self, *, may_create: bool) -> RunState:
         if self._state is not None and self._mark is not None:

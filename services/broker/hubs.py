@@ -6,7 +6,8 @@ Every broker process expires leases; the store's commits make sure that each exp
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
 
 import structlog
 
@@ -30,15 +31,23 @@ _log = structlog.get_logger()
 class Hubs:
     """Hubs by run id, made on demand."""
 
-    def __init__(
-        self, *, store: Store, dispatch: DispatchPolicy, clock: Clock, metrics: BrokerMetrics
-    ) -> None:
+    def __init__(self, *, store: Store, dispatch: DispatchPolicy, clock: Clock, metrics: BrokerMetrics) -> None:
         self.store = store
         self.clock = clock
         self.metrics = metrics
         self._dispatch = dispatch
         self._hubs: dict[str, RunHub] = {}
+        self._listeners: set[asyncio.Event] = set()
         self.is_stopping = False
+
+    @contextmanager
+    def listening(self, event: asyncio.Event) -> Iterator[None]:
+        """Inside, `event` is set when the process drains."""
+        self._listeners.add(event)
+        try:
+            yield
+        finally:
+            self._listeners.discard(event)
 
     def hub(self, run_id: str) -> RunHub:
         """The hub of a run that may or may not exist."""
@@ -53,6 +62,8 @@ class Hubs:
         self.is_stopping = True
         for hub in self._hubs.values():
             hub.wake()
+        for event in self._listeners:
+            event.set()
 
     def check_serving(self) -> None:
         """Raises ServiceUnavailableError once the process drains."""

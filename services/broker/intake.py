@@ -18,7 +18,7 @@ _Request = TypeVar("_Request")
 
 
 async def first_request(requests: AsyncIterator[_Request]) -> _Request:
-    """The first request of a stream. Raises InvalidFieldError when there is none, DeadlineError when it takes too long."""
+    """The first request of a stream. Raises InvalidFieldError when there is none, DeadlineError when it is late."""
     try:
         async with asyncio.timeout(HELLO_TIMEOUT_S):
             return await anext(requests)

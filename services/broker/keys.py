@@ -1,6 +1,7 @@
 """Every Redis key of the broker, in one place.
 
-All keys of a run carry its id as the hash tag, so that they share a slot of Redis Cluster and one script may touch them.
+All keys of a run carry its id as the hash tag, so that they share a slot of Redis Cluster and one script may touch
+them.
 """
 
 from __future__ import annotations

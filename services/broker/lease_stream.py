@@ -17,7 +17,7 @@ from services.broker.run_state import RunState
 from services.broker.validation import check_beat, check_hello
 from services.broker.waits import timestamp
 
-IDLE_EVERY_S = 2.0
+IDLE_EVERY_S = 1.0
 PACE_S = 0.02
 """Least time between two rounds of leases: slots that free up one by one are filled by one commit, not by many."""
 MAX_LEASES_PER_ROUND = 256
@@ -50,9 +50,7 @@ class LeaseStream:
             raise InvalidFieldError("hello: the first frame of a lease stream must be hello", field="hello")
         return cls(hubs, request.hello)
 
-    async def serve(
-        self, requests: AsyncIterator[broker_pb2.StreamLeasesRequest]
-    ) -> AsyncIterator[_Response]:
+    async def serve(self, requests: AsyncIterator[broker_pb2.StreamLeasesRequest]) -> AsyncIterator[_Response]:
         """Everything the stream sends, until the run is closed or the client goes."""
         if await self._hub.transact(lambda state: state.run.is_closed):
             raise RunClosedError(f"run {self._hello.run_id!r} is closed", run_id=self._hello.run_id)
@@ -110,9 +108,7 @@ class LeaseStream:
         )
 
         def operation(state: RunState) -> Grants:
-            return generation.lease(
-                state, facts, max_leases=credit, now_s=self._hub.clock.now_s(), make_suffix=_suffix
-            )
+            return generation.lease(state, facts, max_leases=credit, now_s=self._hub.clock.now_s(), make_suffix=_suffix)
 
         grants = await self._hub.transact(operation, must_verify=False)
         self._reason = grants.reason
@@ -127,9 +123,7 @@ class LeaseStream:
         prompts = await self._hub.prompts([grant.sample[0] for grant in grants])
         continued = [grant for grant in grants if grant.num_prefix_tokens]
         stored = await self._hub.store.chunks(self._hub.run_id, [grant.sample for grant in continued])
-        prefixes = {
-            grant.sample: prefix_token_ids(parts) for grant, parts in zip(continued, stored, strict=True)
-        }
+        prefixes = {grant.sample: prefix_token_ids(parts) for grant, parts in zip(continued, stored, strict=True)}
         return [
             _Response(
                 lease=broker_pb2.Lease(

@@ -36,7 +36,7 @@ class Limits:
 
     @property
     def min_usable_samples(self) -> int:
-        """Fewest usable samples of a training group: an advantage within a group needs two, unless it is made of one."""
+        """Fewest usable samples of a training group: an advantage in a group needs two, unless it is made of one."""
         return min(2, self.group_size)
 
     @classmethod
@@ -73,9 +73,7 @@ class Limits:
 
 def _require(field: str, value: int, least: int, most: int) -> None:
     if not least <= value <= most:
-        raise InvalidFieldError(
-            f"limits.{field}: {value} is not between {least} and {most}", field=f"limits.{field}"
-        )
+        raise InvalidFieldError(f"limits.{field}: {value} is not between {least} and {most}", field=f"limits.{field}")
 
 
 def _lease_s(limits: broker_pb2.RunLimits, field: str, default_s: float) -> float:

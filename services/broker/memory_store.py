@@ -1,4 +1,4 @@
-"""The reference store: the promises of `Store` on plain dictionaries. For tests and trials; nothing survives the process."""
+"""The reference store: the promises of `Store` on dictionaries. For tests and trials; nothing survives the process."""
 
 from __future__ import annotations
 
@@ -34,16 +34,10 @@ class MemoryStore:
         if run is None:
             return None
         mark = run.marks[-1]
-        if (
-            since is None
-            or not 1 <= since.revision <= len(run.marks)
-            or run.marks[since.revision - 1] != since
-        ):
+        if since is None or not 1 <= since.revision <= len(run.marks) or run.marks[since.revision - 1] != since:
             return Snapshot(mark=mark, is_full=True, run=run.run, groups=dict(run.groups))
         names = [name for name, revision in run.changed.items() if revision > since.revision]
-        return Snapshot(
-            mark=mark, is_full=False, run=run.run, groups={name: run.groups.get(name) for name in names}
-        )
+        return Snapshot(mark=mark, is_full=False, run=run.run, groups={name: run.groups.get(name) for name in names})
 
     async def commit(self, run_id: str, expected: Mark | None, delta: Delta) -> Mark:
         """See `Store.commit`."""

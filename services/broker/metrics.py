@@ -13,15 +13,9 @@ class BrokerMetrics:
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self._leases = Counter("penstock_broker_leases", "Leases given", ["kind"], registry=registry)
-        self._expired = Counter(
-            "penstock_broker_leases_expired", "Leases expired", ["kind"], registry=registry
-        )
-        self._tokens = Counter(
-            "penstock_broker_tokens_accepted", "Completion tokens stored", registry=registry
-        )
-        self._refused = Counter(
-            "penstock_broker_chunks_refused", "Token chunks refused", ["reason"], registry=registry
-        )
+        self._expired = Counter("penstock_broker_leases_expired", "Leases expired", ["kind"], registry=registry)
+        self._tokens = Counter("penstock_broker_tokens_accepted", "Completion tokens stored", registry=registry)
+        self._refused = Counter("penstock_broker_chunks_refused", "Token chunks refused", ["reason"], registry=registry)
         self._dropped = Gauge(
             "penstock_broker_samples_dropped",
             "Training samples given up",
@@ -40,9 +34,7 @@ class BrokerMetrics:
             ["run", "state"],
             registry=registry,
         )
-        self._version = Gauge(
-            "penstock_broker_policy_version", "The run's policy version", ["run"], registry=registry
-        )
+        self._version = Gauge("penstock_broker_policy_version", "The run's policy version", ["run"], registry=registry)
         self._queued = Gauge(
             "penstock_broker_groups_queued", "Groups with samples to lease", ["run"], registry=registry
         )

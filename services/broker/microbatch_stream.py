@@ -19,7 +19,7 @@ from services.broker.records_pb2 import GroupRecord
 from services.broker.run_state import RunState
 from services.broker.validation import MAX_GROUP_IDS, check_count, check_id, check_run_id
 
-WAITING_EVERY_S = 2.0
+WAITING_EVERY_S = 1.0
 DEFAULT_MAX_GROUPS = 8
 
 _Response = broker_pb2.StreamMicrobatchesResponse
@@ -66,22 +66,16 @@ class MicrobatchStream:
         self._hubs = hubs
         self._hub = hubs.hub(hello.run_id)
         self._hello = hello
-        self._consumer = Consumer(
-            consumer_id=hello.consumer_id, purpose=hello.purpose, stream_id=secrets.token_hex(8)
-        )
+        self._consumer = Consumer(consumer_id=hello.consumer_id, purpose=hello.purpose, stream_id=secrets.token_hex(8))
         self._credit_total = first.credit_total
         self._num_sent = 0
 
     @classmethod
-    async def open(
-        cls, hubs: Hubs, requests: AsyncIterator[broker_pb2.StreamMicrobatchesRequest]
-    ) -> MicrobatchStream:
+    async def open(cls, hubs: Hubs, requests: AsyncIterator[broker_pb2.StreamMicrobatchesRequest]) -> MicrobatchStream:
         """Read the first message."""
         return cls(hubs, await first_request(requests))
 
-    async def serve(
-        self, requests: AsyncIterator[broker_pb2.StreamMicrobatchesRequest]
-    ) -> AsyncIterator[_Response]:
+    async def serve(self, requests: AsyncIterator[broker_pb2.StreamMicrobatchesRequest]) -> AsyncIterator[_Response]:
         """Everything the stream sends, until the run is closed or the client goes."""
         await self._hub.transact(self._attach)
         # Loop time, not the clock's: this paces the stream and decides nothing about the run.
@@ -118,9 +112,7 @@ class MicrobatchStream:
             return []
 
         def operation(state: RunState) -> _Delivery:
-            chosen = delivery.deliver(
-                state, self._consumer, max_groups=credit, target_tokens=self._hello.target_tokens
-            )
+            chosen = delivery.deliver(state, self._consumer, max_groups=credit, target_tokens=self._hello.target_tokens)
             groups = [copy_of(state.groups[group_id]) for group_id in chosen]
             return _Delivery(groups=groups, policy_version=state.run.policy_version)
 
@@ -133,9 +125,7 @@ class MicrobatchStream:
 
     async def _waiting(self) -> _Response:
         now_s = self._hub.clock.now_s()
-        return _Response(
-            waiting=await self._hub.transact(lambda state: waits.waiting(state, now_s), must_verify=False)
-        )
+        return _Response(waiting=await self._hub.transact(lambda state: waits.waiting(state, now_s), must_verify=False))
 
 
 def _frames(groups: Sequence[types_pb2.TrajectoryGroup], policy_version: int) -> list[_Response]:

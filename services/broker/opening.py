@@ -1,7 +1,7 @@
 """Opening a run: create it, re-attach to it, rewind it, or let it catch up. Pure operations on a RunState.
 
-The trainer's checkpoint decides. What the broker counted as trained and the checkpoint does not know is handed out again;
-what the checkpoint trained and the broker forgot is marked trained.
+The trainer's checkpoint decides. What the broker counted as trained and the checkpoint does not know is handed out
+again; what the checkpoint trained and the broker forgot is marked trained.
 """
 
 from __future__ import annotations
@@ -19,9 +19,7 @@ _QUEUED, _LEASED = broker_pb2.SAMPLE_STATE_QUEUED, broker_pb2.SAMPLE_STATE_LEASE
 _DONE_STATES = frozenset((broker_pb2.SAMPLE_STATE_DROPPED, broker_pb2.SAMPLE_STATE_TRAINED))
 
 
-def create_run(
-    state: RunState, request: broker_pb2.OpenRunRequest, now_s: float
-) -> broker_pb2.OpenRunResponse:
+def create_run(state: RunState, request: broker_pb2.OpenRunRequest, now_s: float) -> broker_pb2.OpenRunResponse:
     """Begin a run. Groups of the checkpoint's steps are never accepted again."""
     limits = Limits.from_proto(request.limits)
     _check_steps(request)
@@ -39,9 +37,7 @@ def create_run(
     return broker_pb2.OpenRunResponse(policy_version=request.policy_version)
 
 
-def reopen_run(
-    state: RunState, request: broker_pb2.OpenRunRequest, now_s: float
-) -> broker_pb2.OpenRunResponse:
+def reopen_run(state: RunState, request: broker_pb2.OpenRunRequest, now_s: float) -> broker_pb2.OpenRunResponse:
     """Re-attach to a run, closed or not.
 
     Raises:
@@ -63,17 +59,13 @@ def reopen_run(
         existed=True,
         num_groups_rewound=num_rewound,
         history=run.history,
-        num_groups_in_flight=sum(
-            state.groups[group_id].purpose == types_pb2.PURPOSE_TRAIN for group_id in state.live
-        ),
+        num_groups_in_flight=sum(state.groups[group_id].purpose == types_pb2.PURPOSE_TRAIN for group_id in state.live),
     )
 
 
 def _check_steps(request: broker_pb2.OpenRunRequest) -> None:
     if request.policy_version < 0:
-        raise InvalidFieldError(
-            f"policy_version: {request.policy_version}; must be at least 0", field="policy_version"
-        )
+        raise InvalidFieldError(f"policy_version: {request.policy_version}; must be at least 0", field="policy_version")
     versions = [step.policy_version for step in request.steps]
     if versions != sorted(set(versions)) or (
         versions and not 1 <= versions[0] <= versions[-1] <= request.policy_version
@@ -150,9 +142,7 @@ def _is_of_future(group: GroupRecord, index: int, policy_version: int) -> bool:
     return sample.state == _LEASED and sample.lease_version > policy_version
 
 
-def _catch_up(
-    state: RunState, steps: Sequence[broker_pb2.StepRecord], policy_version: int, now_s: float
-) -> None:
+def _catch_up(state: RunState, steps: Sequence[broker_pb2.StepRecord], policy_version: int, now_s: float) -> None:
     """Forward to a version whose steps this broker's store has lost."""
     run = state.run
     for step in steps:

@@ -25,11 +25,7 @@ def kept_indices(group: GroupRecord) -> list[int]:
 def trajectory_group(
     group: GroupRecord, prompt: types_pb2.Prompt, chunks: Sequence[Sequence[bytes]]
 ) -> types_pb2.TrajectoryGroup:
-    """A group for the trainer.
-
-    Args:
-        chunks: the stored chunks of each of `kept_indices(group)`.
-    """
+    """A group for the trainer; `chunks` are the stored chunks of each of `kept_indices(group)`."""
     indices = kept_indices(group)
     return types_pb2.TrajectoryGroup(
         prompt=prompt,

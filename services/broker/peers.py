@@ -1,5 +1,6 @@
-"""Generators and reward workers as they were last seen, by any broker process. Hints: nothing is decided by them alone
-but whether a prompt is too long for every generator.
+"""Generators and reward workers as they were last seen, by any broker process.
+
+Hints: nothing is decided by them alone but whether a prompt is too long for every generator.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from services.broker.waits import timestamp
 PEER_TIMEOUT_S = 60.0
 """A peer not heard of for this long counts as gone."""
 CONTEXT_GRACE_S = 5.0
-"""After the first generator connects, time for one with a longer context to connect before long prompts are given up."""
+"""After the first generator connects, time for one with a longer context before long prompts are given up."""
 WRITE_EVERY_S = 1.0
 REFRESH_EVERY_S = 2.0
 MAX_BUFFERED_SPANS = 4096
@@ -37,14 +38,10 @@ class Peers:
         now_s = self._clock.now_s()
         if self._first_seen_s is None or now_s - self._first_seen_s < CONTEXT_GRACE_S:
             return None
-        live = [
-            view.hello.max_context_tokens for view in self._generators.values() if self._is_live(view, now_s)
-        ]
+        live = [view.hello.max_context_tokens for view in self._generators.values() if self._is_live(view, now_s)]
         return max(live, default=None)
 
-    async def see_generator(
-        self, hello: broker_pb2.GeneratorHello, beat: broker_pb2.GeneratorBeat | None
-    ) -> None:
+    async def see_generator(self, hello: broker_pb2.GeneratorHello, beat: broker_pb2.GeneratorBeat | None) -> None:
         """Note a hello or a beat; written to the store at most once a second."""
         now_s = self._clock.now_s()
         self._first_seen_s = now_s if self._first_seen_s is None else self._first_seen_s
@@ -66,9 +63,7 @@ class Peers:
         if view is not None:
             self._written_s[generator_id] = self._clock.now_s()
             spans = self._spans.pop(generator_id, [])
-            await self._store.put_peer(
-                self._run_id, _GENERATOR + generator_id, view.SerializeToString(), spans
-            )
+            await self._store.put_peer(self._run_id, _GENERATOR + generator_id, view.SerializeToString(), spans)
 
     async def see_worker(self, worker_id: str) -> None:
         """Note a sign of life of a reward worker; written at most once a second."""
@@ -93,7 +88,7 @@ class Peers:
                     self._generators[view.hello.generator_id] = view
 
     async def views(self, busy_since_s: float | None) -> tuple[list[broker_pb2.GeneratorView], list[str]]:
-        """Generators (with their spans that end after `busy_since_s`, when given) and ids of reward workers seen lately."""
+        """Generators, with spans that end after `busy_since_s` if given, and ids of reward workers seen lately."""
         stored = await self._store.peers(self._run_id)
         now_s = self._clock.now_s()
         views: list[broker_pb2.GeneratorView] = []
@@ -112,8 +107,7 @@ class Peers:
         workers = [
             peer_id.removeprefix(_WORKER)
             for peer_id, raw_view in stored.items()
-            if peer_id.startswith(_WORKER)
-            and self._is_live(broker_pb2.GeneratorView.FromString(raw_view), now_s)
+            if peer_id.startswith(_WORKER) and self._is_live(broker_pb2.GeneratorView.FromString(raw_view), now_s)
         ]
         return views, sorted(workers)
 

@@ -1,8 +1,8 @@
 """The store in Redis: one Lua script a commit, one a load. Needs Redis 6.2 or newer.
 
-Durability is Redis' own: with append-only persistence every commit that was answered survives a restart, except what the
-fsync policy allows to be lost (a second, by default). A broker notices a history that lost its end by the name of the
-commit it last saw, and loads everything anew.
+Durability is Redis' own: with append-only persistence every commit that was answered survives a restart, except what
+the fsync policy allows to be lost (a second, by default). A broker notices a history that lost its end by the name of
+the commit it last saw, and loads everything anew.
 """
 
 from __future__ import annotations
@@ -74,10 +74,7 @@ class RedisStore:
     async def commit(self, run_id: str, expected: Mark | None, delta: Delta) -> Mark:
         """See `Store.commit`."""
         keys = RunKeys(run_id)
-        lists = {
-            sample: position
-            for position, sample in enumerate(dict.fromkeys(item[0] for item in delta.chunks), 1)
-        }
+        lists = {sample: position for position, sample in enumerate(dict.fromkeys(item[0] for item in delta.chunks), 1)}
         name = secrets.token_hex(8)
         args: list[bytes | str | int] = [
             *((expected.revision, expected.name) if expected else (0, "")),

@@ -1,11 +1,11 @@
 """A run in memory: its records, the queues derived from them, and what changed since the last commit.
 
-Pure: no clock, no I/O. Every change of a group happens inside `edit`, which keeps the queues in step with the records and
-remembers how to undo it. After a batch of changes the owner takes the `delta`, commits it to the store, and calls either
-`settle` (stored) or `rollback` (not stored).
+Pure: no clock, no I/O. Every change of a group happens inside `edit`, which keeps the queues in step with the records
+and remembers how to undo it. After a batch of changes the owner takes the `delta`, commits it to the store, and calls
+either `settle` (stored) or `rollback` (not stored).
 
-Invariants: the queues are a function of the records; a group is live until it is trained or retired; the counters of the
-run change together with the records they count.
+Invariants: the queues are a function of the records; a group is live until it is trained or retired; the counters of
+the run change together with the records they count.
 """
 
 from __future__ import annotations
@@ -85,9 +85,7 @@ class RunState:
 
     def admission(self) -> AdmissionRule:
         """The admission rule now."""
-        return AdmissionRule(
-            limits=self.limits, policy_version=self.run.policy_version, num_started=len(self.versions)
-        )
+        return AdmissionRule(limits=self.limits, policy_version=self.run.policy_version, num_started=len(self.versions))
 
     def num_waiting(self, purpose: int) -> int:
         """Groups of a purpose of which no sample was ever leased."""
@@ -228,9 +226,7 @@ class RunState:
             else:
                 self._index_sample(entry, group, index, sample)
         if num_queued:
-            queued = QueuedGroup(
-                sequence=group.sequence, is_evaluation=not is_training, is_started=version is not None
-            )
+            queued = QueuedGroup(sequence=group.sequence, is_evaluation=not is_training, is_started=version is not None)
             entry.rank = self._dispatch.rank(queued)
             self.queue.add(entry.rank)
         elif num_ready == len(group.samples):

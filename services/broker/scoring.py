@@ -1,7 +1,7 @@
 """Leases to reward workers and the scores that come back. Pure operations on a RunState.
 
-Promise: an error never becomes a zero. A sample is SCORED only by a finite value with status OK; every other status gives
-it up with a reason of its own.
+Promise: an error never becomes a zero. A sample is SCORED only by a finite value with status OK; every other status
+gives it up with a reason of its own.
 """
 
 from __future__ import annotations
@@ -66,9 +66,7 @@ def lease_scoring(
                 sample = group.samples[index]
                 sample.state = _SCORING
                 sample.num_scoring_leases += 1
-                sample.scoring_lease_id = (
-                    f"{group.sequence}.{index}.s{sample.num_scoring_leases}.{make_suffix()}"
-                )
+                sample.scoring_lease_id = f"{group.sequence}.{index}.s{sample.num_scoring_leases}.{make_suffix()}"
                 sample.worker_id, sample.scoring_expire_s = worker_id, expire_s
                 grants.append(
                     ScoringGrant(
@@ -170,6 +168,4 @@ def check_result(result: broker_pb2.ScoreResult) -> None:
             field="score.components",
         )
     if len(score.message) > MAX_MESSAGE_CHARACTERS:
-        raise InvalidFieldError(
-            f"score.message: more than {MAX_MESSAGE_CHARACTERS} characters", field="score.message"
-        )
+        raise InvalidFieldError(f"score.message: more than {MAX_MESSAGE_CHARACTERS} characters", field="score.message")

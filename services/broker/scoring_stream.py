@@ -23,7 +23,7 @@ from services.broker.validation import (
 )
 from services.broker.waits import timestamp
 
-IDLE_EVERY_S = 2.0
+IDLE_EVERY_S = 1.0
 MAX_LEASES_PER_FRAME = 64
 
 _Response = broker_pb2.StreamScoringResponse
@@ -46,15 +46,11 @@ class ScoringStream:
         self._receipts = Receipts(accepted=[], lost=[])
 
     @classmethod
-    async def open(
-        cls, hubs: Hubs, requests: AsyncIterator[broker_pb2.StreamScoringRequest]
-    ) -> ScoringStream:
+    async def open(cls, hubs: Hubs, requests: AsyncIterator[broker_pb2.StreamScoringRequest]) -> ScoringStream:
         """Read the first message."""
         return cls(hubs, await first_request(requests))
 
-    async def serve(
-        self, requests: AsyncIterator[broker_pb2.StreamScoringRequest]
-    ) -> AsyncIterator[_Response]:
+    async def serve(self, requests: AsyncIterator[broker_pb2.StreamScoringRequest]) -> AsyncIterator[_Response]:
         """Everything the stream sends, until the run is closed or the client goes."""
         if await self._hub.transact(lambda state: state.run.is_closed):
             raise RunClosedError(f"run {self._hub.run_id!r} is closed", run_id=self._hub.run_id)
@@ -138,9 +134,7 @@ class ScoringStream:
             if group_id not in prompts:
                 continue
             item = score_item(self._hub.run_id, prompts[group_id], index, grant.finish_reason, parts)
-            lease = broker_pb2.ScoringLease(
-                lease_id=grant.lease_id, item=item, expire_time=timestamp(grant.expire_s)
-            )
+            lease = broker_pb2.ScoringLease(lease_id=grant.lease_id, item=item, expire_time=timestamp(grant.expire_s))
             num_bytes += lease.ByteSize()
             if num_bytes > MAX_FRAME_BYTES and frames[-1].leases:
                 frames.append(_Response())

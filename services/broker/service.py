@@ -26,7 +26,6 @@ from services.broker.validation import (
     MAX_STEP_RECORDS,
     check_bytes,
     check_count,
-    check_id,
     check_reason,
     check_run_id,
 )
@@ -46,16 +45,14 @@ class BrokerService(broker_pb2_grpc.BrokerServiceServicer):
     def __init__(self, hubs: Hubs) -> None:
         self._hubs = hubs
 
-    async def OpenRun(
-        self, request: broker_pb2.OpenRunRequest, context: _Context
-    ) -> broker_pb2.OpenRunResponse:
+    async def OpenRun(self, request: broker_pb2.OpenRunRequest, context: _Context) -> broker_pb2.OpenRunResponse:
+        """Create, re-attach, rewind or catch up; see `opening`."""
         check_run_id(request.run_id)
         check_count("steps", len(request.steps), MAX_STEP_RECORDS)
         return await self._hubs.hub(request.run_id).open(request)
 
-    async def CloseRun(
-        self, request: broker_pb2.CloseRunRequest, context: _Context
-    ) -> broker_pb2.CloseRunResponse:
+    async def CloseRun(self, request: broker_pb2.CloseRunRequest, context: _Context) -> broker_pb2.CloseRunResponse:
+        """Mark the run closed; its streams notice."""
         check_run_id(request.run_id)
 
         def operation(state: RunState) -> None:
@@ -67,6 +64,7 @@ class BrokerService(broker_pb2_grpc.BrokerServiceServicer):
     async def SubmitPrompts(
         self, request: broker_pb2.SubmitPromptsRequest, context: _Context
     ) -> broker_pb2.SubmitPromptsResponse:
+        """Queue prompts; see `submission`."""
         check_run_id(request.run_id)
         check_count("prompts", len(request.prompts), MAX_PROMPTS)
         check_bytes("prompts", request.ByteSize())
@@ -86,6 +84,7 @@ class BrokerService(broker_pb2_grpc.BrokerServiceServicer):
     async def StreamLeases(
         self, request_iterator: AsyncIterator[broker_pb2.StreamLeasesRequest], context: _Context
     ) -> AsyncIterator[broker_pb2.StreamLeasesResponse]:
+        """See `lease_stream`."""
         stream = await LeaseStream.open(self._hubs, request_iterator)
         async for response in stream.serve(request_iterator):
             yield response
@@ -93,12 +92,14 @@ class BrokerService(broker_pb2_grpc.BrokerServiceServicer):
     async def StreamTokens(
         self, request_iterator: AsyncIterator[broker_pb2.StreamTokensRequest], context: _Context
     ) -> AsyncIterator[broker_pb2.StreamTokensResponse]:
+        """See `token_stream`."""
         async for response in serve_tokens(self._hubs, request_iterator):
             yield response
 
     async def StreamScoring(
         self, request_iterator: AsyncIterator[broker_pb2.StreamScoringRequest], context: _Context
     ) -> AsyncIterator[broker_pb2.StreamScoringResponse]:
+        """See `scoring_stream`."""
         stream = await ScoringStream.open(self._hubs, request_iterator)
         async for response in stream.serve(request_iterator):
             yield response
@@ -106,13 +107,13 @@ class BrokerService(broker_pb2_grpc.BrokerServiceServicer):
     async def StreamMicrobatches(
         self, request_iterator: AsyncIterator[broker_pb2.StreamMicrobatchesRequest], context: _Context
     ) -> AsyncIterator[broker_pb2.StreamMicrobatchesResponse]:
+        """See `microbatch_stream`."""
         stream = await MicrobatchStream.open(self._hubs, request_iterator)
         async for response in stream.serve(request_iterator):
             yield response
 
-    async def AckStep(
-        self, request: broker_pb2.AckStepRequest, context: _Context
-    ) -> broker_pb2.AckStepResponse:
+    async def AckStep(self, request: broker_pb2.AckStepRequest, context: _Context) -> broker_pb2.AckStepResponse:
+        """Mark a step trained; see `delivery.acknowledge`."""
         check_run_id(request.run_id)
         check_count("group_ids", len(request.group_ids), MAX_GROUP_IDS)
         hub = self._hubs.hub(request.run_id)
@@ -125,6 +126,7 @@ class BrokerService(broker_pb2_grpc.BrokerServiceServicer):
     async def DropGroups(
         self, request: broker_pb2.DropGroupsRequest, context: _Context
     ) -> broker_pb2.DropGroupsResponse:
+        """Give groups up; see `drops`."""
         check_run_id(request.run_id)
         check_reason(request.reason)
         check_count("group_ids", len(request.group_ids), MAX_GROUP_IDS)
@@ -136,6 +138,7 @@ class BrokerService(broker_pb2_grpc.BrokerServiceServicer):
         return broker_pb2.DropGroupsResponse(num_samples=num_samples)
 
     async def GetRun(self, request: broker_pb2.GetRunRequest, context: _Context) -> broker_pb2.GetRunResponse:
+        """One coherent picture, taken from an up-to-date copy."""
         check_run_id(request.run_id)
         hub = self._hubs.hub(request.run_id)
         busy_since_s = request.busy_since.ToMicroseconds() / 1e6 if request.HasField("busy_since") else None
@@ -157,20 +160,19 @@ class BrokerService(broker_pb2_grpc.BrokerServiceServicer):
 
         return await hub.transact(operation)
 
-    async def ListRuns(
-        self, request: broker_pb2.ListRunsRequest, context: _Context
-    ) -> broker_pb2.ListRunsResponse:
+    async def ListRuns(self, request: broker_pb2.ListRunsRequest, context: _Context) -> broker_pb2.ListRunsResponse:
+        """The runs of the store, oldest first."""
         return broker_pb2.ListRunsResponse(run_ids=(await self._hubs.store.run_ids())[:MAX_RUNS_LISTED])
 
-    async def AuditRun(
-        self, request: broker_pb2.AuditRunRequest, context: _Context
-    ) -> broker_pb2.AuditRunResponse:
+    async def AuditRun(self, request: broker_pb2.AuditRunRequest, context: _Context) -> broker_pb2.AuditRunResponse:
+        """The books, counted now."""
         check_run_id(request.run_id)
         return broker_pb2.AuditRunResponse(audit=await self._hubs.hub(request.run_id).transact(audit))
 
     async def WatchPolicy(
         self, request: broker_pb2.WatchPolicyRequest, context: _Context
     ) -> AsyncIterator[broker_pb2.WatchPolicyResponse]:
+        """The version now, and again at every change."""
         check_run_id(request.run_id)
         hub = self._hubs.hub(request.run_id)
 
@@ -194,6 +196,7 @@ class BrokerService(broker_pb2_grpc.BrokerServiceServicer):
     async def ExportTrajectories(
         self, request: broker_pb2.ExportTrajectoriesRequest, context: _Context
     ) -> AsyncIterator[broker_pb2.ExportTrajectoriesResponse]:
+        """Retained steps, oldest first, a few groups at a time."""
         check_run_id(request.run_id)
         hub = self._hubs.hub(request.run_id)
 
@@ -208,9 +211,7 @@ class BrokerService(broker_pb2_grpc.BrokerServiceServicer):
             records = await hub.transact(partial(_copies, group_ids=wanted), must_verify=False)
             versions = {record.group_id: record.trained_version for record in records}
             for group in await load_groups(hub, records):
-                yield broker_pb2.ExportTrajectoriesResponse(
-                    group=group, policy_version=versions[group.prompt.group_id]
-                )
+                yield broker_pb2.ExportTrajectoriesResponse(group=group, policy_version=versions[group.prompt.group_id])
 
 
 def _copies(state: RunState, *, group_ids: Sequence[str]) -> list[GroupRecord]:

@@ -1,8 +1,8 @@
 """Where a run's records and payload rest: what the broker asks of a store.
 
-A run is a versioned document: one RunRecord, one GroupRecord a live or retained group, and payload beside them. A broker
-process works on a copy of the records and commits changes against the mark it last saw, so any number of processes may
-serve one run and every decision is taken by the same Python code whatever the store.
+A run is a versioned document: one RunRecord, one GroupRecord a live or retained group, and payload beside them. A
+broker process works on a copy of the records and commits changes against the mark it last saw, so any number of
+processes may serve one run and every decision is taken by the same Python code whatever the store.
 """
 
 from __future__ import annotations

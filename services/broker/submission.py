@@ -31,9 +31,7 @@ def submit(
         try:
             check_prompt(prompt, state.limits)
         except InvalidFieldError as error:
-            errors.append(
-                types_pb2.ItemError(index=index, code=error.code, reason=error.reason, message=str(error))
-            )
+            errors.append(types_pb2.ItemError(index=index, code=error.code, reason=error.reason, message=str(error)))
             continue
         if num_waiting[prompt.purpose] >= state.limits.max_queued_groups:
             errors.append(_queue_full(index, state))
@@ -48,7 +46,7 @@ def _queue_full(index: int, state: RunState) -> types_pb2.ItemError:
         index=index,
         code=code_pb2.RESOURCE_EXHAUSTED,
         reason="QUEUE_FULL",
-        message=f"prompts: {state.limits.max_queued_groups} groups wait unleased, the most the run allows; send it again later",
+        message=f"prompts: {state.limits.max_queued_groups} groups wait unleased, the run's limit; send it again later",
     )
 
 

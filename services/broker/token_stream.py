@@ -2,24 +2,56 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
+from contextlib import ExitStack
 
 from penstock.errors import RunClosedError
 from penstock.v1 import broker_pb2
 from services.broker import generation
 from services.broker.chunks import read_chunk
+from services.broker.hub import RunHub
 from services.broker.hubs import Hubs
+from services.broker.intake import Intake, wait_for_event
 from services.broker.run_state import RunState
 from services.broker.validation import MAX_CHUNKS, check_bytes, check_count, check_id, check_run_id
+
+MAX_UNREAD = 64
+CHECK_EVERY_S = 5.0
 
 
 async def serve_tokens(
     hubs: Hubs, requests: AsyncIterator[broker_pb2.StreamTokensRequest]
 ) -> AsyncIterator[broker_pb2.StreamTokensResponse]:
-    """Answer each request in turn; one commit holds all its chunks. Ends with RUN_CLOSED once the run is closed."""
-    async for request in requests:
-        hubs.check_serving()
-        yield await accept(hubs, request)
+    """Answer each request in turn; one commit holds all its chunks.
+
+    A client that does not read its answers is not read from either once MAX_UNREAD of them wait. An idle stream ends
+    with OK when a run it wrote to is closed, and with UNAVAILABLE when the process drains.
+    """
+    wake = asyncio.Event()
+    answers: asyncio.Queue[broker_pb2.StreamTokensResponse] = asyncio.Queue(MAX_UNREAD)
+    runs: dict[str, RunHub] = {}
+    with ExitStack() as listening:
+        listening.enter_context(hubs.listening(wake))
+
+        async def handle(request: broker_pb2.StreamTokensRequest) -> None:
+            await answers.put(await accept(hubs, request))
+            if request.run_id not in runs:
+                runs[request.run_id] = hubs.hub(request.run_id)
+                listening.enter_context(runs[request.run_id].listening(wake))
+
+        async with Intake(requests, handle, wake) as intake:
+            while True:
+                is_ended = intake.is_ended
+                while not answers.empty():
+                    yield answers.get_nowait()
+                if is_ended:
+                    break
+                hubs.check_serving()
+                if any(hub.copy is not None and hub.copy.run.is_closed for hub in runs.values()):
+                    return
+                await wait_for_event(wake, CHECK_EVERY_S)
+            intake.check()
 
 
 async def accept(hubs: Hubs, request: broker_pb2.StreamTokensRequest) -> broker_pb2.StreamTokensResponse:

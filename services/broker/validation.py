@@ -32,9 +32,7 @@ _REASON = re.compile(r"[a-z0-9_]{1,64}")
 
 def check_run_id(run_id: str) -> None:
     """1 to 64 characters of [A-Za-z0-9._-]."""
-    _require(
-        _RUN_ID.fullmatch(run_id) is not None, "run_id", run_id[:80], "1 to 64 characters of [A-Za-z0-9._-]"
-    )
+    _require(_RUN_ID.fullmatch(run_id) is not None, "run_id", run_id[:80], "1 to 64 characters of [A-Za-z0-9._-]")
 
 
 def check_id(field: str, value: str) -> None:
@@ -71,9 +69,7 @@ def check_prompt(prompt: types_pb2.Prompt, limits: Limits) -> None:
         prompt.purpose,
         "TRAIN or EVALUATE",
     )
-    _require(
-        1 <= prompt.group_size <= MAX_GROUP_SIZE, "group_size", prompt.group_size, f"1 to {MAX_GROUP_SIZE}"
-    )
+    _require(1 <= prompt.group_size <= MAX_GROUP_SIZE, "group_size", prompt.group_size, f"1 to {MAX_GROUP_SIZE}")
     _require(
         not is_training or prompt.group_size == limits.group_size,
         "group_size",
@@ -88,9 +84,7 @@ def check_prompt(prompt: types_pb2.Prompt, limits: Limits) -> None:
     )
     _check_sampling(prompt.sampling, limits)
     for message in prompt.messages:
-        _require(
-            message.role in _ROLES, "messages.role", message.role[:80], "system, user, assistant or tool"
-        )
+        _require(message.role in _ROLES, "messages.role", message.role[:80], "system, user, assistant or tool")
     _check_metadata(prompt.metadata_json)
 
 
@@ -110,9 +104,7 @@ def _check_sampling(sampling: types_pb2.SamplingParams, limits: Limits) -> None:
         "finite and at least 0",
     )
     _require(not sampling.HasField("top_p") or 0 < top_p <= 1, "sampling.top_p", top_p, "in (0, 1]")
-    _require(
-        not sampling.HasField("top_k") or sampling.top_k >= 1, "sampling.top_k", sampling.top_k, "at least 1"
-    )
+    _require(not sampling.HasField("top_k") or sampling.top_k >= 1, "sampling.top_k", sampling.top_k, "at least 1")
     check_count("sampling.stop_token_ids", len(sampling.stop_token_ids), MAX_STOP_TOKENS)
 
 
@@ -137,9 +129,7 @@ def check_hello(hello: broker_pb2.GeneratorHello) -> None:
     """A generator's first frame."""
     check_run_id(hello.run_id)
     check_id("hello.generator_id", hello.generator_id)
-    _require(
-        hello.max_context_tokens >= 2, "hello.max_context_tokens", hello.max_context_tokens, "at least 2"
-    )
+    _require(hello.max_context_tokens >= 2, "hello.max_context_tokens", hello.max_context_tokens, "at least 2")
     for field, value in (("site", hello.site), ("engine", hello.engine), ("endpoint", hello.endpoint)):
         _require(
             len(value) <= MAX_ID_CHARACTERS,

@@ -77,13 +77,9 @@ def trainer_reason(state: RunState, now_s: float) -> Reason:
     oldest = _oldest_lease(state)
     if oldest is not None:
         (group_id, index), sample = oldest
-        parts.append(
-            f"oldest sample {group_id}/{index} on {sample.generator_id} for {now_s - sample.lease_s:.0f} s"
-        )
+        parts.append(f"oldest sample {group_id}/{index} on {sample.generator_id} for {now_s - sample.lease_s:.0f} s")
         owner = f"generator {sample.generator_id}"
-        return Reason(
-            owner=owner, text="; ".join(parts), since_s=sample.lease_s, deadline_s=sample.lease_expire_s
-        )
+        return Reason(owner=owner, text="; ".join(parts), since_s=sample.lease_s, deadline_s=sample.lease_expire_s)
     if counts["scoring"]:
         return Reason(owner="reward workers", text="; ".join(parts), since_s=_oldest_finish_s(state))
     if counts["ready"] and not counts["queued"]:
@@ -101,16 +97,12 @@ _STAGE_WORDS = (
 )
 
 
-def waits(
-    state: RunState, generators: Iterable[broker_pb2.GeneratorView], now_s: float
-) -> list[broker_pb2.Wait]:
+def waits(state: RunState, generators: Iterable[broker_pb2.GeneratorView], now_s: float) -> list[broker_pb2.Wait]:
     """Everybody who waits now."""
     found = [_wait("trainer", trainer_reason(state, now_s))]
     if state.finished:
         text = f"{len(state.finished)} finished samples wait for a reward worker"
-        found.append(
-            _wait("samples", Reason(owner="reward workers", text=text, since_s=_oldest_finish_s(state)))
-        )
+        found.append(_wait("samples", Reason(owner="reward workers", text=text, since_s=_oldest_finish_s(state))))
     for view in generators:
         if not state.generation_leases.get(view.hello.generator_id):
             text = "it holds no lease: " + (
@@ -124,9 +116,7 @@ def waits(
 
 
 def _wait(waiter: str, reason: Reason) -> broker_pb2.Wait:
-    wait = broker_pb2.Wait(
-        waiter=waiter, owner=reason.owner, reason=reason.text, since_time=timestamp(reason.since_s)
-    )
+    wait = broker_pb2.Wait(waiter=waiter, owner=reason.owner, reason=reason.text, since_time=timestamp(reason.since_s))
     if reason.deadline_s is not None:
         wait.deadline_time.CopyFrom(timestamp(reason.deadline_s))
     return wait
@@ -148,11 +138,6 @@ def _oldest_lease(state: RunState) -> tuple[SampleId, SampleRecord] | None:
 
 def _oldest_finish_s(state: RunState) -> float:
     return min(
-        (
-            sample.finish_s
-            for group in _live(state)
-            for sample in group.samples
-            if sample.state in _WAITING_FOR_SCORES
-        ),
+        (sample.finish_s for group in _live(state) for sample in group.samples if sample.state in _WAITING_FOR_SCORES),
         default=state.run.version_s,
     )

@@ -47,7 +47,7 @@ from services.generator.engine import (
     finished_by_prefix,
     max_tokens_left,
 )
-from services.generator.vllm_setup import VllmSettings, build_engine
+from services.generator.vllm_setup import VllmSettings, build_engine, can_seed_samples
 
 if TYPE_CHECKING:
     from vllm import SamplingParams
@@ -74,6 +74,7 @@ class VllmEngine:
         self._live: set[str] = set()
         self._aborted: set[str] = set()
         self._update_lock = asyncio.Lock()
+        self._can_seed = True
         self._num_installs = 0
         self._tokens_generated = 0
 
@@ -98,6 +99,7 @@ class VllmEngine:
             built: list[AsyncLLM] = []
             await asyncio.to_thread(lambda: built.append(build_engine(self._settings)))
             llm = self._llm = built.pop()
+            self._can_seed = can_seed_samples(self._settings)
             self._recorder = llm.logger_manager.stat_loggers[0] if llm.logger_manager else None
             for path in weights:
                 self._layout.update(safetensors_shapes(path))
@@ -228,7 +230,8 @@ class VllmEngine:
         prompt = tokens_input(
             [*request.prompt_token_ids, *request.prefix_token_ids], cache_salt=f"install-{self._num_installs}"
         )
-        params = _sampling_params(request, max_tokens=max_tokens_left(request, max_model_len=self.max_model_len))
+        max_tokens = max_tokens_left(request, max_model_len=self.max_model_len)
+        params = _sampling_params(request, max_tokens=max_tokens, is_seeded=self._can_seed)
         is_finished = False
         try:
             queue = await llm.add_request(request.request_id, prompt, params)
@@ -298,7 +301,7 @@ def _finish_reason(name: str | None) -> FinishReason | None:
     return _FINISH_REASONS[name]
 
 
-def _sampling_params(request: GenerateRequest, *, max_tokens: int) -> SamplingParams:
+def _sampling_params(request: GenerateRequest, *, max_tokens: int, is_seeded: bool) -> SamplingParams:
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
@@ -307,7 +310,7 @@ def _sampling_params(request: GenerateRequest, *, max_tokens: int) -> SamplingPa
         temperature=sampling.temperature,
         top_p=sampling.top_p,
         top_k=sampling.top_k or 0,
-        seed=sampling.seed_after(len(request.prefix_token_ids)),
+        seed=sampling.seed_after(len(request.prefix_token_ids)) if is_seeded else None,
         max_tokens=max_tokens,
         stop_token_ids=list(sampling.stop_token_ids),
         # The request says what ends a sample, not the model's generation config.

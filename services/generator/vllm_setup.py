@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
 
+# About a second of a tiny model's prefill; a larger model on a CPU goes without seeds.
+_MAX_WHOLE_PREFILL_TOKENS = 2**18
 _WORKER_EXTENSION = "services.generator.vllm_worker.PenstockWorkerExtension"
 
 
@@ -76,6 +78,7 @@ def build_engine(settings: VllmSettings) -> AsyncLLM:
         seed=settings.seed,
         max_model_len=settings.max_model_len or _context_length(settings.model_path),
         max_num_seqs=settings.max_num_seqs,
+        max_num_batched_tokens=whole_prefill_tokens(settings) if is_cpu else None,
         tensor_parallel_size=settings.tensor_parallel,
         gpu_memory_utilization=settings.gpu_memory_utilization,
         kv_cache_memory_bytes=int(settings.kv_cache_gib * 2**30) if is_cpu else None,
@@ -88,6 +91,25 @@ def build_engine(settings: VllmSettings) -> AsyncLLM:
         disable_log_stats=True,
     )
     return AsyncLLM.from_engine_args(args, stat_loggers=[StatsRecorder])
+
+
+def whole_prefill_tokens(settings: VllmSettings) -> int | None:
+    """Token budget of a step under which no prefill is ever split; None where it would be unreasonably large."""
+    context = settings.max_model_len or _context_length(settings.model_path)
+    if context is None or context * settings.max_num_seqs > _MAX_WHOLE_PREFILL_TOKENS:
+        return None
+    return context * settings.max_num_seqs
+
+
+def can_seed_samples(settings: VllmSettings) -> bool:
+    """Whether samples may bring seeds of their own.
+
+    vLLM 0.32 rewinds a seeded sample's generator after a split prefill, which PyTorch's CPU generators cannot do: it
+    ends the engine ("CPU Generator does not use offset"). So on a CPU seeds need prefills that are never split.
+    """
+    from vllm.platforms import current_platform
+
+    return not current_platform.is_cpu() or whole_prefill_tokens(settings) is not None
 
 
 def _environment() -> dict[str, str]:

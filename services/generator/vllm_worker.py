@@ -116,7 +116,9 @@ def _held_by_linear(module_name: str, module: LinearBase, packed: dict[str, list
         rows = slice(begin, begin + size)
         yield HeldTensor(name=f"{part}.weight", first_row=first_row, columns=columns, values=weight[rows])
         if bias is not None:
-            yield HeldTensor(name=f"{part}.bias", first_row=first_row, values=bias.data[rows])
+            # Some CPU kernels keep the bias in float32, rounded to the layer's type before.
+            values = bias.data[rows].to(module.params_dtype)
+            yield HeldTensor(name=f"{part}.bias", first_row=first_row, values=values)
         begin += size
 
 

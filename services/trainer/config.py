@@ -106,7 +106,9 @@ class OptimizerConfig(StrictModel):
     learning_rate: float = Field(default=1e-6, gt=0)
     """Peak learning rate."""
     warmup_steps: int = Field(default=0, ge=0)
-    """Steps of linear warm-up; constant afterwards."""
+    """Steps of linear warm-up."""
+    decay_steps: int = Field(default=0, ge=0)
+    """Steps, from the first, over which the rate falls linearly to a tenth of its peak; 0 keeps it constant."""
     weight_decay: float = Field(default=0.0, ge=0)
     """Decoupled weight decay."""
     beta1: float = Field(default=0.9, ge=0, lt=1)

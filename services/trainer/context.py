@@ -14,6 +14,9 @@ from services.trainer.config import TrainingConfig
 from services.trainer.data import Tokenizer
 from services.trainer.progress import Progress
 
+# Generators and reward workers renew every few seconds; what a lost one held is with another after this long.
+LEASE_S = 15
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Policy:
@@ -63,6 +66,8 @@ class RunContext:
             max_staleness=algorithm.max_staleness,
             max_completion_tokens=self.config.sampling.max_new_tokens,
         )
+        limits.generation_lease.FromSeconds(LEASE_S)
+        limits.scoring_lease.FromSeconds(LEASE_S)
         return await self.client.open_run(
             self.run_id, limits=limits, policy_version=policy_version, steps=self.progress.step_records()
         )

@@ -71,22 +71,17 @@ class RunEvents:
         self.is_finished = True
         self._append(finished=trainer_pb2.RunFinished(outcome=outcome, message=message, summary_json=summary_json))
 
-    async def follow(
-        self, *, from_sequence: int = 0, stopping: asyncio.Event | None = None
-    ) -> AsyncIterator[trainer_pb2.WatchRunResponse]:
-        """Events from `from_sequence` on, then live; ends after RunFinished.
-
-        When `stopping` is given and set, it also ends once every event so far was read.
-        """
+    async def follow(self, *, from_sequence: int = 0) -> AsyncIterator[trainer_pb2.WatchRunResponse]:
+        """Events from `from_sequence` on, then live; ends after RunFinished."""
         wanted = max(1, from_sequence)
         while True:
             grown = self._grown
             while (event := self._at(wanted)) is not None:
                 wanted = event.sequence + 1
                 yield event
-            if self.is_finished or (stopping is not None and stopping.is_set()):
+            if self.is_finished:
                 return
-            await _wait_for_any(grown, stopping)
+            await grown.wait()
 
     def _at(self, sequence: int) -> trainer_pb2.WatchRunResponse | None:
         """The event with that number, the oldest kept when it is gone, None when it has not happened."""
@@ -118,13 +113,3 @@ class RunEvents:
         # Readers wait on the event they saw; a fresh one takes its place, so that no wake-up is missed or shared.
         self._grown.set()
         self._grown = asyncio.Event()
-
-
-async def _wait_for_any(*events: asyncio.Event | None) -> None:
-    tasks = [asyncio.create_task(event.wait()) for event in events if event is not None]
-    try:
-        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)

@@ -41,6 +41,7 @@ from services.trainer.model_files import (
 )
 from services.trainer.packing import Pack, Trajectory, pack_trajectories
 
+MIN_DECAY = 0.1
 PROBE_TOKENS = 8
 MAX_PROBE_DIFFERENCE = 0.05
 """In nats. bfloat16 rounding stays below; reading a neighbour's tokens does not."""
@@ -257,10 +258,12 @@ class SingleProcessBackend:
         return [parameter.grad for parameter in self._parameters.values() if parameter.grad is not None]
 
     def _learning_rate(self, num_steps_before: int) -> float:
-        """Linear warm-up, then constant."""
-        warmup = self._optimizer_config.warmup_steps
-        factor = min(1.0, (num_steps_before + 1) / warmup) if warmup else 1.0
-        return self._optimizer_config.learning_rate * factor
+        """Linear warm-up, then constant or a linear fall to a tenth."""
+        config = self._optimizer_config
+        factor = min(1.0, (num_steps_before + 1) / config.warmup_steps) if config.warmup_steps else 1.0
+        if config.decay_steps:
+            factor *= max(MIN_DECAY, 1.0 - (1.0 - MIN_DECAY) * num_steps_before / config.decay_steps)
+        return config.learning_rate * factor
 
 
 def _probe_trajectory(vocab_size: int) -> Trajectory:

@@ -72,10 +72,12 @@ async def broker(store: Store) -> AsyncIterator[RunningBroker]:
 
 
 async def _error_of(stream: Duplex) -> PenstockError:
-    with pytest.raises(grpc.aio.AioRpcError) as caught:
+    try:
         while await stream.receive() is not grpc.aio.EOF:
             pass
-    return from_rpc_error(caught.value, peer="broker")
+    except grpc.aio.AioRpcError as error:
+        return from_rpc_error(error, peer="broker")
+    pytest.fail("the stream ended with OK")
 
 
 async def _train_step(broker: RunningBroker, *names: str, version: int = 0) -> Trainer:
@@ -230,9 +232,7 @@ async def test_leases_expire_and_another_generator_goes_on_from_the_last_chunk(b
     other.beat(credits=2)
     again = {lease.key.sample_index: lease for lease in await other.leases(2)}
     assert again[0].prefix_token_ids == b"\7\0\0\0\x08\0\0\0"
-    revoked = {
-        await lost.stream.expect(lambda response: response.revocation.lease_id or None) for _ in range(2)
-    }
+    revoked = {await lost.stream.expect(lambda response: response.revocation.lease_id or None) for _ in range(2)}
     assert revoked == {lease.lease_id for lease in leases}
     assert [error.reason for error in await lost.put(chunk(leases[0], [9], offset=2))] == ["LEASE_LOST"]
     assert await other.put(chunk(again[0], [9], offset=2, finish=STOP)) == []
@@ -396,12 +396,14 @@ async def test_other_limits_are_a_conflict(broker: RunningBroker) -> None:
 async def test_closing_ends_streams_with_ok_and_keeps_the_books(broker: RunningBroker) -> None:
     await broker.open()
     await broker.submit(prompt("a"))
-    streams = (
-        Generator.connect(broker.channel).stream,
-        Worker.connect(broker.channel).stream,
-        Trainer.connect(broker.channel).stream,
-    )
-    await streams[2].receive()
+    generator = Generator.connect(broker.channel)
+    await generator.put()
+    trainer = Trainer.connect(broker.channel)
+    await trainer.waiting()
+    streams = (generator.stream, generator.tokens, Worker.connect(broker.channel).stream, trainer.stream)
+    worker_stream = streams[2]
+    worker_stream.send(broker_pb2.StreamScoringRequest(credit_total=1))
+    await worker_stream.receive()
     for _ in range(2):
         await broker.call("CloseRun", broker_pb2.CloseRunRequest(run_id=RUN))
     for stream in streams:
@@ -479,7 +481,8 @@ async def test_a_draining_broker_ends_streams_with_unavailable(store: Store) -> 
         generator = Generator.connect(broker.channel)
         await generator.idle_reason()
         await broker.hubs.stop()
-        assert isinstance(await _error_of(generator.stream), ServiceUnavailableError)
+        for stream in (generator.stream, generator.tokens):
+            assert isinstance(await _error_of(stream), ServiceUnavailableError)
 
 
 async def test_a_cancelled_stream_leaves_the_run_usable(broker: RunningBroker) -> None:
@@ -502,9 +505,7 @@ async def test_health_and_reflection_name_the_service(broker: RunningBroker) -> 
     request = health_pb2.HealthCheckRequest(service="penstock.v1.BrokerService")
     assert (await health.Check(request, timeout=5)).status == health_pb2.HealthCheckResponse.SERVING
     reflection = reflection_pb2_grpc.ServerReflectionStub(broker.channel)
-    question = Duplex(
-        reflection.ServerReflectionInfo, reflection_pb2.ServerReflectionRequest(list_services="")
-    )
+    question = Duplex(reflection.ServerReflectionInfo, reflection_pb2.ServerReflectionRequest(list_services=""))
     answer = await question.receive()
     names = {service.name for service in answer.list_services_response.service}
     assert "penstock.v1.BrokerService" in names

@@ -265,7 +265,7 @@ async def test_a_prompt_that_the_broker_refuses_fails_the_run_by_name(tmp_path, 
 async def test_bad_requests_name_the_key_and_start_nothing(tmp_path, model) -> None:
     good = run_document(tmp_path, model, "127.0.0.1:9")
     cases = [
-        ({**good, "modle": 1}, "did you mean 'model'?"),
+        ({**good, "modelx": 1}, "did you mean 'model'?"),
         ({**good, "model": {"path": str(tmp_path / "nowhere")}}, "model.path"),
         ({**good, "data": {"train": str(tmp_path / "none.jsonl")}}, "data.train"),
         ({**good, "run": {"num_steps": 0}}, "run.num_steps"),

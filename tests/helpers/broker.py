@@ -256,7 +256,9 @@ class Trainer:
         hello = broker_pb2.TrainerHello(
             run_id=run_id, consumer_id=consumer_id, purpose=purpose, held_group_ids=list(held), max_groups=8
         )
-        return cls(stub, Duplex(stub.StreamMicrobatches, broker_pb2.StreamMicrobatchesRequest(hello=hello)), consumer_id)
+        return cls(
+            stub, Duplex(stub.StreamMicrobatches, broker_pb2.StreamMicrobatchesRequest(hello=hello)), consumer_id
+        )
 
     async def groups(self, count: int) -> list[types_pb2.TrajectoryGroup]:
         """The next `count` groups."""
@@ -332,5 +334,5 @@ async def serving(store: Store, *, clock: Clock | None = None) -> AsyncIterator[
 async def eventually(condition: Callable[[], Any]) -> None:
     """Wait until an async condition holds."""
     async with asyncio.timeout(TIMEOUT_S):
-        while not await condition():
+        while not await condition():  # noqa: ASYNC110 -- the condition is no event
             await asyncio.sleep(0.02)

@@ -36,7 +36,9 @@ def submit(state: RunState, *group_ids: str, **changes: Any) -> list[types_pb2.I
     return submission.submit(state, [prompt(name, **changes) for name in group_ids], retired=(), now_s=1.0)
 
 
-def facts(version: int = 0, *, generator_id: str = "gen-1", context: int = 128, longest: int | None = 128) -> GeneratorFacts:
+def facts(
+    version: int = 0, *, generator_id: str = "gen-1", context: int = 128, longest: int | None = 128
+) -> GeneratorFacts:
     """A generator."""
     return GeneratorFacts(
         generator_id=generator_id, policy_version=version, max_context_tokens=context, longest_context_tokens=longest
@@ -60,7 +62,9 @@ def as_lease(grant: Grant) -> broker_pb2.Lease:
     return broker_pb2.Lease(lease_id=grant.lease_id, key=key)
 
 
-def put(state: RunState, grant: Grant, tokens: list[int], *, holder: str = "gen-1", **changes: Any) -> list[broker_pb2.ChunkError]:
+def put(
+    state: RunState, grant: Grant, tokens: list[int], *, holder: str = "gen-1", **changes: Any
+) -> list[broker_pb2.ChunkError]:
     """Send one chunk."""
     facts_of_chunk = read_chunk(chunk(as_lease(grant), tokens, **changes))
     return generation.accept_chunks(state, holder, [facts_of_chunk], 3.0)

@@ -1,13 +1,16 @@
 from __future__ import annotations
 
 import pytest
+from prometheus_client import CollectorRegistry
 
 from penstock.v1 import broker_pb2
 from services.broker.admission import AdmissionRule
 from services.broker.batching import ReadyGroup, StepView, choose
 from services.broker.limits import Limits
+from services.broker.metrics import BrokerMetrics
 from services.broker.ordered import SortedKeys
 from tests.helpers.broker import limits
+from tests.unit.broker.builders import acknowledge, deliver, make_ready, open_state, submit
 
 
 def _limits(**changes: int) -> Limits:
@@ -29,7 +32,9 @@ def test_admission_counts_whole_steps_ahead(version: int, generator: int, stalen
 
 
 def test_the_last_admitted_group_is_the_one_that_fills_the_bound() -> None:
-    judged = [_rule(0, started).judge(generator_version=0, min_version=None, prompt_min_version=None) for started in (7, 8)]
+    judged = [
+        _rule(0, started).judge(generator_version=0, min_version=None, prompt_min_version=None) for started in (7, 8)
+    ]
     assert [verdict.is_allowed for verdict in judged] == [True, False]
 
 
@@ -80,6 +85,22 @@ def test_unset_limits_get_the_documented_defaults() -> None:
     assert _limits().max_queued_groups == 64
     assert Limits.from_proto(found.to_proto()) == found
     assert isinstance(found.to_proto(), broker_pb2.RunLimits)
+
+
+def test_metrics_follow_a_run() -> None:
+    registry = CollectorRegistry()
+    metrics, state = BrokerMetrics(registry), open_state()
+    make_ready(state, "a", "b")
+    acknowledge(state, deliver(state), 1)
+    submit(state, "c")
+    metrics.count_tokens(12)
+    metrics.observe(state, num_conflicts=3)
+    assert registry.get_sample_value("penstock_broker_tokens_accepted_total") == 12
+    trained = {"run": "run-1", "staleness_versions": "0"}
+    assert registry.get_sample_value("penstock_broker_samples_trained", trained) == 4
+    queued = {"run": "run-1", "state": "queued"}
+    assert registry.get_sample_value("penstock_broker_samples_in_flight", queued) == 2
+    assert registry.get_sample_value("penstock_broker_commit_conflicts", {"run": "run-1"}) == 3
 
 
 def test_sorted_keys_hold_each_key_once_in_order() -> None:

@@ -8,8 +8,8 @@ from services.broker import generation
 from services.broker.audit import audit
 from services.broker.generation import GeneratorFacts
 from tests.unit.broker.builders import (
-    deliver,
     acknowledge,
+    deliver,
     facts,
     finish,
     lease,

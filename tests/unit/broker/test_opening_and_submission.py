@@ -27,9 +27,7 @@ from tests.unit.broker.builders import (
 
 def _reopen(state: RunState, version: int, *steps: tuple[int, list[str]], **changes: Any) -> broker_pb2.OpenRunResponse:
     records = [broker_pb2.StepRecord(policy_version=number, group_ids=names) for number, names in steps]
-    request = broker_pb2.OpenRunRequest(
-        run_id="run-1", limits=limits(**changes), policy_version=version, steps=records
-    )
+    request = broker_pb2.OpenRunRequest(run_id="run-1", limits=limits(**changes), policy_version=version, steps=records)
     return reopen_run(state, request, 7.0)
 
 

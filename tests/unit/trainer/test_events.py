@@ -52,12 +52,3 @@ async def test_old_events_are_let_go_and_a_reader_starts_at_the_oldest_kept(monk
     events.finish(trainer_pb2.RUN_OUTCOME_STOPPED, message="", summary_json="")
     seen = await collect(events, from_sequence=1)
     assert [event.sequence for event in seen] == [9, 10, 11, 12]
-
-
-async def test_a_reader_with_a_stop_signal_ends_when_it_is_set():
-    events, stopping = new_events(), asyncio.Event()
-    events.announce()
-    reader = asyncio.create_task(collect(events, stopping=stopping))
-    await asyncio.sleep(0)
-    stopping.set()
-    assert len(await asyncio.wait_for(reader, 5)) == 1
