@@ -79,6 +79,7 @@ def quickstart(
     overrides: _Overrides = None,
     seed: Annotated[int, typer.Option("--seed", min=0, help="Seed of the task, the model and the run.")] = 0,
     directory: _RunsDir = Path("runs"),
+    prepare_only: Annotated[bool, typer.Option("--prepare-only", help="Make model and data, then end.")] = False,
 ) -> None:
     """Make a tiny model and an arithmetic task, and train it on this machine in minutes.
 
@@ -92,7 +93,7 @@ def quickstart(
     def work() -> int:
         from console.commands import quickstart_command
 
-        return quickstart_command(overrides or [], seed=seed, directory=directory)
+        return quickstart_command(overrides or [], seed=seed, directory=directory, prepare_only=prepare_only)
 
     _exit(work)
 

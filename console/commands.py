@@ -36,13 +36,16 @@ def run_command(arguments: list[str], *, dry_run: bool, resume: Path | None) -> 
     return asyncio.run(execute_run(config, is_resume=resume is not None, source=source))
 
 
-def quickstart_command(overrides: list[str], *, seed: int, directory: Path) -> int:
+def quickstart_command(overrides: list[str], *, seed: int, directory: Path, prepare_only: bool) -> int:
     """`penstock quickstart`; returns the exit status. Raises ConfigError."""
     _quiet_logging()
     base = directory.expanduser().absolute()
     # Read before the task is made, so that a mistyped setting is told at once.
     quickstart_config(overrides, seed=seed, directory=base, task=None)
     task = prepare_task(base / "quickstart", seed=seed)
+    if prepare_only:
+        print(f"prepared: {task.model_dir.parent}")
+        return 0
     config = resolve(quickstart_config(overrides, seed=seed, directory=base, task=task), now_s=time.time())
     return asyncio.run(execute_run(config, is_resume=False, source="quickstart"))
 

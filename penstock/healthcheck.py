@@ -1,6 +1,6 @@
 """Asks a server for its health: exit code 0 when it serves. Made for container health checks.
 
-    python -m penstock.healthcheck HOST:PORT [SERVICE]
+python -m penstock.healthcheck HOST:PORT [SERVICE]
 """
 
 from __future__ import annotations

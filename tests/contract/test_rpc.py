@@ -23,6 +23,7 @@ from penstock.security import Security
 from penstock.v1 import reward_pb2 as pb
 from penstock.v1 import reward_pb2_grpc
 from tests.helpers.serving import channel_to, serving
+from tests.helpers.waiting import until
 
 NAME = "penstock.v1.RewardService"
 
@@ -125,7 +126,7 @@ async def test_a_signal_lets_calls_under_way_end_and_turns_health_off():
     scripted = service(release)
     server = Server(listen="127.0.0.1:0", services=[scripted])
     running = asyncio.create_task(run_until_stopped(server, grace_s=10))
-    await _until(lambda: server.port > 0)
+    await until(lambda: server.port > 0)
     target = f"127.0.0.1:{server.port}"
     assert await wait_until_serving(target, service=NAME, timeout_s=5)
     async with open_channel(target) as channel:
@@ -146,9 +147,3 @@ async def test_a_failing_loop_ends_the_server_with_its_error():
     server = Server(listen="127.0.0.1:0", services=[service()])
     with pytest.raises(RuntimeError, match="loop broke"):
         await asyncio.wait_for(run_until_stopped(server, loops=[broken]), 10)
-
-
-async def _until(condition):
-    async with asyncio.timeout(10):
-        while not condition():
-            await asyncio.sleep(0)

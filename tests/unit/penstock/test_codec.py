@@ -24,7 +24,7 @@ def test_token_ids_are_little_endian_int32():
 
 @pytest.mark.parametrize("decode", [int32_array, float32_array])
 def test_a_torn_array_is_refused_by_name(decode):
-    with pytest.raises(InvalidFieldError, match="chunk.ids: 5 bytes"):
+    with pytest.raises(InvalidFieldError, match=r"chunk\.ids: 5 bytes"):
         decode(b"12345", "chunk.ids")
 
 

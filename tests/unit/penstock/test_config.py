@@ -54,7 +54,9 @@ def test_a_malformed_override_is_refused(override):
         apply_overrides({"inner": {"learning_rate": 1.0}}, [override])
 
 
-@pytest.mark.parametrize(("text", "message"), [("a: [1", "not valid YAML"), ("- 1", "must hold keys"), (None, "no such")])
+@pytest.mark.parametrize(
+    ("text", "message"), [("a: [1", "not valid YAML"), ("- 1", "must hold keys"), (None, "no such")]
+)
 def test_a_broken_file_is_named(tmp_path, text, message):
     path = tmp_path / "run.yaml"
     if text is not None:

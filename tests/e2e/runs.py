@@ -1,0 +1,142 @@
+"""`penstock run` as a process: its configuration, its lines, its services' processes, its results."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from console.folder import RunFolder
+from console.quickstart.prepare import Prepared
+from tests.helpers.console import COMMAND, environment
+
+RUN_ID = "e2e"
+
+
+def small_run(task: Prepared, folder: Path, **settings: Any) -> dict[str, Any]:
+    """Six short steps of 8 x 4 samples with the transformers engine; `section__key=value` changes a setting."""
+    document: dict[str, Any] = {
+        "run": {"dir": str(folder / "runs"), "id": RUN_ID, "num_steps": 6, "num_eval_prompts": 8},
+        "model": {"path": str(task.model_dir), "dtype": "float32"},
+        "data": {"train": str(task.train_path), "eval": str(task.eval_path), "max_prompt_tokens": 128},
+        "sampling": {"max_new_tokens": 64},
+        "algorithm": {"group_size": 4, "prompts_per_step": 8, "max_staleness": 1},
+        "optimizer": {"learning_rate": 1e-4},
+        "generator": {"engine": "transformers", "max_concurrent_samples": 32},
+        "reward": {"model": "exact_match"},
+    }
+    for name, value in settings.items():
+        section, _, key = name.partition("__")
+        document[section][key] = value
+    return document
+
+
+class Run:
+    """A `penstock` process and what it printed so far."""
+
+    def __init__(self, process: subprocess.Popen[str], folder: RunFolder) -> None:
+        self.process = process
+        self.folder = folder
+        self.lines: list[str] = []
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            self.lines.append(line.rstrip("\n"))
+
+    @property
+    def text(self) -> str:
+        """Everything printed so far."""
+        return "\n".join(self.lines)
+
+    def wait_for(self, what: str, condition: Callable[[], bool], *, timeout_s: float = 240.0) -> None:
+        """Until `condition` holds; fails with the output when the run ends first or time is up."""
+        deadline = time.monotonic() + timeout_s
+        while not condition():
+            assert self.process.poll() is None, f"the run ended before {what}:\n{self.text}"
+            assert time.monotonic() < deadline, f"no {what} in {timeout_s} s:\n{self.text}"
+            time.sleep(0.05)
+
+    def wait_for_step(self, step: int) -> None:
+        """Until that step is done."""
+        self.wait_for(f"step {step}", lambda: self.num_steps >= step)
+
+    @property
+    def num_steps(self) -> int:
+        """Steps in metrics.jsonl."""
+        metrics = self.folder.metrics
+        return len(metrics.read_text().splitlines()) if metrics.exists() else 0
+
+    def kill(self, service: str) -> None:
+        """kill -9 of a service's process."""
+        (record,) = [record for record in self.folder.records() if record.name == service]
+        os.kill(record.pid, signal.SIGKILL)
+
+    def num_restarts(self, service: str) -> int:
+        """How often the launcher started it again."""
+        return next(record.num_restarts for record in self.folder.records() if record.name == service)
+
+    def end(self, *, timeout_s: float = 400.0) -> int:
+        """Its exit status."""
+        status = self.process.wait(timeout=timeout_s)
+        self._reader.join(timeout=10)
+        return status
+
+    def summary(self) -> dict[str, Any]:
+        """summary.json."""
+        value: dict[str, Any] = json.loads(self.folder.summary.read_text())
+        return value
+
+    def metrics(self) -> list[dict[str, Any]]:
+        """metrics.jsonl, one mapping a step."""
+        return [json.loads(line) for line in self.folder.metrics.read_text().splitlines()]
+
+
+@contextmanager
+def penstock(*arguments: str, cwd: Path, run_dir: Path) -> Iterator[Run]:
+    """The running command; killed at the end if it still runs, which takes its services with it."""
+    process = subprocess.Popen(
+        (*COMMAND, *arguments),
+        cwd=cwd,
+        env=environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    try:
+        yield Run(process, RunFolder(run_dir))
+    finally:
+        if process.poll() is None:
+            process.kill()
+            process.wait(timeout=30)
+        assert process.stdout is not None
+        process.stdout.close()
+
+
+@contextmanager
+def running(document: dict[str, Any], folder: Path) -> Iterator[Run]:
+    """`penstock run` of this configuration."""
+    config = folder / "config.yaml"
+    config.write_text(yaml.safe_dump(document))
+    with penstock("run", str(config), cwd=folder, run_dir=folder / "runs" / RUN_ID) as run:
+        yield run
+
+
+def assert_balanced(summary: dict[str, Any], *, num_samples: int) -> None:
+    """Every sample submitted was trained or dropped by name, and as many were trained as the steps hold."""
+    audit = summary["audit"]
+    assert audit["balanced"] is True
+    assert audit["in_flight"] == 0
+    assert audit["submitted"] == audit["trained"] + sum(audit["dropped"].values())
+    assert audit["trained"] == num_samples

@@ -1,0 +1,47 @@
+"""The quick start, shortened: five real services, vLLM on the CPU, and a model that gets better."""
+
+import re
+
+import pytest
+
+from tests.e2e.conftest import TASK_DIR
+from tests.e2e.runs import assert_balanced, penstock
+
+NUM_STEPS = 30
+
+pytestmark = [pytest.mark.e2e, pytest.mark.vllm, pytest.mark.timeout(900)]
+
+
+def test_a_model_learns_and_its_checkpoint_loads(task, tmp_path):
+    settings = [f"run.num_steps={NUM_STEPS}", "run.num_eval_prompts=192", "run.id=short", f"run.dir={tmp_path}"]
+    settings += [f"model.path={task.model_dir}", f"data.train={task.train_path}", f"data.eval={task.eval_path}"]
+    with penstock(
+        "quickstart", "--dir", str(TASK_DIR.parent), *settings, cwd=tmp_path, run_dir=tmp_path / "short"
+    ) as run:
+        assert run.end(timeout_s=800) == 0, run.text
+        summary = run.summary()
+
+    assert_balanced(summary, num_samples=NUM_STEPS * 32 * 8)
+    assert summary["reward_last"] >= summary["reward_first"] + 0.08
+    assert summary["eval_accuracy_end"] >= summary["eval_accuracy_start"] + 0.08
+    assert 0 < summary["max_staleness_seen"] <= summary["max_staleness"] == 1
+    assert summary["overlap_ratio"] > 0.3
+    assert [step["policy_version"] for step in run.metrics()] == list(range(1, NUM_STEPS + 1))
+    assert_readable_offline(run.folder.report.read_text())
+    assert_loads_with_transformers(run.folder.checkpoints / f"step_{NUM_STEPS}")
+
+
+def assert_readable_offline(report):
+    assert report.count("<svg") >= 5
+    assert not re.search(r"""(src|href)=["']https?:""", report)
+    assert "from_pretrained" in report
+
+
+def assert_loads_with_transformers(checkpoint):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model = AutoModelForCausalLM.from_pretrained(checkpoint)
+    tokenizer = AutoTokenizer.from_pretrained(checkpoint)
+    prompt = tokenizer("12+7=", return_tensors="pt")
+    completion = model.generate(**prompt, max_new_tokens=32, do_sample=False)
+    assert "####" in tokenizer.decode(completion[0])

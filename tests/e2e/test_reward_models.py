@@ -1,0 +1,63 @@
+"""A reward model of the user's own, running as a process of its own, scores a whole run."""
+
+import asyncio
+import os
+import shutil
+import socket
+import subprocess
+import sys
+from contextlib import closing, contextmanager
+
+import pytest
+
+from penstock.rpc import wait_until_serving
+from tests.e2e.runs import assert_balanced, running, small_run
+from tests.helpers.console import ROOT, environment
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
+
+
+def free_address():
+    with closing(socket.socket()) as probe:
+        probe.bind(("127.0.0.1", 0))
+        return f"127.0.0.1:{probe.getsockname()[1]}"
+
+
+@contextmanager
+def serving(command, *, cwd, env):
+    process = subprocess.Popen(command, cwd=cwd, env=env)
+    try:
+        yield
+    finally:
+        process.terminate()
+        process.wait(timeout=20)
+
+
+async def assert_scores_a_run(task, folder, address):
+    assert await wait_until_serving(address, timeout_s=60)
+    document = small_run(task, folder, run__num_steps=3, reward__model=f"grpc://{address}")
+    with running(document, folder) as run:
+        assert run.end() == 0, run.text
+        assert_balanced(run.summary(), num_samples=3 * 8 * 4)
+        rewards = [step["reward/mean"] for step in run.metrics()]
+    # The examples take up to 0.2 off for length, so no mean is a whole number of right answers.
+    assert all((reward * 32) % 1 > 0 for reward in rewards)
+
+
+async def test_a_python_reward_model_scores_a_run(task, tmp_path):
+    address = free_address()
+    command = [sys.executable, "brevity.py", address]
+    with serving(command, cwd=ROOT / "examples" / "reward_python", env=environment()):
+        await assert_scores_a_run(task, tmp_path, address)
+
+
+@pytest.mark.node
+@pytest.mark.skipif(shutil.which("npm") is None, reason="needs Node.js and npm")
+async def test_a_node_reward_model_scores_a_run(task, tmp_path):
+    address = free_address()
+    example = tmp_path / "reward_node"
+    shutil.copytree(ROOT / "examples" / "reward_node", example, ignore=shutil.ignore_patterns("node_modules"))
+    await asyncio.to_thread(subprocess.run, ["npm", "ci", "--silent"], cwd=example, check=True, timeout=180)
+    env = {**os.environ, "PENSTOCK_PROTOS": str(ROOT / "protos")}
+    with serving(["node", "server.js", address], cwd=example, env=env):
+        await assert_scores_a_run(task, tmp_path, address)
