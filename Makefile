@@ -1,7 +1,7 @@
 # Two commands do everything on a fresh machine: `make quickstart` and `make test`.
 # Needed beforehand: Python 3.11 with venv, git, a C compiler.
 
-PYTHON ?= python3.11
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
 # Options for pip, for example --extra-index-url with PyTorch's own CPU index where pip finds no CPU build of torch.
 PIP_ARGS ?=
 VENV := .venv
@@ -37,16 +37,16 @@ test: setup lint test-unit test-contract test-integration test-vllm test-e2e  ##
 test-fast: setup lint test-unit test-contract  ## The quick part, under two minutes
 
 test-unit: setup
-	$(PYTEST) tests/unit -q -n 2
+	$(PYTEST) tests/unit -q -n 2 --dist loadfile
 
 test-contract: setup
-	$(PYTEST) tests/contract -q -n 2 -m "not vllm and not node"
+	$(PYTEST) tests/contract -q -n 2 --dist loadfile -m "not vllm"
 
 test-integration: setup
-	$(PYTEST) tests/integration tests/contract -q -m "not vllm and not e2e and (node or not node)" --ignore=tests/contract/test_broker.py
+	$(PYTEST) tests/integration -q
 
 test-vllm: setup
-	$(PYTEST) tests -q -m "vllm and not e2e"
+	$(PYTEST) tests/contract -q -m vllm
 
 test-e2e: setup
 	$(PYTEST) tests/e2e -q

@@ -26,8 +26,9 @@ def configure_logging(service: str, *, level: str = "info", log_format: LogForma
             renderer,
         ],
         wrapper_class=structlog.make_filtering_bound_logger(getattr(logging, level.upper())),
-        logger_factory=structlog.PrintLoggerFactory(file=sys.stderr),
-        cache_logger_on_first_use=True,
+        logger_factory=lambda *_: structlog.PrintLogger(sys.stderr),
+        # Loggers are made at each call: whoever replaces stderr or the configuration meanwhile is heard.
+        cache_logger_on_first_use=False,
     )
     structlog.contextvars.bind_contextvars(service=service)
 

@@ -1,23 +1,27 @@
 """Sums with written-out working: the problems that the quick start trains on.
 
-A problem is a sum of small whole numbers. Its response adds them one at a time, a line each, and ends with the
-answer behind `#### `:
+A problem is a sum of small whole numbers, each with a letter before it. Its response adds them one at a time, a line
+each that starts with the letter, and ends with the answer behind `#### `:
 
-    prompt    12+7+9=
-    response  12+7=19
-              19+9=28
+    prompt    a12 b7 c9=
+    response  b7+12=19
+              c9+19=28
               #### 28
+
+The letters are there so that the next number is found by what it is, not by counting: a model of a million parameters
+learns the first in a minute and the second in ten.
 
 Invariants:
 - Held-out problems never occur in training data. Which side a problem is on depends on its text alone, not on a seed.
 - Every draw comes from the generator that is passed in: the same seed gives the same problems.
 - The number of terms follows a truncated geometric law, so response lengths have a long tail.
-- A slip makes one line's result wrong; the lines after it go on from the wrong result, as a person's working would.
+- A slip forgets a term: the lines that are there are right, the answer is not.
 """
 
 import hashlib
 import json
 import random
+import string
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,10 +33,10 @@ MIN_TERMS = 2
 MAX_TERMS = 20
 MAX_FIRST_TERM = 50
 MAX_TERM = 9
-# Chance that a sum goes on after each term: responses of 8 to about 200 characters, 45 on average.
+# Chance that a sum goes on after each term: responses of 10 to about 195 tokens, 46 on average.
 CONTINUE_PROBABILITY = 0.79
 HELD_OUT_ONE_IN = 4
-_SLIP_OFFSETS = (1, -1, 10, -10, 2, -2)
+_LABELS = string.ascii_lowercase[:MAX_TERMS]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,8 +48,8 @@ class Problem:
 
     @property
     def prompt(self) -> str:
-        """The sum as text, for example `12+7+9=`."""
-        return "+".join(map(str, self.terms)) + "="
+        """The sum as text, for example `a12 b7 c9=`."""
+        return " ".join(f"{label}{term}" for label, term in zip(_LABELS, self.terms, strict=False)) + "="
 
     @property
     def answer(self) -> str:
@@ -90,17 +94,16 @@ def write_working(problem: Problem, *, rng: random.Random, slip_probability: flo
 
     Args:
         problem: The sum to work out.
-        rng: Decides where slips fall and how far off they are.
-        slip_probability: Chance that a line's result is wrong.
+        rng: Decides where slips fall.
+        slip_probability: Chance that a term is forgotten.
     """
     lines: list[str] = []
     total = problem.terms[0]
-    for term in problem.terms[1:]:
-        result = total + term
+    for label, term in zip(_LABELS[1:], problem.terms[1:], strict=False):
         if rng.random() < slip_probability:
-            result = _slip(result, rng)
-        lines.append(f"{total}+{term}={result}\n")
-        total = result
+            continue
+        lines.append(f"{label}{term}+{total}={total + term}\n")
+        total += term
     return "".join(lines) + f"{ANSWER_MARKER}{total}"
 
 
@@ -114,8 +117,3 @@ def write_rows(path: Path, problems: Iterable[Problem]) -> None:
     """Write problems as JSONL rows `{"prompt": ..., "answer": ...}`."""
     rows = [json.dumps({"prompt": problem.prompt, "answer": problem.answer}) + "\n" for problem in problems]
     path.write_text("".join(rows), encoding="utf-8")
-
-
-def _slip(total: int, rng: random.Random) -> int:
-    wrong = total + rng.choice(_SLIP_OFFSETS)
-    return wrong if wrong > 0 else total + 1

@@ -34,9 +34,9 @@ _FIRST_MAX_TERMS = 3
 class AccuracyBand:
     """Where the warm start may end, as shares of problems solved."""
 
-    min_sampled: float = 0.25
+    min_sampled: float = 0.22
     max_sampled: float = 0.40
-    min_greedy: float = 0.78
+    min_greedy: float = 0.80
     """A high greedy accuracy is the headroom that reinforcement learning needs."""
 
 
@@ -44,17 +44,17 @@ class AccuracyBand:
 class WarmStartSettings:
     """What decides the outcome of a warm start, besides the seed."""
 
-    slip_probability: float = 0.25
-    """Chance that a line of a worked example is wrong."""
+    slip_probability: float = 0.28
+    """Chance that a worked example forgets a term."""
     matrix_learning_rate: float = 0.02
     """Muon's rate, for the weight matrices of the layers."""
     other_learning_rate: float = 2e-3
     """AdamW's rate, for the embedding, the head, norms and biases."""
     max_batch_tokens: int = 1024
     """Padded tokens of one step."""
-    num_curriculum_steps: int = 240
+    num_curriculum_steps: int = 150
     """Steps over which the longest sum grows to its full length."""
-    num_decay_steps: int = 640
+    num_decay_steps: int = 600
     """Steps over which the learning rates fall; they stay at their lowest afterwards."""
     max_steps: int = 1000
     check_every_steps: int = 40
@@ -172,7 +172,7 @@ def _rate_fraction(step: int, num_decay_steps: int) -> float:
 
 
 def _max_terms(step: int, num_curriculum_steps: int) -> int:
-    """Longest sum at a step; short sums first, or the model takes twice as long to find where to copy from."""
+    """Longest sum at a step; short sums first, or the model is slow to find where to copy from."""
     progress = min(1.0, step / num_curriculum_steps)
     return int(_FIRST_MAX_TERMS + (MAX_TERMS - _FIRST_MAX_TERMS) * progress**1.5)
 

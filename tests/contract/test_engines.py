@@ -239,6 +239,17 @@ async def test_stats_count_yielded_tokens(engine: Engine) -> None:
     assert (stats.num_running, stats.num_waiting, stats.num_preemptions) == (0, 0, 0)
 
 
+async def test_long_seeded_prompts_that_come_all_at_once_are_all_finished(engine: Engine) -> None:
+    # More prompt tokens than one step of vLLM takes by default: on a CPU, a seeded sample's split prefill would end it.
+    settings = [SamplingSettings(max_new_tokens=4, seed=seed) for seed in range(60)]
+    requests = [
+        GenerateRequest(request_id=f"r{next(_request_numbers)}", prompt_token_ids=PROMPT * 20, sampling=sampling)
+        for sampling in settings
+    ]
+    results = await asyncio.gather(*(collect(engine, request) for request in requests))
+    assert [len(tokens_of(spans)) for spans in results] == [4] * 60
+
+
 async def test_samples_live_through_an_update_and_every_token_says_its_version(
     engine: Engine, model_path: Path, tmp_path: Path
 ) -> None:
