@@ -22,7 +22,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import torch
@@ -42,7 +42,7 @@ class PrepareSettings:
 
     num_train_problems: int = 8192
     num_eval_problems: int = 384
-    warm_start: WarmStartSettings = WarmStartSettings()
+    warm_start: WarmStartSettings = field(default_factory=WarmStartSettings)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,9 +71,7 @@ def prepare(
     """
     settings = settings or PrepareSettings()
     folder = directory / f"seed_{seed}_{_digest(settings)}"
-    prepared = Prepared(
-        model_dir=folder / "model", train_path=folder / "train.jsonl", eval_path=folder / "eval.jsonl"
-    )
+    prepared = Prepared(model_dir=folder / "model", train_path=folder / "train.jsonl", eval_path=folder / "eval.jsonl")
     if (folder / _MARKER_NAME).is_file():
         on_progress("quick-start model and data are already prepared")
         return prepared

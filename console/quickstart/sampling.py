@@ -16,7 +16,6 @@ from console.quickstart.arithmetic import Problem, extract_answer
 _MAX_NEW_TOKENS = 256
 
 
-@torch.inference_mode()
 def sample_responses(
     model: Qwen2ForCausalLM,
     tokenizer: Qwen2Tokenizer,
@@ -35,6 +34,35 @@ def sample_responses(
     Returns:
         One text a prompt, in order; None where the response did not end within the limit.
     """
+    with torch.inference_mode():
+        return _decode(model, tokenizer, prompts, generator)
+
+
+def measure_accuracy(
+    model: Qwen2ForCausalLM,
+    tokenizer: Qwen2Tokenizer,
+    problems: Sequence[Problem],
+    *,
+    generator: torch.Generator | None,
+) -> float:
+    """Share of problems answered exactly, one response each; greedy where `generator` is None."""
+    texts = sample_responses(model, tokenizer, [problem.prompt for problem in problems], generator=generator)
+    num_right = sum(
+        text is not None and extract_answer(text) == problem.answer
+        for text, problem in zip(texts, problems, strict=True)
+    )
+    return num_right / len(problems)
+
+
+def _pick(logits_BV: torch.Tensor, generator: torch.Generator | None) -> torch.Tensor:
+    if generator is None:
+        return logits_BV.argmax(dim=-1)
+    return torch.multinomial(logits_BV.softmax(dim=-1), 1, generator=generator).squeeze(1)
+
+
+def _decode(
+    model: Qwen2ForCausalLM, tokenizer: Qwen2Tokenizer, prompts: Sequence[str], generator: torch.Generator | None
+) -> list[str | None]:
     batch = tokenizer(list(prompts), return_tensors="pt", padding=True)
     input_ids_BP, mask_BP = batch["input_ids"], batch["attention_mask"]
     position_ids_BP = (mask_BP.cumsum(dim=1) - 1).clamp(min=0)
@@ -68,25 +96,3 @@ def sample_responses(
         mask_BP = torch.cat([mask_BP, torch.ones_like(input_ids_BP)], dim=1)
         position_ids_BP = position_ids_BP[:, -1:] + 1
     return texts
-
-
-def measure_accuracy(
-    model: Qwen2ForCausalLM,
-    tokenizer: Qwen2Tokenizer,
-    problems: Sequence[Problem],
-    *,
-    generator: torch.Generator | None,
-) -> float:
-    """Share of problems answered exactly, one response each; greedy where `generator` is None."""
-    texts = sample_responses(model, tokenizer, [problem.prompt for problem in problems], generator=generator)
-    num_right = sum(
-        text is not None and extract_answer(text) == problem.answer
-        for text, problem in zip(texts, problems, strict=True)
-    )
-    return num_right / len(problems)
-
-
-def _pick(logits_BV: torch.Tensor, generator: torch.Generator | None) -> torch.Tensor:
-    if generator is None:
-        return logits_BV.argmax(dim=-1)
-    return torch.multinomial(logits_BV.softmax(dim=-1), 1, generator=generator).squeeze(1)

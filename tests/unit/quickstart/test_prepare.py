@@ -1,0 +1,78 @@
+"""The quick start's cache, with a warm start of a few steps."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+from console.quickstart.prepare import Prepared, PrepareSettings, prepare
+from console.quickstart.warm_start import AccuracyBand, WarmStartSettings
+
+ANY_ACCURACY = AccuracyBand(min_sampled=0.0, max_sampled=1.0, min_greedy=0.0)
+QUICK = PrepareSettings(
+    num_train_problems=64,
+    num_eval_problems=4,
+    warm_start=WarmStartSettings(
+        max_batch_tokens=256,
+        num_curriculum_steps=2,
+        num_decay_steps=2,
+        max_steps=2,
+        check_every_steps=1,
+        band=ANY_ACCURACY,
+    ),
+)
+
+
+def prepare_quick(directory: Path, *, seed: int = 0, settings: PrepareSettings = QUICK) -> tuple[Prepared, list[str]]:
+    """Prepare with few steps; returns the files and the progress lines."""
+    lines: list[str] = []
+    return prepare(directory, seed=seed, settings=settings, on_progress=lines.append), lines
+
+
+def contents(prepared: Prepared) -> list[bytes]:
+    """What training depends on, byte for byte."""
+    weights = prepared.model_dir / "model.safetensors"
+    return [path.read_bytes() for path in (weights, prepared.train_path, prepared.eval_path)]
+
+
+def test_same_seed_gives_the_same_model_and_data(tmp_path: Path) -> None:
+    first, _ = prepare_quick(tmp_path / "one")
+    second, _ = prepare_quick(tmp_path / "two")
+    other, _ = prepare_quick(tmp_path / "two", seed=1)
+    assert contents(first) == contents(second)
+    assert all(a != b for a, b in zip(contents(first), contents(other), strict=True))
+
+
+def test_second_call_reuses_what_the_first_made(tmp_path: Path) -> None:
+    first, first_lines = prepare_quick(tmp_path)
+    made_ns = first.train_path.stat().st_mtime_ns
+    again, lines = prepare_quick(tmp_path)
+    assert again == first
+    assert len(lines) == 1 < len(first_lines)
+    assert again.train_path.stat().st_mtime_ns == made_ns
+
+
+def test_folder_without_its_marker_is_rebuilt(tmp_path: Path) -> None:
+    first, _ = prepare_quick(tmp_path)
+    before = contents(first)
+    (first.train_path.parent / "prepared.json").unlink()
+    first.train_path.write_text("cut sho", encoding="utf-8")
+    again, _ = prepare_quick(tmp_path)
+    assert contents(again) == before
+    assert sorted(path.name for path in tmp_path.iterdir()) == [first.train_path.parent.name]
+
+
+def test_other_settings_are_prepared_beside_the_first(tmp_path: Path) -> None:
+    first, _ = prepare_quick(tmp_path)
+    other, _ = prepare_quick(tmp_path, settings=replace(QUICK, num_train_problems=65))
+    assert other.train_path.parent != first.train_path.parent
+    assert len(other.train_path.read_text(encoding="utf-8").splitlines()) == 65
+    assert len(first.train_path.read_text(encoding="utf-8").splitlines()) == 64
+
+
+def test_marker_tells_how_the_warm_start_ended(tmp_path: Path) -> None:
+    prepared, lines = prepare_quick(tmp_path)
+    marker = json.loads((prepared.model_dir.parent / "prepared.json").read_text(encoding="utf-8"))
+    # Any accuracy satisfies the band of these settings, so the first measurement ends the warm start.
+    assert marker["num_steps"] == 2
+    assert marker["is_in_band"] is True
+    assert "done after 2 steps" in lines[-1]
