@@ -1,5 +1,6 @@
 """The quick start, shortened: five real services, vLLM on the CPU, and a model that gets better."""
 
+import json
 import re
 
 import pytest
@@ -28,7 +29,8 @@ def test_a_model_learns_and_its_checkpoint_loads(task, tmp_path):
     assert summary["overlap_ratio"] > 0.3
     assert [step["policy_version"] for step in run.metrics()] == list(range(1, NUM_STEPS + 1))
     assert_readable_offline(run.folder.report.read_text())
-    assert_loads_with_transformers(run.folder.checkpoints / f"step_{NUM_STEPS}")
+    prompt = json.loads(task.eval_path.read_text().splitlines()[0])["prompt"]
+    assert_loads_with_transformers(run.folder.checkpoints / f"step_{NUM_STEPS}", prompt)
 
 
 def assert_readable_offline(report):
@@ -37,11 +39,11 @@ def assert_readable_offline(report):
     assert "from_pretrained" in report
 
 
-def assert_loads_with_transformers(checkpoint):
+def assert_loads_with_transformers(checkpoint, prompt):
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     model = AutoModelForCausalLM.from_pretrained(checkpoint)
     tokenizer = AutoTokenizer.from_pretrained(checkpoint)
-    prompt = tokenizer("12+7=", return_tensors="pt")
-    completion = model.generate(**prompt, max_new_tokens=32, do_sample=False)
+    inputs = tokenizer(prompt, return_tensors="pt")
+    completion = model.generate(**inputs, max_new_tokens=200, do_sample=False)
     assert "####" in tokenizer.decode(completion[0])
