@@ -4,6 +4,8 @@
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 # Options for pip, for example --extra-index-url with PyTorch's own CPU index where pip finds no CPU build of torch.
 PIP_ARGS ?=
+SHELL := /bin/bash
+.SHELLFLAGS := -eu -o pipefail -c
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
