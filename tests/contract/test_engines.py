@@ -37,6 +37,7 @@ from tests.helpers.tiny_model import (
     make_update,
     write_perturbed,
 )
+from tests.helpers.waiting import until
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(240)]
 
@@ -94,12 +95,6 @@ def logprobs_of(spans: list[TokenSpan]) -> np.ndarray:
 
 def versions_of(spans: list[TokenSpan]) -> list[int]:
     return [span.policy_version for span in spans for _ in span.token_ids]
-
-
-async def until(condition, *, timeout_s: float = 20.0) -> None:
-    async with asyncio.timeout(timeout_s):
-        while not condition():  # noqa: ASYNC110 (what is waited for signals nobody)
-            await asyncio.sleep(0.005)
 
 
 async def take_perturbed(engine: Engine, model_path: Path, tmp_path: Path, *, scale: float = 0.05) -> Path:
