@@ -81,6 +81,78 @@ SAMPLE_STATE_DROPPED: SampleState.ValueType  # 8
 """Given up, counted by reason."""
 Global___SampleState: _TypeAlias = SampleState  # noqa: Y015
 
+class _StalePolicy:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _StalePolicyEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_StalePolicy.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    STALE_POLICY_UNSPECIFIED: _StalePolicy.ValueType  # 0
+    """Not set; means WAIT."""
+    STALE_POLICY_WAIT: _StalePolicy.ValueType  # 1
+    """Cannot happen: a generator starts only what its own version still lets arrive in time, and the trainer waits for a
+    slow group that is due.
+    """
+    STALE_POLICY_DROP: _StalePolicy.ValueType  # 2
+    """Nobody waits: admission counts by the trainer's version alone, and what falls behind is dropped with reason `stale`
+    while its prompt is queued anew, as another attempt.
+    """
+    STALE_POLICY_CONTINUE: _StalePolicy.ValueType  # 3
+    """Admission counts by the trainer's version alone; what was started goes on under newer weights, its oldest token
+    counts, and the trainer waits for it when it is due. What does not fit into its last step is dropped and queued anew.
+    """
+
+class StalePolicy(_StalePolicy, metaclass=_StalePolicyEnumTypeWrapper):
+    """What to do about samples that would become older than max_staleness allows."""
+
+STALE_POLICY_UNSPECIFIED: StalePolicy.ValueType  # 0
+"""Not set; means WAIT."""
+STALE_POLICY_WAIT: StalePolicy.ValueType  # 1
+"""Cannot happen: a generator starts only what its own version still lets arrive in time, and the trainer waits for a
+slow group that is due.
+"""
+STALE_POLICY_DROP: StalePolicy.ValueType  # 2
+"""Nobody waits: admission counts by the trainer's version alone, and what falls behind is dropped with reason `stale`
+while its prompt is queued anew, as another attempt.
+"""
+STALE_POLICY_CONTINUE: StalePolicy.ValueType  # 3
+"""Admission counts by the trainer's version alone; what was started goes on under newer weights, its oldest token
+counts, and the trainer waits for it when it is due. What does not fit into its last step is dropped and queued anew.
+"""
+Global___StalePolicy: _TypeAlias = StalePolicy  # noqa: Y015
+
+class _PartialGroupPolicy:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _PartialGroupPolicyEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_PartialGroupPolicy.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    PARTIAL_GROUP_POLICY_UNSPECIFIED: _PartialGroupPolicy.ValueType  # 0
+    """Not set; means SHRINK."""
+    PARTIAL_GROUP_POLICY_WAIT: _PartialGroupPolicy.ValueType  # 1
+    """A lost sample is queued anew, as another attempt, and its group waits for it; after max_leases_per_sample attempts
+    the whole group is dropped.
+    """
+    PARTIAL_GROUP_POLICY_DROP: _PartialGroupPolicy.ValueType  # 2
+    """The whole group is dropped with reason `group_incomplete`."""
+    PARTIAL_GROUP_POLICY_SHRINK: _PartialGroupPolicy.ValueType  # 3
+    """The group is trained on without the lost samples while two are left (one in a group of one)."""
+
+class PartialGroupPolicy(_PartialGroupPolicy, metaclass=_PartialGroupPolicyEnumTypeWrapper):
+    """What to do about a training group that lost samples (no score, too many leases)."""
+
+PARTIAL_GROUP_POLICY_UNSPECIFIED: PartialGroupPolicy.ValueType  # 0
+"""Not set; means SHRINK."""
+PARTIAL_GROUP_POLICY_WAIT: PartialGroupPolicy.ValueType  # 1
+"""A lost sample is queued anew, as another attempt, and its group waits for it; after max_leases_per_sample attempts
+the whole group is dropped.
+"""
+PARTIAL_GROUP_POLICY_DROP: PartialGroupPolicy.ValueType  # 2
+"""The whole group is dropped with reason `group_incomplete`."""
+PARTIAL_GROUP_POLICY_SHRINK: PartialGroupPolicy.ValueType  # 3
+"""The group is trained on without the lost samples while two are left (one in a group of one)."""
+Global___PartialGroupPolicy: _TypeAlias = PartialGroupPolicy  # noqa: Y015
+
 @_typing.final
 class RunLimits(_message.Message):
     """The numbers that bound a run. Fixed when it is opened."""
@@ -136,6 +208,52 @@ class RunLimits(_message.Message):
 Global___RunLimits: _TypeAlias = RunLimits  # noqa: Y015
 
 @_typing.final
+class RunPolicy(_message.Message):
+    """How a run treats its samples. Fixed when it is opened."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    STALE_FIELD_NUMBER: _builtins.int
+    PARTIAL_GROUPS_FIELD_NUMBER: _builtins.int
+    DROPS_ZERO_VARIANCE_FIELD_NUMBER: _builtins.int
+    NUM_EXTRA_SAMPLES_FIELD_NUMBER: _builtins.int
+    NUM_RETAINED_STEPS_FIELD_NUMBER: _builtins.int
+    DISPATCH_FIELD_NUMBER: _builtins.int
+    stale: Global___StalePolicy.ValueType
+    """Samples that would become too stale."""
+    partial_groups: Global___PartialGroupPolicy.ValueType
+    """Groups that lost samples."""
+    drops_zero_variance: _builtins.bool
+    """Drop training groups whose rewards are all equal, with reason `zero_variance`: they carry no gradient (dynamic
+    sampling, DAPO). Whoever submits sees the drop in the audit and sends other prompts.
+    """
+    num_extra_samples: _builtins.int
+    """Samples drawn beyond the group size: the first to be scored make the group, the rest are aborted and dropped with
+    reason `oversampled`.
+    """
+    num_retained_steps: _builtins.int
+    """Steps whose groups and payload are kept after training, for rewinds, recording and replay, at most 1,024. 0 means 64."""
+    dispatch: _builtins.str
+    """In which order, and to whom, samples are leased: fifo, least_loaded, lpt, streamrl or auto. Empty means auto."""
+    def __init__(
+        self,
+        *,
+        stale: Global___StalePolicy.ValueType = ...,
+        partial_groups: Global___PartialGroupPolicy.ValueType = ...,
+        drops_zero_variance: _builtins.bool = ...,
+        num_extra_samples: _builtins.int = ...,
+        num_retained_steps: _builtins.int = ...,
+        dispatch: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["dispatch", b"dispatch", "drops_zero_variance", b"drops_zero_variance", "num_extra_samples", b"num_extra_samples", "num_retained_steps", b"num_retained_steps", "partial_groups", b"partial_groups", "stale", b"stale"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RunPolicy: _TypeAlias = RunPolicy  # noqa: Y015
+
+@_typing.final
 class StepRecord(_message.Message):
     """The groups of one optimiser step, as the trainer's checkpoint remembers them."""
 
@@ -173,6 +291,7 @@ class OpenRunRequest(_message.Message):
     LIMITS_FIELD_NUMBER: _builtins.int
     POLICY_VERSION_FIELD_NUMBER: _builtins.int
     STEPS_FIELD_NUMBER: _builtins.int
+    POLICY_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     """Names the run; 1 to 64 characters of [A-Za-z0-9._-]."""
     policy_version: _builtins.int
@@ -185,6 +304,10 @@ class OpenRunRequest(_message.Message):
     def steps(self) -> _containers.RepeatedCompositeFieldContainer[Global___StepRecord]:
         """The checkpoint's last steps, newest last; lets a broker whose Redis lost its last second catch up. May be empty."""
 
+    @_builtins.property
+    def policy(self) -> Global___RunPolicy:
+        """How its samples are treated; unset means every default."""
+
     def __init__(
         self,
         *,
@@ -192,10 +315,11 @@ class OpenRunRequest(_message.Message):
         limits: Global___RunLimits | None = ...,
         policy_version: _builtins.int = ...,
         steps: _abc.Iterable[Global___StepRecord] | None = ...,
+        policy: Global___RunPolicy | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["limits", b"limits"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["limits", b"limits", "policy", b"policy"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["limits", b"limits", "policy_version", b"policy_version", "run_id", b"run_id", "steps", b"steps"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["limits", b"limits", "policy", b"policy", "policy_version", b"policy_version", "run_id", b"run_id", "steps", b"steps"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -341,6 +465,51 @@ class SubmitPromptsResponse(_message.Message):
 Global___SubmitPromptsResponse: _TypeAlias = SubmitPromptsResponse  # noqa: Y015
 
 @_typing.final
+class GeneratorProfile(_message.Message):
+    """How fast a generator decodes, for dispatch. One decode step of n samples that hold k KV tokens together takes
+    step_base_s + n * step_per_sample_s + k * step_per_kv_token_s. A field that is 0 is unknown; dispatch then learns
+    from the rates that heartbeats report.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    KV_CAPACITY_TOKENS_FIELD_NUMBER: _builtins.int
+    MAX_CONCURRENT_SAMPLES_FIELD_NUMBER: _builtins.int
+    STEP_BASE_S_FIELD_NUMBER: _builtins.int
+    STEP_PER_SAMPLE_S_FIELD_NUMBER: _builtins.int
+    STEP_PER_KV_TOKEN_S_FIELD_NUMBER: _builtins.int
+    PREFILL_TOKENS_PER_SECOND_FIELD_NUMBER: _builtins.int
+    kv_capacity_tokens: _builtins.int
+    """KV room, tokens."""
+    max_concurrent_samples: _builtins.int
+    """Most samples decoded at once."""
+    step_base_s: _builtins.float
+    """Time of a decode step that does not depend on the batch (reading the weights), seconds."""
+    step_per_sample_s: _builtins.float
+    """Time a decode step takes longer for each sample, seconds."""
+    step_per_kv_token_s: _builtins.float
+    """Time a decode step takes longer for each KV token read, seconds."""
+    prefill_tokens_per_second: _builtins.float
+    """Prompt tokens prefilled per second."""
+    def __init__(
+        self,
+        *,
+        kv_capacity_tokens: _builtins.int = ...,
+        max_concurrent_samples: _builtins.int = ...,
+        step_base_s: _builtins.float = ...,
+        step_per_sample_s: _builtins.float = ...,
+        step_per_kv_token_s: _builtins.float = ...,
+        prefill_tokens_per_second: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["kv_capacity_tokens", b"kv_capacity_tokens", "max_concurrent_samples", b"max_concurrent_samples", "prefill_tokens_per_second", b"prefill_tokens_per_second", "step_base_s", b"step_base_s", "step_per_kv_token_s", b"step_per_kv_token_s", "step_per_sample_s", b"step_per_sample_s"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GeneratorProfile: _TypeAlias = GeneratorProfile  # noqa: Y015
+
+@_typing.final
 class GeneratorHello(_message.Message):
     """First frame of a lease stream."""
 
@@ -352,6 +521,7 @@ class GeneratorHello(_message.Message):
     ENGINE_FIELD_NUMBER: _builtins.int
     MAX_CONTEXT_TOKENS_FIELD_NUMBER: _builtins.int
     ENDPOINT_FIELD_NUMBER: _builtins.int
+    PROFILE_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     """Which run."""
     generator_id: _builtins.str
@@ -364,6 +534,10 @@ class GeneratorHello(_message.Message):
     """Longest prompt + completion it can hold, in tokens. Longer work is not leased to it."""
     endpoint: _builtins.str
     """Address of its GeneratorService, for status; may be empty."""
+    @_builtins.property
+    def profile(self) -> Global___GeneratorProfile:
+        """How fast it is, where it knows."""
+
     def __init__(
         self,
         *,
@@ -373,10 +547,11 @@ class GeneratorHello(_message.Message):
         engine: _builtins.str = ...,
         max_context_tokens: _builtins.int = ...,
         endpoint: _builtins.str = ...,
+        profile: Global___GeneratorProfile | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["profile", b"profile"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["endpoint", b"endpoint", "engine", b"engine", "generator_id", b"generator_id", "max_context_tokens", b"max_context_tokens", "run_id", b"run_id", "site", b"site"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["endpoint", b"endpoint", "engine", b"engine", "generator_id", b"generator_id", "max_context_tokens", b"max_context_tokens", "profile", b"profile", "run_id", b"run_id", "site", b"site"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -717,6 +892,80 @@ class StreamTokensResponse(_message.Message):
 Global___StreamTokensResponse: _TypeAlias = StreamTokensResponse  # noqa: Y015
 
 @_typing.final
+class PutTrajectoriesRequest(_message.Message):
+    """Request of PutTrajectories."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RUN_ID_FIELD_NUMBER: _builtins.int
+    PRODUCER_ID_FIELD_NUMBER: _builtins.int
+    PUT_ID_FIELD_NUMBER: _builtins.int
+    GROUPS_FIELD_NUMBER: _builtins.int
+    run_id: _builtins.str
+    """Which run. Every request of a stream names the same one."""
+    producer_id: _builtins.str
+    """Names the producer; stable over reconnects and restarts, 1 to 128 characters."""
+    put_id: _builtins.str
+    """Names this request among the producer's, 1 to 128 characters: a request sent again carries the same one."""
+    groups: _builtins.bytes
+    """A serialized TrajectoryGroups of purpose TRAIN, every sample scored OK; 1 to 1,024 groups, at most 4 MiB, at most
+    groups_per_step groups. Group ids are unique in the run; a group has 1 to group_size trajectories.
+    """
+    def __init__(
+        self,
+        *,
+        run_id: _builtins.str = ...,
+        producer_id: _builtins.str = ...,
+        put_id: _builtins.str = ...,
+        groups: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["groups", b"groups", "producer_id", b"producer_id", "put_id", b"put_id", "run_id", b"run_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PutTrajectoriesRequest: _TypeAlias = PutTrajectoriesRequest  # noqa: Y015
+
+@_typing.final
+class PutTrajectoriesResponse(_message.Message):
+    """Response of PutTrajectories."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PUT_ID_FIELD_NUMBER: _builtins.int
+    NUM_SAMPLES_FIELD_NUMBER: _builtins.int
+    ERRORS_FIELD_NUMBER: _builtins.int
+    RETRY_DELAY_FIELD_NUMBER: _builtins.int
+    put_id: _builtins.str
+    """The request it answers."""
+    num_samples: _builtins.int
+    """Samples this request added to the books; 0 for a repetition."""
+    @_builtins.property
+    def errors(self) -> _containers.RepeatedCompositeFieldContainer[_types_pb2.ItemError]:
+        """The groups that were refused, by position in the request; everything else is stored."""
+
+    @_builtins.property
+    def retry_delay(self) -> _duration_pb2.Duration:
+        """Set when the whole request was refused because the run holds as much as it may: send it again after this long."""
+
+    def __init__(
+        self,
+        *,
+        put_id: _builtins.str = ...,
+        num_samples: _builtins.int = ...,
+        errors: _abc.Iterable[_types_pb2.ItemError] | None = ...,
+        retry_delay: _duration_pb2.Duration | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["retry_delay", b"retry_delay"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["errors", b"errors", "num_samples", b"num_samples", "put_id", b"put_id", "retry_delay", b"retry_delay"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PutTrajectoriesResponse: _TypeAlias = PutTrajectoriesResponse  # noqa: Y015
+
+@_typing.final
 class RewardHello(_message.Message):
     """First frame of a scoring stream."""
 
@@ -898,6 +1147,7 @@ class TrainerHello(_message.Message):
     HELD_GROUP_IDS_FIELD_NUMBER: _builtins.int
     MAX_GROUPS_FIELD_NUMBER: _builtins.int
     TARGET_TOKENS_FIELD_NUMBER: _builtins.int
+    ACCEPTS_PACKED_GROUPS_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     """Which run."""
     consumer_id: _builtins.str
@@ -908,6 +1158,8 @@ class TrainerHello(_message.Message):
     """Most groups in one microbatch, >= 1. 0 means 8."""
     target_tokens: _builtins.int
     """Aim for about this many tokens (prompts and completions) a microbatch. 0 means no aim."""
+    accepts_packed_groups: _builtins.bool
+    """Whether it reads Microbatch.packed_groups; else the broker parses every group for it."""
     @_builtins.property
     def held_group_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Groups it was handed and still holds unacknowledged; everything else it once held is handed out again."""
@@ -921,10 +1173,11 @@ class TrainerHello(_message.Message):
         held_group_ids: _abc.Iterable[_builtins.str] | None = ...,
         max_groups: _builtins.int = ...,
         target_tokens: _builtins.int = ...,
+        accepts_packed_groups: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["consumer_id", b"consumer_id", "held_group_ids", b"held_group_ids", "max_groups", b"max_groups", "purpose", b"purpose", "run_id", b"run_id", "target_tokens", b"target_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepts_packed_groups", b"accepts_packed_groups", "consumer_id", b"consumer_id", "held_group_ids", b"held_group_ids", "max_groups", b"max_groups", "purpose", b"purpose", "run_id", b"run_id", "target_tokens", b"target_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -967,10 +1220,15 @@ class Microbatch(_message.Message):
     MICROBATCH_ID_FIELD_NUMBER: _builtins.int
     GROUPS_FIELD_NUMBER: _builtins.int
     POLICY_VERSION_FIELD_NUMBER: _builtins.int
+    PACKED_GROUPS_FIELD_NUMBER: _builtins.int
     microbatch_id: _builtins.str
     """Names the delivery."""
     policy_version: _builtins.int
     """The run's policy version when it was handed out."""
+    packed_groups: _builtins.bytes
+    """A serialized TrajectoryGroups: more groups, as a producer put them. They count as groups of this microbatch like any
+    other. Empty unless the hello accepts it.
+    """
     @_builtins.property
     def groups(self) -> _containers.RepeatedCompositeFieldContainer[_types_pb2.TrajectoryGroup]:
         """Whole groups."""
@@ -981,10 +1239,11 @@ class Microbatch(_message.Message):
         microbatch_id: _builtins.str = ...,
         groups: _abc.Iterable[_types_pb2.TrajectoryGroup] | None = ...,
         policy_version: _builtins.int = ...,
+        packed_groups: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["groups", b"groups", "microbatch_id", b"microbatch_id", "policy_version", b"policy_version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["groups", b"groups", "microbatch_id", b"microbatch_id", "packed_groups", b"packed_groups", "policy_version", b"policy_version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1389,6 +1648,8 @@ class Audit(_message.Message):
     MAX_STALENESS_SEEN_FIELD_NUMBER: _builtins.int
     POLICY_VERSION_FIELD_NUMBER: _builtins.int
     TRAINED_BY_STALENESS_FIELD_NUMBER: _builtins.int
+    ROWS_FIELD_NUMBER: _builtins.int
+    SUBMITTED_BY_VERSION_FIELD_NUMBER: _builtins.int
     submitted: _builtins.int
     """Samples accepted by SubmitPrompts."""
     trained: _builtins.int
@@ -1413,6 +1674,16 @@ class Audit(_message.Message):
     def trained_by_staleness(self) -> _containers.ScalarMap[_builtins.int, _builtins.int]:
         """Samples trained, by staleness in versions."""
 
+    @_builtins.property
+    def rows(self) -> _containers.RepeatedCompositeFieldContainer[Global___AuditRow]:
+        """The same books by the version under which samples were submitted and by length, so that a bound which quietly
+        prefers short samples shows. Versions long past are folded into one row a length bucket.
+        """
+
+    @_builtins.property
+    def submitted_by_version(self) -> _containers.RepeatedCompositeFieldContainer[Global___SubmittedRow]:
+        """Submitted samples by version, to balance the rows against."""
+
     def __init__(
         self,
         *,
@@ -1425,14 +1696,102 @@ class Audit(_message.Message):
         max_staleness_seen: _builtins.int = ...,
         policy_version: _builtins.int = ...,
         trained_by_staleness: _abc.Mapping[_builtins.int, _builtins.int] | None = ...,
+        rows: _abc.Iterable[Global___AuditRow] | None = ...,
+        submitted_by_version: _abc.Iterable[Global___SubmittedRow] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["balanced", b"balanced", "dropped", b"dropped", "in_flight", b"in_flight", "in_flight_by_state", b"in_flight_by_state", "max_staleness_seen", b"max_staleness_seen", "policy_version", b"policy_version", "submitted", b"submitted", "trained", b"trained", "trained_by_staleness", b"trained_by_staleness"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["balanced", b"balanced", "dropped", b"dropped", "in_flight", b"in_flight", "in_flight_by_state", b"in_flight_by_state", "max_staleness_seen", b"max_staleness_seen", "policy_version", b"policy_version", "rows", b"rows", "submitted", b"submitted", "submitted_by_version", b"submitted_by_version", "trained", b"trained", "trained_by_staleness", b"trained_by_staleness"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Audit: _TypeAlias = Audit  # noqa: Y015
+
+@_typing.final
+class AuditRow(_message.Message):
+    """Samples of one submission version and one length bucket."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    @_typing.final
+    class DroppedEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.int
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.int = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    SUBMIT_VERSION_FIELD_NUMBER: _builtins.int
+    MAX_TOKENS_FIELD_NUMBER: _builtins.int
+    TRAINED_FIELD_NUMBER: _builtins.int
+    DROPPED_FIELD_NUMBER: _builtins.int
+    IN_FLIGHT_FIELD_NUMBER: _builtins.int
+    submit_version: _builtins.int
+    """The run's policy version when they were submitted; the newest one of a folded row."""
+    max_tokens: _builtins.int
+    """Most completion tokens in the bucket: 0, or a power of two. A sample counts with the tokens accepted so far."""
+    trained: _builtins.int
+    """Samples trained."""
+    in_flight: _builtins.int
+    """Samples in every other state, counted from their records."""
+    @_builtins.property
+    def dropped(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
+        """Samples given up, by reason."""
+
+    def __init__(
+        self,
+        *,
+        submit_version: _builtins.int = ...,
+        max_tokens: _builtins.int = ...,
+        trained: _builtins.int = ...,
+        dropped: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
+        in_flight: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["dropped", b"dropped", "in_flight", b"in_flight", "max_tokens", b"max_tokens", "submit_version", b"submit_version", "trained", b"trained"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AuditRow: _TypeAlias = AuditRow  # noqa: Y015
+
+@_typing.final
+class SubmittedRow(_message.Message):
+    """Samples submitted under one version."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SUBMIT_VERSION_FIELD_NUMBER: _builtins.int
+    SUBMITTED_FIELD_NUMBER: _builtins.int
+    submit_version: _builtins.int
+    """The run's policy version when they were submitted; the newest one of a folded row."""
+    submitted: _builtins.int
+    """Samples accepted."""
+    def __init__(
+        self,
+        *,
+        submit_version: _builtins.int = ...,
+        submitted: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["submit_version", b"submit_version", "submitted", b"submitted"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SubmittedRow: _TypeAlias = SubmittedRow  # noqa: Y015
 
 @_typing.final
 class AuditRunResponse(_message.Message):
@@ -1472,12 +1831,18 @@ class GetRunResponse(_message.Message):
     GENERATORS_FIELD_NUMBER: _builtins.int
     WAITS_FIELD_NUMBER: _builtins.int
     REWARD_WORKER_IDS_FIELD_NUMBER: _builtins.int
+    POLICY_FIELD_NUMBER: _builtins.int
+    DISPATCH_STATE_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     """Which run."""
     policy_version: _builtins.int
     """Its policy version."""
     is_closed: _builtins.bool
     """Whether it is closed."""
+    dispatch_state: _builtins.str
+    """How dispatch decides now, for people: "streamrl: forecasts of the scheduler (model 12)", or "fifo: the scheduler is
+    away, lengths unknown".
+    """
     @_builtins.property
     def limits(self) -> Global___RunLimits:
         """Its limits."""
@@ -1498,6 +1863,10 @@ class GetRunResponse(_message.Message):
     def reward_worker_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Reward workers connected now, to any broker process seen in the last minute."""
 
+    @_builtins.property
+    def policy(self) -> Global___RunPolicy:
+        """How its samples are treated, every default filled in."""
+
     def __init__(
         self,
         *,
@@ -1509,10 +1878,12 @@ class GetRunResponse(_message.Message):
         generators: _abc.Iterable[Global___GeneratorView] | None = ...,
         waits: _abc.Iterable[Global___Wait] | None = ...,
         reward_worker_ids: _abc.Iterable[_builtins.str] | None = ...,
+        policy: Global___RunPolicy | None = ...,
+        dispatch_state: _builtins.str = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["audit", b"audit", "limits", b"limits"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["audit", b"audit", "limits", b"limits", "policy", b"policy"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["audit", b"audit", "generators", b"generators", "is_closed", b"is_closed", "limits", b"limits", "policy_version", b"policy_version", "reward_worker_ids", b"reward_worker_ids", "run_id", b"run_id", "waits", b"waits"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["audit", b"audit", "dispatch_state", b"dispatch_state", "generators", b"generators", "is_closed", b"is_closed", "limits", b"limits", "policy", b"policy", "policy_version", b"policy_version", "reward_worker_ids", b"reward_worker_ids", "run_id", b"run_id", "waits", b"waits"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1615,19 +1986,23 @@ class ExportTrajectoriesRequest(_message.Message):
 
     RUN_ID_FIELD_NUMBER: _builtins.int
     FROM_POLICY_VERSION_FIELD_NUMBER: _builtins.int
+    FOLLOW_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     """Which run."""
     from_policy_version: _builtins.int
     """First policy version (of the step that trained them) to export."""
+    follow: _builtins.bool
+    """Go on with every step as it is acknowledged, until the run is closed; else end with the newest one."""
     def __init__(
         self,
         *,
         run_id: _builtins.str = ...,
         from_policy_version: _builtins.int = ...,
+        follow: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["from_policy_version", b"from_policy_version", "run_id", b"run_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["follow", b"follow", "from_policy_version", b"from_policy_version", "run_id", b"run_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1641,8 +2016,13 @@ class ExportTrajectoriesResponse(_message.Message):
 
     GROUP_FIELD_NUMBER: _builtins.int
     POLICY_VERSION_FIELD_NUMBER: _builtins.int
+    HISTORY_FIELD_NUMBER: _builtins.int
     policy_version: _builtins.int
     """The version its step produced."""
+    history: _builtins.int
+    """The run's history counter when it was sent: after a rewind, steps come again under a higher one and replace those
+    of the same version sent before.
+    """
     @_builtins.property
     def group(self) -> _types_pb2.TrajectoryGroup:
         """A trained group."""
@@ -1652,10 +2032,11 @@ class ExportTrajectoriesResponse(_message.Message):
         *,
         group: _types_pb2.TrajectoryGroup | None = ...,
         policy_version: _builtins.int = ...,
+        history: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["group", b"group"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["group", b"group", "policy_version", b"policy_version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["group", b"group", "history", b"history", "policy_version", b"policy_version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

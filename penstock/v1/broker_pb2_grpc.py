@@ -69,6 +69,11 @@ class BrokerServiceStub:
                 request_serializer=penstock_dot_v1_dot_broker__pb2.StreamScoringRequest.SerializeToString,
                 response_deserializer=penstock_dot_v1_dot_broker__pb2.StreamScoringResponse.FromString,
                 _registered_method=True)
+        self.PutTrajectories = channel.stream_stream(
+                '/penstock.v1.BrokerService/PutTrajectories',
+                request_serializer=penstock_dot_v1_dot_broker__pb2.PutTrajectoriesRequest.SerializeToString,
+                response_deserializer=penstock_dot_v1_dot_broker__pb2.PutTrajectoriesResponse.FromString,
+                _registered_method=True)
         self.StreamMicrobatches = channel.stream_stream(
                 '/penstock.v1.BrokerService/StreamMicrobatches',
                 request_serializer=penstock_dot_v1_dot_broker__pb2.StreamMicrobatchesRequest.SerializeToString,
@@ -172,6 +177,17 @@ class BrokerServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def PutTrajectories(self, request_iterator, context):
+        """Finished, scored groups that were made elsewhere (an agent framework, a recording): many groups a request, carried
+        through the broker unparsed. One response per request, after Redis stored it. Resending is safe: a request seen
+        before (same run, producer and put id) is accepted again without effect, and so is a group seen before.
+
+        RESOURCE_EXHAUSTED / QUEUE_FULL (in the response): send the request again after retry_delay.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def StreamMicrobatches(self, request_iterator, context):
         """A trainer's stream: hello and credits up; microbatches of scored groups down. While there is nothing to hand out, a
         Waiting frame at least every 5 seconds says why.
@@ -229,7 +245,7 @@ class BrokerServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def ExportTrajectories(self, request, context):
-        """Streams groups that were trained and are still retained, oldest first, for replay and rescoring.
+        """Streams groups that were trained and are still retained, oldest step first, for recording, replay and rescoring.
 
         UNIMPLEMENTED / NOT_OFFERED: this broker retains no payload after training.
         """
@@ -269,6 +285,11 @@ def add_BrokerServiceServicer_to_server(servicer, server):
                     servicer.StreamScoring,
                     request_deserializer=penstock_dot_v1_dot_broker__pb2.StreamScoringRequest.FromString,
                     response_serializer=penstock_dot_v1_dot_broker__pb2.StreamScoringResponse.SerializeToString,
+            ),
+            'PutTrajectories': grpc.stream_stream_rpc_method_handler(
+                    servicer.PutTrajectories,
+                    request_deserializer=penstock_dot_v1_dot_broker__pb2.PutTrajectoriesRequest.FromString,
+                    response_serializer=penstock_dot_v1_dot_broker__pb2.PutTrajectoriesResponse.SerializeToString,
             ),
             'StreamMicrobatches': grpc.stream_stream_rpc_method_handler(
                     servicer.StreamMicrobatches,
@@ -478,6 +499,33 @@ class BrokerService:
             '/penstock.v1.BrokerService/StreamScoring',
             penstock_dot_v1_dot_broker__pb2.StreamScoringRequest.SerializeToString,
             penstock_dot_v1_dot_broker__pb2.StreamScoringResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def PutTrajectories(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_stream(
+            request_iterator,
+            target,
+            '/penstock.v1.BrokerService/PutTrajectories',
+            penstock_dot_v1_dot_broker__pb2.PutTrajectoriesRequest.SerializeToString,
+            penstock_dot_v1_dot_broker__pb2.PutTrajectoriesResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -75,6 +75,13 @@ class BrokerServiceStub:
     """
     StreamScoring: _grpc.StreamStreamMultiCallable[_broker_pb2.StreamScoringRequest, _broker_pb2.StreamScoringResponse]
     """A reward worker's stream: hello, credits and results up; finished samples and receipts down."""
+    PutTrajectories: _grpc.StreamStreamMultiCallable[_broker_pb2.PutTrajectoriesRequest, _broker_pb2.PutTrajectoriesResponse]
+    """Finished, scored groups that were made elsewhere (an agent framework, a recording): many groups a request, carried
+    through the broker unparsed. One response per request, after Redis stored it. Resending is safe: a request seen
+    before (same run, producer and put id) is accepted again without effect, and so is a group seen before.
+
+    RESOURCE_EXHAUSTED / QUEUE_FULL (in the response): send the request again after retry_delay.
+    """
     StreamMicrobatches: _grpc.StreamStreamMultiCallable[_broker_pb2.StreamMicrobatchesRequest, _broker_pb2.StreamMicrobatchesResponse]
     """A trainer's stream: hello and credits up; microbatches of scored groups down. While there is nothing to hand out, a
     Waiting frame at least every 5 seconds says why.
@@ -99,7 +106,7 @@ class BrokerServiceStub:
     WatchPolicy: _grpc.UnaryStreamMultiCallable[_broker_pb2.WatchPolicyRequest, _broker_pb2.WatchPolicyResponse]
     """The run's policy version; the first message is the current one."""
     ExportTrajectories: _grpc.UnaryStreamMultiCallable[_broker_pb2.ExportTrajectoriesRequest, _broker_pb2.ExportTrajectoriesResponse]
-    """Streams groups that were trained and are still retained, oldest first, for replay and rescoring.
+    """Streams groups that were trained and are still retained, oldest step first, for recording, replay and rescoring.
 
     UNIMPLEMENTED / NOT_OFFERED: this broker retains no payload after training.
     """
@@ -141,6 +148,13 @@ class BrokerServiceAsyncStub(BrokerServiceStub):
     """
     StreamScoring: _aio.StreamStreamMultiCallable[_broker_pb2.StreamScoringRequest, _broker_pb2.StreamScoringResponse]  # type: ignore[assignment]
     """A reward worker's stream: hello, credits and results up; finished samples and receipts down."""
+    PutTrajectories: _aio.StreamStreamMultiCallable[_broker_pb2.PutTrajectoriesRequest, _broker_pb2.PutTrajectoriesResponse]  # type: ignore[assignment]
+    """Finished, scored groups that were made elsewhere (an agent framework, a recording): many groups a request, carried
+    through the broker unparsed. One response per request, after Redis stored it. Resending is safe: a request seen
+    before (same run, producer and put id) is accepted again without effect, and so is a group seen before.
+
+    RESOURCE_EXHAUSTED / QUEUE_FULL (in the response): send the request again after retry_delay.
+    """
     StreamMicrobatches: _aio.StreamStreamMultiCallable[_broker_pb2.StreamMicrobatchesRequest, _broker_pb2.StreamMicrobatchesResponse]  # type: ignore[assignment]
     """A trainer's stream: hello and credits up; microbatches of scored groups down. While there is nothing to hand out, a
     Waiting frame at least every 5 seconds says why.
@@ -165,7 +179,7 @@ class BrokerServiceAsyncStub(BrokerServiceStub):
     WatchPolicy: _aio.UnaryStreamMultiCallable[_broker_pb2.WatchPolicyRequest, _broker_pb2.WatchPolicyResponse]  # type: ignore[assignment]
     """The run's policy version; the first message is the current one."""
     ExportTrajectories: _aio.UnaryStreamMultiCallable[_broker_pb2.ExportTrajectoriesRequest, _broker_pb2.ExportTrajectoriesResponse]  # type: ignore[assignment]
-    """Streams groups that were trained and are still retained, oldest first, for replay and rescoring.
+    """Streams groups that were trained and are still retained, oldest step first, for recording, replay and rescoring.
 
     UNIMPLEMENTED / NOT_OFFERED: this broker retains no payload after training.
     """
@@ -242,6 +256,19 @@ class BrokerServiceServicer(metaclass=_abc_1.ABCMeta):
         """A reward worker's stream: hello, credits and results up; finished samples and receipts down."""
 
     @_abc_1.abstractmethod
+    def PutTrajectories(
+        self,
+        request_iterator: _MaybeAsyncIterator[_broker_pb2.PutTrajectoriesRequest],
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_broker_pb2.PutTrajectoriesResponse], _abc.AsyncIterator[_broker_pb2.PutTrajectoriesResponse]]:
+        """Finished, scored groups that were made elsewhere (an agent framework, a recording): many groups a request, carried
+        through the broker unparsed. One response per request, after Redis stored it. Resending is safe: a request seen
+        before (same run, producer and put id) is accepted again without effect, and so is a group seen before.
+
+        RESOURCE_EXHAUSTED / QUEUE_FULL (in the response): send the request again after retry_delay.
+        """
+
+    @_abc_1.abstractmethod
     def StreamMicrobatches(
         self,
         request_iterator: _MaybeAsyncIterator[_broker_pb2.StreamMicrobatchesRequest],
@@ -312,7 +339,7 @@ class BrokerServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _broker_pb2.ExportTrajectoriesRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_broker_pb2.ExportTrajectoriesResponse], _abc.AsyncIterator[_broker_pb2.ExportTrajectoriesResponse]]:
-        """Streams groups that were trained and are still retained, oldest first, for replay and rescoring.
+        """Streams groups that were trained and are still retained, oldest step first, for recording, replay and rescoring.
 
         UNIMPLEMENTED / NOT_OFFERED: this broker retains no payload after training.
         """

@@ -122,19 +122,25 @@ class SampleKey(_message.Message):
 
     GROUP_ID_FIELD_NUMBER: _builtins.int
     SAMPLE_INDEX_FIELD_NUMBER: _builtins.int
+    ATTEMPT_FIELD_NUMBER: _builtins.int
     group_id: _builtins.str
     """The sample group it belongs to; opaque, unique in the run, 1 to 128 characters."""
     sample_index: _builtins.int
     """Position inside its group, from 0 to group size - 1."""
+    attempt: _builtins.int
+    """How often the sample was begun anew from its prompt, its tokens thrown away: 0 the first time. Chosen by the broker
+    (by the producer in PutTrajectories); whoever works on a sample copies the key it was given.
+    """
     def __init__(
         self,
         *,
         group_id: _builtins.str = ...,
         sample_index: _builtins.int = ...,
+        attempt: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["group_id", b"group_id", "sample_index", b"sample_index"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "group_id", b"group_id", "sample_index", b"sample_index"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -570,6 +576,30 @@ class TrajectoryGroup(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___TrajectoryGroup: _TypeAlias = TrajectoryGroup  # noqa: Y015
+
+@_typing.final
+class TrajectoryGroups(_message.Message):
+    """Groups as one piece of bytes: what PutTrajectories carries and Microbatch.packed_groups hands on unparsed."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    GROUPS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def groups(self) -> _containers.RepeatedCompositeFieldContainer[Global___TrajectoryGroup]:
+        """The groups, in order."""
+
+    def __init__(
+        self,
+        *,
+        groups: _abc.Iterable[Global___TrajectoryGroup] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["groups", b"groups"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TrajectoryGroups: _TypeAlias = TrajectoryGroups  # noqa: Y015
 
 @_typing.final
 class ItemError(_message.Message):

@@ -48,6 +48,8 @@ class SampleRecord(_message.Message):
     FINISH_S_FIELD_NUMBER: _builtins.int
     SCORE_S_FIELD_NUMBER: _builtins.int
     LEASE_S_FIELD_NUMBER: _builtins.int
+    ATTEMPT_FIELD_NUMBER: _builtins.int
+    PREDICTED_TOKENS_FIELD_NUMBER: _builtins.int
     state: _broker_pb2.SampleState.ValueType
     """Where it stands."""
     num_leases: _builtins.int
@@ -84,6 +86,10 @@ class SampleRecord(_message.Message):
     """When the score was accepted."""
     lease_s: _builtins.float
     """When the current lease of a generator was given."""
+    attempt: _builtins.int
+    """How often it was begun anew, its tokens thrown away."""
+    predicted_tokens: _builtins.float
+    """Forecast of its completion's length, tokens; unset when there is none."""
     @_builtins.property
     def score(self) -> _types_pb2.Score:
         """The score; set from SCORED on."""
@@ -110,19 +116,25 @@ class SampleRecord(_message.Message):
         finish_s: _builtins.float = ...,
         score_s: _builtins.float = ...,
         lease_s: _builtins.float = ...,
+        attempt: _builtins.int = ...,
+        predicted_tokens: _builtins.float | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_max_version", b"_max_version", "_min_version", b"_min_version", "max_version", b"max_version", "min_version", b"min_version", "score", b"score"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_max_version", b"_max_version", "_min_version", b"_min_version", "_predicted_tokens", b"_predicted_tokens", "max_version", b"max_version", "min_version", b"min_version", "predicted_tokens", b"predicted_tokens", "score", b"score"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_version", b"_max_version", "_min_version", b"_min_version", "finish_reason", b"finish_reason", "finish_s", b"finish_s", "first_lease_s", b"first_lease_s", "generator_id", b"generator_id", "lease_expire_s", b"lease_expire_s", "lease_id", b"lease_id", "lease_s", b"lease_s", "lease_version", b"lease_version", "max_version", b"max_version", "min_version", b"min_version", "num_leases", b"num_leases", "num_scoring_leases", b"num_scoring_leases", "num_tokens", b"num_tokens", "score", b"score", "score_s", b"score_s", "scoring_expire_s", b"scoring_expire_s", "scoring_lease_id", b"scoring_lease_id", "state", b"state", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_version", b"_max_version", "_min_version", b"_min_version", "_predicted_tokens", b"_predicted_tokens", "attempt", b"attempt", "finish_reason", b"finish_reason", "finish_s", b"finish_s", "first_lease_s", b"first_lease_s", "generator_id", b"generator_id", "lease_expire_s", b"lease_expire_s", "lease_id", b"lease_id", "lease_s", b"lease_s", "lease_version", b"lease_version", "max_version", b"max_version", "min_version", b"min_version", "num_leases", b"num_leases", "num_scoring_leases", b"num_scoring_leases", "num_tokens", b"num_tokens", "predicted_tokens", b"predicted_tokens", "score", b"score", "score_s", b"score_s", "scoring_expire_s", b"scoring_expire_s", "scoring_lease_id", b"scoring_lease_id", "state", b"state", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__max_version: _TypeAlias = _typing.Literal["max_version"]  # noqa: Y015
     _WhichOneofArgType__max_version: _TypeAlias = _typing.Literal["_max_version", b"_max_version"]  # noqa: Y015
     _WhichOneofReturnType__min_version: _TypeAlias = _typing.Literal["min_version"]  # noqa: Y015
     _WhichOneofArgType__min_version: _TypeAlias = _typing.Literal["_min_version", b"_min_version"]  # noqa: Y015
+    _WhichOneofReturnType__predicted_tokens: _TypeAlias = _typing.Literal["predicted_tokens"]  # noqa: Y015
+    _WhichOneofArgType__predicted_tokens: _TypeAlias = _typing.Literal["_predicted_tokens", b"_predicted_tokens"]  # noqa: Y015
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__max_version) -> _WhichOneofReturnType__max_version | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__min_version) -> _WhichOneofReturnType__min_version | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__predicted_tokens) -> _WhichOneofReturnType__predicted_tokens | None: ...
 
 Global___SampleRecord: _TypeAlias = SampleRecord  # noqa: Y015
 
@@ -142,6 +154,7 @@ class GroupRecord(_message.Message):
     CONSUMER_ID_FIELD_NUMBER: _builtins.int
     TRAINED_VERSION_FIELD_NUMBER: _builtins.int
     READY_S_FIELD_NUMBER: _builtins.int
+    SUBMIT_VERSION_FIELD_NUMBER: _builtins.int
     group_id: _builtins.str
     """Its name."""
     sequence: _builtins.int
@@ -160,6 +173,8 @@ class GroupRecord(_message.Message):
     """The step that trained it; unset until then."""
     ready_s: _builtins.float
     """When its last sample became usable or was dropped."""
+    submit_version: _builtins.int
+    """The run's policy version when it was accepted."""
     @_builtins.property
     def samples(self) -> _containers.RepeatedCompositeFieldContainer[Global___SampleRecord]:
         """Its samples, by index."""
@@ -177,10 +192,11 @@ class GroupRecord(_message.Message):
         consumer_id: _builtins.str = ...,
         trained_version: _builtins.int | None = ...,
         ready_s: _builtins.float = ...,
+        submit_version: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_prompt_min_version", b"_prompt_min_version", "_trained_version", b"_trained_version", "prompt_min_version", b"prompt_min_version", "trained_version", b"trained_version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_prompt_min_version", b"_prompt_min_version", "_trained_version", b"_trained_version", "consumer_id", b"consumer_id", "group_id", b"group_id", "num_prompt_tokens", b"num_prompt_tokens", "prompt_min_version", b"prompt_min_version", "purpose", b"purpose", "ready_s", b"ready_s", "samples", b"samples", "sequence", b"sequence", "submit_s", b"submit_s", "trained_version", b"trained_version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_prompt_min_version", b"_prompt_min_version", "_trained_version", b"_trained_version", "consumer_id", b"consumer_id", "group_id", b"group_id", "num_prompt_tokens", b"num_prompt_tokens", "prompt_min_version", b"prompt_min_version", "purpose", b"purpose", "ready_s", b"ready_s", "samples", b"samples", "sequence", b"sequence", "submit_s", b"submit_s", "submit_version", b"submit_version", "trained_version", b"trained_version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__prompt_min_version: _TypeAlias = _typing.Literal["prompt_min_version"]  # noqa: Y015
     _WhichOneofArgType__prompt_min_version: _TypeAlias = _typing.Literal["_prompt_min_version", b"_prompt_min_version"]  # noqa: Y015
@@ -272,6 +288,7 @@ class RunRecord(_message.Message):
     OPEN_S_FIELD_NUMBER: _builtins.int
     VERSION_S_FIELD_NUMBER: _builtins.int
     STREAMS_FIELD_NUMBER: _builtins.int
+    POLICY_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     """Its name."""
     policy_version: _builtins.int
@@ -306,6 +323,10 @@ class RunRecord(_message.Message):
     def streams(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
         """The newest microbatch stream of each consumer and purpose: an older one must hand nothing out any more."""
 
+    @_builtins.property
+    def policy(self) -> _broker_pb2.RunPolicy:
+        """How its samples are treated, every default filled in."""
+
     def __init__(
         self,
         *,
@@ -322,10 +343,11 @@ class RunRecord(_message.Message):
         open_s: _builtins.float = ...,
         version_s: _builtins.float = ...,
         streams: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
+        policy: _broker_pb2.RunPolicy | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["limits", b"limits"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["limits", b"limits", "policy", b"policy"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["dropped", b"dropped", "history", b"history", "is_closed", b"is_closed", "last_sequence", b"last_sequence", "limits", b"limits", "open_s", b"open_s", "policy_version", b"policy_version", "run_id", b"run_id", "streams", b"streams", "submitted", b"submitted", "trained", b"trained", "trained_by_staleness", b"trained_by_staleness", "version_s", b"version_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["dropped", b"dropped", "history", b"history", "is_closed", b"is_closed", "last_sequence", b"last_sequence", "limits", b"limits", "open_s", b"open_s", "policy", b"policy", "policy_version", b"policy_version", "run_id", b"run_id", "streams", b"streams", "submitted", b"submitted", "trained", b"trained", "trained_by_staleness", b"trained_by_staleness", "version_s", b"version_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
