@@ -6,7 +6,7 @@ message's own bytes, so decoding costs no copy.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -89,3 +89,22 @@ def join_versions(parts: Sequence[types_pb2.VersionRuns]) -> types_pb2.VersionRu
     return types_pb2.VersionRuns(
         versions=b"".join(part.versions for part in parts), lengths=b"".join(part.lengths for part in parts)
     )
+
+
+def pack_groups(groups: Iterable[types_pb2.TrajectoryGroup]) -> bytes:
+    """A serialized TrajectoryGroups of `groups`, without the copy of each that a message of them would take."""
+    parts: list[bytes] = []
+    for group in groups:
+        data = group.SerializeToString()
+        parts += (b"\x0a", _varint(len(data)), data)
+    return b"".join(parts)
+
+
+def _varint(value: int) -> bytes:
+    """Protobuf's base-128 varint of a number that is not negative."""
+    out = bytearray()
+    while value > 0x7F:
+        out.append(value & 0x7F | 0x80)
+        value >>= 7
+    out.append(value)
+    return bytes(out)

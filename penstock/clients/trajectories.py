@@ -1,0 +1,265 @@
+"""A producer's side of PutTrajectories: finished, scored groups on one stream, each stored exactly once.
+
+    put / send -> window -> request -> unanswered -> receipt
+                              ^            |
+                              +-- resent --+  stream lost, or the run holds as much as it may
+
+Promises:
+
+- At most `max_unanswered` requests are on the way; then `send` waits. So a stalled trainer slows its producers down,
+  and memory does not grow anywhere.
+- After a lost stream every unanswered request is sent again, as it was and in order; the broker knows it by its put id.
+- A request that the broker had no room for is sent again after the delay the broker asked for. Groups keep the order of
+  the calls if `max_unanswered` is 1; else a later request may pass one that had to wait.
+- Errors that a retry cannot heal end the session and are raised by every call.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Self
+
+import grpc
+import structlog
+
+from penstock.clients.streams import converse
+from penstock.codec import pack_groups
+from penstock.errors import InternalError, InvalidFieldError, PenstockError, RunClosedError
+from penstock.rpc import backoff_s
+from penstock.v1 import broker_pb2, broker_pb2_grpc, types_pb2
+
+MAX_GROUPS_PER_PUT = 1024
+MAX_BYTES_PER_PUT = 4 * 1024 * 1024
+DEFAULT_UNANSWERED = 8
+MAX_SILENCE_S = 20.0
+"""An idle stream is closed after this, and opened again when there is something to send."""
+
+_log = structlog.get_logger()
+
+
+@dataclass(slots=True, kw_only=True)
+class PutReceipt:
+    """What became of the groups of one call."""
+
+    num_samples: int = 0
+    """Samples added to the run's books; none for groups that the run had already."""
+    refused: list[types_pb2.ItemError] = field(default_factory=list)
+    """Groups that are not stored and never will be; `index` counts from the first group of the call."""
+
+
+@dataclass(slots=True, kw_only=True)
+class _Sent:
+    request: broker_pb2.PutTrajectoriesRequest
+    receipt: asyncio.Future[PutReceipt]
+    is_written: bool = False
+
+
+class TrajectorySession:
+    """One producer of one run; an async context manager that sends in the background until it is left.
+
+    Args:
+        channel: To the broker.
+        run_id: Which run.
+        producer_id: Names the producer; stable over reconnects and restarts, 1 to 128 characters.
+        peer: Names the broker in messages.
+        max_unanswered: Requests on the way at once, >= 1.
+    """
+
+    def __init__(
+        self,
+        channel: grpc.aio.Channel,
+        *,
+        run_id: str,
+        producer_id: str,
+        peer: str,
+        max_unanswered: int = DEFAULT_UNANSWERED,
+    ) -> None:
+        self._stub = broker_pb2_grpc.BrokerServiceStub(channel)
+        self._run_id = run_id
+        self._producer_id = producer_id
+        self._peer = peer
+        self._max_unanswered = max_unanswered
+        self._session_id = secrets.token_hex(6)
+        self._num_requests = 0
+        self._unanswered: dict[str, _Sent] = {}
+        self._paused_until_s = 0.0
+        self._work = asyncio.Event()
+        self._room = asyncio.Event()
+        self._failure: PenstockError | None = None
+        self._task: asyncio.Task[None] | None = None
+        self.num_refusals = 0
+        """Requests the broker had no room for so far; each is sent again."""
+
+    async def __aenter__(self) -> Self:
+        """Start sending."""
+        self._task = asyncio.create_task(self._run())
+        return self
+
+    async def __aexit__(self, *_exception: object) -> None:
+        """Stop; what is unanswered may or may not be stored, and its callers get a CancelledError."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+        for sent in self._unanswered.values():
+            sent.receipt.cancel()
+
+    async def put(
+        self, groups: Sequence[types_pb2.TrajectoryGroup], *, max_groups: int = MAX_GROUPS_PER_PUT
+    ) -> PutReceipt:
+        """Store groups, any number, in order, in as few requests as fit; waits until all of them are stored.
+
+        Waits as long as the broker has no room: bound it with `asyncio.timeout`.
+
+        Args:
+            groups: Purpose TRAIN, every sample scored OK; see broker.proto for their bounds.
+            max_groups: Most groups a request, at most the run's groups_per_step.
+
+        Raises:
+            RunClosedError: The run was closed.
+            PenstockError: The broker refused the stream for good.
+        """
+        receipts: list[tuple[int, asyncio.Future[PutReceipt]]] = []
+        start = 0
+        for part in split(groups, max_groups=max_groups):
+            receipts.append((start, await self.send(part)))
+            start += len(part)
+        whole = PutReceipt()
+        for first, pending in receipts:
+            receipt = await pending
+            whole.num_samples += receipt.num_samples
+            for error in receipt.refused:
+                error.index += first
+                whole.refused.append(error)
+        return whole
+
+    async def send(
+        self, groups: Sequence[types_pb2.TrajectoryGroup], *, put_id: str | None = None
+    ) -> asyncio.Future[PutReceipt]:
+        """Hand over one request's worth of groups; waits for room in the window and returns the receipt to come.
+
+        Args:
+            groups: 1 to MAX_GROUPS_PER_PUT groups of at most MAX_BYTES_PER_PUT.
+            put_id: Names the request among the producer's; give the same one to repeat a request of an earlier process.
+
+        Raises:
+            ValueError: The groups are too many or too large for one request; `split` them.
+        """
+        packed = pack_groups(groups)
+        if not 1 <= len(groups) <= MAX_GROUPS_PER_PUT or len(packed) > MAX_BYTES_PER_PUT:
+            raise ValueError(
+                f"{len(groups)} groups of {len(packed)} bytes; a put holds 1 to {MAX_GROUPS_PER_PUT} groups of at most "
+                f"{MAX_BYTES_PER_PUT} bytes: send fewer"
+            )
+        while len(self._unanswered) >= self._max_unanswered and self._failure is None:
+            self._room.clear()
+            await self._room.wait()
+        if self._failure is not None:
+            raise self._failure
+        self._num_requests += 1
+        put_id = put_id or f"{self._session_id}-{self._num_requests}"
+        if put_id in self._unanswered:
+            return self._unanswered[put_id].receipt
+        request = broker_pb2.PutTrajectoriesRequest(
+            run_id=self._run_id, producer_id=self._producer_id, put_id=put_id, groups=packed
+        )
+        receipt: asyncio.Future[PutReceipt] = asyncio.get_running_loop().create_future()
+        self._unanswered[put_id] = _Sent(request=request, receipt=receipt)
+        self._work.set()
+        return receipt
+
+    async def _run(self) -> None:
+        delays = backoff_s()
+        while True:
+            if not self._unanswered:
+                self._work.clear()
+                await self._work.wait()
+            num_requests = self._num_requests - len(self._unanswered)
+            for sent in self._unanswered.values():
+                sent.is_written = False
+            try:
+                await converse(
+                    self._stub.PutTrajectories(),
+                    self._requests(),
+                    self._take,
+                    peer=self._peer,
+                    max_silence_s=MAX_SILENCE_S,
+                )
+                self._fail(RunClosedError(f"{self._peer}: the run was closed", run_id=self._run_id))
+                return
+            except PenstockError as error:
+                if not error.is_retryable:
+                    self._fail(error)
+                    return
+                if self._unanswered:
+                    _log.info("put stream lost", peer=self._peer, error=str(error), num_waiting=len(self._unanswered))
+            if self._num_requests - len(self._unanswered) > num_requests:
+                delays = backoff_s()
+            await asyncio.sleep(next(delays))
+
+    async def _requests(self) -> AsyncIterator[broker_pb2.PutTrajectoriesRequest]:
+        loop = asyncio.get_running_loop()
+        while True:
+            sent = next((sent for sent in self._unanswered.values() if not sent.is_written), None)
+            pause_s = self._paused_until_s - loop.time()
+            if sent is not None and pause_s <= 0:
+                sent.is_written = True
+                yield sent.request
+                continue
+            self._work.clear()
+            with suppress(TimeoutError):
+                async with asyncio.timeout(pause_s if sent is not None else None):
+                    await self._work.wait()
+
+    def _take(self, response: broker_pb2.PutTrajectoriesResponse) -> None:
+        sent = self._unanswered.get(response.put_id)
+        if sent is None:
+            raise InternalError(f"{self._peer}: answered put {response.put_id!r}, which was not sent")
+        if response.HasField("retry_delay"):
+            self.num_refusals += 1
+            sent.is_written = False
+            delay_s = response.retry_delay.ToNanoseconds() / 1e9
+            self._paused_until_s = asyncio.get_running_loop().time() + delay_s
+        else:
+            del self._unanswered[response.put_id]
+            self._room.set()
+            if not sent.receipt.done():
+                receipt = PutReceipt(num_samples=response.num_samples, refused=list(response.errors))
+                sent.receipt.set_result(receipt)
+        self._work.set()
+
+    def _fail(self, error: PenstockError) -> None:
+        self._failure = error
+        self._room.set()
+        for sent in self._unanswered.values():
+            if not sent.receipt.done():
+                sent.receipt.set_exception(error)
+                # Marked as looked at: a caller that sent several may never await the later ones.
+                sent.receipt.exception()
+        self._unanswered.clear()
+
+
+def split(
+    groups: Sequence[types_pb2.TrajectoryGroup], *, max_groups: int = MAX_GROUPS_PER_PUT
+) -> Iterator[Sequence[types_pb2.TrajectoryGroup]]:
+    """Groups in order, in parts that fit one request each.
+
+    Raises InvalidFieldError where a single group is larger than MAX_BYTES_PER_PUT.
+    """
+    start, num_bytes = 0, 0
+    for position, group in enumerate(groups):
+        size_bytes = group.ByteSize() + 8
+        if size_bytes > MAX_BYTES_PER_PUT:
+            raise InvalidFieldError(
+                f"groups: group {group.prompt.group_id!r} has {size_bytes} bytes; a put holds {MAX_BYTES_PER_PUT}",
+                field="groups",
+            )
+        if position > start and (position - start >= max_groups or num_bytes + size_bytes > MAX_BYTES_PER_PUT):
+            yield groups[start:position]
+            start, num_bytes = position, 0
+        num_bytes += size_bytes
+    if start < len(groups):
+        yield groups[start:]
