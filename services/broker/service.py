@@ -9,6 +9,7 @@ from typing import Any
 import grpc
 from google.protobuf.duration_pb2 import Duration
 
+from penstock.errors import NotOfferedError
 from penstock.v1 import broker_pb2, broker_pb2_grpc
 from services.broker import delivery, drops, submission, waits
 from services.broker.audit import audit
@@ -103,6 +104,12 @@ class BrokerService(broker_pb2_grpc.BrokerServiceServicer):
         stream = await ScoringStream.open(self._hubs, request_iterator)
         async for response in stream.serve(request_iterator):
             yield response
+
+    def PutTrajectories(
+        self, request_iterator: AsyncIterator[broker_pb2.PutTrajectoriesRequest], context: _Context
+    ) -> AsyncIterator[broker_pb2.PutTrajectoriesResponse]:
+        """Refused until parcels exist."""
+        raise NotOfferedError("PutTrajectories is not offered by this broker yet")
 
     async def StreamMicrobatches(
         self, request_iterator: AsyncIterator[broker_pb2.StreamMicrobatchesRequest], context: _Context
