@@ -8,8 +8,11 @@ trainer at version v and a generator at version m <= v:
 Then at most (m + S + 1) * B groups can ever precede or accompany one that version m started, so its turn comes no later
 than the step that starts from version m + S. Delivery (`batching`) keeps that order.
 
-Source: AReaL (Fu et al. 2025), staleness bound: floor((N_r - 1) / B) <= i + eta. Differences: the version is the
-*generator's*, which may lag the trainer's; v * B stands for the groups trained, so that a step of fewer groups does
+Where stale work is given up instead of made impossible (StalePolicy DROP and CONTINUE), m is the trainer's version v,
+whatever the generator holds: a lagging generator may start what can come too late, and `drops.drop_stale` sees to it.
+
+Source: AReaL (Fu et al. 2025), staleness bound: floor((N_r - 1) / B) <= i + eta. Differences: under WAIT the version is
+the *generator's*, which may lag the trainer's; v * B stands for the groups trained, so that a step of fewer groups does
 not loosen the bound.
 """
 
@@ -18,6 +21,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from services.broker.limits import Limits
+from services.broker.policy import Policy
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,6 +40,7 @@ class AdmissionRule:
     """The rule at one moment of a run."""
 
     limits: Limits
+    policy: Policy
     policy_version: int
     """The trainer's."""
     num_started: int
@@ -43,7 +48,8 @@ class AdmissionRule:
 
     def max_started(self, generator_version: int) -> int:
         """Groups that may be under way, the new one included, when this version starts one."""
-        steps = generator_version + self.limits.max_staleness + 1 - self.policy_version
+        counted = self.policy_version if self.policy.admits_by_trainer_version else generator_version
+        steps = counted + self.limits.max_staleness + 1 - self.policy_version
         return max(0, steps * self.limits.groups_per_step)
 
     def judge(self, *, generator_version: int, min_version: int | None, prompt_min_version: int | None) -> Verdict:
@@ -63,7 +69,7 @@ class AdmissionRule:
             return _no(f"the generator holds version {generator_version}, more than {bound} behind the run's {version}")
         if prompt_min_version is not None and generator_version < prompt_min_version:
             return _no(f"the prompt asks for version {prompt_min_version}, the generator holds {generator_version}")
-        if min_version is not None and generator_version >= min_version:
+        if min_version is not None and (self.policy.admits_by_trainer_version or generator_version >= min_version):
             return ALLOWED
         num_started = self.num_started + (1 if min_version is None else 0)
         if num_started <= self.max_started(generator_version):

@@ -2,7 +2,8 @@
 
 With the trainer at version t and B groups a step, groups whose deadline is t or earlier are *due*: they must be in this
 step. A ready group is handed out when it is due, or when the step still has room after every due group has its place.
-Never more than B are handed out and unacknowledged. So a slow group is waited for instead of becoming too stale.
+Never more than B are handed out and unacknowledged. So a slow group is waited for instead of becoming too stale; under
+StalePolicy DROP nobody waits: no place is kept, though what is due still goes first.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ class StepView:
     num_delivered: int
     """Training groups handed out and not acknowledged."""
     num_due: int
-    """Training groups started, not handed out, with a deadline not after policy_version; ready ones included."""
+    """Training groups to keep a place for: started, not handed out, with a deadline not after policy_version; ready
+    ones included. 0 under StalePolicy DROP."""
 
 
 def choose(ready: Sequence[ReadyGroup], step: StepView, *, max_groups: int, target_tokens: int) -> list[str]:
@@ -54,6 +56,6 @@ def choose(ready: Sequence[ReadyGroup], step: StepView, *, max_groups: int, targ
             break
         chosen.append(group.group_id)
         num_delivered += 1
-        num_due -= int(is_due)
+        num_due = max(0, num_due - int(is_due))
         num_tokens += group.num_tokens
     return chosen

@@ -25,6 +25,7 @@ class ChunkFacts:
 
     group_id: str
     sample_index: int
+    attempt: int
     lease_id: str
     offset: int
     num_tokens: int
@@ -44,7 +45,7 @@ class ChunkFacts:
     def refuse(self, reason: str, next_offset: int, message: str) -> broker_pb2.ChunkError:
         """The answer to a chunk that is not stored."""
         return broker_pb2.ChunkError(
-            key=types_pb2.SampleKey(group_id=self.group_id, sample_index=self.sample_index),
+            key=types_pb2.SampleKey(group_id=self.group_id, sample_index=self.sample_index, attempt=self.attempt),
             lease_id=self.lease_id,
             reason=reason,
             next_offset=next_offset,
@@ -54,7 +55,8 @@ class ChunkFacts:
 
 def read_chunk(chunk: types_pb2.TokenChunk) -> ChunkFacts:
     """Check a chunk's arrays; a malformed one comes back with its `fault`. `chunk` is used up."""
-    group_id, sample_index, lease_id = chunk.key.group_id, chunk.key.sample_index, chunk.lease_id
+    group_id, sample_index, attempt = chunk.key.group_id, chunk.key.sample_index, chunk.key.attempt
+    lease_id = chunk.lease_id
     fault, versions = "", None
     try:
         versions = _check(chunk)
@@ -65,6 +67,7 @@ def read_chunk(chunk: types_pb2.TokenChunk) -> ChunkFacts:
     return ChunkFacts(
         group_id=group_id,
         sample_index=sample_index,
+        attempt=attempt,
         lease_id=lease_id,
         offset=chunk.offset,
         num_tokens=len(chunk.token_ids) // 4,

@@ -25,8 +25,6 @@ from services.broker.staleness import deadline, staleness
 
 _SCORED, _DELIVERED = broker_pb2.SAMPLE_STATE_SCORED, broker_pb2.SAMPLE_STATE_DELIVERED
 _TRAINED = broker_pb2.SAMPLE_STATE_TRAINED
-MAX_RETAINED_STEPS = 64
-"""Steps whose groups and payload are kept after training, for rewinds and export; a rewind cannot go further back."""
 MAX_CONSUMERS = 256
 
 
@@ -90,17 +88,22 @@ def deliver(state: RunState, consumer: Consumer, *, max_groups: int, target_toke
 
 def step_view(state: RunState) -> StepView:
     """The step that the run's trainer is filling."""
-    version, bound = state.run.policy_version, state.limits.max_staleness
-    delivered = state.delivered[types_pb2.PURPOSE_TRAIN]
     return StepView(
         limits=state.limits,
-        policy_version=version,
-        num_delivered=len(delivered),
-        num_due=sum(
-            deadline(version=oldest, max_staleness=bound) <= version
-            for group_id, oldest in state.versions.items()
-            if group_id not in delivered
-        ),
+        policy_version=state.run.policy_version,
+        num_delivered=len(state.delivered[types_pb2.PURPOSE_TRAIN]),
+        num_due=_num_due(state) if state.policy.waits_for_due_groups else 0,
+    )
+
+
+def _num_due(state: RunState) -> int:
+    """Training groups that are started, not handed out, and must be in the step that is being filled."""
+    version, bound = state.run.policy_version, state.limits.max_staleness
+    delivered = state.delivered[types_pb2.PURPOSE_TRAIN]
+    return sum(
+        deadline(version=oldest, max_staleness=bound) <= version
+        for group_id, oldest in state.versions.items()
+        if group_id not in delivered
     )
 
 
@@ -200,7 +203,8 @@ def sample_staleness(sample: SampleRecord, trained_version: int) -> int:
 def advance(state: RunState, policy_version: int, now_s: float) -> None:
     """Move the run to a later version: forget steps too old to keep, give up what became too stale."""
     state.run.policy_version, state.run.version_s = policy_version, now_s
-    for version in [version for version in state.trained if version <= policy_version - MAX_RETAINED_STEPS]:
+    oldest_kept = policy_version - state.policy.num_retained_steps + 1
+    for version in [version for version in state.trained if version < oldest_kept]:
         for group_id in list(state.trained[version]):
             state.retire(group_id)
     drops.drop_stale(state)

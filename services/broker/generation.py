@@ -41,6 +41,7 @@ class Grant:
 
     lease_id: str
     sample: SampleId
+    attempt: int
     num_prefix_tokens: int
     expire_s: float
     min_policy_version: int
@@ -142,7 +143,7 @@ def _lease_samples(
                 continue
             sample.state = _LEASED
             sample.num_leases += 1
-            sample.lease_id = f"{group.sequence}.{index}.{sample.num_leases}.{make_suffix()}"
+            sample.lease_id = f"{group.sequence}.{index}.{sample.attempt}_{sample.num_leases}.{make_suffix()}"
             sample.generator_id = generator.generator_id
             sample.lease_version = generator.policy_version
             sample.lease_expire_s, sample.lease_s = expire_s, now_s
@@ -151,6 +152,7 @@ def _lease_samples(
                 Grant(
                     lease_id=sample.lease_id,
                     sample=(group.group_id, index),
+                    attempt=sample.attempt,
                     num_prefix_tokens=sample.num_tokens,
                     expire_s=expire_s,
                     min_policy_version=generator.policy_version,

@@ -7,12 +7,12 @@ import secrets
 from collections.abc import AsyncIterator
 
 from penstock.errors import InvalidFieldError, RunClosedError
-from penstock.v1 import broker_pb2, types_pb2
+from penstock.v1 import broker_pb2
 from services.broker import generation
 from services.broker.generation import GeneratorFacts, Grant, Grants
 from services.broker.hubs import Hubs
 from services.broker.intake import Intake, first_request, wait_for_event
-from services.broker.payload import prefix_token_ids
+from services.broker.payload import prefix_token_ids, sample_key
 from services.broker.run_state import RunState
 from services.broker.validation import check_beat, check_hello
 from services.broker.waits import timestamp
@@ -128,7 +128,7 @@ class LeaseStream:
             _Response(
                 lease=broker_pb2.Lease(
                     lease_id=grant.lease_id,
-                    key=types_pb2.SampleKey(group_id=grant.sample[0], sample_index=grant.sample[1]),
+                    key=sample_key(grant.sample, grant.attempt),
                     prompt=prompts[grant.sample[0]],
                     prefix_token_ids=prefixes.get(grant.sample, b""),
                     min_policy_version=grant.min_policy_version,

@@ -12,6 +12,7 @@ from penstock.errors import InvalidFieldError, RunConflictError, VersionConflict
 from penstock.v1 import broker_pb2, types_pb2
 from services.broker import delivery, drops
 from services.broker.limits import Limits
+from services.broker.policy import Policy
 from services.broker.records_pb2 import GroupRecord, RunRecord
 from services.broker.run_state import RunState
 
@@ -22,11 +23,13 @@ _DONE_STATES = frozenset((broker_pb2.SAMPLE_STATE_DROPPED, broker_pb2.SAMPLE_STA
 def create_run(state: RunState, request: broker_pb2.OpenRunRequest, now_s: float) -> broker_pb2.OpenRunResponse:
     """Begin a run. Groups of the checkpoint's steps are never accepted again."""
     limits = Limits.from_proto(request.limits)
+    policy = Policy.from_proto(request.policy, limits)
     _check_steps(request)
     state.create(
         RunRecord(
             run_id=request.run_id,
             limits=limits.to_proto(),
+            policy=policy.to_proto(),
             policy_version=request.policy_version,
             open_s=now_s,
             version_s=now_s,
@@ -41,12 +44,14 @@ def reopen_run(state: RunState, request: broker_pb2.OpenRunRequest, now_s: float
     """Re-attach to a run, closed or not.
 
     Raises:
-        RunConflictError: other limits.
+        RunConflictError: other limits, or another policy.
         VersionConflictError: the version is older than what is retained.
     """
     run = state.run
     if Limits.from_proto(request.limits) != state.limits:
         raise RunConflictError(f"run {run.run_id!r} exists with other limits", run_id=run.run_id)
+    if Policy.from_proto(request.policy, state.limits) != state.policy:
+        raise RunConflictError(f"run {run.run_id!r} exists with another policy", run_id=run.run_id)
     _check_steps(request)
     run.is_closed = False
     num_rewound = 0
@@ -80,9 +85,10 @@ def _rewind(state: RunState, policy_version: int, now_s: float) -> int:
     will make others of the same number.
     """
     run = state.run
-    if policy_version < run.policy_version - delivery.MAX_RETAINED_STEPS:
+    num_retained = state.policy.num_retained_steps
+    if policy_version < run.policy_version - num_retained:
         raise VersionConflictError(
-            f"policy_version: {policy_version} is more than {delivery.MAX_RETAINED_STEPS} steps before the run's "
+            f"policy_version: {policy_version} is more than {num_retained} steps before the run's "
             f"{run.policy_version}; those steps are no longer retained",
             policy_version=run.policy_version,
         )
@@ -123,13 +129,10 @@ def _forget_future(state: RunState, group_id: str, policy_version: int, now_s: f
     with state.edit(group_id):
         for index in late:
             sample = group.samples[index]
-            has_future_tokens = sample.HasField("max_version") and sample.max_version > policy_version
-            sample.state = _QUEUED
-            if has_future_tokens:
-                state.clear((group_id, index))
-                sample.num_tokens = 0
-                for field in ("min_version", "max_version", "score", "finish_reason"):
-                    sample.ClearField(field)
+            if sample.HasField("max_version") and sample.max_version > policy_version:
+                drops.reset_sample(state, group, index)
+            else:
+                sample.state = _QUEUED
         drops.close_group(state, group, now_s)
 
 

@@ -9,12 +9,18 @@ from penstock.errors import InternalError
 from penstock.v1 import broker_pb2, reward_pb2, types_pb2
 from services.broker.records_pb2 import GroupRecord
 from services.broker.staleness import group_version
+from services.broker.store import SampleId
 from services.broker.waits import timestamp
 
 KEPT_STATES = frozenset(
     (broker_pb2.SAMPLE_STATE_SCORED, broker_pb2.SAMPLE_STATE_DELIVERED, broker_pb2.SAMPLE_STATE_TRAINED)
 )
 MAX_FRAME_BYTES = 1024 * 1024
+
+
+def sample_key(sample: SampleId, attempt: int) -> types_pb2.SampleKey:
+    """How the wire names an attempt at a sample."""
+    return types_pb2.SampleKey(group_id=sample[0], sample_index=sample[1], attempt=attempt)
 
 
 def kept_indices(group: GroupRecord) -> list[int]:
@@ -44,7 +50,7 @@ def trajectory(group: GroupRecord, index: int, parts: Sequence[bytes]) -> types_
             f"sample {group.group_id}/{index}: {len(token_ids)} bytes of tokens for {sample.num_tokens} tokens"
         )
     return types_pb2.Trajectory(
-        key=types_pb2.SampleKey(group_id=group.group_id, sample_index=index),
+        key=sample_key((group.group_id, index), sample.attempt),
         num_leases=sample.num_leases,
         token_ids=token_ids,
         behavior_logprobs=b"".join(chunk.logprobs for chunk in chunks),
@@ -76,14 +82,14 @@ def prefix_token_ids(parts: Sequence[bytes]) -> bytes:
 def score_item(
     run_id: str,
     prompt: types_pb2.Prompt,
-    index: int,
+    key: types_pb2.SampleKey,
     finish_reason: types_pb2.FinishReason.ValueType,
     parts: Sequence[bytes],
 ) -> reward_pb2.ScoreItem:
     """A finished sample for a reward worker."""
     chunks = [types_pb2.TokenChunk.FromString(part) for part in parts]
     return reward_pb2.ScoreItem(
-        key=types_pb2.SampleKey(group_id=prompt.group_id, sample_index=index),
+        key=key,
         prompt_text=prompt.text,
         messages=prompt.messages,
         completion_text=chunks[-1].text if chunks else "",

@@ -19,6 +19,7 @@ from services.broker.admission import AdmissionRule
 from services.broker.dispatch import DispatchPolicy, QueuedGroup, Rank
 from services.broker.limits import Limits
 from services.broker.ordered import SortedKeys
+from services.broker.policy import Policy
 from services.broker.records_pb2 import GroupRecord, RunRecord, SampleRecord
 from services.broker.staleness import group_version
 from services.broker.store import Delta, SampleId, Snapshot
@@ -85,7 +86,12 @@ class RunState:
 
     def admission(self) -> AdmissionRule:
         """The admission rule now."""
-        return AdmissionRule(limits=self.limits, policy_version=self.run.policy_version, num_started=len(self.versions))
+        return AdmissionRule(
+            limits=self.limits,
+            policy=self.policy,
+            policy_version=self.run.policy_version,
+            num_started=len(self.versions),
+        )
 
     def num_waiting(self, purpose: int) -> int:
         """Groups of a purpose of which no sample was ever leased."""
@@ -188,6 +194,7 @@ class RunState:
     def _read_limits(self) -> None:
         if self.run.HasField("limits"):
             self.limits = Limits.from_proto(self.run.limits)
+            self.policy = Policy.from_proto(self.run.policy, self.limits)
 
     def _replace(self, group_id: str, record: bytes | None) -> None:
         old = self.groups.pop(group_id, None)

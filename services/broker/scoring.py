@@ -37,6 +37,7 @@ class ScoringGrant:
 
     lease_id: str
     sample: SampleId
+    attempt: int
     finish_reason: types_pb2.FinishReason.ValueType
     expire_s: float
 
@@ -66,12 +67,14 @@ def lease_scoring(
                 sample = group.samples[index]
                 sample.state = _SCORING
                 sample.num_scoring_leases += 1
-                sample.scoring_lease_id = f"{group.sequence}.{index}.s{sample.num_scoring_leases}.{make_suffix()}"
+                nth = f"{sample.attempt}_s{sample.num_scoring_leases}"
+                sample.scoring_lease_id = f"{group.sequence}.{index}.{nth}.{make_suffix()}"
                 sample.worker_id, sample.scoring_expire_s = worker_id, expire_s
                 grants.append(
                     ScoringGrant(
                         lease_id=sample.scoring_lease_id,
                         sample=(group_id, index),
+                        attempt=sample.attempt,
                         finish_reason=sample.finish_reason,
                         expire_s=expire_s,
                     )

@@ -10,7 +10,7 @@ from penstock.v1 import broker_pb2
 from services.broker import scoring
 from services.broker.hubs import Hubs
 from services.broker.intake import Intake, first_request, wait_for_event
-from services.broker.payload import MAX_FRAME_BYTES, score_item
+from services.broker.payload import MAX_FRAME_BYTES, sample_key, score_item
 from services.broker.run_state import RunState
 from services.broker.scoring import Receipts, ScoringGrant
 from services.broker.validation import (
@@ -130,10 +130,11 @@ class ScoringStream:
         stored = await self._hub.store.chunks(self._hub.run_id, [grant.sample for grant in grants])
         frames, num_bytes = [_Response()], 0
         for grant, parts in zip(grants, stored, strict=True):
-            group_id, index = grant.sample
-            if group_id not in prompts:
+            prompt = prompts.get(grant.sample[0])
+            if prompt is None:
                 continue
-            item = score_item(self._hub.run_id, prompts[group_id], index, grant.finish_reason, parts)
+            key = sample_key(grant.sample, grant.attempt)
+            item = score_item(self._hub.run_id, prompt, key, grant.finish_reason, parts)
             lease = broker_pb2.ScoringLease(lease_id=grant.lease_id, item=item, expire_time=timestamp(grant.expire_s))
             num_bytes += lease.ByteSize()
             if num_bytes > MAX_FRAME_BYTES and frames[-1].leases:

@@ -157,6 +157,7 @@ class BrokerService(broker_pb2_grpc.BrokerServiceServicer):
             return broker_pb2.GetRunResponse(
                 run_id=state.run.run_id,
                 limits=state.run.limits,
+                policy=state.policy.to_proto(),
                 policy_version=state.run.policy_version,
                 is_closed=state.run.is_closed,
                 audit=audit(state),

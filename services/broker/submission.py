@@ -61,6 +61,7 @@ def _add(state: RunState, prompt: types_pb2.Prompt, now_s: float) -> None:
         purpose=prompt.purpose,
         num_prompt_tokens=len(prompt.token_ids) // 4,
         submit_s=now_s,
+        submit_version=run.policy_version,
         samples=[SampleRecord(state=broker_pb2.SAMPLE_STATE_QUEUED) for _ in range(prompt.group_size)],
     )
     if prompt.HasField("min_policy_version"):

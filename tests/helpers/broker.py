@@ -294,9 +294,13 @@ class RunningBroker:
         """A unary call; raises the typed error."""
         return await rpc.call(getattr(self.stub, method), request, peer="broker", timeout_s=TIMEOUT_S)
 
-    async def open(self, *, run_id: str = RUN, version: int = 0, **changes: Any) -> broker_pb2.OpenRunResponse:
+    async def open(
+        self, *, run_id: str = RUN, version: int = 0, policy: broker_pb2.RunPolicy | None = None, **changes: Any
+    ) -> broker_pb2.OpenRunResponse:
         """Open a run."""
-        request = broker_pb2.OpenRunRequest(run_id=run_id, limits=limits(**changes), policy_version=version)
+        request = broker_pb2.OpenRunRequest(
+            run_id=run_id, limits=limits(**changes), policy_version=version, policy=policy
+        )
         response: broker_pb2.OpenRunResponse = await self.call("OpenRun", request)
         return response
 

@@ -20,10 +20,10 @@ CONSUMER = Consumer(consumer_id="rank-0", purpose=types_pb2.PURPOSE_TRAIN, strea
 _numbers = itertools.count()
 
 
-def open_state(*, version: int = 0, **changes: Any) -> RunState:
+def open_state(*, version: int = 0, policy: broker_pb2.RunPolicy | None = None, **changes: Any) -> RunState:
     """A new run with a trainer attached."""
     state = RunState(FirstComeFirstServed())
-    request = broker_pb2.OpenRunRequest(run_id="run-1", limits=limits(**changes), policy_version=version)
+    request = broker_pb2.OpenRunRequest(run_id="run-1", limits=limits(**changes), policy_version=version, policy=policy)
     create_run(state, request, 0.0)
     delivery.attach(state, CONSUMER, held=())
     state.settle()

@@ -9,6 +9,7 @@ from services.broker.batching import ReadyGroup, StepView, choose
 from services.broker.limits import Limits
 from services.broker.metrics import BrokerMetrics
 from services.broker.ordered import SortedKeys
+from services.broker.policy import Policy
 from tests.helpers.broker import limits
 from tests.unit.broker.builders import acknowledge, deliver, make_ready, open_state, submit
 
@@ -17,10 +18,17 @@ def _limits(**changes: int) -> Limits:
     return Limits.from_proto(limits(**changes))
 
 
-def _rule(version: int, num_started: int, *, staleness: int = 1, groups: int = 4) -> AdmissionRule:
-    return AdmissionRule(
-        limits=_limits(max_staleness=staleness, groups_per_step=groups), policy_version=version, num_started=num_started
-    )
+def _rule(
+    version: int,
+    num_started: int,
+    *,
+    staleness: int = 1,
+    groups: int = 4,
+    stale: broker_pb2.StalePolicy.ValueType = broker_pb2.STALE_POLICY_WAIT,
+) -> AdmissionRule:
+    found = _limits(max_staleness=staleness, groups_per_step=groups)
+    policy = Policy.from_proto(broker_pb2.RunPolicy(stale=stale), found)
+    return AdmissionRule(limits=found, policy=policy, policy_version=version, num_started=num_started)
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from penstock.v1 import broker_pb2, types_pb2
 from services.broker import delivery, drops, scoring
 from services.broker.audit import audit
 from services.broker.delivery import Consumer
+from services.broker.policy import DEFAULT_RETAINED_STEPS
 from services.broker.waits import trainer_reason, waiting
 from tests.unit.broker.builders import (
     CONSUMER,
@@ -210,12 +211,12 @@ def test_a_step_that_does_not_follow_is_refused_whole() -> None:
 
 def test_steps_older_than_the_retention_are_forgotten_but_their_ids_are_not() -> None:
     state = open_state(groups_per_step=1)
-    for version in range(delivery.MAX_RETAINED_STEPS + 1):
+    for version in range(DEFAULT_RETAINED_STEPS + 1):
         make_ready(state, f"g{version}", version=version)
         acknowledge(state, deliver(state), version + 1)
-    assert sorted(state.trained) == list(range(2, delivery.MAX_RETAINED_STEPS + 2))
+    assert sorted(state.trained) == list(range(2, DEFAULT_RETAINED_STEPS + 2))
     assert state.pending.retired == {"g0"}
-    assert (audit(state).trained, audit(state).balanced) == (2 * (delivery.MAX_RETAINED_STEPS + 1), True)
+    assert (audit(state).trained, audit(state).balanced) == (2 * (DEFAULT_RETAINED_STEPS + 1), True)
 
 
 def test_dropping_groups_is_idempotent_and_leaves_trained_ones() -> None:
