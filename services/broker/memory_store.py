@@ -5,15 +5,19 @@ from __future__ import annotations
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
 
-from services.broker.store import MAX_BUSY_SPANS, ConflictError, Delta, Mark, SampleId, Snapshot
+from services.broker.store import MARKS_KEPT, MAX_BUSY_SPANS, ConflictError, Delta, Mark, SampleId, Snapshot
 
 
 @dataclass(slots=True)
 class _Run:
     run: bytes = b""
-    marks: list[Mark] = field(default_factory=list)
+    mark: Mark | None = None
+    marks: dict[int, Mark] = field(default_factory=dict)
+    """The last marks by revision, oldest first."""
     changed: dict[str, int] = field(default_factory=dict)
+    """Revision that last changed each group, oldest first, as far back as the marks."""
     groups: dict[str, bytes] = field(default_factory=dict)
     prompts: dict[str, bytes] = field(default_factory=dict)
     chunks: dict[SampleId, list[bytes]] = field(default_factory=dict)
@@ -31,25 +35,24 @@ class MemoryStore:
     async def load(self, run_id: str, since: Mark | None) -> Snapshot | None:
         """See `Store.load`."""
         run = self._runs.get(run_id)
-        if run is None:
+        if run is None or run.mark is None:
             return None
-        mark = run.marks[-1]
-        if since is None or not 1 <= since.revision <= len(run.marks) or run.marks[since.revision - 1] != since:
-            return Snapshot(mark=mark, is_full=True, run=run.run, groups=dict(run.groups))
+        if since is None or run.marks.get(since.revision) != since:
+            return Snapshot(mark=run.mark, is_full=True, run=run.run, groups=dict(run.groups))
         names = [name for name, revision in run.changed.items() if revision > since.revision]
-        return Snapshot(mark=mark, is_full=False, run=run.run, groups={name: run.groups.get(name) for name in names})
+        return Snapshot(
+            mark=run.mark, is_full=False, run=run.run, groups={name: run.groups.get(name) for name in names}
+        )
 
     async def commit(self, run_id: str, expected: Mark | None, delta: Delta) -> Mark:
         """See `Store.commit`."""
         run = self._runs.get(run_id)
-        if (run.marks[-1] if run else None) != expected:
+        if (run.mark if run else None) != expected:
             raise ConflictError(run_id)
         run = self._runs.setdefault(run_id, _Run())
         mark = Mark((expected.revision if expected else 0) + 1, secrets.token_hex(8))
-        run.marks.append(mark)
-        run.run = delta.run
-        for group_id in delta.groups:
-            run.changed[group_id] = mark.revision
+        run.mark, run.run = mark, delta.run
+        _remember(run, mark, delta)
         _write(run.groups, delta.groups)
         _write(run.prompts, delta.prompts)
         for sample in delta.cleared:
@@ -99,6 +102,18 @@ class MemoryStore:
 
     def _run(self, run_id: str) -> _Run:
         return self._runs.get(run_id) or _Run()
+
+
+def _remember(run: _Run, mark: Mark, delta: Delta) -> None:
+    """Note what the commit changed, and forget what no copy that loads a difference will ask about."""
+    oldest = mark.revision - MARKS_KEPT
+    run.marks[mark.revision] = mark
+    run.marks.pop(oldest, None)
+    for group_id in delta.groups:
+        run.changed.pop(group_id, None)
+        run.changed[group_id] = mark.revision
+    for group_id in list(takewhile(lambda name: run.changed[name] <= oldest, run.changed)):
+        del run.changed[group_id]
 
 
 def _write(target: dict[str, bytes], changes: dict[str, bytes | None]) -> None:

@@ -23,12 +23,10 @@ from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from penstock.errors import ServiceUnavailableError
 from services.broker.keys import RUNS, RunKeys
-from services.broker.store import MAX_BUSY_SPANS, ConflictError, Delta, Mark, SampleId, Snapshot
+from services.broker.store import MARKS_KEPT, MAX_BUSY_SPANS, ConflictError, Delta, Mark, SampleId, Snapshot
 
 SOCKET_TIMEOUT_S = 3.0
 MAX_CONNECTIONS = 32
-MARKS_KEPT = 2_000
-"""Commits a broker process may be behind and still load only the difference."""
 
 _LUA = Path(__file__).parent / "lua"
 

@@ -116,3 +116,5 @@ class Store(Protocol):
 
 MAX_BUSY_SPANS = 20_000
 """About an hour of a generator that reports five spans a second; 0.5 MiB."""
+MARKS_KEPT = 2_000
+"""Commits a copy may be behind and still load only the difference."""
