@@ -7,6 +7,7 @@
     +-- LeaseLostError           NOT_FOUND            the lease expired or was revoked
     +-- UnknownVersionError      NOT_FOUND            no weights of that version
     +-- OffsetMismatchError      OUT_OF_RANGE         a chunk does not begin where the accepted tokens end
+    +-- NotRetainedError         OUT_OF_RANGE         a trained step's payload is no longer kept
     +-- QueueFullError           RESOURCE_EXHAUSTED   retry after a delay
     +-- StaleError               FAILED_PRECONDITION  older than the staleness bound allows
     +-- VersionConflictError     FAILED_PRECONDITION  the step does not follow the run's policy version
@@ -86,6 +87,12 @@ class OffsetMismatchError(PenstockError):
     """A chunk does not begin where the accepted tokens end."""
 
     code, reason = code_pb2.OUT_OF_RANGE, "OFFSET_MISMATCH"
+
+
+class NotRetainedError(PenstockError):
+    """A trained step's payload is no longer kept; `metadata["oldest_policy_version"]` is what can still be had."""
+
+    code, reason = code_pb2.OUT_OF_RANGE, "NOT_RETAINED"
 
 
 class QueueFullError(PenstockError):

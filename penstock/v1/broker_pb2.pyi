@@ -1987,24 +1987,32 @@ class ExportTrajectoriesRequest(_message.Message):
     RUN_ID_FIELD_NUMBER: _builtins.int
     FROM_POLICY_VERSION_FIELD_NUMBER: _builtins.int
     FOLLOW_FIELD_NUMBER: _builtins.int
+    HISTORY_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     """Which run."""
     from_policy_version: _builtins.int
-    """First policy version (of the step that trained them) to export."""
+    """First policy version (of the step that trained them) to export; 0 means the oldest one retained."""
     follow: _builtins.bool
     """Go on with every step as it is acknowledged, until the run is closed; else end with the newest one."""
+    history: _builtins.int
+    """For a client that goes on after a lost stream: the history counter it saw last. Steps that were trained anew after a
+    rewind since then are sent again, also those before from_policy_version.
+    """
     def __init__(
         self,
         *,
         run_id: _builtins.str = ...,
         from_policy_version: _builtins.int = ...,
         follow: _builtins.bool = ...,
+        history: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_history", b"_history", "history", b"history"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["follow", b"follow", "from_policy_version", b"from_policy_version", "run_id", b"run_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_history", b"_history", "follow", b"follow", "from_policy_version", b"from_policy_version", "history", b"history", "run_id", b"run_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__history: _TypeAlias = _typing.Literal["history"]  # noqa: Y015
+    _WhichOneofArgType__history: _TypeAlias = _typing.Literal["_history", b"_history"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__history) -> _WhichOneofReturnType__history | None: ...
 
 Global___ExportTrajectoriesRequest: _TypeAlias = ExportTrajectoriesRequest  # noqa: Y015
 
@@ -2018,14 +2026,16 @@ class ExportTrajectoriesResponse(_message.Message):
     POLICY_VERSION_FIELD_NUMBER: _builtins.int
     HISTORY_FIELD_NUMBER: _builtins.int
     policy_version: _builtins.int
-    """The version its step produced."""
+    """The version its step produced; in a sign of life, the last version of which everything was sent."""
     history: _builtins.int
     """The run's history counter when it was sent: after a rewind, steps come again under a higher one and replace those
     of the same version sent before.
     """
     @_builtins.property
     def group(self) -> _types_pb2.TrajectoryGroup:
-        """A trained group."""
+        """A trained group, its completions' text included. Unset in a sign of life, which comes with `follow` after each step
+        and at least every 5 seconds.
+        """
 
     def __init__(
         self,

@@ -245,8 +245,11 @@ class BrokerServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def ExportTrajectories(self, request, context):
-        """Streams groups that were trained and are still retained, oldest step first, for recording, replay and rescoring.
+        """Streams groups that were trained and are still retained, oldest step first, for recording, replay and rescoring. The
+        broker reads ahead by a few groups only: a client that stops reading costs no memory.
 
+        OUT_OF_RANGE / NOT_RETAINED: a step that is due was forgotten already, because the client asked or read too late;
+        no step is ever left out silently. The error's `oldest_policy_version` is what can still be had.
         UNIMPLEMENTED / NOT_OFFERED: this broker retains no payload after training.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)

@@ -106,8 +106,11 @@ class BrokerServiceStub:
     WatchPolicy: _grpc.UnaryStreamMultiCallable[_broker_pb2.WatchPolicyRequest, _broker_pb2.WatchPolicyResponse]
     """The run's policy version; the first message is the current one."""
     ExportTrajectories: _grpc.UnaryStreamMultiCallable[_broker_pb2.ExportTrajectoriesRequest, _broker_pb2.ExportTrajectoriesResponse]
-    """Streams groups that were trained and are still retained, oldest step first, for recording, replay and rescoring.
+    """Streams groups that were trained and are still retained, oldest step first, for recording, replay and rescoring. The
+    broker reads ahead by a few groups only: a client that stops reading costs no memory.
 
+    OUT_OF_RANGE / NOT_RETAINED: a step that is due was forgotten already, because the client asked or read too late;
+    no step is ever left out silently. The error's `oldest_policy_version` is what can still be had.
     UNIMPLEMENTED / NOT_OFFERED: this broker retains no payload after training.
     """
 
@@ -179,8 +182,11 @@ class BrokerServiceAsyncStub(BrokerServiceStub):
     WatchPolicy: _aio.UnaryStreamMultiCallable[_broker_pb2.WatchPolicyRequest, _broker_pb2.WatchPolicyResponse]  # type: ignore[assignment]
     """The run's policy version; the first message is the current one."""
     ExportTrajectories: _aio.UnaryStreamMultiCallable[_broker_pb2.ExportTrajectoriesRequest, _broker_pb2.ExportTrajectoriesResponse]  # type: ignore[assignment]
-    """Streams groups that were trained and are still retained, oldest step first, for recording, replay and rescoring.
+    """Streams groups that were trained and are still retained, oldest step first, for recording, replay and rescoring. The
+    broker reads ahead by a few groups only: a client that stops reading costs no memory.
 
+    OUT_OF_RANGE / NOT_RETAINED: a step that is due was forgotten already, because the client asked or read too late;
+    no step is ever left out silently. The error's `oldest_policy_version` is what can still be had.
     UNIMPLEMENTED / NOT_OFFERED: this broker retains no payload after training.
     """
 
@@ -339,8 +345,11 @@ class BrokerServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _broker_pb2.ExportTrajectoriesRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_broker_pb2.ExportTrajectoriesResponse], _abc.AsyncIterator[_broker_pb2.ExportTrajectoriesResponse]]:
-        """Streams groups that were trained and are still retained, oldest step first, for recording, replay and rescoring.
+        """Streams groups that were trained and are still retained, oldest step first, for recording, replay and rescoring. The
+        broker reads ahead by a few groups only: a client that stops reading costs no memory.
 
+        OUT_OF_RANGE / NOT_RETAINED: a step that is due was forgotten already, because the client asked or read too late;
+        no step is ever left out silently. The error's `oldest_policy_version` is what can still be had.
         UNIMPLEMENTED / NOT_OFFERED: this broker retains no payload after training.
         """
 

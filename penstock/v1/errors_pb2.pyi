@@ -65,6 +65,8 @@ class _ErrorReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ErrorReas
     """[NOT_FOUND] No weights of that version (yet, or any more). Watch manifests, or ask for the newest."""
     ERROR_REASON_BUSY: _ErrorReason.ValueType  # 17
     """[ALREADY_EXISTS] The trainer runs another run. Stop that one first."""
+    ERROR_REASON_NOT_RETAINED: _ErrorReason.ValueType  # 18
+    """[OUT_OF_RANGE] The step's payload is no longer retained. Ask from the version in the metadata, or not at all."""
 
 class ErrorReason(_ErrorReason, metaclass=_ErrorReasonEnumTypeWrapper):
     """Why a call, or one item of it, was refused. The status code that goes with each is in brackets."""
@@ -105,6 +107,8 @@ ERROR_REASON_UNKNOWN_VERSION: ErrorReason.ValueType  # 16
 """[NOT_FOUND] No weights of that version (yet, or any more). Watch manifests, or ask for the newest."""
 ERROR_REASON_BUSY: ErrorReason.ValueType  # 17
 """[ALREADY_EXISTS] The trainer runs another run. Stop that one first."""
+ERROR_REASON_NOT_RETAINED: ErrorReason.ValueType  # 18
+"""[OUT_OF_RANGE] The step's payload is no longer retained. Ask from the version in the metadata, or not at all."""
 Global___ErrorReason: _TypeAlias = ErrorReason  # noqa: Y015
 
 @_typing.final

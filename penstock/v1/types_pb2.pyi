@@ -469,6 +469,7 @@ class Trajectory(_message.Message):
     LEASE_TIME_FIELD_NUMBER: _builtins.int
     FINISH_TIME_FIELD_NUMBER: _builtins.int
     SCORE_TIME_FIELD_NUMBER: _builtins.int
+    TEXT_FIELD_NUMBER: _builtins.int
     num_leases: _builtins.int
     """How many leases the sample needed; 1 when no generator was lost."""
     token_ids: _builtins.bytes
@@ -487,6 +488,8 @@ class Trajectory(_message.Message):
     """Newest policy version among its tokens."""
     generator_id: _builtins.str
     """The generator that finished it."""
+    text: _builtins.str
+    """The whole completion as text. Set where it is exported; left out of microbatches, since trainers do not read it."""
     @_builtins.property
     def key(self) -> Global___SampleKey:
         """Which sample."""
@@ -534,10 +537,11 @@ class Trajectory(_message.Message):
         lease_time: _timestamp_pb2.Timestamp | None = ...,
         finish_time: _timestamp_pb2.Timestamp | None = ...,
         score_time: _timestamp_pb2.Timestamp | None = ...,
+        text: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["finish_time", b"finish_time", "key", b"key", "lease_time", b"lease_time", "policy_versions", b"policy_versions", "score", b"score", "score_time", b"score_time", "submit_time", b"submit_time"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["advantages", b"advantages", "behavior_logprobs", b"behavior_logprobs", "finish_reason", b"finish_reason", "finish_time", b"finish_time", "generator_id", b"generator_id", "key", b"key", "lease_time", b"lease_time", "loss_mask", b"loss_mask", "max_policy_version", b"max_policy_version", "min_policy_version", b"min_policy_version", "num_leases", b"num_leases", "policy_versions", b"policy_versions", "score", b"score", "score_time", b"score_time", "submit_time", b"submit_time", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["advantages", b"advantages", "behavior_logprobs", b"behavior_logprobs", "finish_reason", b"finish_reason", "finish_time", b"finish_time", "generator_id", b"generator_id", "key", b"key", "lease_time", b"lease_time", "loss_mask", b"loss_mask", "max_policy_version", b"max_policy_version", "min_policy_version", b"min_policy_version", "num_leases", b"num_leases", "policy_versions", b"policy_versions", "score", b"score", "score_time", b"score_time", "submit_time", b"submit_time", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -260,6 +260,7 @@ def _accept(
     ):
         state.append((group.group_id, chunk.sample_index), chunk.payload)
     _add_tokens(sample, chunk)
+    sample.last_chunk_s = now_s
     if chunk.finish_reason == types_pb2.FINISH_REASON_ABORTED:
         _requeue(state, group, chunk.sample_index)
     elif chunk.finish_reason:

@@ -31,8 +31,10 @@ class _Delivery:
     policy_version: int
 
 
-async def load_groups(hub: RunHub, groups: Sequence[GroupRecord]) -> list[types_pb2.TrajectoryGroup]:
-    """Groups with their payload; those given up meanwhile are left out."""
+async def load_groups(
+    hub: RunHub, groups: Sequence[GroupRecord], *, has_text: bool = False
+) -> list[types_pb2.TrajectoryGroup]:
+    """Groups with their payload, the completions' text if asked for; those given up meanwhile are left out."""
     prompts = await hub.prompts([group.group_id for group in groups])
     samples = [(group.group_id, index) for group in groups for index in kept_indices(group)]
     stored = dict(zip(samples, await hub.store.chunks(hub.run_id, samples), strict=True))
@@ -40,7 +42,7 @@ async def load_groups(hub: RunHub, groups: Sequence[GroupRecord]) -> list[types_
     for group in groups:
         parts = [stored[(group.group_id, index)] for index in kept_indices(group)]
         if group.group_id in prompts and all(parts):
-            loaded.append(trajectory_group(group, prompts[group.group_id], parts))
+            loaded.append(trajectory_group(group, prompts[group.group_id], parts, has_text=has_text))
     return loaded
 
 

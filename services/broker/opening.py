@@ -17,6 +17,8 @@ from services.broker.records_pb2 import GroupRecord, RunRecord
 from services.broker.run_state import RunState
 
 _QUEUED, _LEASED = broker_pb2.SAMPLE_STATE_QUEUED, broker_pb2.SAMPLE_STATE_LEASED
+MAX_REWINDS_KEPT = 16
+"""Rewinds remembered for whoever follows the run's steps; one who missed more begins with the oldest step retained."""
 _DONE_STATES = frozenset((broker_pb2.SAMPLE_STATE_DROPPED, broker_pb2.SAMPLE_STATE_TRAINED))
 
 
@@ -94,6 +96,8 @@ def _rewind(state: RunState, policy_version: int, now_s: float) -> int:
         )
     run.policy_version, run.version_s = policy_version, now_s
     run.history += 1
+    run.rewinds.add(history=run.history, policy_version=policy_version)
+    del run.rewinds[:-MAX_REWINDS_KEPT]
     undone = [
         group_id
         for version in [version for version in state.trained if version > policy_version]

@@ -29,18 +29,25 @@ def kept_indices(group: GroupRecord) -> list[int]:
 
 
 def trajectory_group(
-    group: GroupRecord, prompt: types_pb2.Prompt, chunks: Sequence[Sequence[bytes]]
+    group: GroupRecord, prompt: types_pb2.Prompt, chunks: Sequence[Sequence[bytes]], *, has_text: bool = False
 ) -> types_pb2.TrajectoryGroup:
-    """A group for the trainer; `chunks` are the stored chunks of each of `kept_indices(group)`."""
+    """A group as it leaves the broker; `chunks` are the stored chunks of each of `kept_indices(group)`.
+
+    Text goes along only with `has_text`: an export wants it, a trainer does not.
+    """
     indices = kept_indices(group)
     return types_pb2.TrajectoryGroup(
         prompt=prompt,
-        trajectories=[trajectory(group, index, parts) for index, parts in zip(indices, chunks, strict=True)],
+        trajectories=[
+            trajectory(group, index, parts, has_text=has_text) for index, parts in zip(indices, chunks, strict=True)
+        ],
         min_policy_version=group_version(group) or 0,
     )
 
 
-def trajectory(group: GroupRecord, index: int, parts: Sequence[bytes]) -> types_pb2.Trajectory:
+def trajectory(
+    group: GroupRecord, index: int, parts: Sequence[bytes], *, has_text: bool = False
+) -> types_pb2.Trajectory:
     """One sample, its chunks joined. Raises InternalError when payload is missing."""
     sample = group.samples[index]
     chunks = [types_pb2.TokenChunk.FromString(part) for part in parts]
@@ -65,6 +72,7 @@ def trajectory(group: GroupRecord, index: int, parts: Sequence[bytes]) -> types_
         lease_time=timestamp(sample.first_lease_s),
         finish_time=timestamp(sample.finish_s),
         score_time=timestamp(sample.score_s),
+        text=chunks[-1].text if has_text and chunks else "",
     )
 
 

@@ -50,6 +50,7 @@ class SampleRecord(_message.Message):
     LEASE_S_FIELD_NUMBER: _builtins.int
     ATTEMPT_FIELD_NUMBER: _builtins.int
     PREDICTED_TOKENS_FIELD_NUMBER: _builtins.int
+    LAST_CHUNK_S_FIELD_NUMBER: _builtins.int
     state: _broker_pb2.SampleState.ValueType
     """Where it stands."""
     num_leases: _builtins.int
@@ -90,6 +91,8 @@ class SampleRecord(_message.Message):
     """How often it was begun anew, its tokens thrown away."""
     predicted_tokens: _builtins.float
     """Forecast of its completion's length, tokens; unset when there is none."""
+    last_chunk_s: _builtins.float
+    """When its last chunk was accepted; 0 while it has none."""
     @_builtins.property
     def score(self) -> _types_pb2.Score:
         """The score; set from SCORED on."""
@@ -118,10 +121,11 @@ class SampleRecord(_message.Message):
         lease_s: _builtins.float = ...,
         attempt: _builtins.int = ...,
         predicted_tokens: _builtins.float | None = ...,
+        last_chunk_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_max_version", b"_max_version", "_min_version", b"_min_version", "_predicted_tokens", b"_predicted_tokens", "max_version", b"max_version", "min_version", b"min_version", "predicted_tokens", b"predicted_tokens", "score", b"score"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_version", b"_max_version", "_min_version", b"_min_version", "_predicted_tokens", b"_predicted_tokens", "attempt", b"attempt", "finish_reason", b"finish_reason", "finish_s", b"finish_s", "first_lease_s", b"first_lease_s", "generator_id", b"generator_id", "lease_expire_s", b"lease_expire_s", "lease_id", b"lease_id", "lease_s", b"lease_s", "lease_version", b"lease_version", "max_version", b"max_version", "min_version", b"min_version", "num_leases", b"num_leases", "num_scoring_leases", b"num_scoring_leases", "num_tokens", b"num_tokens", "predicted_tokens", b"predicted_tokens", "score", b"score", "score_s", b"score_s", "scoring_expire_s", b"scoring_expire_s", "scoring_lease_id", b"scoring_lease_id", "state", b"state", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_version", b"_max_version", "_min_version", b"_min_version", "_predicted_tokens", b"_predicted_tokens", "attempt", b"attempt", "finish_reason", b"finish_reason", "finish_s", b"finish_s", "first_lease_s", b"first_lease_s", "generator_id", b"generator_id", "last_chunk_s", b"last_chunk_s", "lease_expire_s", b"lease_expire_s", "lease_id", b"lease_id", "lease_s", b"lease_s", "lease_version", b"lease_version", "max_version", b"max_version", "min_version", b"min_version", "num_leases", b"num_leases", "num_scoring_leases", b"num_scoring_leases", "num_tokens", b"num_tokens", "predicted_tokens", b"predicted_tokens", "score", b"score", "score_s", b"score_s", "scoring_expire_s", b"scoring_expire_s", "scoring_lease_id", b"scoring_lease_id", "state", b"state", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__max_version: _TypeAlias = _typing.Literal["max_version"]  # noqa: Y015
     _WhichOneofArgType__max_version: _TypeAlias = _typing.Literal["_max_version", b"_max_version"]  # noqa: Y015
@@ -137,6 +141,32 @@ class SampleRecord(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__predicted_tokens) -> _WhichOneofReturnType__predicted_tokens | None: ...
 
 Global___SampleRecord: _TypeAlias = SampleRecord  # noqa: Y015
+
+@_typing.final
+class RewindRecord(_message.Message):
+    """A rewind of a run: the trainer came back with an older checkpoint."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    HISTORY_FIELD_NUMBER: _builtins.int
+    POLICY_VERSION_FIELD_NUMBER: _builtins.int
+    history: _builtins.int
+    """The run's history counter since then."""
+    policy_version: _builtins.int
+    """The version it went back to."""
+    def __init__(
+        self,
+        *,
+        history: _builtins.int = ...,
+        policy_version: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["history", b"history", "policy_version", b"policy_version"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RewindRecord: _TypeAlias = RewindRecord  # noqa: Y015
 
 @_typing.final
 class GroupRecord(_message.Message):
@@ -289,6 +319,7 @@ class RunRecord(_message.Message):
     VERSION_S_FIELD_NUMBER: _builtins.int
     STREAMS_FIELD_NUMBER: _builtins.int
     POLICY_FIELD_NUMBER: _builtins.int
+    REWINDS_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     """Its name."""
     policy_version: _builtins.int
@@ -327,6 +358,10 @@ class RunRecord(_message.Message):
     def policy(self) -> _broker_pb2.RunPolicy:
         """How its samples are treated, every default filled in."""
 
+    @_builtins.property
+    def rewinds(self) -> _containers.RepeatedCompositeFieldContainer[Global___RewindRecord]:
+        """Its last rewinds, oldest first."""
+
     def __init__(
         self,
         *,
@@ -344,10 +379,11 @@ class RunRecord(_message.Message):
         version_s: _builtins.float = ...,
         streams: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
         policy: _broker_pb2.RunPolicy | None = ...,
+        rewinds: _abc.Iterable[Global___RewindRecord] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["limits", b"limits", "policy", b"policy"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["dropped", b"dropped", "history", b"history", "is_closed", b"is_closed", "last_sequence", b"last_sequence", "limits", b"limits", "open_s", b"open_s", "policy", b"policy", "policy_version", b"policy_version", "run_id", b"run_id", "streams", b"streams", "submitted", b"submitted", "trained", b"trained", "trained_by_staleness", b"trained_by_staleness", "version_s", b"version_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["dropped", b"dropped", "history", b"history", "is_closed", b"is_closed", "last_sequence", b"last_sequence", "limits", b"limits", "open_s", b"open_s", "policy", b"policy", "policy_version", b"policy_version", "rewinds", b"rewinds", "run_id", b"run_id", "streams", b"streams", "submitted", b"submitted", "trained", b"trained", "trained_by_staleness", b"trained_by_staleness", "version_s", b"version_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

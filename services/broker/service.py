@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
-from functools import partial
+from collections.abc import AsyncIterator
 from typing import Any
 
 import grpc
@@ -13,11 +12,11 @@ from penstock.errors import NotOfferedError
 from penstock.v1 import broker_pb2, broker_pb2_grpc
 from services.broker import delivery, drops, submission, waits
 from services.broker.audit import audit
+from services.broker.export import export
 from services.broker.hubs import Hubs
 from services.broker.intake import wait_for_event
 from services.broker.lease_stream import LeaseStream
-from services.broker.microbatch_stream import MicrobatchStream, copy_of, load_groups
-from services.broker.records_pb2 import GroupRecord
+from services.broker.microbatch_stream import MicrobatchStream
 from services.broker.run_state import RunState
 from services.broker.scoring_stream import ScoringStream
 from services.broker.token_stream import serve_tokens
@@ -35,7 +34,6 @@ RETRY_DELAY = Duration(nanos=200_000_000)
 """How long a client waits before it sends prompts again that found the queue full: a few steps of a small run."""
 MAX_RUNS_LISTED = 1_000
 WATCH_CHECK_S = 5.0
-EXPORT_BATCH_GROUPS = 8
 
 _Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -204,23 +202,7 @@ class BrokerService(broker_pb2_grpc.BrokerServiceServicer):
     async def ExportTrajectories(
         self, request: broker_pb2.ExportTrajectoriesRequest, context: _Context
     ) -> AsyncIterator[broker_pb2.ExportTrajectoriesResponse]:
-        """Retained steps, oldest first, a few groups at a time."""
+        """Retained steps, and with follow those to come; see `export`."""
         check_run_id(request.run_id)
-        hub = self._hubs.hub(request.run_id)
-
-        def operation(state: RunState) -> list[str]:
-            versions = sorted(version for version in state.trained if version >= request.from_policy_version)
-            return [group_id for version in versions for group_id in sorted(state.trained[version])]
-
-        group_ids = await hub.transact(operation)
-        for start in range(0, len(group_ids), EXPORT_BATCH_GROUPS):
-            self._hubs.check_serving()
-            wanted = group_ids[start : start + EXPORT_BATCH_GROUPS]
-            records = await hub.transact(partial(_copies, group_ids=wanted), must_verify=False)
-            versions = {record.group_id: record.trained_version for record in records}
-            for group in await load_groups(hub, records):
-                yield broker_pb2.ExportTrajectoriesResponse(group=group, policy_version=versions[group.prompt.group_id])
-
-
-def _copies(state: RunState, *, group_ids: Sequence[str]) -> list[GroupRecord]:
-    return [copy_of(state.groups[group_id]) for group_id in group_ids if group_id in state.groups]
+        async for response in export(self._hubs, request):
+            yield response

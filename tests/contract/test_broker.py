@@ -44,6 +44,7 @@ from tests.helpers.broker import (
     serving,
 )
 from tests.helpers.redis_server import flush, shared_redis
+from tests.helpers.steps import train_step
 
 STOP = types_pb2.FINISH_REASON_STOP
 
@@ -78,18 +79,6 @@ async def _error_of(stream: Duplex) -> PenstockError:
     except grpc.aio.AioRpcError as error:
         return from_rpc_error(error, peer="broker")
     pytest.fail("the stream ended with OK")
-
-
-async def _train_step(broker: RunningBroker, *names: str, version: int = 0) -> Trainer:
-    """Take groups all the way to an acknowledged step."""
-    await broker.submit(*(prompt(name) for name in names))
-    generator, worker, trainer = (kind.connect(broker.channel) for kind in (Generator, Worker, Trainer))
-    generator.beat(credits=2 * len(names), version=version)
-    await generator.finish(await generator.leases(2 * len(names)))
-    await worker.score(2 * len(names))
-    groups = await trainer.groups(len(names))
-    await trainer.ack([group.prompt.group_id for group in groups], version + 1)
-    return trainer
 
 
 async def test_a_sample_goes_all_the_way_and_the_books_balance(broker: RunningBroker) -> None:
@@ -361,7 +350,7 @@ async def test_evaluation_reaches_its_own_stream_and_stays_out_of_the_books(brok
 
 async def test_acknowledging_is_idempotent_and_strict(broker: RunningBroker) -> None:
     await broker.open()
-    trainer = await _train_step(broker, "a", "b")
+    trainer = await train_step(broker, "a", "b")
     assert (await trainer.ack(["a", "b"], 1)).num_samples == 4
     with pytest.raises(VersionConflictError):
         await trainer.ack(["a"], 3)
@@ -372,7 +361,7 @@ async def test_acknowledging_is_idempotent_and_strict(broker: RunningBroker) -> 
 
 async def test_a_run_rewinds_to_the_trainers_checkpoint(broker: RunningBroker) -> None:
     await broker.open()
-    await _train_step(broker, "a", "b")
+    await train_step(broker, "a", "b")
     watch = broker.stub.WatchPolicy(broker_pb2.WatchPolicyRequest(run_id=RUN), timeout=30)
     first = await watch.read()
     assert (first.policy_version, first.history) == (1, 0)
@@ -500,7 +489,7 @@ async def test_the_run_shows_generators_their_busy_spans_and_who_waits(broker: R
 
 async def test_trained_groups_can_be_exported(broker: RunningBroker) -> None:
     await broker.open()
-    await _train_step(broker, "a", "b")
+    await train_step(broker, "a", "b")
     call = broker.stub.ExportTrajectories(broker_pb2.ExportTrajectoriesRequest(run_id=RUN), timeout=10)
     exported = [response async for response in call]
     assert [(item.group.prompt.group_id, item.policy_version) for item in exported] == [("a", 1), ("b", 1)]
@@ -549,7 +538,7 @@ async def test_a_cancelled_stream_leaves_the_run_usable(broker: RunningBroker) -
         return hub.num_listeners == 0
 
     await eventually(nobody_listens)
-    await _train_step(broker, "a")
+    await train_step(broker, "a")
 
 
 async def test_health_and_reflection_name_the_service(broker: RunningBroker) -> None:

@@ -133,6 +133,7 @@ class Generator:
     version: int = 0
     num_credits: int = 0
     sequence: int = 0
+    run_id: str = RUN
 
     @classmethod
     def connect(
@@ -144,7 +145,7 @@ class Generator:
             run_id=run_id, generator_id=generator_id, engine="test", max_context_tokens=max_context_tokens
         )
         stream = Duplex(stub.StreamLeases, broker_pb2.StreamLeasesRequest(hello=hello))
-        return cls(stub, stream, Duplex(stub.StreamTokens), generator_id)
+        return cls(stub, stream, Duplex(stub.StreamTokens), generator_id, run_id=run_id)
 
     def beat(self, *, credits: int = 0, version: int | None = None, active: Iterable[str] = (), **more: Any) -> None:
         """A heartbeat that grants further credits."""
@@ -166,12 +167,12 @@ class Generator:
         """The next reason for handing nothing out."""
         return await self.stream.expect(lambda response: response.idle.reason if response.HasField("idle") else None)
 
-    async def put(self, *chunks: types_pb2.TokenChunk, run_id: str = RUN) -> list[broker_pb2.ChunkError]:
+    async def put(self, *chunks: types_pb2.TokenChunk, run_id: str = "") -> list[broker_pb2.ChunkError]:
         """Send chunks, wait for the answer."""
         self.sequence += 1
         self.tokens.send(
             broker_pb2.StreamTokensRequest(
-                run_id=run_id, generator_id=self.generator_id, sequence=self.sequence, chunks=chunks
+                run_id=run_id or self.run_id, generator_id=self.generator_id, sequence=self.sequence, chunks=chunks
             )
         )
         response = await self.tokens.receive()

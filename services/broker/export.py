@@ -1,0 +1,147 @@
+"""Trained groups on their way out: retained steps, oldest first, and with `follow` each step as it is acknowledged.
+
+Promises: no step is left out silently (one that is no longer retained ends the stream with NotRetainedError); steps
+trained anew after a rewind are sent again; what is read ahead is bounded, so a client that stops reading costs no
+memory; a follower hears something at least every SIGN_OF_LIFE_S.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from functools import partial
+
+from penstock.errors import InternalError, InvalidFieldError, NotRetainedError
+from penstock.v1 import broker_pb2, types_pb2
+from services.broker.hub import RunHub
+from services.broker.hubs import Hubs
+from services.broker.intake import wait_for_event
+from services.broker.microbatch_stream import copy_of, load_groups
+from services.broker.records_pb2 import GroupRecord
+from services.broker.run_state import RunState
+
+SIGN_OF_LIFE_S = 5.0
+MAX_BATCH_GROUPS = 64
+MAX_BATCH_TOKENS = 256 * 1024
+"""About 2 MiB of payload read ahead; a larger group goes alone."""
+
+_Response = broker_pb2.ExportTrajectoriesResponse
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cursor:
+    """What a client has."""
+
+    next_version: int
+    """First step it has not; 0 means the oldest one retained."""
+    history: int | None
+    """The run's history counter as the client knows it; None when it has nothing yet."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """What to send next."""
+
+    version: int
+    """The step."""
+    history: int
+    """The run's history counter."""
+    group_ids: tuple[str, ...]
+    """Its groups in order of submission; empty when the step is not done yet."""
+    is_closed: bool
+    """Whether the run is closed."""
+
+
+def cursor_of(request: broker_pb2.ExportTrajectoriesRequest) -> Cursor:
+    """Where a request begins. Raises InvalidFieldError."""
+    version = request.from_policy_version
+    if version < 0:
+        raise InvalidFieldError(f"from_policy_version: {version}; must be at least 0", field="from_policy_version")
+    return Cursor(next_version=version, history=request.history if request.HasField("history") else None)
+
+
+def plan(state: RunState, cursor: Cursor) -> Plan:
+    """The step that comes next. Raises NotRetainedError when it was trained, but is forgotten."""
+    run = state.run
+    version = _version_after_rewinds(state, cursor) or min(state.trained, default=run.policy_version + 1)
+    group_ids: tuple[str, ...] = ()
+    if version in state.trained:
+        group_ids = tuple(sorted(state.trained[version], key=lambda group_id: state.groups[group_id].sequence))
+    elif version <= run.policy_version:
+        oldest = min((kept for kept in state.trained if kept > version), default=run.policy_version + 1)
+        raise NotRetainedError(
+            f"step {version} of run {run.run_id!r} is no longer retained; the first that is, or will be, is {oldest}",
+            policy_version=version,
+            oldest_policy_version=oldest,
+        )
+    return Plan(version=version, history=run.history, group_ids=group_ids, is_closed=run.is_closed)
+
+
+def _version_after_rewinds(state: RunState, cursor: Cursor) -> int:
+    """The cursor's version, or the first step that a rewind the client has not heard of made void."""
+    if cursor.history is None or cursor.history >= state.run.history:
+        return cursor.next_version
+    unheard = [rewind for rewind in state.run.rewinds if rewind.history > cursor.history]
+    if len(unheard) < state.run.history - cursor.history:
+        return 0
+    return min(cursor.next_version, *(rewind.policy_version + 1 for rewind in unheard))
+
+
+async def export(hubs: Hubs, request: broker_pb2.ExportTrajectoriesRequest) -> AsyncIterator[_Response]:
+    """Everything an ExportTrajectories call sends."""
+    hub, cursor = hubs.hub(request.run_id), cursor_of(request)
+    must_verify, spoke_s = True, 0.0
+    with hub.listening() as wake:
+        while True:
+            hubs.check_serving()
+            planned = await hub.transact(partial(plan, cursor=cursor), must_verify=must_verify)
+            must_verify = False
+            if not planned.group_ids and (planned.is_closed or not request.follow):
+                return
+            num_sent = 0
+            while groups := await _load_some(hub, planned, num_sent):
+                for group in groups:
+                    yield _Response(group=group, policy_version=planned.version, history=planned.history)
+                num_sent += len(groups)
+            is_sent = bool(planned.group_ids) and num_sent == len(planned.group_ids)
+            cursor = Cursor(next_version=planned.version + is_sent, history=planned.history)
+            if request.follow and (is_sent or time.monotonic() - spoke_s >= SIGN_OF_LIFE_S):
+                spoke_s = time.monotonic()
+                yield _Response(policy_version=cursor.next_version - 1, history=planned.history)
+            await _wait_for_news(hubs, hub, cursor, wake, spoke_s + SIGN_OF_LIFE_S)
+
+
+async def _load_some(hub: RunHub, planned: Plan, start: int) -> list[types_pb2.TrajectoryGroup]:
+    """The step's groups from position `start` on, not many; none at its end, or when the step is no longer the same."""
+    records = await hub.transact(partial(_records, planned=planned, start=start), must_verify=False)
+    groups = await load_groups(hub, records, has_text=True)
+    if len(groups) == len(records):
+        return groups
+    if await hub.transact(partial(_records, planned=planned, start=start)):
+        raise InternalError(f"run {hub.run_id!r}: payload of step {planned.version} is missing")
+    return []
+
+
+def _records(state: RunState, *, planned: Plan, start: int) -> list[GroupRecord]:
+    if state.run.history != planned.history or state.trained.get(planned.version) != set(planned.group_ids):
+        return []
+    records: list[GroupRecord] = []
+    num_tokens = 0
+    for group_id in planned.group_ids[start : start + MAX_BATCH_GROUPS]:
+        group = state.groups[group_id]
+        num_tokens += group.num_prompt_tokens + sum(sample.num_tokens for sample in group.samples)
+        if records and num_tokens > MAX_BATCH_TOKENS:
+            break
+        records.append(copy_of(group))
+    return records
+
+
+async def _wait_for_news(hubs: Hubs, hub: RunHub, cursor: Cursor, wake: asyncio.Event, until_s: float) -> None:
+    """Until the copy may hold what follows `cursor`, or until `until_s` of the monotonic clock."""
+    while not hubs.is_stopping and (timeout_s := until_s - time.monotonic()) > 0:
+        run = None if hub.copy is None else hub.copy.run
+        if run is None or run.is_closed or run.history != cursor.history or run.policy_version >= cursor.next_version:
+            return
+        await wait_for_event(wake, timeout_s)

@@ -1,0 +1,176 @@
+"""ExportTrajectories: retained steps, those to come, rewinds, and what is no longer there."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc
+import pytest
+
+from penstock.errors import InvalidFieldError, NotRetainedError, PenstockError, ServiceUnavailableError, from_rpc_error
+from penstock.v1 import broker_pb2
+from services.broker import export
+from services.broker.memory_store import MemoryStore
+from tests.helpers.broker import RUN, TIMEOUT_S, RunningBroker, Trainer, serving
+from tests.helpers.steps import ack_step, train_step
+
+_Step = tuple[int, int, tuple[str, ...]]
+"""Policy version, history, group ids."""
+
+
+@pytest.fixture
+async def broker() -> AsyncIterator[RunningBroker]:
+    async with serving(MemoryStore()) as running:
+        await running.open(max_staleness=4)
+        yield running
+
+
+@pytest.fixture
+async def forgetful() -> AsyncIterator[RunningBroker]:
+    """A broker whose run keeps the payload of one step only."""
+    async with serving(MemoryStore()) as running:
+        await running.open(policy=broker_pb2.RunPolicy(num_retained_steps=1))
+        yield running
+
+
+class _Follower:
+    """An export stream, read step by step."""
+
+    def __init__(self, broker: RunningBroker, *, follow: bool = True, **request: Any) -> None:
+        message = broker_pb2.ExportTrajectoriesRequest(run_id=RUN, follow=follow, **request)
+        self._call = broker.stub.ExportTrajectories(message, timeout=60)
+
+    async def read(self) -> Any:
+        try:
+            async with asyncio.timeout(TIMEOUT_S):
+                return await self._call.read()
+        except grpc.aio.AioRpcError as error:
+            raise from_rpc_error(error, peer="broker") from error
+
+    async def step(self) -> _Step:
+        """The next whole step: its groups, then the sign of life that ends it."""
+        names: list[str] = []
+        while True:
+            response = await self.read()
+            assert response is not grpc.aio.EOF, "the stream ended"
+            if response.HasField("group"):
+                names.append(response.group.prompt.group_id)
+                version = response.policy_version
+            elif names:
+                assert response.policy_version == version
+                return version, response.history, tuple(names)
+
+
+async def test_a_follower_gets_each_step_once_and_ends_with_the_run(broker: RunningBroker) -> None:
+    await train_step(broker, "b", "a")
+    follower = _Follower(broker)
+    assert await follower.step() == (1, 0, ("b", "a"))
+    await train_step(broker, "c", "d", version=1)
+    assert await follower.step() == (2, 0, ("c", "d"))
+    await broker.call("CloseRun", broker_pb2.CloseRunRequest(run_id=RUN))
+    while (response := await follower.read()) is not grpc.aio.EOF:
+        assert not response.HasField("group")
+
+
+async def test_texts_are_exported_but_not_sent_to_trainers(broker: RunningBroker) -> None:
+    await train_step(broker, "a", "b")
+    response = await _Follower(broker, follow=False).read()
+    assert [trajectory.text for trajectory in response.group.trajectories] == ["2", "2"]
+    assert (await broker.open(version=0, max_staleness=4)).num_groups_rewound == 2
+    groups = await Trainer.connect(broker.channel, "again").groups(2)
+    assert {trajectory.text for group in groups for trajectory in group.trajectories} == {""}
+
+
+async def test_a_follower_that_waits_hears_that_the_broker_lives(
+    broker: RunningBroker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(export, "SIGN_OF_LIFE_S", 0.05)
+    follower = _Follower(broker)
+    for _ in range(3):
+        response = await follower.read()
+        assert (response.HasField("group"), response.policy_version) == (False, 0)
+
+
+async def test_steps_trained_anew_after_a_rewind_are_sent_again(broker: RunningBroker) -> None:
+    await train_step(broker, "a", "b")
+    await train_step(broker, "c", "d", version=1)
+    follower = _Follower(broker, from_policy_version=1)
+    assert [await follower.step(), await follower.step()] == [(1, 0, ("a", "b")), (2, 0, ("c", "d"))]
+    assert (await broker.open(version=1, max_staleness=4)).num_groups_rewound == 2
+    assert set(await ack_step(Trainer.connect(broker.channel, "again"), 2, version=1)) == {"c", "d"}
+    assert await follower.step() == (2, 1, ("c", "d"))
+
+
+async def test_a_client_that_missed_a_rewind_gets_the_steps_made_void(broker: RunningBroker) -> None:
+    for version, names in enumerate((("a", "b"), ("c", "d"), ("e", "f"))):
+        await train_step(broker, *names, version=version, weights=0)
+    assert (await broker.open(version=1, max_staleness=4)).num_groups_rewound == 4
+    trainer = Trainer.connect(broker.channel, "again")
+    for version in (1, 2):
+        await ack_step(trainer, 2, version=version)
+    missed = _Follower(broker, from_policy_version=4, history=0)
+    assert [(await missed.step())[:2] for _ in range(2)] == [(2, 1), (3, 1)]
+    heard = _Follower(broker, from_policy_version=3, history=1)
+    assert (await heard.step())[:2] == (3, 1)
+
+
+async def test_a_step_no_longer_retained_is_an_error_and_not_a_gap(forgetful: RunningBroker) -> None:
+    broker = forgetful
+    await train_step(broker, "a", "b")
+    await train_step(broker, "c", "d", version=1)
+    with pytest.raises(NotRetainedError, match=r"step 1 .* is 2") as refused:
+        await _Follower(broker, from_policy_version=1).read()
+    assert refused.value.metadata["oldest_policy_version"] == "2"
+    assert await _Follower(broker, from_policy_version=2).step() == (2, 0, ("c", "d"))
+    assert await _Follower(broker).step() == (2, 0, ("c", "d"))
+
+
+async def test_a_follower_that_falls_behind_is_told(forgetful: RunningBroker, monkeypatch: pytest.MonkeyPatch) -> None:
+    broker = forgetful
+    monkeypatch.setattr(export, "MAX_BATCH_GROUPS", 1)
+    await train_step(broker, "a", "b")
+    loaded, resume = asyncio.Event(), asyncio.Event()
+    load_groups = export.load_groups
+
+    async def slowly(*arguments: Any, **options: Any) -> Any:
+        if loaded.is_set():
+            await resume.wait()
+        loaded.set()
+        return await load_groups(*arguments, **options)
+
+    monkeypatch.setattr(export, "load_groups", slowly)
+    follower = _Follower(broker)
+    assert (await follower.read()).group.prompt.group_id == "a"
+    await train_step(broker, "c", "d", version=1)
+    resume.set()
+    with pytest.raises(NotRetainedError, match="step 1"):
+        await follower.step()
+
+
+async def test_a_draining_broker_sends_its_followers_elsewhere(broker: RunningBroker) -> None:
+    await train_step(broker, "a", "b")
+    follower = _Follower(broker)
+    await follower.step()
+    await broker.hubs.stop()
+    with pytest.raises(ServiceUnavailableError):
+        await follower.step()
+
+
+async def test_a_negative_version_is_refused(broker: RunningBroker) -> None:
+    with pytest.raises(InvalidFieldError, match="from_policy_version: -1"):
+        await _Follower(broker, from_policy_version=-1).read()
+
+
+async def test_no_payload_where_there_should_be_some_is_a_fault_and_not_a_gap(
+    broker: RunningBroker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await train_step(broker, "a", "b")
+
+    async def nothing(*_arguments: Any, **_options: Any) -> list[Any]:
+        return []
+
+    monkeypatch.setattr(export, "load_groups", nothing)
+    with pytest.raises(PenstockError, match="payload of step 1 is missing"):
+        await _Follower(broker).read()

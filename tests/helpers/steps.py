@@ -1,0 +1,26 @@
+"""Whole steps of a run played by hand: prompts, tokens, scores, an acknowledgement."""
+
+from __future__ import annotations
+
+from tests.helpers.broker import RUN, Generator, RunningBroker, Trainer, Worker, prompt
+
+
+async def train_step(
+    broker: RunningBroker, *names: str, version: int = 0, weights: int | None = None, run_id: str = RUN
+) -> Trainer:
+    """Take groups all the way to an acknowledged step; `weights` is the generator's version, `version` if not given."""
+    await broker.submit(*(prompt(name) for name in names), run_id=run_id)
+    generator = Generator.connect(broker.channel, run_id=run_id)
+    worker, trainer = (kind.connect(broker.channel, run_id=run_id) for kind in (Worker, Trainer))
+    generator.beat(credits=2 * len(names), version=version if weights is None else weights)
+    await generator.finish(await generator.leases(2 * len(names)))
+    await worker.score(2 * len(names))
+    await ack_step(trainer, len(names), version=version, run_id=run_id)
+    return trainer
+
+
+async def ack_step(trainer: Trainer, num_groups: int, *, version: int, run_id: str = RUN) -> list[str]:
+    """Take ready groups and acknowledge them as one step; returns their ids."""
+    names = [group.prompt.group_id for group in await trainer.groups(num_groups)]
+    await trainer.ack(names, version + 1, run_id=run_id)
+    return names
