@@ -3,6 +3,8 @@
 Promises:
 - `transact` decides on the copy and commits against the mark of that copy; if another process was first, it takes over
   the difference and decides again. Nothing is answered before the store has it.
+- Operations that come while a commit is under way are decided in order and committed together by the next one. One that
+  fails leaves no trace and does not hurt the others.
 - A commit of unknown outcome (the store went away, the caller gave up) throws the copy away; the next call loads it
   anew.
 - Listeners are woken by every change, whoever made it; changes of other processes are noticed by `poll`.
@@ -11,10 +13,11 @@ Promises:
 from __future__ import annotations
 
 import asyncio
-from collections import OrderedDict
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TypeVar
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
 from penstock.clock import Clock
 from penstock.errors import PenstockError, ServiceUnavailableError, UnknownRunError
@@ -28,8 +31,22 @@ from services.broker.store import ConflictError, Mark, Store
 TRANSACTION_TIMEOUT_S = 8.0
 MAX_ATTEMPTS = 200
 MAX_CACHED_PROMPTS = 1024
+MAX_BATCH_OPERATIONS = 256
 
 _T = TypeVar("_T")
+
+
+@dataclass(slots=True, eq=False)
+class _Request:
+    """An operation that waits for its commit."""
+
+    operation: Callable[[RunState], Any]
+    must_verify: bool
+    create: Callable[[RunState], Any] | None
+    """What to do instead where the run does not exist; such a request is a batch of its own."""
+    answer: asyncio.Future[Any]
+    result: Any = None
+    error: PenstockError | None = None
 
 
 class RunHub:
@@ -44,7 +61,8 @@ class RunHub:
         self._dispatch = dispatch
         self._state: RunState | None = None
         self._mark: Mark | None = None
-        self._lock = asyncio.Lock()
+        self._waiting: deque[_Request] = deque()
+        self._worker: asyncio.Task[None] | None = None
         self._listeners: set[asyncio.Event] = set()
         self._prompts: OrderedDict[str, types_pb2.Prompt] = OrderedDict()
         self.peers = Peers(run_id, store=store, clock=clock)
@@ -87,7 +105,7 @@ class RunHub:
         def create(state: RunState) -> broker_pb2.OpenRunResponse:
             return create_run(state, request, self.clock.now_s())
 
-        return await self._run(self._attempts(reopen, must_verify=True, create=create))
+        return await self._request(reopen, must_verify=True, create=create)
 
     async def transact(self, operation: Callable[[RunState], _T], *, must_verify: bool = True) -> _T:
         """Run an operation and commit what it changed; returns its result.
@@ -101,64 +119,105 @@ class RunHub:
             ServiceUnavailableError: the store is away, or other processes kept being first.
             PenstockError: what the operation raised on an up-to-date copy.
         """
-        return await self._run(self._attempts(operation, must_verify=must_verify, create=None))
+        return await self._request(operation, must_verify=must_verify, create=None)
 
     async def poll(self) -> None:
         """Take over what other processes changed; drops the copy of a run that is gone."""
         if self._state is not None:
             try:
-                await self._run(self._poll())
+                await self.transact(_nothing)
             except UnknownRunError:
                 self.wake()
 
-    async def _poll(self) -> None:
-        if self._state is not None:
-            await self._refresh(self._state)
-
-    async def _run(self, work: Coroutine[None, None, _T]) -> _T:
-        """Run under the lock. A caller that goes away does not tear a commit in two: the work ends by itself."""
+    async def _request(
+        self, operation: Callable[[RunState], _T], *, must_verify: bool, create: Callable[[RunState], _T] | None
+    ) -> _T:
+        """Queue an operation and wait for its commit. A caller that goes away does not tear a commit in two."""
         self.last_used_s = self.clock.now_s()
-        task = asyncio.ensure_future(self._locked(work))
-        task.add_done_callback(_retrieve)
-        return await asyncio.shield(task)
-
-    async def _locked(self, work: Coroutine[None, None, _T]) -> _T:
+        answer: asyncio.Future[_T] = asyncio.get_running_loop().create_future()
+        self._waiting.append(_Request(operation, must_verify, create, answer))
+        if self._worker is None:
+            self._worker = asyncio.create_task(self._work())
         try:
-            async with asyncio.timeout(TRANSACTION_TIMEOUT_S), self._lock:
-                return await work
+            async with asyncio.timeout(TRANSACTION_TIMEOUT_S):
+                return await answer
         except TimeoutError as error:
             raise ServiceUnavailableError(f"run {self.run_id!r}: no answer in {TRANSACTION_TIMEOUT_S} s") from error
-        finally:
-            work.close()
 
-    async def _attempts(
-        self,
-        operation: Callable[[RunState], _T],
-        *,
-        must_verify: bool,
-        create: Callable[[RunState], _T] | None,
-    ) -> _T:
-        for _ in range(MAX_ATTEMPTS):
-            state = await self._load(may_create=create is not None)
-            act = create if create is not None and self._mark is None else operation
-            try:
-                result = act(state)
-            except PenstockError:
-                state.rollback()
-                # The error may come from a copy that is behind.
-                if self._mark is None or not await self._refresh(state):
-                    raise
+    async def _work(self) -> None:
+        """Commit batch after batch until nothing waits."""
+        try:
+            while self._waiting:
+                batch = self._next_batch()
+                try:
+                    async with asyncio.timeout(TRANSACTION_TIMEOUT_S):
+                        await self._settle(batch)
+                except TimeoutError:
+                    self._forget()
+                    message = f"run {self.run_id!r}: no answer in {TRANSACTION_TIMEOUT_S} s"
+                    _fail(batch, ServiceUnavailableError(message))
+                except BaseException as error:
+                    # The outcome of a commit may be unknown: the next batch begins from what the store has.
+                    self._forget()
+                    _fail(batch, error)
+                    if not isinstance(error, Exception):
+                        raise
+        finally:
+            self._worker = None
+
+    def _next_batch(self) -> list[_Request]:
+        """What is decided together: everything that waits, in order, but an opening alone."""
+        batch: list[_Request] = []
+        while self._waiting and len(batch) < MAX_BATCH_OPERATIONS:
+            request = self._waiting[0]
+            if request.create is not None and batch:
+                break
+            self._waiting.popleft()
+            if request.answer.done():
                 continue
-            except BaseException:
+            batch.append(request)
+            if request.create is not None:
+                break
+        return batch
+
+    async def _settle(self, batch: list[_Request]) -> None:
+        """Decide, commit and answer a batch."""
+        for _ in range(MAX_ATTEMPTS):
+            if not batch:
+                return
+            state = await self._load(may_create=batch[0].create is not None)
+            if not all([self._decide(state, request) for request in batch]):
                 self._forget()
-                raise
-            if not state.is_changed:
-                if must_verify and await self._refresh(state):
-                    continue
-                return result
-            if await self._commit(state):
-                return result
+                batch = [request for request in batch if not request.answer.done()]
+            elif state.is_changed:
+                if await self._commit(state):
+                    _answer(batch)
+                    return
+            elif not await self._is_behind(state, batch):
+                _answer(batch)
+                return
         raise ServiceUnavailableError(f"run {self.run_id!r}: {MAX_ATTEMPTS} commits lost against other brokers")
+
+    def _decide(self, state: RunState, request: _Request) -> bool:
+        """Run one operation and keep what it did; False when it broke, which leaves the copy in doubt."""
+        act = request.create if request.create is not None and self._mark is None else request.operation
+        request.result, request.error = None, None
+        try:
+            request.result = act(state)
+            state.keep()
+        except PenstockError as error:
+            state.undo()
+            request.error = error
+        except Exception as error:
+            _set_error(request.answer, error)
+            return False
+        return True
+
+    async def _is_behind(self, state: RunState, batch: Sequence[_Request]) -> bool:
+        """Whether a batch that changes nothing was decided on an old copy, which is now brought up to date."""
+        if self._mark is None or not any(request.must_verify or request.error is not None for request in batch):
+            return False
+        return await self._refresh(state)
 
     async def _load(self, *, may_create: bool) -> RunState:
         if self._state is not None and self._mark is not None:
@@ -230,7 +289,26 @@ class RunHub:
         return found
 
 
-def _retrieve(task: asyncio.Future[_T]) -> None:
-    """A caller that went away no longer wants the error; one that stayed gets it through the shield."""
-    if not task.cancelled():
-        task.exception()
+def _nothing(_state: RunState) -> None:
+    """Changes nothing, and so only makes sure that the copy is up to date."""
+
+
+def _answer(batch: Sequence[_Request]) -> None:
+    for request in batch:
+        if request.error is not None:
+            _set_error(request.answer, request.error)
+        elif not request.answer.done():
+            request.answer.set_result(request.result)
+
+
+def _fail(batch: Sequence[_Request], error: BaseException) -> None:
+    for request in batch:
+        _set_error(request.answer, error)
+
+
+def _set_error(answer: asyncio.Future[Any], error: BaseException) -> None:
+    """Nothing happens where the caller went away."""
+    if isinstance(error, asyncio.CancelledError):
+        answer.cancel()
+    elif not answer.done():
+        answer.set_exception(error)

@@ -1,8 +1,8 @@
 """A run in memory: its records, the queues derived from them, and what changed since the last commit.
 
 Pure: no clock, no I/O. Every change of a group happens inside `edit`, which keeps the queues in step with the records
-and remembers how to undo it. After a batch of changes the owner takes the `delta`, commits it to the store, and calls
-either `settle` (stored) or `rollback` (not stored).
+and remembers how to undo it. After each operation the owner calls `keep`, or `undo` where it failed; after any number
+of operations it takes the `delta`, commits it, and calls either `settle` (stored) or `rollback` (not stored).
 
 Invariants: the queues are a function of the records; a group is live until it is trained or retired; the counters of
 the run change together with the records they count.
@@ -10,7 +10,7 @@ the run change together with the records they count.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -50,6 +50,12 @@ class RunState:
 
     def __init__(self, dispatch: DispatchPolicy) -> None:
         self._dispatch = dispatch
+        self._undo: dict[str, bytes | None] = {}
+        """What the operation under way changed, as it was before it; None where there was nothing."""
+        self._kept_undo: dict[str, bytes | None] = {}
+        """What the operations since the last commit changed, as it was then."""
+        self.pending: Delta
+        """What the operation under way does beside the records."""
         self._reset(RunRecord())
 
     def _reset(self, run: RunRecord) -> None:
@@ -65,19 +71,15 @@ class RunState:
             types_pb2.PURPOSE_TRAIN: set(),
             types_pb2.PURPOSE_EVALUATE: set(),
         }
+        self._waiting: dict[int, set[str]] = {types_pb2.PURPOSE_TRAIN: set(), types_pb2.PURPOSE_EVALUATE: set()}
         self.trained: dict[int, set[str]] = {}
         self.versions: dict[str, int] = {}
         """Oldest version of each live training group that is started."""
         self._by_sequence: dict[int, str] = {}
         self._entries: dict[str, _Entry] = {}
-        self._forget()
+        self._forget(run.SerializeToString(deterministic=True))
 
     # -- reading -------------------------------------------------------------------------------------------------------
-
-    @property
-    def is_changed(self) -> bool:
-        """Whether there is anything to commit."""
-        return bool(self._undo) or self.run.SerializeToString(deterministic=True) != self._run_before
 
     def group_at(self, sequence: int) -> GroupRecord | None:
         """The group submitted as number `sequence`, while its record is kept."""
@@ -95,19 +97,14 @@ class RunState:
 
     def num_waiting(self, purpose: int) -> int:
         """Groups of a purpose of which no sample was ever leased."""
-        return sum(
-            1
-            for _rank, sequence in self.queue
-            if (group := self.groups[self._by_sequence[sequence]]).purpose == purpose
-            and not any(sample.num_leases for sample in group.samples)
-        )
+        return len(self._waiting[purpose])
 
     # -- changing ------------------------------------------------------------------------------------------------------
 
     def create(self, run: RunRecord) -> None:
         """Begin an empty run."""
         self._reset(run)
-        self._run_before = b""
+        self._run_committed = b""
         self._read_limits()
 
     def add(self, group: GroupRecord, prompt: bytes) -> None:
@@ -154,26 +151,45 @@ class RunState:
 
     # -- committing ----------------------------------------------------------------------------------------------------
 
+    @property
+    def is_changed(self) -> bool:
+        """Whether there is anything to commit."""
+        return (
+            bool(self._undo or self._kept_undo) or self.run.SerializeToString(deterministic=True) != self._run_committed
+        )
+
+    def keep(self) -> None:
+        """The operation under way is decided: its changes are part of the next delta."""
+        self._run_kept = self.run.SerializeToString(deterministic=True)
+        for name, record in self._undo.items():
+            self._kept_undo.setdefault(name, record)
+        self._kept.absorb(self.pending)
+        self._undo, self.pending = {}, Delta(run=b"")
+
+    def undo(self) -> None:
+        """The operation under way failed: back to where the last one was kept."""
+        self._restore(self._undo, self._run_kept)
+        self._undo, self.pending = {}, Delta(run=b"")
+
     def delta(self) -> Delta:
         """Everything changed since the last commit."""
-        self.pending.run = self.run.SerializeToString(deterministic=True)
-        for group_id in self._undo:
-            group = self.groups.get(group_id)
-            self.pending.groups[group_id] = None if group is None else group.SerializeToString()
-        return self.pending
+        self.keep()
+        self._kept.run = self._run_kept
+        for name in self._kept_undo:
+            group = self.groups.get(name)
+            self._kept.groups[name] = None if group is None else group.SerializeToString()
+        return self._kept
 
     def settle(self) -> None:
         """The delta is stored."""
-        self._forget()
+        self.keep()
+        self._run_committed = self._run_kept
+        self._kept_undo, self._kept = {}, Delta(run=b"")
 
     def rollback(self) -> None:
         """The delta was not stored: back to the last commit."""
-        undo, run_before = self._undo, self._run_before
-        for group_id, record in undo.items():
-            self._replace(group_id, record)
-        self.run = RunRecord.FromString(run_before)
-        self._read_limits()
-        self._forget()
+        self._restore(self._undo | self._kept_undo, self._run_committed)
+        self._forget(self._run_committed)
 
     def apply(self, snapshot: Snapshot) -> None:
         """Take over what the store holds; nothing may be pending."""
@@ -184,12 +200,18 @@ class RunState:
         self._read_limits()
         for group_id, record in snapshot.groups.items():
             self._replace(group_id, record)
-        self._forget()
+        self._forget(run.SerializeToString(deterministic=True))
 
-    def _forget(self) -> None:
-        self._undo: dict[str, bytes | None] = {}
-        self.pending = Delta(run=b"")
-        self._run_before = self.run.SerializeToString(deterministic=True)
+    def _restore(self, undo: Mapping[str, bytes | None], run: bytes) -> None:
+        for name, record in undo.items():
+            self._replace(name, record)
+        self.run = RunRecord.FromString(run)
+        self._read_limits()
+
+    def _forget(self, run: bytes) -> None:
+        self._undo, self._kept_undo = {}, {}
+        self.pending, self._kept = Delta(run=b""), Delta(run=b"")
+        self._run_kept = self._run_committed = run
 
     def _read_limits(self) -> None:
         if self.run.HasField("limits"):
@@ -236,6 +258,8 @@ class RunState:
             queued = QueuedGroup(sequence=group.sequence, is_evaluation=not is_training, is_started=version is not None)
             entry.rank = self._dispatch.rank(queued)
             self.queue.add(entry.rank)
+            if not any(sample.num_leases for sample in group.samples):
+                self._waiting[group.purpose].add(group_id)
         elif num_ready == len(group.samples):
             self.ready[group.purpose].add(group_id)
 
@@ -269,7 +293,7 @@ class RunState:
                 del self.trained[entry.trained_version]
         self.live.discard(group_id)
         self.versions.pop(group_id, None)
-        for groups in (*self.ready.values(), *self.delivered.values()):
+        for groups in (*self.ready.values(), *self.delivered.values(), *self._waiting.values()):
             groups.discard(group_id)
 
 

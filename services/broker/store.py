@@ -59,6 +59,15 @@ class Delta:
     retired: set[str] = field(default_factory=set)
     """Groups whose records go, but whose ids must never be accepted again."""
 
+    def absorb(self, later: Delta) -> None:
+        """Add what an operation after this one does beside the records."""
+        self.prompts.update(later.prompts)
+        if later.cleared:
+            self.cleared |= later.cleared
+            self.chunks = [item for item in self.chunks if item[0] not in later.cleared]
+        self.chunks += later.chunks
+        self.retired |= later.retired
+
 
 class Store(Protocol):
     """Durable state of all runs.

@@ -1,0 +1,139 @@
+"""Transactions of one broker process: decided in order, committed together, each answered for itself."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from penstock.clock import SystemClock
+from penstock.errors import InvalidFieldError, ServiceUnavailableError
+from penstock.v1 import broker_pb2
+from services.broker import submission
+from services.broker.dispatch import FirstComeFirstServed
+from services.broker.hub import RunHub
+from services.broker.memory_store import MemoryStore
+from services.broker.run_state import RunState
+from services.broker.store import Delta, Mark
+from tests.helpers.broker import limits, prompt
+
+
+class SlowStore(MemoryStore):
+    """Counts commits; while `gate` is clear they wait."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = asyncio.Event()
+        self.gate.set()
+        self.num_commits = 0
+        self.is_away = False
+
+    async def commit(self, run_id: str, expected: Mark | None, delta: Delta) -> Mark:
+        await self.gate.wait()
+        if self.is_away:
+            raise ServiceUnavailableError("the store is away")
+        mark = await super().commit(run_id, expected, delta)
+        self.num_commits += 1
+        return mark
+
+
+async def open_hub(store: MemoryStore) -> RunHub:
+    hub = RunHub("run-1", store=store, dispatch=FirstComeFirstServed(), clock=SystemClock())
+    await hub.open(broker_pb2.OpenRunRequest(run_id="run-1", limits=limits(max_queued_groups=1000)))
+    return hub
+
+
+def submit(state: RunState, name: str) -> int:
+    submission.submit(state, [prompt(name)], retired=(), now_s=1.0)
+    return state.run.last_sequence
+
+
+async def submit_all(hub: RunHub, *names: str) -> list[object]:
+    calls = [hub.transact(lambda state, name=name: submit(state, name)) for name in names]
+    return list(await asyncio.gather(*calls, return_exceptions=True))
+
+
+async def test_what_waits_during_a_commit_is_committed_by_the_next_one_in_order() -> None:
+    store = SlowStore()
+    hub = await open_hub(store)
+    store.gate.clear()
+    first = asyncio.create_task(hub.transact(lambda state: submit(state, "first")))
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    rest = asyncio.create_task(submit_all(hub, *(f"g{number}" for number in range(20))))
+    await asyncio.sleep(0)
+    store.gate.set()
+    assert await first == 1
+    assert await rest == list(range(2, 22))
+    assert store.num_commits == 3
+
+
+async def test_an_operation_that_fails_leaves_no_trace_and_the_others_are_stored() -> None:
+    hub = await open_hub(SlowStore())
+
+    def spoil(state: RunState) -> None:
+        submit(state, "spoilt")
+        state.run.dropped["x"] += 1
+        raise InvalidFieldError("no", field="x")
+
+    def break_down(state: RunState) -> None:
+        submit(state, "broken")
+        raise RuntimeError("a fault of the broker")
+
+    calls = [hub.transact(lambda state: submit(state, "a")), hub.transact(spoil), hub.transact(break_down)]
+    calls += [hub.transact(lambda state: submit(state, "b"))]
+    one, spoilt, broken, two = await asyncio.gather(*calls, return_exceptions=True)
+    assert (one, two) == (1, 2)
+    assert isinstance(spoilt, InvalidFieldError)
+    assert isinstance(broken, RuntimeError)
+    for state in (hub.copy, (await open_again(hub.store)).copy):
+        assert state is not None
+        assert set(state.groups) == {"a", "b"}
+        assert (state.run.submitted, dict(state.run.dropped)) == (4, {})
+
+
+async def open_again(store: MemoryStore) -> RunHub:
+    hub = RunHub("run-1", store=store, dispatch=FirstComeFirstServed(), clock=SystemClock())
+    await hub.transact(lambda state: None)
+    return hub
+
+
+async def test_two_hubs_that_race_store_everything_once() -> None:
+    store = SlowStore()
+    one = await open_hub(store)
+    two = await open_again(store)
+    results = await asyncio.gather(
+        submit_all(one, *(f"a{n}" for n in range(30))), submit_all(two, *(f"b{n}" for n in range(30)))
+    )
+    assert sorted(number for part in results for number in part) == list(range(1, 61))  # type: ignore[type-var]
+    assert one.num_conflicts + two.num_conflicts >= 1
+    await one.poll()
+    assert one.copy is not None
+    assert len(one.copy.groups) == 60
+
+
+async def test_a_commit_of_unknown_outcome_fails_its_batch_and_the_next_one_begins_anew() -> None:
+    store = SlowStore()
+    hub = await open_hub(store)
+    store.is_away = True
+    failed = await submit_all(hub, "a", "b")
+    assert all(isinstance(error, ServiceUnavailableError) for error in failed)
+    store.is_away = False
+    assert await submit_all(hub, "c") == [1]
+
+
+async def test_a_caller_that_goes_away_before_its_turn_changes_nothing() -> None:
+    store = SlowStore()
+    hub = await open_hub(store)
+    store.gate.clear()
+    first = asyncio.create_task(hub.transact(lambda state: submit(state, "first")))
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    gone = asyncio.create_task(hub.transact(lambda state: submit(state, "gone")))
+    await asyncio.sleep(0)
+    gone.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await gone
+    store.gate.set()
+    assert await first == 1
+    assert await submit_all(hub, "last") == [2]
