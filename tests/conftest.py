@@ -1,11 +1,15 @@
-"""What every test gets."""
+"""What every test gets, and the stores that the broker's suites run on."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
 
 import pytest
 import structlog
+
+from services.broker.store import Store
+from tests.helpers.stores import STORES, RedisServers, opened_store, redis_servers
 
 
 @pytest.fixture(autouse=True)
@@ -13,3 +17,17 @@ def _logging_as_it_was() -> Iterator[None]:
     """A command run inside a test sets up logging for its process; the next test must not inherit that."""
     yield
     structlog.reset_defaults()
+
+
+@pytest.fixture(scope="session")
+def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServers]:
+    """Real Redis servers of every kind, started on demand."""
+    with redis_servers(Path(tmp_path_factory.mktemp("redis"))) as running:
+        yield running
+
+
+@pytest.fixture(params=STORES)
+async def store(request: pytest.FixtureRequest, servers: RedisServers) -> AsyncIterator[Store]:
+    """An empty store; the test runs once for each kind."""
+    async with opened_store(request.param, servers) as opened:
+        yield opened

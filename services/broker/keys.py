@@ -44,3 +44,5 @@ class RunKeys:
 
 RUNS = f"{PREFIX}:runs"
 """Sorted set: run ids by the time they were opened."""
+PROBE = f"{PREFIX}:probe"
+"""String that tells whether Redis takes writes."""

@@ -1,9 +1,8 @@
-"""BrokerService over real gRPC, on the reference store and on Redis: every call, its promises and its refusals."""
+"""BrokerService over real gRPC, on every store: every call, its promises and its refusals."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator
-from pathlib import Path
+from collections.abc import AsyncIterator
 from typing import Any
 
 import grpc
@@ -25,8 +24,6 @@ from penstock.errors import (
     from_rpc_error,
 )
 from penstock.v1 import broker_pb2, types_pb2
-from services.broker.memory_store import MemoryStore
-from services.broker.redis_store import RedisStore
 from services.broker.store import Store
 from tests.helpers.broker import (
     RUN,
@@ -43,27 +40,9 @@ from tests.helpers.broker import (
     result,
     serving,
 )
-from tests.helpers.redis_server import flush, shared_redis
 from tests.helpers.steps import train_step
 
 STOP = types_pb2.FINISH_REASON_STOP
-
-
-@pytest.fixture(scope="session")
-def redis_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    yield from shared_redis(Path(tmp_path_factory.mktemp("redis")))
-
-
-@pytest.fixture(params=["memory", "redis"])
-async def store(request: pytest.FixtureRequest) -> AsyncIterator[Store]:
-    if request.param == "memory":
-        yield MemoryStore()
-        return
-    url = request.getfixturevalue("redis_url")
-    flush(url)
-    redis_store = RedisStore.from_url(url)
-    yield redis_store
-    await redis_store.close()
 
 
 @pytest.fixture

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import redis
 
@@ -44,6 +45,9 @@ class RedisProcess:
     folder: Path
     is_persistent: bool = False
     port: int = field(default_factory=free_port)
+    fsync: str = "always"
+    settings: tuple[str, ...] = ()
+    """Further settings, as on its command line."""
     _process: subprocess.Popen[bytes] | None = None
 
     @property
@@ -51,13 +55,21 @@ class RedisProcess:
         """Where it listens."""
         return f"redis://127.0.0.1:{self.port}/0"
 
+    @property
+    def address(self) -> str:
+        """Where it listens, host:port."""
+        return f"127.0.0.1:{self.port}"
+
     def start(self) -> None:
         """Start it and wait until it answers."""
-        command = [find_redis_server(), "--port", str(self.port), "--bind", "127.0.0.1", "--dir", str(self.folder)]
-        command += ["--save", "", "--appendonly", "yes" if self.is_persistent else "no", "--appendfsync", "always"]
-        with (self.folder / "redis.log").open("ab") as log:
-            self._process = subprocess.Popen(command, stdout=log, stderr=log)
+        self.launch()
         wait_until_answering(self.url)
+
+    def launch(self) -> None:
+        """Start it without waiting."""
+        command = [find_redis_server(), "--port", str(self.port), "--bind", "127.0.0.1", "--dir", str(self.folder)]
+        command += ["--save", "", "--appendonly", "yes" if self.is_persistent else "no", "--appendfsync", self.fsync]
+        self._process = launch([*command, *self.settings], self.folder / "redis.log")
 
     def kill(self) -> None:
         """Kill it as a crash would."""
@@ -65,6 +77,27 @@ class RedisProcess:
             self._process.send_signal(signal.SIGKILL)
             self._process.wait(timeout=10)
             self._process = None
+
+    def pause(self) -> None:
+        """Make it hang."""
+        assert self._process is not None
+        self._process.send_signal(signal.SIGSTOP)
+
+    def resume(self) -> None:
+        """End a pause."""
+        assert self._process is not None
+        self._process.send_signal(signal.SIGCONT)
+
+    def command(self, *parts: Any) -> Any:
+        """Its answer to one command."""
+        with closing(redis.Redis.from_url(self.url)) as client:
+            return client.execute_command(*parts)
+
+
+def launch(command: list[str], log: Path) -> subprocess.Popen[bytes]:
+    """Start a server whose output goes to a file."""
+    with log.open("ab") as output:
+        return subprocess.Popen(command, stdout=output, stderr=output)
 
 
 def wait_until_answering(url: str) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -12,7 +12,6 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from penstock.errors import PenstockError, ServiceUnavailableError
 from penstock.v1 import types_pb2
-from services.broker.memory_store import MemoryStore
 from services.broker.redis_store import RedisStore
 from services.broker.store import ConflictError, Delta, Mark, Store
 from tests.helpers.broker import (
@@ -43,18 +42,6 @@ def persistent_redis(tmp_path: Path) -> Iterator[RedisProcess]:
     server.start()
     yield server
     server.kill()
-
-
-@pytest.fixture(params=["memory", "redis"])
-async def store(request: pytest.FixtureRequest) -> AsyncIterator[Store]:
-    if request.param == "memory":
-        yield MemoryStore()
-        return
-    url = request.getfixturevalue("redis_url")
-    flush(url)
-    redis_store = RedisStore.from_url(url)
-    yield redis_store
-    await redis_store.close()
 
 
 async def test_a_commit_on_an_old_mark_stores_nothing(store: Store) -> None:
@@ -226,6 +213,11 @@ async def test_a_broker_may_start_before_redis(tmp_path: Path) -> None:
         assert "Redis is away" in str(caught.value)
         server.start()
         try:
+
+            async def is_healthy() -> bool:
+                return await _is_healthy(broker)
+
+            await eventually(is_healthy)
             assert not (await broker.open()).existed
         finally:
             server.kill()

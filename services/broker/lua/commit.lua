@@ -4,7 +4,12 @@
 --   number of marks to keep, counts of: groups, prompts, retired ids, chunks, chunk lists to append to;
 --   then group id and record (empty: remove) ..., group id and prompt (empty: remove) ..., retired ids ...,
 --   position of the chunk list and chunk ...
--- Returns the new revision, or false when the run is not at the expected mark.
+-- Returns the new revision, or false when the run is not at the expected mark. Running it again with the same name
+-- changes nothing and returns the same.
+local known = redis.call('ZSCORE', KEYS[2], ARGV[3])
+if known then
+  return tonumber(known)
+end
 local current = redis.call('HMGET', KEYS[1], 'revision', 'name')
 if (current[1] or '0') ~= ARGV[1] or (current[2] or '') ~= ARGV[2] then
   return false

@@ -1,0 +1,85 @@
+"""The forms of `redis_url`: one server, a service watched by Sentinels, or a Cluster. Pure.
+
+    redis://HOST:PORT/DB   rediss://...   unix://PATH?db=DB     one server, as redis-py reads it
+    redis+sentinel://HOST:PORT,HOST:PORT/SERVICE[/DB]           the master of SERVICE, as these Sentinels know it
+    redis+cluster://HOST:PORT,HOST:PORT                         a Cluster, found through any of these nodes
+
+`rediss+sentinel` and `rediss+cluster` speak TLS. USER:PASSWORD@ before the first host is for the data nodes; Sentinels
+are asked without.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Literal
+from urllib.parse import unquote
+
+SINGLE_SCHEMES = ("redis://", "rediss://", "unix://")
+MAX_HOSTS = 64
+_GROUP_URL = re.compile(r"(?P<tls>rediss?)\+(?P<kind>sentinel|cluster)://(?:(?P<login>[^@/]*)@)?(?P<rest>.*)")
+_HOST = re.compile(r"(?P<host>\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+):(?P<port>\d{1,5})")
+
+Host = tuple[str, int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RedisAddress:
+    """Where the records are."""
+
+    kind: Literal["single", "sentinel", "cluster"]
+    url: str = ""
+    """Of one server, as redis-py reads it."""
+    hosts: tuple[Host, ...] = ()
+    """Sentinels, or nodes of the Cluster."""
+    service: str = ""
+    """The name that the Sentinels know the master by."""
+    db: int = 0
+    username: str | None = None
+    password: str | None = None
+    is_tls: bool = False
+
+
+def parse_redis_url(url: str) -> RedisAddress:
+    """The address that a URL names; raises ValueError that says which part is wrong and how to write it."""
+    if url.startswith(SINGLE_SCHEMES):
+        return RedisAddress(kind="single", url=url)
+    match = _GROUP_URL.fullmatch(url)
+    if match is None:
+        raise ValueError(
+            "must begin with redis://, rediss://, unix://, redis+sentinel://, rediss+sentinel://, redis+cluster:// or "
+            "rediss+cluster://"
+        )
+    username, _, password = (match["login"] or "").partition(":")
+    names, _, path = match["rest"].partition("/")
+    hosts = _hosts(names)
+    is_tls = match["tls"] == "rediss"
+    login = (unquote(username) or None, unquote(password) or None)
+    if match["kind"] == "cluster":
+        if path:
+            raise ValueError(f"a Redis Cluster has one database: drop /{path}")
+        return RedisAddress(kind="cluster", hosts=hosts, username=login[0], password=login[1], is_tls=is_tls)
+    service, _, db = path.partition("/")
+    if not service or not (db or "0").isdecimal():
+        raise ValueError("write it as redis+sentinel://HOST:PORT,HOST:PORT/SERVICE or .../SERVICE/DB")
+    return RedisAddress(
+        kind="sentinel",
+        hosts=hosts,
+        service=unquote(service),
+        db=int(db or "0"),
+        username=login[0],
+        password=login[1],
+        is_tls=is_tls,
+    )
+
+
+def _hosts(names: str) -> tuple[Host, ...]:
+    hosts: list[Host] = []
+    for name in names.split(","):
+        match = _HOST.fullmatch(name)
+        if match is None or not 1 <= int(match["port"]) <= 65535:
+            raise ValueError(f"{name!r} is not HOST:PORT; separate several by commas")
+        hosts.append((match["host"].strip("[]"), int(match["port"])))
+    if len(hosts) > MAX_HOSTS:
+        raise ValueError(f"{len(hosts)} hosts are more than {MAX_HOSTS}; a few are enough to find the others")
+    return tuple(hosts)

@@ -1,0 +1,194 @@
+"""The broker's connection to Redis, Sentinel or Cluster: deadlines, retries, outages.
+
+Promises:
+- Every call ends within CALL_TIMEOUT_S, with an answer or a ServiceUnavailableError that names the reason and the fix.
+- What often passes by itself (a connection lost, a fail-over, LOADING) is tried again for RETRY_FOR_S with back-off;
+  after that Redis counts as out of reach, and one call at a time tries it, ever more rarely, while others fail at once.
+- A Redis that only refuses writes (out of memory, no disk, a replica) goes on answering reads.
+- A change of what is wrong is logged once; every fault is counted by kind.
+- At most MAX_CONNECTIONS calls are under way; further ones wait, inside their deadline.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
+from typing import Any, TypeVar, cast
+
+import structlog
+from redis.asyncio import Redis, RedisCluster
+from redis.asyncio.cluster import ClusterNode
+from redis.asyncio.retry import Retry
+from redis.asyncio.sentinel import Sentinel
+from redis.backoff import NoBackoff
+from redis.exceptions import NoScriptError
+
+from penstock.errors import ServiceUnavailableError
+from penstock.rpc import backoff_s
+from services.broker.redis_address import RedisAddress, parse_redis_url
+from services.broker.redis_faults import REDIS_ERRORS, Outage, RedisFault, TooFewReplicasError, classify
+
+SOCKET_TIMEOUT_S = 3.0
+CALL_TIMEOUT_S = 6.0
+RETRY_FOR_S = 1.5
+MAX_CONNECTIONS = 32
+REPLICATION_TIMEOUT_S = 1.0
+MAX_REASON_CHARACTERS = 300
+
+_log = structlog.get_logger()
+_T = TypeVar("_T")
+_Arg = bytes | str | int
+
+
+class Script:
+    """A Lua script, called by its digest and sent along where the server does not know it (yet, or after a restart)."""
+
+    def __init__(self, path: Path) -> None:
+        self._text = path.read_text(encoding="ascii")
+        self._digest = hashlib.sha1(self._text.encode("ascii"), usedforsecurity=False).hexdigest()
+
+    async def run(self, redis: Redis, *, keys: Sequence[str], args: Sequence[_Arg], num_replicas: int = 0) -> Any:
+        """What the script returns, once `num_replicas` replicas have what it wrote."""
+        try:
+            return await _command(redis, num_replicas, "EVALSHA", self._digest, len(keys), *keys, *args)
+        except NoScriptError:
+            return await _command(redis, num_replicas, "EVAL", self._text, len(keys), *keys, *args)
+
+
+async def _command(redis: Redis, num_replicas: int, *command: _Arg) -> Any:
+    if not num_replicas:
+        return await redis.execute_command(*command)  # type: ignore[no-untyped-call]
+    # WAIT counts what its own connection wrote: a pipeline keeps both on one.
+    pipeline = redis.pipeline(transaction=False)
+    pipeline.execute_command(*command)
+    pipeline.execute_command("WAIT", num_replicas, round(REPLICATION_TIMEOUT_S * 1000))
+    reply, num_have = await pipeline.execute(raise_on_error=False)
+    for answer in (reply, num_have):
+        if isinstance(answer, Exception):
+            raise answer
+    if num_have < num_replicas:
+        raise TooFewReplicasError(f"{num_have} of {num_replicas} replicas had a change in {REPLICATION_TIMEOUT_S} s")
+    return reply
+
+
+class RedisConnection:
+    """See the module."""
+
+    def __init__(
+        self,
+        redis: Redis,
+        *,
+        sentinels: Sentinel | None = None,
+        on_fault: Callable[[str], None] = lambda _kind: None,
+        monotonic_s: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`sentinels` are those that `redis` asks for its master; `on_fault` hears the kind of every fault."""
+        self._redis = redis
+        self._sentinels = sentinels
+        self._on_fault = on_fault
+        self._monotonic_s = monotonic_s
+        self._slots = asyncio.Semaphore(MAX_CONNECTIONS)
+        self._out_of_reach: Outage | None = None
+        self._unwritable: Outage | None = None
+
+    @classmethod
+    def from_url(cls, url: str, *, on_fault: Callable[[str], None] = lambda _kind: None) -> RedisConnection:
+        """Connects on first use. Raises ValueError where the URL is malformed."""
+        redis, sentinels = _clients(parse_redis_url(url))
+        return cls(redis, sentinels=sentinels, on_fault=on_fault)
+
+    async def read(self, operation: Callable[[Redis], Awaitable[_T]]) -> _T:
+        """The result of an operation that changes nothing; see `write`."""
+        outage = self._out_of_reach
+        if outage is not None and not outage.may_try(self._monotonic_s()):
+            raise self._unavailable(outage)
+        try:
+            async with asyncio.timeout(CALL_TIMEOUT_S), self._slots:
+                result = await self._attempts(operation, is_trial=outage is not None)
+        except REDIS_ERRORS as error:
+            raise self._unavailable(self._note(error)) from error
+        if self._out_of_reach is not None:
+            self._note_end(self._out_of_reach)
+            self._out_of_reach = None
+        return result
+
+    async def write(self, operation: Callable[[Redis], Awaitable[_T]]) -> _T:
+        """The result of an operation that is safe to repeat: it may run several times.
+
+        Raises:
+            ServiceUnavailableError: Redis is away or refused; whether the operation took place is unknown.
+        """
+        result = await self.read(operation)
+        if self._unwritable is not None:
+            self._note_end(self._unwritable)
+            self._unwritable = None
+        return result
+
+    async def close(self) -> None:
+        """Close every connection."""
+        await self._redis.aclose()
+        if self._sentinels is not None:
+            await self._sentinels.aclose()
+
+    async def _attempts(self, operation: Callable[[Redis], Awaitable[_T]], *, is_trial: bool) -> _T:
+        give_up_s = self._monotonic_s() + RETRY_FOR_S
+        for delay_s in backoff_s(first_s=0.02, most_s=0.3):
+            try:
+                return await operation(self._redis)
+            except REDIS_ERRORS as error:
+                fault = classify(error)
+                if is_trial or not fault.is_brief or self._monotonic_s() + delay_s > give_up_s:
+                    raise
+                self._on_fault(fault)
+                await asyncio.sleep(delay_s)
+        raise AssertionError("unreachable: backoff_s never ends")
+
+    def _note(self, error: Exception) -> Outage:
+        """Remember what is wrong; log it when that is news."""
+        fault = classify(error)
+        self._on_fault(fault)
+        message = " ".join(str(error).split())[:MAX_REASON_CHARACTERS] or type(error).__name__
+        known = self._unwritable if fault.concerns_writes_only else self._out_of_reach
+        if known is not None and known.fault is fault:
+            known.message = message
+            return known
+        _log.warning("redis is away", fault=str(fault), error=message, fix=fault.advice)
+        found = Outage.begin(fault, message, self._monotonic_s())
+        if fault.concerns_writes_only:
+            self._unwritable = found
+        elif fault is not RedisFault.REFUSED:
+            # A refusal is about one command and says nothing about the next.
+            self._out_of_reach = found
+        return found
+
+    def _note_end(self, outage: Outage) -> None:
+        _log.info("redis works again", fault=str(outage.fault), after_s=round(self._monotonic_s() - outage.since_s, 1))
+
+    def _unavailable(self, outage: Outage) -> ServiceUnavailableError:
+        return ServiceUnavailableError(outage.describe(self._monotonic_s()), redis_fault=outage.fault)
+
+
+def _clients(address: RedisAddress) -> tuple[Redis, Sentinel | None]:
+    """A client, and the Sentinels it asks, that repeat nothing by themselves: `RedisConnection` decides."""
+    common: dict[str, Any] = {
+        "socket_timeout": SOCKET_TIMEOUT_S,
+        "socket_connect_timeout": SOCKET_TIMEOUT_S,
+        # The calls under way are bounded by a semaphore, which waits where a full pool would raise.
+        "max_connections": 2 * MAX_CONNECTIONS,
+        "retry": Retry(NoBackoff(), 0),
+    }
+    if address.kind == "single":
+        return Redis.from_url(address.url, **common), None
+    common |= {"username": address.username, "password": address.password, "ssl": address.is_tls}
+    if address.kind == "cluster":
+        nodes = [ClusterNode(host, port) for host, port in address.hosts]
+        # Of the commands that the broker uses it has the same, under the same names.
+        return cast("Redis", RedisCluster(startup_nodes=nodes, **common)), None
+    asking: dict[str, Any] = {"socket_timeout": 1.0, "socket_connect_timeout": 1.0, "ssl": address.is_tls}
+    asking["retry"] = Retry(NoBackoff(), 0)
+    sentinels = Sentinel(list(address.hosts), sentinel_kwargs=asking)  # type: ignore[no-untyped-call]
+    master: Redis = sentinels.master_for(address.service, db=address.db, **common)
+    return master, sentinels

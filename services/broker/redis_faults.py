@@ -1,0 +1,159 @@
+"""What can be wrong with Redis: its refusals and silences by kind, what each means for a retry, and when to try again.
+
+Pure: the caller brings the errors and the time.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from enum import StrEnum
+
+from redis.exceptions import (
+    AuthenticationError,
+    BusyLoadingError,
+    ClusterDownError,
+    MaxConnectionsError,
+    NoPermissionError,
+    OutOfMemoryError,
+    ReadOnlyError,
+    RedisClusterException,
+    RedisError,
+    ResponseError,
+    TryAgainError,
+)
+from redis.exceptions import ConnectionError as RedisConnectionError
+from redis.exceptions import TimeoutError as RedisTimeoutError
+
+REDIS_ERRORS = (RedisError, RedisClusterException, OSError)
+"""Everything that redis-py raises; the second is not of the first's family."""
+FIRST_DELAY_S = 0.1
+MAX_DELAY_S = 2.0
+"""So late, at most, does a broker notice that Redis is back."""
+
+
+class RedisFault(StrEnum):
+    """Why Redis did not do what it was asked."""
+
+    UNREACHABLE = "unreachable"
+    TIMEOUT = "timeout"
+    LOADING = "loading"
+    READ_ONLY = "read_only"
+    OUT_OF_MEMORY = "out_of_memory"
+    NOT_PERSISTED = "not_persisted"
+    CLUSTER_DOWN = "cluster_down"
+    TOO_FEW_REPLICAS = "too_few_replicas"
+    NO_ACCESS = "no_access"
+    REFUSED = "refused"
+
+    @property
+    def advice(self) -> str:
+        """What to do about it."""
+        return _ADVICE[self]
+
+    @property
+    def is_brief(self) -> bool:
+        """Whether it often passes within a second or two, so that trying again inside of the call is worth it."""
+        return self in _BRIEF
+
+    @property
+    def concerns_writes_only(self) -> bool:
+        """Whether reads work all the same."""
+        return self in _OF_WRITES
+
+
+_OF_WRITES = (
+    RedisFault.READ_ONLY,
+    RedisFault.OUT_OF_MEMORY,
+    RedisFault.NOT_PERSISTED,
+    RedisFault.TOO_FEW_REPLICAS,
+)
+_BRIEF = (RedisFault.UNREACHABLE, RedisFault.LOADING, RedisFault.READ_ONLY, RedisFault.CLUSTER_DOWN)
+_ADVICE = {
+    RedisFault.UNREACHABLE: "start it, or correct redis_url; the broker goes on by itself when it is back",
+    RedisFault.TIMEOUT: "it hangs or is overloaded: look for slow commands and a full disk",
+    RedisFault.LOADING: "it reads its data after a restart; the broker goes on by itself",
+    RedisFault.READ_ONLY: "it is a replica: name the master, or use a redis+sentinel:// URL that follows it",
+    RedisFault.OUT_OF_MEMORY: "raise its maxmemory or let consumers catch up; what was accepted is kept",
+    RedisFault.NOT_PERSISTED: "it cannot write to its disk: make room or mend the disk; what was accepted is kept",
+    RedisFault.CLUSTER_DOWN: "some slots of the Cluster have no master: bring its nodes back",
+    RedisFault.TOO_FEW_REPLICAS: "bring replicas back, or ask for fewer with redis_wait_replicas",
+    RedisFault.NO_ACCESS: "correct user and password in redis_url, and the user's rights",
+    RedisFault.REFUSED: "see the broker's log",
+}
+_BY_CLASS: tuple[tuple[type[Exception], RedisFault], ...] = (
+    # The first that fits counts: several of these are each other's subclasses.
+    (BusyLoadingError, RedisFault.LOADING),
+    (AuthenticationError, RedisFault.NO_ACCESS),
+    (NoPermissionError, RedisFault.NO_ACCESS),
+    (MaxConnectionsError, RedisFault.TIMEOUT),
+    (ReadOnlyError, RedisFault.READ_ONLY),
+    (OutOfMemoryError, RedisFault.OUT_OF_MEMORY),
+    (ClusterDownError, RedisFault.CLUSTER_DOWN),
+    (TryAgainError, RedisFault.CLUSTER_DOWN),
+    (RedisTimeoutError, RedisFault.TIMEOUT),
+    (TimeoutError, RedisFault.TIMEOUT),
+    (RedisConnectionError, RedisFault.UNREACHABLE),
+    (OSError, RedisFault.UNREACHABLE),
+)
+# An error inside of a script has the code of the command that failed in the middle of its text.
+_BY_CODE = {
+    "READONLY": RedisFault.READ_ONLY,
+    "OOM": RedisFault.OUT_OF_MEMORY,
+    "MISCONF": RedisFault.NOT_PERSISTED,
+    "NOREPLICAS": RedisFault.TOO_FEW_REPLICAS,
+    "CLUSTERDOWN": RedisFault.CLUSTER_DOWN,
+    "LOADING": RedisFault.LOADING,
+    "NOAUTH": RedisFault.NO_ACCESS,
+    "NOPERM": RedisFault.NO_ACCESS,
+}
+
+
+class TooFewReplicasError(RedisError):
+    """A change is on the master but not on as many replicas as asked for."""
+
+
+def classify(error: Exception) -> RedisFault:
+    """The kind of an error of redis-py."""
+    if isinstance(error, TooFewReplicasError):
+        return RedisFault.TOO_FEW_REPLICAS
+    for kind, fault in _BY_CLASS:
+        if isinstance(error, kind):
+            return fault
+    text = str(error)
+    if isinstance(error, ResponseError):
+        words = text.replace("-", " ").replace(":", " ").split()
+        return next((fault for code, fault in _BY_CODE.items() if code in words), RedisFault.REFUSED)
+    # What a Cluster's client raises where it knows no node that serves a slot.
+    return RedisFault.CLUSTER_DOWN if "slot" in text.lower() else RedisFault.UNREACHABLE
+
+
+@dataclass(slots=True)
+class Outage:
+    """Something wrong that lasts: what, since when, and when one call may try again.
+
+    Between two tries every call is refused at once, so that a long outage costs next to nothing however many ask.
+    """
+
+    fault: RedisFault
+    message: str
+    since_s: float
+    next_try_s: float
+    delay_s: float = FIRST_DELAY_S
+
+    @classmethod
+    def begin(cls, fault: RedisFault, message: str, now_s: float) -> Outage:
+        """An outage that was noticed now."""
+        return cls(fault, message, since_s=now_s, next_try_s=now_s + FIRST_DELAY_S)
+
+    def may_try(self, now_s: float) -> bool:
+        """Whether this call is the one to try; the next one comes after a delay that doubles up to MAX_DELAY_S."""
+        if now_s < self.next_try_s:
+            return False
+        self.delay_s = min(MAX_DELAY_S, 2 * self.delay_s)
+        self.next_try_s = now_s + self.delay_s * random.uniform(0.5, 1.0)
+        return True
+
+    def describe(self, now_s: float) -> str:
+        """For people: what, since when, and what to do."""
+        return f"Redis is away ({self.fault}) since {now_s - self.since_s:.0f} s: {self.message}; {self.fault.advice}"
