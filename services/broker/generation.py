@@ -13,6 +13,9 @@ from penstock.v1 import broker_pb2, types_pb2
 from services.broker import drops
 from services.broker.admission import AdmissionRule, Verdict, judge_evaluation
 from services.broker.chunks import ChunkFacts
+from services.broker.dispatch.fifo import TakeAll
+from services.broker.dispatch.lengths import remaining_tokens
+from services.broker.dispatch.types import Decision, Order, Work
 from services.broker.records_pb2 import GroupRecord, SampleRecord
 from services.broker.run_state import RunState
 from services.broker.store import SampleId
@@ -21,6 +24,7 @@ _QUEUED, _LEASED = broker_pb2.SAMPLE_STATE_QUEUED, broker_pb2.SAMPLE_STATE_LEASE
 _FINISHED = broker_pb2.SAMPLE_STATE_FINISHED
 MAX_GROUPS_SCANNED = 512
 """A generator looks no further down the queue than this for work that fits it."""
+LEFT_TO_OTHERS = "dispatch leaves what is queued to generators that are done with it sooner"
 NOTHING_QUEUED = "the queue of prompts is empty: nothing was submitted that is not already out"
 
 
@@ -55,6 +59,21 @@ class Grants:
     reason: str
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choice:
+    """How dispatch answers the generator that asks."""
+
+    order: Order
+    """In which it wants to see the queue."""
+    decision: Decision
+    mean_tokens: float
+    """Length expected of a completion without a forecast."""
+
+
+EVERYTHING = Choice(order=Order.ARRIVAL, decision=TakeAll(), mean_tokens=1.0)
+"""First come, first served."""
+
+
 def lease(
     state: RunState,
     generator: GeneratorFacts,
@@ -62,8 +81,9 @@ def lease(
     max_leases: int,
     now_s: float,
     make_suffix: Callable[[], str],
+    choice: Choice = EVERYTHING,
 ) -> Grants:
-    """Lease up to `max_leases` samples to a generator, in the queue's order.
+    """Lease up to `max_leases` samples to a generator: in the queue's order, what dispatch chooses for it.
 
     `make_suffix` gives random characters for lease ids: after a store that lost its last second, two leases of one
     sample and attempt must still differ.
@@ -73,10 +93,10 @@ def lease(
     grants: list[Grant] = []
     reason = ""
     start = _judge_start(state, generator)
-    for _rank, sequence in state.queue.first(MAX_GROUPS_SCANNED):
-        if len(grants) >= max_leases:
+    for rank in state.queued_in(choice.order).first(MAX_GROUPS_SCANNED):
+        if len(grants) >= max_leases or choice.decision.is_done:
             break
-        group = state.group_at(sequence)
+        group = state.group_at(rank[-1])
         if group is None:
             continue
         oldest = state.versions.get(group.group_id)
@@ -91,7 +111,11 @@ def lease(
         if not verdict.is_allowed:
             reason = reason or verdict.reason
             continue
-        grants += _lease_samples(state, generator, group, max_leases - len(grants), now_s, make_suffix)
+        num_taken = choice.decision.take(_work(group, choice.mean_tokens), max_leases - len(grants))
+        if not num_taken:
+            reason = reason or LEFT_TO_OTHERS
+            continue
+        grants += _lease_samples(state, generator, group, num_taken, now_s, make_suffix)
         start = _judge_start(state, generator)
     return Grants(grants=grants, reason=reason or NOTHING_QUEUED)
 
@@ -100,6 +124,19 @@ def _judge_start(state: RunState, generator: GeneratorFacts) -> Verdict:
     """Whether the generator may start any training group at all; spares a look at each of a long queue."""
     return state.admission().judge(
         generator_version=generator.policy_version, min_version=None, prompt_min_version=None
+    )
+
+
+def _work(group: GroupRecord, mean_tokens: float) -> Work:
+    """The group's queued samples as dispatch sees them."""
+    queued = [sample for sample in group.samples if sample.state == _QUEUED]
+    num_prefix_tokens = sum(sample.num_tokens for sample in queued) / len(queued)
+    length = queued[0].predicted_tokens
+    return Work(
+        num_samples=len(queued),
+        context_tokens=group.num_prompt_tokens + num_prefix_tokens,
+        length_tokens=length,
+        remaining_tokens=remaining_tokens(length or mean_tokens, num_prefix_tokens),
     )
 
 

@@ -22,7 +22,6 @@ from typing import Any, TypeVar
 from penstock.clock import Clock
 from penstock.errors import PenstockError, ServiceUnavailableError, UnknownRunError
 from penstock.v1 import broker_pb2, types_pb2
-from services.broker.dispatch import DispatchPolicy
 from services.broker.opening import create_run, reopen_run
 from services.broker.peers import Peers
 from services.broker.run_state import RunState
@@ -52,13 +51,12 @@ class _Request:
 class RunHub:
     """See the module."""
 
-    def __init__(self, run_id: str, *, store: Store, dispatch: DispatchPolicy, clock: Clock) -> None:
+    def __init__(self, run_id: str, *, store: Store, clock: Clock) -> None:
         self.run_id = run_id
         self.store = store
         self.clock = clock
         self.num_conflicts = 0
         self.last_used_s = clock.now_s()
-        self._dispatch = dispatch
         self._state: RunState | None = None
         self._mark: Mark | None = None
         self._waiting: deque[_Request] = deque()
@@ -223,7 +221,7 @@ class RunHub:
         if self._state is not None and self._mark is not None:
             return self._state
         snapshot = await self.store.load(self.run_id, None)
-        state = RunState(self._dispatch)
+        state = RunState()
         if snapshot is None:
             if not may_create:
                 raise UnknownRunError(f"run {self.run_id!r} is not open", run_id=self.run_id)

@@ -14,7 +14,6 @@ import structlog
 from penstock.clock import Clock
 from penstock.errors import PenstockError, ServiceUnavailableError
 from services.broker import generation, scoring
-from services.broker.dispatch import DispatchPolicy
 from services.broker.hub import RunHub
 from services.broker.metrics import BrokerMetrics
 from services.broker.run_state import RunState
@@ -31,11 +30,10 @@ _log = structlog.get_logger()
 class Hubs:
     """Hubs by run id, made on demand."""
 
-    def __init__(self, *, store: Store, dispatch: DispatchPolicy, clock: Clock, metrics: BrokerMetrics) -> None:
+    def __init__(self, *, store: Store, clock: Clock, metrics: BrokerMetrics) -> None:
         self.store = store
         self.clock = clock
         self.metrics = metrics
-        self._dispatch = dispatch
         self._hubs: dict[str, RunHub] = {}
         self._listeners: set[asyncio.Event] = set()
         self.is_stopping = False
@@ -53,7 +51,7 @@ class Hubs:
         """The hub of a run that may or may not exist."""
         hub = self._hubs.get(run_id)
         if hub is None:
-            hub = RunHub(run_id, store=self.store, dispatch=self._dispatch, clock=self.clock)
+            hub = RunHub(run_id, store=self.store, clock=self.clock)
             self._hubs[run_id] = hub
         return hub
 

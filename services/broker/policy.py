@@ -38,6 +38,11 @@ class Policy:
         """Whether a step keeps places for the groups that no later step may train on."""
         return self.stale != broker_pb2.STALE_POLICY_DROP
 
+    @property
+    def dispatches_by_length(self) -> bool:
+        """Whether the queue is also kept in the order of forecast lengths."""
+        return self.dispatch not in ("fifo", "least_loaded")
+
     @classmethod
     def from_proto(cls, policy: broker_pb2.RunPolicy, limits: Limits) -> Policy:
         """Check and complete a request's policy; an unset one is every default. Raises InvalidFieldError."""

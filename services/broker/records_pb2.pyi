@@ -51,6 +51,8 @@ class SampleRecord(_message.Message):
     ATTEMPT_FIELD_NUMBER: _builtins.int
     PREDICTED_TOKENS_FIELD_NUMBER: _builtins.int
     LAST_CHUNK_S_FIELD_NUMBER: _builtins.int
+    NUM_MOVES_FIELD_NUMBER: _builtins.int
+    MOVE_S_FIELD_NUMBER: _builtins.int
     state: _broker_pb2.SampleState.ValueType
     """Where it stands."""
     num_leases: _builtins.int
@@ -93,6 +95,10 @@ class SampleRecord(_message.Message):
     """Forecast of its completion's length, tokens; unset when there is none."""
     last_chunk_s: _builtins.float
     """When its last chunk was accepted; 0 while it has none."""
+    num_moves: _builtins.int
+    """Leases taken back to give the sample to another generator; they do not count against max_leases_per_sample."""
+    move_s: _builtins.float
+    """When that last happened."""
     @_builtins.property
     def score(self) -> _types_pb2.Score:
         """The score; set from SCORED on."""
@@ -122,10 +128,12 @@ class SampleRecord(_message.Message):
         attempt: _builtins.int = ...,
         predicted_tokens: _builtins.float | None = ...,
         last_chunk_s: _builtins.float = ...,
+        num_moves: _builtins.int = ...,
+        move_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_max_version", b"_max_version", "_min_version", b"_min_version", "_predicted_tokens", b"_predicted_tokens", "max_version", b"max_version", "min_version", b"min_version", "predicted_tokens", b"predicted_tokens", "score", b"score"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_version", b"_max_version", "_min_version", b"_min_version", "_predicted_tokens", b"_predicted_tokens", "attempt", b"attempt", "finish_reason", b"finish_reason", "finish_s", b"finish_s", "first_lease_s", b"first_lease_s", "generator_id", b"generator_id", "last_chunk_s", b"last_chunk_s", "lease_expire_s", b"lease_expire_s", "lease_id", b"lease_id", "lease_s", b"lease_s", "lease_version", b"lease_version", "max_version", b"max_version", "min_version", b"min_version", "num_leases", b"num_leases", "num_scoring_leases", b"num_scoring_leases", "num_tokens", b"num_tokens", "predicted_tokens", b"predicted_tokens", "score", b"score", "score_s", b"score_s", "scoring_expire_s", b"scoring_expire_s", "scoring_lease_id", b"scoring_lease_id", "state", b"state", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_version", b"_max_version", "_min_version", b"_min_version", "_predicted_tokens", b"_predicted_tokens", "attempt", b"attempt", "finish_reason", b"finish_reason", "finish_s", b"finish_s", "first_lease_s", b"first_lease_s", "generator_id", b"generator_id", "last_chunk_s", b"last_chunk_s", "lease_expire_s", b"lease_expire_s", "lease_id", b"lease_id", "lease_s", b"lease_s", "lease_version", b"lease_version", "max_version", b"max_version", "min_version", b"min_version", "move_s", b"move_s", "num_leases", b"num_leases", "num_moves", b"num_moves", "num_scoring_leases", b"num_scoring_leases", "num_tokens", b"num_tokens", "predicted_tokens", b"predicted_tokens", "score", b"score", "score_s", b"score_s", "scoring_expire_s", b"scoring_expire_s", "scoring_lease_id", b"scoring_lease_id", "state", b"state", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__max_version: _TypeAlias = _typing.Literal["max_version"]  # noqa: Y015
     _WhichOneofArgType__max_version: _TypeAlias = _typing.Literal["_max_version", b"_max_version"]  # noqa: Y015

@@ -16,7 +16,8 @@ from dataclasses import dataclass, field
 
 from penstock.v1 import broker_pb2, types_pb2
 from services.broker.admission import AdmissionRule
-from services.broker.dispatch import DispatchPolicy, QueuedGroup, Rank
+from services.broker.dispatch.lengths import LengthCounts
+from services.broker.dispatch.types import Order, QueuedGroup, Rank
 from services.broker.limits import Limits
 from services.broker.ordered import SortedKeys
 from services.broker.policy import Policy
@@ -38,7 +39,10 @@ FinishedKey = tuple[int, int, int]
 class _Entry:
     """Where a group stands in the queues, so that it can be taken out again."""
 
-    rank: Rank | None = None
+    ranks: dict[Order, Rank] = field(default_factory=dict)
+    queued_length: float = 0.0
+    num_queued: int = 0
+    leased_lengths: list[float] = field(default_factory=list)
     finished: list[FinishedKey] = field(default_factory=list)
     generation: list[tuple[str, str]] = field(default_factory=list)
     scoring: list[tuple[str, str]] = field(default_factory=list)
@@ -48,8 +52,7 @@ class _Entry:
 class RunState:
     """See the module. Fields are read freely by the operations; only this class writes them."""
 
-    def __init__(self, dispatch: DispatchPolicy) -> None:
-        self._dispatch = dispatch
+    def __init__(self) -> None:
         self._undo: dict[str, bytes | None] = {}
         """What the operation under way changed, as it was before it; None where there was nothing."""
         self._kept_undo: dict[str, bytes | None] = {}
@@ -62,7 +65,11 @@ class RunState:
         self.run = run
         self.groups: dict[str, GroupRecord] = {}
         self.live: set[str] = set()
-        self.queue: SortedKeys[Rank] = SortedKeys()
+        self.queues: dict[Order, SortedKeys[Rank]] = {order: SortedKeys() for order in Order}
+        self.queued_lengths = LengthCounts()
+        """Forecast lengths of the queued samples."""
+        self.leased_lengths = LengthCounts()
+        """Forecast lengths of the samples that generators hold."""
         self.finished: SortedKeys[FinishedKey] = SortedKeys()
         self.generation_leases: Leases = {}
         self.scoring_leases: Leases = {}
@@ -80,6 +87,15 @@ class RunState:
         self._forget(run.SerializeToString(deterministic=True))
 
     # -- reading -------------------------------------------------------------------------------------------------------
+
+    @property
+    def queue(self) -> SortedKeys[Rank]:
+        """Groups with samples to lease, in order of arrival; a rank ends with the group's sequence."""
+        return self.queues[Order.ARRIVAL]
+
+    def queued_in(self, order: Order) -> SortedKeys[Rank]:
+        """The queue in an order; by arrival where the run keeps no other."""
+        return self.queues[order] if len(self.queues[order]) == len(self.queue) else self.queue
 
     def group_at(self, sequence: int) -> GroupRecord | None:
         """The group submitted as number `sequence`, while its record is kept."""
@@ -255,19 +271,35 @@ class RunState:
             else:
                 self._index_sample(entry, group, index, sample)
         if num_queued:
-            queued = QueuedGroup(sequence=group.sequence, is_evaluation=not is_training, is_started=version is not None)
-            entry.rank = self._dispatch.rank(queued)
-            self.queue.add(entry.rank)
+            self._queue(entry, group, num_queued, is_started=version is not None)
             if not any(sample.num_leases for sample in group.samples):
                 self._waiting[group.purpose].add(group_id)
         elif num_ready == len(group.samples):
             self.ready[group.purpose].add(group_id)
+
+    def _queue(self, entry: _Entry, group: GroupRecord, num_queued: int, *, is_started: bool) -> None:
+        """Place a group in the queues; by length only where the run's dispatch looks at lengths."""
+        queued = QueuedGroup(
+            sequence=group.sequence,
+            is_evaluation=group.purpose == types_pb2.PURPOSE_EVALUATE,
+            is_started=is_started,
+            predicted_tokens=_predicted(group),
+        )
+        entry.ranks[Order.ARRIVAL] = queued.rank_by_arrival
+        if self.policy.dispatches_by_length:
+            entry.ranks[Order.LENGTH] = queued.rank_by_length(self.limits.groups_per_step)
+        for order, rank in entry.ranks.items():
+            self.queues[order].add(rank)
+        entry.queued_length, entry.num_queued = queued.predicted_tokens, num_queued
+        self.queued_lengths.add(entry.queued_length, num_queued)
 
     def _index_sample(self, entry: _Entry, group: GroupRecord, index: int, sample: SampleRecord) -> None:
         key = (group.group_id, index)
         if sample.state == _LEASED:
             self.generation_leases.setdefault(sample.generator_id, {})[sample.lease_id] = key
             entry.generation.append((sample.generator_id, sample.lease_id))
+            entry.leased_lengths.append(sample.predicted_tokens)
+            self.leased_lengths.add(sample.predicted_tokens)
         elif sample.state == _SCORING:
             self.scoring_leases.setdefault(sample.worker_id, {})[sample.scoring_lease_id] = key
             entry.scoring.append((sample.worker_id, sample.scoring_lease_id))
@@ -280,8 +312,11 @@ class RunState:
         entry = self._entries.pop(group_id, None)
         if entry is None:
             return
-        if entry.rank is not None:
-            self.queue.discard(entry.rank)
+        for order, rank in entry.ranks.items():
+            self.queues[order].discard(rank)
+        self.queued_lengths.add(entry.queued_length, -entry.num_queued)
+        for length in entry.leased_lengths:
+            self.leased_lengths.add(length, -1)
         for finished in entry.finished:
             self.finished.discard(finished)
         _remove(self.generation_leases, entry.generation)
@@ -295,6 +330,11 @@ class RunState:
         self.versions.pop(group_id, None)
         for groups in (*self.ready.values(), *self.delivered.values(), *self._waiting.values()):
             groups.discard(group_id)
+
+
+def _predicted(group: GroupRecord) -> float:
+    """Forecast length of the group's completions, 0 when there is none; siblings share it, as they share the prompt."""
+    return group.samples[0].predicted_tokens if group.samples else 0.0
 
 
 def _remove(leases: Leases, items: list[tuple[str, str]]) -> None:

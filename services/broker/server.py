@@ -10,7 +10,6 @@ from penstock.clock import Clock, SystemClock
 from penstock.security import Security
 from penstock.v1 import broker_pb2_grpc
 from services.broker.config import BrokerConfig
-from services.broker.dispatch import FirstComeFirstServed
 from services.broker.hubs import Hubs
 from services.broker.memory_store import MemoryStore
 from services.broker.metrics import BrokerMetrics
@@ -31,7 +30,7 @@ def make_store(redis_url: str) -> Store:
 
 def make_hubs(store: Store, *, registry: CollectorRegistry, clock: Clock) -> Hubs:
     """The core of a broker over a store."""
-    return Hubs(store=store, dispatch=FirstComeFirstServed(), clock=clock, metrics=BrokerMetrics(registry))
+    return Hubs(store=store, clock=clock, metrics=BrokerMetrics(registry))
 
 
 def make_server(hubs: Hubs, *, listen: str, security: Security) -> rpc.Server:

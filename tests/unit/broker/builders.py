@@ -9,7 +9,6 @@ from penstock.v1 import broker_pb2, types_pb2
 from services.broker import delivery, generation, scoring, submission
 from services.broker.chunks import read_chunk
 from services.broker.delivery import Consumer
-from services.broker.dispatch import FirstComeFirstServed
 from services.broker.generation import GeneratorFacts, Grant
 from services.broker.opening import create_run
 from services.broker.run_state import RunState
@@ -22,7 +21,7 @@ _numbers = itertools.count()
 
 def open_state(*, version: int = 0, policy: broker_pb2.RunPolicy | None = None, **changes: Any) -> RunState:
     """A new run with a trainer attached."""
-    state = RunState(FirstComeFirstServed())
+    state = RunState()
     request = broker_pb2.OpenRunRequest(run_id="run-1", limits=limits(**changes), policy_version=version, policy=policy)
     create_run(state, request, 0.0)
     delivery.attach(state, CONSUMER, held=())

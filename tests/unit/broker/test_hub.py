@@ -10,7 +10,6 @@ from penstock.clock import SystemClock
 from penstock.errors import InvalidFieldError, ServiceUnavailableError
 from penstock.v1 import broker_pb2
 from services.broker import submission
-from services.broker.dispatch import FirstComeFirstServed
 from services.broker.hub import RunHub
 from services.broker.memory_store import MemoryStore
 from services.broker.run_state import RunState
@@ -38,7 +37,7 @@ class SlowStore(MemoryStore):
 
 
 async def open_hub(store: MemoryStore) -> RunHub:
-    hub = RunHub("run-1", store=store, dispatch=FirstComeFirstServed(), clock=SystemClock())
+    hub = RunHub("run-1", store=store, clock=SystemClock())
     await hub.open(broker_pb2.OpenRunRequest(run_id="run-1", limits=limits(max_queued_groups=1000)))
     return hub
 
@@ -93,7 +92,7 @@ async def test_an_operation_that_fails_leaves_no_trace_and_the_others_are_stored
 
 
 async def open_again(store: MemoryStore) -> RunHub:
-    hub = RunHub("run-1", store=store, dispatch=FirstComeFirstServed(), clock=SystemClock())
+    hub = RunHub("run-1", store=store, clock=SystemClock())
     await hub.transact(lambda state: None)
     return hub
 

@@ -9,7 +9,6 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from penstock.v1 import broker_pb2, types_pb2
 from services.broker import delivery, generation, scoring
 from services.broker.audit import audit
-from services.broker.dispatch import FirstComeFirstServed
 from services.broker.generation import Grant
 from services.broker.opening import reopen_run
 from services.broker.run_state import RunState
@@ -140,7 +139,7 @@ class BrokerMachine(RuleBasedStateMachine):
     def restart_the_broker(self) -> None:
         delta = self.state.delta()
         groups: dict[str, bytes | None] = {name: group.SerializeToString() for name, group in self.state.groups.items()}
-        again = RunState(FirstComeFirstServed())
+        again = RunState()
         again.apply(Snapshot(mark=Mark(1, "m"), is_full=True, run=delta.run, groups=groups))
         assert list(again.queue) == list(self.state.queue)
         assert list(again.finished) == list(self.state.finished)

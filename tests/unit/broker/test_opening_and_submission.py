@@ -8,7 +8,6 @@ from penstock.errors import InvalidFieldError, RunClosedError, RunConflictError,
 from penstock.v1 import broker_pb2, types_pb2
 from services.broker import submission
 from services.broker.audit import audit
-from services.broker.dispatch import FirstComeFirstServed
 from services.broker.opening import create_run, reopen_run
 from services.broker.run_state import RunState
 from tests.helpers.broker import limits, prompt
@@ -112,7 +111,7 @@ def test_a_broker_that_lost_its_last_step_catches_up() -> None:
 
 
 def test_a_new_run_of_a_resumed_trainer_starts_at_its_version() -> None:
-    state = RunState(FirstComeFirstServed())
+    state = RunState()
     steps = [broker_pb2.StepRecord(policy_version=9, group_ids=["old"])]
     request = broker_pb2.OpenRunRequest(run_id="r", limits=limits(), policy_version=9, steps=steps)
     assert create_run(state, request, 1.0).policy_version == 9
@@ -141,7 +140,7 @@ def test_steps_out_of_order_are_refused(versions: list[int]) -> None:
 def test_impossible_limits_are_refused(changes: dict[str, Any]) -> None:
     request = broker_pb2.OpenRunRequest(run_id="r", limits=limits(**changes))
     with pytest.raises(InvalidFieldError):
-        create_run(RunState(FirstComeFirstServed()), request, 0.0)
+        create_run(RunState(), request, 0.0)
 
 
 def test_submitting_again_has_no_effect() -> None:

@@ -1,0 +1,30 @@
+"""First come, first served: the generator that asks gets what waits longest, as much as it can hold. Pure."""
+
+from __future__ import annotations
+
+from services.broker.dispatch.types import Order, Situation, Work
+
+
+class TakeAll:
+    """A `Decision`: everything."""
+
+    is_done = False
+
+    def take(self, work: Work, most: int) -> int:
+        """See `Decision`."""
+        return min(work.num_samples, most)
+
+
+class Fifo:
+    """See the module."""
+
+    name = "fifo"
+    order = Order.ARRIVAL
+    needs_situation = False
+
+    def review(self, situation: Situation) -> None:
+        """Nothing to think about."""
+
+    def decide(self, situation: Situation) -> TakeAll:
+        """Everything, to whoever asks."""
+        return TakeAll()

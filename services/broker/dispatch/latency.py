@@ -1,0 +1,166 @@
+"""How long generators take: the model behind every policy but `fifo`. Pure.
+
+A decode step of n samples that hold k KV tokens together takes
+
+    step_s(n, k) = base_s + n * per_sample_s + k * per_kv_token_s
+
+and gives each of them one token. Samples with r_i tokens to go and c_i tokens of context that run together therefore
+all end after
+
+    base_s * max(r_i) + per_sample_s * sum(r_i) + per_kv_token_s * sum(r_i * c_i + r_i^2 / 2)
+
+(sum over i of per_sample_s for each step that sample i takes part in, and so for its KV tokens), where max(r_i) becomes
+sum(r_i) / max_samples when that is more: the samples then take turns. Adding a sample to the sums is one addition,
+so a policy may try many placements.
+
+Source: StreamRL (Zhong et al. 2025), section 5.1, Eq. (1) and (2), with the curve of its Figure 6 made a line and KV
+reads added. Difference: Eq. (2) multiplies the mean length by whole rounds; here the longest sample ends a batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+from penstock.v1 import broker_pb2
+
+DEFAULT_BASE_S = 0.0085
+DEFAULT_PER_SAMPLE_S = 0.000055
+"""Least squares through StreamRL's Figure 6 (8.3 ms a token alone, 36.9 ms at 512 samples), for unknown generators."""
+UNKNOWN_MAX_SAMPLES = 128
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LatencyModel:
+    """One generator's speed and room."""
+
+    base_s: float = DEFAULT_BASE_S
+    per_sample_s: float = DEFAULT_PER_SAMPLE_S
+    per_kv_token_s: float = 0.0
+    prefill_tokens_per_second: float | None = None
+    """None when prefill costs next to nothing, or is unknown."""
+    max_samples: int = UNKNOWN_MAX_SAMPLES
+    """Most samples decoded at once."""
+    kv_capacity_tokens: int | None = None
+    """None when KV room does not bound it, or is unknown."""
+
+    @classmethod
+    def from_profile(cls, profile: broker_pb2.GeneratorProfile) -> LatencyModel:
+        """What a generator says of itself; the default curve where it says nothing."""
+        knows_step = profile.step_base_s > 0 or profile.step_per_sample_s > 0
+        return cls(
+            base_s=profile.step_base_s if knows_step else DEFAULT_BASE_S,
+            per_sample_s=profile.step_per_sample_s if knows_step else DEFAULT_PER_SAMPLE_S,
+            per_kv_token_s=profile.step_per_kv_token_s,
+            prefill_tokens_per_second=profile.prefill_tokens_per_second or None,
+            max_samples=profile.max_concurrent_samples or UNKNOWN_MAX_SAMPLES,
+            kv_capacity_tokens=profile.kv_capacity_tokens or None,
+        )
+
+    def step_s(self, num_samples: int, kv_tokens: float = 0.0) -> float:
+        """Time of one decode step."""
+        return self.base_s + num_samples * self.per_sample_s + kv_tokens * self.per_kv_token_s
+
+    def scaled(self, factor: float) -> LatencyModel:
+        """The same shape, every step `factor` times as long: how a measured rate corrects a stated profile."""
+        return replace(
+            self,
+            base_s=self.base_s * factor,
+            per_sample_s=self.per_sample_s * factor,
+            per_kv_token_s=self.per_kv_token_s * factor,
+        )
+
+    def prefill_s(self, num_tokens: float) -> float:
+        """Time until a sample with this much prompt and prefix decodes its next token."""
+        return num_tokens / self.prefill_tokens_per_second if self.prefill_tokens_per_second else 0.0
+
+    def max_batch(self, tokens_per_sample: float) -> int:
+        """Most samples of this many tokens (context and completion) decoded at once, at least 1."""
+        if self.kv_capacity_tokens is None or tokens_per_sample <= 0:
+            return self.max_samples
+        return max(1, min(self.max_samples, int(self.kv_capacity_tokens / tokens_per_sample)))
+
+
+@dataclass(slots=True, kw_only=True)
+class Load:
+    """What a generator holds, as the sums of the model."""
+
+    model: LatencyModel
+    max_samples: int
+    """Most samples it should hold: slots and KV room."""
+    max_leases: int
+    """Leases it may be given now."""
+    num_samples: int = 0
+    longest_tokens: float = 0.0
+    shortest_tokens: float = 0.0
+    """Tokens the next sample to end has to go; 0 when it holds none."""
+    sum_tokens: float = 0.0
+    sum_kv_tokens: float = 0.0
+    """Sum over the samples of KV tokens read in all the steps to come."""
+
+    @property
+    def room(self) -> int:
+        """Samples it may be given now."""
+        return max(0, min(self.max_leases, self.max_samples - self.num_samples))
+
+    def copy(self) -> Load:
+        """A load of its own, to try placements on."""
+        return replace(self)
+
+    def add(self, remaining_tokens: float, context_tokens: float, count: int = 1) -> None:
+        """Give it samples; uses up leases."""
+        self.shortest_tokens = min(self.shortest_tokens, remaining_tokens) if self.num_samples else remaining_tokens
+        self.longest_tokens = max(self.longest_tokens, remaining_tokens)
+        self.num_samples += count
+        self.max_leases -= count
+        self.sum_tokens += count * remaining_tokens
+        self.sum_kv_tokens += count * kv_reads(remaining_tokens, context_tokens)
+
+    def finish_s(self, remaining_tokens: float = 0.0, context_tokens: float = 0.0) -> float:
+        """When everything it holds, and one more sample if given, is done: seconds from now."""
+        model = self.model
+        sum_tokens = self.sum_tokens + remaining_tokens
+        num_steps = max(self.longest_tokens, remaining_tokens, sum_tokens / self.max_samples)
+        kv_tokens = self.sum_kv_tokens + kv_reads(remaining_tokens, context_tokens)
+        return model.base_s * num_steps + model.per_sample_s * sum_tokens + model.per_kv_token_s * kv_tokens
+
+    def sample_s(self, remaining_tokens: float, context_tokens: float) -> float:
+        """When one more sample, begun now beside what it holds, is done at the latest."""
+        mean_kv = self.sum_kv_tokens / self.sum_tokens * self.num_samples if self.sum_tokens else 0.0
+        kv_tokens = mean_kv + context_tokens + remaining_tokens / 2
+        step_s = self.model.step_s(min(self.num_samples + 1, self.max_samples), kv_tokens)
+        return self.model.prefill_s(context_tokens) + min(
+            remaining_tokens * step_s, max(self.finish_s(remaining_tokens, context_tokens), 0.0)
+        )
+
+    def later_s(self, remaining_tokens: float, context_tokens: float) -> float:
+        """When a sample would be done that waits for the next slot here."""
+        wait_s = 0.0 if self.room else self.shortest_tokens * self.model.step_s(self.num_samples)
+        return wait_s + self.sample_s(remaining_tokens, context_tokens)
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Rate with every slot filled."""
+        return self.max_samples / self.model.step_s(self.max_samples)
+
+
+def kv_reads(remaining_tokens: float, context_tokens: float) -> float:
+    """KV tokens a sample makes a generator read until it is done."""
+    return remaining_tokens * (context_tokens + remaining_tokens / 2)
+
+
+def level_s(loads: Iterable[Load], num_tokens: float) -> float:
+    """When these generators would have done what they hold and `num_tokens` more, shared so that all end together.
+
+    Infinite when there are none.
+    """
+    slopes = sorted((load.finish_s(), load.tokens_per_second) for load in loads)
+    if not slopes:
+        return float("inf")
+    rate, poured = 0.0, 0.0
+    for index, (finish_s, tokens_per_second) in enumerate(slopes):
+        if index and num_tokens <= rate * finish_s - poured:
+            break
+        rate += tokens_per_second
+        poured += tokens_per_second * finish_s
+    return (num_tokens + poured) / rate
