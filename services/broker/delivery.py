@@ -17,7 +17,7 @@ from penstock.errors import (
     VersionConflictError,
 )
 from penstock.v1 import broker_pb2, types_pb2
-from services.broker import drops
+from services.broker import books, drops
 from services.broker.batching import ReadyGroup, StepView, choose
 from services.broker.records_pb2 import GroupRecord, SampleRecord
 from services.broker.run_state import RunState
@@ -190,8 +190,20 @@ def train(state: RunState, group_id: str, policy_version: int) -> None:
         for sample in group.samples:
             if sample.state != broker_pb2.SAMPLE_STATE_DROPPED:
                 sample.state = _TRAINED
-                state.run.trained += 1
-                state.run.trained_by_staleness[sample_staleness(sample, policy_version)] += 1
+                count_sample_trained(state, group, sample, policy_version)
+
+
+def count_sample_trained(
+    state: RunState, group: GroupRecord, sample: SampleRecord, trained_version: int, *, num_samples: int = 1
+) -> None:
+    """Put a sample of the step that made `trained_version` into the books, or with -1 take it out."""
+    books.count_trained(
+        state,
+        version=group.submit_version,
+        num_tokens=sample.num_tokens,
+        staleness=sample_staleness(sample, trained_version),
+        num_samples=num_samples,
+    )
 
 
 def sample_staleness(sample: SampleRecord, trained_version: int) -> int:
@@ -201,12 +213,13 @@ def sample_staleness(sample: SampleRecord, trained_version: int) -> int:
 
 
 def advance(state: RunState, policy_version: int, now_s: float) -> None:
-    """Move the run to a later version: forget steps too old to keep, give up what became too stale."""
+    """Move the run to a later version: forget steps and rows too old to keep, give up what became too stale."""
     state.run.policy_version, state.run.version_s = policy_version, now_s
     oldest_kept = policy_version - state.policy.num_retained_steps + 1
     for version in [version for version in state.trained if version < oldest_kept]:
         for group_id in list(state.trained[version]):
             state.retire(group_id)
+    books.fold(state)
     drops.drop_stale(state)
 
 

@@ -6,49 +6,93 @@ Invariants:
 - A sample that is begun anew counts as submitted once more, as its next attempt. What still belongs to the attempt
   before (leases, chunks, scores) is recognised by its lease id and refused.
 - Whatever the stale policy, no group stays that the run's next step may not train on: see `drop_stale`.
+- Whatever the policy on partial groups, a training group that is ready has between `min_usable_samples` and
+  `group_size` scored samples, and under WAIT and DROP exactly `group_size`.
 """
 
 from __future__ import annotations
 
 from penstock.v1 import broker_pb2, types_pb2
+from services.broker import books
 from services.broker.records_pb2 import GroupRecord, SampleRecord
 from services.broker.run_state import RunState
 from services.broker.staleness import deadline, group_version
 
 STALE = "stale"
 TOO_MANY_LEASES = "too_many_leases"
+TOO_MANY_ATTEMPTS = "too_many_attempts"
 GROUP_TOO_SMALL = "group_too_small"
+GROUP_INCOMPLETE = "group_incomplete"
 CONTEXT_TOO_LONG = "context_too_long"
+ZERO_VARIANCE = "zero_variance"
+OVERSAMPLED = "oversampled"
 
-_DROPPED = broker_pb2.SAMPLE_STATE_DROPPED
-_USABLE_STATES = frozenset((broker_pb2.SAMPLE_STATE_SCORED, _DROPPED))
+_SCORED, _DROPPED = broker_pb2.SAMPLE_STATE_SCORED, broker_pb2.SAMPLE_STATE_DROPPED
+_USABLE_STATES = frozenset((_SCORED, _DROPPED))
 
 
-def drop_sample(state: RunState, group: GroupRecord, index: int, reason: str) -> None:
-    """Give one sample up, inside an `edit` of its group; `close_group` must follow before the edit ends."""
-    sample = group.samples[index]
-    sample.state = _DROPPED
-    state.clear((group.group_id, index))
-    _count(state, group, 1, reason)
+def lose_sample(state: RunState, group: GroupRecord, index: int, reason: str) -> None:
+    """A sample came to no score, inside an `edit` of its group; `close_group` must follow before the edit ends.
+
+    It is dropped. Where no extra sample takes its place in a training group, PartialGroupPolicy WAIT begins it anew,
+    until it had as many attempts as a sample may have leases.
+    """
+    _drop_sample(state, group, index, reason)
+    if group.purpose != types_pb2.PURPOSE_TRAIN or num_kept(group) >= state.limits.group_size:
+        return
+    is_waited_for = state.policy.partial_groups == broker_pb2.PARTIAL_GROUP_POLICY_WAIT
+    if is_waited_for and group.samples[index].attempt + 1 < state.limits.max_leases_per_sample:
+        books.count_submitted(state, version=group.submit_version, num_samples=1)
+        reset_sample(state, group, index)
 
 
 def close_group(state: RunState, group: GroupRecord, now_s: float) -> None:
-    """After samples changed, inside an `edit`: note readiness, and give a training group up that became too small."""
-    num_usable = sum(sample.state != _DROPPED for sample in group.samples)
-    if group.purpose == types_pb2.PURPOSE_TRAIN and num_usable < state.limits.min_usable_samples:
-        _count(state, group, num_usable, GROUP_TOO_SMALL)
-        state.retire(group.group_id)
-    elif all(sample.state in _USABLE_STATES for sample in group.samples):
+    """After samples changed, inside an `edit`: note readiness, or give up what a training group cannot use."""
+    if group.purpose == types_pb2.PURPOSE_TRAIN:
+        _abort_extra_samples(state, group)
+        reason = _fault(state, group)
+        if reason:
+            _drop_kept(state, group, reason)
+            state.retire(group.group_id)
+            return
+    if all(sample.state in _USABLE_STATES for sample in group.samples):
         group.ready_s = now_s
+
+
+def num_kept(group: GroupRecord) -> int:
+    """Samples of a group that are not dropped."""
+    return sum(sample.state != _DROPPED for sample in group.samples)
+
+
+def _abort_extra_samples(state: RunState, group: GroupRecord) -> None:
+    """Once enough samples are scored to make the group, the others are given up, wherever they are."""
+    if sum(sample.state == _SCORED for sample in group.samples) < state.limits.group_size:
+        return
+    for index, sample in enumerate(group.samples):
+        if sample.state not in _USABLE_STATES:
+            _drop_sample(state, group, index, OVERSAMPLED)
+
+
+def _fault(state: RunState, group: GroupRecord) -> str:
+    """Why a training group can never be trained on as the run's policy wants it; empty when it can."""
+    count, policy = num_kept(group), state.policy
+    if policy.partial_groups == broker_pb2.PARTIAL_GROUP_POLICY_SHRINK:
+        if count < state.limits.min_usable_samples:
+            return GROUP_TOO_SMALL
+    elif count < state.limits.group_size:
+        is_drop = policy.partial_groups == broker_pb2.PARTIAL_GROUP_POLICY_DROP
+        return GROUP_INCOMPLETE if is_drop else TOO_MANY_ATTEMPTS
+    if policy.drops_zero_variance and all(sample.state in _USABLE_STATES for sample in group.samples):
+        rewards = {sample.score.value for sample in group.samples if sample.state == _SCORED}
+        return ZERO_VARIANCE if len(rewards) == 1 else ""
+    return ""
 
 
 def drop_group(state: RunState, group_id: str, reason: str) -> int:
     """Give a live group up; returns its number of samples that were not dropped before. Trained groups stay: 0."""
     if group_id not in state.live:
         return 0
-    group = state.groups[group_id]
-    num_samples = sum(sample.state != _DROPPED for sample in group.samples)
-    _count(state, group, num_samples, reason)
+    num_samples = _drop_kept(state, state.groups[group_id], reason)
     state.retire(group_id)
     return num_samples
 
@@ -79,11 +123,10 @@ def drop_stale(state: RunState) -> int:
 def _begin_anew(state: RunState, group_id: str, reason: str) -> int:
     """Drop a training group's samples and queue its prompt as another attempt; returns the number dropped."""
     with state.edit(group_id) as group:
-        num_samples = sum(sample.state != _DROPPED for sample in group.samples)
-        _count(state, group, num_samples, reason)
-        state.run.submitted += len(group.samples)
+        num_samples = _drop_kept(state, group, reason)
         group.submit_version = state.run.policy_version
         group.ready_s = 0.0
+        books.count_submitted(state, version=group.submit_version, num_samples=len(group.samples))
         for index in range(len(group.samples)):
             reset_sample(state, group, index)
     return num_samples
@@ -99,9 +142,23 @@ def reset_sample(state: RunState, group: GroupRecord, index: int) -> None:
     state.clear((group.group_id, index))
 
 
-def _count(state: RunState, group: GroupRecord, num_samples: int, reason: str) -> None:
-    if group.purpose == types_pb2.PURPOSE_TRAIN and num_samples:
-        state.run.dropped[reason] += num_samples
+def _drop_sample(state: RunState, group: GroupRecord, index: int, reason: str) -> None:
+    group.samples[index].state = _DROPPED
+    state.clear((group.group_id, index))
+    _count(state, group, group.samples[index], reason)
+
+
+def _drop_kept(state: RunState, group: GroupRecord, reason: str) -> int:
+    """Count the samples of a group that goes as dropped; returns how many they are."""
+    kept = [sample for sample in group.samples if sample.state != _DROPPED]
+    for sample in kept:
+        _count(state, group, sample, reason)
+    return len(kept)
+
+
+def _count(state: RunState, group: GroupRecord, sample: SampleRecord, reason: str) -> None:
+    if group.purpose == types_pb2.PURPOSE_TRAIN:
+        books.count_dropped(state, version=group.submit_version, num_tokens=sample.num_tokens, reason=reason)
 
 
 def is_too_stale(state: RunState, group: GroupRecord) -> bool:

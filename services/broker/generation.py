@@ -234,7 +234,7 @@ def expire(state: RunState, now_s: float) -> int:
 def _requeue(state: RunState, group: GroupRecord, index: int) -> None:
     sample = group.samples[index]
     if sample.num_leases >= state.limits.max_leases_per_sample:
-        drops.drop_sample(state, group, index, drops.TOO_MANY_LEASES)
+        drops.lose_sample(state, group, index, drops.TOO_MANY_LEASES)
     else:
         sample.state = _QUEUED
 

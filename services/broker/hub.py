@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -44,8 +44,15 @@ class _Request:
     create: Callable[[RunState], Any] | None
     """What to do instead where the run does not exist; such a request is a batch of its own."""
     answer: asyncio.Future[Any]
+    reading: Callable[[RunState, Mapping[str, int]], Any] | None = None
+    """What to read instead, with the books; such a request is a batch of its own, too."""
     result: Any = None
     error: PenstockError | None = None
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether nothing else is decided together with it."""
+        return self.create is not None or self.reading is not None
 
 
 class RunHub:
@@ -57,6 +64,8 @@ class RunHub:
         self.clock = clock
         self.num_conflicts = 0
         self.last_used_s = clock.now_s()
+        self.books_read_s = 0.0
+        """When the caretaker last read the books."""
         self._state: RunState | None = None
         self._mark: Mark | None = None
         self._waiting: deque[_Request] = deque()
@@ -103,7 +112,8 @@ class RunHub:
         def create(state: RunState) -> broker_pb2.OpenRunResponse:
             return create_run(state, request, self.clock.now_s())
 
-        return await self._request(reopen, must_verify=True, create=create)
+        response: broker_pb2.OpenRunResponse = await self._request(reopen, must_verify=True, create=create)
+        return response
 
     async def transact(self, operation: Callable[[RunState], _T], *, must_verify: bool = True) -> _T:
         """Run an operation and commit what it changed; returns its result.
@@ -117,7 +127,8 @@ class RunHub:
             ServiceUnavailableError: the store is away, or other processes kept being first.
             PenstockError: what the operation raised on an up-to-date copy.
         """
-        return await self._request(operation, must_verify=must_verify, create=None)
+        result: _T = await self._request(operation, must_verify=must_verify, create=None)
+        return result
 
     async def poll(self) -> None:
         """Take over what other processes changed; drops the copy of a run that is gone."""
@@ -127,13 +138,28 @@ class RunHub:
             except UnknownRunError:
                 self.wake()
 
+    async def read_books(self, reading: Callable[[RunState, Mapping[str, int]], _T]) -> _T:
+        """What `reading` makes of the run and of the counters of its books, both after one and the same commit.
+
+        Raises:
+            UnknownRunError: no such run.
+            ServiceUnavailableError: the store is away, or other processes kept committing in between.
+        """
+        result: _T = await self._request(_nothing, must_verify=True, create=None, reading=reading)
+        return result
+
     async def _request(
-        self, operation: Callable[[RunState], _T], *, must_verify: bool, create: Callable[[RunState], _T] | None
-    ) -> _T:
+        self,
+        operation: Callable[[RunState], Any],
+        *,
+        must_verify: bool,
+        create: Callable[[RunState], Any] | None,
+        reading: Callable[[RunState, Mapping[str, int]], Any] | None = None,
+    ) -> Any:
         """Queue an operation and wait for its commit. A caller that goes away does not tear a commit in two."""
         self.last_used_s = self.clock.now_s()
-        answer: asyncio.Future[_T] = asyncio.get_running_loop().create_future()
-        self._waiting.append(_Request(operation, must_verify, create, answer))
+        answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        self._waiting.append(_Request(operation, must_verify, create, answer, reading))
         if self._worker is None:
             self._worker = asyncio.create_task(self._work())
         try:
@@ -164,22 +190,26 @@ class RunHub:
             self._worker = None
 
     def _next_batch(self) -> list[_Request]:
-        """What is decided together: everything that waits, in order, but an opening alone."""
+        """What is decided together: everything that waits, in order, but an opening or an audit alone."""
         batch: list[_Request] = []
         while self._waiting and len(batch) < MAX_BATCH_OPERATIONS:
             request = self._waiting[0]
-            if request.create is not None and batch:
+            if request.is_alone and batch:
                 break
             self._waiting.popleft()
             if request.answer.done():
                 continue
             batch.append(request)
-            if request.create is not None:
+            if request.is_alone:
                 break
         return batch
 
     async def _settle(self, batch: list[_Request]) -> None:
         """Decide, commit and answer a batch."""
+        if batch and batch[0].reading is not None:
+            await self._read(batch[0], batch[0].reading)
+            _answer(batch)
+            return
         for _ in range(MAX_ATTEMPTS):
             if not batch:
                 return
@@ -195,6 +225,18 @@ class RunHub:
                 _answer(batch)
                 return
         raise ServiceUnavailableError(f"run {self.run_id!r}: {MAX_ATTEMPTS} commits lost against other brokers")
+
+    async def _read(self, request: _Request, reading: Callable[[RunState, Mapping[str, int]], Any]) -> None:
+        """Read the books, and bring the copy to the commit after which they stood so."""
+        for _ in range(MAX_ATTEMPTS):
+            state = await self._load(may_create=False)
+            found = await self.store.books(self.run_id)
+            if found is None or found[0] != self._mark:
+                await self._refresh(state)
+            if found is not None and found[0] == self._mark:
+                request.result = reading(state, found[1])
+                return
+        raise ServiceUnavailableError(f"run {self.run_id!r}: other brokers kept changing it while it was read")
 
     def _decide(self, state: RunState, request: _Request) -> bool:
         """Run one operation and keep what it did; False when it broke, which leaves the copy in doubt."""

@@ -14,6 +14,7 @@ import structlog
 from penstock.clock import Clock
 from penstock.errors import PenstockError, ServiceUnavailableError
 from services.broker import generation, scoring
+from services.broker.audit import audit_rows
 from services.broker.hub import RunHub
 from services.broker.metrics import BrokerMetrics
 from services.broker.run_state import RunState
@@ -21,6 +22,8 @@ from services.broker.store import Store
 
 POLL_EVERY_S = 0.25
 """Also how late another broker process's change is noticed, and how late a lease expires."""
+BOOKS_EVERY_S = 5.0
+"""How often the metrics follow the books, which are read from the store for it."""
 IDLE_RUN_S = 60.0
 """A run that nobody uses for this long is let go of; its state is in the store."""
 
@@ -99,6 +102,7 @@ class Hubs:
             await hub.poll()
             await expire(hub, self.metrics)
             await hub.peers.refresh()
+            await self._observe_books(hub)
         except ServiceUnavailableError:
             raise
         except PenstockError as error:
@@ -106,6 +110,12 @@ class Hubs:
         hub.last_used_s = used_s
         if hub.copy is not None:
             self.metrics.observe(hub.copy, num_conflicts=hub.num_conflicts)
+
+    async def _observe_books(self, hub: RunHub) -> None:
+        now_s = self.clock.now_s()
+        if hub.copy is not None and now_s - hub.books_read_s >= BOOKS_EVERY_S:
+            hub.books_read_s = now_s
+            self.metrics.observe_books(hub.run_id, await hub.read_books(audit_rows))
 
 
 async def expire(hub: RunHub, metrics: BrokerMetrics) -> None:

@@ -28,6 +28,8 @@ class RunKeys:
         """Hash: Prompt by group id."""
         self.retired = f"{base}:retired"
         """Set: ids of groups whose records are gone."""
+        self.books = f"{base}:books"
+        """Hash: counter of the books by name."""
         self.peers = f"{base}:peers"
         """Hash: GeneratorView by peer id."""
         self._chunks = f"{base}:chunks"

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
 
+from services.broker.books import folded
 from services.broker.store import MARKS_KEPT, MAX_BUSY_SPANS, ConflictError, Delta, Mark, SampleId, Snapshot
 
 
@@ -22,6 +23,7 @@ class _Run:
     prompts: dict[str, bytes] = field(default_factory=dict)
     chunks: dict[SampleId, list[bytes]] = field(default_factory=dict)
     retired: set[str] = field(default_factory=set)
+    counts: dict[str, int] = field(default_factory=dict)
     peers: dict[str, bytes] = field(default_factory=dict)
     spans: dict[str, list[bytes]] = field(default_factory=dict)
 
@@ -60,6 +62,10 @@ class MemoryStore:
         for sample, chunk in delta.chunks:
             run.chunks.setdefault(sample, []).append(chunk)
         run.retired |= delta.retired
+        for name, count in delta.counts.items():
+            run.counts[name] = run.counts.get(name, 0) + count
+        if delta.fold_version is not None:
+            run.counts = folded(run.counts, delta.fold_version)
         return mark
 
     async def prompts(self, run_id: str, group_ids: Sequence[str]) -> list[bytes | None]:
@@ -71,6 +77,11 @@ class MemoryStore:
         """See `Store.chunks`."""
         chunks = self._run(run_id).chunks
         return [list(chunks.get(sample, ())) for sample in samples]
+
+    async def books(self, run_id: str) -> tuple[Mark, Mapping[str, int]] | None:
+        """See `Store.books`."""
+        run = self._runs.get(run_id)
+        return None if run is None or run.mark is None else (run.mark, dict(run.counts))
 
     async def retired(self, run_id: str, group_ids: Sequence[str]) -> set[str]:
         """See `Store.retired`."""

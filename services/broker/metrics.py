@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-from prometheus_client import CollectorRegistry, Counter, Gauge
+from collections import Counter
 
+from prometheus_client import CollectorRegistry, Gauge
+from prometheus_client import Counter as PrometheusCounter
+
+from penstock.v1 import broker_pb2
 from services.broker.audit import audit
 from services.broker.run_state import RunState
 
@@ -12,14 +16,26 @@ class BrokerMetrics:
     """The broker's metrics in one registry."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
-        self._leases = Counter("penstock_broker_leases", "Leases given", ["kind"], registry=registry)
-        self._expired = Counter("penstock_broker_leases_expired", "Leases expired", ["kind"], registry=registry)
-        self._tokens = Counter("penstock_broker_tokens_accepted", "Completion tokens stored", registry=registry)
-        self._refused = Counter("penstock_broker_chunks_refused", "Token chunks refused", ["reason"], registry=registry)
+        self._leases = PrometheusCounter("penstock_broker_leases", "Leases given", ["kind"], registry=registry)
+        self._expired = PrometheusCounter(
+            "penstock_broker_leases_expired", "Leases expired", ["kind"], registry=registry
+        )
+        self._tokens = PrometheusCounter(
+            "penstock_broker_tokens_accepted", "Completion tokens stored", registry=registry
+        )
+        self._refused = PrometheusCounter(
+            "penstock_broker_chunks_refused", "Token chunks refused", ["reason"], registry=registry
+        )
         self._dropped = Gauge(
             "penstock_broker_samples_dropped",
-            "Training samples given up",
-            ["run", "reason"],
+            "Training samples given up, by length bucket in tokens",
+            ["run", "reason", "max_tokens"],
+            registry=registry,
+        )
+        self._lengths = Gauge(
+            "penstock_broker_samples_trained_by_length",
+            "Training samples trained, by length bucket in tokens",
+            ["run", "max_tokens"],
             registry=registry,
         )
         self._trained = Gauge(
@@ -64,8 +80,6 @@ class BrokerMetrics:
     def observe(self, state: RunState, *, num_conflicts: int) -> None:
         """Set the gauges of a run."""
         run_id, books = state.run.run_id, audit(state)
-        for reason, count in books.dropped.items():
-            self._dropped.labels(run_id, reason).set(count)
         for versions, count in books.trained_by_staleness.items():
             self._trained.labels(run_id, str(versions)).set(count)
         for name in ("queued", "leased", "finished", "scoring", "scored", "delivered"):
@@ -73,3 +87,15 @@ class BrokerMetrics:
         self._version.labels(run_id).set(state.run.policy_version)
         self._queued.labels(run_id).set(len(state.queue))
         self._conflicts.labels(run_id).set(num_conflicts)
+
+    def observe_books(self, run_id: str, books: broker_pb2.Audit) -> None:
+        """Set the gauges of a run that follow its books, rows included."""
+        trained: Counter[int] = Counter()
+        dropped: Counter[tuple[str, int]] = Counter()
+        for row in books.rows:
+            trained[row.max_tokens] += row.trained
+            dropped.update({(reason, row.max_tokens): count for reason, count in row.dropped.items()})
+        for max_tokens, count in trained.items():
+            self._lengths.labels(run_id, str(max_tokens)).set(count)
+        for (reason, max_tokens), count in dropped.items():
+            self._dropped.labels(run_id, reason, str(max_tokens)).set(count)

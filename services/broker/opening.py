@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from penstock.errors import InvalidFieldError, RunConflictError, VersionConflictError
 from penstock.v1 import broker_pb2, types_pb2
-from services.broker import delivery, drops
+from services.broker import books, delivery, drops
 from services.broker.limits import Limits
 from services.broker.policy import Policy
 from services.broker.records_pb2 import GroupRecord, RunRecord
@@ -33,6 +33,7 @@ def create_run(state: RunState, request: broker_pb2.OpenRunRequest, now_s: float
             limits=limits.to_proto(),
             policy=policy.to_proto(),
             policy_version=request.policy_version,
+            books_version=request.policy_version,
             open_s=now_s,
             version_s=now_s,
         )
@@ -119,8 +120,7 @@ def _untrain(state: RunState, group_id: str) -> None:
         for sample in group.samples:
             if sample.state == broker_pb2.SAMPLE_STATE_TRAINED:
                 sample.state = broker_pb2.SAMPLE_STATE_SCORED
-                state.run.trained -= 1
-                state.run.trained_by_staleness[delivery.sample_staleness(sample, trained_version)] -= 1
+                delivery.count_sample_trained(state, group, sample, trained_version, num_samples=-1)
 
 
 def _forget_future(state: RunState, group_id: str, policy_version: int, now_s: float) -> None:
@@ -159,9 +159,11 @@ def _catch_up(state: RunState, steps: Sequence[broker_pb2.StepRecord], policy_ve
             if group_id in state.live:
                 delivery.train(state, group_id, step.policy_version)
             elif group_id not in state.groups:
-                # Even its submission is lost. It was trained on, so both sides of the books get it.
+                # Even its submission is lost. It was trained on, so both sides of the books get it, without tokens.
                 state.pending.retired.add(group_id)
-                run.submitted += state.limits.group_size
-                run.trained += state.limits.group_size
-                run.trained_by_staleness[0] += state.limits.group_size
+                num_samples = state.limits.group_size
+                books.count_submitted(state, version=run.policy_version, num_samples=num_samples)
+                books.count_trained(
+                    state, version=run.policy_version, num_tokens=0, staleness=0, num_samples=num_samples
+                )
     delivery.advance(state, policy_version, now_s)

@@ -327,6 +327,7 @@ class RunRecord(_message.Message):
     VERSION_S_FIELD_NUMBER: _builtins.int
     STREAMS_FIELD_NUMBER: _builtins.int
     POLICY_FIELD_NUMBER: _builtins.int
+    BOOKS_VERSION_FIELD_NUMBER: _builtins.int
     REWINDS_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     """Its name."""
@@ -346,6 +347,10 @@ class RunRecord(_message.Message):
     """When it was opened."""
     version_s: _builtins.float
     """When its policy version last changed."""
+    books_version: _builtins.int
+    """Samples submitted under this version or an older one are counted as one row of the books; unset in runs from before
+    there were rows, which keep totals only.
+    """
     @_builtins.property
     def limits(self) -> _broker_pb2.RunLimits:
         """Its limits, every default filled in."""
@@ -387,12 +392,15 @@ class RunRecord(_message.Message):
         version_s: _builtins.float = ...,
         streams: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
         policy: _broker_pb2.RunPolicy | None = ...,
+        books_version: _builtins.int | None = ...,
         rewinds: _abc.Iterable[Global___RewindRecord] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["limits", b"limits", "policy", b"policy"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_books_version", b"_books_version", "books_version", b"books_version", "limits", b"limits", "policy", b"policy"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["dropped", b"dropped", "history", b"history", "is_closed", b"is_closed", "last_sequence", b"last_sequence", "limits", b"limits", "open_s", b"open_s", "policy", b"policy", "policy_version", b"policy_version", "rewinds", b"rewinds", "run_id", b"run_id", "streams", b"streams", "submitted", b"submitted", "trained", b"trained", "trained_by_staleness", b"trained_by_staleness", "version_s", b"version_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_books_version", b"_books_version", "books_version", b"books_version", "dropped", b"dropped", "history", b"history", "is_closed", b"is_closed", "last_sequence", b"last_sequence", "limits", b"limits", "open_s", b"open_s", "policy", b"policy", "policy_version", b"policy_version", "rewinds", b"rewinds", "run_id", b"run_id", "streams", b"streams", "submitted", b"submitted", "trained", b"trained", "trained_by_staleness", b"trained_by_staleness", "version_s", b"version_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__books_version: _TypeAlias = _typing.Literal["books_version"]  # noqa: Y015
+    _WhichOneofArgType__books_version: _TypeAlias = _typing.Literal["_books_version", b"_books_version"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__books_version) -> _WhichOneofReturnType__books_version | None: ...
 
 Global___RunRecord: _TypeAlias = RunRecord  # noqa: Y015

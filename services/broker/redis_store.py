@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,7 @@ class RedisStore:
         self._redis = connection
         self._num_wait_replicas = num_wait_replicas
         self._load = Script(_LUA / "load.lua")
+        self._books = Script(_LUA / "books.lua")
         self._commit = Script(_LUA / "commit.lua")
 
     @classmethod
@@ -68,6 +69,7 @@ class RedisStore:
             *((expected.revision, expected.name) if expected else (0, "")),
             *(name, delta.run, MARKS_KEPT),
             *(len(delta.groups), len(delta.prompts), len(delta.retired), len(delta.chunks), len(lists)),
+            *(len(delta.counts), "" if delta.fold_version is None else delta.fold_version),
         ]
         for mapping in (delta.groups, delta.prompts):
             for group_id, value in mapping.items():
@@ -75,7 +77,9 @@ class RedisStore:
         args += delta.retired
         for sample, chunk in delta.chunks:
             args += [lists[sample], chunk]
-        script_keys = [keys.run, keys.marks, keys.changed, keys.groups, keys.prompts, keys.retired]
+        for counter, count in delta.counts.items():
+            args += [counter, count]
+        script_keys = [keys.run, keys.marks, keys.changed, keys.groups, keys.prompts, keys.retired, keys.books]
         script_keys += [keys.chunks(sample) for sample in (*lists, *delta.cleared)]
         if expected is None:
             await self._redis.write(lambda redis: redis.zadd(RUNS, {run_id: time.time()}, nx=True))
@@ -107,6 +111,17 @@ class RedisStore:
             return await pipeline.execute()
 
         return await self._redis.read(read)
+
+    async def books(self, run_id: str) -> tuple[Mark, Mapping[str, int]] | None:
+        """See `Store.books`."""
+        keys = RunKeys(run_id)
+        reply: list[Any] | None = await self._redis.read(
+            lambda redis: self._books.run(redis, keys=[keys.run, keys.books], args=[])
+        )
+        if not reply:
+            return None
+        counts = {name.decode(): int(count) for name, count in zip(reply[2::2], reply[3::2], strict=True)}
+        return Mark(int(reply[0]), reply[1].decode()), counts
 
     async def retired(self, run_id: str, group_ids: Sequence[str]) -> set[str]:
         """See `Store.retired`."""

@@ -106,7 +106,7 @@ def expire_scoring(state: RunState, now_s: float) -> int:
         with state.edit(group_id) as group:
             for index in indices:
                 if group.samples[index].num_scoring_leases >= state.limits.max_leases_per_sample:
-                    drops.drop_sample(state, group, index, drops.TOO_MANY_LEASES)
+                    drops.lose_sample(state, group, index, drops.TOO_MANY_LEASES)
                 else:
                     group.samples[index].state = _FINISHED
             drops.close_group(state, group, now_s)
@@ -147,7 +147,7 @@ def _is_known(sample: SampleRecord, result: broker_pb2.ScoreResult) -> bool:
 
 def _store(state: RunState, group: GroupRecord, index: int, score: types_pb2.Score, now_s: float) -> None:
     if score.status != types_pb2.SCORE_STATUS_OK:
-        drops.drop_sample(state, group, index, _DROP_REASONS[score.status])
+        drops.lose_sample(state, group, index, _DROP_REASONS[score.status])
         return
     sample = group.samples[index]
     sample.state, sample.score_s = _SCORED, now_s

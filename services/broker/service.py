@@ -11,7 +11,7 @@ from google.protobuf.duration_pb2 import Duration
 from penstock.errors import NotOfferedError
 from penstock.v1 import broker_pb2, broker_pb2_grpc
 from services.broker import delivery, drops, submission, waits
-from services.broker.audit import audit
+from services.broker.audit import audit, audit_rows
 from services.broker.export import export
 from services.broker.hubs import Hubs
 from services.broker.intake import wait_for_event
@@ -173,7 +173,7 @@ class BrokerService(broker_pb2_grpc.BrokerServiceServicer):
     async def AuditRun(self, request: broker_pb2.AuditRunRequest, context: _Context) -> broker_pb2.AuditRunResponse:
         """The books, counted now."""
         check_run_id(request.run_id)
-        return broker_pb2.AuditRunResponse(audit=await self._hubs.hub(request.run_id).transact(audit))
+        return broker_pb2.AuditRunResponse(audit=await self._hubs.hub(request.run_id).read_books(audit_rows))
 
     async def WatchPolicy(
         self, request: broker_pb2.WatchPolicyRequest, context: _Context

@@ -58,6 +58,10 @@ class Delta:
     """TokenChunks to append, in order."""
     retired: set[str] = field(default_factory=set)
     """Groups whose records go, but whose ids must never be accepted again."""
+    counts: dict[str, int] = field(default_factory=dict)
+    """What to add to the counters of the books, by name; see `books`."""
+    fold_version: int | None = None
+    """Afterwards, add the counters of older versions to those of this one; None folds nothing."""
 
     def absorb(self, later: Delta) -> None:
         """Add what an operation after this one does beside the records."""
@@ -67,6 +71,10 @@ class Delta:
             self.chunks = [item for item in self.chunks if item[0] not in later.cleared]
         self.chunks += later.chunks
         self.retired |= later.retired
+        for name, count in later.counts.items():
+            self.counts[name] = self.counts.get(name, 0) + count
+        # Counters of later operations are named for the folded version already.
+        self.fold_version = self.fold_version if later.fold_version is None else later.fold_version
 
 
 class Store(Protocol):
@@ -92,6 +100,10 @@ class Store(Protocol):
 
     async def chunks(self, run_id: str, samples: Sequence[SampleId]) -> list[list[bytes]]:
         """The accepted chunks of each sample, in order."""
+        ...
+
+    async def books(self, run_id: str) -> tuple[Mark, Mapping[str, int]] | None:
+        """Every counter of the books, and the commit after which they stood so. None: no such run."""
         ...
 
     async def retired(self, run_id: str, group_ids: Sequence[str]) -> set[str]:

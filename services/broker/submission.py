@@ -8,6 +8,7 @@ from google.rpc import code_pb2
 
 from penstock.errors import InvalidFieldError, RunClosedError
 from penstock.v1 import broker_pb2, types_pb2
+from services.broker import books
 from services.broker.records_pb2 import GroupRecord, SampleRecord
 from services.broker.run_state import RunState
 from services.broker.validation import check_prompt
@@ -53,8 +54,10 @@ def _queue_full(index: int, state: RunState) -> types_pb2.ItemError:
 def _add(state: RunState, prompt: types_pb2.Prompt, now_s: float) -> None:
     run = state.run
     run.last_sequence += 1
+    num_samples = prompt.group_size
     if prompt.purpose == types_pb2.PURPOSE_TRAIN:
-        run.submitted += prompt.group_size
+        num_samples += state.policy.num_extra_samples
+        books.count_submitted(state, version=run.policy_version, num_samples=num_samples)
     group = GroupRecord(
         group_id=prompt.group_id,
         sequence=run.last_sequence,
@@ -62,7 +65,7 @@ def _add(state: RunState, prompt: types_pb2.Prompt, now_s: float) -> None:
         num_prompt_tokens=len(prompt.token_ids) // 4,
         submit_s=now_s,
         submit_version=run.policy_version,
-        samples=[SampleRecord(state=broker_pb2.SAMPLE_STATE_QUEUED) for _ in range(prompt.group_size)],
+        samples=[SampleRecord(state=broker_pb2.SAMPLE_STATE_QUEUED) for _ in range(num_samples)],
     )
     if prompt.HasField("min_policy_version"):
         group.prompt_min_version = prompt.min_policy_version

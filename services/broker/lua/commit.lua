@@ -1,9 +1,10 @@
 -- One change of a run, whole or not at all.
--- KEYS: run, marks, changed, groups, prompts, retired, then the chunk lists to append to, then those to delete.
+-- KEYS: run, marks, changed, groups, prompts, retired, books, then the chunk lists to append to, then those to delete.
 -- ARGV: expected revision and name ("0" and "" when the run must not exist), name of this commit, run record,
---   number of marks to keep, counts of: groups, prompts, retired ids, chunks, chunk lists to append to;
+--   number of marks to keep, counts of: groups, prompts, retired ids, chunks, chunk lists to append to, counters;
+--   version into which the counters of older ones are folded (empty: none);
 --   then group id and record (empty: remove) ..., group id and prompt (empty: remove) ..., retired ids ...,
---   position of the chunk list and chunk ...
+--   position of the chunk list and chunk ..., counter and what to add to it ...
 -- Returns the new revision, or false when the run is not at the expected mark. Running it again with the same name
 -- changes nothing and returns the same.
 local known = redis.call('ZSCORE', KEYS[2], ARGV[3])
@@ -18,7 +19,8 @@ local revision = tonumber(ARGV[1]) + 1
 local oldest = revision - tonumber(ARGV[5])
 local num_groups, num_prompts, num_retired = tonumber(ARGV[6]), tonumber(ARGV[7]), tonumber(ARGV[8])
 local num_chunks, num_lists = tonumber(ARGV[9]), tonumber(ARGV[10])
-local at = 11
+local num_counters, fold_version = tonumber(ARGV[11]), tonumber(ARGV[12])
+local at = 13
 
 redis.call('HSET', KEYS[1], 'revision', string.format('%d', revision), 'name', ARGV[3], 'record', ARGV[4])
 redis.call('ZADD', KEYS[2], revision, ARGV[3])
@@ -46,11 +48,25 @@ for _ = 1, num_retired do
   at = at + 1
 end
 -- Deletions first: a sample that starts anew in this very change keeps what it was given in it.
-for i = 7 + num_lists, #KEYS do
+for i = 8 + num_lists, #KEYS do
   redis.call('DEL', KEYS[i])
 end
 for _ = 1, num_chunks do
-  redis.call('RPUSH', KEYS[6 + tonumber(ARGV[at])], ARGV[at + 1])
+  redis.call('RPUSH', KEYS[7 + tonumber(ARGV[at])], ARGV[at + 1])
   at = at + 2
+end
+for _ = 1, num_counters do
+  redis.call('HINCRBY', KEYS[7], ARGV[at], ARGV[at + 1])
+  at = at + 2
+end
+if fold_version then
+  local counters = redis.call('HGETALL', KEYS[7])
+  for i = 1, #counters, 2 do
+    local version, rest = string.match(counters[i], '^(%d+)(|.*)$')
+    if tonumber(version) < fold_version then
+      redis.call('HINCRBY', KEYS[7], ARGV[12] .. rest, counters[i + 1])
+      redis.call('HDEL', KEYS[7], counters[i])
+    end
+  end
 end
 return revision
