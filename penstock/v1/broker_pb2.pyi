@@ -1677,7 +1677,8 @@ class Audit(_message.Message):
     @_builtins.property
     def rows(self) -> _containers.RepeatedCompositeFieldContainer[Global___AuditRow]:
         """The same books by the version under which samples were submitted and by length, so that a bound which quietly
-        prefers short samples shows. Versions long past are folded into one row a length bucket.
+        prefers short samples shows. Versions long past are folded into one row a length bucket. In AuditRun only; balanced
+        then says that they hold, too.
         """
 
     @_builtins.property

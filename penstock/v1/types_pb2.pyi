@@ -126,7 +126,7 @@ class SampleKey(_message.Message):
     group_id: _builtins.str
     """The sample group it belongs to; opaque, unique in the run, 1 to 128 characters."""
     sample_index: _builtins.int
-    """Position inside its group, from 0 to group size - 1."""
+    """Position inside its group, from 0 to group size - 1, and beyond that in a run that draws extra samples."""
     attempt: _builtins.int
     """How often the sample was begun anew from its prompt, its tokens thrown away: 0 the first time. Chosen by the broker
     (by the producer in PutTrajectories); whoever works on a sample copies the key it was given.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -24,7 +25,7 @@ from penstock.errors import (
     from_rpc_error,
 )
 from penstock.v1 import broker_pb2, types_pb2
-from services.broker.store import Store
+from services.broker.store import ConflictError, Delta, Store
 from tests.helpers.broker import (
     RUN,
     Duplex,
@@ -361,56 +362,37 @@ async def test_other_limits_are_a_conflict(broker: RunningBroker) -> None:
         await broker.open(group_size=4)
 
 
-async def test_another_policy_is_a_conflict_and_the_runs_own_is_shown(broker: RunningBroker) -> None:
-    await broker.open(policy=broker_pb2.RunPolicy(stale=broker_pb2.STALE_POLICY_DROP))
-    with pytest.raises(RunConflictError, match="another policy"):
-        await broker.open()
-    with pytest.raises(InvalidFieldError, match=r"policy\.dispatch: 'best'; must be one of fifo"):
-        await broker.open(run_id="other", policy=broker_pb2.RunPolicy(dispatch="best"))
-    shown = (await broker.call("GetRun", broker_pb2.GetRunRequest(run_id=RUN))).policy
-    assert shown == broker_pb2.RunPolicy(
-        stale=broker_pb2.STALE_POLICY_DROP,
-        partial_groups=broker_pb2.PARTIAL_GROUP_POLICY_SHRINK,
-        num_retained_steps=64,
-        dispatch="auto",
+async def test_the_counters_of_the_books_are_kept_with_each_commit_and_folded(store: Store) -> None:
+    assert await store.books(RUN) is None
+    first = await store.commit(RUN, None, Delta(run=b"r", counts={"9|0|submitted": 2, "10|4|trained": 1}))
+    assert await store.books(RUN) == (first, {"9|0|submitted": 2, "10|4|trained": 1})
+    with pytest.raises(ConflictError):
+        await store.commit(RUN, None, Delta(run=b"r", counts={"9|0|submitted": 7}))
+    second = await store.commit(
+        RUN,
+        first,
+        Delta(run=b"r", counts={"9|4|dropped:stale": 3, "9|4|trained": 5, "11|4|trained": -1}, fold_version=10),
+    )
+    assert await store.books(RUN) == (
+        second,
+        {"10|0|submitted": 2, "10|4|trained": 6, "10|4|dropped:stale": 3, "11|4|trained": -1},
     )
 
 
-async def test_what_became_too_stale_is_revoked_and_leased_anew_as_the_next_attempt(broker: RunningBroker) -> None:
-    await broker.open(policy=broker_pb2.RunPolicy(stale=broker_pb2.STALE_POLICY_DROP))
-    slow, quick = Generator.connect(broker.channel, "slow"), Generator.connect(broker.channel, "quick")
-    worker, trainer = Worker.connect(broker.channel), Trainer.connect(broker.channel)
-    await broker.submit(prompt("slow"))
-    slow.beat(credits=2)
-    lost = await slow.leases(2)
-    assert [lease.key.attempt for lease in lost] == [0, 0]
-    assert await slow.put(chunk(lost[0], [1, 2])) == []
-    await broker.submit(prompt("quick"))
-    quick.beat(credits=2)
-    await quick.finish(await quick.leases(2))
-    await worker.score(2)
-    assert [group.prompt.group_id for group in await trainer.groups(1)] == ["quick"]
-    await trainer.ack(["quick"], 1)
-    revoked = {
-        await slow.stream.expect(lambda response: response.revocation.lease_id or None) for _ in range(len(lost))
-    }
-    assert revoked == {lease.lease_id for lease in lost}
-    [error] = await slow.put(chunk(lost[0], [3], offset=2))
-    assert (error.reason, error.key) == ("LEASE_LOST", lost[0].key)
-    quick.beat(credits=2, version=1)
-    again = await quick.leases(2)
-    assert [(lease.key.group_id, lease.key.attempt, lease.prefix_token_ids) for lease in again] == [
-        ("slow", 1, b"")
-    ] * 2
-    await quick.finish(again)
-    scoring = await worker.leases(2)
-    assert {lease.item.key.attempt for lease in scoring} == {1}
-    await worker.report(*map(result, scoring))
-    [group] = await trainer.groups(1)
-    assert [(item.key.attempt, item.min_policy_version) for item in group.trajectories] == [(1, 1)] * 2
-    await trainer.ack(["slow"], 2)
-    books = await broker.audit()
-    assert (books.submitted, books.trained, dict(books.dropped)) == (6, 4, {"stale": 2})
+async def test_an_audit_while_others_commit_compares_books_of_one_moment(store: Store) -> None:
+    async with serving(store) as broker, serving(store) as other:
+        await broker.open(max_queued_groups=1000)
+
+        async def submit(running: RunningBroker, name: str) -> None:
+            for number in range(20):
+                await running.submit(prompt(f"{name}{number}"))
+
+        async def audit() -> None:
+            for _ in range(20):
+                await broker.audit()
+
+        await asyncio.gather(submit(broker, "a"), submit(other, "b"), audit())
+        assert (await other.audit()).submitted == 80
 
 
 async def test_closing_ends_streams_with_ok_and_keeps_the_books(broker: RunningBroker) -> None:
