@@ -222,6 +222,35 @@ def audit(run: _RunArgument = None, broker: _Broker = None, directory: _RunsDir 
 
 
 @app.command()
+def export(
+    out: Annotated[Path, typer.Option("--out", metavar="FILE", help="Recording to write: .jsonl or .parquet.")],
+    run: _RunArgument = None,
+    broker: _Broker = None,
+    directory: _RunsDir = Path("runs"),
+    follow: Annotated[
+        bool, typer.Option("--follow", "-f", help="Go on with each step until the run is closed.")
+    ] = False,
+    from_version: Annotated[int, typer.Option("--from-version", min=0, help="First step; 0: the oldest retained.")] = 0,
+) -> None:
+    """Record a run's trained trajectories, one row a sample; docs/recording.md describes the columns.
+
+    With --follow an existing recording of the same run is gone on with. Ctrl-C ends a recording that is whole.
+
+    \b
+    Examples:
+      penstock export --out trajectories.parquet
+      penstock export my-run --broker broker:7301 --out my-run.jsonl --follow
+    """
+
+    def work() -> int:
+        from console.export import export_command
+
+        return export_command(run, out=out, follow=follow, from_version=from_version, broker=broker, runs_dir=directory)
+
+    _exit(work)
+
+
+@app.command()
 def report(run_dir: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="A run folder.")]) -> None:
     """Make report.html of a run again, also while the run is under way.
 

@@ -320,10 +320,12 @@ class RunningBroker:
 
 
 @asynccontextmanager
-async def serving(store: Store, *, clock: Clock | None = None) -> AsyncIterator[RunningBroker]:
-    """A broker over `store` on a free port, its caretaker running."""
+async def serving(
+    store: Store, *, clock: Clock | None = None, listen: str = "127.0.0.1:0"
+) -> AsyncIterator[RunningBroker]:
+    """A broker over `store`, on a free port if none is given, its caretaker running."""
     hubs = make_hubs(store, registry=CollectorRegistry(), clock=clock or SystemClock())
-    server = make_server(hubs, listen="127.0.0.1:0", security=NO_SECURITY)
+    server = make_server(hubs, listen=listen, security=NO_SECURITY)
     port = await server.start()
     caretaker = asyncio.create_task(hubs.care(server.set_serving))
     async with rpc.open_channel(f"127.0.0.1:{port}") as channel:

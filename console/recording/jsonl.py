@@ -1,0 +1,90 @@
+"""Recordings as JSON lines: one object a sample, arrays as lists, log-probs in their shortest exact decimal form."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import BinaryIO
+
+import numpy as np
+
+from console.recording.rows import Row, shortest_decimals
+from console.recording.sample import RecordingError
+
+MAX_LINE_BYTES = 64 * 1024 * 1024
+"""A sample of a million tokens takes about half of it."""
+
+
+class JsonLinesWriter:
+    """Appends rows; `flush` makes them durable."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        # Open for as long as the writer lives.
+        self._file: BinaryIO = path.open("ab")
+        _cut_torn_line(path)
+
+    def write(self, rows: Sequence[Row]) -> None:
+        """Append rows."""
+        self._file.write(b"".join(_line(row) for row in rows))
+
+    def flush(self) -> None:
+        """Put everything written on the disk."""
+        self._file.flush()
+        os.fsync(self._file.fileno())
+
+    def close(self) -> None:
+        """Flush and let go of the file."""
+        self.flush()
+        self._file.close()
+
+
+def read_json_lines(path: Path) -> Iterator[tuple[str, Row]]:
+    """Every row with its place; a last line without an end, torn by a crash, is left out. Raises RecordingError."""
+    with path.open("rb") as file:
+        for number, line in enumerate(iter(lambda: file.readline(MAX_LINE_BYTES + 1), b""), start=1):
+            where = f"{path}, line {number}"
+            if len(line) > MAX_LINE_BYTES:
+                raise RecordingError(f"{where}: longer than {MAX_LINE_BYTES} bytes; no sample is that long")
+            if line.endswith(b"\n") and line.strip():
+                yield where, _parsed(where, line)
+
+
+def _line(row: Row) -> bytes:
+    plain = {name: _plain(value) if isinstance(value, np.ndarray) else value for name, value in row.items()}
+    return json.dumps(plain, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode() + b"\n"
+
+
+def _plain(values: np.ndarray) -> list[float] | list[int]:
+    if values.dtype == np.float32:
+        return shortest_decimals(values)
+    numbers: list[int] = values.tolist()
+    return numbers
+
+
+def _parsed(where: str, line: bytes) -> Row:
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise RecordingError(f"{where}: not valid JSON: {error}") from error
+    if not isinstance(row, dict):
+        raise RecordingError(f"{where}: expected one JSON object a line")
+    return row
+
+
+def _cut_torn_line(path: Path) -> None:
+    """Take away a last line without an end: whoever wrote it died, and its step is recorded again."""
+    size_bytes = path.stat().st_size
+    with path.open("rb+") as file:
+        end = size_bytes
+        while end > 0:
+            start = max(0, end - 65536)
+            file.seek(start)
+            newline = file.read(end - start).rfind(b"\n")
+            if newline >= 0:
+                file.truncate(start + newline + 1)
+                return
+            end = start
+        file.truncate(0)

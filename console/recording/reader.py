@@ -1,0 +1,113 @@
+"""Reading a recording: the surviving history, each sample once, in the order in which it was trained.
+
+A run that was rewound trained some steps anew. Its recording holds both, told apart by the run's history counter: a row
+is void when a later history holds a step of the same version or an older one. A step that was recorded twice (the
+recorder was restarted in the middle of it) counts once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from console.recording.jsonl import read_json_lines
+from console.recording.rows import STEP_COLUMNS, Row, from_row, step_of
+from console.recording.sample import Recorded, RecordingError, Step, group_of
+from penstock.v1 import types_pb2
+
+SUFFIXES = (".jsonl", ".parquet")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecordedGroup:
+    """A trained group."""
+
+    policy_version: int
+    """The version its step produced."""
+    group: types_pb2.TrajectoryGroup
+    """The group, its completions' text included."""
+
+
+@dataclass(slots=True)
+class RunIndex:
+    """What a recording holds of one run."""
+
+    first_versions: dict[int, int] = field(default_factory=dict)
+    """First policy version of each history."""
+    last_version: int = 0
+    """Policy version of the last row."""
+    last_history: int = 0
+    """History of the last row."""
+
+    def is_void(self, *, policy_version: int, history: int) -> bool:
+        """Whether a later history replaced the step, or went on without it."""
+        return any(later > history and first <= policy_version for later, first in self.first_versions.items())
+
+    def note(self, policy_version: int, history: int) -> None:
+        """Take a row in."""
+        first = self.first_versions.get(history, policy_version)
+        self.first_versions[history] = min(first, policy_version)
+        self.last_version, self.last_history = policy_version, history
+
+
+def check_suffix(path: Path) -> None:
+    """Raises RecordingError unless the suffix names a format."""
+    if path.suffix not in SUFFIXES:
+        raise RecordingError(f"{path}: a recording's name ends in {' or '.join(SUFFIXES)}")
+
+
+def read_rows(path: Path, columns: Sequence[str] | None = None) -> Iterator[tuple[str, Row]]:
+    """Every row as it stands in the file, with its place for messages; where it is cheap, only some columns.
+
+    Raises RecordingError.
+    """
+    check_suffix(path)
+    if not path.is_file():
+        raise RecordingError(f"{path}: no such file")
+    if path.suffix == SUFFIXES[0]:
+        return read_json_lines(path)
+    from console.recording.parquet import read_parquet
+
+    return read_parquet(path, columns)
+
+
+def scan(path: Path) -> dict[str, RunIndex]:
+    """What a recording holds, by run id; reads all of it. Raises RecordingError."""
+    runs: dict[str, RunIndex] = {}
+    for where, row in read_rows(path, STEP_COLUMNS):
+        run_id, policy_version, history = step_of(row, where=where)
+        runs.setdefault(run_id, RunIndex()).note(policy_version, history)
+    return runs
+
+
+def read_samples(path: Path) -> Iterator[Recorded]:
+    """The samples of the surviving history, each once; reads the file twice. Raises RecordingError."""
+    runs = scan(path)
+    step: Step | None = None
+    seen: set[tuple[str, int]] = set()
+    for where, row in read_rows(path):
+        sample = from_row(row, where=where)
+        if runs[sample.run_id].is_void(policy_version=sample.policy_version, history=sample.history):
+            continue
+        if sample.step != step:
+            step, seen = sample.step, set()
+        if sample.position not in seen:
+            seen.add(sample.position)
+            yield sample
+
+
+def read_groups(path: Path) -> Iterator[RecordedGroup]:
+    """The groups of the surviving history, each once. Raises RecordingError."""
+    pending: list[Recorded] = []
+    for sample in read_samples(path):
+        if pending and (sample.step, sample.position[0]) != (pending[0].step, pending[0].position[0]):
+            yield _group(pending)
+            pending = []
+        pending.append(sample)
+    if pending:
+        yield _group(pending)
+
+
+def _group(samples: list[Recorded]) -> RecordedGroup:
+    return RecordedGroup(policy_version=samples[0].policy_version, group=group_of(samples))

@@ -1,0 +1,65 @@
+"""From a broker's export to a file: each step as it comes."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from console.recording.reader import scan
+from console.recording.sample import RecordingError, samples_of
+from console.recording.writer import RecordingWriter
+from penstock.clients.export import StepExport
+
+
+@dataclass(slots=True, kw_only=True)
+class Recording:
+    """What was recorded so far."""
+
+    num_samples: int = 0
+    """Samples, those of void steps included."""
+    first_version: int | None = None
+    """Policy version of the first step."""
+    last_version: int | None = None
+    """Policy version of the newest step."""
+
+
+async def record(
+    export: StepExport,
+    writer: RecordingWriter,
+    *,
+    run_id: str,
+    recording: Recording,
+    on_step: Callable[[Recording], None] = lambda recording: None,
+) -> None:
+    """Write what the export brings until it ends; raises what it raises. The writer stays open, `recording` is kept up.
+
+    File work is done in a thread, so that whoever shares the event loop goes on.
+    """
+    async for response in export.responses():
+        if not response.HasField("group"):
+            await asyncio.to_thread(writer.end_step)
+            on_step(recording)
+            continue
+        samples = samples_of(run_id, response)
+        await asyncio.to_thread(writer.write, samples)
+        recording.num_samples += len(samples)
+        recording.last_version = response.policy_version
+        if recording.first_version is None:
+            recording.first_version = response.policy_version
+
+
+def resume_point(path: Path, run_id: str) -> tuple[int, int | None]:
+    """Version and history from which a followed recording goes on: its last step comes again, for it may be torn.
+
+    (0, None) when there is no recording yet. Raises RecordingError when it is another run's.
+    """
+    if not path.exists():
+        return 0, None
+    runs = scan(path)
+    if not runs:
+        return 0, None
+    if set(runs) != {run_id}:
+        raise RecordingError(f"{path}: holds run {', '.join(sorted(runs))}; record {run_id} to another file")
+    return runs[run_id].last_version, runs[run_id].last_history

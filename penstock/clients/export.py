@@ -1,0 +1,108 @@
+"""A run's trained steps from its broker: ExportTrajectories that survives a lost stream and notices rewinds.
+
+Promises: every step comes whole at least once, in order; after a lost stream the step under way comes again from its
+beginning, and steps that a rewind made void meanwhile come again under a higher history. A step that is no longer
+retained is an error (NotRetainedError), never a gap.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc
+import structlog
+
+from penstock.errors import PenstockError, ServiceUnavailableError, UnknownRunError, from_rpc_error
+from penstock.rpc import backoff_s
+from penstock.v1 import broker_pb2, broker_pb2_grpc
+
+SILENCE_LIMIT_S = 20.0
+"""The broker speaks at least every 5 s."""
+DEFAULT_PATIENCE_S = 120.0
+
+_log = structlog.get_logger()
+_Response = broker_pb2.ExportTrajectoriesResponse
+
+
+class StepExport:
+    """The trained steps of one run.
+
+    Args:
+        channel: To the broker.
+        run_id: Which run.
+        peer: Names the broker in messages.
+        follow: Go on with each step as it is acknowledged, until the run is closed.
+        from_version: First step wanted; 0 means the oldest one retained.
+        history: The run's history counter that went with what the caller has already; None when it has nothing.
+        waits_for_run: Whether a run that is not open yet is waited for.
+        patience_s: How long a broker that does not answer is waited for.
+    """
+
+    def __init__(
+        self,
+        channel: grpc.aio.Channel,
+        *,
+        run_id: str,
+        peer: str,
+        follow: bool,
+        from_version: int = 0,
+        history: int | None = None,
+        waits_for_run: bool = False,
+        patience_s: float = DEFAULT_PATIENCE_S,
+    ) -> None:
+        self._stub = broker_pb2_grpc.BrokerServiceStub(channel)
+        self._run_id, self._peer, self._follow = run_id, peer, follow
+        self.next_version = from_version
+        """First step that has not come whole; 0 while nothing came."""
+        self._history = history
+        self._waits_for_run = waits_for_run
+        self._patience_s = patience_s
+
+    async def responses(self) -> AsyncIterator[_Response]:
+        """Groups and, with `follow`, signs of life, until the export is complete or the run closed.
+
+        Raises:
+            NotRetainedError: A step that is due is no longer kept.
+            PenstockError: The broker refused, or did not answer for `patience_s` seconds.
+        """
+        loop = asyncio.get_running_loop()
+        heard_s, delays = loop.time(), backoff_s()
+        while True:
+            try:
+                async for response in self._one_stream():
+                    heard_s, delays = loop.time(), backoff_s()
+                    self._note(response)
+                    yield response
+                return
+            except PenstockError as error:
+                may_heal = error.is_retryable or (self._waits_for_run and isinstance(error, UnknownRunError))
+                if not may_heal or loop.time() - heard_s > self._patience_s:
+                    raise
+                _log.info("export stream lost", peer=self._peer, error=str(error))
+            await asyncio.sleep(next(delays))
+
+    def _note(self, response: _Response) -> None:
+        self._history = response.history
+        self.next_version = response.policy_version + (not response.HasField("group"))
+
+    async def _one_stream(self) -> AsyncIterator[_Response]:
+        request = broker_pb2.ExportTrajectoriesRequest(
+            run_id=self._run_id, from_policy_version=self.next_version, follow=self._follow, history=self._history
+        )
+        call: Any = self._stub.ExportTrajectories(request)
+        try:
+            while (response := await self._read(call)) is not grpc.aio.EOF:
+                yield response
+        except grpc.aio.AioRpcError as error:
+            raise from_rpc_error(error, peer=self._peer) from error
+        finally:
+            call.cancel()
+
+    async def _read(self, call: Any) -> Any:
+        try:
+            async with asyncio.timeout(SILENCE_LIMIT_S):
+                return await call.read()
+        except TimeoutError:
+            raise ServiceUnavailableError(f"{self._peer}: silent for {SILENCE_LIMIT_S:.0f} s") from None

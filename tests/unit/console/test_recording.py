@@ -1,0 +1,202 @@
+"""Recordings: what goes in comes out, bit for bit; abandoned steps and repetitions are left out; bad rows are told."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from console.recording import Recorded, RecordingError, open_writer, read_groups, read_samples, scan
+from console.recording.rows import shortest_decimals
+from penstock.codec import encode_versions, float32_bytes, int32_bytes
+from penstock.v1 import types_pb2
+
+SUFFIXES = (".jsonl", ".parquet")
+_FLOATS = st.floats(width=32, allow_nan=False, allow_infinity=False)
+
+
+def recorded(
+    group_id: str = "g1", index: int = 0, *, version: int = 1, history: int = 0, value: float = 0.5, **changes: Any
+) -> Recorded:
+    """A sample of three tokens with every field set."""
+    trajectory = types_pb2.Trajectory(
+        key=types_pb2.SampleKey(group_id=group_id, sample_index=index, attempt=2),
+        num_leases=1,
+        token_ids=int32_bytes([5, 6, 7]),
+        behavior_logprobs=float32_bytes([-0.1, -1e-30, -12.345678]),
+        policy_versions=encode_versions([0, 0, 1]),
+        loss_mask=b"\1\0\1",
+        finish_reason=types_pb2.FINISH_REASON_STOP,
+        score=types_pb2.Score(
+            status=types_pb2.SCORE_STATUS_OK, value=value, model="m", components={"b": 1.0, "a": 0.1}
+        ),
+        min_policy_version=0,
+        max_policy_version=1,
+        generator_id="gen-1",
+        text="zwei \u4e8c",
+    )
+    trajectory.score.components.update({"b": 1.0, "a": 0.1})
+    trajectory.score.latency.FromNanoseconds(12_345_678)
+    for name, microseconds in (("submit_time", 1), ("lease_time", 2), ("finish_time", 1_700_000_000_123_457)):
+        getattr(trajectory, name).FromMicroseconds(microseconds)
+    prompt = types_pb2.Prompt(
+        group_id=group_id,
+        token_ids=int32_bytes([1, 2]),
+        group_size=2,
+        sampling=types_pb2.SamplingParams(temperature=0.7, max_new_tokens=9, seed=2**63, stop_token_ids=[3]),
+        messages=[types_pb2.ChatMessage(role="user", content='say "2"')],
+        answer="2",
+        metadata_json='{"a": [1, 2.50]}',
+        purpose=types_pb2.PURPOSE_TRAIN,
+        min_policy_version=0,
+    )
+    values: dict[str, Any] = {"run_id": "run-1", "policy_version": version, "history": history}
+    return Recorded(prompt=prompt, trajectory=trajectory, **(values | changes))
+
+
+def write(path: Path, *samples: Recorded, is_followed: bool = False) -> Path:
+    """A recording of the samples, a step at a time."""
+    writer = open_writer(path, is_followed=is_followed)
+    for sample in samples:
+        writer.write([sample])
+        writer.end_step()
+    writer.close()
+    return path
+
+
+def names(path: Path) -> list[tuple[int, str, int]]:
+    """Step, group and index of what survives, in order."""
+    return [(sample.policy_version, *sample.position) for sample in read_samples(path)]
+
+
+@pytest.mark.parametrize("suffix", SUFFIXES)
+def test_every_field_comes_back(tmp_path: Path, suffix: str) -> None:
+    bare = recorded("g2")
+    nothing = types_pb2.VersionRuns()
+    parts = {"key": bare.trajectory.key, "score": bare.trajectory.score, "policy_versions": nothing}
+    bare.trajectory.CopyFrom(types_pb2.Trajectory(**parts))
+    bare.trajectory.score.ClearField("latency")
+    bare.prompt.sampling.CopyFrom(types_pb2.SamplingParams(max_new_tokens=1))
+    abstained = types_pb2.Score(status=types_pb2.SCORE_STATUS_ABSTAINED, message="why", model="n")
+    samples = [recorded(), recorded(index=1).rescored(abstained), bare]
+    assert list(read_samples(write(tmp_path / f"file{suffix}", *samples))) == samples
+
+
+@settings(max_examples=60, deadline=None)
+@given(values=st.lists(_FLOATS, min_size=1, max_size=50))
+def test_short_decimals_are_the_same_float32(values: list[float]) -> None:
+    exact = np.array(values, np.float32)
+    read_back = np.array(json.loads(json.dumps(shortest_decimals(exact))), np.float64).astype(np.float32)
+    assert read_back.tobytes() == exact.tobytes()
+
+
+def test_log_probs_are_short_in_json(tmp_path: Path) -> None:
+    row = json.loads(write(tmp_path / "a.jsonl", recorded()).read_text())
+    assert row["logprobs"] == [-0.1, -1e-30, -12.345678]
+    assert (row["sampling"]["temperature"], row["score"]["status"], row["finish_reason"]) == (0.7, "ok", "stop")
+
+
+@pytest.mark.parametrize("suffix", SUFFIXES)
+def test_steps_that_a_rewind_made_void_are_left_out(tmp_path: Path, suffix: str) -> None:
+    # Versions 1 to 4; back to 1; version 2 anew, and then the end: 3 and 4 of the first history never happened.
+    first = [recorded(f"g{version}", version=version) for version in (1, 2, 3, 4)]
+    path = write(tmp_path / f"file{suffix}", *first, recorded("g3", version=2, history=1))
+    assert names(path) == [(1, "g1", 0), (2, "g3", 0)]
+    index = scan(path)["run-1"]
+    assert (index.last_version, index.last_history) == (2, 1)
+
+
+@pytest.mark.parametrize("suffix", SUFFIXES)
+def test_a_recording_is_gone_on_with_and_repeated_samples_count_once(tmp_path: Path, suffix: str) -> None:
+    path = tmp_path / f"file{suffix}"
+    write(path, recorded("a"), recorded("b", version=2), is_followed=True)
+    write(path, recorded("b", version=2), recorded("c", version=2), recorded("d", version=3), is_followed=True)
+    assert names(path) == [(1, "a", 0), (2, "b", 0), (2, "c", 0), (3, "d", 0)]
+    assert [item.name for item in tmp_path.iterdir()] == [path.name]
+
+
+def test_groups_stand_together_in_order(tmp_path: Path) -> None:
+    samples = [recorded("b"), recorded("b", 1), recorded("a"), recorded("a", version=2)]
+    groups = list(read_groups(write(tmp_path / "a.jsonl", *samples)))
+    assert [(item.policy_version, item.group.prompt.group_id, len(item.group.trajectories)) for item in groups] == [
+        (1, "b", 2),
+        (1, "a", 1),
+        (2, "a", 1),
+    ]
+    assert groups[0].group.trajectories[1] == samples[1].trajectory
+
+
+def test_a_line_torn_by_a_crash_is_left_out_and_written_over(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", recorded("a"), recorded("b"), is_followed=True)
+    path.write_bytes(path.read_bytes()[:-5])
+    assert names(path) == [(1, "a", 0)]
+    write(path, recorded("b"), is_followed=True)
+    assert names(path) == [(1, "a", 0), (1, "b", 0)]
+
+
+@pytest.mark.parametrize("suffix", SUFFIXES)
+def test_a_file_written_in_one_go_appears_whole_or_not_at_all(tmp_path: Path, suffix: str) -> None:
+    path = tmp_path / f"file{suffix}"
+    writer = open_writer(path)
+    writer.write([recorded()])
+    assert not path.exists()
+    writer.discard()
+    assert list(tmp_path.iterdir()) == []
+    write(path, recorded())
+    with pytest.raises(RecordingError, match="exists already"):
+        open_writer(path)
+
+
+def test_a_followed_file_holds_each_step_as_soon_as_it_is_over(tmp_path: Path) -> None:
+    writer = open_writer(tmp_path / "a.jsonl", is_followed=True)
+    writer.write([recorded()])
+    writer.end_step()
+    assert names(writer.path) == [(1, "g1", 0)]
+    writer.close()
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"logprobs": [-0.5]}, "logprobs: 1 numbers for 3 token_ids"),
+        ({"token_ids": [1, 2, 2**31]}, "token_ids: a number does not fit int32"),
+        ({"token_ids": [1.5, 2, 3]}, "token_ids: expected a list of int32"),
+        ({"versions": [0], "version_lengths": [2]}, "versions: run lengths add up to 2"),
+        ({"finish_reason": "tired"}, "TIRED"),
+        ({"policy_version": 0}, "policy_version: expected a whole number of at least 1"),
+        ({"group_id": 5}, "group_id: expected text"),
+        ({"prompt_token_ids": []}, "prompt_token_ids: must not be empty"),
+        ({"score": None}, "score: expected an object"),
+        ({"group_size": None}, "group_size: expected a whole number"),
+    ],
+)
+def test_a_damaged_row_is_told_with_its_line(tmp_path: Path, change: dict[str, Any], words: str) -> None:
+    path = write(tmp_path / "a.jsonl", recorded())
+    path.write_text(json.dumps(json.loads(path.read_text()) | change) + "\n")
+    with pytest.raises(RecordingError, match=r"a\.jsonl, line 1: ") as told:
+        list(read_samples(path))
+    assert words in str(told.value)
+
+
+def test_a_missing_column_is_told(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", recorded())
+    row = json.loads(path.read_text())
+    del row["token_ids"]
+    path.write_text(json.dumps(row) + "\n")
+    with pytest.raises(RecordingError, match="column 'token_ids' is missing"):
+        list(read_samples(path))
+
+
+@pytest.mark.parametrize("name", ["a.csv", "a.jsonl", "a.parquet"])
+def test_what_is_no_recording_is_told(tmp_path: Path, name: str) -> None:
+    path = tmp_path / name
+    with pytest.raises(RecordingError, match=name):
+        list(read_samples(path))
+    path.write_text("no recording\n")
+    with pytest.raises(RecordingError, match=name):
+        list(read_samples(path))
