@@ -70,7 +70,8 @@ class RunHub:
         self._mark: Mark | None = None
         self._waiting: deque[_Request] = deque()
         self._worker: asyncio.Task[None] | None = None
-        self._listeners: set[asyncio.Event] = set()
+        self._listeners: dict[asyncio.Event, None] = {}
+        """In order of arrival: woken in that order, so that who asked first is served first."""
         self._prompts: OrderedDict[str, types_pb2.Prompt] = OrderedDict()
         self.peers = Peers(run_id, store=store, clock=clock)
 
@@ -80,11 +81,11 @@ class RunHub:
     def listening(self, event: asyncio.Event | None = None) -> Iterator[asyncio.Event]:
         """An event (the given one, or a new one) that every change of the run sets; the listener clears it."""
         event = event or asyncio.Event()
-        self._listeners.add(event)
+        self._listeners[event] = None
         try:
             yield event
         finally:
-            self._listeners.discard(event)
+            self._listeners.pop(event, None)
 
     @property
     def num_listeners(self) -> int:

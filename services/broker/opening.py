@@ -107,8 +107,7 @@ def _rewind(state: RunState, policy_version: int, now_s: float) -> int:
     for group_id in undone:
         _untrain(state, group_id)
     for group_id in sorted(state.live):
-        if state.groups[group_id].purpose == types_pb2.PURPOSE_TRAIN:
-            _forget_future(state, group_id, policy_version, now_s)
+        _forget_future(state, group_id, policy_version, now_s)
     drops.drop_stale(state)
     return len(undone)
 

@@ -13,7 +13,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from penstock.errors import PenstockError, ServiceUnavailableError
 from penstock.v1 import types_pb2
 from services.broker.redis_store import RedisStore
-from services.broker.store import ConflictError, Delta, Mark, Store
+from services.broker.store import Store
 from tests.helpers.broker import (
     RUN,
     Generator,
@@ -42,53 +42,6 @@ def persistent_redis(tmp_path: Path) -> Iterator[RedisProcess]:
     server.start()
     yield server
     server.kill()
-
-
-async def test_a_commit_on_an_old_mark_stores_nothing(store: Store) -> None:
-    first = await store.commit("r", None, Delta(run=b"1", groups={"a": b"A"}))
-    second = await store.commit("r", first, Delta(run=b"2", groups={"b": b"B"}, chunks=[(("b", 0), b"x")]))
-    late = Delta(run=b"3", groups={"a": None}, chunks=[(("b", 0), b"y")], retired={"a"}, prompts={"a": b"p"})
-    for expected in (first, None, Mark(second.revision, "another")):
-        with pytest.raises(ConflictError):
-            await store.commit("r", expected, late)
-    snapshot = await store.load("r", None)
-    assert snapshot is not None
-    assert (snapshot.mark, snapshot.run, dict(snapshot.groups)) == (second, b"2", {"a": b"A", "b": b"B"})
-    assert await store.chunks("r", [("b", 0), ("b", 1)]) == [[b"x"], []]
-    assert await store.retired("r", ["a"]) == set()
-    assert await store.prompts("r", ["a"]) == [None]
-
-
-async def test_loading_since_a_mark_brings_only_what_changed(store: Store) -> None:
-    assert await store.load("r", None) is None
-    first = await store.commit("r", None, Delta(run=b"1", groups={"a": b"A", "b": b"B"}))
-    second = await store.commit("r", first, Delta(run=b"2", groups={"a": None, "c": b"C\0\xff"}))
-    snapshot = await store.load("r", first)
-    assert snapshot is not None
-    assert (snapshot.is_full, dict(snapshot.groups)) == (False, {"a": None, "c": b"C\0\xff"})
-    same = await store.load("r", second)
-    assert same is not None
-    assert same.mark == second
-    unknown = await store.load("r", Mark(first.revision, "of another history"))
-    assert unknown is not None
-    assert (unknown.is_full, dict(unknown.groups)) == (True, {"b": b"B", "c": b"C\0\xff"})
-
-
-async def test_chunks_are_cleared_before_new_ones_are_appended(store: Store) -> None:
-    first = await store.commit("r", None, Delta(run=b"1", chunks=[(("a", 0), b"x"), (("a", 1), b"y")]))
-    change = Delta(run=b"2", cleared={("a", 0)}, chunks=[(("a", 0), b"z"), (("a", 0), b"zz")], retired={"q"})
-    await store.commit("r", first, change)
-    assert await store.chunks("r", [("a", 0), ("a", 1)]) == [[b"z", b"zz"], [b"y"]]
-    assert await store.retired("r", ["q", "a"]) == {"q"}
-    assert await store.run_ids() == ["r"]
-
-
-async def test_peers_and_their_spans_are_remembered(store: Store) -> None:
-    await store.commit("r", None, Delta(run=b"1"))
-    await store.put_peer("r", "g:1", b"old", [b"s1"])
-    await store.put_peer("r", "g:1", b"new", [b"s2", b"s3"])
-    assert await store.peers("r") == {"g:1": b"new"}
-    assert await store.busy_spans("r", "g:1") == [b"s1", b"s2", b"s3"]
 
 
 async def test_commits_racing_on_one_run_all_happen_once(store: Store) -> None:

@@ -10,7 +10,7 @@ from services.broker import submission
 from services.broker.audit import audit
 from services.broker.opening import create_run, reopen_run
 from services.broker.run_state import RunState
-from tests.helpers.broker import limits, prompt
+from tests.helpers.broker import evaluation, limits, prompt
 from tests.unit.broker.builders import (
     acknowledge,
     deliver,
@@ -78,6 +78,17 @@ def test_a_rewind_discards_tokens_of_weights_that_are_no_more() -> None:
     assert {grant.sample[0] for grant in grants} >= {"c", "d"}
     assert all(grant.num_prefix_tokens == 0 for grant in grants)
     assert audit(state).balanced
+
+
+def test_a_rewind_discards_what_abandoned_weights_said_in_an_evaluation() -> None:
+    state = open_state()
+    _train(state, 0, "a", "b")
+    submission.submit(state, [evaluation("e")], retired=(), now_s=1.0)
+    finish(state, lease(state, 1, 1), 1)
+    _reopen(state, 0)
+    assert [sample.num_tokens for sample in state.groups["e"].samples] == [0]
+    [grant] = lease(state, 1, 0)
+    assert (grant.sample, grant.attempt, grant.num_prefix_tokens) == (("e", 0), 1, 0)
 
 
 def test_a_rewind_does_not_stall_a_synchronous_run() -> None:
