@@ -15,7 +15,8 @@ from typing import Any, Literal, Self
 import yaml
 from pydantic import Field, field_validator, model_validator
 
-from penstock.config import Document, StrictModel, apply_overrides, read_document, validate
+from penstock.config import Document, StrictModel, Targets, apply_overrides, read_document, validate
+from services.broker.redis_address import parse_redis_url
 from services.generator.config import EngineConfig
 from services.reward.config import RewardModelConfig
 from services.trainer.config import (
@@ -45,13 +46,13 @@ class BrokerSection(StrictModel):
     """The broker's store."""
 
     redis_url: str | None = None
-    """Redis that holds the run's state: redis://, rediss:// or unix://; one is started in the run folder when null."""
+    """Redis that holds the run's state, in any form that a broker takes; one is started in the run folder when null."""
 
     @field_validator("redis_url")
     @classmethod
-    def _has_a_known_scheme(cls, value: str | None) -> str | None:
-        if value is not None and not value.startswith(("redis://", "rediss://", "unix://")):
-            raise ValueError("must begin with redis://, rediss:// or unix://")
+    def _is_a_redis_url(cls, value: str | None) -> str | None:
+        if value is not None:
+            parse_redis_url(value)
         return value
 
 
@@ -65,8 +66,8 @@ class SchedulerSection(StrictModel):
 class EndpointsSection(StrictModel):
     """Services that already run elsewhere, as host:port; what is null is started here."""
 
-    broker: str | None = None
-    """A broker."""
+    broker: Targets | None = None
+    """A broker; several on one Redis as a list, of which the first that works is used."""
     scheduler: str | None = None
     """A scheduler."""
     reward: str | None = None
@@ -76,10 +77,15 @@ class EndpointsSection(StrictModel):
     generators: list[str] | None = None
     """Generators that were started for this run's id."""
 
-    @field_validator("broker", "scheduler", "reward", "trainer")
+    @field_validator("scheduler", "reward", "trainer")
     @classmethod
     def _is_an_address(cls, value: str | None) -> str | None:
         return None if value is None else checked_address(value)
+
+    @field_validator("broker")
+    @classmethod
+    def _are_brokers(cls, value: str | None) -> str | None:
+        return None if value is None else ",".join(checked_address(item) for item in value.split(","))
 
     @field_validator("generators")
     @classmethod

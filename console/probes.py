@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 from typing import Any
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from penstock.errors import ServiceUnavailableError
 from penstock.rpc import open_channel
 from penstock.security import Security
+from penstock.targets import split_targets
+from services.broker.redis_address import parse_redis_url
 
 PROBE_TIMEOUT_S = 3.0
 BROKER, SCHEDULER, REWARD = "penstock.v1.BrokerService", "penstock.v1.SchedulerService", "penstock.v1.RewardService"
@@ -19,11 +23,20 @@ TRAINER, GENERATOR = "penstock.v1.TrainerService", "penstock.v1.GeneratorService
 async def service_problem(
     target: str, service: str, *, security: Security, must_serve: bool = True, timeout_s: float = PROBE_TIMEOUT_S
 ) -> str | None:
-    """Why the server at `target` cannot be used as `service`; None when it can.
+    """Why the server at `target` cannot be used as `service`; None when it can, or one of several can.
 
     A server without health checks, or whose health does not name the service, counts as up: foreign servers may lack
     them. Without `must_serve` one that answers but does not serve yet, since it waits for the run, counts as well.
     """
+    targets = split_targets(target)
+    if len(targets) > 1:
+        problems = await asyncio.gather(
+            *(
+                service_problem(one, service, security=security, must_serve=must_serve, timeout_s=timeout_s)
+                for one in targets
+            )
+        )
+        return None if None in problems else "; ".join(problem for problem in problems if problem)
     async with open_channel(target, security) as channel:
         # The health package's types leave its stub's methods out.
         stub: Any = health_pb2_grpc.HealthStub(channel)
@@ -47,6 +60,8 @@ def redis_problem(url: str, *, timeout_s: float = PROBE_TIMEOUT_S) -> str | None
 
     shown = masked(url)
     try:
+        if parse_redis_url(url).kind != "single":
+            return asyncio.run(_group_problem(url))
         with redis.Redis.from_url(url, socket_connect_timeout=timeout_s, socket_timeout=timeout_s) as client:
             client.ping()
             version = str(client.info("server").get("redis_version", "0"))
@@ -55,6 +70,19 @@ def redis_problem(url: str, *, timeout_s: float = PROBE_TIMEOUT_S) -> str | None
         return f"Redis at {shown} cannot be reached: {detail}"
     if tuple(int(part) for part in version.split(".")[:2]) < (6, 2):
         return f"Redis at {shown} is version {version}; 6.2 or newer is needed"
+    return None
+
+
+async def _group_problem(url: str) -> str | None:
+    from services.broker.redis_store import RedisStore
+
+    store = RedisStore.from_url(url)
+    try:
+        await store.ping()
+    except ServiceUnavailableError as error:
+        return masked(str(error))
+    finally:
+        await store.close()
     return None
 
 

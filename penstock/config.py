@@ -8,10 +8,12 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, TypeVar, get_args
+from typing import Annotated, Any, TypeVar, get_args
 
 import yaml
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, ValidationError
+
+from penstock.targets import split_targets
 
 MAX_CONFIG_BYTES = 1024 * 1024
 
@@ -25,6 +27,17 @@ class StrictModel(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
 
+
+def _joined(value: Any) -> Any:
+    return ",".join(str(item) for item in value) if isinstance(value, list | tuple) else value
+
+
+def _checked(value: str) -> str:
+    return ",".join(split_targets(value))
+
+
+Targets = Annotated[str, BeforeValidator(_joined), AfterValidator(_checked)]
+"""Servers that stand in for each other: host:port, several separated by commas or as a list."""
 
 _Model = TypeVar("_Model", bound=BaseModel)
 Document = dict[str, Any]

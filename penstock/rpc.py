@@ -2,7 +2,7 @@
 
 Servers: health per service, reflection, message-size limits, errors as typed statuses, and a drain on SIGTERM or SIGINT
 that lets calls under way end (first signal drains, second one ends at once). Clients: channels with keepalive, calls
-that always have a deadline, and back-off with jitter.
+that always have a deadline, back-off with jitter, and fail-over between servers that stand in for each other.
 """
 
 from __future__ import annotations
@@ -22,7 +22,9 @@ from grpc_reflection.v1alpha import reflection
 from grpc_status import rpc_status
 
 from penstock.errors import InternalError, NotOfferedError, PenstockError, from_rpc_error, to_status
+from penstock.failover import FailoverChannel
 from penstock.security import NO_SECURITY, Security
+from penstock.targets import split_targets
 
 MAX_MESSAGE_BYTES = 16 * 1024 * 1024
 DEFAULT_TIMEOUT_S = 10.0
@@ -219,8 +221,13 @@ async def _abort(error: Exception, context: grpc.aio.ServicerContext[Any, Any], 
 
 
 def open_channel(target: str, security: Security = NO_SECURITY) -> grpc.aio.Channel:
-    """A channel to `target` (host:port) that reconnects by itself; close it when done."""
-    return security.open_channel(target.removeprefix("grpc://"), _CLIENT_OPTIONS)
+    """A channel to `target` (host:port) that reconnects by itself; close it when done.
+
+    Several targets, separated by commas, stand in for each other: see `FailoverChannel`. Raises ValueError.
+    """
+    targets = split_targets(target)
+    channels = [security.open_channel(name, _CLIENT_OPTIONS) for name in targets]
+    return channels[0] if len(channels) == 1 else FailoverChannel(channels, targets)
 
 
 async def call(

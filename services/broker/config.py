@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
-from pydantic import Field
+from typing import Self
+
+from pydantic import Field, field_validator, model_validator
 
 from penstock.config import StrictModel
+from services.broker.redis_address import parse_redis_url
+
+MEMORY_URL = "memory://"
 
 
 class BrokerConfig(StrictModel):
@@ -13,6 +18,25 @@ class BrokerConfig(StrictModel):
     listen: str = "127.0.0.1:7301"
     """Address, host:port."""
     redis_url: str = "redis://127.0.0.1:7300/0"
-    """Redis that holds all state: redis://, rediss:// or unix://; memory:// keeps it in the process, for trials."""
+    """Redis that holds all state: redis://, rediss:// or unix://; redis+sentinel://HOST:PORT,HOST:PORT/SERVICE;
+    redis+cluster://HOST:PORT,HOST:PORT; memory:// keeps it in the process, for trials."""
+    redis_wait_replicas: int = Field(default=0, ge=0, le=16)
+    """Answer only what so many replicas have too, so that a fail-over loses nothing that was answered. Not with a
+    Cluster, whose client cannot wait for them."""
     metrics_port: int | None = Field(default=None, ge=1, le=65535)
     """Port of the Prometheus endpoint; none when unset."""
+
+    @field_validator("redis_url")
+    @classmethod
+    def _is_a_redis_url(cls, value: str) -> str:
+        if value != MEMORY_URL:
+            parse_redis_url(value)
+        return value
+
+    @model_validator(mode="after")
+    def _replicas_can_be_waited_for(self) -> Self:
+        if self.redis_wait_replicas and (
+            self.redis_url == MEMORY_URL or parse_redis_url(self.redis_url).kind == "cluster"
+        ):
+            raise ValueError("redis_wait_replicas: needs one server or Sentinels in redis_url; set it to 0")
+        return self

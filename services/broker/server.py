@@ -9,23 +9,26 @@ from penstock import rpc, telemetry
 from penstock.clock import Clock, SystemClock
 from penstock.security import Security
 from penstock.v1 import broker_pb2_grpc
-from services.broker.config import BrokerConfig
+from services.broker.config import MEMORY_URL, BrokerConfig
 from services.broker.hubs import Hubs
 from services.broker.memory_store import MemoryStore
 from services.broker.metrics import BrokerMetrics
+from services.broker.redis_metrics import RedisMetrics
 from services.broker.redis_store import RedisStore
 from services.broker.service import BrokerService
 from services.broker.store import Store
 
 SERVICE_NAME = "penstock.v1.BrokerService"
-MEMORY_URL = "memory://"
 
 _log = structlog.get_logger()
 
 
-def make_store(redis_url: str) -> Store:
-    """The store behind a URL; memory:// keeps everything in this process and loses it with it."""
-    return MemoryStore() if redis_url == MEMORY_URL else RedisStore.from_url(redis_url)
+def make_store(config: BrokerConfig, *, registry: CollectorRegistry) -> Store:
+    """The store behind `redis_url`; memory:// keeps everything in this process and loses it with it."""
+    if config.redis_url == MEMORY_URL:
+        return MemoryStore()
+    faults = RedisMetrics(registry)
+    return RedisStore.from_url(config.redis_url, num_wait_replicas=config.redis_wait_replicas, on_fault=faults.count)
 
 
 def make_hubs(store: Store, *, registry: CollectorRegistry, clock: Clock) -> Hubs:
@@ -46,7 +49,7 @@ def make_server(hubs: Hubs, *, listen: str, security: Security) -> rpc.Server:
 async def serve(config: BrokerConfig) -> None:
     """Serve until SIGTERM or SIGINT. Raises PortUnavailableError."""
     telemetry.serve_metrics(config.metrics_port)
-    store = make_store(config.redis_url)
+    store = make_store(config, registry=REGISTRY)
     hubs = make_hubs(store, registry=REGISTRY, clock=SystemClock())
     server = make_server(hubs, listen=config.listen, security=Security.from_environment())
     try:

@@ -7,7 +7,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from penstock.config import StrictModel
+from penstock.config import StrictModel, Targets
 
 EngineName = Literal["vllm", "transformers", "emulated"]
 DtypeName = Literal["auto", "float32", "bfloat16", "float16"]
@@ -47,8 +47,8 @@ class GeneratorConfig(StrictModel):
     """Where it stands; empty is the default site."""
     run_id: str
     """The run it works for."""
-    broker: str = "127.0.0.1:7301"
-    """The broker, host:port."""
+    broker: Targets = "127.0.0.1:7301"
+    """The broker, host:port; several on one Redis as a list, of which the first that works is used."""
     weights: str = "127.0.0.1:7304"
     """The weight store (the trainer), host:port."""
     model_path: Path

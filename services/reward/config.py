@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pydantic import Field
 
-from penstock.config import StrictModel
+from penstock.config import StrictModel, Targets
 
 
 class RewardModelConfig(StrictModel):
@@ -29,8 +29,8 @@ class RewardConfig(StrictModel):
     """Address of its own RewardService, host:port."""
     run_id: str
     """The run it scores."""
-    broker: str = "127.0.0.1:7301"
-    """The broker, host:port."""
+    broker: Targets = "127.0.0.1:7301"
+    """The broker, host:port; several on one Redis as a list, of which the first that works is used."""
     worker_id: str = "reward-0"
     """Its name in status and logs."""
     reward: RewardModelConfig = RewardModelConfig()

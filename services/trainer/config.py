@@ -7,7 +7,7 @@ from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
-from penstock.config import StrictModel
+from penstock.config import StrictModel, Targets
 
 
 class TrainerConfig(StrictModel):
@@ -149,8 +149,8 @@ class TrainingConfig(StrictModel):
     """The optimiser."""
     trainer: ComputeConfig = ComputeConfig()
     """Use of the machine."""
-    broker: str = "127.0.0.1:7301"
-    """The broker, host:port."""
+    broker: Targets = "127.0.0.1:7301"
+    """The broker, host:port; several on one Redis as a list, of which the first that works is used."""
     scheduler: str | None = None
     """The scheduler, host:port; lengths are not reported without."""
 

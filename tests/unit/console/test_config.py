@@ -46,6 +46,13 @@ def test_addresses_of_every_kind_are_accepted() -> None:
     assert checked_address("grpc://broker:7301") == "broker:7301"
 
 
+def test_several_brokers_are_a_list_or_a_string() -> None:
+    for value in (["a:1", "grpc://b:2"], "a:1, b:2"):
+        assert config(endpoints={"broker": value}).endpoints.broker == "a:1,b:2"
+    assert "must be host:port" in problem(endpoints={"broker": ["a:1", "b"]})
+    assert "separated by commas" in problem(endpoints={"broker": []})
+
+
 def test_a_context_too_small_for_the_samples_is_refused() -> None:
     line = problem(generator={"max_context_tokens": 100}, data={"train": "t", "max_prompt_tokens": 80})
     assert "generator.max_context_tokens: 100 is less than" in line
