@@ -204,19 +204,30 @@ def status(run: _RunArgument = None, broker: _Broker = None, directory: _RunsDir
 
 
 @app.command()
-def audit(run: _RunArgument = None, broker: _Broker = None, directory: _RunsDir = Path("runs")) -> None:
+def audit(
+    run: _RunArgument = None,
+    broker: _Broker = None,
+    directory: _RunsDir = Path("runs"),
+    by_version: Annotated[
+        bool, typer.Option("--by-version", help="A line for each version under which samples were submitted.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Everything, as one JSON document.")] = False,
+) -> None:
     """Check submitted = trained + dropped + in flight, live or afterwards; exit status 1 when it does not hold.
+
+    The table says what was trained and what was dropped by completion length: where the share lost grows with the
+    length, the run prefers short samples.
 
     \b
     Examples:
       penstock audit runs/run-20260101-120000
-      penstock audit my-run --broker broker:7301
+      penstock audit my-run --broker broker:7301 --by-version
     """
 
     def work() -> int:
-        from console.status import audit_command
+        from console.audit import audit_command
 
-        return audit_command(run, broker=broker, runs_dir=directory)
+        return audit_command(run, broker=broker, runs_dir=directory, by_version=by_version, as_json=as_json)
 
     _exit(work)
 

@@ -26,6 +26,7 @@ from services.trainer.config import (
     ModelConfig,
     OptimizerConfig,
     RunSettings,
+    SamplePolicyConfig,
     SamplingConfig,
 )
 
@@ -139,6 +140,8 @@ class RunConfig(StrictModel):
     """Sampling for training."""
     algorithm: AlgorithmConfig = AlgorithmConfig()
     """What is optimised."""
+    policy: SamplePolicyConfig = SamplePolicyConfig()
+    """How samples are treated."""
     optimizer: OptimizerConfig = OptimizerConfig()
     """The optimiser."""
     trainer: ComputeConfig = ComputeConfig()

@@ -1,4 +1,4 @@
-"""What `penstock status` and `audit` do: ask a run's broker, or read what a finished run left."""
+"""What `penstock status` does, and how commands find a run and ask its broker."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ from console.config import checked_address, load_run_config
 from console.folder import RunFolder, open_folder, read_record
 from console.live import duration
 from console.local import plain_console, run_folders
-from console.outcome import audit_line, read_summary
 from penstock.config import ConfigError
 from penstock.errors import PenstockError
 from penstock.rpc import call, open_channel
@@ -51,24 +50,6 @@ def status_command(run: str | None, *, broker: str | None, runs_dir: Path) -> in
         raise ConfigError(f"{target.run_id}: not under way here; name its broker with --broker, or see its report")
     show_status(asyncio.run(_get_run(target.run_id, target.broker)), plain_console(), now_s=time.time())
     return 0
-
-
-def audit_command(run: str | None, *, broker: str | None, runs_dir: Path) -> int:
-    """Print a run's books; returns 0 when they balance and 1 when they do not. Raises ConfigError."""
-    target = find_run(run, broker=broker, runs_dir=runs_dir)
-    if target.broker is not None:
-        books = asyncio.run(_audit_run(target.run_id, target.broker))
-        names = ("submitted", "trained", "in_flight", "balanced")
-        print(audit_line({name: getattr(books, name) for name in names} | {"dropped": dict(books.dropped)}))
-        print(f"staleness at most {books.max_staleness_seen}, policy version {books.policy_version}")
-        return 0 if books.balanced else 1
-    audit = (read_summary(target.folder.summary) or {}).get("audit") if target.folder is not None else None
-    if not isinstance(audit, dict):
-        raise ConfigError(
-            f"{target.run_id}: not under way, and it left no books; continue it with penstock run --resume"
-        )
-    print(audit_line(audit))
-    return 0 if audit.get("balanced") else 1
 
 
 def find_run(run: str | None, *, broker: str | None, runs_dir: Path) -> Target:
@@ -150,7 +131,8 @@ async def _get_run(run_id: str, broker: str) -> broker_pb2.GetRunResponse:
         return await _told(call(stub.GetRun, broker_pb2.GetRunRequest(run_id=run_id), **_asked(broker)))
 
 
-async def _audit_run(run_id: str, broker: str) -> broker_pb2.Audit:
+async def audit_run(run_id: str, broker: str) -> broker_pb2.Audit:
+    """The books of a run, rows included. Raises ConfigError."""
     async with open_channel(broker, Security.from_environment()) as channel:
         stub = broker_pb2_grpc.BrokerServiceStub(channel)
         request = broker_pb2.AuditRunRequest(run_id=run_id)

@@ -55,10 +55,17 @@ class BrokerClient:
         *,
         limits: broker_pb2.RunLimits,
         policy_version: int,
+        policy: broker_pb2.RunPolicy | None = None,
         steps: Sequence[broker_pb2.StepRecord] = (),
     ) -> broker_pb2.OpenRunResponse:
-        """Create the run, or attach to it again; raises RunConflictError where it exists with other limits."""
-        request = broker_pb2.OpenRunRequest(run_id=run_id, limits=limits, policy_version=policy_version, steps=steps)
+        """Create the run, or attach to it again; no policy means every default.
+
+        Raises:
+            RunConflictError: it exists with other limits or another policy.
+        """
+        request = broker_pb2.OpenRunRequest(
+            run_id=run_id, limits=limits, policy=policy, policy_version=policy_version, steps=steps
+        )
         return await self._call(self._stub.OpenRun, request)
 
     async def close_run(self, run_id: str) -> None:

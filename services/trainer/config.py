@@ -9,6 +9,8 @@ from pydantic import Field, model_validator
 
 from penstock.config import StrictModel, Targets
 
+MAX_SAMPLES_PER_GROUP = 1024
+
 
 class TrainerConfig(StrictModel):
     """Where a trainer process listens; its work comes with StartRun."""
@@ -83,7 +85,7 @@ class AlgorithmConfig(StrictModel):
     name: Literal["grpo"] = "grpo"
     """GRPO with DAPO's token-level loss."""
     group_size: int = Field(default=8, ge=2, le=1024)
-    """Samples of one prompt."""
+    """Samples of one prompt that are trained on."""
     prompts_per_step: int = Field(default=32, ge=1)
     """Prompts (groups) in one optimiser step."""
     max_staleness: int = Field(default=1, ge=0, le=1000)
@@ -98,6 +100,24 @@ class AlgorithmConfig(StrictModel):
     """Divide group advantages by the group's standard deviation (GRPO); off is Dr. GRPO."""
     correction: Literal["none", "truncated", "decoupled"] = "truncated"
     """Correction for samples of older versions."""
+
+
+class SamplePolicyConfig(StrictModel):
+    """How the broker treats the run's samples."""
+
+    stale: Literal["wait", "drop", "continue"] = "wait"
+    """Samples that would lag more than algorithm.max_staleness: wait holds them back, and the trainer waits for slow
+    ones; drop lets nobody wait and begins them anew; continue lets the trainer wait and begins anew what is late."""
+    partial_groups: Literal["wait", "drop", "shrink"] = "shrink"
+    """Groups that lost a sample: wait for another one in its place, drop the group, or shrink it."""
+    drops_zero_variance: bool = False
+    """Drop groups whose rewards are all equal, and train on others in their place (dynamic sampling, DAPO)."""
+    num_extra_samples: int = Field(default=0, ge=0, le=1022)
+    """Samples drawn beyond algorithm.group_size; the first to be scored make the group, the rest is aborted."""
+    num_retained_steps: int = Field(default=64, ge=1, le=1024)
+    """Steps whose samples are kept after training, for resuming and export."""
+    dispatch: Literal["fifo", "least_loaded", "lpt", "streamrl", "auto"] = "auto"
+    """In which order, and to whom, samples are handed out."""
 
 
 class OptimizerConfig(StrictModel):
@@ -145,6 +165,8 @@ class TrainingConfig(StrictModel):
     """Sampling for training."""
     algorithm: AlgorithmConfig = AlgorithmConfig()
     """What is optimised."""
+    policy: SamplePolicyConfig = SamplePolicyConfig()
+    """How samples are treated."""
     optimizer: OptimizerConfig = OptimizerConfig()
     """The optimiser."""
     trainer: ComputeConfig = ComputeConfig()
@@ -160,5 +182,15 @@ class TrainingConfig(StrictModel):
             raise ValueError(
                 "algorithm.correction: 'none' is refused with max_staleness > 0, where samples come from older "
                 "versions; choose truncated or decoupled, or set max_staleness to 0"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _groups_are_not_too_large(self) -> Self:
+        num_samples = self.algorithm.group_size + self.policy.num_extra_samples
+        if num_samples > MAX_SAMPLES_PER_GROUP:
+            raise ValueError(
+                f"policy.num_extra_samples: makes groups of {num_samples} samples with algorithm.group_size; "
+                f"at most {MAX_SAMPLES_PER_GROUP} are allowed"
             )
         return self

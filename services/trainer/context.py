@@ -10,7 +10,7 @@ from penstock.clients.broker import BrokerClient
 from penstock.clock import Clock
 from penstock.v1 import broker_pb2
 from services.trainer.backend import Backend
-from services.trainer.config import TrainingConfig
+from services.trainer.config import SamplePolicyConfig, TrainingConfig
 from services.trainer.data import Tokenizer
 from services.trainer.progress import Progress
 
@@ -69,5 +69,21 @@ class RunContext:
         limits.generation_lease.FromSeconds(LEASE_S)
         limits.scoring_lease.FromSeconds(LEASE_S)
         return await self.client.open_run(
-            self.run_id, limits=limits, policy_version=policy_version, steps=self.progress.step_records()
+            self.run_id,
+            limits=limits,
+            policy=run_policy(self.config.policy),
+            policy_version=policy_version,
+            steps=self.progress.step_records(),
         )
+
+
+def run_policy(config: SamplePolicyConfig) -> broker_pb2.RunPolicy:
+    """The policy as the broker takes it; its enums' names are the configuration's words in capitals."""
+    return broker_pb2.RunPolicy(
+        stale=broker_pb2.StalePolicy.Value(f"STALE_POLICY_{config.stale.upper()}"),
+        partial_groups=broker_pb2.PartialGroupPolicy.Value(f"PARTIAL_GROUP_POLICY_{config.partial_groups.upper()}"),
+        drops_zero_variance=config.drops_zero_variance,
+        num_extra_samples=config.num_extra_samples,
+        num_retained_steps=config.num_retained_steps,
+        dispatch=config.dispatch,
+    )

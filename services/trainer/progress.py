@@ -19,7 +19,7 @@ from services.trainer.checkpoint import CheckpointFormatError, ResumeState
 from services.trainer.overlap import OverlapTotals
 
 MAX_LEDGER_STEPS = 64
-"""Steps whose groups are remembered; a broker keeps the payload of about as many."""
+"""Steps whose groups are remembered: more than a broker's store can lose between two of its writes to disk."""
 _EXTRA_KEY = "progress"
 
 

@@ -27,7 +27,6 @@ from services.trainer.loop import StepHooks, StepLoop
 from services.trainer.metrics import JsonLines, Line
 from services.trainer.monitor import RunMonitor
 from services.trainer.overlap import OverlapMeter
-from services.trainer.progress import MAX_LEDGER_STEPS
 from services.trainer.submission import PromptSubmitter, TrainingFeeder
 from services.trainer.weight_publisher import WeightPublisher
 
@@ -102,12 +101,11 @@ class RunSession:
             on_groups = reporter.note
         hooks = StepHooks(on_groups=on_groups, on_waiting=self._say_waiting, publish=self._publish)
         loop = StepLoop(context=self.context, compute=self.compute, backend=self.backend, hooks=hooks)
-        if config.run.checkpoint_every_steps > MAX_LEDGER_STEPS:
+        if config.run.checkpoint_every_steps > config.policy.num_retained_steps:
             _log.warning(
-                "a broker keeps the samples of the last steps only; a checkpoint older than that cannot be resumed "
-                "without losing them",
+                "the broker keeps the samples of the last steps only; a checkpoint older than that cannot be resumed",
                 checkpoint_every_steps=config.run.checkpoint_every_steps,
-                num_steps_kept=MAX_LEDGER_STEPS,
+                num_retained_steps=config.policy.num_retained_steps,
             )
         try:
             await run_beside(self._train(loop, evaluator), loops)

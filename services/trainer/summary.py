@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import penstock
+from penstock.audit import audit_document
 from penstock.v1 import broker_pb2, trainer_pb2
 from services.trainer.overlap import OverlapTotals
 from services.trainer.progress import Progress
@@ -93,7 +94,7 @@ def build_summary(facts: RunFacts) -> Summary:
         "trainer_idle_ratio": overlap.trainer_idle_ratio,
         "max_staleness": facts.max_staleness,
         "max_staleness_seen": max(seen, facts.audit.max_staleness_seen) if facts.audit else seen,
-        "audit": _audit(facts.audit) if facts.audit else None,
+        "audit": audit_document(facts.audit) if facts.audit else None,
         "versions": package_versions(),
     }
 
@@ -132,16 +133,6 @@ def _accuracies(evaluations: Sequence[Mapping[str, Any]]) -> Summary:
         "eval_greedy_start": start.get("greedy_accuracy"),
         "eval_greedy_end": end.get("greedy_accuracy"),
         "eval_prompts": end.get("num_prompts", start.get("num_prompts")),
-    }
-
-
-def _audit(audit: broker_pb2.Audit) -> Summary:
-    return {
-        "submitted": audit.submitted,
-        "trained": audit.trained,
-        "dropped": dict(sorted(audit.dropped.items())),
-        "in_flight": audit.in_flight,
-        "balanced": audit.balanced,
     }
 
 

@@ -72,7 +72,10 @@ async def test_a_run_trains_publishes_evaluates_and_balances_its_books(tmp_path,
     assert broker.books().trained == broker.books().submitted == 3 * 2 * 4
     summary = json.loads((run_dir / "summary.json").read_text())
     assert summary == json.loads(finish_of(events).summary_json)
-    assert summary["audit"] == {"submitted": 24, "trained": 24, "dropped": {}, "in_flight": 0, "balanced": True}
+    assert summary["audit"] == {
+        "submitted": 24, "trained": 24, "dropped": {}, "in_flight": 0, "balanced": True,
+        "rows": [], "submitted_by_version": [],
+    }  # fmt: skip
     assert (summary["steps"], summary["samples_trained"], summary["eval_accuracy_end"]) == (3, 24, 0.0)
     lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     assert [line["policy_version"] for line in lines] == [1, 2, 3]

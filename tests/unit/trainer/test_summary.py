@@ -33,7 +33,13 @@ def facts(**changes):
             {"policy_version": 12, "sampled_accuracy": 0.8, "greedy_accuracy": None, "num_prompts": 8},
         ],
         "audit": broker_pb2.Audit(
-            submitted=208, trained=200, dropped={"stale": 8}, balanced=True, max_staleness_seen=2
+            submitted=208,
+            trained=200,
+            dropped={"stale": 8},
+            balanced=True,
+            max_staleness_seen=2,
+            rows=[broker_pb2.AuditRow(submit_version=3, max_tokens=64, trained=200, dropped={"stale": 8})],
+            submitted_by_version=[broker_pb2.SubmittedRow(submit_version=3, submitted=208)],
         ),
     }
     return RunFacts(**{**values, **changes})
@@ -53,6 +59,8 @@ def test_every_promised_key_is_there_and_rates_are_of_the_training_phase():
     assert summary["max_staleness_seen"] == 2
     assert summary["audit"] == {
         "submitted": 208, "trained": 200, "dropped": {"stale": 8}, "in_flight": 0, "balanced": True,
+        "rows": [{"submit_version": 3, "max_tokens": 64, "trained": 200, "dropped": {"stale": 8}, "in_flight": 0}],
+        "submitted_by_version": [{"submit_version": 3, "submitted": 208}],
     }  # fmt: skip
 
 

@@ -1,0 +1,91 @@
+"""`penstock audit` on what a run left: the equation, the tables, the exit status."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from console.audit import audit_command
+from penstock.audit import audit_document
+from penstock.config import ConfigError
+from penstock.v1 import broker_pb2
+from tests.helpers.console import document, write_document
+
+BOOKS = broker_pb2.Audit(
+    submitted=200,
+    trained=150,
+    dropped={"stale": 30, "zero_variance": 10},
+    in_flight=10,
+    balanced=True,
+    rows=[
+        broker_pb2.AuditRow(submit_version=3, max_tokens=0, in_flight=10),
+        broker_pb2.AuditRow(submit_version=3, max_tokens=64, trained=120, dropped={"zero_variance": 10}),
+        broker_pb2.AuditRow(submit_version=4, max_tokens=256, trained=30, dropped={"stale": 30}),
+    ],
+    submitted_by_version=[
+        broker_pb2.SubmittedRow(submit_version=3, submitted=140),
+        broker_pb2.SubmittedRow(submit_version=4, submitted=60),
+    ],
+)
+
+
+def _folder(tmp_path: Path, audit: dict[str, Any] | None) -> Path:
+    """The folder of a run that ended."""
+    folder = tmp_path / "runs" / "r1"
+    folder.mkdir(parents=True)
+    write_document(folder, document(tmp_path))
+    (folder / "summary.json").write_text(json.dumps({"audit": audit, "max_staleness_seen": 1, "steps": 5}))
+    return folder
+
+
+def _lines(capsys: pytest.CaptureFixture[str]) -> list[list[str]]:
+    return [line.split() for line in capsys.readouterr().out.splitlines()]
+
+
+def _audit(folder: Path, *, by_version: bool = False, as_json: bool = False) -> int:
+    return audit_command(str(folder), broker=None, runs_dir=folder.parent, by_version=by_version, as_json=as_json)
+
+
+def test_shares_of_trained_and_dropped_stand_side_by_side(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert _audit(_folder(tmp_path, dict(audit_document(BOOKS)))) == 0
+    first, second, heading, *rows = _lines(capsys)
+    assert " ".join(first) == (
+        "audit: submitted 200 = trained 150 + dropped 40 (stale 30, zero_variance 10) + in flight 10: balanced"
+    )
+    assert " ".join(second) == "staleness at most 1, policy version 5"
+    assert heading[-4:] == ["stale", "zero_variance", "in", "flight"]
+    assert rows == [
+        ["0", "0", "0.0", "0", "0.0", "-", "0", "0", "10"],
+        ["33-64", "120", "80.0", "10", "25.0", "7.7", "0", "10", "0"],
+        ["129-256", "30", "20.0", "30", "75.0", "50.0", "30", "0", "0"],
+    ]
+
+
+def test_a_version_that_does_not_balance_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    books = broker_pb2.Audit()
+    books.CopyFrom(BOOKS)
+    books.submitted_by_version[1].submitted = 61
+    books.balanced = False
+    assert _audit(_folder(tmp_path, dict(audit_document(books))), by_version=True) == 1
+    first, _second, _heading, *rows = _lines(capsys)
+    assert first[-2:] == ["NOT", "BALANCED"]
+    assert rows == [["3", "140", "120", "0", "10", "10", "yes"], ["4", "61", "30", "30", "0", "0", "NO"]]
+
+
+def test_json_is_the_whole_document(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert _audit(_folder(tmp_path, dict(audit_document(BOOKS))), as_json=True) == 0
+    assert json.loads(capsys.readouterr().out) == audit_document(BOOKS)
+
+
+def test_books_without_rows_are_their_totals(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    totals = {"submitted": 8, "trained": 8, "dropped": {}, "in_flight": 0, "balanced": True}
+    assert _audit(_folder(tmp_path, totals)) == 0
+    assert len(_lines(capsys)) == 2
+
+
+def test_a_run_that_left_no_books_is_told_so(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="it left no books"):
+        _audit(_folder(tmp_path, None))
