@@ -108,3 +108,24 @@ def _varint(value: int) -> bytes:
         value >>= 7
     out.append(value)
     return bytes(out)
+
+
+def group_slices(packed: bytes) -> list[tuple[int, int]]:
+    """Where each group of a serialized TrajectoryGroups begins and ends, its tag included.
+
+    Raises InvalidFieldError where the bytes are not one group after the other.
+    """
+    slices: list[tuple[int, int]] = []
+    start, size = 0, len(packed)
+    while start < size:
+        length, shift, at = 0, 0, start + 1
+        while at < size and packed[at] > 0x7F and shift < 28:
+            length |= (packed[at] & 0x7F) << shift
+            shift += 7
+            at += 1
+        end = at + 1 + (length | packed[at] << shift) if at < size else size + 1
+        if packed[start] != 0x0A or end > size:
+            raise InvalidFieldError(f"groups: byte {start} of {size} begins no whole TrajectoryGroup", field="groups")
+        slices.append((start, end))
+        start = end
+    return slices

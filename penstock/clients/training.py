@@ -17,8 +17,9 @@ from typing import TYPE_CHECKING, Self
 
 import grpc
 import structlog
+from google.protobuf.message import DecodeError
 
-from penstock.errors import PenstockError, RunClosedError, ServiceUnavailableError, from_rpc_error
+from penstock.errors import InternalError, PenstockError, RunClosedError, ServiceUnavailableError, from_rpc_error
 from penstock.rpc import backoff_s
 from penstock.v1 import broker_pb2, broker_pb2_grpc, types_pb2
 
@@ -47,6 +48,17 @@ class Subscription:
     """Aim for about this many tokens a microbatch; 0 means no aim."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReceivedMicrobatch:
+    """Scored groups, ready to train on."""
+
+    microbatch_id: str
+    groups: list[types_pb2.TrajectoryGroup]
+    """Whole groups, at least one; those that came packed after the others."""
+    policy_version: int
+    """The run's policy version when they were handed out."""
+
+
 class MicrobatchSession:
     """One consumer of one run; an async context manager that connects on entry and lets go of everything on exit.
 
@@ -65,10 +77,11 @@ class MicrobatchSession:
             purpose=subscription.purpose,
             max_groups=subscription.max_groups,
             target_tokens=subscription.target_tokens,
+            accepts_packed_groups=True,
         )
         self._max_held_groups = subscription.max_held_groups
         self._held: dict[str, None] = {}
-        self._received: asyncio.Queue[broker_pb2.Microbatch] = asyncio.Queue()
+        self._received: asyncio.Queue[ReceivedMicrobatch] = asyncio.Queue()
         self._num_received_on_stream = 0
         self._credit_changed = asyncio.Event()
         self._reason = f"connecting to {peer}"
@@ -97,7 +110,7 @@ class MicrobatchSession:
         """Why there is nothing to hand out, for people; as of the last word from the broker."""
         return self._reason
 
-    async def next(self, *, timeout_s: float) -> broker_pb2.Microbatch | None:
+    async def next(self, *, timeout_s: float) -> ReceivedMicrobatch | None:
         """The next microbatch, or None when none came within `timeout_s` seconds.
 
         Raises:
@@ -185,13 +198,26 @@ class MicrobatchSession:
             return
         self._reason = ""
         microbatch = response.microbatch
-        self._num_received_on_stream += len(microbatch.groups)
-        fresh = [group for group in microbatch.groups if group.prompt.group_id not in self._held]
-        if len(fresh) < len(microbatch.groups):
+        groups = [*microbatch.groups, *_unpack(microbatch.packed_groups, self._peer)]
+        self._num_received_on_stream += len(groups)
+        fresh = [group for group in groups if group.prompt.group_id not in self._held]
+        if len(fresh) < len(groups):
             _log.warning("held groups were handed out again and are ignored", peer=self._peer)
             self._credit_changed.set()
-            del microbatch.groups[:]
-            microbatch.groups.extend(fresh)
         self._held.update(dict.fromkeys(group.prompt.group_id for group in fresh))
         if fresh:
-            self._received.put_nowait(microbatch)
+            self._received.put_nowait(
+                ReceivedMicrobatch(
+                    microbatch_id=microbatch.microbatch_id, groups=fresh, policy_version=microbatch.policy_version
+                )
+            )
+
+
+def _unpack(packed: bytes, peer: str) -> Iterable[types_pb2.TrajectoryGroup]:
+    """Groups that were put in one piece. Raises InternalError: the broker checked them when they came."""
+    if not packed:
+        return ()
+    try:
+        return types_pb2.TrajectoryGroups.FromString(packed).groups
+    except DecodeError as error:
+        raise InternalError(f"{peer}: packed groups of {len(packed)} bytes cannot be read: {error}") from error

@@ -12,8 +12,9 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from penstock.v1 import broker_pb2, types_pb2
 from services.broker.books import SUBMITTED, TRAINED, Entry, length_bucket, row_version
-from services.broker.records_pb2 import GroupRecord, SampleRecord
 from services.broker.run_state import RunState
+
+_SCORED, _DELIVERED = broker_pb2.SAMPLE_STATE_SCORED, broker_pb2.SAMPLE_STATE_DELIVERED
 
 
 def state_name(state: broker_pb2.SampleState.ValueType) -> str:
@@ -24,7 +25,7 @@ def state_name(state: broker_pb2.SampleState.ValueType) -> str:
 def audit(state: RunState) -> broker_pb2.Audit:
     """The totals now, in samples of purpose TRAIN."""
     run = state.run
-    counted = Counter(sample.state for _group, sample in _in_flight(state))
+    counted = Counter(sample_state for sample_state, _version, _num_tokens in _in_flight(state))
     in_flight = sum(counted.values())
     by_staleness = {versions: count for versions, count in run.trained_by_staleness.items() if count}
     return broker_pb2.Audit(
@@ -77,8 +78,8 @@ def _rows(state: RunState, counts: Mapping[str, int]) -> tuple[list[broker_pb2.A
             row(entry.version, entry.max_tokens).trained += count
         else:
             row(entry.version, entry.max_tokens).dropped[entry.reason] += count
-    for group, sample in _in_flight(state):
-        row(row_version(state, group.submit_version), length_bucket(sample.num_tokens)).in_flight += 1
+    for _sample_state, version, num_tokens in _in_flight(state):
+        row(row_version(state, version), length_bucket(num_tokens)).in_flight += 1
     return [rows[key] for key in sorted(rows)], submitted
 
 
@@ -101,10 +102,15 @@ def _is_sum(books: broker_pb2.Audit) -> bool:
     )
 
 
-def _in_flight(state: RunState) -> Iterator[tuple[GroupRecord, SampleRecord]]:
+def _in_flight(state: RunState) -> Iterator[tuple[broker_pb2.SampleState.ValueType, int, int]]:
+    """State, submission version and tokens of every training sample that is neither trained nor dropped."""
     for group_id in state.live:
         group = state.groups[group_id]
         if group.purpose == types_pb2.PURPOSE_TRAIN:
             for sample in group.samples:
                 if sample.state != broker_pb2.SAMPLE_STATE_DROPPED:
-                    yield group, sample
+                    yield sample.state, group.submit_version, sample.num_tokens
+    for _name, record in state.shelf.live():
+        sample_state = _DELIVERED if record.consumer_id else _SCORED
+        for num_tokens in record.sample_tokens:
+            yield sample_state, record.submit_version, num_tokens

@@ -10,20 +10,24 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import ceil
 
 from services.broker.limits import Limits
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReadyGroup:
-    """A group whose samples are all scored or dropped."""
+    """A group whose samples are all scored or dropped, or a parcel of such groups, which can be cut."""
 
     group_id: str
+    """Or the parcel's name."""
     deadline: int
     """Last policy version that may train on it."""
     ready_s: float
+    num_groups: int
+    """1, or the number of groups in the parcel."""
     num_tokens: int
-    """Prompts and completions."""
+    """Prompts and completions, of all groups."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,23 +43,30 @@ class StepView:
     ones included. 0 under StalePolicy DROP."""
 
 
-def choose(ready: Sequence[ReadyGroup], step: StepView, *, max_groups: int, target_tokens: int) -> list[str]:
-    """Ids of at most `max_groups` groups to hand out, oldest deadline first, then in order of readiness.
+def choose(
+    ready: Sequence[ReadyGroup], step: StepView, *, max_groups: int, target_tokens: int
+) -> list[tuple[str, int]]:
+    """What to hand out, oldest deadline first, then in order of readiness: at most `max_groups` groups in all.
 
-    Stops once the chosen ones hold `target_tokens` tokens; 0 means no aim.
+    Stops once the chosen ones hold about `target_tokens` tokens; 0 means no aim.
+
+    Returns:
+        Ids of groups and names of parcels, each with how many of its groups are chosen: the first ones.
     """
-    chosen: list[str] = []
-    num_delivered, num_due, num_tokens = step.num_delivered, step.num_due, 0
+    chosen: list[tuple[str, int]] = []
+    num_chosen, num_due, num_tokens = 0, step.num_due, 0
     for group in sorted(ready, key=lambda group: (group.deadline, group.ready_s, group.group_id)):
-        if len(chosen) >= max_groups or num_delivered >= step.limits.groups_per_step:
-            break
         if target_tokens and num_tokens >= target_tokens:
             break
         is_due = group.deadline <= step.policy_version
-        if not is_due and num_delivered + num_due >= step.limits.groups_per_step:
+        room = step.limits.groups_per_step - step.num_delivered - num_chosen - (0 if is_due else num_due)
+        count = min(group.num_groups, max_groups - num_chosen, room)
+        if target_tokens and group.num_groups > 1:
+            count = min(count, ceil((target_tokens - num_tokens) * group.num_groups / group.num_tokens))
+        if count <= 0:
             break
-        chosen.append(group.group_id)
-        num_delivered += 1
-        num_due = max(0, num_due - int(is_due))
-        num_tokens += group.num_tokens
+        chosen.append((group.group_id, count))
+        num_chosen += count
+        num_due = max(0, num_due - count * is_due)
+        num_tokens += group.num_tokens * count // group.num_groups
     return chosen

@@ -6,6 +6,7 @@ groups trained and advances the policy version in one change; nothing beyond the
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
@@ -17,8 +18,9 @@ from penstock.errors import (
     VersionConflictError,
 )
 from penstock.v1 import broker_pb2, types_pb2
-from services.broker import books, drops
+from services.broker import books, drops, parcels
 from services.broker.batching import ReadyGroup, StepView, choose
+from services.broker.parcel_shelf import is_parcel
 from services.broker.records_pb2 import GroupRecord, SampleRecord
 from services.broker.run_state import RunState
 from services.broker.staleness import deadline, staleness
@@ -60,11 +62,16 @@ def attach(state: RunState, consumer: Consumer, *, held: Collection[str]) -> int
         hand_back(state, group_id)
     for group_id in state.ready[consumer.purpose].intersection(held):
         _hand_over(state, group_id, consumer.consumer_id)
-    return len(lost)
+    num_lost = len(lost)
+    if consumer.purpose == types_pb2.PURPOSE_TRAIN:
+        num_lost += parcels.attach(state, consumer.consumer_id, held)
+    return num_lost
 
 
 def deliver(state: RunState, consumer: Consumer, *, max_groups: int, target_tokens: int) -> list[str]:
-    """Hand ready groups to a consumer; returns their ids, in order. Too stale ones are dropped instead.
+    """Hand ready groups to a consumer; returns what was chosen, in order: ids of groups, and names of parcels.
+
+    Too stale groups are dropped instead.
 
     Raises LeaseLostError when a newer stream of the consumer has taken over: what this one sent would be lost.
     """
@@ -74,16 +81,18 @@ def deliver(state: RunState, consumer: Consumer, *, max_groups: int, target_toke
     if purpose == types_pb2.PURPOSE_TRAIN:
         drops.drop_stale(state)
     ready = [_ready_group(state, state.groups[group_id]) for group_id in state.ready[purpose]]
-    if not ready:
-        return []
-    if purpose == types_pb2.PURPOSE_TRAIN:
-        chosen = choose(ready, step_view(state), max_groups=max_groups, target_tokens=target_tokens)
-    else:
+    if purpose == types_pb2.PURPOSE_EVALUATE:
         ready.sort(key=lambda group: group.ready_s)
-        chosen = [group.group_id for group in ready[:max_groups]]
-    for group_id in chosen:
-        _hand_over(state, group_id, consumer.consumer_id)
-    return chosen
+        chosen = [(group.group_id, 1) for group in ready[:max_groups]]
+    else:
+        ready += parcels.ready_groups(state, max_groups)
+        chosen = choose(ready, step_view(state), max_groups=max_groups, target_tokens=target_tokens) if ready else []
+    for name, num_groups in chosen:
+        if is_parcel(name):
+            parcels.hand_over(state, name, consumer.consumer_id, num_groups=num_groups)
+        else:
+            _hand_over(state, name, consumer.consumer_id)
+    return [name for name, _num_groups in chosen]
 
 
 def step_view(state: RunState) -> StepView:
@@ -91,7 +100,7 @@ def step_view(state: RunState) -> StepView:
     return StepView(
         limits=state.limits,
         policy_version=state.run.policy_version,
-        num_delivered=len(state.delivered[types_pb2.PURPOSE_TRAIN]),
+        num_delivered=len(state.delivered[types_pb2.PURPOSE_TRAIN]) + state.shelf.num_groups[_DELIVERED],
         num_due=_num_due(state) if state.policy.waits_for_due_groups else 0,
     )
 
@@ -100,11 +109,12 @@ def _num_due(state: RunState) -> int:
     """Training groups that are started, not handed out, and must be in the step that is being filled."""
     version, bound = state.run.policy_version, state.limits.max_staleness
     delivered = state.delivered[types_pb2.PURPOSE_TRAIN]
-    return sum(
+    num_due = sum(
         deadline(version=oldest, max_staleness=bound) <= version
         for group_id, oldest in state.versions.items()
         if group_id not in delivered
     )
+    return num_due + parcels.num_due(state)
 
 
 def _ready_group(state: RunState, group: GroupRecord) -> ReadyGroup:
@@ -114,6 +124,7 @@ def _ready_group(state: RunState, group: GroupRecord) -> ReadyGroup:
         group_id=group.group_id,
         deadline=deadline(version=oldest, max_staleness=state.limits.max_staleness),
         ready_s=group.ready_s,
+        num_groups=1,
         num_tokens=sum(kept) + group.num_prompt_tokens * len(kept),
     )
 
@@ -155,16 +166,20 @@ def acknowledge(
     version = state.run.policy_version
     if not group_ids or len(set(group_ids)) != len(group_ids):
         raise InvalidFieldError("group_ids: at least one, each once", field="group_ids")
-    if policy_version <= version and state.trained.get(policy_version) == set(group_ids):
+    if policy_version <= version and state.trained_ids(policy_version) == set(group_ids):
         return _receipt(state, group_ids, policy_version)
     if policy_version != version + 1:
         raise VersionConflictError(
             f"policy_version: {policy_version} does not follow the run's {version}", policy_version=version
         )
     for group_id in group_ids:
-        _check_held(state, group_id, consumer_id)
+        if group_id not in state.shelf.name_of:
+            _check_held(state, group_id, consumer_id)
+    parcels.check_held(state, group_ids, consumer_id)
     for group_id in group_ids:
-        train(state, group_id, policy_version)
+        if group_id in state.groups:
+            train(state, group_id, policy_version)
+    parcels.train(state, group_ids, policy_version)
     advance(state, policy_version, now_s)
     return _receipt(state, group_ids, policy_version)
 
@@ -215,20 +230,29 @@ def sample_staleness(sample: SampleRecord, trained_version: int) -> int:
 def advance(state: RunState, policy_version: int, now_s: float) -> None:
     """Move the run to a later version: forget steps and rows too old to keep, give up what became too stale."""
     state.run.policy_version, state.run.version_s = policy_version, now_s
-    oldest_kept = policy_version - state.policy.num_retained_steps + 1
-    for version in [version for version in state.trained if version < oldest_kept]:
-        for group_id in list(state.trained[version]):
+    oldest_kept = max(policy_version - state.policy.num_retained_steps + 1, parcels.oldest_affordable(state))
+    for version in sorted(version for version in state.trained_versions if version < oldest_kept):
+        for group_id in list(state.trained.get(version, ())):
             state.retire(group_id)
+        for name in list(state.shelf.trained.get(version, ())):
+            state.retire_parcel(name)
+        state.run.forgotten_version = version
     books.fold(state)
     drops.drop_stale(state)
 
 
 def _receipt(state: RunState, group_ids: Sequence[str], policy_version: int) -> broker_pb2.AckStepResponse:
-    samples = [
-        sample for group_id in group_ids for sample in state.groups[group_id].samples if sample.state == _TRAINED
-    ]
+    counts = Counter(
+        sample_staleness(sample, policy_version)
+        for group_id in group_ids
+        if group_id in state.groups
+        for sample in state.groups[group_id].samples
+        if sample.state == _TRAINED
+    )
+    for name in state.shelf.trained.get(policy_version, ()):
+        counts += parcels.staleness_counts(state.shelf.records[name], policy_version)
     return broker_pb2.AckStepResponse(
         policy_version=state.run.policy_version,
-        num_samples=len(samples),
-        max_staleness_seen=max((sample_staleness(sample, policy_version) for sample in samples), default=0),
+        num_samples=counts.total(),
+        max_staleness_seen=max(counts, default=0),
     )

@@ -12,8 +12,10 @@ Invariants:
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from penstock.v1 import broker_pb2, types_pb2
-from services.broker import books
+from services.broker import books, parcels
 from services.broker.records_pb2 import GroupRecord, SampleRecord
 from services.broker.run_state import RunState
 from services.broker.staleness import deadline, group_version
@@ -26,6 +28,7 @@ GROUP_INCOMPLETE = "group_incomplete"
 CONTEXT_TOO_LONG = "context_too_long"
 ZERO_VARIANCE = "zero_variance"
 OVERSAMPLED = "oversampled"
+PAYLOAD_LOST = "payload_lost"
 
 _SCORED, _DROPPED = broker_pb2.SAMPLE_STATE_SCORED, broker_pb2.SAMPLE_STATE_DROPPED
 _USABLE_STATES = frozenset((_SCORED, _DROPPED))
@@ -97,6 +100,13 @@ def drop_group(state: RunState, group_id: str, reason: str) -> int:
     return num_samples
 
 
+def drop_groups(state: RunState, group_ids: Iterable[str], reason: str) -> int:
+    """Give live groups up, those in parcels too; returns the number of samples."""
+    group_ids = list(group_ids)
+    num_samples = sum(drop_group(state, group_id, reason) for group_id in group_ids)
+    return num_samples + parcels.drop(state, group_ids, reason)
+
+
 def drop_stale(state: RunState) -> int:
     """Give up every training group that the run's version left behind, and queue its prompt anew.
 
@@ -117,7 +127,7 @@ def drop_stale(state: RunState) -> int:
     for group_id in late:
         is_delivered = bool(state.groups[group_id].consumer_id)
         num_samples += drop_group(state, group_id, STALE) if is_delivered else _begin_anew(state, group_id, STALE)
-    return num_samples
+    return num_samples + parcels.drop(state, parcels.stale_ids(state, version - bound), STALE)
 
 
 def _begin_anew(state: RunState, group_id: str, reason: str) -> int:

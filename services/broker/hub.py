@@ -23,9 +23,10 @@ from penstock.clock import Clock
 from penstock.errors import PenstockError, ServiceUnavailableError, UnknownRunError
 from penstock.v1 import broker_pb2, types_pb2
 from services.broker.opening import create_run, reopen_run
+from services.broker.payload_cache import PayloadCache
 from services.broker.peers import Peers
 from services.broker.run_state import RunState
-from services.broker.store import ConflictError, Mark, Store
+from services.broker.store import ConflictError, Mark, RetiredError, Store
 
 TRANSACTION_TIMEOUT_S = 8.0
 MAX_ATTEMPTS = 200
@@ -73,6 +74,7 @@ class RunHub:
         self._listeners: dict[asyncio.Event, None] = {}
         """In order of arrival: woken in that order, so that who asked first is served first."""
         self._prompts: OrderedDict[str, types_pb2.Prompt] = OrderedDict()
+        self.payloads = PayloadCache(run_id, store=store)
         self.peers = Peers(run_id, store=store, clock=clock)
 
     # -- listening -----------------------------------------------------------------------------------------------------
@@ -278,6 +280,10 @@ class RunHub:
         delta = state.delta()
         try:
             self._mark = await self.store.commit(self.run_id, self._mark, delta)
+        except RetiredError as error:
+            state.rollback()
+            state.known_retired.update(error.group_ids)
+            return False
         except ConflictError:
             self.num_conflicts += 1
             if self._mark is None:
@@ -289,6 +295,7 @@ class RunHub:
             self._forget()
             raise
         state.settle()
+        state.known_retired.clear()
         self._state = state
         self.wake()
         return True

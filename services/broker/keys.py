@@ -34,10 +34,15 @@ class RunKeys:
         """Hash: GeneratorView by peer id."""
         self._chunks = f"{base}:chunks"
         self._spans = f"{base}:spans"
+        self._payload = f"{base}:payload"
 
     def chunks(self, sample: SampleId) -> str:
         """List: TokenChunk of one sample, in order."""
         return f"{self._chunks}:{sample[0]}:{sample[1]}"
+
+    def payload(self, payload_id: str) -> str:
+        """String: the TrajectoryGroups of one put."""
+        return f"{self._payload}:{payload_id}"
 
     def spans(self, peer_id: str) -> str:
         """List: TimeSpan of one peer, oldest first."""

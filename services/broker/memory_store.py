@@ -8,7 +8,17 @@ from dataclasses import dataclass, field
 from itertools import takewhile
 
 from services.broker.books import folded
-from services.broker.store import MARKS_KEPT, MAX_BUSY_SPANS, ConflictError, Delta, Mark, SampleId, Snapshot
+from services.broker.store import (
+    MARKS_KEPT,
+    MAX_BUSY_SPANS,
+    ConflictError,
+    Delta,
+    Mark,
+    PayloadSlice,
+    RetiredError,
+    SampleId,
+    Snapshot,
+)
 
 
 @dataclass(slots=True)
@@ -22,6 +32,7 @@ class _Run:
     groups: dict[str, bytes] = field(default_factory=dict)
     prompts: dict[str, bytes] = field(default_factory=dict)
     chunks: dict[SampleId, list[bytes]] = field(default_factory=dict)
+    payloads: dict[str, bytes] = field(default_factory=dict)
     retired: set[str] = field(default_factory=set)
     counts: dict[str, int] = field(default_factory=dict)
     peers: dict[str, bytes] = field(default_factory=dict)
@@ -52,6 +63,9 @@ class MemoryStore:
         if (run.mark if run else None) != expected:
             raise ConflictError(run_id)
         run = self._runs.setdefault(run_id, _Run())
+        known = run.retired.intersection(delta.fresh)
+        if known:
+            raise RetiredError(known)
         mark = Mark((expected.revision if expected else 0) + 1, secrets.token_hex(8))
         run.mark, run.run = mark, delta.run
         _remember(run, mark, delta)
@@ -66,6 +80,9 @@ class MemoryStore:
             run.counts[name] = run.counts.get(name, 0) + count
         if delta.fold_version is not None:
             run.counts = folded(run.counts, delta.fold_version)
+        run.payloads.update(delta.payloads)
+        for payload_id in delta.dropped_payloads:
+            run.payloads.pop(payload_id, None)
         return mark
 
     async def prompts(self, run_id: str, group_ids: Sequence[str]) -> list[bytes | None]:
@@ -82,6 +99,11 @@ class MemoryStore:
         """See `Store.books`."""
         run = self._runs.get(run_id)
         return None if run is None or run.mark is None else (run.mark, dict(run.counts))
+
+    async def payloads(self, run_id: str, slices: Sequence[PayloadSlice]) -> list[bytes]:
+        """See `Store.payloads`."""
+        payloads = self._run(run_id).payloads
+        return [payloads.get(part.payload_id, b"")[part.start : part.end] for part in slices]
 
     async def retired(self, run_id: str, group_ids: Sequence[str]) -> set[str]:
         """See `Store.retired`."""

@@ -6,16 +6,22 @@ import secrets
 import time
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import TypeVar
+
+import structlog
 
 from penstock.errors import InvalidFieldError, RunClosedError
 from penstock.v1 import broker_pb2, types_pb2
-from services.broker import delivery, waits
+from services.broker import delivery, drops, waits
 from services.broker.delivery import Consumer
 from services.broker.hub import RunHub
 from services.broker.hubs import Hubs
 from services.broker.intake import Intake, first_request, wait_for_event
-from services.broker.payload import MAX_FRAME_BYTES, kept_indices, trajectory_group
-from services.broker.records_pb2 import GroupRecord
+from services.broker.microbatch_frames import Frames
+from services.broker.parcel_shelf import is_parcel, slice_of
+from services.broker.payload import kept_indices, trajectory_group
+from services.broker.records_pb2 import GroupRecord, ParcelRecord
 from services.broker.run_state import RunState
 from services.broker.validation import MAX_GROUP_IDS, check_count, check_id, check_run_id
 
@@ -23,12 +29,18 @@ WAITING_EVERY_S = 1.0
 DEFAULT_MAX_GROUPS = 8
 
 _Response = broker_pb2.StreamMicrobatchesResponse
+_log = structlog.get_logger()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Delivery:
-    groups: list[GroupRecord]
+    chosen: list[GroupRecord | ParcelRecord]
+    """Copies of the records, in the order of delivery."""
     policy_version: int
+
+    @property
+    def num_groups(self) -> int:
+        return sum(len(record.group_ids) if isinstance(record, ParcelRecord) else 1 for record in self.chosen)
 
 
 async def load_groups(
@@ -46,10 +58,26 @@ async def load_groups(
     return loaded
 
 
-def copy_of(group: GroupRecord) -> GroupRecord:
+async def load_parcels(hub: RunHub, parcels: Sequence[ParcelRecord]) -> dict[int, bytes]:
+    """The groups of parcels, packed, by the parcel's sequence; empty where the payload is lost, and given up then."""
+    slices = [slice_of(parcel) for parcel in parcels]
+    loaded: dict[int, bytes] = {}
+    for parcel, part, packed in zip(parcels, slices, await hub.payloads.load(slices), strict=True):
+        loaded[parcel.sequence] = packed
+        if len(packed) < part.size_bytes:
+            _log.error("payload is lost", run_id=hub.run_id, payload_id=part.payload_id, num_bytes=len(packed))
+            loaded[parcel.sequence] = b""
+            await hub.transact(partial(drops.drop_groups, group_ids=list(parcel.group_ids), reason=drops.PAYLOAD_LOST))
+    return loaded
+
+
+_Record = TypeVar("_Record", GroupRecord, ParcelRecord)
+
+
+def copy_of(record: _Record) -> _Record:
     """A copy that later transactions do not change."""
-    copied = GroupRecord()
-    copied.CopyFrom(group)
+    copied = type(record)()
+    copied.CopyFrom(record)
     return copied
 
 
@@ -107,47 +135,49 @@ class MicrobatchStream:
             raise InvalidFieldError("hello: set in the first message only", field="hello")
         self._credit_total = request.credit_total or self._credit_total
 
+    def _has_ready(self, state: RunState) -> bool:
+        purpose = self._consumer.purpose
+        return bool(state.ready[purpose]) or (purpose == types_pb2.PURPOSE_TRAIN and bool(state.shelf.ready))
+
     async def _microbatches(self) -> list[_Response]:
         credit = min(self._credit_total - self._num_sent, self._hello.max_groups or DEFAULT_MAX_GROUPS)
         state = self._hub.copy
-        if credit <= 0 or (state is not None and not state.ready[self._consumer.purpose]):
+        if credit <= 0 or (state is not None and not self._has_ready(state)):
             return []
 
         def operation(state: RunState) -> _Delivery:
             chosen = delivery.deliver(state, self._consumer, max_groups=credit, target_tokens=self._hello.target_tokens)
-            groups = [copy_of(state.groups[group_id]) for group_id in chosen]
-            return _Delivery(groups=groups, policy_version=state.run.policy_version)
+            records = [
+                copy_of(state.shelf.records[name]) if is_parcel(name) else copy_of(state.groups[name])
+                for name in chosen
+            ]
+            return _Delivery(chosen=records, policy_version=state.run.policy_version)
 
         handed_over = await self._hub.transact(operation, must_verify=False)
-        if not handed_over.groups:
+        if not handed_over.chosen:
             return []
-        self._num_sent += len(handed_over.groups)
-        groups = await load_groups(self._hub, handed_over.groups)
-        return _frames(groups, handed_over.policy_version)
+        self._num_sent += handed_over.num_groups
+        return await self._load(handed_over)
+
+    async def _load(self, handed_over: _Delivery) -> list[_Response]:
+        """The payload of what is handed over, in frames."""
+        chosen = handed_over.chosen
+        groups = await load_groups(self._hub, [record for record in chosen if isinstance(record, GroupRecord)])
+        by_id = {group.prompt.group_id: group for group in groups}
+        parcels = [record for record in chosen if isinstance(record, ParcelRecord)]
+        packed = await load_parcels(self._hub, parcels)
+        frames = Frames(handed_over.policy_version)
+        for record in chosen:
+            if isinstance(record, GroupRecord):
+                if record.group_id in by_id:
+                    frames.add_group(by_id[record.group_id])
+            elif self._hello.accepts_packed_groups:
+                frames.add_packed(packed[record.sequence])
+            else:
+                for group in types_pb2.TrajectoryGroups.FromString(packed[record.sequence]).groups:
+                    frames.add_group(group)
+        return frames.responses
 
     async def _waiting(self) -> _Response:
         now_s = self._hub.clock.now_s()
         return _Response(waiting=await self._hub.transact(lambda state: waits.waiting(state, now_s), must_verify=False))
-
-
-def _frames(groups: Sequence[types_pb2.TrajectoryGroup], policy_version: int) -> list[_Response]:
-    """Microbatches of at most about 1 MiB each; a larger group goes alone."""
-    batches: list[list[types_pb2.TrajectoryGroup]] = []
-    num_bytes = 0
-    for group in groups:
-        size_bytes = group.ByteSize()
-        if not batches or num_bytes + size_bytes > MAX_FRAME_BYTES:
-            batches.append([])
-            num_bytes = 0
-        batches[-1].append(group)
-        num_bytes += size_bytes
-    return [
-        _Response(
-            microbatch=broker_pb2.Microbatch(
-                microbatch_id=f"{policy_version}-{secrets.token_hex(6)}",
-                groups=batch,
-                policy_version=policy_version,
-            )
-        )
-        for batch in batches
-    ]

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from penstock.errors import InvalidFieldError, RunConflictError, VersionConflictError
 from penstock.v1 import broker_pb2, types_pb2
-from services.broker import books, delivery, drops
+from services.broker import books, delivery, drops, parcels
 from services.broker.limits import Limits
 from services.broker.policy import Policy
 from services.broker.records_pb2 import GroupRecord, RunRecord
@@ -67,7 +67,8 @@ def reopen_run(state: RunState, request: broker_pb2.OpenRunRequest, now_s: float
         existed=True,
         num_groups_rewound=num_rewound,
         history=run.history,
-        num_groups_in_flight=sum(state.groups[group_id].purpose == types_pb2.PURPOSE_TRAIN for group_id in state.live),
+        num_groups_in_flight=state.shelf.num_live_groups
+        + sum(state.groups[group_id].purpose == types_pb2.PURPOSE_TRAIN for group_id in state.live),
     )
 
 
@@ -89,10 +90,11 @@ def _rewind(state: RunState, policy_version: int, now_s: float) -> int:
     """
     run = state.run
     num_retained = state.policy.num_retained_steps
-    if policy_version < run.policy_version - num_retained:
+    forgotten = max(run.policy_version - num_retained, run.forgotten_version)
+    if policy_version < forgotten:
         raise VersionConflictError(
-            f"policy_version: {policy_version} is more than {num_retained} steps before the run's "
-            f"{run.policy_version}; those steps are no longer retained",
+            f"policy_version: {policy_version}; the run is at {run.policy_version}, and no step up to {forgotten} is "
+            "retained any more",
             policy_version=run.policy_version,
         )
     run.policy_version, run.version_s = policy_version, now_s
@@ -108,8 +110,10 @@ def _rewind(state: RunState, policy_version: int, now_s: float) -> int:
         _untrain(state, group_id)
     for group_id in sorted(state.live):
         _forget_future(state, group_id, policy_version, now_s)
+    num_undone = len(undone) + parcels.untrain(state, policy_version)
+    parcels.drop_abandoned(state, policy_version)
     drops.drop_stale(state)
-    return len(undone)
+    return num_undone
 
 
 def _untrain(state: RunState, group_id: str) -> None:
@@ -154,10 +158,11 @@ def _catch_up(state: RunState, steps: Sequence[broker_pb2.StepRecord], policy_ve
     for step in steps:
         if step.policy_version <= run.policy_version:
             continue
+        parcels.train(state, step.group_ids, step.policy_version)
         for group_id in step.group_ids:
             if group_id in state.live:
                 delivery.train(state, group_id, step.policy_version)
-            elif group_id not in state.groups:
+            elif not state.knows(group_id):
                 # Even its submission is lost. It was trained on, so both sides of the books get it, without tokens.
                 state.pending.retired.add(group_id)
                 num_samples = state.limits.group_size

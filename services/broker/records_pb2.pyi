@@ -248,6 +248,99 @@ class GroupRecord(_message.Message):
 Global___GroupRecord: _TypeAlias = GroupRecord  # noqa: Y015
 
 @_typing.final
+class ParcelRecord(_message.Message):
+    """Groups that came finished in one put and share one piece of payload. Each group's trajectories are scored; they are
+    handed out, trained and dropped without being read again. A parcel of which a part goes its own way is cut in two; the
+    payload stays as it is, and goes with its last parcel.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SEQUENCE_FIELD_NUMBER: _builtins.int
+    PAYLOAD_ID_FIELD_NUMBER: _builtins.int
+    PAYLOAD_START_FIELD_NUMBER: _builtins.int
+    GROUP_BYTES_FIELD_NUMBER: _builtins.int
+    GROUP_IDS_FIELD_NUMBER: _builtins.int
+    NUM_SAMPLES_FIELD_NUMBER: _builtins.int
+    NUM_TOKENS_FIELD_NUMBER: _builtins.int
+    SAMPLE_TOKENS_FIELD_NUMBER: _builtins.int
+    SAMPLE_MIN_VERSIONS_FIELD_NUMBER: _builtins.int
+    SAMPLE_MAX_VERSIONS_FIELD_NUMBER: _builtins.int
+    SUBMIT_VERSION_FIELD_NUMBER: _builtins.int
+    SUBMIT_S_FIELD_NUMBER: _builtins.int
+    CONSUMER_ID_FIELD_NUMBER: _builtins.int
+    TRAINED_VERSION_FIELD_NUMBER: _builtins.int
+    sequence: _builtins.int
+    """Sequence of its first group; the others follow without a gap."""
+    payload_id: _builtins.str
+    """Names the payload: a serialized TrajectoryGroups."""
+    payload_start: _builtins.int
+    """Where the parcel's part of the payload begins, bytes."""
+    submit_version: _builtins.int
+    """The run's policy version when it was put."""
+    submit_s: _builtins.float
+    """When it was put."""
+    consumer_id: _builtins.str
+    """The consumer that holds it; empty when none does."""
+    trained_version: _builtins.int
+    """The step that trained it; unset until then."""
+    @_builtins.property
+    def group_bytes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Length of each group's part of it, bytes."""
+
+    @_builtins.property
+    def group_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Names of its groups."""
+
+    @_builtins.property
+    def num_samples(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Samples of each group."""
+
+    @_builtins.property
+    def num_tokens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Tokens of each group: completions, and the prompt once a sample."""
+
+    @_builtins.property
+    def sample_tokens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Completion tokens of each sample, group by group."""
+
+    @_builtins.property
+    def sample_min_versions(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Oldest policy version of each sample."""
+
+    @_builtins.property
+    def sample_max_versions(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Newest policy version of each sample."""
+
+    def __init__(
+        self,
+        *,
+        sequence: _builtins.int = ...,
+        payload_id: _builtins.str = ...,
+        payload_start: _builtins.int = ...,
+        group_bytes: _abc.Iterable[_builtins.int] | None = ...,
+        group_ids: _abc.Iterable[_builtins.str] | None = ...,
+        num_samples: _abc.Iterable[_builtins.int] | None = ...,
+        num_tokens: _abc.Iterable[_builtins.int] | None = ...,
+        sample_tokens: _abc.Iterable[_builtins.int] | None = ...,
+        sample_min_versions: _abc.Iterable[_builtins.int] | None = ...,
+        sample_max_versions: _abc.Iterable[_builtins.int] | None = ...,
+        submit_version: _builtins.int = ...,
+        submit_s: _builtins.float = ...,
+        consumer_id: _builtins.str = ...,
+        trained_version: _builtins.int | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_trained_version", b"_trained_version", "trained_version", b"trained_version"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_trained_version", b"_trained_version", "consumer_id", b"consumer_id", "group_bytes", b"group_bytes", "group_ids", b"group_ids", "num_samples", b"num_samples", "num_tokens", b"num_tokens", "payload_id", b"payload_id", "payload_start", b"payload_start", "sample_max_versions", b"sample_max_versions", "sample_min_versions", b"sample_min_versions", "sample_tokens", b"sample_tokens", "sequence", b"sequence", "submit_s", b"submit_s", "submit_version", b"submit_version", "trained_version", b"trained_version"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__trained_version: _TypeAlias = _typing.Literal["trained_version"]  # noqa: Y015
+    _WhichOneofArgType__trained_version: _TypeAlias = _typing.Literal["_trained_version", b"_trained_version"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__trained_version) -> _WhichOneofReturnType__trained_version | None: ...
+
+Global___ParcelRecord: _TypeAlias = ParcelRecord  # noqa: Y015
+
+@_typing.final
 class RunRecord(_message.Message):
     """A run."""
 
@@ -328,6 +421,7 @@ class RunRecord(_message.Message):
     STREAMS_FIELD_NUMBER: _builtins.int
     POLICY_FIELD_NUMBER: _builtins.int
     BOOKS_VERSION_FIELD_NUMBER: _builtins.int
+    FORGOTTEN_VERSION_FIELD_NUMBER: _builtins.int
     REWINDS_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     """Its name."""
@@ -351,6 +445,8 @@ class RunRecord(_message.Message):
     """Samples submitted under this version or an older one are counted as one row of the books; unset in runs from before
     there were rows, which keep totals only.
     """
+    forgotten_version: _builtins.int
+    """The newest step whose records are gone; a rewind cannot undo it. Unset while none is."""
     @_builtins.property
     def limits(self) -> _broker_pb2.RunLimits:
         """Its limits, every default filled in."""
@@ -393,14 +489,20 @@ class RunRecord(_message.Message):
         streams: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
         policy: _broker_pb2.RunPolicy | None = ...,
         books_version: _builtins.int | None = ...,
+        forgotten_version: _builtins.int | None = ...,
         rewinds: _abc.Iterable[Global___RewindRecord] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_books_version", b"_books_version", "books_version", b"books_version", "limits", b"limits", "policy", b"policy"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_books_version", b"_books_version", "_forgotten_version", b"_forgotten_version", "books_version", b"books_version", "forgotten_version", b"forgotten_version", "limits", b"limits", "policy", b"policy"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_books_version", b"_books_version", "books_version", b"books_version", "dropped", b"dropped", "history", b"history", "is_closed", b"is_closed", "last_sequence", b"last_sequence", "limits", b"limits", "open_s", b"open_s", "policy", b"policy", "policy_version", b"policy_version", "rewinds", b"rewinds", "run_id", b"run_id", "streams", b"streams", "submitted", b"submitted", "trained", b"trained", "trained_by_staleness", b"trained_by_staleness", "version_s", b"version_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_books_version", b"_books_version", "_forgotten_version", b"_forgotten_version", "books_version", b"books_version", "dropped", b"dropped", "forgotten_version", b"forgotten_version", "history", b"history", "is_closed", b"is_closed", "last_sequence", b"last_sequence", "limits", b"limits", "open_s", b"open_s", "policy", b"policy", "policy_version", b"policy_version", "rewinds", b"rewinds", "run_id", b"run_id", "streams", b"streams", "submitted", b"submitted", "trained", b"trained", "trained_by_staleness", b"trained_by_staleness", "version_s", b"version_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__books_version: _TypeAlias = _typing.Literal["books_version"]  # noqa: Y015
     _WhichOneofArgType__books_version: _TypeAlias = _typing.Literal["_books_version", b"_books_version"]  # noqa: Y015
+    _WhichOneofReturnType__forgotten_version: _TypeAlias = _typing.Literal["forgotten_version"]  # noqa: Y015
+    _WhichOneofArgType__forgotten_version: _TypeAlias = _typing.Literal["_forgotten_version", b"_forgotten_version"]  # noqa: Y015
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__books_version) -> _WhichOneofReturnType__books_version | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__forgotten_version) -> _WhichOneofReturnType__forgotten_version | None: ...
 
 Global___RunRecord: _TypeAlias = RunRecord  # noqa: Y015

@@ -17,9 +17,22 @@ from redis.asyncio import Redis
 
 from services.broker.keys import PROBE, RUNS, RunKeys
 from services.broker.redis_connection import RedisConnection, Script
-from services.broker.store import MARKS_KEPT, MAX_BUSY_SPANS, ConflictError, Delta, Mark, SampleId, Snapshot
+from services.broker.store import (
+    MARKS_KEPT,
+    MAX_BUSY_SPANS,
+    ConflictError,
+    Delta,
+    Mark,
+    PayloadSlice,
+    RetiredError,
+    SampleId,
+    Snapshot,
+)
 
 PROBE_TTL_MS = 60_000
+
+ORPHAN_LIFE_S = 600
+"""How long payload stays whose commit never came."""
 
 _LUA = Path(__file__).parent / "lua"
 
@@ -70,6 +83,8 @@ class RedisStore:
             *(name, delta.run, MARKS_KEPT),
             *(len(delta.groups), len(delta.prompts), len(delta.retired), len(delta.chunks), len(lists)),
             *(len(delta.counts), "" if delta.fold_version is None else delta.fold_version),
+            *(len(delta.fresh), len(delta.payloads)),
+            *delta.fresh,
         ]
         for mapping in (delta.groups, delta.prompts):
             for group_id, value in mapping.items():
@@ -80,16 +95,37 @@ class RedisStore:
         for counter, count in delta.counts.items():
             args += [counter, count]
         script_keys = [keys.run, keys.marks, keys.changed, keys.groups, keys.prompts, keys.retired, keys.books]
+        script_keys += [keys.payload(payload_id) for payload_id in delta.payloads]
         script_keys += [keys.chunks(sample) for sample in (*lists, *delta.cleared)]
+        script_keys += [keys.payload(payload_id) for payload_id in delta.dropped_payloads]
         if expected is None:
             await self._redis.write(lambda redis: redis.zadd(RUNS, {run_id: time.time()}, nx=True))
+        if delta.payloads:
+            await self._redis.write(lambda redis: _put_payloads(redis, keys, delta.payloads))
         # Safe to repeat after a lost answer: the script knows a commit that it has by its name.
         revision = await self._redis.write(
             lambda redis: self._commit.run(redis, keys=script_keys, args=args, num_replicas=self._num_wait_replicas)
         )
         if revision is None:
             raise ConflictError(run_id)
+        if isinstance(revision, list):
+            raise RetiredError([delta.fresh[int(position) - 1] for position in revision])
         return Mark(int(revision), name)
+
+    async def payloads(self, run_id: str, slices: Sequence[PayloadSlice]) -> list[bytes]:
+        """See `Store.payloads`."""
+        if not slices:
+            return []
+        keys = RunKeys(run_id)
+
+        async def read(redis: Redis) -> list[bytes]:
+            pipeline = redis.pipeline(transaction=False)
+            for part in slices:
+                pipeline.getrange(keys.payload(part.payload_id), part.start, part.end - 1)
+            found: list[bytes] = await pipeline.execute()
+            return found
+
+        return await self._redis.read(read)
 
     async def prompts(self, run_id: str, group_ids: Sequence[str]) -> list[bytes | None]:
         """See `Store.prompts`."""
@@ -168,3 +204,11 @@ class RedisStore:
     async def close(self) -> None:
         """See `Store.close`."""
         await self._redis.close()
+
+
+async def _put_payloads(redis: Redis, keys: RunKeys, payloads: Mapping[str, bytes]) -> None:
+    """Write payload ahead of the commit that makes it last; without one it goes by itself."""
+    pipeline = redis.pipeline(transaction=False)
+    for payload_id, data in payloads.items():
+        pipeline.set(keys.payload(payload_id), data, ex=ORPHAN_LIFE_S)
+    await pipeline.execute()

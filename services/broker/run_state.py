@@ -20,8 +20,9 @@ from services.broker.dispatch.lengths import LengthCounts
 from services.broker.dispatch.types import Order, QueuedGroup, Rank
 from services.broker.limits import Limits
 from services.broker.ordered import SortedKeys
+from services.broker.parcel_shelf import ParcelShelf, is_parcel, parcel_name
 from services.broker.policy import Policy
-from services.broker.records_pb2 import GroupRecord, RunRecord, SampleRecord
+from services.broker.records_pb2 import GroupRecord, ParcelRecord, RunRecord, SampleRecord
 from services.broker.staleness import group_version
 from services.broker.store import Delta, SampleId, Snapshot
 
@@ -59,11 +60,14 @@ class RunState:
         """What the operations since the last commit changed, as it was then."""
         self.pending: Delta
         """What the operation under way does beside the records."""
+        self.known_retired: set[str] = set()
+        """Ids that the store refused because their groups are retired; see `Delta.fresh`."""
         self._reset(RunRecord())
 
     def _reset(self, run: RunRecord) -> None:
         self.run = run
         self.groups: dict[str, GroupRecord] = {}
+        self.shelf = ParcelShelf()
         self.live: set[str] = set()
         self.queues: dict[Order, SortedKeys[Rank]] = {order: SortedKeys() for order in Order}
         self.queued_lengths = LengthCounts()
@@ -102,13 +106,27 @@ class RunState:
         group_id = self._by_sequence.get(sequence)
         return None if group_id is None else self.groups[group_id]
 
+    def knows(self, group_id: str) -> bool:
+        """Whether the id is taken: its group is in the run, or was."""
+        return group_id in self.groups or group_id in self.shelf.name_of or group_id in self.known_retired
+
+    @property
+    def trained_versions(self) -> set[int]:
+        """Steps whose groups are retained."""
+        return self.trained.keys() | self.shelf.trained.keys()
+
+    def trained_ids(self, version: int) -> set[str]:
+        """The groups of a retained step."""
+        parcels = (self.shelf.records[name].group_ids for name in self.shelf.trained.get(version, ()))
+        return self.trained.get(version, set()).union(*parcels)
+
     def admission(self) -> AdmissionRule:
         """The admission rule now."""
         return AdmissionRule(
             limits=self.limits,
             policy=self.policy,
             policy_version=self.run.policy_version,
-            num_started=len(self.versions),
+            num_started=len(self.versions) + self.shelf.num_live_groups,
         )
 
     def num_waiting(self, purpose: int) -> int:
@@ -142,6 +160,36 @@ class RunState:
         finally:
             if group_id in self.groups:
                 self._index(group)
+
+    def add_parcel(self, record: ParcelRecord) -> str:
+        """Take in a parcel, or put another record in the place of the one that begins with the same group."""
+        name = parcel_name(record.sequence)
+        self._note_parcel(name)
+        self.shelf.add(name, record)
+        return name
+
+    @contextmanager
+    def edit_parcel(self, name: str) -> Iterator[ParcelRecord]:
+        """A parcel's record, its state to be changed inside the block; its groups stay."""
+        self._note_parcel(name)
+        self.shelf.unindex(name)
+        try:
+            yield self.shelf.records[name]
+        finally:
+            self.shelf.index(name)
+
+    def retire_parcel(self, name: str) -> None:
+        """Forget a parcel, but never accept its ids again; its payload goes with its last parcel."""
+        record = self.shelf.records[name]
+        self._note_parcel(name)
+        self.shelf.remove(name)
+        self.pending.dropped_payloads.add(record.payload_id)
+        self.pending.retired.update(record.group_ids)
+
+    def _note_parcel(self, name: str) -> None:
+        if name not in self._undo:
+            record = self.shelf.records.get(name)
+            self._undo[name] = None if record is None else record.SerializeToString()
 
     def append(self, sample: SampleId, chunk: bytes) -> None:
         """Store a chunk with the next commit."""
@@ -192,8 +240,9 @@ class RunState:
         self.keep()
         self._kept.run = self._run_kept
         for name in self._kept_undo:
-            group = self.groups.get(name)
-            self._kept.groups[name] = None if group is None else group.SerializeToString()
+            record = self.shelf.records.get(name) if is_parcel(name) else self.groups.get(name)
+            self._kept.groups[name] = None if record is None else record.SerializeToString()
+        self._kept.keep_payloads(self.shelf.is_used)
         return self._kept
 
     def settle(self) -> None:
@@ -235,6 +284,11 @@ class RunState:
             self.policy = Policy.from_proto(self.run.policy, self.limits)
 
     def _replace(self, group_id: str, record: bytes | None) -> None:
+        if is_parcel(group_id):
+            self.shelf.remove(group_id)
+            if record is not None:
+                self.shelf.add(group_id, ParcelRecord.FromString(record))
+            return
         old = self.groups.pop(group_id, None)
         if old is not None:
             self._unindex(group_id)

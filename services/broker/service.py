@@ -8,7 +8,6 @@ from typing import Any
 import grpc
 from google.protobuf.duration_pb2 import Duration
 
-from penstock.errors import NotOfferedError
 from penstock.v1 import broker_pb2, broker_pb2_grpc
 from services.broker import delivery, drops, submission, waits
 from services.broker.audit import audit, audit_rows
@@ -17,6 +16,7 @@ from services.broker.hubs import Hubs
 from services.broker.intake import wait_for_event
 from services.broker.lease_stream import LeaseStream
 from services.broker.microbatch_stream import MicrobatchStream
+from services.broker.put_stream import serve_puts
 from services.broker.run_state import RunState
 from services.broker.scoring_stream import ScoringStream
 from services.broker.token_stream import serve_tokens
@@ -103,11 +103,12 @@ class BrokerService(broker_pb2_grpc.BrokerServiceServicer):
         async for response in stream.serve(request_iterator):
             yield response
 
-    def PutTrajectories(
+    async def PutTrajectories(
         self, request_iterator: AsyncIterator[broker_pb2.PutTrajectoriesRequest], context: _Context
     ) -> AsyncIterator[broker_pb2.PutTrajectoriesResponse]:
-        """Refused until parcels exist."""
-        raise NotOfferedError("PutTrajectories is not offered by this broker yet")
+        """See `put_stream`."""
+        async for response in serve_puts(self._hubs, request_iterator):
+            yield response
 
     async def StreamMicrobatches(
         self, request_iterator: AsyncIterator[broker_pb2.StreamMicrobatchesRequest], context: _Context
@@ -137,7 +138,7 @@ class BrokerService(broker_pb2_grpc.BrokerServiceServicer):
         check_count("group_ids", len(request.group_ids), MAX_GROUP_IDS)
 
         def operation(state: RunState) -> int:
-            return sum(drops.drop_group(state, group_id, request.reason) for group_id in request.group_ids)
+            return drops.drop_groups(state, request.group_ids, request.reason)
 
         num_samples = await self._hubs.hub(request.run_id).transact(operation)
         return broker_pb2.DropGroupsResponse(num_samples=num_samples)

@@ -7,7 +7,7 @@ processes may serve one run and every decision is taken by the same Python code 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -17,6 +17,14 @@ SampleId = tuple[str, int]
 
 class ConflictError(Exception):
     """The run changed since the given mark; nothing was stored. Load, decide again, commit again."""
+
+
+class RetiredError(Exception):
+    """Ids that a change takes for new belong to retired groups; nothing was stored. Decide again without them."""
+
+    def __init__(self, group_ids: Collection[str]) -> None:
+        super().__init__(f"{len(group_ids)} ids are retired")
+        self.group_ids = group_ids
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +39,20 @@ class Mark:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PayloadSlice:
+    """A part of a parcel's payload."""
+
+    payload_id: str
+    start: int
+    end: int
+
+    @property
+    def size_bytes(self) -> int:
+        """Its length."""
+        return self.end - self.start
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Snapshot:
     """What to do to a copy of the records to bring it to `mark`."""
 
@@ -40,7 +62,7 @@ class Snapshot:
     run: bytes
     """RunRecord."""
     groups: Mapping[str, bytes | None]
-    """GroupRecord by group id; None where the group is gone."""
+    """GroupRecord by group id, ParcelRecord by the parcel's name; None where it is gone."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -49,7 +71,7 @@ class Delta:
 
     run: bytes
     groups: dict[str, bytes | None] = field(default_factory=dict)
-    """Records by group id; None removes one."""
+    """Records by group id or parcel's name; None removes one."""
     prompts: dict[str, bytes | None] = field(default_factory=dict)
     """Prompts by group id; None removes one."""
     cleared: set[SampleId] = field(default_factory=set)
@@ -62,6 +84,12 @@ class Delta:
     """What to add to the counters of the books, by name; see `books`."""
     fold_version: int | None = None
     """Afterwards, add the counters of older versions to those of this one; None folds nothing."""
+    fresh: list[str] = field(default_factory=list)
+    """Ids taken for new: the change is refused where one of them is retired."""
+    payloads: dict[str, bytes] = field(default_factory=dict)
+    """Payload of parcels by payload id."""
+    dropped_payloads: set[str] = field(default_factory=set)
+    """Payload ids to delete."""
 
     def absorb(self, later: Delta) -> None:
         """Add what an operation after this one does beside the records."""
@@ -75,6 +103,14 @@ class Delta:
             self.counts[name] = self.counts.get(name, 0) + count
         # Counters of later operations are named for the folded version already.
         self.fold_version = self.fold_version if later.fold_version is None else later.fold_version
+        self.fresh += later.fresh
+        self.payloads.update(later.payloads)
+        self.dropped_payloads |= later.dropped_payloads
+
+    def keep_payloads(self, is_used: Callable[[str], bool]) -> None:
+        """Leave out payload that nobody uses any more, and delete none that somebody does."""
+        self.dropped_payloads = {payload_id for payload_id in self.dropped_payloads if not is_used(payload_id)}
+        self.payloads = {payload_id: data for payload_id, data in self.payloads.items() if is_used(payload_id)}
 
 
 class Store(Protocol):
@@ -91,7 +127,7 @@ class Store(Protocol):
         ...
 
     async def commit(self, run_id: str, expected: Mark | None, delta: Delta) -> Mark:
-        """Store a change on top of `expected` (None: the run must not exist). Raises ConflictError."""
+        """Store a change on top of `expected` (None: the run must not exist). Raises ConflictError, RetiredError."""
         ...
 
     async def prompts(self, run_id: str, group_ids: Sequence[str]) -> list[bytes | None]:
@@ -104,6 +140,10 @@ class Store(Protocol):
 
     async def books(self, run_id: str) -> tuple[Mark, Mapping[str, int]] | None:
         """Every counter of the books, and the commit after which they stood so. None: no such run."""
+        ...
+
+    async def payloads(self, run_id: str, slices: Sequence[PayloadSlice]) -> list[bytes]:
+        """Parts of payloads; shorter than asked for where the payload is gone."""
         ...
 
     async def retired(self, run_id: str, group_ids: Sequence[str]) -> set[str]:

@@ -27,7 +27,7 @@ def submit(
     num_waiting = {purpose: state.num_waiting(purpose) for purpose in state.ready}
     errors: list[types_pb2.ItemError] = []
     for index, prompt in enumerate(prompts):
-        if prompt.group_id in state.groups or prompt.group_id in retired:
+        if state.knows(prompt.group_id) or prompt.group_id in retired:
             continue
         try:
             check_prompt(prompt, state.limits)

@@ -1,12 +1,14 @@
 -- One change of a run, whole or not at all.
--- KEYS: run, marks, changed, groups, prompts, retired, books, then the chunk lists to append to, then those to delete.
+-- KEYS: run, marks, changed, groups, prompts, retired, books, then payloads that must last, the chunk lists to append
+--   to, and keys to delete.
 -- ARGV: expected revision and name ("0" and "" when the run must not exist), name of this commit, run record,
---   number of marks to keep, counts of: groups, prompts, retired ids, chunks, chunk lists to append to, counters;
---   version into which the counters of older ones are folded (empty: none);
---   then group id and record (empty: remove) ..., group id and prompt (empty: remove) ..., retired ids ...,
---   position of the chunk list and chunk ..., counter and what to add to it ...
--- Returns the new revision, or false when the run is not at the expected mark. Running it again with the same name
--- changes nothing and returns the same.
+--   number of marks to keep, counts of: records, prompts, retired ids, chunks, chunk lists to append to, counters;
+--   version into which the counters of older ones are folded (empty: none); counts of: fresh ids, payloads;
+--   then fresh ids ..., name and record (empty: remove) ..., group id and prompt (empty: remove) ...,
+--   retired ids ..., position of the chunk list and chunk ..., counter and what to add to it ...
+-- Returns the new revision; false when the run is not at the expected mark, or payload is gone that was written ahead;
+--   a list of positions when fresh ids are retired. Running it again with the same name changes nothing and returns the
+--   same.
 local known = redis.call('ZSCORE', KEYS[2], ARGV[3])
 if known then
   return tonumber(known)
@@ -20,8 +22,32 @@ local oldest = revision - tonumber(ARGV[5])
 local num_groups, num_prompts, num_retired = tonumber(ARGV[6]), tonumber(ARGV[7]), tonumber(ARGV[8])
 local num_chunks, num_lists = tonumber(ARGV[9]), tonumber(ARGV[10])
 local num_counters, fold_version = tonumber(ARGV[11]), tonumber(ARGV[12])
-local at = 13
+local num_fresh, num_payloads = tonumber(ARGV[13]), tonumber(ARGV[14])
+local first_payload, first_list = 8, 8 + num_payloads
+local at = 15
 
+local taken = {}
+for first = 0, num_fresh - 1, 1000 do
+  local last = math.min(first + 1000, num_fresh)
+  for i, flag in ipairs(redis.call('SMISMEMBER', KEYS[6], unpack(ARGV, at + first, at + last - 1))) do
+    if flag == 1 then
+      taken[#taken + 1] = first + i
+    end
+  end
+end
+if #taken > 0 then
+  return taken
+end
+at = at + num_fresh
+for i = first_payload, first_list - 1 do
+  if redis.call('EXISTS', KEYS[i]) == 0 then
+    return false
+  end
+end
+
+for i = first_payload, first_list - 1 do
+  redis.call('PERSIST', KEYS[i])
+end
 redis.call('HSET', KEYS[1], 'revision', string.format('%d', revision), 'name', ARGV[3], 'record', ARGV[4])
 redis.call('ZADD', KEYS[2], revision, ARGV[3])
 redis.call('ZREMRANGEBYSCORE', KEYS[2], '-inf', oldest)
@@ -48,11 +74,11 @@ for _ = 1, num_retired do
   at = at + 1
 end
 -- Deletions first: a sample that starts anew in this very change keeps what it was given in it.
-for i = 8 + num_lists, #KEYS do
-  redis.call('DEL', KEYS[i])
+for i = first_list + num_lists, #KEYS do
+  redis.call('UNLINK', KEYS[i])
 end
 for _ = 1, num_chunks do
-  redis.call('RPUSH', KEYS[7 + tonumber(ARGV[at])], ARGV[at + 1])
+  redis.call('RPUSH', KEYS[first_list - 1 + tonumber(ARGV[at])], ARGV[at + 1])
   at = at + 2
 end
 for _ = 1, num_counters do

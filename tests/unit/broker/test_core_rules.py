@@ -56,7 +56,7 @@ def test_an_older_generator_may_join_a_started_group_only_if_its_own_bound_holds
 
 
 def _ready(name: str, deadline: int, ready_s: float = 0.0, tokens: int = 10) -> ReadyGroup:
-    return ReadyGroup(group_id=name, deadline=deadline, ready_s=ready_s, num_tokens=tokens)
+    return ReadyGroup(group_id=name, deadline=deadline, ready_s=ready_s, num_groups=1, num_tokens=tokens)
 
 
 def _step(version: int, *, delivered: int = 0, due: int = 0, groups: int = 2) -> StepView:
@@ -68,22 +68,26 @@ def _step(version: int, *, delivered: int = 0, due: int = 0, groups: int = 2) ->
     )
 
 
+def _chosen(ready: list[ReadyGroup], step: StepView, *, max_groups: int, target_tokens: int) -> list[str]:
+    return [name for name, _count in choose(ready, step, max_groups=max_groups, target_tokens=target_tokens)]
+
+
 def test_due_groups_go_first_then_by_readiness() -> None:
     ready = [_ready("late", 9, 1.0), _ready("early", 9, 0.5), _ready("due", 4, 2.0)]
-    assert choose(ready, _step(4, due=1, groups=3), max_groups=9, target_tokens=0) == ["due", "early", "late"]
+    assert _chosen(ready, _step(4, due=1, groups=3), max_groups=9, target_tokens=0) == ["due", "early", "late"]
 
 
 def test_places_are_kept_for_due_groups_that_are_not_ready() -> None:
     ready = [_ready("a", 9), _ready("b", 9)]
-    assert choose(ready, _step(4, due=1), max_groups=9, target_tokens=0) == ["a"]
-    assert choose(ready, _step(4, due=2), max_groups=9, target_tokens=0) == []
-    assert choose(ready, _step(4, delivered=1, due=1), max_groups=9, target_tokens=0) == []
+    assert _chosen(ready, _step(4, due=1), max_groups=9, target_tokens=0) == ["a"]
+    assert _chosen(ready, _step(4, due=2), max_groups=9, target_tokens=0) == []
+    assert _chosen(ready, _step(4, delivered=1, due=1), max_groups=9, target_tokens=0) == []
 
 
 def test_a_microbatch_stops_at_its_limits() -> None:
     ready = [_ready(name, 4) for name in "abc"]
-    assert choose(ready, _step(4, due=3, groups=9), max_groups=2, target_tokens=0) == ["a", "b"]
-    assert choose(ready, _step(4, due=3, groups=9), max_groups=9, target_tokens=15) == ["a", "b"]
+    assert _chosen(ready, _step(4, due=3, groups=9), max_groups=2, target_tokens=0) == ["a", "b"]
+    assert _chosen(ready, _step(4, due=3, groups=9), max_groups=9, target_tokens=15) == ["a", "b"]
 
 
 def test_unset_limits_get_the_documented_defaults() -> None:

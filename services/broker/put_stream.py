@@ -1,0 +1,108 @@
+"""The put streams: finished groups in, one answer a request, after the store has it."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import AsyncIterator
+from contextlib import ExitStack
+
+from google.protobuf.duration_pb2 import Duration
+
+from penstock.errors import InvalidFieldError
+from penstock.v1 import broker_pb2
+from services.broker import putting
+from services.broker.hub import RunHub
+from services.broker.hubs import Hubs
+from services.broker.intake import Intake, wait_for_event
+from services.broker.put_reading import read_put
+from services.broker.putting import Put
+from services.broker.run_state import RunState
+from services.broker.validation import check_id, check_run_id
+
+MAX_UNANSWERED = 16
+"""Requests of a stream that are read ahead of their answers; they are stored in order, several by one commit."""
+CHECK_EVERY_S = 5.0
+RETRY_DELAY = Duration(nanos=100_000_000)
+"""How long a producer waits when the run holds as much as it may: a fraction of a small step."""
+
+_Request = broker_pb2.PutTrajectoriesRequest
+_Response = broker_pb2.PutTrajectoriesResponse
+
+
+async def serve_puts(hubs: Hubs, requests: AsyncIterator[_Request]) -> AsyncIterator[_Response]:
+    """Answer each request in turn.
+
+    A client that does not read its answers is not read from either once MAX_UNANSWERED of them wait. The stream ends
+    with OK when its run is closed and nothing is asked of it, and with UNAVAILABLE when the process drains.
+    """
+    wake = asyncio.Event()
+    answers: asyncio.Queue[asyncio.Task[_Response]] = asyncio.Queue(MAX_UNANSWERED)
+    hub: RunHub | None = None
+    with ExitStack() as listening:
+        listening.enter_context(hubs.listening(wake))
+
+        async def handle(request: _Request) -> None:
+            nonlocal hub
+            put = read_request(request)
+            if hub is None:
+                hub = hubs.hub(request.run_id)
+                listening.enter_context(hub.listening(wake))
+            if hub.run_id != request.run_id:
+                raise InvalidFieldError(f"run_id: {request.run_id!r}; the stream is of {hub.run_id!r}", field="run_id")
+            await answers.put(asyncio.create_task(store(hub, request.put_id, put)))
+
+        async with Intake(requests, handle, wake) as intake:
+            try:
+                while True:
+                    is_ended = intake.is_ended
+                    while not answers.empty():
+                        yield await answers.get_nowait()
+                    if is_ended:
+                        break
+                    hubs.check_serving()
+                    if hub is not None and hub.copy is not None and hub.copy.run.is_closed and answers.empty():
+                        return
+                    await wait_for_event(wake, CHECK_EVERY_S)
+                intake.check()
+            finally:
+                await _forget(answers)
+
+
+def read_request(request: _Request) -> Put:
+    """A request, checked as far as that can be done without the run. Raises InvalidFieldError."""
+    check_run_id(request.run_id)
+    check_id("producer_id", request.producer_id)
+    check_id("put_id", request.put_id)
+    packed = request.groups
+    return Put(payload_id=secrets.token_hex(8), payload=packed, groups=read_put(packed))
+
+
+async def store(hub: RunHub, put_id: str, put: Put) -> _Response:
+    """Store a request and answer it."""
+
+    def operation(state: RunState) -> putting.PutOutcome:
+        return putting.put(state, put, hub.clock.now_s())
+
+    hub.payloads.add(put.payload_id, put.payload)
+    try:
+        outcome = await hub.transact(operation)
+    except BaseException:
+        hub.payloads.discard(put.payload_id)
+        raise
+    if not outcome.num_samples:
+        hub.payloads.discard(put.payload_id)
+    return _Response(
+        put_id=put_id,
+        num_samples=outcome.num_samples,
+        errors=outcome.errors,
+        retry_delay=RETRY_DELAY if outcome.is_full else None,
+    )
+
+
+async def _forget(answers: asyncio.Queue[asyncio.Task[_Response]]) -> None:
+    """The client went away: what was begun ends by itself, and nobody looks at its answer."""
+    waiting = [answers.get_nowait() for _ in range(answers.qsize())]
+    for task in waiting:
+        task.cancel()
+    await asyncio.gather(*waiting, return_exceptions=True)
