@@ -44,24 +44,31 @@ _Arg = bytes | str | int
 
 
 class Script:
-    """A Lua script, called by its digest and sent along where the server does not know it (yet, or after a restart)."""
+    """A Lua script, called by its digest and sent along where the server does not know it (yet, or after a restart).
 
-    def __init__(self, path: Path) -> None:
+    With `num_replicas`, an answer comes only once so many replicas have all that the answer rests on, what others wrote
+    before included. That holds for scripts that only read, too: a master that lost its replicas to a fail-over would
+    otherwise confirm what the new one has never heard of.
+    """
+
+    def __init__(self, path: Path, *, num_replicas: int = 0) -> None:
         self._text = path.read_text(encoding="ascii")
         self._digest = hashlib.sha1(self._text.encode("ascii"), usedforsecurity=False).hexdigest()
+        self._num_replicas = num_replicas
 
-    async def run(self, redis: Redis, *, keys: Sequence[str], args: Sequence[_Arg], num_replicas: int = 0) -> Any:
-        """What the script returns, once `num_replicas` replicas have what it wrote."""
+    async def run(self, redis: Redis, *, keys: Sequence[str], args: Sequence[_Arg]) -> Any:
+        """What the script returns."""
         try:
-            return await _command(redis, num_replicas, "EVALSHA", self._digest, len(keys), *keys, *args)
+            return await confirmed(redis, self._num_replicas, "EVALSHA", self._digest, len(keys), *keys, *args)
         except NoScriptError:
-            return await _command(redis, num_replicas, "EVAL", self._text, len(keys), *keys, *args)
+            return await confirmed(redis, self._num_replicas, "EVAL", self._text, len(keys), *keys, *args)
 
 
-async def _command(redis: Redis, num_replicas: int, *command: _Arg) -> Any:
+async def confirmed(redis: Redis, num_replicas: int, *command: _Arg) -> Any:
+    """The answer to a command, once `num_replicas` replicas are as far as the master. Raises TooFewReplicasError."""
     if not num_replicas:
         return await redis.execute_command(*command)  # type: ignore[no-untyped-call]
-    # WAIT counts what its own connection wrote: a pipeline keeps both on one.
+    # WAIT counts what its own connection saw: a pipeline keeps both on one.
     pipeline = redis.pipeline(transaction=False)
     pipeline.execute_command(*command)
     pipeline.execute_command("WAIT", num_replicas, round(REPLICATION_TIMEOUT_S * 1000))
@@ -70,7 +77,9 @@ async def _command(redis: Redis, num_replicas: int, *command: _Arg) -> Any:
         if isinstance(answer, Exception):
             raise answer
     if num_have < num_replicas:
-        raise TooFewReplicasError(f"{num_have} of {num_replicas} replicas had a change in {REPLICATION_TIMEOUT_S} s")
+        # Perhaps it is the master no more: the next connection asks the Sentinels again.
+        await redis.connection_pool.disconnect(inuse_connections=False)
+        raise TooFewReplicasError(f"{num_have} of {num_replicas} replicas followed within {REPLICATION_TIMEOUT_S} s")
     return reply
 
 

@@ -16,7 +16,7 @@ from typing import Any
 from redis.asyncio import Redis
 
 from services.broker.keys import PROBE, RUNS, RunKeys
-from services.broker.redis_connection import RedisConnection, Script
+from services.broker.redis_connection import RedisConnection, Script, confirmed
 from services.broker.store import (
     MARKS_KEPT,
     MAX_BUSY_SPANS,
@@ -41,12 +41,12 @@ class RedisStore:
     """A `Store` in Redis; see `Store` for its promises."""
 
     def __init__(self, connection: RedisConnection, *, num_wait_replicas: int = 0) -> None:
-        """`num_wait_replicas`: a commit is answered only after so many replicas have it."""
+        """`num_wait_replicas`: nothing is answered before so many replicas have what the answer rests on."""
         self._redis = connection
         self._num_wait_replicas = num_wait_replicas
-        self._load = Script(_LUA / "load.lua")
-        self._books = Script(_LUA / "books.lua")
-        self._commit = Script(_LUA / "commit.lua")
+        self._load = Script(_LUA / "load.lua", num_replicas=num_wait_replicas)
+        self._books = Script(_LUA / "books.lua", num_replicas=num_wait_replicas)
+        self._commit = Script(_LUA / "commit.lua", num_replicas=num_wait_replicas)
 
     @classmethod
     def from_url(
@@ -103,9 +103,7 @@ class RedisStore:
         if delta.payloads:
             await self._redis.write(lambda redis: _put_payloads(redis, keys, delta.payloads))
         # Safe to repeat after a lost answer: the script knows a commit that it has by its name.
-        revision = await self._redis.write(
-            lambda redis: self._commit.run(redis, keys=script_keys, args=args, num_replicas=self._num_wait_replicas)
-        )
+        revision = await self._redis.write(lambda redis: self._commit.run(redis, keys=script_keys, args=args))
         if revision is None:
             raise ConflictError(run_id)
         if isinstance(revision, list):
@@ -199,7 +197,8 @@ class RedisStore:
 
     async def ping(self) -> None:
         """See `Store.ping`. Writes: a replica, or a server without memory or disk, answers a ping all the same."""
-        await self._redis.write(lambda redis: redis.set(PROBE, b"", px=PROBE_TTL_MS))
+        probe = ("SET", PROBE, b"", "PX", PROBE_TTL_MS)
+        await self._redis.write(lambda redis: confirmed(redis, self._num_wait_replicas, *probe))
 
     async def close(self) -> None:
         """See `Store.close`."""

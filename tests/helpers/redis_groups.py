@@ -99,8 +99,14 @@ class SentinelGroup:
 class ClusterGroup:
     """A Redis Cluster of masters that share the slots evenly."""
 
-    def __init__(self, folder: Path, *, num_masters: int = 3) -> None:
-        self.nodes = [RedisProcess(_made(folder / f"node-{index}"), port=_free_pair()) for index in range(num_masters)]
+    def __init__(
+        self, folder: Path, *, num_masters: int = 3, is_persistent: bool = False, node_timeout_ms: int = 2000
+    ) -> None:
+        self.nodes = [
+            RedisProcess(_made(folder / f"node-{index}"), is_persistent=is_persistent, port=_free_pair())
+            for index in range(num_masters)
+        ]
+        self._node_timeout_ms = node_timeout_ms
 
     @property
     def url(self) -> str:
@@ -110,7 +116,7 @@ class ClusterGroup:
     def start(self) -> None:
         """Start the nodes, deal out the slots, introduce them, and wait until all agree."""
         for node in self.nodes:
-            node.settings = ("--cluster-enabled", "yes", "--cluster-node-timeout", "2000")
+            node.settings = ("--cluster-enabled", "yes", "--cluster-node-timeout", str(self._node_timeout_ms))
             node.start()
         share = -(-NUM_SLOTS // len(self.nodes))
         for index, node in enumerate(self.nodes):
@@ -133,9 +139,20 @@ class ClusterGroup:
             node.command("FLUSHALL")
 
     def owner(self, key: str) -> RedisProcess:
-        """The node that holds a key."""
+        """The node that a key was dealt to."""
         slot = self.nodes[0].command("CLUSTER", "KEYSLOT", key)
         return self.nodes[slot // -(-NUM_SLOTS // len(self.nodes))]
+
+    def move(self, key: str, target: RedisProcess) -> None:
+        """Move the slot of a key, with all that is in it, as an operator does while clients go on."""
+        source, slot = self.owner(key), self.nodes[0].command("CLUSTER", "KEYSLOT", key)
+        source_id, target_id = (_text(node.command("CLUSTER", "MYID")) for node in (source, target))
+        target.command("CLUSTER", "SETSLOT", slot, "IMPORTING", source_id)
+        source.command("CLUSTER", "SETSLOT", slot, "MIGRATING", target_id)
+        while names := source.command("CLUSTER", "GETKEYSINSLOT", slot, 10):
+            source.command("MIGRATE", "127.0.0.1", target.port, "", 0, 5000, "KEYS", *names)
+        for node in (target, source, *self.nodes):
+            node.command("CLUSTER", "SETSLOT", slot, "NODE", target_id)
 
     def _is_complete(self, node: RedisProcess) -> bool:
         text = node.command("CLUSTER", "INFO")

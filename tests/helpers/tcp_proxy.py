@@ -1,0 +1,109 @@
+"""A TCP link that can be cut, delayed, throttled or refused, between a client and one server of loopback."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+
+CHUNK_BYTES = 16 * 1024
+
+
+class TcpProxy:
+    """Forwards bytes to a port; its settings may change at any moment and hold for open connections too."""
+
+    def __init__(self, target_port: int) -> None:
+        self.target_port = target_port
+        self.delay_s = 0.0
+        """Time that every piece waits, in each direction."""
+        self.bytes_per_second: float | None = None
+        """Most bytes forwarded a second and direction; None: no limit."""
+        self.is_refusing = False
+        """Whether new connections are closed at once."""
+        self.num_connects = 0
+        self.port = 0
+        self._server: asyncio.Server | None = None
+        self._writers: set[asyncio.StreamWriter] = set()
+        self._links: set[asyncio.Task[None]] = set()
+
+    @property
+    def address(self) -> str:
+        """Where it listens, host:port."""
+        return f"127.0.0.1:{self.port}"
+
+    async def start(self, port: int = 0) -> None:
+        """Listen on `port`, or on a free one."""
+        self._server = await asyncio.start_server(self._connect, "127.0.0.1", port)
+        self.port = self._server.sockets[0].getsockname()[1]
+
+    async def stop(self) -> None:
+        """Cut all and listen no more."""
+        assert self._server is not None
+        self._server.close()
+        self.cut()
+        for link in self._links:
+            link.cancel()
+        await asyncio.gather(*self._links, return_exceptions=True)
+        await self._server.wait_closed()
+
+    def cut(self) -> None:
+        """Reset every open connection; what is on the way is lost."""
+        for writer in self._writers:
+            writer.transport.abort()
+
+    def heal(self) -> None:
+        """Forward as fast as it comes."""
+        self.delay_s, self.bytes_per_second, self.is_refusing = 0.0, None, False
+
+    async def _connect(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.num_connects += 1
+        task = asyncio.current_task()
+        assert task is not None
+        self._links.add(task)
+        self._writers.add(writer)
+        try:
+            if not self.is_refusing:
+                await self._link(reader, writer)
+        except (OSError, asyncio.CancelledError):
+            pass
+        finally:
+            writer.transport.abort()
+            self._writers.discard(writer)
+            self._links.discard(task)
+
+    async def _link(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        far_reader, far_writer = await asyncio.open_connection("127.0.0.1", self.target_port)
+        self._writers.add(far_writer)
+        pumps = [
+            asyncio.ensure_future(self._pump(reader, far_writer)),
+            asyncio.ensure_future(self._pump(far_reader, writer)),
+        ]
+        try:
+            await asyncio.wait(pumps, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            far_writer.transport.abort()
+            self._writers.discard(far_writer)
+            for pump in pumps:
+                pump.cancel()
+            await asyncio.gather(*pumps, return_exceptions=True)
+
+    async def _pump(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with suppress(OSError):
+            while piece := await reader.read(CHUNK_BYTES):
+                if self.delay_s:
+                    await asyncio.sleep(self.delay_s)
+                if self.bytes_per_second:
+                    await asyncio.sleep(len(piece) / self.bytes_per_second)
+                writer.write(piece)
+                await writer.drain()
+
+
+@asynccontextmanager
+async def proxy_to(port: int) -> AsyncIterator[TcpProxy]:
+    """A running proxy."""
+    proxy = TcpProxy(port)
+    await proxy.start()
+    try:
+        yield proxy
+    finally:
+        await proxy.stop()
