@@ -209,5 +209,6 @@ async def _put_payloads(redis: Redis, keys: RunKeys, payloads: Mapping[str, byte
     """Write payload ahead of the commit that makes it last; without one it goes by itself."""
     pipeline = redis.pipeline(transaction=False)
     for payload_id, data in payloads.items():
-        pipeline.set(keys.payload(payload_id), data, ex=ORPHAN_LIFE_S)
+        # Never over one that is there: a repetition that comes late would give what is committed an expiry again.
+        pipeline.set(keys.payload(payload_id), data, ex=ORPHAN_LIFE_S, nx=True)
     await pipeline.execute()
