@@ -23,7 +23,8 @@ from services.trainer.data import PromptStream, build_prompt, sampling_seed, tra
 
 SUBMIT_BATCH_GROUPS = 64
 DEFAULT_RETRY_DELAY_S = 0.5
-CHECK_DROPPED_S = 1.0
+CHECK_DROPPED_S = 0.2
+"""Drops come in bursts; after the first of one, so long is waited before they are counted and replaced together."""
 
 _log = structlog.get_logger()
 
