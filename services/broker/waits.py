@@ -1,31 +1,28 @@
-"""Who waits for whom, in plain words. Pure."""
+"""Who waits for whom, why, since when, and until when: the trainer first, then what is wrong, then the rest. Pure."""
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterator
 
 from google.protobuf.timestamp_pb2 import Timestamp
 
-from penstock.v1 import broker_pb2, types_pb2
+from penstock.v1 import broker_pb2
+from services.broker.causes import (
+    EVALUATE,
+    SUBMITTER,
+    TRAIN,
+    TRAINER,
+    Cause,
+    Present,
+    counted,
+    may_start,
+    progress,
+    stalls,
+)
 from services.broker.delivery import step_view
-from services.broker.records_pb2 import GroupRecord, SampleRecord
+from services.broker.generation import NOTHING_QUEUED
 from services.broker.run_state import RunState
-from services.broker.store import SampleId
-
-_TRAIN = types_pb2.PURPOSE_TRAIN
-_WAITING_FOR_SCORES = frozenset((broker_pb2.SAMPLE_STATE_FINISHED, broker_pb2.SAMPLE_STATE_SCORING))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Reason:
-    """For whom somebody waits, and why."""
-
-    owner: str
-    text: str
-    since_s: float
-    deadline_s: float | None = None
+from services.broker.staleness import deadline
 
 
 def timestamp(seconds: float) -> Timestamp:
@@ -35,109 +32,96 @@ def timestamp(seconds: float) -> Timestamp:
     return stamp
 
 
-def group_stage(group: GroupRecord) -> str:
-    """queued, leased, scoring, ready, delivered or trained: how far its slowest sample is."""
-    if group.HasField("trained_version"):
-        return "trained"
-    if group.consumer_id:
-        return "delivered"
-    states = {sample.state for sample in group.samples}
-    if broker_pb2.SAMPLE_STATE_LEASED in states:
-        return "leased"
-    if broker_pb2.SAMPLE_STATE_QUEUED in states:
-        return "queued"
-    return "scoring" if states & _WAITING_FOR_SCORES else "ready"
-
-
-def stages(state: RunState) -> Counter[str]:
-    """Live training groups in each stage."""
-    return Counter(group_stage(group) for group in _live(state))
-
-
-def waiting(state: RunState, now_s: float) -> broker_pb2.Waiting:
+def waiting(state: RunState, present: Present, now_s: float) -> broker_pb2.Waiting:
     """What to tell a trainer that gets nothing."""
-    counts = stages(state)
+    leased = {key[0] for held in state.generation_leases.values() for key in held.values()}
+    scoring = {key[0] for held in state.scoring_leases.values() for key in held.values()}
+    scoring |= {group.group_id for _, number, _ in state.finished if (group := state.group_at(number)) is not None}
     return broker_pb2.Waiting(
-        reason=trainer_reason(state, now_s).text,
-        num_queued_groups=counts["queued"],
-        num_leased_groups=counts["leased"],
-        num_scoring_groups=counts["scoring"],
+        reason=trainer_wait(state, stalls(state, present, now_s), now_s).text,
+        num_queued_groups=state.num_waiting(TRAIN),
+        num_leased_groups=_num_training(state, leased),
+        num_scoring_groups=_num_training(state, scoring - leased),
     )
 
 
-def trainer_reason(state: RunState, now_s: float) -> Reason:
-    """For whom the trainer waits."""
-    counts, since_s = stages(state), state.run.version_s
-    if not counts:
-        return Reason(owner="trainer", text="no training group is in flight: submit prompts", since_s=since_s)
-    if counts["delivered"] >= state.limits.groups_per_step:
-        text = f"all {counts['delivered']} groups of this step are handed out: acknowledge the step"
-        return Reason(owner="trainer", text=text, since_s=since_s)
-    parts = [f"{counts[stage]} {words}" for stage, words in _STAGE_WORDS if counts[stage]]
-    oldest = _oldest_lease(state)
-    if oldest is not None:
-        (group_id, index), sample = oldest
-        parts.append(f"oldest sample {group_id}/{index} on {sample.generator_id} for {now_s - sample.lease_s:.0f} s")
-        owner = f"generator {sample.generator_id}"
-        return Reason(owner=owner, text="; ".join(parts), since_s=sample.lease_s, deadline_s=sample.lease_expire_s)
-    if counts["scoring"]:
-        return Reason(owner="reward workers", text="; ".join(parts), since_s=_oldest_finish_s(state))
-    if counts["ready"] and not counts["queued"]:
-        num_due = step_view(state).num_due
-        parts.append(f"{num_due} due groups must come first, so that none becomes too stale")
-    return Reason(owner="generators", text="; ".join(parts), since_s=since_s)
+def _num_training(state: RunState, group_ids: set[str]) -> int:
+    return sum(state.groups[group_id].purpose == TRAIN for group_id in group_ids)
 
 
-_STAGE_WORDS = (
-    ("queued", "groups wait for a generator"),
-    ("leased", "groups are being decoded"),
-    ("scoring", "groups wait for scores"),
-    ("ready", "groups are ready"),
-    ("delivered", "groups are handed out"),
-)
+def waits(state: RunState, present: Present, now_s: float) -> list[broker_pb2.Wait]:
+    """Everybody who waits now, one entry a cause."""
+    wrong = stalls(state, present, now_s)
+    trainer = trainer_wait(state, wrong, now_s)
+    found = [trainer, *(cause for cause in wrong if not trainer.text.endswith(cause.text))]
+    evaluation = progress(state, EVALUATE, now_s)
+    if evaluation is not None:
+        found.append(evaluation.of("evaluation", ""))
+    elif state.ready[EVALUATE]:
+        text = f"{counted(len(state.ready[EVALUATE]), 'group')} are ready: the trainer's stream takes none"
+        found.append(Cause(waiter="evaluation", owner=TRAINER, text=text, since_s=state.run.version_s))
+    found += _idle_generators(state, present)
+    return [_message(cause) for cause in found]
 
 
-def waits(state: RunState, generators: Iterable[broker_pb2.GeneratorView], now_s: float) -> list[broker_pb2.Wait]:
-    """Everybody who waits now."""
-    found = [_wait("trainer", trainer_reason(state, now_s))]
-    if state.finished:
-        text = f"{len(state.finished)} finished samples wait for a reward worker"
-        found.append(_wait("samples", Reason(owner="reward workers", text=text, since_s=_oldest_finish_s(state))))
-    for view in generators:
-        if not state.generation_leases.get(view.hello.generator_id):
-            text = "it holds no lease: " + (
-                "admission holds new groups back until the trainer finishes a step"
-                if state.queue
-                else "the queue of prompts is empty"
-            )
-            waiter = f"generator {view.hello.generator_id}"
-            found.append(_wait(waiter, Reason(owner="trainer", text=text, since_s=state.run.version_s)))
-    return found
+def trainer_wait(state: RunState, wrong: list[Cause], now_s: float) -> Cause:
+    """For whom the trainer waits: behind missing groups stands what is wrong, or else what is slowest."""
+    since_s, per_step = state.run.version_s, state.limits.groups_per_step
+    num_delivered, num_ready = len(state.delivered[TRAIN]), len(state.ready[TRAIN])
+    if num_delivered >= per_step:
+        text = f"all {num_delivered} groups of this step are handed out: it computes, or must acknowledge the step"
+        return Cause(waiter="the run", owner=TRAINER, text=text, since_s=since_s)
+    num_due = _num_due_before_ready(state)
+    num_missing = num_due or per_step - num_delivered - num_ready
+    if num_missing <= 0:
+        text = f"{counted(num_ready, 'group')} are ready, but its stream takes none"
+        return Cause(waiter="the run", owner=TRAINER, text=text, since_s=since_s)
+    cause = next(iter(wrong), None) or progress(state, TRAIN, now_s)
+    if cause is None:
+        text = "no training group is in flight: submit prompts"
+        if num_delivered or num_ready:
+            text = f"{num_missing} of {per_step} groups are missing and none is on its way: submit prompts"
+        return Cause(waiter="trainer", owner=SUBMITTER, text=text, since_s=since_s)
+    if num_due:
+        return cause.of("trainer", f"{counted(num_due, 'group')} must come first or be too stale; ")
+    return cause.of("trainer", f"{num_missing} of {per_step} groups are missing; ")
 
 
-def _wait(waiter: str, reason: Reason) -> broker_pb2.Wait:
-    wait = broker_pb2.Wait(waiter=waiter, owner=reason.owner, reason=reason.text, since_time=timestamp(reason.since_s))
-    if reason.deadline_s is not None:
-        wait.deadline_time.CopyFrom(timestamp(reason.deadline_s))
-    return wait
+def _num_due_before_ready(state: RunState) -> int:
+    """Groups that the ready ones have to wait for, since the step has no room for both; 0 when there are none."""
+    step = step_view(state)
+    version, bound = step.policy_version, step.limits.max_staleness
+    num_ready_due = sum(
+        deadline(version=state.versions.get(group_id, version), max_staleness=bound) <= version
+        for group_id in state.ready[TRAIN]
+    )
+    is_full = step.num_delivered + step.num_due >= step.limits.groups_per_step
+    return max(0, step.num_due - num_ready_due) if state.ready[TRAIN] and not num_ready_due and is_full else 0
 
 
-def _live(state: RunState) -> list[GroupRecord]:
-    return [group for group_id in state.live if (group := state.groups[group_id]).purpose == _TRAIN]
-
-
-def _oldest_lease(state: RunState) -> tuple[SampleId, SampleRecord] | None:
-    leased = [
-        ((group_id, index), state.groups[group_id].samples[index])
-        for held in state.generation_leases.values()
-        for group_id, index in held.values()
-        if state.groups[group_id].purpose == _TRAIN
+def _idle_generators(state: RunState, present: Present) -> Iterator[Cause]:
+    idle = [
+        view
+        for view in present.generators
+        if not state.generation_leases.get(view.hello.generator_id) and not view.beat.is_draining
     ]
-    return min(leased, key=lambda item: item[1].lease_s, default=None)
+    held_back = [view for view in idle if state.queue and not may_start(state, view.beat.policy_version)]
+    if idle and not state.queue:
+        yield _idle(state, idle, SUBMITTER, NOTHING_QUEUED)
+    elif held_back and not may_start(state, state.run.policy_version):
+        yield _idle(state, held_back, TRAINER, "admission: the trainer must finish a step before more is started")
 
 
-def _oldest_finish_s(state: RunState) -> float:
-    return min(
-        (sample.finish_s for group in _live(state) for sample in group.samples if sample.state in _WAITING_FOR_SCORES),
-        default=state.run.version_s,
+def _idle(state: RunState, idle: list[broker_pb2.GeneratorView], owner: str, text: str) -> Cause:
+    name = idle[0].hello.generator_id
+    waiter = f"generator {name}" if len(idle) == 1 else f"generator {name} and {len(idle) - 1} more"
+    return Cause(waiter=waiter, owner=owner, text=text, since_s=state.run.version_s)
+
+
+def _message(cause: Cause) -> broker_pb2.Wait:
+    wait = broker_pb2.Wait(
+        waiter=cause.waiter, owner=cause.owner, reason=cause.text, since_time=timestamp(cause.since_s)
     )
+    if cause.deadline_s is not None:
+        wait.deadline_time.CopyFrom(timestamp(cause.deadline_s))
+    return wait
