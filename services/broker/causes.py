@@ -31,7 +31,11 @@ class Present:
     generators: Sequence[broker_pb2.GeneratorView]
     """Generators heard of in the last minute."""
     worker_ids: Collection[str]
-    """Reward workers heard of in the last minute."""
+    """Reward workers heard of in the last seconds."""
+
+    def speaking(self, now_s: float) -> list[broker_pb2.GeneratorView]:
+        """The generators that are not silent."""
+        return [view for view in self.generators if now_s - _beat_s(view) < SILENT_AFTER_S]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,11 +59,11 @@ class Cause:
 def stalls(state: RunState, present: Present, now_s: float) -> list[Cause]:
     """What is wrong, worst first: nobody there, somebody silent, somebody behind."""
     return [
+        *_silent_generators(state, present, now_s),
         *_no_generator(state, present, now_s),
         *_no_worker(state, present, now_s),
-        *_silent_generators(state, present, now_s),
         *_lost_workers(state, present, now_s),
-        *_lagging_generators(state, present),
+        *_lagging_generators(state, present, now_s),
     ]
 
 
@@ -76,9 +80,10 @@ def progress(state: RunState, purpose: int, now_s: float) -> Cause | None:
     return None
 
 
-def counted(number: int, noun: str) -> str:
-    """For example "1 group", "3 groups"."""
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+def counted(number: int, noun: str, one: str = "", many: str = "") -> str:
+    """For example "1 group", or with the verb "1 group waits", "3 groups wait"."""
+    words = f"{number} {noun} {one}" if number == 1 else f"{number} {noun}s {many}"
+    return words.rstrip()
 
 
 def name_of(sample: SampleId) -> str:
@@ -87,34 +92,34 @@ def name_of(sample: SampleId) -> str:
 
 
 def _no_generator(state: RunState, present: Present, now_s: float) -> Iterator[Cause]:
-    if present.generators or not (state.queue or state.generation_leases):
+    """Nobody to take what is queued; a generator that went silent does not count."""
+    if not state.queue or present.speaking(now_s):
         return
-    first = next((_first_queued(state, rank[-1]) for rank in state.queue.first(1)), None)
-    leased = [sample for _, sample in _held(state, state.generation_leases)]
-    parts = [f"{counted(len(state.queue), 'group')} wait for one"] if state.queue else []
-    deadline_s = None
-    if leased:
-        deadline_s = min(sample.lease_expire_s for sample in leased)
-        parts.append(f"{counted(len(leased), 'sample')} are leased, the first lease ends {_due(deadline_s, now_s)}")
-    since_s = first if first is not None else max(sample.lease_s for sample in leased)
-    text = f"no generator is connected; {'; '.join(parts)}"
-    yield Cause(waiter="samples", owner=GENERATORS, text=text, since_s=since_s, deadline_s=deadline_s)
+    last_s = max((_beat_s(view) for view in present.generators), default=None)
+    text = f"no generator is connected; {counted(len(state.queue), 'group', 'waits', 'wait')} for one"
+    if last_s is not None:
+        text += f", the last one was heard of {now_s - last_s:.0f} s ago"
+    since_s = max(last_s or 0.0, _first_submit_s(state))
+    yield Cause(waiter="groups", owner=GENERATORS, text=text, since_s=since_s)
 
 
-def _first_queued(state: RunState, sequence: int) -> float:
-    group = state.group_at(sequence)
-    return state.run.version_s if group is None else group.submit_s
+def _first_submit_s(state: RunState) -> float:
+    for rank in state.queue.first(1):
+        group = state.group_at(rank[-1])
+        if group is not None:
+            return group.submit_s
+    return state.run.version_s
 
 
 def _no_worker(state: RunState, present: Present, now_s: float) -> Iterator[Cause]:
     if state.finished and not present.worker_ids:
         since_s = _first_finish_s(state)
-        text = f"no reward worker is connected; {counted(len(state.finished), 'finished sample')} wait"
+        text = f"no reward worker is connected; {counted(len(state.finished), 'finished sample', 'waits', 'wait')}"
         yield Cause(waiter="samples", owner=REWARD_WORKERS, text=f"{text} {_for(since_s, now_s)}", since_s=since_s)
 
 
 def _silent_generators(state: RunState, present: Present, now_s: float) -> list[Cause]:
-    heard_s = {view.hello.generator_id: view.beat_time.ToMicroseconds() / 1e6 for view in present.generators}
+    heard_s = {view.hello.generator_id: _beat_s(view) for view in present.generators}
     found = []
     for generator_id, held in state.generation_leases.items():
         samples = [(key, state.groups[key[0]].samples[key[1]]) for key in held.values()]
@@ -122,15 +127,13 @@ def _silent_generators(state: RunState, present: Present, now_s: float) -> list[
         since_s = heard_s.get(generator_id, max(sample.last_chunk_s, sample.lease_s))
         if now_s - since_s < SILENT_AFTER_S:
             continue
-        more = f" and {len(held) - 1} more" if len(held) > 1 else ""
+        more = f" and {len(held) - 1} more are" if len(held) > 1 else " is"
         text = (
-            f"{name_of(key)}{more} is leased by {generator_id}, silent {_for(since_s, now_s)}, "
+            f"{name_of(key)}{more} leased by {generator_id}, silent {_for(since_s, now_s)}, "
             f"lease ends {_due(sample.lease_expire_s, now_s)}, then another goes on from token {sample.num_tokens}"
         )
         waiter, owner = counted(len(held), "sample"), f"generator {generator_id}"
-        found.append(
-            Cause(waiter=waiter, owner=owner, text=text, since_s=since_s, deadline_s=sample.lease_expire_s)
-        )
+        found.append(Cause(waiter=waiter, owner=owner, text=text, since_s=since_s, deadline_s=sample.lease_expire_s))
     return sorted(found, key=lambda cause: cause.since_s)
 
 
@@ -145,15 +148,13 @@ def _lost_workers(state: RunState, present: Present, now_s: float) -> Iterator[C
             f"lease ends {_due(sample.scoring_expire_s, now_s)}, then another scores it"
         )
         waiter, owner = counted(len(held), "sample"), f"reward worker {worker_id}"
-        yield Cause(
-            waiter=waiter, owner=owner, text=text, since_s=sample.finish_s, deadline_s=sample.scoring_expire_s
-        )
+        yield Cause(waiter=waiter, owner=owner, text=text, since_s=sample.finish_s, deadline_s=sample.scoring_expire_s)
 
 
-def _lagging_generators(state: RunState, present: Present) -> Iterator[Cause]:
+def _lagging_generators(state: RunState, present: Present, now_s: float) -> Iterator[Cause]:
     """Generators whose old version is all that keeps waiting groups from being started."""
     num_waiting, version = state.num_waiting(TRAIN), state.run.policy_version
-    versions = {view.hello.generator_id: view.beat.policy_version for view in present.generators}
+    versions = {view.hello.generator_id: view.beat.policy_version for view in present.speaking(now_s)}
     if not num_waiting or not versions or any(may_start(state, held) for held in versions.values()):
         return
     if may_start(state, version):
@@ -201,14 +202,14 @@ def _scoring(state: RunState, purpose: int, now_s: float) -> Cause | None:
         return None
     key, sample = min(held, key=lambda item: item[1].finish_s)
     text = (
-        f"{name_of(key)} is scored by {sample.worker_id}, finished {_for(sample.finish_s, now_s)} ago, "
+        f"{name_of(key)} is scored by {sample.worker_id}, finished {now_s - sample.finish_s:.0f} s ago, "
         f"lease ends {_due(sample.scoring_expire_s, now_s)} unless renewed"
     )
     owner, waiter = f"reward worker {sample.worker_id}", counted(len(held), "sample")
     return Cause(
         waiter=waiter,
         owner=owner,
-        text=text.replace("finished for", "finished"),
+        text=text,
         since_s=sample.finish_s,
         deadline_s=sample.scoring_expire_s,
     )
@@ -218,7 +219,7 @@ def _unscored(state: RunState, purpose: int) -> Cause | None:
     keys = [key for key in state.finished if (key[0] == 0) == (purpose == EVALUATE)]
     if not keys:
         return None
-    text = f"{counted(len(keys), 'finished sample')} wait for a free reward worker"
+    text = f"{counted(len(keys), 'finished sample', 'waits', 'wait')} for a free reward worker"
     return Cause(waiter="samples", owner=REWARD_WORKERS, text=text, since_s=_first_finish_s(state))
 
 
@@ -226,10 +227,14 @@ def _queued(state: RunState, purpose: int) -> Cause | None:
     num_waiting = state.num_waiting(purpose)
     if not num_waiting:
         return None
-    text = f"{counted(num_waiting, 'group')} wait for a free slot of a generator"
+    text = f"{counted(num_waiting, 'group', 'waits', 'wait')} for a free slot of a generator"
     if purpose == TRAIN and not may_start(state, state.run.policy_version):
         text = f"admission holds {counted(num_waiting, 'group')} back until the trainer finishes a step"
     return Cause(waiter="groups", owner=GENERATORS, text=text, since_s=state.run.version_s)
+
+
+def _beat_s(view: broker_pb2.GeneratorView) -> float:
+    return view.beat_time.ToMicroseconds() / 1e6
 
 
 def _held(state: RunState, leases: Leases) -> Iterator[tuple[SampleId, SampleRecord]]:

@@ -179,5 +179,6 @@ class MicrobatchStream:
         return frames.responses
 
     async def _waiting(self) -> _Response:
-        now_s = self._hub.clock.now_s()
-        return _Response(waiting=await self._hub.transact(lambda state: waits.waiting(state, now_s), must_verify=False))
+        now_s, present = self._hub.clock.now_s(), self._hub.peers.present()
+        waiting = await self._hub.transact(lambda state: waits.waiting(state, present, now_s), must_verify=False)
+        return _Response(waiting=waiting)

@@ -9,11 +9,14 @@ from collections.abc import Iterable
 
 from penstock.clock import Clock
 from penstock.v1 import broker_pb2, types_pb2
+from services.broker.causes import Present
 from services.broker.store import Store
 from services.broker.waits import timestamp
 
 PEER_TIMEOUT_S = 60.0
-"""A peer not heard of for this long counts as gone."""
+"""A generator not heard of for this long counts as gone."""
+WORKER_TIMEOUT_S = 10.0
+"""The same for a reward worker: it is heard of every few seconds while its stream is open."""
 CONTEXT_GRACE_S = 5.0
 """After the first generator connects, time for one with a longer context before long prompts are given up."""
 WRITE_EVERY_S = 1.0
@@ -29,6 +32,7 @@ class Peers:
         self._run_id, self._store, self._clock = run_id, store, clock
         self._generators: dict[str, broker_pb2.GeneratorView] = {}
         self._spans: dict[str, list[bytes]] = {}
+        self._workers_s: dict[str, float] = {}
         self._written_s: dict[str, float] = {}
         self._refreshed_s = 0.0
         self._first_seen_s: float | None = None
@@ -67,7 +71,7 @@ class Peers:
 
     async def see_worker(self, worker_id: str) -> None:
         """Note a sign of life of a reward worker; written at most once a second."""
-        now_s = self._clock.now_s()
+        now_s = self._workers_s[worker_id] = self._clock.now_s()
         if now_s - self._written_s.get(_WORKER + worker_id, 0.0) >= WRITE_EVERY_S:
             self._written_s[_WORKER + worker_id] = now_s
             seen = broker_pb2.GeneratorView(beat_time=timestamp(now_s)).SerializeToString()
@@ -78,7 +82,9 @@ class Peers:
         now_s = self._clock.now_s()
         if now_s - self._refreshed_s >= REFRESH_EVERY_S:
             self._refreshed_s = now_s
-            for view in self.generators_in(await self._store.peers(self._run_id)):
+            stored = await self._store.peers(self._run_id)
+            self._note_workers(stored)
+            for view in self.generators_in(stored):
                 self._first_seen_s = now_s if self._first_seen_s is None else self._first_seen_s
                 self._generators.setdefault(view.hello.generator_id, view)
                 if (
@@ -104,12 +110,24 @@ class Peers:
                 view.busy_spans.extend(span for span in spans if _seconds(span) > busy_since_s)
             if view.busy_spans or self._is_live(view, now_s):
                 views.append(view)
-        workers = [
-            peer_id.removeprefix(_WORKER)
-            for peer_id, raw_view in stored.items()
-            if peer_id.startswith(_WORKER) and self._is_live(broker_pb2.GeneratorView.FromString(raw_view), now_s)
-        ]
-        return views, sorted(workers)
+        self._note_workers(stored)
+        return views, self._live_workers(now_s)
+
+    def present(self) -> Present:
+        """Who is connected, as of the last refresh; asks nobody."""
+        now_s = self._clock.now_s()
+        generators = [view for view in self._generators.values() if self._is_live(view, now_s)]
+        return Present(generators=generators, worker_ids=self._live_workers(now_s))
+
+    def _note_workers(self, stored: dict[str, bytes]) -> None:
+        for peer_id, raw in stored.items():
+            if peer_id.startswith(_WORKER):
+                seen_s = broker_pb2.GeneratorView.FromString(raw).beat_time.ToMicroseconds() / 1e6
+                worker_id = peer_id.removeprefix(_WORKER)
+                self._workers_s[worker_id] = max(seen_s, self._workers_s.get(worker_id, 0.0))
+
+    def _live_workers(self, now_s: float) -> list[str]:
+        return sorted(worker_id for worker_id, seen_s in self._workers_s.items() if now_s - seen_s < WORKER_TIMEOUT_S)
 
     @staticmethod
     def generators_in(stored: dict[str, bytes]) -> Iterable[broker_pb2.GeneratorView]:

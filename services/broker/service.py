@@ -11,6 +11,7 @@ from google.protobuf.duration_pb2 import Duration
 from penstock.v1 import broker_pb2, broker_pb2_grpc
 from services.broker import delivery, drops, submission, waits
 from services.broker.audit import audit, audit_rows
+from services.broker.causes import Present
 from services.broker.export import export
 from services.broker.hubs import Hubs
 from services.broker.intake import wait_for_event
@@ -161,7 +162,7 @@ class BrokerService(broker_pb2_grpc.BrokerServiceServicer):
                 is_closed=state.run.is_closed,
                 audit=audit(state),
                 generators=generators,
-                waits=waits.waits(state, generators, hub.clock.now_s()),
+                waits=waits.waits(state, Present(generators=generators, worker_ids=workers), hub.clock.now_s()),
                 reward_worker_ids=workers,
             )
 

@@ -58,9 +58,9 @@ def waits(state: RunState, present: Present, now_s: float) -> list[broker_pb2.Wa
     if evaluation is not None:
         found.append(evaluation.of("evaluation", ""))
     elif state.ready[EVALUATE]:
-        text = f"{counted(len(state.ready[EVALUATE]), 'group')} are ready: the trainer's stream takes none"
+        text = f"{counted(len(state.ready[EVALUATE]), 'group', 'is', 'are')} ready: the trainer's stream takes none"
         found.append(Cause(waiter="evaluation", owner=TRAINER, text=text, since_s=state.run.version_s))
-    found += _idle_generators(state, present)
+    found += _idle_generators(state, present.speaking(now_s))
     return [_message(cause) for cause in found]
 
 
@@ -74,17 +74,21 @@ def trainer_wait(state: RunState, wrong: list[Cause], now_s: float) -> Cause:
     num_due = _num_due_before_ready(state)
     num_missing = num_due or per_step - num_delivered - num_ready
     if num_missing <= 0:
-        text = f"{counted(num_ready, 'group')} are ready, but its stream takes none"
+        text = f"{counted(num_ready, 'group', 'is', 'are')} ready, but its stream takes none"
         return Cause(waiter="the run", owner=TRAINER, text=text, since_s=since_s)
     cause = next(iter(wrong), None) or progress(state, TRAIN, now_s)
     if cause is None:
         text = "no training group is in flight: submit prompts"
         if num_delivered or num_ready:
-            text = f"{num_missing} of {per_step} groups are missing and none is on its way: submit prompts"
+            text = f"{_missing(num_missing, per_step)} and none is on its way: submit prompts"
         return Cause(waiter="trainer", owner=SUBMITTER, text=text, since_s=since_s)
     if num_due:
         return cause.of("trainer", f"{counted(num_due, 'group')} must come first or be too stale; ")
-    return cause.of("trainer", f"{num_missing} of {per_step} groups are missing; ")
+    return cause.of("trainer", f"{_missing(num_missing, per_step)}; ")
+
+
+def _missing(number: int, per_step: int) -> str:
+    return f"{number} of {counted(per_step, 'group')} {'is' if number == 1 else 'are'} missing"
 
 
 def _num_due_before_ready(state: RunState) -> int:
@@ -99,10 +103,10 @@ def _num_due_before_ready(state: RunState) -> int:
     return max(0, step.num_due - num_ready_due) if state.ready[TRAIN] and not num_ready_due and is_full else 0
 
 
-def _idle_generators(state: RunState, present: Present) -> Iterator[Cause]:
+def _idle_generators(state: RunState, speaking: list[broker_pb2.GeneratorView]) -> Iterator[Cause]:
     idle = [
         view
-        for view in present.generators
+        for view in speaking
         if not state.generation_leases.get(view.hello.generator_id) and not view.beat.is_draining
     ]
     held_back = [view for view in idle if state.queue and not may_start(state, view.beat.policy_version)]

@@ -62,11 +62,11 @@ def as_lease(grant: Grant) -> broker_pb2.Lease:
 
 
 def put(
-    state: RunState, grant: Grant, tokens: list[int], *, holder: str = "gen-1", **changes: Any
+    state: RunState, grant: Grant, tokens: list[int], *, holder: str = "gen-1", now_s: float = 3.0, **changes: Any
 ) -> list[broker_pb2.ChunkError]:
     """Send one chunk."""
     facts_of_chunk = read_chunk(chunk(as_lease(grant), tokens, **changes))
-    return generation.accept_chunks(state, holder, [facts_of_chunk], 3.0)
+    return generation.accept_chunks(state, holder, [facts_of_chunk], now_s)
 
 
 def finish(state: RunState, grants: list[Grant], version: int = 0, *, holder: str = "gen-1") -> None:

@@ -14,7 +14,6 @@ from services.broker import delivery, drops, scoring
 from services.broker.audit import audit
 from services.broker.delivery import Consumer
 from services.broker.policy import DEFAULT_RETAINED_STEPS
-from services.broker.waits import trainer_reason, waiting
 from tests.unit.broker.builders import (
     CONSUMER,
     acknowledge,
@@ -133,7 +132,6 @@ def test_a_slow_due_group_is_waited_for_so_that_none_becomes_too_stale() -> None
     acknowledge(state, deliver(state), 1)
     make_ready(state, "d", "e", version=1)
     assert deliver(state) == ["c"]
-    assert "decoded" in trainer_reason(state, 10.0).text
     finish(state, slow, 0)
     for grant in lease_scoring(state, 9):
         score(state, grant)
@@ -228,21 +226,6 @@ def test_dropping_groups_is_idempotent_and_leaves_trained_ones() -> None:
     acknowledge(state, ["a"], 1)
     assert drops.drop_group(state, "a", "poisoned") == 0
     assert audit(state).dropped == {"poisoned": 2}
-
-
-def test_the_trainer_is_told_for_whom_it_waits() -> None:
-    state = open_state(groups_per_step=1)
-    assert "submit prompts" in waiting(state, 9.0).reason
-    submit(state, "a")
-    assert waiting(state, 9.0).num_queued_groups == 1
-    grants = lease(state, 2)
-    assert "oldest sample a/0 on gen-1 for 7 s" in waiting(state, 9.0).reason
-    finish(state, grants)
-    assert (waiting(state, 9.0).num_scoring_groups, trainer_reason(state, 9.0).owner) == (1, "reward workers")
-    for grant in lease_scoring(state, 2):
-        score(state, grant)
-    deliver(state)
-    assert "acknowledge the step" in waiting(state, 9.0).reason
 
 
 def test_a_books_error_shows() -> None:
