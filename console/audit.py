@@ -16,7 +16,7 @@ from rich.text import Text
 
 from console.local import plain_console
 from console.outcome import audit_line, read_summary
-from console.status import audit_run, find_run
+from console.target import audit_run, find_run
 from penstock.audit import audit_document
 from penstock.config import ConfigError
 

@@ -185,20 +185,28 @@ def reward_resolve(model: Annotated[str, typer.Argument(metavar="MODEL")]) -> No
 
 
 @app.command()
-def status(run: _RunArgument = None, broker: _Broker = None, directory: _RunsDir = Path("runs")) -> None:
-    """Show a run: its queues, its generators, who waits for whom and why.
+def status(
+    run: _RunArgument = None,
+    broker: _Broker = None,
+    directory: _RunsDir = Path("runs"),
+    watch: Annotated[bool, typer.Option("--watch", "-w", help="Go on, every second, until Ctrl-C.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON document, with --watch one a line.")] = False,
+) -> None:
+    """Show a run: its queues, its generators, and of every stall who is waited for, since when and why.
+
+    Exit status 1 when the broker does not answer.
 
     \b
     Examples:
       penstock status
       penstock status runs/run-20260101-120000
-      penstock status my-run --broker broker:7301
+      penstock status my-run --broker broker:7301 --watch
     """
 
     def work() -> int:
         from console.status import status_command
 
-        return status_command(run, broker=broker, runs_dir=directory)
+        return status_command(run, broker=broker, runs_dir=directory, is_watched=watch, as_json=as_json)
 
     _exit(work)
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from console.recording import RecordingWriter, open_writer
 from console.recording.recorder import Recording, record, resume_point
-from console.status import Target, find_run
+from console.target import Target, find_run
 from penstock.clients.export import StepExport
 from penstock.config import ConfigError
 from penstock.errors import PenstockError

@@ -1,163 +1,217 @@
-"""What `penstock status` does, and how commands find a run and ask its broker."""
+"""What `penstock status` does: one screen that says how a run stands and, of every stall, who is waited for and why."""
 
 from __future__ import annotations
 
 import asyncio
+import json
+import sys
 import time
-from collections.abc import Awaitable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypedDict, TypeVar
+from typing import Any
 
-from rich.console import Console
+from google.protobuf.timestamp_pb2 import Timestamp
+from rich.console import Group, RenderableType
+from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from console.config import checked_address, load_run_config
-from console.folder import RunFolder, open_folder, read_record
+from console.folder import ProcessRecord
 from console.live import duration
-from console.local import plain_console, run_folders
+from console.local import plain_console
+from console.processes import ProcessState
+from console.target import Target, find_run, get_run
 from penstock.config import ConfigError
-from penstock.errors import PenstockError
-from penstock.rpc import call, open_channel
-from penstock.security import Security
-from penstock.v1 import broker_pb2, broker_pb2_grpc
+from penstock.errors import PenstockError, UnknownRunError
+from penstock.v1 import broker_pb2
 
-_TIMEOUT_S = 5.0
-_Response = TypeVar("_Response")
-
-
-class _Asked(TypedDict):
-    peer: str
-    timeout_s: float
+WATCH_EVERY_S = 1.0
+EXIT_OK, EXIT_AWAY = 0, 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Target:
-    """A run and the broker that knows it."""
+class Picture:
+    """A run at one moment, as far as it can be known."""
 
-    run_id: str
-    broker: str | None
-    """host:port; None when no broker of that run is known to be up."""
-    folder: RunFolder | None
-    """Its folder on this machine, when there is one."""
+    target: Target
+    now_s: float
+    run: broker_pb2.GetRunResponse | None
+    """None while the broker does not answer."""
+    problem: str
+    """Why it does not; empty when it does."""
+    problem_since_s: float
+    processes: Sequence[ProcessRecord]
+    """Processes of the run on this machine that are not up."""
 
 
-def status_command(run: str | None, *, broker: str | None, runs_dir: Path) -> int:
-    """Print a run's picture; returns the exit status. Raises ConfigError."""
+def status_command(run: str | None, *, broker: str | None, runs_dir: Path, is_watched: bool, as_json: bool) -> int:
+    """Print a run's picture, once or until interrupted; 1 when its broker does not answer. Raises ConfigError."""
     target = find_run(run, broker=broker, runs_dir=runs_dir)
     if target.broker is None:
         raise ConfigError(f"{target.run_id}: not under way here; name its broker with --broker, or see its report")
-    show_status(asyncio.run(_get_run(target.run_id, target.broker)), plain_console(), now_s=time.time())
-    return 0
+    pictures = _pictures(target)
+    picture = next(pictures)
+    if not is_watched:
+        _print(picture, as_json=as_json)
+        return EXIT_OK if picture.run is not None else EXIT_AWAY
+    if as_json or not sys.stdout.isatty():
+        while True:
+            _print(picture, as_json=as_json)
+            picture = next(pictures)
+    with Live(render(picture), auto_refresh=False) as live:
+        while True:
+            live.update(render(next(pictures)), refresh=True)
 
 
-def find_run(run: str | None, *, broker: str | None, runs_dir: Path) -> Target:
-    """The run that is meant: by folder, by id with a broker, else the newest one. Raises ConfigError."""
-    if broker is not None:
-        return Target(run_id=_id_at_broker(run, _address(broker)), broker=_address(broker), folder=None)
-    if run is None:
-        folders = run_folders(runs_dir)
-        if not folders:
-            raise ConfigError(f"{runs_dir}: holds no runs; name a run folder, or a broker with --broker")
-        folder = folders[-1]
+def _pictures(target: Target) -> Iterator[Picture]:
+    """A picture now, and then one every WATCH_EVERY_S."""
+    since_s: float | None = None
+    while True:
+        run, problem = None, ""
+        assert target.broker is not None
+        try:
+            run = asyncio.run(get_run(target.run_id, target.broker))
+        except UnknownRunError as error:
+            raise ConfigError(str(error)) from error
+        except PenstockError as error:
+            problem = str(error)
+        now_s = time.time()
+        since_s = None if run is not None else since_s or now_s
+        yield Picture(
+            target=target,
+            now_s=now_s,
+            run=run,
+            problem=problem,
+            problem_since_s=since_s or now_s,
+            processes=_processes_down(target),
+        )
+        time.sleep(WATCH_EVERY_S)
+
+
+def _processes_down(target: Target) -> list[ProcessRecord]:
+    records = target.folder.records() if target.folder is not None else []
+    return [record for record in records if record.state != ProcessState.READY or not record.is_alive]
+
+
+def _print(picture: Picture, *, as_json: bool) -> None:
+    if as_json:
+        print(json.dumps(as_document(picture)), flush=True)
     else:
-        path = Path(run)
-        folder = open_folder(path if path.exists() else runs_dir / run)
-    config = load_run_config(folder.config)
-    record = read_record(folder.services / "broker.json")
-    local = record.address if record is not None and record.is_alive else None
-    return Target(run_id=config.run.id, broker=config.endpoints.broker or local, folder=folder)
+        plain_console().print(render(picture), soft_wrap=True)
 
 
-def show_status(run: broker_pb2.GetRunResponse, console: Console, *, now_s: float) -> None:
-    """Print the broker's picture of a run."""
-    audit = run.audit
-    by_state = audit.in_flight_by_state
+def render(picture: Picture) -> RenderableType:
+    """The picture as a person reads it: how it stands, who is there, who waits for whom."""
+    parts: list[RenderableType] = []
+    if picture.run is None:
+        away = duration(picture.now_s - picture.problem_since_s)
+        parts.append(Text(f"{picture.problem} (asked for {away}; the run goes on when its broker answers)"))
+    else:
+        parts += [Text(line) for line in _summary(picture.run)]
+        if picture.run.generators:
+            parts.append(_generators_table(picture.run.generators, now_s=picture.now_s))
+        parts += [Text(_wait_line(wait, now_s=picture.now_s)) for wait in picture.run.waits]
+    for record in picture.processes:
+        state = record.state if record.is_alive else "gone"
+        parts.append(Text(f"process {record.name} is {state}, restarted {record.num_restarts} times"))
+    return Group(*parts)
+
+
+def _summary(run: broker_pb2.GetRunResponse) -> Iterator[str]:
+    audit, by_state = run.audit, run.audit.in_flight_by_state
     in_flight = "  ".join(f"{name} {by_state[name]}" for name in sorted(by_state)) or "none in flight"
-    lines = [
-        f"run {run.run_id} ({'closed' if run.is_closed else 'open'}), policy version {run.policy_version}",
-        f"samples: {in_flight}",
-        f"trained {audit.trained}, dropped {sum(audit.dropped.values())}, staleness at most {audit.max_staleness_seen}",
-        f"reward workers: {', '.join(run.reward_worker_ids) or 'none connected'}",
-    ]
-    for line in lines:
-        console.print(Text(line), soft_wrap=True)
-    if run.generators:
-        console.print(_generators_table(run.generators, now_s=now_s))
-    else:
-        console.print("generators: none connected")
-    for wait in run.waits:
-        console.print(Text(_wait_line(wait, now_s=now_s)), soft_wrap=True)
+    yield f"run {run.run_id} ({'closed' if run.is_closed else 'open'}), policy version {run.policy_version}"
+    yield f"samples: {in_flight}"
+    yield (
+        f"trained {audit.trained}, dropped {sum(audit.dropped.values())}, staleness at most {audit.max_staleness_seen}"
+        f"{'' if audit.balanced else '; THE BOOKS DO NOT BALANCE, see penstock audit'}"
+    )
+    if run.dispatch_state:
+        yield f"dispatch: {run.dispatch_state}"
+    yield f"reward workers: {', '.join(run.reward_worker_ids) or 'none connected'}"
+    if not run.generators:
+        yield "generators: none connected"
 
 
 def _generators_table(generators: Sequence[broker_pb2.GeneratorView], *, now_s: float) -> Table:
-    names = ("generator", "engine", "site", "version", "running", "tokens/s", "cache", "seen")
-    table = Table(*names, box=None, pad_edge=False)
+    numbers = ("version", "running", "waiting", "leases", "tokens/s", "cache")
+    table = Table("generator", "engine", "site", *numbers, "last beat", box=None, pad_edge=False)
     for view in generators:
         beat = view.beat
         cells = (
-            view.hello.generator_id,
+            view.hello.generator_id + (" (drains)" if beat.is_draining else ""),
             view.hello.engine,
             view.hello.site or "-",
             str(beat.policy_version),
             str(beat.num_running),
+            str(beat.num_waiting),
+            str(view.num_leases),
             f"{beat.tokens_per_second:.0f}",
             f"{100 * beat.kv_cache_usage:.0f} %",
-            f"{max(0.0, now_s - view.beat_time.ToNanoseconds() / 1e9):.0f} s ago",
+            f"{max(0.0, now_s - _unix_s(view.beat_time)):.0f} s ago",
         )
         table.add_row(*(Text(cell) for cell in cells))
     return table
 
 
 def _wait_line(wait: broker_pb2.Wait, *, now_s: float) -> str:
-    since_s = now_s - wait.since_time.ToNanoseconds() / 1e9 if wait.HasField("since_time") else None
-    since = f" for {duration(max(0.0, since_s))}" if since_s is not None else ""
+    since = f" for {duration(max(0.0, now_s - _unix_s(wait.since_time)))}" if wait.HasField("since_time") else ""
     return f"{wait.waiter} waits for {wait.owner}{since}: {wait.reason}"
 
 
-def _id_at_broker(run: str | None, broker: str) -> str:
-    if run is not None:
-        return Path(run).name
-    ids = asyncio.run(_list_runs(broker))
-    if not ids:
-        raise ConfigError(f"the broker at {broker} knows no runs")
-    return ids[-1]
+def as_document(picture: Picture) -> dict[str, Any]:
+    """The picture for programs; times are Unix seconds."""
+    document: dict[str, Any] = {
+        "run_id": picture.target.run_id,
+        "time_s": picture.now_s,
+        "broker": picture.target.broker,
+        "broker_problem": picture.problem or None,
+        "processes_down": [{"name": record.name, "state": record.state} for record in picture.processes],
+    }
+    run = picture.run
+    if run is None:
+        return document
+    return document | {
+        "policy_version": run.policy_version,
+        "is_closed": run.is_closed,
+        "submitted": run.audit.submitted,
+        "trained": run.audit.trained,
+        "dropped": dict(run.audit.dropped),
+        "in_flight_by_state": dict(run.audit.in_flight_by_state),
+        "balanced": run.audit.balanced,
+        "max_staleness_seen": run.audit.max_staleness_seen,
+        "dispatch": run.dispatch_state,
+        "reward_worker_ids": list(run.reward_worker_ids),
+        "generators": [_generator_document(view) for view in run.generators],
+        "waits": [
+            {
+                "waiter": wait.waiter,
+                "owner": wait.owner,
+                "reason": wait.reason,
+                "since_s": _unix_s(wait.since_time),
+                "deadline_s": _unix_s(wait.deadline_time) if wait.HasField("deadline_time") else None,
+            }
+            for wait in run.waits
+        ],
+    }
 
 
-async def _get_run(run_id: str, broker: str) -> broker_pb2.GetRunResponse:
-    async with open_channel(broker, Security.from_environment()) as channel:
-        stub = broker_pb2_grpc.BrokerServiceStub(channel)
-        return await _told(call(stub.GetRun, broker_pb2.GetRunRequest(run_id=run_id), **_asked(broker)))
+def _generator_document(view: broker_pb2.GeneratorView) -> dict[str, Any]:
+    return {
+        "generator_id": view.hello.generator_id,
+        "engine": view.hello.engine,
+        "site": view.hello.site,
+        "policy_version": view.beat.policy_version,
+        "num_running": view.beat.num_running,
+        "num_waiting": view.beat.num_waiting,
+        "num_leases": view.num_leases,
+        "tokens_per_second": view.beat.tokens_per_second,
+        "kv_cache_usage": view.beat.kv_cache_usage,
+        "is_draining": view.beat.is_draining,
+        "beat_s": _unix_s(view.beat_time),
+    }
 
 
-async def audit_run(run_id: str, broker: str) -> broker_pb2.Audit:
-    """The books of a run, rows included. Raises ConfigError."""
-    async with open_channel(broker, Security.from_environment()) as channel:
-        stub = broker_pb2_grpc.BrokerServiceStub(channel)
-        request = broker_pb2.AuditRunRequest(run_id=run_id)
-        return (await _told(call(stub.AuditRun, request, **_asked(broker)))).audit
-
-
-async def _list_runs(broker: str) -> list[str]:
-    async with open_channel(broker, Security.from_environment()) as channel:
-        stub = broker_pb2_grpc.BrokerServiceStub(channel)
-        return list((await _told(call(stub.ListRuns, broker_pb2.ListRunsRequest(), **_asked(broker)))).run_ids)
-
-
-def _asked(broker: str) -> _Asked:
-    return {"peer": f"broker {broker}", "timeout_s": _TIMEOUT_S}
-
-
-async def _told(answer: Awaitable[_Response]) -> _Response:
-    try:
-        return await answer
-    except PenstockError as error:
-        raise ConfigError(str(error)) from error
-
-
-def _address(text: str) -> str:
-    try:
-        return checked_address(text)
-    except ValueError as error:
-        raise ConfigError(f"--broker: {error}") from error
+def _unix_s(stamp: Timestamp) -> float:
+    return stamp.ToMicroseconds() / 1e6

@@ -138,7 +138,7 @@ class Peers:
 
     def _newest(self, stored: broker_pb2.GeneratorView) -> broker_pb2.GeneratorView:
         known = self._generators.get(stored.hello.generator_id, stored)
-        newest = max(stored, known, key=lambda view: view.beat_time.ToMicroseconds())
+        newest = max(known, stored, key=lambda view: view.beat_time.ToMicroseconds())
         return broker_pb2.GeneratorView.FromString(newest.SerializeToString())
 
     def _is_live(self, view: broker_pb2.GeneratorView, now_s: float) -> bool:

@@ -1,0 +1,108 @@
+"""Which run a command means, and what its broker says of it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypedDict, TypeVar
+
+from console.config import checked_address, load_run_config
+from console.folder import CONSOLE_NAME, RunFolder, open_folder, read_record
+from console.local import run_folders
+from penstock.config import ConfigError
+from penstock.errors import PenstockError
+from penstock.rpc import call, open_channel
+from penstock.security import Security
+from penstock.v1 import broker_pb2, broker_pb2_grpc
+
+_TIMEOUT_S = 5.0
+_Response = TypeVar("_Response")
+
+
+class _Asked(TypedDict):
+    peer: str
+    timeout_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Target:
+    """A run and the broker that knows it."""
+
+    run_id: str
+    broker: str | None
+    """host:port; None when no broker of that run is known to be up."""
+    folder: RunFolder | None
+    """Its folder on this machine, when there is one."""
+
+
+def find_run(run: str | None, *, broker: str | None, runs_dir: Path) -> Target:
+    """The run that is meant: by folder, by id with a broker, else the newest one. Raises ConfigError."""
+    if broker is not None:
+        return Target(run_id=_id_at_broker(run, _address(broker)), broker=_address(broker), folder=None)
+    if run is None:
+        folders = run_folders(runs_dir)
+        if not folders:
+            raise ConfigError(f"{runs_dir}: holds no runs; name a run folder, or a broker with --broker")
+        folder = folders[-1]
+    else:
+        path = Path(run)
+        folder = open_folder(path if path.exists() else runs_dir / run)
+    config = load_run_config(folder.config)
+    return Target(run_id=config.run.id, broker=config.endpoints.broker or _local_broker(folder), folder=folder)
+
+
+def _local_broker(folder: RunFolder) -> str | None:
+    """Address of the broker that was started here, while it or its launcher lives: a dead one is started again."""
+    records = [read_record(folder.services / f"{name}.json") for name in ("broker", CONSOLE_NAME)]
+    is_alive = any(record is not None and record.is_alive for record in records)
+    return records[0].address if records[0] is not None and is_alive else None
+
+
+def _id_at_broker(run: str | None, broker: str) -> str:
+    if run is not None:
+        return Path(run).name
+    ids = asyncio.run(_list_runs(broker))
+    if not ids:
+        raise ConfigError(f"the broker at {broker} knows no runs")
+    return ids[-1]
+
+
+async def get_run(run_id: str, broker: str) -> broker_pb2.GetRunResponse:
+    """The broker's picture of a run. Raises PenstockError."""
+    async with open_channel(broker, Security.from_environment()) as channel:
+        stub = broker_pb2_grpc.BrokerServiceStub(channel)
+        return await call(stub.GetRun, broker_pb2.GetRunRequest(run_id=run_id), **_asked(broker))
+
+
+async def audit_run(run_id: str, broker: str) -> broker_pb2.Audit:
+    """The books of a run, rows included. Raises ConfigError."""
+    async with open_channel(broker, Security.from_environment()) as channel:
+        stub = broker_pb2_grpc.BrokerServiceStub(channel)
+        request = broker_pb2.AuditRunRequest(run_id=run_id)
+        return (await _told(call(stub.AuditRun, request, **_asked(broker)))).audit
+
+
+async def _list_runs(broker: str) -> list[str]:
+    async with open_channel(broker, Security.from_environment()) as channel:
+        stub = broker_pb2_grpc.BrokerServiceStub(channel)
+        return list((await _told(call(stub.ListRuns, broker_pb2.ListRunsRequest(), **_asked(broker)))).run_ids)
+
+
+def _asked(broker: str) -> _Asked:
+    return {"peer": f"broker {broker}", "timeout_s": _TIMEOUT_S}
+
+
+async def _told(answer: Awaitable[_Response]) -> _Response:
+    try:
+        return await answer
+    except PenstockError as error:
+        raise ConfigError(str(error)) from error
+
+
+def _address(text: str) -> str:
+    try:
+        return checked_address(text)
+    except ValueError as error:
+        raise ConfigError(f"--broker: {error}") from error
