@@ -18,16 +18,18 @@ from penstock.v1 import broker_pb2, types_pb2
 from services.broker.hub import RunHub
 from services.broker.hubs import Hubs
 from services.broker.intake import wait_for_event
-from services.broker.microbatch_stream import copy_of, load_groups
-from services.broker.records_pb2 import GroupRecord
+from services.broker.microbatch_stream import copy_of, load_groups, load_parcels
+from services.broker.parcel_shelf import is_parcel
+from services.broker.records_pb2 import GroupRecord, ParcelRecord
 from services.broker.run_state import RunState
 
 SIGN_OF_LIFE_S = 5.0
-MAX_BATCH_GROUPS = 64
+MAX_BATCH_RECORDS = 64
 MAX_BATCH_TOKENS = 256 * 1024
 """About 2 MiB of payload read ahead; a larger group goes alone."""
 
 _Response = broker_pb2.ExportTrajectoriesResponse
+Record = GroupRecord | ParcelRecord
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,8 +50,8 @@ class Plan:
     """The step."""
     history: int
     """The run's history counter."""
-    group_ids: tuple[str, ...]
-    """Its groups in order of submission; empty when the step is not done yet."""
+    names: tuple[str, ...]
+    """Its groups and parcels in order of submission; empty when the step is not done yet."""
     is_closed: bool
     """Whether the run is closed."""
 
@@ -65,18 +67,22 @@ def cursor_of(request: broker_pb2.ExportTrajectoriesRequest) -> Cursor:
 def plan(state: RunState, cursor: Cursor) -> Plan:
     """The step that comes next. Raises NotRetainedError when it was trained, but is forgotten."""
     run = state.run
-    version = _version_after_rewinds(state, cursor) or min(state.trained, default=run.policy_version + 1)
-    group_ids: tuple[str, ...] = ()
-    if version in state.trained:
-        group_ids = tuple(sorted(state.trained[version], key=lambda group_id: state.groups[group_id].sequence))
-    elif version <= run.policy_version:
-        oldest = min((kept for kept in state.trained if kept > version), default=run.policy_version + 1)
+    version = _version_after_rewinds(state, cursor) or min(state.trained_versions, default=run.policy_version + 1)
+    names = _names(state, version)
+    if not names and version <= run.policy_version:
+        oldest = min((kept for kept in state.trained_versions if kept > version), default=run.policy_version + 1)
         raise NotRetainedError(
             f"step {version} of run {run.run_id!r} is no longer retained; the first that is, or will be, is {oldest}",
             policy_version=version,
             oldest_policy_version=oldest,
         )
-    return Plan(version=version, history=run.history, group_ids=group_ids, is_closed=run.is_closed)
+    return Plan(version=version, history=run.history, names=names, is_closed=run.is_closed)
+
+
+def _names(state: RunState, version: int) -> tuple[str, ...]:
+    records: list[tuple[int, str]] = [(state.groups[name].sequence, name) for name in state.trained.get(version, ())]
+    records += [(state.shelf.records[name].sequence, name) for name in state.shelf.trained.get(version, ())]
+    return tuple(name for _sequence, name in sorted(records))
 
 
 def _version_after_rewinds(state: RunState, cursor: Cursor) -> int:
@@ -98,14 +104,18 @@ async def export(hubs: Hubs, request: broker_pb2.ExportTrajectoriesRequest) -> A
             hubs.check_serving()
             planned = await hub.transact(partial(plan, cursor=cursor), must_verify=must_verify)
             must_verify = False
-            if not planned.group_ids and (planned.is_closed or not request.follow):
+            if not planned.names and (planned.is_closed or not request.follow):
                 return
             num_sent = 0
-            while groups := await _load_some(hub, planned, num_sent):
+            while records := await hub.transact(partial(_records, planned=planned, start=num_sent), must_verify=False):
+                groups = await _load(hub, records)
+                if groups is None:
+                    await _check_still_there(hub, planned)
+                    break
+                num_sent += len(records)
                 for group in groups:
                     yield _Response(group=group, policy_version=planned.version, history=planned.history)
-                num_sent += len(groups)
-            is_sent = bool(planned.group_ids) and num_sent == len(planned.group_ids)
+            is_sent = bool(planned.names) and num_sent == len(planned.names)
             cursor = Cursor(next_version=planned.version + is_sent, history=planned.history)
             if request.follow and (is_sent or time.monotonic() - spoke_s >= SIGN_OF_LIFE_S):
                 spoke_s = time.monotonic()
@@ -113,29 +123,47 @@ async def export(hubs: Hubs, request: broker_pb2.ExportTrajectoriesRequest) -> A
             await _wait_for_news(hubs, hub, cursor, wake, spoke_s + SIGN_OF_LIFE_S)
 
 
-async def _load_some(hub: RunHub, planned: Plan, start: int) -> list[types_pb2.TrajectoryGroup]:
-    """The step's groups from position `start` on, not many; none at its end, or when the step is no longer the same."""
-    records = await hub.transact(partial(_records, planned=planned, start=start), must_verify=False)
-    groups = await load_groups(hub, records, has_text=True)
-    if len(groups) == len(records):
-        return groups
-    if await hub.transact(partial(_records, planned=planned, start=start)):
-        raise InternalError(f"run {hub.run_id!r}: payload of step {planned.version} is missing")
-    return []
-
-
-def _records(state: RunState, *, planned: Plan, start: int) -> list[GroupRecord]:
-    if state.run.history != planned.history or state.trained.get(planned.version) != set(planned.group_ids):
+def _records(state: RunState, *, planned: Plan, start: int) -> list[Record]:
+    """Copies of the step's records from position `start` on, not many; none when the step is no longer the same."""
+    if state.run.history != planned.history or _names(state, planned.version) != planned.names:
         return []
-    records: list[GroupRecord] = []
+    records: list[Record] = []
     num_tokens = 0
-    for group_id in planned.group_ids[start : start + MAX_BATCH_GROUPS]:
-        group = state.groups[group_id]
-        num_tokens += group.num_prompt_tokens + sum(sample.num_tokens for sample in group.samples)
+    for name in planned.names[start : start + MAX_BATCH_RECORDS]:
+        record: Record = state.shelf.records[name] if is_parcel(name) else state.groups[name]
+        num_tokens += _num_tokens(record)
         if records and num_tokens > MAX_BATCH_TOKENS:
             break
-        records.append(copy_of(group))
+        records.append(copy_of(record))
     return records
+
+
+def _num_tokens(record: Record) -> int:
+    if isinstance(record, ParcelRecord):
+        return sum(record.num_tokens)
+    return record.num_prompt_tokens + sum(sample.num_tokens for sample in record.samples)
+
+
+async def _load(hub: RunHub, records: list[Record]) -> list[types_pb2.TrajectoryGroup] | None:
+    """The groups of the records with their payload; None where some of it is gone."""
+    single = [record for record in records if isinstance(record, GroupRecord)]
+    by_id = {group.prompt.group_id: group for group in await load_groups(hub, single, has_text=True)}
+    packed = await load_parcels(hub, [record for record in records if isinstance(record, ParcelRecord)])
+    groups: list[types_pb2.TrajectoryGroup] = []
+    for record in records:
+        if isinstance(record, ParcelRecord) and packed[record.sequence]:
+            groups += types_pb2.TrajectoryGroups.FromString(packed[record.sequence]).groups
+        elif isinstance(record, GroupRecord) and record.group_id in by_id:
+            groups.append(by_id[record.group_id])
+        else:
+            return None
+    return groups
+
+
+async def _check_still_there(hub: RunHub, planned: Plan) -> None:
+    """Payload went while it was read. Raises InternalError unless the step went too."""
+    if await hub.transact(partial(_records, planned=planned, start=0)):
+        raise InternalError(f"run {hub.run_id!r}: payload of step {planned.version} is missing")
 
 
 async def _wait_for_news(hubs: Hubs, hub: RunHub, cursor: Cursor, wake: asyncio.Event, until_s: float) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import AsyncIterator, Sequence
+from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
@@ -71,14 +72,12 @@ async def load_parcels(hub: RunHub, parcels: Sequence[ParcelRecord]) -> dict[int
     return loaded
 
 
-_Record = TypeVar("_Record", GroupRecord, ParcelRecord)
+_Record = TypeVar("_Record", bound=GroupRecord | ParcelRecord)
 
 
 def copy_of(record: _Record) -> _Record:
     """A copy that later transactions do not change."""
-    copied = type(record)()
-    copied.CopyFrom(record)
-    return copied
+    return deepcopy(record)
 
 
 class MicrobatchStream:

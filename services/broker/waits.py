@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from google.protobuf.timestamp_pb2 import Timestamp
 
 from penstock.v1 import broker_pb2
+from services.broker import parcels
+from services.broker.batching import StepView
 from services.broker.causes import (
     EVALUATE,
     SUBMITTER,
@@ -67,11 +69,12 @@ def waits(state: RunState, present: Present, now_s: float) -> list[broker_pb2.Wa
 def trainer_wait(state: RunState, wrong: list[Cause], now_s: float) -> Cause:
     """For whom the trainer waits: behind missing groups stands what is wrong, or else what is slowest."""
     since_s, per_step = state.run.version_s, state.limits.groups_per_step
-    num_delivered, num_ready = len(state.delivered[TRAIN]), len(state.ready[TRAIN])
+    step = step_view(state)
+    num_delivered, num_ready = step.num_delivered, _num_ready(state)
     if num_delivered >= per_step:
         text = f"all {num_delivered} groups of this step are handed out: it computes, or must acknowledge the step"
         return Cause(waiter="the run", owner=TRAINER, text=text, since_s=since_s)
-    num_due = _num_due_before_ready(state)
+    num_due = _num_due_before_ready(state, step)
     num_missing = num_due or per_step - num_delivered - num_ready
     if num_missing <= 0:
         text = f"{counted(num_ready, 'group', 'is', 'are')} ready, but its stream takes none"
@@ -91,16 +94,19 @@ def _missing(number: int, per_step: int) -> str:
     return f"{number} of {counted(per_step, 'group')} {'is' if number == 1 else 'are'} missing"
 
 
-def _num_due_before_ready(state: RunState) -> int:
+def _num_ready(state: RunState) -> int:
+    return len(state.ready[TRAIN]) + state.shelf.num_groups[broker_pb2.SAMPLE_STATE_SCORED]
+
+
+def _num_due_before_ready(state: RunState, step: StepView) -> int:
     """Groups that the ready ones have to wait for, since the step has no room for both; 0 when there are none."""
-    step = step_view(state)
     version, bound = step.policy_version, step.limits.max_staleness
-    num_ready_due = sum(
+    num_ready_due = parcels.num_due(state) + sum(
         deadline(version=state.versions.get(group_id, version), max_staleness=bound) <= version
         for group_id in state.ready[TRAIN]
     )
     is_full = step.num_delivered + step.num_due >= step.limits.groups_per_step
-    return max(0, step.num_due - num_ready_due) if state.ready[TRAIN] and not num_ready_due and is_full else 0
+    return max(0, step.num_due - num_ready_due) if _num_ready(state) and not num_ready_due and is_full else 0
 
 
 def _idle_generators(state: RunState, speaking: list[broker_pb2.GeneratorView]) -> Iterator[Cause]:

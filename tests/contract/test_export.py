@@ -9,12 +9,14 @@ from typing import Any
 import grpc
 import pytest
 
+from penstock.clients.trajectories import TrajectorySession
 from penstock.errors import InvalidFieldError, NotRetainedError, PenstockError, ServiceUnavailableError, from_rpc_error
 from penstock.v1 import broker_pb2
 from services.broker import export
 from services.broker.memory_store import MemoryStore
-from tests.helpers.broker import RUN, TIMEOUT_S, RunningBroker, Trainer, serving
+from tests.helpers.broker import RUN, TIMEOUT_S, Generator, RunningBroker, Trainer, Worker, prompt, serving
 from tests.helpers.steps import ack_step, train_step
+from tests.helpers.trajectories import groups
 
 _Step = tuple[int, int, tuple[str, ...]]
 """Policy version, history, group ids."""
@@ -129,7 +131,7 @@ async def test_a_step_no_longer_retained_is_an_error_and_not_a_gap(forgetful: Ru
 
 async def test_a_follower_that_falls_behind_is_told(forgetful: RunningBroker, monkeypatch: pytest.MonkeyPatch) -> None:
     broker = forgetful
-    monkeypatch.setattr(export, "MAX_BATCH_GROUPS", 1)
+    monkeypatch.setattr(export, "MAX_BATCH_RECORDS", 1)
     await train_step(broker, "a", "b")
     loaded, resume = asyncio.Event(), asyncio.Event()
     load_groups = export.load_groups
@@ -174,3 +176,24 @@ async def test_no_payload_where_there_should_be_some_is_a_fault_and_not_a_gap(
     monkeypatch.setattr(export, "load_groups", nothing)
     with pytest.raises(PenstockError, match="payload of step 1 is missing"):
         await _Follower(broker).read()
+
+
+async def test_groups_that_were_put_are_exported_with_the_others(broker: RunningBroker) -> None:
+    await broker.submit(prompt("a"))
+    generator, worker, trainer = (kind.connect(broker.channel) for kind in (Generator, Worker, Trainer))
+    generator.beat(credits=2)
+    await generator.finish(await generator.leases(2))
+    await worker.score(2)
+    made = groups("b", "c", "d")
+    async with TrajectorySession(broker.channel, run_id=RUN, producer_id="p", peer="broker") as session:
+        await session.put(made, max_groups=2)
+    await ack_step(trainer, 2, version=0)
+    await ack_step(trainer, 2, version=1)
+    follower = _Follower(broker, follow=False)
+    responses = [await follower.read() for _ in range(4)]
+    assert await follower.read() is grpc.aio.EOF
+    assert sorted(response.group.prompt.group_id for response in responses) == ["a", "b", "c", "d"]
+    assert [response.policy_version for response in responses] == [1, 1, 2, 2]
+    for response in responses:
+        if response.group.prompt.group_id != "a":
+            assert response.group in made
