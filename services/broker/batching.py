@@ -23,7 +23,8 @@ class ReadyGroup:
     """Or the parcel's name."""
     deadline: int
     """Last policy version that may train on it."""
-    ready_s: float
+    sequence: int
+    """Order of submission."""
     num_groups: int
     """1, or the number of groups in the parcel."""
     num_tokens: int
@@ -46,7 +47,10 @@ class StepView:
 def choose(
     ready: Sequence[ReadyGroup], step: StepView, *, max_groups: int, target_tokens: int
 ) -> list[tuple[str, int]]:
-    """What to hand out, oldest deadline first, then in order of readiness: at most `max_groups` groups in all.
+    """What to hand out, oldest deadline first, then in order of submission: at most `max_groups` groups in all.
+
+    Not in order of readiness: where places are few and nobody waits (StalePolicy DROP), a group that is always ready
+    last would lose its place to others for ever.
 
     Stops once the chosen ones hold about `target_tokens` tokens; 0 means no aim.
 
@@ -55,7 +59,7 @@ def choose(
     """
     chosen: list[tuple[str, int]] = []
     num_chosen, num_due, num_tokens = 0, step.num_due, 0
-    for group in sorted(ready, key=lambda group: (group.deadline, group.ready_s, group.group_id)):
+    for group in sorted(ready, key=lambda group: (group.deadline, group.sequence)):
         if target_tokens and num_tokens >= target_tokens:
             break
         is_due = group.deadline <= step.policy_version

@@ -82,7 +82,7 @@ def deliver(state: RunState, consumer: Consumer, *, max_groups: int, target_toke
         drops.drop_stale(state)
     ready = [_ready_group(state, state.groups[group_id]) for group_id in state.ready[purpose]]
     if purpose == types_pb2.PURPOSE_EVALUATE:
-        ready.sort(key=lambda group: group.ready_s)
+        ready.sort(key=lambda group: group.sequence)
         chosen = [(group.group_id, 1) for group in ready[:max_groups]]
     else:
         ready += parcels.ready_groups(state, max_groups)
@@ -123,7 +123,7 @@ def _ready_group(state: RunState, group: GroupRecord) -> ReadyGroup:
     return ReadyGroup(
         group_id=group.group_id,
         deadline=deadline(version=oldest, max_staleness=state.limits.max_staleness),
-        ready_s=group.ready_s,
+        sequence=group.sequence,
         num_groups=1,
         num_tokens=sum(kept) + group.num_prompt_tokens * len(kept),
     )

@@ -107,7 +107,7 @@ def _rewind(state: RunState, policy_version: int, now_s: float) -> int:
         for group_id in sorted(state.trained[version])
     ]
     for group_id in undone:
-        _untrain(state, group_id)
+        _untrain(state, group_id, now_s)
     for group_id in sorted(state.live):
         _forget_future(state, group_id, policy_version, now_s)
     num_undone = len(undone) + parcels.untrain(state, policy_version)
@@ -116,14 +116,18 @@ def _rewind(state: RunState, policy_version: int, now_s: float) -> int:
     return num_undone
 
 
-def _untrain(state: RunState, group_id: str) -> None:
+def _untrain(state: RunState, group_id: str, now_s: float) -> None:
+    """Make a trained group ready again; samples whose payload the store had lost are queued anew."""
     with state.edit(group_id) as group:
         trained_version = group.trained_version
         group.ClearField("trained_version")
-        for sample in group.samples:
+        for index, sample in enumerate(group.samples):
             if sample.state == broker_pb2.SAMPLE_STATE_TRAINED:
-                sample.state = broker_pb2.SAMPLE_STATE_SCORED
                 delivery.count_sample_trained(state, group, sample, trained_version, num_samples=-1)
+                sample.state = broker_pb2.SAMPLE_STATE_SCORED
+                if not sample.HasField("score"):
+                    drops.reset_sample(state, group, index)
+        drops.close_group(state, group, now_s)
 
 
 def _forget_future(state: RunState, group_id: str, policy_version: int, now_s: float) -> None:
@@ -161,6 +165,7 @@ def _catch_up(state: RunState, steps: Sequence[broker_pb2.StepRecord], policy_ve
         parcels.train(state, step.group_ids, step.policy_version)
         for group_id in step.group_ids:
             if group_id in state.live:
+                _forget_unfinished(state, group_id, step.policy_version)
                 delivery.train(state, group_id, step.policy_version)
             elif not state.knows(group_id):
                 # Even its submission is lost. It was trained on, so both sides of the books get it, without tokens.
@@ -171,3 +176,16 @@ def _catch_up(state: RunState, steps: Sequence[broker_pb2.StepRecord], policy_ve
                     state, version=run.policy_version, num_tokens=0, staleness=0, num_samples=num_samples
                 )
     delivery.advance(state, policy_version, now_s)
+
+
+def _forget_unfinished(state: RunState, group_id: str, policy_version: int) -> None:
+    """Before a group is marked trained on the trainer's word: throw away what cannot be what the trainer had.
+
+    The store lost the end of such a sample, so its age in that step is not known; the trainer saw to the bound.
+    """
+    with state.edit(group_id) as group:
+        for index, sample in enumerate(group.samples):
+            is_too_old = delivery.sample_staleness(sample, policy_version) > state.limits.max_staleness
+            if sample.state != broker_pb2.SAMPLE_STATE_DROPPED and (is_too_old or not sample.HasField("score")):
+                drops.reset_sample(state, group, index)
+                sample.lease_version = policy_version - 1

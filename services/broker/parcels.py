@@ -79,7 +79,7 @@ def ready_groups(state: RunState, count: int) -> list[ReadyGroup]:
         ReadyGroup(
             group_id=name,
             deadline=deadline(version=shelf.oldest_version(name), max_staleness=bound),
-            ready_s=shelf.records[name].submit_s,
+            sequence=shelf.records[name].sequence,
             num_groups=len(shelf.records[name].group_ids),
             num_tokens=sum(shelf.records[name].num_tokens),
         )

@@ -55,8 +55,8 @@ def test_an_older_generator_may_join_a_started_group_only_if_its_own_bound_holds
     assert not _rule(1, 5).judge(generator_version=0, min_version=1, prompt_min_version=None).is_allowed
 
 
-def _ready(name: str, deadline: int, ready_s: float = 0.0, tokens: int = 10) -> ReadyGroup:
-    return ReadyGroup(group_id=name, deadline=deadline, ready_s=ready_s, num_groups=1, num_tokens=tokens)
+def _ready(name: str, deadline: int, sequence: int = 0, tokens: int = 10) -> ReadyGroup:
+    return ReadyGroup(group_id=name, deadline=deadline, sequence=sequence, num_groups=1, num_tokens=tokens)
 
 
 def _step(version: int, *, delivered: int = 0, due: int = 0, groups: int = 2) -> StepView:
@@ -72,8 +72,8 @@ def _chosen(ready: list[ReadyGroup], step: StepView, *, max_groups: int, target_
     return [name for name, _count in choose(ready, step, max_groups=max_groups, target_tokens=target_tokens)]
 
 
-def test_due_groups_go_first_then_by_readiness() -> None:
-    ready = [_ready("late", 9, 1.0), _ready("early", 9, 0.5), _ready("due", 4, 2.0)]
+def test_due_groups_go_first_then_by_submission() -> None:
+    ready = [_ready("late", 9, 2), _ready("early", 9, 1), _ready("due", 4, 3)]
     assert _chosen(ready, _step(4, due=1, groups=3), max_groups=9, target_tokens=0) == ["due", "early", "late"]
 
 

@@ -19,6 +19,7 @@ from tests.unit.broker.builders import (
     lease_scoring,
     make_ready,
     open_state,
+    put,
     score,
     submit,
 )
@@ -119,6 +120,23 @@ def test_a_broker_that_lost_its_last_step_catches_up() -> None:
     assert (response.policy_version, response.num_groups_in_flight) == (2, 0)
     assert (audit(state).trained, audit(state).submitted, audit(state).balanced) == (6, 6, True)
     assert state.pending.retired == {"lost"}
+
+
+def test_what_a_lost_end_hides_is_neither_called_stale_nor_handed_out_again() -> None:
+    """The store knows of the groups only that they were begun at version 0; the trainer trained on them later."""
+    state = open_state(max_staleness=1)
+    submit(state, "a", "b", "c")
+    [first, *_rest] = lease(state, 5, 0)
+    put(state, first, [1])
+    _reopen(state, 6, (5, ["a"]), (6, ["b"]), max_staleness=1)
+    books = audit(state)
+    assert (books.trained, books.max_staleness_seen, books.balanced) == (4, 0, True)
+    _reopen(state, 4, max_staleness=1)
+    assert (audit(state).trained, audit(state).balanced) == (0, True)
+    assert deliver(state) == []
+    grants = lease(state, 9, 4)
+    assert {grant.sample[0] for grant in grants} >= {"a", "b"}
+    assert all(grant.num_prefix_tokens == 0 for grant in grants)
 
 
 def test_a_new_run_of_a_resumed_trainer_starts_at_its_version() -> None:

@@ -1,0 +1,120 @@
+"""The seven invariants of docs/architecture.md, each as one check of a world between two events."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from penstock.v1 import broker_pb2, types_pb2
+from services.broker import staleness as ages
+from services.broker.run_state import RunState
+from tests.helpers.broker_model.trainer import ModelTrainer
+from tests.helpers.broker_model.world import RUN, World
+
+_LEASED, _SCORING = broker_pb2.SAMPLE_STATE_LEASED, broker_pb2.SAMPLE_STATE_SCORING
+SLACK_S = 1.0
+"""Expired leases are taken back by a caretaker that passes a few times a second."""
+
+
+def conservation(world: World, books: broker_pb2.Audit) -> None:
+    """submitted = trained + dropped(by reason) + in flight, and what was submitted is what clients submitted."""
+    assert books.balanced, books
+    assert books.submitted == books.trained + sum(books.dropped.values()) + books.in_flight
+    assert sum(books.in_flight_by_state.values()) == books.in_flight
+    if not world.has_lost_commits:
+        # What is begun anew is counted as dropped and as submitted once more.
+        num_known = sum(world.truth.submitted.values())
+        assert num_known <= books.submitted <= num_known + sum(books.dropped.values()), books
+
+
+def staleness(world: World, books: broker_pb2.Audit, state: RunState) -> None:
+    """Nothing older than the bound was trained on, or is in the trainer's hands."""
+    bound = world.limits.max_staleness
+    assert books.max_staleness_seen <= bound
+    assert all(versions <= bound for versions in books.trained_by_staleness)
+    for group_id in state.delivered[types_pb2.PURPOSE_TRAIN]:
+        oldest = ages.group_version(state.groups[group_id])
+        assert oldest is not None
+        assert state.run.policy_version - oldest <= bound
+
+
+def exactly_once(world: World, books: broker_pb2.Audit, trainer: ModelTrainer) -> None:
+    """A group is in one step of the trainer's surviving history, and the broker counts what the trainer counts."""
+    times = Counter(group_id for _version, groups in trainer.memory.ledger for group_id in groups)
+    assert all(count == 1 for count in times.values()), times
+    if books.policy_version == trainer.memory.version and not world.has_lost_commits:
+        assert books.trained == sum(trainer.memory.trained.values())
+
+
+def no_token_twice_none_lost(world: World, state: RunState) -> None:
+    """The store has the accepted chunks of every sample that counts tokens, in one row, and of no other sample.
+
+    What a chunk holds is checked against what was sent wherever the broker shows it: in leases, to reward workers, and
+    to the trainer.
+    """
+    prompts, samples = world.backing.payload(RUN)
+    counted = {
+        (group_id, index)
+        for group_id, group in state.groups.items()
+        for index, sample in enumerate(group.samples)
+        if sample.num_tokens and sample.state != broker_pb2.SAMPLE_STATE_DROPPED
+    }
+    assert counted <= samples
+    known = {(group_id, index) for group_id, group in state.groups.items() for index in range(len(group.samples))}
+    assert samples <= known, "chunks of groups that are gone are still stored"
+    assert prompts == set(state.groups), "prompts and groups differ"
+
+
+def attested(state: RunState) -> None:
+    """No token of a version the run has not reached; the version is noted for every sample with tokens."""
+    for group in state.groups.values():
+        for sample in group.samples:
+            is_alive = sample.state != broker_pb2.SAMPLE_STATE_DROPPED
+            if is_alive and sample.num_tokens:
+                assert sample.HasField("min_version")
+                assert 0 <= sample.min_version <= sample.max_version <= state.run.policy_version
+
+
+def no_endless_wait(world: World, state: RunState, response: broker_pb2.GetRunResponse) -> None:
+    """Every lease ends; while something is in flight somebody waits for somebody, with a reason."""
+    now_s = world.loop.now_s()
+    for group in state.groups.values():
+        for sample in group.samples:
+            if sample.state == _LEASED:
+                assert now_s - SLACK_S <= sample.lease_expire_s <= now_s + world.limits.generation_lease_s
+            if sample.state == _SCORING:
+                assert now_s - SLACK_S <= sample.scoring_expire_s <= now_s + world.limits.scoring_lease_s
+    assert response.waits
+    for wait in response.waits:
+        assert wait.waiter
+        assert wait.owner
+        assert wait.reason
+        assert wait.HasField("since_time")
+
+
+def bounded(world: World, state: RunState) -> None:
+    """Queues stay inside their limits."""
+    limits = world.limits
+    # Groups that were begun anew wait too, but came in long ago: they had left the queue and made room in it.
+    waiting = Counter(
+        group.purpose
+        for group in state.groups.values()
+        if not any(sample.num_leases or sample.attempt for sample in group.samples)
+    )
+    assert all(count <= limits.max_queued_groups for count in waiting.values()), waiting
+    assert len(state.delivered[types_pb2.PURPOSE_TRAIN]) <= limits.groups_per_step
+    for group in state.groups.values():
+        assert all(sample.num_tokens <= limits.max_completion_tokens for sample in group.samples)
+
+
+async def check_all(world: World, trainer: ModelTrainer) -> None:
+    """Every invariant, now."""
+    assert not world.crashes, world.crashes
+    response = await world.call("GetRun", broker_pb2.GetRunRequest(run_id=RUN))
+    books, state = response.audit, await world.state()
+    conservation(world, books)
+    staleness(world, books, state)
+    exactly_once(world, books, trainer)
+    no_token_twice_none_lost(world, state)
+    attested(state)
+    no_endless_wait(world, state, response)
+    bounded(world, state)

@@ -1,0 +1,379 @@
+"""The state machine: everything that clients, brokers and a store may do to a run, in any order.
+
+After every rule each of the seven invariants is checked (`invariants`), and at the end everybody works honestly until
+all that was submitted is trained or given up: nobody may wait for ever.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Callable, Coroutine
+from typing import Any
+from unittest import mock
+
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from penstock.errors import VersionConflictError
+from penstock.v1 import broker_pb2, types_pb2
+from services.broker.policy import DISPATCH_NAMES
+from tests.helpers.broker import duration
+from tests.helpers.broker_model.generator import ModelGenerator
+from tests.helpers.broker_model.invariants import check_all
+from tests.helpers.broker_model.process import Backing
+from tests.helpers.broker_model.trainer import ModelTrainer
+from tests.helpers.broker_model.worker import ModelWorker
+from tests.helpers.broker_model.world import RUN, Setting, World, settle
+from tests.helpers.virtual_time import VirtualLoop
+
+NUM_GENERATORS, NUM_WORKERS = 2, 2
+SLOTS = 6
+STOP, ABORTED = types_pb2.FINISH_REASON_STOP, types_pb2.FINISH_REASON_ABORTED
+UNFINISHED = types_pb2.FINISH_REASON_UNSPECIFIED
+STATUSES = (types_pb2.SCORE_STATUS_OK, types_pb2.SCORE_STATUS_OK, types_pb2.SCORE_STATUS_FAILED)
+
+generators = st.integers(0, NUM_GENERATORS - 1)
+workers = st.integers(0, NUM_WORKERS - 1)
+brokers = st.integers(0, 1)
+
+
+def settings_of(group_size: int) -> st.SearchStrategy[Setting]:
+    """What a run with groups of this size may be opened with."""
+    limits = st.builds(
+        broker_pb2.RunLimits,
+        groups_per_step=st.integers(1, 2),
+        group_size=st.just(group_size),
+        max_staleness=st.integers(0, 2),
+        max_queued_groups=st.just(8),
+        max_completion_tokens=st.just(24),
+        generation_lease=st.just(duration(2.0)),
+        scoring_lease=st.just(duration(3.0)),
+        max_leases_per_sample=st.just(5),
+    )
+    policy = st.builds(
+        broker_pb2.RunPolicy,
+        stale=st.sampled_from(broker_pb2.StalePolicy.values()),
+        partial_groups=st.sampled_from(broker_pb2.PartialGroupPolicy.values()),
+        drops_zero_variance=st.just(False) if group_size == 1 else st.booleans(),
+        num_extra_samples=st.sampled_from([0, 0, 1]),
+        num_retained_steps=st.sampled_from([0, 2]),
+        dispatch=st.sampled_from(DISPATCH_NAMES),
+    )
+    return st.builds(Setting, limits=limits, policy=policy)
+
+
+class BrokerMachine(RuleBasedStateMachine):
+    """One example; `make_backing` gives it an empty store."""
+
+    def __init__(self, make_backing: Callable[[], Backing]) -> None:
+        super().__init__()
+        self._make_backing = make_backing
+        self.loop = VirtualLoop()
+        self.world: World | None = None
+        # Ids in order instead of at random, so that an example that failed fails again.
+        numbers = itertools.count()
+        self.ids = mock.patch("secrets.token_hex", lambda size=8: f"{next(numbers):0{2 * size}x}")
+        self.ids.start()
+
+    def run(self, work: Coroutine[Any, Any, Any]) -> Any:
+        """Let the world go on until `work` is done."""
+        return self.loop.run_until_complete(work)
+
+    def do(self, action: Callable[[], None]) -> None:
+        """Do something at once, and let its consequences happen."""
+
+        async def work() -> None:
+            action()
+            await settle()
+
+        self.run(work())
+
+    @initialize(setting=st.sampled_from([2, 3, 1]).flatmap(settings_of))
+    def open(self, setting: Setting) -> None:
+        self.run(self._open(setting))
+
+    async def _open(self, setting: Setting) -> None:
+        world = World(self._make_backing(), self.loop, setting)
+        self.trainer = ModelTrainer(world)
+        self.generators = [ModelGenerator(world, number) for number in range(NUM_GENERATORS)]
+        self.workers = [ModelWorker(world, number) for number in range(NUM_WORKERS)]
+        self.world = world
+        await self.trainer.open()
+
+    # -- the trainer ---------------------------------------------------------------------------------------------------
+
+    @rule(count=st.integers(1, 5))
+    def submit(self, count: int) -> None:
+        self.run(self.trainer.submit(count))
+
+    @rule()
+    def submit_evaluation(self) -> None:
+        self.run(self.trainer.submit(1, types_pb2.PURPOSE_EVALUATE))
+
+    @rule()
+    def submit_again(self) -> None:
+        self.run(self.trainer.submit_again())
+
+    @rule(count=st.integers(0, 2))
+    def pull(self, count: int) -> None:
+        self.do(lambda: self.trainer.pull(count))
+
+    @rule()
+    def step(self) -> None:
+        if self.trainer.held:
+            self.run(self.trainer.step())
+
+    @rule()
+    def acknowledge_again(self) -> None:
+        self.run(self._acknowledge_again())
+
+    async def _acknowledge_again(self) -> None:
+        before = await self.world.audit()
+        if self.trainer.memory.ledger and before.policy_version == self.trainer.memory.version:
+            await self.trainer.acknowledge()
+            assert await self.world.audit() == before
+
+    @rule()
+    def acknowledge_what_is_not_next(self) -> None:
+        self.run(self._refused_step())
+
+    async def _refused_step(self) -> None:
+        before = await self.world.audit()
+        version = self.trainer.memory.version + 3
+        request = broker_pb2.AckStepRequest(run_id=RUN, consumer_id="x", group_ids=["g1"], policy_version=version)
+        try:
+            await self.world.call("AckStep", request)
+        except VersionConflictError:
+            assert await self.world.audit() == before
+        else:
+            raise AssertionError("a step far ahead was taken")
+
+    @rule()
+    def checkpoint(self) -> None:
+        self.trainer.save()
+
+    @rule()
+    def crash_the_trainer(self) -> None:
+        self.run(self.trainer.crash())
+
+    @rule()
+    def lose_the_trainers_connection(self) -> None:
+        self.run(self.trainer.reconnect())
+
+    @rule(place=st.integers(0, 7))
+    def drop(self, place: int) -> None:
+        names = self.trainer.memory.outstanding
+        if names:
+            self.run(self.trainer.drop([names[place % len(names)]]))
+
+    # -- generators ----------------------------------------------------------------------------------------------------
+
+    @rule(number=generators, slots=st.integers(0, SLOTS), is_current=st.booleans())
+    def beat(self, number: int, slots: int, is_current: bool) -> None:
+        generator = self.generators[number]
+        if is_current or generator.version > self.trainer.memory.version:
+            generator.version = self.trainer.memory.version
+        self.do(lambda: generator.beat(slots=slots))
+
+    @rule(
+        number=generators,
+        share=st.integers(1, 3),
+        num_tokens=st.integers(1, 3),
+        finish=st.sampled_from([STOP, STOP, UNFINISHED, ABORTED]),
+    )
+    def decode(self, number: int, share: int, num_tokens: int, finish: Any) -> None:
+        """Go on with all, half or a third of the leases held."""
+        self.run(self.generators[number].put(*self._chunks(number, share, num_tokens, finish)))
+
+    @rule(
+        number=generators,
+        share=st.integers(1, 2),
+        finish=st.sampled_from([STOP, UNFINISHED]),
+        after_s=st.sampled_from([0.0, 0.3]),
+    )
+    def decode_and_die(self, number: int, share: int, finish: Any, after_s: float) -> None:
+        """The answer to the last chunks is never heard."""
+        chunks = self._chunks(number, share, 2, finish)
+        if chunks:
+            self.run(self.generators[number].put_and_die(*chunks, after_s=after_s))
+
+    def _chunks(self, number: int, share: int, num_tokens: int, finish: Any) -> list[types_pb2.TokenChunk]:
+        generator = self.generators[number]
+        leases = list(generator.held)
+        return [generator.decode(lease_id, num_tokens, finish) for lease_id in leases[: -(-len(leases) // share)]]
+
+    @rule(number=generators, place=st.integers(0, 31))
+    def repeat_a_chunk(self, number: int, place: int) -> None:
+        """Something sent long ago arrives once more."""
+        sent = self.generators[number].sent
+        if sent:
+            self.run(self.generators[number].put(sent[place % len(sent)], are_new=False))
+
+    @rule(number=generators, fault=st.sampled_from(["gap", "future", "nan"]))
+    def decode_wrongly(self, number: int, fault: str) -> None:
+        self.run(self._decode_wrongly(self.generators[number], fault))
+
+    async def _decode_wrongly(self, generator: ModelGenerator, fault: str) -> None:
+        """A chunk that must be refused, and change nothing."""
+        if not generator.held:
+            return
+        lease_id = next(iter(generator.held))
+        held = generator.held[lease_id]
+        good = generator.decode(lease_id, 1)
+        held.offset -= 1
+        bad = types_pb2.TokenChunk()
+        bad.CopyFrom(good)
+        if fault == "gap":
+            bad.offset += 1
+        elif fault == "nan":
+            bad.logprobs = b"\0\0\xc0\x7f"
+        else:
+            bad.policy_versions.versions = (self.trainer.memory.version + 1).to_bytes(8, "little")
+        before = await self.world.audit()
+        errors = await generator.put(bad)
+        del generator.sent[-1]
+        assert [error.reason for error in errors] in (
+            [["OFFSET_MISMATCH"], ["LEASE_LOST"], ["UNKNOWN_SAMPLE"]]
+            if fault == "gap"
+            else [["INVALID_FIELD"], ["OFFSET_MISMATCH"], ["LEASE_LOST"], ["UNKNOWN_SAMPLE"]]
+        )
+        after = await self.world.audit()
+        assert (after.submitted, after.trained, after.dropped) == (before.submitted, before.trained, before.dropped)
+
+    @rule(number=generators)
+    def lose_a_generator(self, number: int) -> None:
+        self.run(self.generators[number].die())
+
+    @rule(number=generators)
+    def lose_a_generators_connections(self, number: int) -> None:
+        self.run(self.generators[number].reconnect())
+
+    # -- reward workers ------------------------------------------------------------------------------------------------
+
+    @rule(number=workers, slots=st.integers(1, SLOTS))
+    def lease_scoring(self, number: int, slots: int) -> None:
+        self.do(lambda: self.workers[number].ask(slots))
+
+    @rule(number=workers, share=st.integers(1, 2), status=st.sampled_from(STATUSES), is_equal=st.booleans())
+    def score(self, number: int, share: int, status: Any, is_equal: bool) -> None:
+        worker = self.workers[number]
+        leases = list(worker.held)[: -(-len(worker.held) // share)]
+        results = [
+            worker.judge(lease_id, STATUSES[0] if place else status, is_equal=is_equal)
+            for place, lease_id in enumerate(leases)
+        ]
+        if results:
+            self.run(worker.report(*results))
+
+    @rule(number=workers, place=st.integers(0, 31))
+    def repeat_a_score(self, number: int, place: int) -> None:
+        sent = self.workers[number].sent
+        if sent:
+            self.run(self.workers[number].report(sent[place % len(sent)]))
+
+    @rule(number=workers)
+    def lose_a_worker(self, number: int) -> None:
+        self.run(self.workers[number].die())
+
+    # -- brokers, the store, time --------------------------------------------------------------------------------------
+
+    @rule(number=brokers)
+    def restart_a_broker(self, number: int) -> None:
+        self.run(self.world.restart(number))
+
+    @rule(number=brokers, fault=st.sampled_from(["before", "after"]))
+    def fail_the_next_commit(self, number: int, fault: Any) -> None:
+        self.world.broker(number).store.faults.append(fault)
+
+    @rule()
+    def save_the_store(self) -> None:
+        self.world.save_store()
+
+    @rule()
+    def lose_the_last_commits(self) -> None:
+        self.world.lose_commits()
+        self.run(settle())
+
+    @rule(seconds=st.sampled_from([0.5, 1.5, 2.5, 4.0, 70.0]))
+    def let_time_pass(self, seconds: float) -> None:
+        self.run(asyncio.sleep(seconds))
+
+    @rule()
+    def close_and_open_again(self) -> None:
+        self.run(self._close_and_open())
+
+    async def _close_and_open(self) -> None:
+        await self.world.call("CloseRun", broker_pb2.CloseRunRequest(run_id=RUN))
+        await settle()
+        await self.trainer.open()
+
+    # -- everybody -----------------------------------------------------------------------------------------------------
+
+    @rule(num_steps=st.integers(1, 3), lag=st.integers(0, 1), status=st.sampled_from(STATUSES))
+    def work(self, num_steps: int, lag: int, status: Any) -> None:
+        """Without such stretches a random walk rarely gets a group as far as the trainer."""
+        for _ in range(num_steps):
+            self.run(self.trainer.submit(2))
+            self.run(self._work_once(lag=lag, status=status))
+
+    async def _work_once(self, *, lag: int = 0, status: Any = STATUSES[0]) -> None:
+        limits = self.world.limits
+        for generator in self.generators:
+            generator.version = max(0, self.trainer.memory.version - lag)
+            generator.beat(slots=SLOTS)
+        await settle()
+        for generator in self.generators:
+            generator.beat(slots=SLOTS)
+            await generator.put(*[generator.decode(lease_id, 2, STOP) for lease_id in list(generator.held)])
+        for worker in self.workers:
+            worker.ask(4 * SLOTS)
+        await settle()
+        for worker in self.workers:
+            results = [
+                worker.judge(lease_id, status if place == 0 else STATUSES[0])
+                for place, lease_id in enumerate(list(worker.held))
+            ]
+            if results:
+                await worker.report(*results)
+        self.trainer.pull(limits.groups_per_step)
+        await settle()
+        if len(self.trainer.held) >= limits.groups_per_step:
+            await self.trainer.step()
+
+    @invariant()
+    def every_invariant_holds(self) -> None:
+        if self.world is not None:
+            self.run(check_all(self.world, self.trainer))
+
+    def teardown(self) -> None:
+        try:
+            if self.world is not None:
+                self.run(self._finish_everything())
+        finally:
+            self.run(self._leave())
+            self.loop.shut_down()
+            self.ids.stop()
+
+    async def _finish_everything(self) -> None:
+        """No endless wait: with everybody at work, all that was begun ends."""
+        await self.trainer.open()
+        await self.trainer.submit_again()
+        wanted = set(self.trainer.memory.outstanding)
+        for _ in range(60):
+            state = await self.world.state()
+            live = {name for name in wanted if name in state.live}
+            if not live:
+                break
+            await self.trainer.submit(2)
+            await self._work_once()
+        else:
+            response = await self.world.call("GetRun", broker_pb2.GetRunRequest(run_id=RUN))
+            raise AssertionError(f"{live} never end: {response}")
+        await check_all(self.world, self.trainer)
+
+    async def _leave(self) -> None:
+        if self.world is not None:
+            for broker in self.world.brokers:
+                await broker.kill()
+            await self.world.backing.store.close()

@@ -1,0 +1,214 @@
+"""A broker process without its process: the real service over the real hubs, called directly, on a virtual clock.
+
+Messages are copied at each hand-over, as the wire does. A killed broker reaches the store no more, whatever it was
+about to do; a store can fail before or after a commit, and can lose its last commits.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+from collections import deque
+from collections.abc import AsyncIterator, Callable
+from contextlib import suppress
+from typing import Any, Literal, Protocol, TypeVar
+
+import redis
+from google.protobuf.message import Message
+from prometheus_client import CollectorRegistry
+
+from penstock.errors import InternalError, PenstockError, ServiceUnavailableError
+from services.broker.keys import RunKeys
+from services.broker.memory_store import MemoryStore
+from services.broker.redis_store import RedisStore
+from services.broker.server import make_hubs
+from services.broker.service import BrokerService
+from services.broker.store import Delta, Mark, Store
+from tests.helpers.virtual_time import VirtualLoop
+
+Fault = Literal["before", "after"]
+_Message = TypeVar("_Message", bound=Message)
+
+
+Payload = tuple[set[str], set[tuple[str, int]]]
+
+
+class Backing(Protocol):
+    """The store of all brokers, whose present state can be saved and brought back."""
+
+    store: Store
+
+    def save(self) -> None:
+        """Remember the present state."""
+
+    def lose(self) -> None:
+        """Back to the remembered state: what was committed since is gone."""
+
+    def payload(self, run_id: str) -> Payload:
+        """Groups whose prompts, and samples whose chunks, the store holds."""
+
+
+class MemoryBacking:
+    """The store in memory."""
+
+    def __init__(self) -> None:
+        self.store = MemoryStore()
+        self._saved = copy.deepcopy(self.store._runs)
+
+    def save(self) -> None:
+        """See `Backing`."""
+        self._saved = copy.deepcopy(self.store._runs)
+
+    def lose(self) -> None:
+        """See `Backing`."""
+        self.store._runs = copy.deepcopy(self._saved)
+
+    def payload(self, run_id: str) -> Payload:
+        """See `Backing`."""
+        run = self.store._runs[run_id]
+        return set(run.prompts), {sample for sample, chunks in run.chunks.items() if chunks}
+
+
+class RedisBacking:
+    """The store in a Redis of this test's own."""
+
+    def __init__(self, url: str) -> None:
+        self.store = RedisStore.from_url(url)
+        self._redis = redis.Redis.from_url(url)
+        self._saved: dict[bytes, bytes] = {}
+
+    def save(self) -> None:
+        """See `Backing`."""
+        self._saved = {key: self._redis.dump(key) for key in self._redis.keys("penstock:*")}
+
+    def lose(self) -> None:
+        """See `Backing`."""
+        self._redis.flushall()
+        for key, value in self._saved.items():
+            self._redis.restore(key, 0, value)
+
+    def payload(self, run_id: str) -> Payload:
+        """See `Backing`."""
+        keys = RunKeys(run_id)
+        prefix = keys.chunks(("", 0)).removesuffix(":0")
+        names = [key.decode().removeprefix(prefix) for key in self._redis.keys(f"{prefix}*")]
+        prompts = {name.decode() for name in self._redis.hkeys(keys.prompts)}
+        return prompts, {(group_id, int(index)) for group_id, _, index in (name.rpartition(":") for name in names)}
+
+
+class StoreHandle:
+    """One broker's way to the store: fails when told to, and for good once `cut`."""
+
+    def __init__(self, backing: Backing, loop: VirtualLoop) -> None:
+        self._backing, self._loop = backing, loop
+        self.faults: deque[Fault] = deque()
+        self.is_cut = False
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        method = getattr(self._backing.store, name)
+
+        async def call(*args: Any, **kwargs: Any) -> Any:
+            self._check()
+            with self._loop.waiting_outside():
+                return await method(*args, **kwargs)
+
+        return call
+
+    async def commit(self, run_id: str, expected: Mark | None, delta: Delta) -> Mark:
+        """A commit, its failure if one is due: before it is stored, or after, when only the answer is lost."""
+        self._check()
+        fault = self.faults.popleft() if self.faults else None
+        if fault == "before":
+            raise ServiceUnavailableError("Redis is away: told so by the test")
+        with self._loop.waiting_outside():
+            mark = await self._backing.store.commit(run_id, expected, delta)
+        if fault == "after":
+            raise ServiceUnavailableError("Redis' answer was lost: told so by the test")
+        return mark
+
+    def _check(self) -> None:
+        if self.is_cut:
+            raise ServiceUnavailableError("this broker was killed")
+
+
+def copied(message: _Message) -> _Message:
+    """The message as it comes off the wire."""
+    return type(message).FromString(message.SerializeToString())
+
+
+class InProcessBroker:
+    """One broker; kill it and make another over the same backing."""
+
+    def __init__(self, backing: Backing, loop: VirtualLoop, crashes: list[BaseException]) -> None:
+        self.crashes = crashes
+        self.store = StoreHandle(backing, loop)
+        self.registry = CollectorRegistry()
+        self.hubs = make_hubs(self.store, registry=self.registry, clock=loop)
+        self.service = BrokerService(self.hubs)
+        self.streams: set[Stream] = set()
+        self._caretaker = loop.create_task(self.hubs.care(_ignore))
+
+    async def call(self, method: str, request: Message) -> Any:
+        """A unary call."""
+        return copied(await getattr(self.service, method)(copied(request), None))
+
+    async def kill(self) -> None:
+        """As kill -9 does: nothing more reaches the store, every client sees a lost connection."""
+        self.store.is_cut = True
+        self._caretaker.cancel()
+        for stream in list(self.streams):
+            await stream.cut(ServiceUnavailableError("connection lost"))
+        with suppress(asyncio.CancelledError, ServiceUnavailableError):
+            await self._caretaker
+
+
+async def _ignore(is_serving: bool) -> None:
+    pass
+
+
+class Stream:
+    """One bidirectional call; `on_response` is called with each response as it comes."""
+
+    def __init__(
+        self, broker: InProcessBroker, method: str, on_response: Callable[[Any], None], first: Message
+    ) -> None:
+        self.error: PenstockError | None = None
+        self._outbox: asyncio.Queue[Message | None] = asyncio.Queue()
+        self._broker, self._on_response = broker, on_response
+        self.send(first)
+        responses = getattr(broker.service, method)(self._requests(), None)
+        self._task = asyncio.get_running_loop().create_task(self._read(responses))
+        broker.streams.add(self)
+
+    @property
+    def is_ended(self) -> bool:
+        """Whether the broker, or `cut`, ended it."""
+        return self._task.done()
+
+    def send(self, request: Message) -> None:
+        """Queue a request."""
+        self._outbox.put_nowait(copied(request))
+
+    async def cut(self, error: PenstockError | None = None) -> None:
+        """End it at once, as a lost connection does."""
+        self._task.cancel()
+        with suppress(asyncio.CancelledError):
+            await self._task
+        self.error = self.error or error
+
+    async def _requests(self) -> AsyncIterator[Message]:
+        while (request := await self._outbox.get()) is not None:
+            yield request
+
+    async def _read(self, responses: AsyncIterator[Message]) -> None:
+        try:
+            async for response in responses:
+                self._on_response(copied(response))
+        except Exception as error:
+            if isinstance(error, PenstockError):
+                self.error = error
+            if not isinstance(error, PenstockError) or isinstance(error, InternalError):
+                # A fault of the broker, or a failed check in `on_response`.
+                self._broker.crashes.append(error)
+        finally:
+            self._broker.streams.discard(self)

@@ -1,0 +1,39 @@
+"""How much the state machine tries: a fixed sequence in CI, much more and another one each time for a night.
+
+    PENSTOCK_HYPOTHESIS=long python -m pytest tests/unit/broker/test_invariants.py tests/integration/test_invariants.py
+
+A long run prints the seed of what failed (`@seed(...)`), which repeats it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+
+from hypothesis import HealthCheck, Phase, settings
+from hypothesis.stateful import run_state_machine_as_test
+
+from tests.helpers.broker_model.machine import BrokerMachine
+from tests.helpers.broker_model.process import Backing
+
+IS_LONG = os.environ.get("PENSTOCK_HYPOTHESIS") == "long"
+LONG_FACTOR = 100
+TIMEOUT_S = 3600.0 if IS_LONG else 120.0
+
+
+def check_invariants(make_backing: Callable[[], Backing], *, max_examples: int) -> None:
+    """Run the machine on stores that `make_backing` makes, each empty."""
+    run_state_machine_as_test(
+        lambda: BrokerMachine(make_backing),
+        settings=settings(
+            max_examples=max_examples * (LONG_FACTOR if IS_LONG else 1),
+            stateful_step_count=60 if IS_LONG else 30,
+            derandomize=not IS_LONG,
+            print_blob=True,
+            deadline=None,
+            database=None,
+            report_multiple_bugs=False,
+            suppress_health_check=list(HealthCheck),
+            phases=(Phase.explicit, Phase.generate, Phase.shrink),
+        ),
+    )

@@ -1,0 +1,257 @@
+"""A trainer of the model: submits prompts, takes steps, keeps a ledger, writes checkpoints, crashes and resumes.
+
+It does what the real one does: what it was handed twice it ignores, a version conflict makes it tell the broker its
+ledger, and after a crash it opens the run at its checkpoint and submits again what may have been lost.
+"""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass, field
+
+from penstock.codec import int32_bytes
+from penstock.errors import LeaseLostError, PenstockError, UnknownSampleError, VersionConflictError
+from penstock.v1 import broker_pb2, types_pb2
+from tests.helpers.broker_model.truth import attempt_of, tokens_trained_on
+from tests.helpers.broker_model.world import MAX_TRIES, RUN, Link, World, settle
+
+CONSUMER = "rank-0"
+_TRAIN = types_pb2.PURPOSE_TRAIN
+
+
+@dataclass(slots=True)
+class Memory:
+    """What a checkpoint holds."""
+
+    version: int = 0
+    ledger: list[tuple[int, dict[str, int]]] = field(default_factory=list)
+    """Steps taken: the version each made, and how many samples of which group went into it."""
+    outstanding: list[str] = field(default_factory=list)
+
+    @property
+    def trained(self) -> dict[str, int]:
+        """Samples by group, over all steps."""
+        return {group_id: count for _version, groups in self.ledger for group_id, count in groups.items()}
+
+
+class ModelTrainer:
+    """See the module."""
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+        self.memory = Memory()
+        self.held: dict[str, types_pb2.TrajectoryGroup] = {}
+        self.num_submitted = 0
+        self.must_reopen = False
+        self._checkpoint = Memory()
+        self._credit = self._num_received = 0
+        self._link = Link(world, "StreamMicrobatches", self._on_response)
+
+    # -- the run -------------------------------------------------------------------------------------------------------
+
+    async def open(self) -> broker_pb2.OpenRunResponse:
+        """Open the run at the present version, with the ledger."""
+        steps = [
+            broker_pb2.StepRecord(policy_version=version, group_ids=list(groups))
+            for version, groups in self.memory.ledger[-64:]
+        ]
+        request = broker_pb2.OpenRunRequest(
+            run_id=RUN,
+            limits=self.world.setting.limits,
+            policy=self.world.setting.policy,
+            policy_version=self.memory.version,
+            steps=steps,
+        )
+        before = await self._version_at_broker()
+        response = await self.world.call("OpenRun", request)
+        assert response.policy_version == self.memory.version
+        if before is not None and before > self.memory.version:
+            self.world.truth.forget_future(self.memory.version)
+        self.must_reopen = False
+        return response
+
+    async def _version_at_broker(self) -> int | None:
+        try:
+            return (await self.world.audit()).policy_version
+        except PenstockError:
+            return None
+
+    def save(self) -> None:
+        """Write a checkpoint."""
+        self._checkpoint = copy.deepcopy(self.memory)
+
+    async def crash(self) -> None:
+        """Lose everything since the last checkpoint, and start again from there."""
+        await self._link.close()
+        self.held.clear()
+        self.memory = copy.deepcopy(self._checkpoint)
+        await self.open()
+        await self.submit_again()
+
+    # -- prompts -------------------------------------------------------------------------------------------------------
+
+    async def submit(self, count: int, purpose: types_pb2.Purpose.ValueType = _TRAIN) -> list[types_pb2.ItemError]:
+        """New prompts; returns those refused because the queue is full."""
+        names = [f"g{self.num_submitted + number}" for number in range(1, count + 1)]
+        self.num_submitted += count
+        if purpose == _TRAIN:
+            self.memory.outstanding += names
+        else:
+            names = [f"e{name}" for name in names]
+        return await self._submit(names, purpose)
+
+    async def submit_again(self) -> list[types_pb2.ItemError]:
+        """Whatever may be missing at the broker."""
+        return await self._submit([name for name in self.memory.outstanding], _TRAIN) if self.memory.outstanding else []
+
+    async def _submit(self, names: list[str], purpose: types_pb2.Purpose.ValueType) -> list[types_pb2.ItemError]:
+        limits = self.world.limits
+        size = limits.group_size if purpose == _TRAIN else 1
+        prompts = [
+            types_pb2.Prompt(
+                group_id=name,
+                token_ids=int32_bytes([1, 2]),
+                group_size=size,
+                sampling=types_pb2.SamplingParams(max_new_tokens=limits.max_completion_tokens),
+                purpose=purpose,
+            )
+            for name in names
+        ]
+        request = broker_pb2.SubmitPromptsRequest(run_id=RUN, prompts=prompts)
+        response = await self.world.call("SubmitPrompts", request)
+        assert {error.reason for error in response.errors} <= {"QUEUE_FULL"}
+        refused = {error.index for error in response.errors}
+        if purpose == _TRAIN:
+            num_samples = size + self.world.setting.policy.num_extra_samples
+            for index, name in enumerate(names):
+                if index not in refused:
+                    self.world.truth.submitted.setdefault(name, num_samples)
+        return list(response.errors)
+
+    async def drop(self, group_ids: list[str]) -> None:
+        """Give groups up."""
+        await self.world.call(
+            "DropGroups", broker_pb2.DropGroupsRequest(run_id=RUN, group_ids=group_ids, reason="unwanted")
+        )
+        for group_id in group_ids:
+            self.held.pop(group_id, None)
+            if group_id in self.memory.outstanding:
+                self.memory.outstanding.remove(group_id)
+
+    # -- groups --------------------------------------------------------------------------------------------------------
+
+    def pull(self, max_held: int) -> None:
+        """Ask for groups until `max_held` are held."""
+        want = max(0, max_held - len(self.held))
+        if self._link.is_open:
+            self._credit = max(self._credit, self._num_received + want)
+            self._link.send(broker_pb2.StreamMicrobatchesRequest(credit_total=self._credit))
+            return
+        self._num_received, self._credit = 0, want
+        hello = broker_pb2.TrainerHello(
+            run_id=RUN, consumer_id=CONSUMER, purpose=_TRAIN, held_group_ids=list(self.held), max_groups=4
+        )
+        self._link.open(broker_pb2.StreamMicrobatchesRequest(hello=hello, credit_total=want))
+
+    async def reconnect(self) -> None:
+        """The connection was lost, and groups with it."""
+        await self._link.close()
+
+    def _on_response(self, response: broker_pb2.StreamMicrobatchesResponse) -> None:
+        if response.HasField("microbatch") and response.microbatch.policy_version < self.memory.version:
+            assert self.world.has_lost_commits
+            self.must_reopen = True
+        for group in response.microbatch.groups:
+            self._num_received += 1
+            assert self._num_received <= self._credit, "more groups than credits"
+            self._take(group, response.microbatch.policy_version)
+
+    def _take(self, group: types_pb2.TrajectoryGroup, policy_version: int) -> None:
+        group_id = group.prompt.group_id
+        self.check_payload(group)
+        if group_id in self.memory.trained:
+            assert self.world.has_lost_commits, f"{group_id} was trained and is handed out again"
+            self.must_reopen = True
+        elif group_id in self.held:
+            assert self.world.has_lost_commits, f"{group_id} is held and is handed out again"
+        else:
+            assert policy_version - oldest_version(group) <= self.world.limits.max_staleness
+            self.held[group_id] = group
+
+    def check_payload(self, group: types_pb2.TrajectoryGroup) -> None:
+        """Every token and score is one that was given to the broker, where it was given."""
+        limits = self.world.limits
+        assert min(2, limits.group_size) <= len(group.trajectories) <= limits.group_size
+        for trajectory in group.trajectories:
+            sample = attempt_of(trajectory.key)
+            tokens = tokens_trained_on(trajectory)
+            self.world.truth.shown(sample, [token.serial for token in tokens])
+            assert trajectory.finish_reason in (types_pb2.FINISH_REASON_STOP, types_pb2.FINISH_REASON_LENGTH)
+            assert trajectory.score.status == types_pb2.SCORE_STATUS_OK
+            assert trajectory.score.value in self.world.truth.scores[sample]
+
+    # -- steps ---------------------------------------------------------------------------------------------------------
+
+    async def step(self) -> None:
+        """Train on what is held: the optimiser's step, then the receipt."""
+        if self.must_reopen:
+            await self.open()
+        await self._drop_stale()
+        if not self.held:
+            return
+        groups = {group_id: len(group.trajectories) for group_id, group in self.held.items()}
+        assert not groups.keys() & self.memory.trained.keys()
+        self.memory.version += 1
+        self.memory.ledger.append((self.memory.version, groups))
+        self.memory.outstanding = [name for name in self.memory.outstanding if name not in groups]
+        self.held.clear()
+        await self.acknowledge()
+        retained = self.world.setting.policy.num_retained_steps
+        if retained and self.memory.version - self._checkpoint.version >= retained:
+            # No rewind goes further back than the broker retains.
+            self.save()
+
+    async def _drop_stale(self) -> None:
+        """A trainer looks at the bound itself: a store that lost commits has forgotten how far the run is."""
+        stale = [
+            group_id
+            for group_id, group in self.held.items()
+            if self.memory.version - oldest_version(group) > self.world.limits.max_staleness
+        ]
+        if stale:
+            assert self.world.has_lost_commits, f"{stale} are too old"
+            await self.drop(stale)
+
+    async def acknowledge(self) -> broker_pb2.AckStepResponse | None:
+        """The receipt of the last step; where the broker is behind it is told the ledger instead."""
+        version, groups = self.memory.ledger[-1]
+        request = broker_pb2.AckStepRequest(
+            run_id=RUN, consumer_id=CONSUMER, group_ids=list(groups), policy_version=version
+        )
+        try:
+            response = await self.world.call("AckStep", request)
+        except (VersionConflictError, LeaseLostError, UnknownSampleError):
+            assert self.world.has_lost_commits
+            await self.open()
+            return None
+        assert response.policy_version == self.memory.version
+        assert response.num_samples == sum(groups.values())
+        assert response.max_staleness_seen <= self.world.limits.max_staleness
+        return response
+
+    async def fill_and_step(self, *, least: int) -> bool:
+        """Pull for a while, then step if at least `least` groups came; whether it did."""
+        for _ in range(MAX_TRIES):
+            self.pull(self.world.limits.groups_per_step)
+            await settle()
+            if len(self.held) >= least:
+                await self.step()
+                return True
+            if self._link.error() is not None:
+                return False
+        return False
+
+
+def oldest_version(group: types_pb2.TrajectoryGroup) -> int:
+    """The oldest version among a group's tokens."""
+    return min(trajectory.min_policy_version for trajectory in group.trajectories)
