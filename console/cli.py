@@ -270,6 +270,34 @@ def export(
 
 
 @app.command()
+def replay(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="A recording: .jsonl or .parquet.")],
+    run: Annotated[str, typer.Option("--run", metavar="RUN", help="Id of the run that gets the groups; it is open.")],
+    broker: Annotated[str, typer.Option("--broker", metavar="HOST:PORT", help="Its broker.")],
+    from_offset: Annotated[int, typer.Option("--from-offset", min=0, help="Groups to leave out first.")] = 0,
+    from_version: Annotated[int, typer.Option("--from-version", min=0, help="First step to replay.")] = 0,
+    prefix: Annotated[str, typer.Option("--prefix", help="Stands before the groups' names.")] = "replay-",
+) -> None:
+    """Put a recording's groups into another run, in order, for its trainer to train on.
+
+    A group keeps its staleness: its policy versions move with the run's. Log-probs stay as they were recorded. Never
+    more than one step's worth of groups waits. Exit status 1 when a group could not be put.
+
+    \b
+    Example:
+      penstock replay my-run.parquet --run second --broker broker:7301 --from-version 10
+    """
+
+    def work() -> int:
+        from console.replay import ReplayOptions, replay_command
+
+        options = ReplayOptions(run_id=run, prefix=prefix, from_offset=from_offset, from_version=from_version)
+        return replay_command(file, options, broker=broker)
+
+    _exit(work)
+
+
+@app.command()
 def report(run_dir: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="A run folder.")]) -> None:
     """Make report.html of a run again, also while the run is under way.
 
