@@ -1,0 +1,107 @@
+"""Brokers, Redis, generators, reward workers and the trainer killed, paused and cut off at random, for minutes.
+
+PENSTOCK_FAULT_S sets for how long (default 75 s of faults), PENSTOCK_FAULT_SEED the schedule (default random, printed),
+PENSTOCK_FAULT_FSYNC Redis' appendfsync (default always: what was answered is not lost; with everysec a kill may lose the
+last second, and the trainer's ledger brings the broker up to date).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from penstock.clients.broker import BrokerClient
+from penstock.rpc import open_channel
+from penstock.v1 import broker_pb2, broker_pb2_grpc, types_pb2
+from tests.helpers.faults import workload
+from tests.helpers.faults.schedule import make_schedule
+from tests.helpers.faults.stage import Stage
+from tests.helpers.faults.trainer import Checkpoint
+
+FAULT_S = float(os.environ.get("PENSTOCK_FAULT_S", "75"))
+SEED = int(os.environ.get("PENSTOCK_FAULT_SEED", random.randrange(1 << 30)))
+FSYNC = os.environ.get("PENSTOCK_FAULT_FSYNC", "always")
+SETTLE_S = 120.0
+"""Time to take the last steps once nothing breaks any more."""
+NUM_LAST_STEPS = 5
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(int(FAULT_S + 2 * SETTLE_S))]
+
+
+def test_the_same_seed_gives_the_same_schedule() -> None:
+    one, two = (make_schedule(7, 60.0, processes=("a", "b"), links=("l",)) for _ in range(2))
+    assert one == two
+    assert one != make_schedule(8, 60.0, processes=("a", "b"), links=("l",))
+    assert {(fault.kind, fault.target) for fault in one} >= {("kill", "a"), ("pause", "b"), ("cut", "l")}
+
+
+async def test_nothing_is_lost_and_nothing_is_trained_twice_whatever_breaks(tmp_path: Path) -> None:
+    print(f"seed {SEED}: repeat with PENSTOCK_FAULT_SEED={SEED} PENSTOCK_FAULT_S={FAULT_S:g}")
+    async with Stage(tmp_path, seed=SEED, fsync=FSYNC) as stage:
+        await _reaches(stage, tmp_path, 3)
+        faults = make_schedule(SEED, FAULT_S, processes=list(stage.processes), links=list(stage.links))
+        await stage.play(faults)
+        done = Checkpoint.read(tmp_path / "checkpoint.json").version
+        await _reaches(stage, tmp_path, done + NUM_LAST_STEPS)
+        (tmp_path / "stop").touch()
+        await _ends(stage)
+        await _check(stage, tmp_path)
+        starts = {name: process.num_starts for name, process in stage.processes.items()}
+    said = Counter(str(note["kind"]) for note in workload.notes(tmp_path))
+    print(f"{len(faults)} faults, {stage.skipped} skipped; starts {starts}; {num_rewinds} rewinds; notes {dict(said)}")
+    assert said["continued"] > 0, "no partial rollout was continued: the faults missed the point"
+    assert said["resent"] > 0, "nothing was sent twice: the faults missed the point"
+
+
+async def _reaches(stage: Stage, folder: Path, version: int) -> None:
+    async with asyncio.timeout(SETTLE_S):
+        while Checkpoint.read(folder / "checkpoint.json").version < version:
+            stage.check_running()
+            await asyncio.sleep(0.05)
+
+
+async def _ends(stage: Stage) -> None:
+    async with asyncio.timeout(SETTLE_S):
+        while (status := stage.processes["trainer"].status) is None:  # noqa: ASYNC110 -- a process is no event
+            await asyncio.sleep(0.05)
+    assert status == 0
+
+
+async def _check(stage: Stage, folder: Path) -> int:
+    """The trainer's own ledger against the broker's books, asked of every broker; returns how often it was rewound."""
+    assert [note for note in workload.notes(folder) if note["kind"] == "violation"] == []
+    checkpoint = Checkpoint.read(folder / "checkpoint.json")
+    trained = Counter(name for step in checkpoint.steps for name in step)
+    print(f"{checkpoint.version} steps, {len(trained)} groups")
+    assert max(trained.values()) == 1
+    for address in stage.direct_brokers:
+        async with BrokerClient(address) as client:
+            books = await client.audit(workload.RUN_ID)
+        assert books.balanced, books
+        assert books.trained == workload.GROUP_SIZE * len(trained)
+        assert books.submitted == books.trained + sum(books.dropped.values()) + books.in_flight
+        assert max(books.trained_by_staleness, default=0) <= workload.MAX_STALENESS
+        exported = await _exported(address)
+        assert {version: sorted(names) for version, names in exported.items()} == {
+            version: sorted(names) for version, names in enumerate(checkpoint.steps, 1)
+        }
+    return max(int(str(note["history"])) for note in workload.notes(folder) if note["kind"] == "opened")
+
+
+async def _exported(address: str) -> dict[int, list[str]]:
+    """The groups of every step as the broker has them, their tokens checked."""
+    steps: dict[int, list[str]] = {}
+    async with open_channel(address) as channel:
+        stub = broker_pb2_grpc.BrokerServiceStub(channel)
+        request = broker_pb2.ExportTrajectoriesRequest(run_id=workload.RUN_ID)
+        async for response in stub.ExportTrajectories(request, timeout=60):
+            group: types_pb2.TrajectoryGroup = response.group
+            if group.prompt.group_id:
+                assert workload.problems_of(group, trainer_version=response.policy_version - 1) == []
+                steps.setdefault(response.policy_version, []).append(group.prompt.group_id)
+    return steps
