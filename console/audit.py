@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from console.length_bias import loss_by_length
 from console.local import plain_console
 from console.outcome import audit_line, read_summary
 from console.target import audit_run, find_run
@@ -44,6 +45,9 @@ def audit_command(run: str | None, *, broker: str | None, runs_dir: Path, by_ver
     else:
         print(audit_line(document))
         print(staleness)
+        bias = loss_by_length(document)
+        if bias is not None:
+            print(bias)
         show_rows(document, plain_console(), by_version=by_version)
     return 0 if document.get("balanced") else 1
 

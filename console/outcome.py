@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from console.folder import RunFolder, replace_text
+from console.length_bias import loss_by_length
 from console.live import duration
 from console.view import Step
 from penstock.v1 import trainer_pb2
@@ -73,6 +74,7 @@ def summary_lines(summary: Summary) -> list[str]:
     audit = summary.get("audit")
     if isinstance(audit, dict):
         lines.append(audit_line(audit))
+        lines += [line for line in (loss_by_length(audit),) if line is not None]
     restarts = {name: count for name, count in (summary.get("restarts") or {}).items() if count}
     if restarts:
         lines.append(f"restarts: {', '.join(f'{name} ({count})' for name, count in restarts.items())}")

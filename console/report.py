@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from console.folder import RunFolder, replace_text
+from console.length_bias import loss_by_length
 from console.live import duration
 from console.outcome import audit_line, number, read_summary
 from console.probes import masked
@@ -154,6 +155,9 @@ def _summary_table(summary: Mapping[str, Any], steps: Sequence[Line]) -> str:
         style = "value" if audit.get("balanced") else "value bad"
         text = escape(audit_line(audit).removeprefix("audit: "))
         cells.append(f'<tr><th>Audit</th><td class="{style}">{text}</td></tr>')
+        bias = loss_by_length(audit)
+        if bias is not None:
+            cells.append(f"<tr><th>Length</th><td class=value>{escape(bias)}</td></tr>")
     return f"<table>{''.join(cells)}</table>"
 
 

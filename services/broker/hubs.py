@@ -14,7 +14,6 @@ import structlog
 from penstock.clock import Clock
 from penstock.errors import PenstockError, ServiceUnavailableError
 from services.broker import generation, scoring
-from services.broker.audit import audit_rows
 from services.broker.hub import RunHub
 from services.broker.metrics import BrokerMetrics
 from services.broker.run_state import RunState
@@ -115,7 +114,7 @@ class Hubs:
         now_s = self.clock.now_s()
         if hub.copy is not None and now_s - hub.books_read_s >= BOOKS_EVERY_S:
             hub.books_read_s = now_s
-            self.metrics.observe_books(hub.run_id, await hub.read_books(audit_rows))
+            self.metrics.observe_books(hub.run_id, await hub.read_books(lambda _state, counts: counts))
 
 
 async def expire(hub: RunHub, metrics: BrokerMetrics) -> None:

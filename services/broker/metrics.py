@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 
 from prometheus_client import CollectorRegistry, Gauge
 from prometheus_client import Counter as PrometheusCounter
 
-from penstock.v1 import broker_pb2
 from services.broker.audit import audit
+from services.broker.books import DROPPED, TRAINED, Entry
 from services.broker.run_state import RunState
 
 
@@ -88,13 +89,16 @@ class BrokerMetrics:
         self._queued.labels(run_id).set(len(state.queue))
         self._conflicts.labels(run_id).set(num_conflicts)
 
-    def observe_books(self, run_id: str, books: broker_pb2.Audit) -> None:
-        """Set the gauges of a run that follow its books, rows included."""
+    def observe_books(self, run_id: str, counts: Mapping[str, int]) -> None:
+        """Set the gauges of a run that follow the counters of its books."""
         trained: Counter[int] = Counter()
         dropped: Counter[tuple[str, int]] = Counter()
-        for row in books.rows:
-            trained[row.max_tokens] += row.trained
-            dropped.update({(reason, row.max_tokens): count for reason, count in row.dropped.items()})
+        for name, count in counts.items():
+            entry = Entry.parse(name)
+            if entry.kind == TRAINED:
+                trained[entry.max_tokens] += count
+            elif entry.kind == DROPPED:
+                dropped[(entry.reason, entry.max_tokens)] += count
         for max_tokens, count in trained.items():
             self._lengths.labels(run_id, str(max_tokens)).set(count)
         for (reason, max_tokens), count in dropped.items():

@@ -162,7 +162,7 @@ def test_metrics_show_lengths_of_what_was_trained_and_dropped() -> None:
     acknowledge(state, deliver(state), 1)
     submit(state, "b")
     drops.drop_group(state, "b", "poisoned")
-    BrokerMetrics(registry).observe_books("run-1", audit_rows(state, _counts(state)))
+    BrokerMetrics(registry).observe_books("run-1", _counts(state))
     dropped = {"run": "run-1", "reason": "poisoned", "max_tokens": "0"}
     assert registry.get_sample_value("penstock_broker_samples_dropped", dropped) == 2
     trained = {"run": "run-1", "max_tokens": "2"}

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from console.audit import audit_command
+from console.length_bias import loss_by_length
 from penstock.audit import audit_document
 from penstock.config import ConfigError
 from penstock.v1 import broker_pb2
@@ -51,7 +52,8 @@ def _audit(folder: Path, *, by_version: bool = False, as_json: bool = False) -> 
 
 def test_shares_of_trained_and_dropped_stand_side_by_side(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert _audit(_folder(tmp_path, dict(audit_document(BOOKS)))) == 0
-    first, second, heading, *rows = _lines(capsys)
+    first, second, bias, heading, *rows = _lines(capsys)
+    assert " ".join(bias) == "lost by length: 50 % of samples over 128 tokens, 8 % of shorter ones"
     assert " ".join(first) == (
         "audit: submitted 200 = trained 150 + dropped 40 (stale 30, zero_variance 10) + in flight 10: balanced"
     )
@@ -70,7 +72,7 @@ def test_a_version_that_does_not_balance_is_named(tmp_path: Path, capsys: pytest
     books.submitted_by_version[1].submitted = 61
     books.balanced = False
     assert _audit(_folder(tmp_path, dict(audit_document(books))), by_version=True) == 1
-    first, _second, _heading, *rows = _lines(capsys)
+    first, _second, _bias, _heading, *rows = _lines(capsys)
     assert first[-2:] == ["NOT", "BALANCED"]
     assert rows == [["3", "140", "120", "0", "10", "10", "yes"], ["4", "61", "30", "30", "0", "0", "NO"]]
 
@@ -84,6 +86,29 @@ def test_books_without_rows_are_their_totals(tmp_path: Path, capsys: pytest.Capt
     totals = {"submitted": 8, "trained": 8, "dropped": {}, "in_flight": 0, "balanced": True}
     assert _audit(_folder(tmp_path, totals)) == 0
     assert len(_lines(capsys)) == 2
+
+
+def _row(max_tokens: int, trained: int, lost: int) -> dict[str, Any]:
+    dropped = {"stale": lost} if lost else {}
+    return {"submit_version": 0, "max_tokens": max_tokens, "trained": trained, "dropped": dropped, "in_flight": 0}
+
+
+@pytest.mark.parametrize(
+    ("rows", "words"),
+    [
+        ([], None),
+        ([_row(64, 9, 0), _row(128, 9, 0)], None),
+        ([_row(64, 9, 3)], None),
+        ([_row(0, 0, 50), _row(64, 90, 10), _row(128, 15, 5)], "25 % of samples over 64 tokens, 10 % of shorter ones"),
+        (
+            [_row(64, 90, 0), _row(128, 18, 0), _row(256, 0, 6), _row(512, 0, 6)],
+            "40 % of samples over 64 tokens, 0 % of shorter ones",
+        ),
+    ],
+)
+def test_the_longest_fifth_is_set_beside_the_rest(rows: list[dict[str, Any]], words: str | None) -> None:
+    found = loss_by_length({"rows": rows})
+    assert found == (f"lost by length: {words}" if words else None)
 
 
 def test_a_run_that_left_no_books_is_told_so(tmp_path: Path) -> None:
