@@ -1,8 +1,8 @@
 """Brokers, Redis, generators, reward workers and the trainer killed, paused and cut off at random, for minutes.
 
 PENSTOCK_FAULT_S sets for how long (default 75 s of faults), PENSTOCK_FAULT_SEED the schedule (default random, printed),
-PENSTOCK_FAULT_FSYNC Redis' appendfsync (default always: what was answered is not lost; with everysec a kill may lose the
-last second, and the trainer's ledger brings the broker up to date).
+PENSTOCK_FAULT_FSYNC Redis' appendfsync (default always: what was answered is not lost; with everysec a kill may lose
+the last second, and the trainer's ledger brings the broker up to date).
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ async def test_nothing_is_lost_and_nothing_is_trained_twice_whatever_breaks(tmp_
         await _check(stage, tmp_path)
         starts = {name: process.num_starts for name, process in stage.processes.items()}
     said = Counter(str(note["kind"]) for note in workload.notes(tmp_path))
-    print(f"{len(faults)} faults, {stage.skipped} skipped; starts {starts}; {num_rewinds} rewinds; notes {dict(said)}")
+    print(f"{len(faults)} faults, {stage.skipped} skipped; starts {starts}; notes {dict(said)}")
     assert said["continued"] > 0, "no partial rollout was continued: the faults missed the point"
     assert said["resent"] > 0, "nothing was sent twice: the faults missed the point"
 
