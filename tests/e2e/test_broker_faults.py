@@ -50,10 +50,10 @@ async def test_nothing_is_lost_and_nothing_is_trained_twice_whatever_breaks(tmp_
         await _reaches(stage, tmp_path, done + NUM_LAST_STEPS)
         (tmp_path / "stop").touch()
         await _ends(stage)
-        await _check(stage, tmp_path)
+        num_rewinds = await _check(stage, tmp_path)
         starts = {name: process.num_starts for name, process in stage.processes.items()}
     said = Counter(str(note["kind"]) for note in workload.notes(tmp_path))
-    print(f"{len(faults)} faults, {stage.skipped} skipped; starts {starts}; notes {dict(said)}")
+    print(f"{len(faults)} faults, {stage.skipped} skipped; starts {starts}; {num_rewinds} rewinds; notes {dict(said)}")
     assert said["continued"] > 0, "no partial rollout was continued: the faults missed the point"
     assert said["resent"] > 0, "nothing was sent twice: the faults missed the point"
 
