@@ -11,7 +11,7 @@
     +-- QueueFullError           RESOURCE_EXHAUSTED   retry after a delay
     +-- StaleError               FAILED_PRECONDITION  older than the staleness bound allows
     +-- VersionConflictError     FAILED_PRECONDITION  the step does not follow the run's policy version
-    +-- RunConflictError         FAILED_PRECONDITION  the run exists with other limits
+    +-- RunConflictError         FAILED_PRECONDITION  the run exists with other limits or policy
     +-- RunClosedError           FAILED_PRECONDITION  the run is closed
     +-- ServiceUnavailableError  UNAVAILABLE          draining, or a part it needs is away
     +-- DigestMismatchError      DATA_LOSS            weights are not what their manifest states
@@ -114,7 +114,7 @@ class VersionConflictError(PenstockError):
 
 
 class RunConflictError(PenstockError):
-    """The run exists with other limits."""
+    """The run exists with other limits or another policy."""
 
     code, reason = code_pb2.FAILED_PRECONDITION, "RUN_CONFLICT"
 

@@ -129,7 +129,7 @@ class BrokerServiceServicer:
 
         Re-opening with an older policy_version than the broker's rewinds the run: groups trained in later steps are handed
         out again, provided the trainer had not called those steps durable.
-        FAILED_PRECONDITION / RUN_CONFLICT: the run exists with other limits.
+        FAILED_PRECONDITION / RUN_CONFLICT: the run exists with other limits or another policy.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -53,7 +53,7 @@ class BrokerServiceStub:
 
     Re-opening with an older policy_version than the broker's rewinds the run: groups trained in later steps are handed
     out again, provided the trainer had not called those steps durable.
-    FAILED_PRECONDITION / RUN_CONFLICT: the run exists with other limits.
+    FAILED_PRECONDITION / RUN_CONFLICT: the run exists with other limits or another policy.
     """
     CloseRun: _grpc.UnaryUnaryMultiCallable[_broker_pb2.CloseRunRequest, _broker_pb2.CloseRunResponse]
     """Ends a run: no more leases, every open stream of the run ends with OK. Idempotent. Counters stay readable."""
@@ -129,7 +129,7 @@ class BrokerServiceAsyncStub(BrokerServiceStub):
 
     Re-opening with an older policy_version than the broker's rewinds the run: groups trained in later steps are handed
     out again, provided the trainer had not called those steps durable.
-    FAILED_PRECONDITION / RUN_CONFLICT: the run exists with other limits.
+    FAILED_PRECONDITION / RUN_CONFLICT: the run exists with other limits or another policy.
     """
     CloseRun: _aio.UnaryUnaryMultiCallable[_broker_pb2.CloseRunRequest, _broker_pb2.CloseRunResponse]  # type: ignore[assignment]
     """Ends a run: no more leases, every open stream of the run ends with OK. Idempotent. Counters stay readable."""
@@ -208,7 +208,7 @@ class BrokerServiceServicer(metaclass=_abc_1.ABCMeta):
 
         Re-opening with an older policy_version than the broker's rewinds the run: groups trained in later steps are handed
         out again, provided the trainer had not called those steps durable.
-        FAILED_PRECONDITION / RUN_CONFLICT: the run exists with other limits.
+        FAILED_PRECONDITION / RUN_CONFLICT: the run exists with other limits or another policy.
         """
 
     @_abc_1.abstractmethod

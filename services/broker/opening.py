@@ -8,6 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from google.protobuf.json_format import MessageToDict
+from google.protobuf.message import Message
+
 from penstock.errors import InvalidFieldError, RunConflictError, VersionConflictError
 from penstock.v1 import broker_pb2, types_pb2
 from services.broker import books, delivery, drops, parcels
@@ -51,10 +54,10 @@ def reopen_run(state: RunState, request: broker_pb2.OpenRunRequest, now_s: float
         VersionConflictError: the version is older than what is retained.
     """
     run = state.run
-    if Limits.from_proto(request.limits) != state.limits:
-        raise RunConflictError(f"run {run.run_id!r} exists with other limits", run_id=run.run_id)
-    if Policy.from_proto(request.policy, state.limits) != state.policy:
-        raise RunConflictError(f"run {run.run_id!r} exists with another policy", run_id=run.run_id)
+    limits = Limits.from_proto(request.limits)
+    _check_unchanged(run.run_id, "limits", state.limits.to_proto(), limits.to_proto())
+    policy = Policy.from_proto(request.policy, limits)
+    _check_unchanged(run.run_id, "policy", state.policy.to_proto(), policy.to_proto())
     _check_steps(request)
     run.is_closed = False
     num_rewound = 0
@@ -70,6 +73,21 @@ def reopen_run(state: RunState, request: broker_pb2.OpenRunRequest, now_s: float
         num_groups_in_flight=state.shelf.num_live_groups
         + sum(state.groups[group_id].purpose == types_pb2.PURPOSE_TRAIN for group_id in state.live),
     )
+
+
+def _check_unchanged(run_id: str, name: str, kept: Message, asked: Message) -> None:
+    """Raises RunConflictError that names the first field in which a run would be opened differently."""
+    old, new = (
+        MessageToDict(message, preserving_proto_field_name=True, always_print_fields_with_no_presence=True)
+        for message in (kept, asked)
+    )
+    for field, value in old.items():
+        if new.get(field) != value:
+            raise RunConflictError(
+                f"{name}.{field}: run {run_id!r} was opened with {value}, not with {new.get(field)}; "
+                "open it with that, or begin another run",
+                run_id=run_id,
+            )
 
 
 def _check_steps(request: broker_pb2.OpenRunRequest) -> None:

@@ -257,3 +257,20 @@ async def test_a_load_never_shows_half_a_commit(store: Store) -> None:
         await asyncio.sleep(0)
     is_done = True
     assert min(await asyncio.gather(*readers)) > 10
+
+
+async def test_the_counters_of_the_books_are_kept_with_each_commit_and_folded(store: Store) -> None:
+    assert await store.books(RUN) is None
+    first = await store.commit(RUN, None, Delta(run=b"r", counts={"9|0|submitted": 2, "10|4|trained": 1}))
+    assert await store.books(RUN) == (first, {"9|0|submitted": 2, "10|4|trained": 1})
+    with pytest.raises(ConflictError):
+        await store.commit(RUN, None, Delta(run=b"r", counts={"9|0|submitted": 7}))
+    second = await store.commit(
+        RUN,
+        first,
+        Delta(run=b"r", counts={"9|4|dropped:stale": 3, "9|4|trained": 5, "11|4|trained": -1}, fold_version=10),
+    )
+    assert await store.books(RUN) == (
+        second,
+        {"10|0|submitted": 2, "10|4|trained": 6, "10|4|dropped:stale": 3, "11|4|trained": -1},
+    )

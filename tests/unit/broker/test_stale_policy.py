@@ -66,7 +66,10 @@ def test_a_run_is_not_reopened_with_another_policy() -> None:
     state = open_state(policy=broker_pb2.RunPolicy(stale=DROP))
     same = broker_pb2.OpenRunRequest(run_id="run-1", limits=limits(), policy=broker_pb2.RunPolicy(stale=DROP))
     assert reopen_run(state, same, 1.0).existed
-    with pytest.raises(RunConflictError, match="another policy"):
+    with pytest.raises(
+        RunConflictError,
+        match=r"policy\.stale: run 'run-1' was opened with STALE_POLICY_DROP, not with STALE_POLICY_WAIT",
+    ):
         reopen_run(state, broker_pb2.OpenRunRequest(run_id="run-1", limits=limits()), 1.0)
 
 
