@@ -298,6 +298,31 @@ def replay(
 
 
 @app.command()
+def rescore(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="A recording: .jsonl or .parquet.")],
+    reward: Annotated[
+        str, typer.Option("--reward", metavar="MODEL", help="HOST:PORT, module:function, or a built-in name.")
+    ],
+    out: Annotated[Path, typer.Option("--out", metavar="FILE", help="Recording to write: .jsonl or .parquet.")],
+    as_json: Annotated[bool, typer.Option("--json", help="The comparison as one JSON document.")] = False,
+) -> None:
+    """Score every sample of a recording by another reward model; the old score stays beside the new one.
+
+    \b
+    Examples:
+      penstock rescore my-run.parquet --reward exact_match --out exact.parquet
+      penstock rescore my-run.jsonl --reward 127.0.0.1:7310 --out judged.jsonl
+    """
+
+    def work() -> int:
+        from console.rescore import rescore_command
+
+        return rescore_command(file, reward=reward, out=out, as_json=as_json)
+
+    _exit(work)
+
+
+@app.command()
 def report(run_dir: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="A run folder.")]) -> None:
     """Make report.html of a run again, also while the run is under way.
 
