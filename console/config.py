@@ -30,6 +30,7 @@ from services.trainer.config import (
     SamplingConfig,
 )
 
+RECORDING_SUFFIXES = (".jsonl", ".parquet")
 MAX_SAMPLES_PER_STEP = 1_000_000
 _ADDRESS = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+):(\d{1,5})")
 
@@ -160,6 +161,15 @@ class RunConfig(StrictModel):
     """Where services started here listen."""
     log: LogSection = LogSection()
     """Logs."""
+    record: bool | Path = False
+    """Record what is trained on: true for trajectories.jsonl in the run folder, or a .jsonl or .parquet file."""
+
+    @field_validator("record")
+    @classmethod
+    def _is_a_recording(cls, value: bool | Path) -> bool | Path:
+        if isinstance(value, Path) and value.suffix not in RECORDING_SUFFIXES:
+            raise ValueError(f"must be true, false, or a file that ends in {' or '.join(RECORDING_SUFFIXES)}")
+        return value
 
     @field_validator("reward", mode="before")
     @classmethod
@@ -230,6 +240,8 @@ def resolve(config: RunConfig, *, now_s: float) -> RunConfig:
     """
     run_id = config.run.id or time.strftime("run-%Y%m%d-%H%M%S", time.gmtime(now_s))
     run = config.run.model_copy(update={"id": run_id})
+    if isinstance(config.record, Path):
+        config = config.model_copy(update={"record": _absolute(config.record)})
     if config.endpoints.trainer is not None:
         return config.model_copy(update={"run": run})
     data = config.data.model_copy(

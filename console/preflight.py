@@ -8,6 +8,7 @@ import os
 import subprocess
 from collections.abc import Awaitable
 from dataclasses import dataclass
+from pathlib import Path
 
 from console.config import RunConfig
 from console.embedded_redis import redis_executable
@@ -35,7 +36,7 @@ class Findings:
 
 async def check_run(config: RunConfig, folder: RunFolder, *, is_resume: bool, security: Security) -> Findings:
     """Check the model, the data, the reward, ports and everything that must already answer."""
-    problems = _folder_problems(folder, is_resume=is_resume)
+    problems = _folder_problems(folder, is_resume=is_resume) + _recording_problems(config, is_resume=is_resume)
     warnings: list[str] = []
     if config.endpoints.trainer is None:
         found = model_problems(config.model.path)
@@ -50,6 +51,12 @@ async def check_run(config: RunConfig, folder: RunFolder, *, is_resume: bool, se
     if config.endpoints.reward is None:
         problems += await reward_problems(config.reward.model, security=security)
     return Findings(problems=tuple(problems), warnings=tuple(warnings))
+
+
+def _recording_problems(config: RunConfig, *, is_resume: bool) -> list[str]:
+    if is_resume or not isinstance(config.record, Path) or not config.record.exists():
+        return []
+    return [f"record: {config.record} exists already; remove it, or name another file"]
 
 
 async def reward_problems(model: str, *, security: Security) -> list[str]:

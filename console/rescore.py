@@ -18,6 +18,7 @@ from itertools import islice
 from pathlib import Path
 
 from console.recording import Recorded, RecordingError, RecordingWriter, open_writer, read_samples
+from console.recording.recorder import in_thread
 from penstock.config import ConfigError
 from penstock.rewards import ModelAwayError, RewardLoadError, RewardModel
 from penstock.security import Security
@@ -140,7 +141,7 @@ async def rescore(
             ready = source.take_scored()
             for sample in ready:
                 comparison.add(sample)
-            await asyncio.to_thread(writer.write, ready)
+            await in_thread(writer.write, ready)
         return comparison
     finally:
         task.cancel()

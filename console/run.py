@@ -31,6 +31,7 @@ from console.nodes import report_machine
 from console.outcome import closing_lines, keep_results, note_restarts
 from console.preflight import check_run
 from console.processes import ProcessState, ServiceFailedError
+from console.recorder import TRAJECTORIES, RunRecorder
 from console.report import write_report
 from console.session import RunSession, TrainerLostError
 from console.view import RunView
@@ -91,6 +92,7 @@ class _Run:
         self._interrupted = asyncio.Event()
         self._launcher = Launcher(config, folder, security=security, on_change=self._take_change)
         self._session: RunSession | None = None
+        self._recorder = self._make_recorder()
 
     async def execute(self, *, is_resume: bool, source: str) -> int:
         """Everything after the checks; returns the exit status."""
@@ -125,6 +127,8 @@ class _Run:
     async def _start(self, session: RunSession, *, is_resume: bool) -> None:
         self._view.phase = "starting services"
         await self._launcher.start()
+        if self._recorder is not None:
+            self._recorder.start()
         self._view.phase = "handing the run to the trainer"
         await session.start(resume=is_resume)
 
@@ -160,6 +164,9 @@ class _Run:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        if self._recorder is not None:
+            self._view.phase = "finishing the recording"
+            await self._recorder.finish()
         self._view.phase = "stopping services"
         await self._launcher.stop()
         if self._session is not None:
@@ -174,6 +181,8 @@ class _Run:
             note_restarts(self._folder, restarts)
         has_report = self._folder.metrics.is_file() and write_report(self._folder)
         for line in closing_lines(self._folder, finished, has_report=has_report):
+            print(line, flush=True)
+        for line in self._recorder.closing_lines() if self._recorder is not None else ():
             print(line, flush=True)
         is_resumable = self._folder.checkpoints.is_dir()
         if is_resumable and (finished is None or finished.outcome != trainer_pb2.RUN_OUTCOME_COMPLETED):
@@ -197,6 +206,18 @@ class _Run:
             security=self._security,
             view=self._view,
             display=self._display,
+        )
+
+    def _make_recorder(self) -> RunRecorder | None:
+        record = self._config.record
+        if record is False:
+            return None
+        return RunRecorder(
+            run_id=self._config.run.id,
+            broker=self._launcher.addresses.broker.target,
+            path=record if isinstance(record, Path) else self._folder.path / TRAJECTORIES,
+            security=self._security,
+            note=self._display.note,
         )
 
     def _interrupt(self) -> None:

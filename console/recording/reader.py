@@ -11,12 +11,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from console.config import RECORDING_SUFFIXES
 from console.recording.jsonl import read_json_lines
 from console.recording.rows import STEP_COLUMNS, Row, from_row, step_of
 from console.recording.sample import Recorded, RecordingError, Step, group_of
 from penstock.v1 import types_pb2
 
-SUFFIXES = (".jsonl", ".parquet")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,8 +53,8 @@ class RunIndex:
 
 def check_suffix(path: Path) -> None:
     """Raises RecordingError unless the suffix names a format."""
-    if path.suffix not in SUFFIXES:
-        raise RecordingError(f"{path}: a recording's name ends in {' or '.join(SUFFIXES)}")
+    if path.suffix not in RECORDING_SUFFIXES:
+        raise RecordingError(f"{path}: a recording's name ends in {' or '.join(RECORDING_SUFFIXES)}")
 
 
 def read_rows(path: Path, columns: Sequence[str] | None = None) -> Iterator[tuple[str, Row]]:
@@ -65,7 +65,7 @@ def read_rows(path: Path, columns: Sequence[str] | None = None) -> Iterator[tupl
     check_suffix(path)
     if not path.is_file():
         raise RecordingError(f"{path}: no such file")
-    if path.suffix == SUFFIXES[0]:
+    if path.suffix == ".jsonl":
         return read_json_lines(path)
     from console.recording.parquet import read_parquet
 

@@ -39,11 +39,11 @@ async def record(
     """
     async for response in export.responses():
         if not response.HasField("group"):
-            await asyncio.to_thread(writer.end_step)
+            await in_thread(writer.end_step)
             on_step(recording)
             continue
         samples = samples_of(run_id, response)
-        await asyncio.to_thread(writer.write, samples)
+        await in_thread(writer.write, samples)
         recording.num_samples += len(samples)
         recording.last_version = response.policy_version
         if recording.first_version is None:
@@ -63,3 +63,13 @@ def resume_point(path: Path, run_id: str) -> tuple[int, int | None]:
     if set(runs) != {run_id}:
         raise RecordingError(f"{path}: holds run {', '.join(sorted(runs))}; record {run_id} to another file")
     return runs[run_id].last_version, runs[run_id].last_history
+
+
+async def in_thread(work: Callable[..., None], *arguments: object) -> None:
+    """Do file work in a thread; a caller that is cancelled waits for its end, so that nobody closes the file in it."""
+    task = asyncio.ensure_future(asyncio.to_thread(work, *arguments))
+    try:
+        await asyncio.shield(task)
+    except asyncio.CancelledError:
+        await asyncio.wait([task])
+        raise

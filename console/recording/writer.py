@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Protocol
 
 from console.recording.jsonl import JsonLinesWriter
-from console.recording.reader import SUFFIXES, check_suffix, read_rows
+from console.recording.reader import check_suffix, read_rows
 from console.recording.rows import Row, to_row
 from console.recording.sample import Recorded, RecordingError
 
@@ -73,7 +73,7 @@ def open_writer(path: Path, *, is_followed: bool = False) -> RecordingWriter:
         raise RecordingError(f"{path}: exists already; remove it, or name another file")
     beside = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        if path.suffix == SUFFIXES[0]:
+        if path.suffix == ".jsonl":
             target = path if is_followed else beside
             return RecordingWriter(path, beside=target, rows=JsonLinesWriter(target))
         # pyarrow takes a quarter of a second to import and 50 MiB; JSON lines do without.

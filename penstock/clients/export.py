@@ -56,7 +56,8 @@ class StepExport:
         self._run_id, self._peer, self._follow = run_id, peer, follow
         self.next_version = from_version
         """First step that has not come whole; 0 while nothing came."""
-        self._history = history
+        self.history = history
+        """The run's history counter that goes with what came; None while nothing did."""
         self._waits_for_run = waits_for_run
         self._patience_s = patience_s
 
@@ -84,12 +85,12 @@ class StepExport:
             await asyncio.sleep(next(delays))
 
     def _note(self, response: _Response) -> None:
-        self._history = response.history
+        self.history = response.history
         self.next_version = response.policy_version + (not response.HasField("group"))
 
     async def _one_stream(self) -> AsyncIterator[_Response]:
         request = broker_pb2.ExportTrajectoriesRequest(
-            run_id=self._run_id, from_policy_version=self.next_version, follow=self._follow, history=self._history
+            run_id=self._run_id, from_policy_version=self.next_version, follow=self._follow, history=self.history
         )
         call: Any = self._stub.ExportTrajectories(request)
         try:
