@@ -86,7 +86,9 @@ class RunRecorder:
                     return
                 except NotRetainedError as error:
                     oldest = int(error.metadata["oldest_policy_version"])
-                    self._problem(f"a gap: steps {self._next[0]} to {oldest - 1} were forgotten before they came")
+                    self._problem(
+                        f"a gap: steps {self._next[0]} to {oldest - 1} were forgotten before they were recorded whole"
+                    )
                     self._next = (oldest, self._next[1])
         except (PenstockError, RecordingError, OSError) as error:
             self._is_over = True

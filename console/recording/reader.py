@@ -18,7 +18,6 @@ from console.recording.sample import Recorded, RecordingError, Step, group_of
 from penstock.v1 import types_pb2
 
 
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordedGroup:
     """A trained group."""

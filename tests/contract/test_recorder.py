@@ -11,12 +11,14 @@ from typing import Any
 import pytest
 
 from console.export import export_command
+from console.recorder import RunRecorder
 from console.recording import RecordingError, open_writer, read_samples
 from console.recording.recorder import Recording, record, resume_point
 from penstock.clients.export import StepExport
 from penstock.config import ConfigError
 from penstock.errors import NotRetainedError, UnknownRunError
 from penstock.rpc import open_channel
+from penstock.security import NO_SECURITY
 from penstock.v1 import broker_pb2
 from services.broker.memory_store import MemoryStore
 from tests.helpers.broker import RUN, RunningBroker, Trainer, serving
@@ -169,6 +171,61 @@ async def test_a_run_that_is_not_open_yet_is_waited_for_only_if_asked(broker: Ru
         async with asyncio.timeout(15):
             assert not (await first).HasField("group")
         await waiting.aclose()
+
+
+def run_recorder(broker: RunningBroker, path: Path, notes: list[str]) -> RunRecorder:
+    return RunRecorder(run_id=RUN, broker=target_of(broker), path=path, security=NO_SECURITY, note=notes.append)
+
+
+async def test_a_run_that_is_interrupted_is_recorded_to_its_last_step(tmp_path: Path) -> None:
+    path, notes = tmp_path / "run.parquet", list[str]()
+    async with serving(MemoryStore()) as broker:
+        recorder = run_recorder(broker, path, notes)
+        recorder.start()
+        await broker.open(max_staleness=4)
+        await train_step(broker, "a", "b")
+        await recorder.finish()
+        assert names(path) == whole(1, "a", "b")
+        # Resumed: the same file is gone on with.
+        again = run_recorder(broker, path, notes)
+        again.start()
+        await train_step(broker, "c", "d", version=1, weights=0)
+        await close(broker)
+        await again.finish()
+    assert names(path) == whole(1, "a", "b") + whole(2, "c", "d")
+    assert (notes, list(recorder.closing_lines())) == ([], [f"recording: {path} (4 samples, steps 1 to 1)"])
+
+
+async def test_a_gap_in_a_runs_recording_is_told_and_the_rest_is_recorded(tmp_path: Path) -> None:
+    path, notes = tmp_path / "run.jsonl", list[str]()
+    async with serving(MemoryStore()) as broker:
+        policy = broker_pb2.RunPolicy(num_retained_steps=1)
+        await broker.open(policy=policy)
+        await train_step(broker, "a", "b")
+        async with recording(broker, path) as found:
+            await until(lambda: found.num_samples == 4)
+            await close(broker)
+        await broker.open(version=1, policy=policy)
+        await train_step(broker, "c", "d", version=1)
+        await train_step(broker, "e", "f", version=2)
+        recorder = run_recorder(broker, path, notes)
+        recorder.start()
+        await until(lambda: bool(notes))
+        await recorder.finish()
+    assert names(path) == whole(1, "a", "b") + whole(3, "e", "f")
+    assert notes == ["recording: a gap: steps 1 to 2 were forgotten before they were recorded whole"]
+
+
+async def test_a_recorder_that_cannot_go_on_says_so(broker: RunningBroker, tmp_path: Path) -> None:
+    notes: list[str] = []
+    path = tmp_path / "run.jsonl"
+    path.write_text("no recording\n")
+    recorder = run_recorder(broker, path, notes)
+    recorder.start()
+    await until(lambda: bool(notes))
+    await recorder.finish()
+    assert "it stopped" in notes[0]
+    assert path.read_text() == "no recording\n"
 
 
 def exported(broker: RunningBroker, out: Path, **changes: Any) -> Callable[[], int]:

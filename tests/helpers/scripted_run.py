@@ -10,6 +10,7 @@ from typing import Any
 from penstock.errors import InvalidFieldError, UnknownRunError
 from penstock.rpc import Service
 from penstock.v1 import broker_pb2, broker_pb2_grpc, trainer_pb2, trainer_pb2_grpc
+from tests.helpers.trajectories import group
 
 
 class ScriptedTrainer(trainer_pb2_grpc.TrainerServiceServicer):
@@ -126,6 +127,15 @@ class ScriptedRunBroker(broker_pb2_grpc.BrokerServiceServicer):
 
     async def AuditRun(self, request: broker_pb2.AuditRunRequest, context: Any) -> broker_pb2.AuditRunResponse:
         return broker_pb2.AuditRunResponse(audit=self.audit)
+
+    async def ExportTrajectories(
+        self, request: broker_pb2.ExportTrajectoriesRequest, context: Any
+    ) -> AsyncIterator[broker_pb2.ExportTrajectoriesResponse]:
+        for version in range(max(1, request.from_policy_version), 3):
+            yield broker_pb2.ExportTrajectoriesResponse(group=group(f"g{version}"), policy_version=version)
+        if request.follow:
+            yield broker_pb2.ExportTrajectoriesResponse(policy_version=2)
+            await asyncio.Event().wait()
 
     async def ListRuns(self, request: broker_pb2.ListRunsRequest, context: Any) -> broker_pb2.ListRunsResponse:
         return broker_pb2.ListRunsResponse(run_ids=["r0", "r1"])

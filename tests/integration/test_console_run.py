@@ -17,6 +17,7 @@ import pytest
 from console.embedded_redis import redis_spec, redis_url
 from console.folder import RunFolder, read_record, started_ticks_of
 from console.processes import SupervisedProcess, service_environment
+from console.recording import read_samples
 from penstock.v1 import trainer_pb2
 from tests.helpers.console import COMMAND, document, environment, write_document
 from tests.helpers.scripted_run import ScriptedRunBroker, ScriptedTrainer
@@ -61,6 +62,18 @@ async def test_a_run_is_followed_to_its_end_and_reported(tmp_path: Path) -> None
     assert json.loads((run_dir / "summary.json").read_text())["steps"] == 3
     assert "<svg" in (run_dir / "report.html").read_text()
     assert "id: r1" in (run_dir / "config.yaml").read_text()
+
+
+async def test_a_run_is_recorded_beside_its_other_results(tmp_path: Path) -> None:
+    trainer = ScriptedTrainer()
+    async with attached(tmp_path, trainer, ScriptedRunBroker()) as arguments:
+        for _ in range(3):
+            trainer.pace.release()
+        status, out, _ = await ended(await started([*arguments, "record=true"], tmp_path))
+    path = tmp_path / "runs" / "r1" / "trajectories.jsonl"
+    assert status == 0
+    assert f"recording: {path} (4 samples, steps 1 to 2)" in out
+    assert [sample.position[0] for sample in read_samples(path)] == ["g1", "g1", "g2", "g2"]
 
 
 async def test_ctrl_c_stops_the_run_after_the_trainer_has_stopped(tmp_path: Path) -> None:
