@@ -55,7 +55,7 @@ def local_endpoint(listen: str) -> Endpoint:
 
 def broker_config(addresses: Addresses, redis_url: str) -> BrokerConfig:
     """The broker's configuration."""
-    return BrokerConfig(listen=addresses.broker.listen or "", redis_url=redis_url)
+    return BrokerConfig(listen=addresses.broker.listen or "", redis_url=redis_url, scheduler=addresses.scheduler.target)
 
 
 def scheduler_config(config: RunConfig, addresses: Addresses) -> SchedulerConfig:

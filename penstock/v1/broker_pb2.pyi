@@ -1474,8 +1474,19 @@ class GeneratorView(_message.Message):
     BEAT_TIME_FIELD_NUMBER: _builtins.int
     NUM_LEASES_FIELD_NUMBER: _builtins.int
     BUSY_SPANS_FIELD_NUMBER: _builtins.int
+    NUM_FREE_LEASES_FIELD_NUMBER: _builtins.int
+    MEASURED_TOKENS_PER_SECOND_FIELD_NUMBER: _builtins.int
+    MEASURED_STEP_FACTOR_FIELD_NUMBER: _builtins.int
     num_leases: _builtins.int
     """Leases it holds."""
+    num_free_leases: _builtins.int
+    """Leases it could be given beside those, as its beats say."""
+    measured_tokens_per_second: _builtins.float
+    """Completion tokens per second while it decodes, smoothed over its beats; 0 when none was measured."""
+    measured_step_factor: _builtins.float
+    """How many times as long its decode steps take as its profile says (as the default profile says, where it gives none),
+    smoothed over its beats; 0 when none was measured.
+    """
     @_builtins.property
     def hello(self) -> Global___GeneratorHello:
         """Who it is."""
@@ -1500,10 +1511,13 @@ class GeneratorView(_message.Message):
         beat_time: _timestamp_pb2.Timestamp | None = ...,
         num_leases: _builtins.int = ...,
         busy_spans: _abc.Iterable[_types_pb2.TimeSpan] | None = ...,
+        num_free_leases: _builtins.int = ...,
+        measured_tokens_per_second: _builtins.float = ...,
+        measured_step_factor: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["beat", b"beat", "beat_time", b"beat_time", "hello", b"hello"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["beat", b"beat", "beat_time", b"beat_time", "busy_spans", b"busy_spans", "hello", b"hello", "num_leases", b"num_leases"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["beat", b"beat", "beat_time", b"beat_time", "busy_spans", b"busy_spans", "hello", b"hello", "measured_step_factor", b"measured_step_factor", "measured_tokens_per_second", b"measured_tokens_per_second", "num_free_leases", b"num_free_leases", "num_leases", b"num_leases"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -23,6 +23,8 @@ class BrokerConfig(StrictModel):
     redis_wait_replicas: int = Field(default=0, ge=0, le=16)
     """Answer only what so many replicas have too, so that a fail-over loses nothing that was answered. Not with a
     Cluster, whose client cannot wait for them."""
+    scheduler: str | None = None
+    """The scheduler that forecasts lengths for dispatch, host:port; without one lengths are unknown."""
     metrics_port: int | None = Field(default=None, ge=1, le=65535)
     """Port of the Prometheus endpoint; none when unset."""
 

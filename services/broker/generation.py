@@ -172,30 +172,43 @@ def _lease_samples(
     now_s: float,
     make_suffix: Callable[[], str],
 ) -> list[Grant]:
-    grants: list[Grant] = []
-    expire_s = now_s + state.limits.generation_lease_s
     with state.edit(group.group_id):
-        for index, sample in enumerate(group.samples):
-            if sample.state != _QUEUED or len(grants) >= max_leases:
-                continue
-            sample.state = _LEASED
-            sample.num_leases += 1
-            sample.lease_id = f"{group.sequence}.{index}.{sample.attempt}_{sample.num_leases}.{make_suffix()}"
-            sample.generator_id = generator.generator_id
-            sample.lease_version = generator.policy_version
-            sample.lease_expire_s, sample.lease_s = expire_s, now_s
-            sample.first_lease_s = sample.first_lease_s or now_s
-            grants.append(
-                Grant(
-                    lease_id=sample.lease_id,
-                    sample=(group.group_id, index),
-                    attempt=sample.attempt,
-                    num_prefix_tokens=sample.num_tokens,
-                    expire_s=expire_s,
-                    min_policy_version=generator.policy_version,
-                )
-            )
-    return grants
+        queued = [index for index, sample in enumerate(group.samples) if sample.state == _QUEUED]
+        return [lease_sample(state, generator, group, index, now_s, make_suffix) for index in queued[:max_leases]]
+
+
+def lease_sample(
+    state: RunState,
+    generator: GeneratorFacts,
+    group: GroupRecord,
+    index: int,
+    now_s: float,
+    make_suffix: Callable[[], str],
+) -> Grant:
+    """Lease one queued sample, inside an `edit` of its group."""
+    sample = group.samples[index]
+    sample.state = _LEASED
+    sample.num_leases += 1
+    sample.lease_id = f"{group.sequence}.{index}.{sample.attempt}_{sample.num_leases}.{make_suffix()}"
+    sample.generator_id = generator.generator_id
+    sample.lease_version = generator.policy_version
+    sample.lease_s, sample.lease_expire_s = now_s, now_s + state.limits.generation_lease_s
+    sample.first_lease_s = sample.first_lease_s or now_s
+    return Grant(
+        lease_id=sample.lease_id,
+        sample=(group.group_id, index),
+        attempt=sample.attempt,
+        num_prefix_tokens=sample.num_tokens,
+        expire_s=sample.lease_expire_s,
+        min_policy_version=generator.policy_version,
+    )
+
+
+def may_take(state: RunState, generator: GeneratorFacts, group: GroupRecord, index: int) -> bool:
+    """Whether a generator may go on with a sample that another one holds."""
+    num_context_tokens = group.num_prompt_tokens + group.samples[index].num_tokens + 1
+    oldest = state.versions.get(group.group_id)
+    return _judge(state.admission(), generator, group, oldest, num_context_tokens).is_allowed
 
 
 def renew(state: RunState, generator_id: str, lease_ids: Sequence[str], now_s: float) -> None:
@@ -233,7 +246,7 @@ def expire(state: RunState, now_s: float) -> int:
 
 def _requeue(state: RunState, group: GroupRecord, index: int) -> None:
     sample = group.samples[index]
-    if sample.num_leases >= state.limits.max_leases_per_sample:
+    if sample.num_leases - sample.num_moves >= state.limits.max_leases_per_sample:
         drops.lose_sample(state, group, index, drops.TOO_MANY_LEASES)
     else:
         sample.state = _QUEUED

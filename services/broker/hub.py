@@ -22,6 +22,7 @@ from typing import Any, TypeVar
 from penstock.clock import Clock
 from penstock.errors import PenstockError, ServiceUnavailableError, UnknownRunError
 from penstock.v1 import broker_pb2, types_pb2
+from services.broker.dispatcher import Dispatcher
 from services.broker.opening import create_run, reopen_run
 from services.broker.payload_cache import PayloadCache
 from services.broker.peers import Peers
@@ -76,6 +77,7 @@ class RunHub:
         self._prompts: OrderedDict[str, types_pb2.Prompt] = OrderedDict()
         self.payloads = PayloadCache(run_id, store=store)
         self.peers = Peers(run_id, store=store, clock=clock)
+        self.dispatcher = Dispatcher(self.peers)
 
     # -- listening -----------------------------------------------------------------------------------------------------
 

@@ -14,6 +14,7 @@ import structlog
 from penstock.clock import Clock
 from penstock.errors import PenstockError, ServiceUnavailableError
 from services.broker import generation, scoring
+from services.broker.forecasts import Forecaster
 from services.broker.hub import RunHub
 from services.broker.metrics import BrokerMetrics
 from services.broker.run_state import RunState
@@ -32,10 +33,11 @@ _log = structlog.get_logger()
 class Hubs:
     """Hubs by run id, made on demand."""
 
-    def __init__(self, *, store: Store, clock: Clock, metrics: BrokerMetrics) -> None:
+    def __init__(self, *, store: Store, clock: Clock, metrics: BrokerMetrics, forecaster: Forecaster) -> None:
         self.store = store
         self.clock = clock
         self.metrics = metrics
+        self.forecaster = forecaster
         self._hubs: dict[str, RunHub] = {}
         self._listeners: set[asyncio.Event] = set()
         self.is_stopping = False
@@ -102,6 +104,8 @@ class Hubs:
             await expire(hub, self.metrics)
             await hub.peers.refresh()
             await self._observe_books(hub)
+            if hub.copy is not None:
+                await hub.dispatcher.review(hub.copy, self.clock.now_s())
         except ServiceUnavailableError:
             raise
         except PenstockError as error:

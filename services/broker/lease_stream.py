@@ -21,6 +21,10 @@ IDLE_EVERY_S = 1.0
 PACE_S = 0.02
 """Least time between two rounds of leases: slots that free up one by one are filled by one commit, not by many."""
 MAX_LEASES_PER_ROUND = 256
+ASK_AGAIN_S = 0.25
+"""After dispatch left what is queued to others."""
+IDLE_BEFORE_MOVE_S = 1.0
+"""A generator stands idle for this long before it takes work over from others."""
 
 _Response = broker_pb2.StreamLeasesResponse
 
@@ -41,6 +45,9 @@ class LeaseStream:
         self._known: set[str] = set()
         """Leases this stream sent, or the generator says it works on."""
         self._reason = "no heartbeat came yet"
+        self._idle_since_s: float | None = None
+        """Since when it found nothing to lease though it could hold more."""
+        self._ask_again_s = 0.0
 
     @classmethod
     async def open(cls, hubs: Hubs, requests: AsyncIterator[broker_pb2.StreamLeasesRequest]) -> LeaseStream:
@@ -69,7 +76,7 @@ class LeaseStream:
                     elif not await wait_for_event(wake, IDLE_EVERY_S):
                         yield _Response(idle=broker_pb2.LeaseIdle(reason=self._reason))
                 intake.check()
-        await self._hub.peers.flush(self._hello.generator_id)
+        await self._hub.peers.leave(self._hello.generator_id)
 
     async def _on_request(self, request: broker_pb2.StreamLeasesRequest) -> None:
         if request.WhichOneof("frame") != "beat":
@@ -84,7 +91,7 @@ class LeaseStream:
                 lambda state: generation.renew(state, generator_id, lease_ids, self._hub.clock.now_s()),
                 must_verify=False,
             )
-        await self._hub.peers.see_generator(self._hello, beat)
+        await self._hub.peers.see_generator(self._hello, beat, num_free=self._credit)
 
     async def _leases(self) -> list[_Response]:
         beat, state = self._beat, self._hub.copy
@@ -93,12 +100,12 @@ class LeaseStream:
         if beat.is_draining:
             self._reason = "the generator drains"
             return []
-        credit = min(beat.credit_total - self._num_sent, MAX_LEASES_PER_ROUND)
-        if credit <= 0:
+        credit = min(self._credit, MAX_LEASES_PER_ROUND)
+        if not credit:
             self._reason = "the generator has no free slot"
             return []
-        if state is not None and not state.queue:
-            self._reason = generation.NOTHING_QUEUED
+        now_s = self._hub.clock.now_s()
+        if now_s < self._ask_again_s:
             return []
         facts = GeneratorFacts(
             generator_id=self._hello.generator_id,
@@ -106,16 +113,54 @@ class LeaseStream:
             max_context_tokens=self._hello.max_context_tokens,
             longest_context_tokens=self._hub.peers.longest_context_tokens(),
         )
+        grants = await self._lease(facts, credit, now_s) if state is None or state.queue else []
+        if state is not None and not state.queue and not grants:
+            self._reason = generation.NOTHING_QUEUED
+        if not grants:
+            grants = await self._take_over(facts, credit, now_s)
+        if grants:
+            self._idle_since_s = None
+        self._num_sent += len(grants)
+        self._hub.peers.note_free(facts.generator_id, self._credit)
+        self._known.update(grant.lease_id for grant in grants)
+        self._hubs.metrics.count_leases("generation", len(grants))
+        return await self._encode(grants)
+
+    async def _lease(self, facts: GeneratorFacts, credit: int, now_s: float) -> list[Grant]:
+        """New work from the queue."""
 
         def operation(state: RunState) -> Grants:
-            return generation.lease(state, facts, max_leases=credit, now_s=self._hub.clock.now_s(), make_suffix=_suffix)
+            choice = self._hub.dispatcher.choose(state, facts, self._credit, now_s)
+            return generation.lease(state, facts, max_leases=credit, now_s=now_s, make_suffix=_suffix, choice=choice)
 
         grants = await self._hub.transact(operation, must_verify=False)
         self._reason = grants.reason
-        self._num_sent += len(grants.grants)
-        self._known.update(grant.lease_id for grant in grants.grants)
-        self._hubs.metrics.count_leases("generation", len(grants.grants))
-        return await self._encode(grants.grants)
+        is_left = not grants.grants and grants.reason == generation.LEFT_TO_OTHERS
+        self._hub.dispatcher.note(facts.generator_id, is_left=is_left, now_s=now_s)
+        if is_left:
+            self._ask_again_s = now_s + ASK_AGAIN_S
+        return grants.grants
+
+    async def _take_over(self, facts: GeneratorFacts, credit: int, now_s: float) -> list[Grant]:
+        """Work that other generators hold, once it stood idle for a while."""
+        if self._idle_since_s is None:
+            self._idle_since_s = now_s
+        if now_s - self._idle_since_s < IDLE_BEFORE_MOVE_S:
+            return []
+        # The next look waits as long again: in between the loads have not changed much.
+        self._idle_since_s = now_s
+
+        def operation(state: RunState) -> list[Grant]:
+            return self._hub.dispatcher.take_over(state, facts, credit, now_s, _suffix)
+
+        grants = await self._hub.transact(operation, must_verify=False)
+        self._hubs.metrics.count_moves(len(grants))
+        return grants
+
+    @property
+    def _credit(self) -> int:
+        """Leases it could be given now."""
+        return max(0, self._beat.credit_total - self._num_sent) if self._beat else 0
 
     async def _encode(self, grants: list[Grant]) -> list[_Response]:
         if not grants:

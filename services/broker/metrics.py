@@ -21,6 +21,12 @@ class BrokerMetrics:
         self._expired = PrometheusCounter(
             "penstock_broker_leases_expired", "Leases expired", ["kind"], registry=registry
         )
+        self._forecasts = PrometheusCounter(
+            "penstock_broker_forecasts", "Questions for length forecasts, by outcome", ["outcome"], registry=registry
+        )
+        self._moves = PrometheusCounter(
+            "penstock_broker_leases_moved", "Leases moved to an idle generator", registry=registry
+        )
         self._tokens = PrometheusCounter(
             "penstock_broker_tokens_accepted", "Completion tokens stored", registry=registry
         )
@@ -65,6 +71,14 @@ class BrokerMetrics:
     def count_leases(self, kind: str, count: int) -> None:
         """Leases given; kind is generation or scoring."""
         self._leases.labels(kind).inc(count)
+
+    def count_forecasts(self, outcome: str) -> None:
+        """A question to the scheduler: answered, failed or skipped."""
+        self._forecasts.labels(outcome).inc()
+
+    def count_moves(self, count: int) -> None:
+        """Leases taken from one generator and given to another."""
+        self._moves.inc(count)
 
     def count_expired(self, kind: str, count: int) -> None:
         """Leases expired."""

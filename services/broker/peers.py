@@ -1,6 +1,7 @@
 """Generators and reward workers as they were last seen, by any broker process.
 
-Hints: nothing is decided by them alone but whether a prompt is too long for every generator.
+Hints: nothing is decided by them alone but whether a prompt is too long for every generator, and to which one dispatch
+gives work.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from collections.abc import Iterable
 from penstock.clock import Clock
 from penstock.v1 import broker_pb2, types_pb2
 from services.broker.causes import Present
+from services.broker.speeds import Speeds
 from services.broker.store import Store
 from services.broker.waits import timestamp
 
@@ -36,6 +38,9 @@ class Peers:
         self._written_s: dict[str, float] = {}
         self._refreshed_s = 0.0
         self._first_seen_s: float | None = None
+        self._speeds = Speeds()
+        self._gone: set[str] = set()
+        """Generators whose stream to this process ended."""
 
     def longest_context_tokens(self) -> int | None:
         """The most any generator holds; None until others had time to connect."""
@@ -45,21 +50,58 @@ class Peers:
         live = [view.hello.max_context_tokens for view in self._generators.values() if self._is_live(view, now_s)]
         return max(live, default=None)
 
-    async def see_generator(self, hello: broker_pb2.GeneratorHello, beat: broker_pb2.GeneratorBeat | None) -> None:
-        """Note a hello or a beat; written to the store at most once a second."""
+    def generators(self, *, max_age_s: float, now_s: float) -> list[broker_pb2.GeneratorView]:
+        """The generators that beat lately, at any broker process."""
+        return [
+            view
+            for generator_id, view in self._generators.items()
+            if generator_id not in self._gone
+            and view.HasField("beat")
+            and now_s - view.beat_time.ToMicroseconds() / 1e6 <= max_age_s
+        ]
+
+    def note_free(self, generator_id: str, num_free: int) -> None:
+        """How many leases a generator could be given now."""
+        view = self._generators.get(generator_id)
+        if view is not None:
+            view.num_free_leases = num_free
+
+    async def see_generator(
+        self, hello: broker_pb2.GeneratorHello, beat: broker_pb2.GeneratorBeat | None, *, num_free: int = 0
+    ) -> None:
+        """Note a hello or a beat, and how many leases it could be given; written to the store at most once a second."""
         now_s = self._clock.now_s()
         self._first_seen_s = now_s if self._first_seen_s is None else self._first_seen_s
         view = broker_pb2.GeneratorView(hello=hello, beat_time=timestamp(now_s))
+        view.num_free_leases = num_free
         if beat is not None:
             view.beat.CopyFrom(beat)
+            self._add_speed(view)
             view.beat.ClearField("busy_spans")
             view.beat.ClearField("active_lease_ids")
             spans = self._spans.setdefault(hello.generator_id, [])
             spans.extend(span.SerializeToString() for span in beat.busy_spans)
             del spans[:-MAX_BUFFERED_SPANS]
         self._generators[hello.generator_id] = view
+        self._gone.discard(hello.generator_id)
         if now_s - self._written_s.get(hello.generator_id, 0.0) >= WRITE_EVERY_S:
             await self.flush(hello.generator_id)
+
+    def _add_speed(self, view: broker_pb2.GeneratorView) -> None:
+        if not view.hello.profile.max_concurrent_samples:
+            # Not stated: what it can hold is what it holds and asks for.
+            view.hello.profile.max_concurrent_samples = len(view.beat.active_lease_ids) + view.num_free_leases
+        speed = self._speeds.observe(view.hello, view.beat)
+        if speed is not None:
+            view.measured_step_factor, view.measured_tokens_per_second = speed.step_factor, speed.tokens_per_second
+
+    async def leave(self, generator_id: str) -> None:
+        """A generator's stream ended: until it is back, here or elsewhere, nothing is left to it."""
+        self._gone.add(generator_id)
+        view = self._generators.get(generator_id)
+        if view is not None:
+            view.num_free_leases = 0
+            await self.flush(generator_id)
 
     async def flush(self, generator_id: str) -> None:
         """Write what is known of a generator."""
@@ -92,6 +134,7 @@ class Peers:
                     > self._generators[view.hello.generator_id].beat_time.ToMicroseconds()
                 ):
                     self._generators[view.hello.generator_id] = view
+                    self._gone.discard(view.hello.generator_id)
 
     async def views(self, busy_since_s: float | None) -> tuple[list[broker_pb2.GeneratorView], list[str]]:
         """Generators, with spans that end after `busy_since_s` if given, and ids of reward workers seen lately."""

@@ -7,9 +7,10 @@ from prometheus_client import REGISTRY, CollectorRegistry
 
 from penstock import rpc, telemetry
 from penstock.clock import Clock, SystemClock
-from penstock.security import Security
+from penstock.security import NO_SECURITY, Security
 from penstock.v1 import broker_pb2_grpc
 from services.broker.config import MEMORY_URL, BrokerConfig
+from services.broker.forecasts import Forecaster
 from services.broker.hubs import Hubs
 from services.broker.memory_store import MemoryStore
 from services.broker.metrics import BrokerMetrics
@@ -31,9 +32,18 @@ def make_store(config: BrokerConfig, *, registry: CollectorRegistry) -> Store:
     return RedisStore.from_url(config.redis_url, num_wait_replicas=config.redis_wait_replicas, on_fault=faults.count)
 
 
-def make_hubs(store: Store, *, registry: CollectorRegistry, clock: Clock) -> Hubs:
+def make_hubs(
+    store: Store,
+    *,
+    registry: CollectorRegistry,
+    clock: Clock,
+    scheduler: str | None = None,
+    security: Security = NO_SECURITY,
+) -> Hubs:
     """The core of a broker over a store."""
-    return Hubs(store=store, clock=clock, metrics=BrokerMetrics(registry))
+    metrics = BrokerMetrics(registry)
+    forecaster = Forecaster(scheduler, security=security, clock=clock, on_answer=metrics.count_forecasts)
+    return Hubs(store=store, clock=clock, metrics=metrics, forecaster=forecaster)
 
 
 def make_server(hubs: Hubs, *, listen: str, security: Security) -> rpc.Server:
@@ -50,8 +60,9 @@ async def serve(config: BrokerConfig) -> None:
     """Serve until SIGTERM or SIGINT. Raises PortUnavailableError."""
     telemetry.serve_metrics(config.metrics_port)
     store = make_store(config, registry=REGISTRY)
-    hubs = make_hubs(store, registry=REGISTRY, clock=SystemClock())
-    server = make_server(hubs, listen=config.listen, security=Security.from_environment())
+    security = Security.from_environment()
+    hubs = make_hubs(store, registry=REGISTRY, clock=SystemClock(), scheduler=config.scheduler, security=security)
+    server = make_server(hubs, listen=config.listen, security=security)
     try:
         await rpc.run_until_stopped(
             server,
@@ -60,4 +71,5 @@ async def serve(config: BrokerConfig) -> None:
             before_stop=hubs.stop,
         )
     finally:
+        await hubs.forecaster.close()
         await store.close()

@@ -70,9 +70,12 @@ class BrokerService(broker_pb2_grpc.BrokerServiceServicer):
         check_bytes("prompts", request.ByteSize())
         hub = self._hubs.hub(request.run_id)
         retired = await hub.store.retired(request.run_id, [prompt.group_id for prompt in request.prompts])
+        forecasts = await self._hubs.forecaster.forecasts(request.run_id, request.prompts)
 
         def operation(state: RunState) -> broker_pb2.SubmitPromptsResponse:
-            errors = submission.submit(state, request.prompts, retired=retired, now_s=hub.clock.now_s())
+            errors = submission.submit(
+                state, request.prompts, retired=retired, now_s=hub.clock.now_s(), forecasts=forecasts
+            )
             num_queued = sum(state.num_waiting(purpose) for purpose in state.ready)
             is_full = any(error.reason == "QUEUE_FULL" for error in errors)
             return broker_pb2.SubmitPromptsResponse(
@@ -164,6 +167,7 @@ class BrokerService(broker_pb2_grpc.BrokerServiceServicer):
                 generators=generators,
                 waits=waits.waits(state, Present(generators=generators, worker_ids=workers), hub.clock.now_s()),
                 reward_worker_ids=workers,
+                dispatch_state=hub.dispatcher.describe(state, self._hubs.forecaster.state),
             )
 
         return await hub.transact(operation)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from types import MappingProxyType
 
 from google.rpc import code_pb2
 
@@ -15,12 +16,18 @@ from services.broker.validation import check_prompt
 
 
 def submit(
-    state: RunState, prompts: Sequence[types_pb2.Prompt], *, retired: Collection[str], now_s: float
+    state: RunState,
+    prompts: Sequence[types_pb2.Prompt],
+    *,
+    retired: Collection[str],
+    now_s: float,
+    forecasts: Mapping[str, float] = MappingProxyType({}),
 ) -> list[types_pb2.ItemError]:
     """Queue prompts; returns the refused ones. Ids seen before are accepted again without effect.
 
     Training and evaluation each may have `max_queued_groups` waiting: an evaluation that fills its share never keeps
-    training prompts out, and the other way round.
+    training prompts out, and the other way round. `forecasts` are expected completion lengths in tokens by group id,
+    where there are any.
     """
     if state.run.is_closed:
         raise RunClosedError(f"run {state.run.run_id!r} is closed", run_id=state.run.run_id)
@@ -38,7 +45,7 @@ def submit(
             errors.append(_queue_full(index, state))
             continue
         num_waiting[prompt.purpose] += 1
-        _add(state, prompt, now_s)
+        _add(state, prompt, now_s, forecasts.get(prompt.group_id))
     return errors
 
 
@@ -51,7 +58,7 @@ def _queue_full(index: int, state: RunState) -> types_pb2.ItemError:
     )
 
 
-def _add(state: RunState, prompt: types_pb2.Prompt, now_s: float) -> None:
+def _add(state: RunState, prompt: types_pb2.Prompt, now_s: float, predicted_tokens: float | None) -> None:
     run = state.run
     run.last_sequence += 1
     num_samples = prompt.group_size
@@ -65,7 +72,10 @@ def _add(state: RunState, prompt: types_pb2.Prompt, now_s: float) -> None:
         num_prompt_tokens=len(prompt.token_ids) // 4,
         submit_s=now_s,
         submit_version=run.policy_version,
-        samples=[SampleRecord(state=broker_pb2.SAMPLE_STATE_QUEUED) for _ in range(num_samples)],
+        samples=[
+            SampleRecord(state=broker_pb2.SAMPLE_STATE_QUEUED, predicted_tokens=predicted_tokens)
+            for _ in range(num_samples)
+        ],
     )
     if prompt.HasField("min_policy_version"):
         group.prompt_min_version = prompt.min_policy_version

@@ -90,6 +90,7 @@ class Load:
     """Most samples it should hold: slots and KV room."""
     max_leases: int
     """Leases it may be given now."""
+    max_context_tokens: float = float("inf")
     num_samples: int = 0
     longest_tokens: float = 0.0
     shortest_tokens: float = 0.0
@@ -116,11 +117,14 @@ class Load:
         self.sum_tokens += count * remaining_tokens
         self.sum_kv_tokens += count * kv_reads(remaining_tokens, context_tokens)
 
-    def finish_s(self, remaining_tokens: float = 0.0, context_tokens: float = 0.0) -> float:
-        """When everything it holds, and one more sample if given, is done: seconds from now."""
+    def finish_s(self, remaining_tokens: float = 0.0, context_tokens: float = 0.0, *, risk: float = 1.0) -> float:
+        """When everything it holds, and one more sample if given, is done: seconds from now.
+
+        `risk` is how many times longer than forecast the added sample may well be; it may then outlast the others.
+        """
         model = self.model
         sum_tokens = self.sum_tokens + remaining_tokens
-        num_steps = max(self.longest_tokens, remaining_tokens, sum_tokens / self.max_samples)
+        num_steps = max(self.longest_tokens, remaining_tokens * risk, sum_tokens / self.max_samples)
         kv_tokens = self.sum_kv_tokens + kv_reads(remaining_tokens, context_tokens)
         return model.base_s * num_steps + model.per_sample_s * sum_tokens + model.per_kv_token_s * kv_tokens
 

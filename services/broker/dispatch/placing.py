@@ -6,11 +6,14 @@ could not have done the whole queue, this sample included, before this generator
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 
 from services.broker.dispatch.latency import Load, level_s
 from services.broker.dispatch.types import Situation, Work
 
+RISK = 2.0
+"""Standard deviations: with a hundred samples a few are that much longer than forecast."""
 MIN_GAIN = 0.05
 """A sample is left to a busy generator only if that is sooner by this part: the model is not better than that."""
 
@@ -22,9 +25,12 @@ class EarliestFinish:
         asking: The load of the generator that asks.
         others: The loads of the rest. Both are filled up.
         queued_tokens: Tokens of everything that is queued.
+        length_error: Standard deviation of the logarithm of true length over forecast. Samples are placed as if they
+            were that much longer: one that turns out long must not do so on a slow generator.
     """
 
-    def __init__(self, asking: Load, others: Iterable[Load], *, queued_tokens: float) -> None:
+    def __init__(self, asking: Load, others: Iterable[Load], *, queued_tokens: float, length_error: float) -> None:
+        self._risk = math.exp(RISK * length_error)
         self._asking = asking
         self._others = [load for load in others if load.max_samples > 0]
         self._open = [load for load in self._others if load.room]
@@ -35,7 +41,12 @@ class EarliestFinish:
         """Over every generator and the whole queue; uses the situation's loads up."""
         asking = situation.loads[situation.asking]
         others = [load for load in situation.loads.values() if load is not asking]
-        return cls(asking, others, queued_tokens=situation.queue.sum_tokens(situation.mean_tokens))
+        return cls(
+            asking,
+            others,
+            queued_tokens=situation.queue.sum_tokens(situation.mean_tokens),
+            length_error=situation.length_error,
+        )
 
     @property
     def is_done(self) -> bool:
@@ -61,9 +72,11 @@ class EarliestFinish:
     def _best(self, work: Work) -> Load | None:
         """Where the next sample goes; None where it waits for a generator that is full now."""
         remaining, context = work.remaining_tokens, work.context_tokens
-        best, best_s = self._asking, self._asking.finish_s(remaining, context)
+        best, best_s = self._asking, self._asking.finish_s(remaining, context, risk=self._risk)
         for load in self._open:
-            finish_s = load.finish_s(remaining, context)
+            if context >= load.max_context_tokens:
+                continue
+            finish_s = load.finish_s(remaining, context, risk=self._risk)
             if finish_s < best_s:
                 best, best_s = load, finish_s
         if best is self._asking and self._is_sooner_elsewhere(work):
@@ -71,8 +84,10 @@ class EarliestFinish:
         return best
 
     def _is_sooner_elsewhere(self, work: Work) -> bool:
-        remaining, context = work.remaining_tokens, work.context_tokens
+        remaining, context = self._risk * work.remaining_tokens, work.context_tokens
         here_s = (1 - MIN_GAIN) * self._asking.sample_s(remaining, context)
         if self._others_level_s >= here_s:
             return False
-        return any(load.later_s(remaining, context) < here_s for load in self._others)
+        return any(
+            load.later_s(remaining, context) < here_s for load in self._others if context < load.max_context_tokens
+        )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from services.broker.dispatch.auto import Auto
 from services.broker.dispatch.fifo import Fifo
 from services.broker.dispatch.least_loaded import LeastLoaded
 from services.broker.dispatch.lpt import LongestFirst
@@ -20,5 +21,7 @@ def make_policy(name: str) -> DispatchPolicy:
             return LongestFirst()
         case "streamrl":
             return StreamRl()
+        case "auto":
+            return Auto()
         case _:
             raise ValueError(f"dispatch: no policy is called {name!r}")

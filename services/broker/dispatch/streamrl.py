@@ -61,7 +61,9 @@ class StreamRl:
             for generator_id, load in situation.loads.items()
             if load is not asking and (generator_id in self.long_tail_ids) == is_long_tail
         ]
-        placing = EarliestFinish(asking, beside, queued_tokens=own.sum_tokens(situation.mean_tokens))
+        placing = EarliestFinish(
+            asking, beside, queued_tokens=own.sum_tokens(situation.mean_tokens), length_error=situation.length_error
+        )
         return _OnePart(placing, threshold=self.threshold, is_long_tail=is_long_tail)
 
 

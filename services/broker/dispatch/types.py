@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Protocol
 
@@ -83,8 +83,19 @@ class Situation:
     """Whether lengths are forecast, so that their order means something."""
     has_speeds: bool
     """Whether anything is known of how fast the generators are."""
+    max_tokens: float = float("inf")
+    """No completion is longer."""
     length_error: float = 0.0
     """Standard deviation of the logarithm of true length over forecast, as seen so far."""
+
+    def copy(self) -> Situation:
+        """One that nobody else changes."""
+        return replace(
+            self,
+            loads={name: load.copy() for name, load in self.loads.items()},
+            queue=self.queue.merged(LengthCounts()),
+            under_way=self.under_way.merged(LengthCounts()),
+        )
 
 
 class Decision(Protocol):

@@ -1,0 +1,137 @@
+"""The fleet and the queue as dispatch sees them, from a run's records and what is known of its generators. Pure."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from itertools import islice
+from statistics import pstdev
+
+from penstock.v1 import types_pb2
+from services.broker.dispatch.latency import LatencyModel, Load
+from services.broker.dispatch.lengths import remaining_tokens
+from services.broker.dispatch.types import Situation
+from services.broker.run_state import RunState
+
+REFRESH_S = 0.25
+"""How old the picture of a generator's load may be; counting it anew costs about a microsecond a lease."""
+MAX_GROUPS_MEASURED = 128
+UNSEEN_FORECAST_ERROR = 0.35
+"""Error of forecasts while none was tested; StreamRL's ranker is about as good."""
+UNSEEN_LENGTH_ERROR = 0.8
+"""Spread of lengths that are not forecast, while none was seen."""
+UNSEEN_SHARE = 0.25
+"""Part of the most tokens allowed that a completion counts as while none was seen."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GeneratorStatus:
+    """A generator that takes work now."""
+
+    generator_id: str
+    model: LatencyModel
+    """Corrected by its measured rate."""
+    num_free: int
+    """Leases it could be given."""
+    max_context_tokens: int
+    is_speed_known: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SeenLengths:
+    """What finished samples tell about lengths."""
+
+    mean_tokens: float
+    error: float
+    """Standard deviation of the logarithm of true length over forecast, of the length itself where there is none."""
+
+
+class Fleet:
+    """Keeps the loads between one lease decision and the next; a hint, made anew from the records at any time."""
+
+    def __init__(self, seen: SeenLengths | None = None) -> None:
+        self._loads: dict[str, Load] = {}
+        self._refreshed_s = -math.inf
+        self._seen = seen
+
+    def mean_tokens(self, state: RunState) -> float:
+        """What a completion without a forecast is expected to have."""
+        return self._seen.mean_tokens if self._seen else UNSEEN_SHARE * state.limits.max_completion_tokens
+
+    def measure(self, state: RunState) -> None:
+        """Learn from the newest trained step; before the first from what is ready, which favours short samples."""
+        if state.trained:
+            self._seen = seen_lengths(state, state.trained[max(state.trained)]) or self._seen
+        elif self._seen is None:
+            self._seen = seen_lengths(state, state.ready[types_pb2.PURPOSE_TRAIN])
+
+    def situation(
+        self, state: RunState, statuses: Mapping[str, GeneratorStatus], asking: str, now_s: float
+    ) -> Situation:
+        """The picture for the generator that asks, which must be among `statuses`.
+
+        Its load is kept, and so remembers what it is given; the others' are copies.
+        """
+        mean_tokens = self.mean_tokens(state)
+        if now_s - self._refreshed_s >= REFRESH_S or self._loads.keys() != statuses.keys():
+            self._refreshed_s = now_s
+            self._loads = {name: load_of(state, status, mean_tokens) for name, status in statuses.items()}
+        for name, status in statuses.items():
+            self._loads[name].max_leases = status.num_free
+        has_forecasts = any(length for length, _ in state.queued_lengths.items())
+        unseen_error = UNSEEN_FORECAST_ERROR if has_forecasts else UNSEEN_LENGTH_ERROR
+        loads = {name: load if name == asking else load.copy() for name, load in self._loads.items()}
+        return Situation(
+            asking=asking,
+            loads=loads,
+            queue=state.queued_lengths,
+            under_way=state.leased_lengths,
+            mean_tokens=mean_tokens,
+            has_forecasts=has_forecasts,
+            has_speeds=any(status.is_speed_known for status in statuses.values()),
+            max_tokens=state.limits.max_completion_tokens,
+            length_error=self._seen.error if self._seen else unseen_error,
+        )
+
+
+def load_of(state: RunState, status: GeneratorStatus, mean_tokens: float) -> Load:
+    """What a generator holds, by the forecasts."""
+    held = state.generation_leases.get(status.generator_id, {})
+    lengths = list(_held_lengths(state, held.values(), mean_tokens))
+    mean_final = sum(sum(item) for item in lengths) / len(lengths) if lengths else mean_tokens
+    load = Load(
+        model=status.model,
+        max_samples=status.model.max_batch(mean_final),
+        max_leases=status.num_free,
+        max_context_tokens=status.max_context_tokens,
+    )
+    for remaining, context in lengths:
+        load.add(remaining, context)
+    load.max_leases = status.num_free
+    return load
+
+
+def _held_lengths(
+    state: RunState, held: Iterable[tuple[str, int]], mean_tokens: float
+) -> Iterable[tuple[float, float]]:
+    """Tokens to go and tokens of context of each leased sample."""
+    for group_id, index in held:
+        group = state.groups[group_id]
+        sample = group.samples[index]
+        expected = sample.predicted_tokens or mean_tokens
+        yield remaining_tokens(expected, sample.num_tokens), group.num_prompt_tokens + sample.num_tokens
+
+
+def seen_lengths(state: RunState, group_ids: Iterable[str]) -> SeenLengths | None:
+    """Lengths among these groups, a bounded number of them; None when there are none."""
+    lengths: list[int] = []
+    errors: list[float] = []
+    for group_id in islice(group_ids, MAX_GROUPS_MEASURED):
+        for sample in state.groups[group_id].samples:
+            if sample.num_tokens and sample.finish_reason:
+                lengths.append(sample.num_tokens)
+                errors.append(math.log(sample.num_tokens / (sample.predicted_tokens or 1.0)))
+    if not lengths:
+        return None
+    return SeenLengths(mean_tokens=sum(lengths) / len(lengths), error=pstdev(errors))

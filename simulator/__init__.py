@@ -1,0 +1,1 @@
+"""Runs the services' own pure cores on a virtual clock, without sockets, stores or engines."""

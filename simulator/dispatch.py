@@ -1,0 +1,278 @@
+"""One step of a run under a dispatch policy, on a virtual clock: how long until every sample is decoded.
+
+The queue is a real `RunState`; leases are chosen by `generation.lease` through the policies and the picture of the
+fleet (`services.broker.fleet`) that a broker uses; only the generators pretend. Admission is kept out of the way.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import fmean, pstdev
+
+from penstock.v1 import broker_pb2, types_pb2
+from services.broker import generation, moves, submission
+from services.broker.chunks import ChunkFacts
+from services.broker.dispatch.latency import LatencyModel
+from services.broker.dispatch.registry import make_policy
+from services.broker.fleet import Fleet, GeneratorStatus, SeenLengths
+from services.broker.generation import Choice, GeneratorFacts, Grant
+from services.broker.opening import create_run
+from services.broker.run_state import RunState
+from simulator.fleet import Engine, PretendGenerator
+
+REVIEW_EVERY_S = 1.0
+GIVE_UP_S = 60.0
+ASK_AGAIN_S = 0.25
+"""After a generator was left without work; as in the broker's lease stream."""
+_MAX_CONTEXT_TOKENS = 1 << 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scenario:
+    """A fleet and the samples of one step."""
+
+    name: str
+    generators: Sequence[PretendGenerator]
+    lengths: Sequence[Sequence[int]]
+    """True completion lengths, by group and sample; every group has as many."""
+    forecasts: Sequence[float | None]
+    """By group."""
+    num_prompt_tokens: int = 128
+    flush_every_s: float = 2.0
+    """How often generators report their tokens."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Report:
+    """What became of a scenario."""
+
+    makespan_s: float
+    busy_share: float
+    """Part of the makespan that a generator was decoding, mean over the fleet."""
+    num_moves: int
+
+
+def simulate(scenario: Scenario, policy_name: str, *, can_move: bool = True) -> Report:
+    """Run a scenario to its end, with or without moves of leased work."""
+    return _Simulation(scenario, policy_name, can_move=can_move).run()
+
+
+def lower_bound_s(scenario: Scenario) -> float:
+    """No policy is sooner: the longest sample alone on the quickest generator, or all tokens at every one's best rate.
+
+    KV reads are left out of both, so the bound is not tight where they matter.
+    """
+    models = [generator.model for generator in scenario.generators]
+    lengths = [length for group in scenario.lengths for length in group]
+    rate = sum(model.max_samples / model.step_s(model.max_samples) for model in models)
+    return max(max(lengths) * min(model.step_s(1) for model in models), sum(lengths) / rate)
+
+
+class _Simulation:
+    """One run of one scenario."""
+
+    def __init__(self, scenario: Scenario, policy_name: str, *, can_move: bool) -> None:
+        self._can_move = can_move
+        self._num_moves = 0
+        self._ask_again_s: dict[str, float] = {}
+        self._scenario = scenario
+        self._policy = make_policy(policy_name)
+        self._fleet = Fleet(_seen_before(scenario))
+        self._engines = {item.generator_id: Engine(item.model) for item in scenario.generators}
+        self._numbers = itertools.count()
+        self._last_end_s = 0.0
+        self._lengths = {f"g{index}": group for index, group in enumerate(scenario.lengths)}
+        self._state = _open(scenario, policy_name)
+
+    def run(self) -> Report:
+        """To the last token."""
+        now_s, next_review_s, next_flush_s = 0.0, 0.0, self._scenario.flush_every_s
+        while True:
+            if now_s >= next_review_s:
+                self._review(now_s)
+                self._move(now_s)
+                next_review_s = now_s + REVIEW_EVERY_S
+            self._lease(now_s)
+            end_s = min(engine.next_end_s for engine in self._engines.values())
+            if end_s == math.inf and not self._state.queue:
+                break
+            if end_s == math.inf and now_s > self._last_end_s + GIVE_UP_S:
+                raise RuntimeError(f"{self._policy.name} left {len(self._state.queue)} groups in the queue for ever")
+            now_s = min(end_s, next_review_s, next_flush_s)
+            self._advance(now_s)
+            if now_s >= next_flush_s:
+                self._flush(now_s)
+                next_flush_s = now_s + self._scenario.flush_every_s
+        busy_s = sum(engine.busy_s for engine in self._engines.values())
+        return Report(
+            makespan_s=self._last_end_s,
+            busy_share=busy_s / (self._last_end_s * len(self._engines)),
+            num_moves=self._num_moves,
+        )
+
+    def _advance(self, now_s: float) -> None:
+        for name, engine in self._engines.items():
+            for grant in engine.advance(now_s):
+                self._last_end_s = now_s
+                group_id, index = grant.sample
+                self._accept(name, grant, self._lengths[group_id][index], now_s, is_finished=True)
+
+    def _flush(self, now_s: float) -> None:
+        for name, engine in self._engines.items():
+            for grant in engine.running:
+                self._accept(name, grant, engine.num_tokens(grant.lease_id), now_s, is_finished=False)
+
+    def _accept(self, name: str, grant: Grant, num_tokens: int, now_s: float, *, is_finished: bool) -> None:
+        group_id, index = grant.sample
+        stored = self._state.groups[group_id].samples[index].num_tokens
+        if num_tokens == stored and not is_finished:
+            return
+        chunk = ChunkFacts(
+            group_id=group_id,
+            sample_index=index,
+            attempt=grant.attempt,
+            lease_id=grant.lease_id,
+            offset=stored,
+            num_tokens=num_tokens - stored,
+            finish_reason=types_pb2.FINISH_REASON_STOP if is_finished else types_pb2.FINISH_REASON_UNSPECIFIED,
+            min_version=0,
+            max_version=0,
+            fault="",
+            payload=b"",
+        )
+        errors = generation.accept_chunks(self._state, name, [chunk], now_s)
+        if errors:
+            raise RuntimeError(f"the broker refused a chunk: {errors[0]}")
+        self._state.settle()
+
+    def _review(self, now_s: float) -> None:
+        if self._state.queue:
+            self._fleet.measure(self._state)
+            statuses = self._statuses()
+            self._policy.review(self._fleet.situation(self._state, statuses, min(statuses), now_s))
+
+    def _lease(self, now_s: float) -> None:
+        for name, engine in self._engines.items():
+            num_free = engine.model.max_samples - engine.num_held
+            if num_free <= 0 or not self._state.queue or now_s < self._ask_again_s.get(name, 0.0):
+                continue
+            choice = generation.EVERYTHING
+            if self._policy.needs_situation:
+                situation = self._fleet.situation(self._state, self._statuses(), name, now_s)
+                decision = self._policy.decide(situation)
+                choice = Choice(order=self._policy.order, decision=decision, mean_tokens=situation.mean_tokens)
+            found = generation.lease(
+                self._state, _facts(name), max_leases=num_free, now_s=now_s, make_suffix=self._suffix, choice=choice
+            )
+            self._state.settle()
+            for grant in found.grants:
+                self._begin(engine, grant)
+            if not found.grants:
+                self._ask_again_s[name] = now_s + ASK_AGAIN_S
+
+    def _move(self, now_s: float) -> None:
+        """Let idle generators take over, as a lease stream does once a second when it finds nothing to lease."""
+        for name, engine in self._engines.items():
+            if not self._can_move or now_s == 0.0 or engine.num_held >= engine.model.max_samples or self._state.queue:
+                continue
+            self._flush(now_s)
+            situation = self._fleet.situation(self._state, self._statuses(), name, now_s)
+            grants = moves.take_over(
+                self._state,
+                _facts(name),
+                situation,
+                num_waiting={other: self._engines[other].num_waiting for other in self._engines},
+                now_s=now_s,
+                make_suffix=self._suffix,
+            )
+            self._state.settle()
+            for grant in grants:
+                self._num_moves += 1
+                for other in self._engines.values():
+                    other.abort(grant.sample)
+                self._begin(engine, grant)
+
+    def _begin(self, engine: Engine, grant: Grant) -> None:
+        group_id, index = grant.sample
+        engine.begin(grant, context_tokens=self._scenario.num_prompt_tokens, length=self._lengths[group_id][index])
+
+    def _statuses(self) -> dict[str, GeneratorStatus]:
+        return {
+            item.generator_id: GeneratorStatus(
+                generator_id=item.generator_id,
+                model=item.model if item.is_stated else self._measured(self._engines[item.generator_id]),
+                num_free=item.model.max_samples - self._engines[item.generator_id].num_held,
+                max_context_tokens=_MAX_CONTEXT_TOKENS,
+                is_speed_known=item.is_stated or self._engines[item.generator_id].num_steps > 0,
+            )
+            for item in self._scenario.generators
+        }
+
+    def _measured(self, engine: Engine) -> LatencyModel:
+        """What a broker makes of the rates of a generator that states nothing: the default curve, scaled."""
+        default = LatencyModel(max_samples=engine.model.max_samples)
+        if not engine.num_running:
+            return default
+        return default.scaled(engine.step_s / default.step_s(engine.num_running))
+
+    def _suffix(self) -> str:
+        return f"{next(self._numbers):06x}"
+
+
+def _seen_before(scenario: Scenario) -> SeenLengths:
+    """What a broker knows of lengths from the steps before: the same distribution."""
+    pairs = [
+        (length, forecast or 1.0)
+        for group, forecast in zip(scenario.lengths, scenario.forecasts, strict=True)
+        for length in group
+    ]
+    return SeenLengths(
+        mean_tokens=fmean(length for length, _ in pairs),
+        error=pstdev(math.log(length / forecast) for length, forecast in pairs),
+    )
+
+
+def _facts(generator_id: str) -> GeneratorFacts:
+    return GeneratorFacts(
+        generator_id=generator_id,
+        policy_version=0,
+        max_context_tokens=_MAX_CONTEXT_TOKENS,
+        longest_context_tokens=_MAX_CONTEXT_TOKENS,
+    )
+
+
+def _open(scenario: Scenario, policy_name: str) -> RunState:
+    """A run whose first step is the scenario, everything admitted."""
+    state = RunState()
+    group_size = len(scenario.lengths[0])
+    longest = max(length for group in scenario.lengths for length in group)
+    limits = broker_pb2.RunLimits(
+        groups_per_step=len(scenario.lengths),
+        group_size=group_size,
+        max_staleness=0,
+        max_queued_groups=len(scenario.lengths),
+        max_completion_tokens=longest,
+    )
+    # Leases never expire here: nobody dies.
+    limits.generation_lease.FromSeconds(3600)
+    policy = broker_pb2.RunPolicy(dispatch=policy_name)
+    create_run(state, broker_pb2.OpenRunRequest(run_id="simulated", limits=limits, policy=policy), 0.0)
+    prompts = [
+        types_pb2.Prompt(
+            group_id=f"g{index}",
+            token_ids=bytes(4 * scenario.num_prompt_tokens),
+            group_size=group_size,
+            sampling=types_pb2.SamplingParams(max_new_tokens=longest, temperature=1.0),
+            purpose=types_pb2.PURPOSE_TRAIN,
+        )
+        for index in range(len(scenario.lengths))
+    ]
+    forecasts = {f"g{index}": value for index, value in enumerate(scenario.forecasts) if value}
+    errors = submission.submit(state, prompts, retired=(), now_s=0.0, forecasts=forecasts)
+    if errors:
+        raise ValueError(f"scenario {scenario.name}: {errors[0].message}")
+    state.settle()
+    return state

@@ -1,0 +1,116 @@
+"""Scenarios of dispatch: unlike fleets, long-tailed lengths, forecasts of every quality. Everything from a seed."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import replace
+
+from services.broker.dispatch.latency import LatencyModel
+from simulator.dispatch import Scenario
+from simulator.fleet import PretendGenerator
+
+STREAMRL_HISTOGRAM = (
+    *(0.125, 0.169, 0.121, 0.116, 0.077, 0.0615, 0.0527, 0.0303, 0.0332, 0.0215),
+    *(0.0156, 0.0224, 0.0156, 0.0049, 0.0068, 0.0039, 0.0068, 0.0029, 0.0127, 0.0078),
+    *(0.0078, 0.0195, 0.0059, 0.0068, 0.0078, 0.0107, 0.0088, 0.0107, 0.0059, 0.0088),
+)
+"""StreamRL (Zhong et al. 2025), Figure 7: completion lengths of a reasoning model, 30 bins of 635.2 from 828 tokens."""
+WITHIN_GROUP_SIGMA = 0.25
+"""Of the logarithm of a sample's length over its prompt's."""
+_BIN_TOKENS, _FIRST_TOKENS = 635.2, 828.0
+
+
+def lognormal_lengths(rng: random.Random, *, median: float, sigma: float, most: int, count: int) -> list[int]:
+    """Lengths whose logarithm is normal, cut off at `most`."""
+    return [max(1, min(most, round(median * rng.lognormvariate(0.0, sigma)))) for _ in range(count)]
+
+
+def histogram_lengths(rng: random.Random, *, scale: float, count: int) -> list[int]:
+    """Lengths of StreamRL's histogram, even inside a bin, times `scale`."""
+    bins = rng.choices(range(len(STREAMRL_HISTOGRAM)), weights=STREAMRL_HISTOGRAM, k=count)
+    return [max(1, round(scale * (_FIRST_TOKENS + _BIN_TOKENS * (index + rng.random())))) for index in bins]
+
+
+def _even(count: int, model: LatencyModel, *, is_stated: bool = True, first: int = 0) -> list[PretendGenerator]:
+    return [
+        PretendGenerator(generator_id=f"gen-{first + index}", model=model, is_stated=is_stated)
+        for index in range(count)
+    ]
+
+
+_H800 = LatencyModel(max_samples=256)
+"""StreamRL's Figure 6 as a line."""
+
+
+def fleets() -> dict[str, list[PretendGenerator]]:
+    """Fleets by name."""
+    narrow = replace(_H800, max_samples=48)
+    small = LatencyModel(base_s=0.016, per_sample_s=0.0002, max_samples=32)
+    big = LatencyModel(base_s=0.005, per_sample_s=0.00004, max_samples=256)
+    reads = replace(_H800, per_kv_token_s=1.5e-8, kv_capacity_tokens=400_000, prefill_tokens_per_second=20_000.0)
+    cpu = LatencyModel(base_s=0.0006, per_sample_s=0.0001, max_samples=128)
+    return {
+        "8 alike": _even(8, _H800),
+        "8 alike, 48 slots": _even(8, narrow),
+        "7 and 1 at a fifth": [*_even(7, narrow), *_even(1, narrow.scaled(5.0), first=7)],
+        "4 and 4 at 40 %": [*_even(4, _H800), *_even(4, _H800.scaled(2.5), first=4)],
+        "2 big, 6 small": [*_even(2, big), *_even(6, small, first=2)],
+        "6 bound by KV": _even(6, reads),
+        "4 unstated": _even(4, narrow.scaled(1.7), is_stated=False),
+        "2 CPUs": _even(2, cpu),
+    }
+
+
+def workloads(rng: random.Random, *, num_groups: int, group_size: int) -> dict[str, list[list[int]]]:
+    """Lengths by group and sample, by name; samples of a prompt vary around its own length."""
+    bases = {
+        "reasoning": histogram_lengths(rng, scale=0.5, count=num_groups),
+        "lognormal": lognormal_lengths(rng, median=1200, sigma=0.9, most=16_384, count=num_groups),
+        "short": lognormal_lengths(rng, median=33, sigma=0.8, most=256, count=num_groups),
+    }
+    return {
+        name: [
+            [max(1, round(base * rng.lognormvariate(0.0, WITHIN_GROUP_SIGMA))) for _ in range(group_size)]
+            for base in lengths
+        ]
+        for name, lengths in bases.items()
+    }
+
+
+FORECASTS: dict[str, float | None] = {"exact": 0.0, "good": 0.25, "poor": 0.7, "none": None}
+"""Standard deviation of the logarithm of forecast over the prompt's mean length; None: no forecast."""
+
+
+def make_scenario(*, fleet: str, workload: str, forecast: str, num_groups: int, group_size: int, seed: int) -> Scenario:
+    """One scenario of the grid."""
+    rng = random.Random(f"{fleet}/{workload}/{forecast}/{seed}")
+    lengths = workloads(rng, num_groups=num_groups, group_size=group_size)[workload]
+    sigma = FORECASTS[forecast]
+    forecasts = [
+        None if sigma is None else sum(group) / len(group) * rng.lognormvariate(0.0, sigma) for group in lengths
+    ]
+    return Scenario(
+        name=f"{fleet}, {workload}, {forecast}",
+        generators=fleets()[fleet],
+        lengths=lengths,
+        forecasts=forecasts,
+        flush_every_s=max(0.2, max(max(group) for group in lengths) * 0.01 / 20),
+    )
+
+
+def grid(*, num_groups: int, group_size: int, seed: int) -> Sequence[Scenario]:
+    """Every fleet with every workload and every quality of forecast."""
+    return [
+        make_scenario(
+            fleet=fleet,
+            workload=workload,
+            forecast=forecast,
+            num_groups=num_groups,
+            group_size=group_size,
+            seed=seed,
+        )
+        for fleet in fleets()
+        for workload in ("reasoning", "lognormal", "short")
+        for forecast in FORECASTS
+    ]
