@@ -48,7 +48,7 @@ class _ErrorReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ErrorReas
     ERROR_REASON_VERSION_CONFLICT: _ErrorReason.ValueType  # 8
     """[FAILED_PRECONDITION] The step does not follow the run's policy version. Re-open the run."""
     ERROR_REASON_RUN_CONFLICT: _ErrorReason.ValueType  # 9
-    """[FAILED_PRECONDITION] The run exists with other limits. Use another run id, or the same limits."""
+    """[FAILED_PRECONDITION] The run exists with other limits or another policy. Use another run id, or the same ones."""
     ERROR_REASON_RUN_CLOSED: _ErrorReason.ValueType  # 10
     """[FAILED_PRECONDITION] The run is closed. Stop."""
     ERROR_REASON_UNAVAILABLE: _ErrorReason.ValueType  # 11
@@ -90,7 +90,7 @@ ERROR_REASON_STALE: ErrorReason.ValueType  # 7
 ERROR_REASON_VERSION_CONFLICT: ErrorReason.ValueType  # 8
 """[FAILED_PRECONDITION] The step does not follow the run's policy version. Re-open the run."""
 ERROR_REASON_RUN_CONFLICT: ErrorReason.ValueType  # 9
-"""[FAILED_PRECONDITION] The run exists with other limits. Use another run id, or the same limits."""
+"""[FAILED_PRECONDITION] The run exists with other limits or another policy. Use another run id, or the same ones."""
 ERROR_REASON_RUN_CLOSED: ErrorReason.ValueType  # 10
 """[FAILED_PRECONDITION] The run is closed. Stop."""
 ERROR_REASON_UNAVAILABLE: ErrorReason.ValueType  # 11
