@@ -5,11 +5,24 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 
 import pytest
+from prometheus_client import CollectorRegistry
 
 from penstock.errors import InvalidFieldError, RunConflictError
 from penstock.v1 import broker_pb2, types_pb2
+from services.broker import hubs
 from services.broker.memory_store import MemoryStore
-from tests.helpers.broker import RUN, Generator, RunningBroker, Trainer, Worker, chunk, prompt, result, serving
+from tests.helpers.broker import (
+    RUN,
+    Generator,
+    RunningBroker,
+    Trainer,
+    Worker,
+    chunk,
+    eventually,
+    prompt,
+    result,
+    serving,
+)
 from tests.helpers.steps import train_step
 
 
@@ -143,3 +156,21 @@ async def test_groups_without_variance_never_reach_the_trainer(broker: RunningBr
     trainer = Trainer.connect(broker.channel)
     assert [group.prompt.group_id for group in await trainer.groups(1)] == ["mixed"]
     assert dict((await broker.audit()).dropped) == {"zero_variance": 2}
+
+
+async def test_the_gauges_by_length_follow_the_books(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hubs, "BOOKS_EVERY_S", 0.0)
+    registry = CollectorRegistry()
+
+    async def counts() -> bool:
+        names = ("penstock_broker_samples_trained_by_length", "penstock_broker_samples_dropped")
+        labels = ({"run": RUN, "max_tokens": "4"}, {"run": RUN, "max_tokens": "0", "reason": "poisoned"})
+        found = [registry.get_sample_value(name, label) for name, label in zip(names, labels, strict=True)]
+        return found == [4, 2]
+
+    async with serving(MemoryStore(), registry=registry) as broker:
+        await broker.open()
+        await train_step(broker, "a", "b")
+        await broker.submit(prompt("c"))
+        await broker.call("DropGroups", broker_pb2.DropGroupsRequest(run_id=RUN, group_ids=["c"], reason="poisoned"))
+        await eventually(counts)

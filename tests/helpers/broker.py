@@ -321,10 +321,14 @@ class RunningBroker:
 
 @asynccontextmanager
 async def serving(
-    store: Store, *, clock: Clock | None = None, listen: str = "127.0.0.1:0"
+    store: Store,
+    *,
+    clock: Clock | None = None,
+    listen: str = "127.0.0.1:0",
+    registry: CollectorRegistry | None = None,
 ) -> AsyncIterator[RunningBroker]:
     """A broker over `store`, on a free port if none is given, its caretaker running."""
-    hubs = make_hubs(store, registry=CollectorRegistry(), clock=clock or SystemClock())
+    hubs = make_hubs(store, registry=registry or CollectorRegistry(), clock=clock or SystemClock())
     server = make_server(hubs, listen=listen, security=NO_SECURITY)
     port = await server.start()
     caretaker = asyncio.create_task(hubs.care(server.set_serving))
