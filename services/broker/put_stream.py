@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import ExitStack
 
 from google.protobuf.duration_pb2 import Duration
 
-from penstock.errors import InvalidFieldError
-from penstock.v1 import broker_pb2
+from penstock.errors import InvalidFieldError, StaleError
+from penstock.v1 import broker_pb2, types_pb2
 from services.broker import putting
 from services.broker.hub import RunHub
 from services.broker.hubs import Hubs
@@ -95,9 +95,18 @@ async def store(hub: RunHub, put_id: str, put: Put) -> _Response:
     return _Response(
         put_id=put_id,
         num_samples=outcome.num_samples,
-        errors=outcome.errors,
+        errors=await _without_retired(hub, put, outcome.errors),
         retry_delay=RETRY_DELAY if outcome.is_full else None,
     )
+
+
+async def _without_retired(
+    hub: RunHub, put: Put, errors: Sequence[types_pb2.ItemError]
+) -> Sequence[types_pb2.ItemError]:
+    """Refusals of groups that the run had before and gave up are none: a repetition is accepted without effect."""
+    late = [put.groups[error.index].group_id for error in errors if error.reason == StaleError.reason]
+    retired = await hub.store.retired(hub.run_id, late) if late else frozenset()
+    return [error for error in errors if put.groups[error.index].group_id not in retired]
 
 
 async def _forget(answers: asyncio.Queue[asyncio.Task[_Response]]) -> None:

@@ -61,3 +61,19 @@ async def test_groups_are_put_handed_out_as_they_were_and_trained(store: Store) 
             books = await broker.audit()
             assert (books.submitted, books.trained, books.in_flight) == (8, 8, 0)
             assert await ack(broker, ["d", "c", "b", "a"], 1) == acked
+
+
+async def test_a_repetition_of_a_group_that_was_given_up_meanwhile_is_no_error(store: Store) -> None:
+    """Its answer was lost; that the run would take no more groups now does not make it a refusal."""
+    async with serving(store) as broker:
+        await broker.open(groups_per_step=1)
+        [first, second] = groups("a", "b")
+        async with producing(broker) as producer:
+            assert (await producer.put([first])).num_samples == 2
+            request = broker_pb2.DropGroupsRequest(run_id=RUN, group_ids=["a"], reason="unwanted")
+            await broker.call("DropGroups", request)
+            assert (await producer.put([second])).num_samples == 2
+            again = await producer.put([first])
+            assert (again.num_samples, again.refused) == (0, [])
+            [third] = groups("c")
+            assert len((await producer.put([third])).refused) == 1

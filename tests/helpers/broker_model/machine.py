@@ -22,6 +22,7 @@ from tests.helpers.broker import duration
 from tests.helpers.broker_model.generator import ModelGenerator
 from tests.helpers.broker_model.invariants import check_all
 from tests.helpers.broker_model.process import Backing
+from tests.helpers.broker_model.producer import ModelProducer
 from tests.helpers.broker_model.trainer import ModelTrainer
 from tests.helpers.broker_model.worker import ModelWorker
 from tests.helpers.broker_model.world import RUN, Setting, World, settle
@@ -98,6 +99,7 @@ class BrokerMachine(RuleBasedStateMachine):
         self.trainer = ModelTrainer(world)
         self.generators = [ModelGenerator(world, number) for number in range(NUM_GENERATORS)]
         self.workers = [ModelWorker(world, number) for number in range(NUM_WORKERS)]
+        self.producer = ModelProducer(world)
         self.world = world
         await self.trainer.open()
 
@@ -275,6 +277,42 @@ class BrokerMachine(RuleBasedStateMachine):
     @rule(number=workers)
     def lose_a_worker(self, number: int) -> None:
         self.run(self.workers[number].die())
+
+    # -- producers -----------------------------------------------------------------------------------------------------
+
+    @rule(num_groups=st.integers(1, 2), lag=st.integers(0, 1), is_equal=st.booleans())
+    def put(self, num_groups: int, lag: int, is_equal: bool) -> None:
+        num_groups = min(num_groups, self.world.limits.groups_per_step)
+        version = max(0, self.trainer.memory.version - lag)
+        self.run(self.producer.put(self.producer.make(num_groups, version, is_equal=is_equal)))
+
+    @rule(place=st.integers(0, 7), is_renamed=st.booleans())
+    def put_again(self, place: int, is_renamed: bool) -> None:
+        """The same groups once more, in the same request or in another."""
+        if self.producer.sent:
+            self.run(self._put_again(self.producer.sent[place % len(self.producer.sent)], is_renamed))
+
+    async def _put_again(self, request: broker_pb2.PutTrajectoriesRequest, is_renamed: bool) -> None:
+        before = await self.world.audit()
+        known = {group.prompt.group_id for group in types_pb2.TrajectoryGroups.FromString(request.groups).groups}
+        again = broker_pb2.PutTrajectoriesRequest()
+        again.CopyFrom(request)
+        again.put_id += "-again" if is_renamed else ""
+        is_all_known = known <= self.world.truth.submitted.keys()
+        response = await self.producer.put(again)
+        if is_all_known:
+            assert (response.num_samples, len(response.errors)) == (0, 0)
+            assert (await self.world.audit()).submitted == before.submitted
+
+    @rule(accepts=st.booleans())
+    def change_the_trainers_reading(self, accepts: bool) -> None:
+        """A trainer that reads packed groups, or one that does not, takes the place of this one."""
+
+        async def change() -> None:
+            await self.trainer.reconnect()
+            self.trainer.accepts_packed_groups = accepts
+
+        self.run(change())
 
     # -- brokers, the store, time --------------------------------------------------------------------------------------
 

@@ -38,6 +38,15 @@ def attempt_of(key: types_pb2.SampleKey) -> Attempt:
     return (key.group_id, key.sample_index, key.attempt)
 
 
+def arrays_of(tokens: Content) -> tuple[bytes, bytes, types_pb2.VersionRuns]:
+    """Token ids, log-probs and versions as they cross the wire."""
+    return (
+        int32_bytes([token.serial for token in tokens]),
+        float32_bytes([token.logprob for token in tokens]),
+        encode_versions([token.version for token in tokens]),
+    )
+
+
 def chunk_of(
     lease_id: str,
     key: types_pb2.SampleKey,
@@ -46,13 +55,14 @@ def chunk_of(
     finish: types_pb2.FinishReason.ValueType,
 ) -> types_pb2.TokenChunk:
     """Tokens as a generator sends them."""
+    token_ids, logprobs, versions = arrays_of(tokens)
     return types_pb2.TokenChunk(
         key=key,
         lease_id=lease_id,
         offset=offset,
-        token_ids=int32_bytes([token.serial for token in tokens]),
-        logprobs=float32_bytes([token.logprob for token in tokens]),
-        policy_versions=encode_versions([token.version for token in tokens]),
+        token_ids=token_ids,
+        logprobs=logprobs,
+        policy_versions=versions,
         finish_reason=finish,
         text="done" if finish else "",
     )
@@ -87,8 +97,8 @@ class Truth:
     """What may be stored of a sample; one content where nothing is unsure."""
     scores: dict[Attempt, set[float]] = field(default_factory=dict)
     """Scores that may be stored."""
-    dropped: set[str] = field(default_factory=set)
-    """Groups given up on purpose."""
+    put: dict[str, types_pb2.TrajectoryGroup] = field(default_factory=dict)
+    """Groups that came finished, as they were sent."""
 
     def sent(self, sample: Attempt, offset: int, tokens: Content) -> None:
         """These tokens are on their way: from now on they may be stored."""
