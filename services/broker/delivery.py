@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from penstock.errors import (
     InvalidFieldError,
     LeaseLostError,
+    ServiceUnavailableError,
     StaleError,
     UnknownSampleError,
     VersionConflictError,
@@ -37,22 +38,30 @@ class Consumer:
     consumer_id: str
     purpose: types_pb2.Purpose.ValueType
     stream_id: str
+    number: int = 0
+    """How many streams the consumer had before; given by `attach`."""
 
     @property
     def key(self) -> str:
         """Which streams replace one another."""
         return f"{self.purpose}:{self.consumer_id}"
 
+    @property
+    def mark(self) -> str:
+        """What the run remembers of its newest stream."""
+        return f"{self.number}.{self.stream_id}"
 
-def attach(state: RunState, consumer: Consumer, *, held: Collection[str]) -> int:
-    """A stream begins: it replaces the consumer's older ones; returns the number of groups handed back.
+
+def attach(state: RunState, consumer: Consumer, *, held: Collection[str]) -> Consumer:
+    """A stream begins: it replaces the consumer's older ones; returns the consumer with its number.
 
     Groups the consumer was handed but does not name are ready again. Groups it names that the broker thinks are ready
     (its store lost the delivery) are marked as handed over, so that they are not handed out twice.
     """
     if consumer.key not in state.run.streams and len(state.run.streams) >= MAX_CONSUMERS:
         raise InvalidFieldError(f"hello.consumer_id: the run has {MAX_CONSUMERS} consumers", field="hello.consumer_id")
-    state.run.streams[consumer.key] = consumer.stream_id
+    consumer = replace(consumer, number=_number(state, consumer) + 1)
+    state.run.streams[consumer.key] = consumer.mark
     lost = [
         group_id
         for group_id in state.delivered[consumer.purpose]
@@ -62,22 +71,39 @@ def attach(state: RunState, consumer: Consumer, *, held: Collection[str]) -> int
         hand_back(state, group_id)
     for group_id in state.ready[consumer.purpose].intersection(held):
         _hand_over(state, group_id, consumer.consumer_id)
-    num_lost = len(lost)
     if consumer.purpose == types_pb2.PURPOSE_TRAIN:
-        num_lost += parcels.attach(state, consumer.consumer_id, held)
-    return num_lost
+        parcels.attach(state, consumer.consumer_id, held)
+    return consumer
+
+
+def check_attached(state: RunState, consumer: Consumer) -> None:
+    """Whether a stream is still its consumer's newest one.
+
+    Raises:
+        LeaseLostError: a newer stream has taken over: what this one sent would be lost.
+        ServiceUnavailableError: the store lost its last commits, the stream's beginning among them. The consumer must
+            say hello again, with what it holds; nobody else knows.
+    """
+    if state.run.streams.get(consumer.key) == consumer.mark:
+        return
+    if _number(state, consumer) < consumer.number:
+        raise ServiceUnavailableError(f"the store lost the beginning of {consumer.consumer_id!r}'s stream: reconnect")
+    raise LeaseLostError(f"a newer stream of {consumer.consumer_id!r} has taken over")
+
+
+def _number(state: RunState, consumer: Consumer) -> int:
+    """The number of the consumer's newest stream; 0 when it has none."""
+    number = state.run.streams.get(consumer.key, "").partition(".")[0]
+    return int(number) if number.isdecimal() else 0
 
 
 def deliver(state: RunState, consumer: Consumer, *, max_groups: int, target_tokens: int) -> list[str]:
     """Hand ready groups to a consumer; returns what was chosen, in order: ids of groups, and names of parcels.
 
-    Too stale groups are dropped instead.
-
-    Raises LeaseLostError when a newer stream of the consumer has taken over: what this one sent would be lost.
+    Too stale groups are dropped instead. Raises what `check_attached` raises.
     """
     purpose = consumer.purpose
-    if state.run.streams[consumer.key] != consumer.stream_id:
-        raise LeaseLostError(f"a newer stream of {consumer.consumer_id!r} has taken over")
+    check_attached(state, consumer)
     if purpose == types_pb2.PURPOSE_TRAIN:
         drops.drop_stale(state)
     ready = [_ready_group(state, state.groups[group_id]) for group_id in state.ready[purpose]]

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
 import secrets
-import time
 from collections.abc import AsyncIterator, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
@@ -106,28 +106,31 @@ class MicrobatchStream:
 
     async def serve(self, requests: AsyncIterator[broker_pb2.StreamMicrobatchesRequest]) -> AsyncIterator[_Response]:
         """Everything the stream sends, until the run is closed or the client goes."""
-        await self._hub.transact(self._attach)
+        self._consumer = await self._hub.transact(self._attach)
         # Loop time, not the clock's: this paces the stream and decides nothing about the run.
-        last_sent_s = time.monotonic()
+        loop = asyncio.get_running_loop()
+        last_sent_s = loop.time()
         with self._hub.listening() as wake:
             async with Intake(requests, self._on_request, wake) as intake:
                 while not intake.is_ended:
                     self._hubs.check_serving()
                     for frame in await self._microbatches():
-                        last_sent_s = time.monotonic()
+                        last_sent_s = loop.time()
                         yield frame
-                    if self._hub.copy is not None and self._hub.copy.run.is_closed:
-                        return
-                    if time.monotonic() - last_sent_s >= WAITING_EVERY_S:
-                        last_sent_s = time.monotonic()
+                    if self._hub.copy is not None:
+                        if self._hub.copy.run.is_closed:
+                            return
+                        delivery.check_attached(self._hub.copy, self._consumer)
+                    if loop.time() - last_sent_s >= WAITING_EVERY_S:
+                        last_sent_s = loop.time()
                         yield await self._waiting()
                     await wait_for_event(wake, WAITING_EVERY_S)
                 intake.check()
 
-    def _attach(self, state: RunState) -> None:
+    def _attach(self, state: RunState) -> Consumer:
         if state.run.is_closed:
             raise RunClosedError(f"run {state.run.run_id!r} is closed", run_id=state.run.run_id)
-        delivery.attach(state, self._consumer, held=frozenset(self._hello.held_group_ids))
+        return delivery.attach(state, self._consumer, held=frozenset(self._hello.held_group_ids))
 
     async def _on_request(self, request: broker_pb2.StreamMicrobatchesRequest) -> None:
         if request.HasField("hello"):

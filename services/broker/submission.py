@@ -79,4 +79,6 @@ def _add(state: RunState, prompt: types_pb2.Prompt, now_s: float, predicted_toke
     )
     if prompt.HasField("min_policy_version"):
         group.prompt_min_version = prompt.min_policy_version
+    # It may have been retired since the caller asked which ones are.
+    state.pending.fresh.append(prompt.group_id)
     state.add(group, prompt.SerializeToString())

@@ -22,7 +22,13 @@ from dataclasses import dataclass, field
 import structlog
 
 from penstock.clients.training import MicrobatchSession, Subscription
-from penstock.errors import DeadlineError, InvalidFieldError, VersionConflictError
+from penstock.errors import (
+    DeadlineError,
+    InvalidFieldError,
+    LeaseLostError,
+    UnknownSampleError,
+    VersionConflictError,
+)
 from penstock.v1 import types_pb2
 from services.trainer.background import uninterrupted
 from services.trainer.compute import ComputeThread, InterruptibleBackend
@@ -147,9 +153,10 @@ class StepLoop:
             await self._context.client.ack_step(
                 self._context.run_id, consumer_id=CONSUMER_ID, group_ids=group_ids, policy_version=version
             )
-        except VersionConflictError as error:
-            # A broker whose Redis lost its last moment is behind; the ledger, this step included, brings it up.
-            _log.warning("the broker is at another version and is told the last steps", error=str(error))
+        except (VersionConflictError, LeaseLostError, UnknownSampleError) as error:
+            # A broker whose Redis lost its last moment is behind, by a version or only by the delivery of these groups;
+            # the ledger, this step included, brings it up.
+            _log.warning("the broker has another picture and is told the last steps", error=str(error))
             await self._context.open_run(version)
         self._context.progress.acked_version = version
         self.session.release(group_ids)

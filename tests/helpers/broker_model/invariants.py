@@ -8,7 +8,7 @@ from penstock.v1 import broker_pb2, types_pb2
 from services.broker import staleness as ages
 from services.broker.run_state import RunState
 from tests.helpers.broker_model.trainer import ModelTrainer
-from tests.helpers.broker_model.world import RUN, World
+from tests.helpers.broker_model.world import RUN, World, settle
 
 _LEASED, _SCORING = broker_pb2.SAMPLE_STATE_LEASED, broker_pb2.SAMPLE_STATE_SCORING
 SLACK_S = 1.0
@@ -91,6 +91,17 @@ def no_endless_wait(world: World, state: RunState, response: broker_pb2.GetRunRe
         assert wait.HasField("since_time")
 
 
+def any_overdue(world: World, state: RunState) -> bool:
+    """Whether a lease is past its end."""
+    oldest_s = world.loop.now_s() - SLACK_S
+    return any(
+        (sample.state == _LEASED and sample.lease_expire_s < oldest_s)
+        or (sample.state == _SCORING and sample.scoring_expire_s < oldest_s)
+        for group in state.groups.values()
+        for sample in group.samples
+    )
+
+
 def bounded(world: World, state: RunState) -> None:
     """Queues stay inside their limits."""
     limits = world.limits
@@ -109,6 +120,9 @@ def bounded(world: World, state: RunState) -> None:
 async def check_all(world: World, trainer: ModelTrainer) -> None:
     """Every invariant, now."""
     assert not world.crashes, world.crashes
+    if any_overdue(world, await world.state()):
+        # A run that no broker looked at for a while is looked after within a moment of somebody asking.
+        await settle()
     response = await world.call("GetRun", broker_pb2.GetRunRequest(run_id=RUN))
     books, state = response.audit, await world.state()
     conservation(world, books)

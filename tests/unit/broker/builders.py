@@ -15,7 +15,7 @@ from services.broker.run_state import RunState
 from services.broker.scoring import ScoringGrant
 from tests.helpers.broker import chunk, limits, prompt
 
-CONSUMER = Consumer(consumer_id="rank-0", purpose=types_pb2.PURPOSE_TRAIN, stream_id="s")
+CONSUMER = Consumer(consumer_id="rank-0", purpose=types_pb2.PURPOSE_TRAIN, stream_id="s", number=1)
 _numbers = itertools.count()
 
 

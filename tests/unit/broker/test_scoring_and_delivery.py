@@ -1,10 +1,13 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from penstock.errors import (
     InvalidFieldError,
     LeaseLostError,
+    ServiceUnavailableError,
     StaleError,
     UnknownSampleError,
     VersionConflictError,
@@ -70,7 +73,7 @@ def test_an_evaluation_group_is_delivered_even_when_nothing_is_left_of_it() -> N
     finish(state, lease(state, 1))
     score(state, lease_scoring(state, 1)[0], types_pb2.SCORE_STATUS_TIMEOUT)
     consumer = Consumer(consumer_id="rank-0", purpose=EVALUATE, stream_id="e")
-    delivery.attach(state, consumer, held=())
+    consumer = delivery.attach(state, consumer, held=())
     assert delivery.deliver(state, consumer, max_groups=9, target_tokens=0) == ["e"]
     assert drops.drop_group(state, "e", "evaluated") == 0
     assert (audit(state).submitted, audit(state).dropped, state.groups) == (0, {}, {})
@@ -167,7 +170,8 @@ def test_what_a_reconnected_trainer_does_not_hold_is_handed_out_again() -> None:
     make_ready(state, "a", "b")
     assert set(deliver(state)) == {"a", "b"}
     newer = Consumer(consumer_id="rank-0", purpose=CONSUMER.purpose, stream_id="newer")
-    assert delivery.attach(state, newer, held=["a"]) == 1
+    newer = delivery.attach(state, newer, held=["a"])
+    assert state.ready[CONSUMER.purpose] == {"b"}
     assert delivery.deliver(state, newer, max_groups=9, target_tokens=0) == ["b"]
     with pytest.raises(LeaseLostError):
         deliver(state)
@@ -176,9 +180,20 @@ def test_what_a_reconnected_trainer_does_not_hold_is_handed_out_again() -> None:
 def test_a_group_the_trainer_holds_is_not_handed_out_though_the_broker_forgot() -> None:
     state = open_state()
     make_ready(state, "a")
-    delivery.attach(state, CONSUMER, held=["a"])
-    assert deliver(state) == []
+    consumer = delivery.attach(state, CONSUMER, held=["a"])
+    assert delivery.deliver(state, consumer, max_groups=9, target_tokens=0) == []
     assert acknowledge(state, ["a"], 1).num_samples == 2
+
+
+def test_a_stream_whose_beginning_the_store_lost_is_told_to_say_hello_again() -> None:
+    """Else it would wait for groups that the store takes to be in its hands."""
+    state = open_state()
+    later = replace(CONSUMER, number=2)
+    with pytest.raises(ServiceUnavailableError):
+        delivery.check_attached(state, later)
+    state.run.streams.clear()
+    with pytest.raises(ServiceUnavailableError):
+        delivery.deliver(state, CONSUMER, max_groups=9, target_tokens=0)
 
 
 def test_acknowledging_twice_changes_nothing() -> None:
