@@ -1,6 +1,7 @@
 """The folder of a run: where everything in it lies, and the small JSON files that say which processes belong to it.
 
     config.yaml metrics.jsonl summary.json report.html checkpoints/   what the run is and gave
+    trajectories.jsonl     what it was trained on, with `record`
     services/<name>.yaml   configuration of a service started here
     services/<name>.json   its process: id, address, restarts (read by ps, status, stop)
     logs/<name>.log        its log

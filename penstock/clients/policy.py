@@ -80,7 +80,7 @@ class PolicyWatch:
             await asyncio.sleep(next(delays))
 
     async def _follow_one_stream(self) -> None:
-        # The broker says something only when the version changes; keep-alives of the channel tell a dead one.
+        # The broker says something only when the version changes; keep-alive pings of the channel tell a dead one.
         call: Any = self._stub.WatchPolicy(broker_pb2.WatchPolicyRequest(run_id=self._run_id))
         try:
             async for response in call:
