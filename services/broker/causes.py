@@ -187,7 +187,8 @@ def _decoding(state: RunState, purpose: int, now_s: float) -> Cause | None:
     if now_s - heard_s >= SILENT_AFTER_S:
         words = f"is leased by {sample.generator_id}, silent {_for(heard_s, now_s)} while {sample.generator_id} lives"
     elif sample.num_tokens:
-        words = f"is decoded by {sample.generator_id} {_for(sample.lease_s, now_s)}, {sample.num_tokens} tokens so far"
+        so_far = f"{counted(sample.num_tokens, 'token')} so far"
+        words = f"is decoded by {sample.generator_id} {_for(sample.lease_s, now_s)}, {so_far}"
     else:
         words = f"is leased by {sample.generator_id} {_for(sample.lease_s, now_s)}, no token yet"
     text = f"{name_of(key)} {words}, lease ends {_due(sample.lease_expire_s, now_s)} unless renewed"

@@ -102,6 +102,14 @@ def test_a_sample_without_tokens_on_a_living_generator_stands_out() -> None:
     assert "sample a/0 is leased by gen-1, silent for 20 s while gen-1 lives" in lines(state)[0]
 
 
+def test_a_sample_that_still_grows_after_long_is_not_silent() -> None:
+    state = open_state()
+    submit(state, "a")
+    for grant in lease(state, 2, now_s=20.0):
+        assert put(state, grant, [7], now_s=45.0) == []
+    assert "sample a/0 is decoded by gen-1 for 30 s, 1 token so far" in lines(state)[0]
+
+
 def test_finished_samples_without_a_reward_worker() -> None:
     state = open_state()
     submit(state, "a", "b")
