@@ -171,7 +171,9 @@ def _is_of_future(group: GroupRecord, index: int, policy_version: int) -> bool:
         return False
     if sample.HasField("max_version") and sample.max_version > policy_version:
         return True
-    return sample.state == _LEASED and sample.lease_version > policy_version
+    # Whatever version it was leased for: its generator may have taken abandoned weights since, whose tokens would pass
+    # as those of the weights that get the same number next.
+    return sample.state == _LEASED
 
 
 def _catch_up(state: RunState, steps: Sequence[broker_pb2.StepRecord], policy_version: int, now_s: float) -> None:

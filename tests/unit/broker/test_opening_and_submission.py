@@ -81,6 +81,24 @@ def test_a_rewind_discards_tokens_of_weights_that_are_no_more() -> None:
     assert audit(state).balanced
 
 
+def test_a_rewind_takes_back_what_is_being_decoded_whatever_its_lease_was_given_for() -> None:
+    """Its generator may have taken the abandoned weights in flight, and call them by the number of the next ones."""
+    state = open_state(max_staleness=1)
+    _train(state, 0, "a", "b")
+    submit(state, "e")
+    running = lease(state, 2, 1)
+    assert put(state, running[0], [5], version=1) == []
+    _train(state, 1, "c", "d")
+    _reopen(state, 1, max_staleness=1)
+    assert set(deliver(state)) == {"c", "d"}
+    acknowledge(state, ["c", "d"], 2)
+    [error] = put(state, running[0], [6], version=2, offset=1)
+    assert (error.reason, error.next_offset) == ("LEASE_LOST", 1)
+    again = lease(state, 2, 2)
+    assert [grant.num_prefix_tokens for grant in again] == [1, 0]
+    assert audit(state).balanced
+
+
 def test_a_rewind_discards_what_abandoned_weights_said_in_an_evaluation() -> None:
     state = open_state()
     _train(state, 0, "a", "b")
