@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from penstock.codec import float32_bytes
-from penstock.errors import PenstockError, from_rpc_error
+from penstock.errors import LeaseLostError, PenstockError, UnknownSampleError, VersionConflictError, from_rpc_error
 from penstock.rpc import Service
 from penstock.security import Security
 from penstock.v1 import scheduler_pb2, scheduler_pb2_grpc, trainer_pb2, types_pb2, weights_pb2
@@ -114,9 +114,12 @@ async def test_a_full_queue_is_waited_for(tmp_path, model) -> None:
     assert broker.books().trained == 4 * 2 * 4
 
 
-async def test_broken_streams_and_lost_acks_train_each_group_once(tmp_path, model, broker) -> None:
+@pytest.mark.parametrize("error", [VersionConflictError, UnknownSampleError, LeaseLostError])
+async def test_broken_streams_and_lost_acks_train_each_group_once(tmp_path, model, broker, error) -> None:
+    """A broker whose Redis lost its last moment may have lost the version, the groups, or that they were handed out."""
     broker.break_streams_after = 3
     broker.lose_acks = 1
+    broker.lost_ack_error = error
     async with serving(broker.service()) as (_, target), running_trainer() as trainer:
         document = run_document(tmp_path, model, target, num_eval_prompts=0)
         await trainer.start({**document, "trainer": {"max_groups_per_microbatch": 1}})

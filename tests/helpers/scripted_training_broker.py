@@ -8,7 +8,13 @@ from collections.abc import AsyncIterator, Callable
 import numpy as np
 
 from penstock.codec import encode_versions, float32_bytes, int32_bytes
-from penstock.errors import QueueFullError, ServiceUnavailableError, UnknownRunError, VersionConflictError
+from penstock.errors import (
+    PenstockError,
+    QueueFullError,
+    ServiceUnavailableError,
+    UnknownRunError,
+    VersionConflictError,
+)
 from penstock.rpc import Service
 from penstock.v1 import broker_pb2, broker_pb2_grpc, types_pb2
 
@@ -56,6 +62,7 @@ class ScriptedTrainingBroker(broker_pb2_grpc.BrokerServiceServicer):
         self.break_streams_after = 0
         """Break that many microbatch streams, each after its next microbatch."""
         self.lose_acks = 0
+        self.lost_ack_error: type[PenstockError] = VersionConflictError
         """Forget that many acknowledgements before they take effect, and refuse the next with VERSION_CONFLICT."""
 
     def service(self) -> Service:
@@ -137,7 +144,7 @@ class ScriptedTrainingBroker(broker_pb2_grpc.BrokerServiceServicer):
     async def AckStep(self, request, context):
         if self.lose_acks:
             self.lose_acks -= 1
-            raise VersionConflictError("scripted conflict")
+            raise self.lost_ack_error("scripted")
         if request.policy_version not in (self.policy_version, self.policy_version + 1):
             raise VersionConflictError(f"run is at {self.policy_version}")
         if request.policy_version == self.policy_version + 1:

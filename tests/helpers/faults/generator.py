@@ -24,6 +24,7 @@ from tests.helpers.faults import workload
 NUM_SLOTS = 12
 DECODE_EVERY_S = 0.03
 RESEND_SHARE = 0.2
+OVERLAP_SHARE = 0.02
 
 
 class _Decoding:
@@ -112,6 +113,8 @@ class Generator:
             while stream.num_tokens < len(tokens):
                 await self._append(stream, tokens, lease.min_policy_version)
                 await asyncio.sleep(DECODE_EVERY_S)
+                if self._random.random() < OVERLAP_SHARE:
+                    await self._overlap(lease, tokens, stream.num_tokens)
             stream.finish(types_pb2.FINISH_REASON_STOP, text=f"{key.group_id}/{key.sample_index}")
             await decoding.ended.wait()
             if decoding.is_settled and self._random.random() < RESEND_SHARE:
@@ -132,10 +135,16 @@ class Generator:
 
     async def _resend(self, lease: broker_pb2.Lease, tokens: np.ndarray) -> None:
         """What is stored already, and a tail that the sample does not have: neither may change anything."""
-        chunks = [
-            _chunk(lease, offset=0, tokens=tokens[:5]),
-            _chunk(lease, offset=len(tokens), tokens=np.asarray([7, 7, 7], np.int32)),
-        ]
+        tail = np.asarray([7, 7, 7], np.int32)
+        await self._send_beside(_chunk(lease, 0, tokens[:5]), _chunk(lease, len(tokens), tail))
+
+    async def _overlap(self, lease: broker_pb2.Lease, tokens: np.ndarray, num_decoded: int) -> None:
+        """Tokens that are stored, or about to be, once more and with the next ones: each may count once only."""
+        first = max(0, num_decoded - 4)
+        await self._send_beside(_chunk(lease, first, tokens[first : first + 8], version=self._version or 0))
+
+    async def _send_beside(self, *chunks: types_pb2.TokenChunk) -> None:
+        """On a stream of its own, beside that of the session."""
         request = broker_pb2.StreamTokensRequest(
             run_id=workload.RUN_ID, generator_id=self._name, sequence=1, chunks=chunks
         )
@@ -146,21 +155,22 @@ class Generator:
         try:
             async with translated_errors("broker"):
                 async for response in self._stub.StreamTokens(requests(), timeout=5):
-                    if all(error.lease_id for error in response.errors) and response.errors:
+                    if response.errors:
                         workload.note(self._folder, "resent", what="chunks")
                     return
         except PenstockError:
             return
 
 
-def _chunk(lease: broker_pb2.Lease, *, offset: int, tokens: np.ndarray) -> types_pb2.TokenChunk:
+def _chunk(lease: broker_pb2.Lease, offset: int, tokens: np.ndarray, *, version: int = 0) -> types_pb2.TokenChunk:
+    versions = np.full(len(tokens), version, np.int64)
     return types_pb2.TokenChunk(
         key=lease.key,
         lease_id=lease.lease_id,
         offset=offset,
         token_ids=int32_bytes(tokens),
-        logprobs=float32_bytes([-1.0] * len(tokens)),
-        policy_versions=encode_versions([0] * len(tokens)),
+        logprobs=float32_bytes(workload.logprobs(tokens, versions)),
+        policy_versions=encode_versions(versions),
     )
 
 

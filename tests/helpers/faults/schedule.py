@@ -37,6 +37,8 @@ def make_schedule(seed: int, duration_s: float, *, processes: Sequence[str], lin
     every: list[tuple[Kind, str]] = [(kind, name) for name in processes for kind in ("kill", "pause")]
     every += [(kind, name) for name in links for kind in ("cut", "slow", "refuse")]
     first = rng.sample(every, len(every))
+    # Killing a trainer is what ends in rewinds.
+    every += [("kill", name) for name in processes if name == "trainer"] * 4
     faults = []
     at_s = 1.0
     while at_s < duration_s:

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from penstock.clients.broker import BrokerClient
 from penstock.clients.training import MicrobatchSession, Subscription
-from penstock.errors import VersionConflictError
+from penstock.errors import LeaseLostError, UnknownSampleError, VersionConflictError
 from penstock.v1 import broker_pb2, types_pb2
 from tests.helpers.faults import workload
 
@@ -166,7 +166,7 @@ class Trainer:
             await self._client.ack_step(
                 workload.RUN_ID, consumer_id=CONSUMER_ID, group_ids=group_ids, policy_version=version
             )
-        except VersionConflictError as error:
+        except (VersionConflictError, UnknownSampleError, LeaseLostError) as error:
             workload.note(self._folder, "conflict", version=version, error=str(error))
             await self._open()
         self._acked.append((version, group_ids))
