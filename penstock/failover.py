@@ -21,6 +21,7 @@ from typing import Any
 import grpc
 import structlog
 
+QUIET_S = 5.0
 _MOVES_ON = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
 
 _log = structlog.get_logger()
@@ -33,6 +34,7 @@ class FailoverChannel(grpc.aio.Channel):
         self._channels = channels
         self._targets = targets
         self._current = 0
+        self._changed_s = -QUIET_S
         self._judging: set[asyncio.Task[None]] = set()
 
     @property
@@ -101,4 +103,8 @@ class FailoverChannel(grpc.aio.Channel):
         code = await call.code()
         if code in _MOVES_ON and index == self._current:
             self._current = (index + 1) % len(self._channels)
-            _log.info("server changed", lost=self._targets[index], now=self.target, code=code.name)
+            now_s = asyncio.get_running_loop().time()
+            # Where all are unavailable clients go round: said once in a while only.
+            log = _log.info if now_s - self._changed_s > QUIET_S else _log.debug
+            log("server changed", lost=self._targets[index], now=self.target, code=code.name)
+            self._changed_s = now_s
