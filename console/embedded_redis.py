@@ -68,6 +68,8 @@ def redis_spec(folder: RunFolder, *, env: dict[str, str]) -> ServiceSpec:
         "dir": str(folder.redis),
         "appendonly": "yes",
         "appendfsync": "everysec",
+        # Payload comes and goes: a small file that is rewritten again and again costs more than it saves.
+        "auto-aof-rewrite-min-size": "512mb",
         "save": "",
         "maxmemory-policy": "noeviction",
         "daemonize": "no",

@@ -75,6 +75,8 @@ class RunHub:
         self._listeners: dict[asyncio.Event, None] = {}
         """In order of arrival: woken in that order, so that who asked first is served first."""
         self._prompts: OrderedDict[str, types_pb2.Prompt] = OrderedDict()
+        self.num_groups_coming = 0
+        """Groups of puts that are being stored."""
         self.payloads = PayloadCache(run_id, store=store)
         self.peers = Peers(run_id, store=store, clock=clock)
         self.dispatcher = Dispatcher(self.peers)

@@ -43,12 +43,13 @@ class Frames:
     def _close(self) -> None:
         if not self._size_bytes:
             return
-        microbatch = broker_pb2.Microbatch(
-            microbatch_id=f"{self._policy_version}-{secrets.token_hex(6)}",
-            groups=self._groups,
-            policy_version=self._policy_version,
-            # One serialized list after the other is the serialized list of both.
-            packed_groups=self._packed[0] if len(self._packed) == 1 else b"".join(self._packed),
-        )
-        self._responses.append(broker_pb2.StreamMicrobatchesResponse(microbatch=microbatch))
+        response = broker_pb2.StreamMicrobatchesResponse()
+        # Filled in place: a message given to another one's constructor is copied, and this one is large.
+        microbatch = response.microbatch
+        microbatch.microbatch_id = f"{self._policy_version}-{secrets.token_hex(6)}"
+        microbatch.policy_version = self._policy_version
+        microbatch.groups.extend(self._groups)
+        # One serialized list after the other is the serialized list of both.
+        microbatch.packed_groups = self._packed[0] if len(self._packed) == 1 else b"".join(self._packed)
+        self._responses.append(response)
         self._groups, self._packed, self._size_bytes = [], [], 0

@@ -1,18 +1,17 @@
 """A put request, checked once on arrival. Pure.
 
-Everything that can be judged without the run's state is judged here, over the arrays of the whole request at once;
-`parcels` does the rest. The trajectories are not read again after that: what is kept of them are their bytes.
+Everything that can be judged without the run's state is judged here, over all samples of the request at once; `putting`
+does the rest. The trajectories are not read again after that: what is kept of them are their bytes.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from itertools import accumulate
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
 
 import numpy as np
-import numpy.typing as npt
 from google.protobuf.message import DecodeError
 
 from penstock.codec import group_slices
@@ -26,43 +25,24 @@ MAX_BYTES = 4 * 1024 * 1024
 _OK = types_pb2.SCORE_STATUS_OK
 _FINISHED = frozenset((types_pb2.FINISH_REASON_STOP, types_pb2.FINISH_REASON_LENGTH))
 _INT32, _INT64, _FLOAT32 = np.dtype("<i4"), np.dtype("<i8"), np.dtype("<f4")
-_Bools = npt.NDArray[np.bool_]
 
 
 @dataclass(slots=True, kw_only=True)
 class PutGroup:
-    """What decides about a group of a put."""
+    """What decides about a group of a put. All lists are by sample."""
 
     group_id: str
     start: int
     end: int
     """Where it stands in the request's bytes."""
-    num_prompt_tokens: int
-    sample_tokens: list[int] = field(default_factory=list)
-    """Completion tokens of each sample."""
-    min_versions: list[int] = field(default_factory=list)
-    max_versions: list[int] = field(default_factory=list)
-    rewards: list[float] = field(default_factory=list)
     fault: str = ""
-    """Why it is malformed; empty when it is not."""
-
-
-@dataclass(slots=True)
-class _Arrays:
-    """The arrays of what is well formed so far, and whose they are."""
-
-    prompt_group: list[int] = field(default_factory=list)
-    prompt_ids: list[bytes] = field(default_factory=list)
-
-    group: list[int] = field(default_factory=list)
-    """Position of each sample's group in the request."""
-    token_ids: list[bytes] = field(default_factory=list)
-    logprobs: list[bytes] = field(default_factory=list)
-    advantages: list[bytes] = field(default_factory=list)
-    versions: list[bytes] = field(default_factory=list)
-    lengths: list[bytes] = field(default_factory=list)
-    stated: list[tuple[int, int]] = field(default_factory=list)
-    """Oldest and newest version as each sample states them."""
+    """Why it is malformed; nothing below is set then. Empty when it is not."""
+    num_prompt_tokens: int = 0
+    sample_tokens: Sequence[int] = ()
+    """Completion tokens."""
+    min_versions: Sequence[int] = ()
+    max_versions: Sequence[int] = ()
+    rewards: Sequence[float] = ()
 
 
 def read_put(packed: bytes) -> list[PutGroup]:
@@ -76,147 +56,157 @@ def read_put(packed: bytes) -> list[PutGroup]:
     if not 1 <= len(slices) <= MAX_GROUPS:
         raise InvalidFieldError(f"groups: {len(slices)} groups; 1 to {MAX_GROUPS} a request", field="groups")
     try:
-        messages = types_pb2.TrajectoryGroups.FromString(packed).groups
+        messages = list(types_pb2.TrajectoryGroups.FromString(packed).groups)
     except DecodeError as error:
         raise InvalidFieldError(f"groups: not a serialized TrajectoryGroups: {error}", field="groups") from error
-    groups: list[PutGroup] = []
-    arrays = _Arrays()
-    for position, (message, (start, end)) in enumerate(zip(messages, slices, strict=True)):
-        group = PutGroup(
-            group_id=message.prompt.group_id,
-            start=start,
-            end=end,
-            num_prompt_tokens=len(message.prompt.token_ids) // 4,
+    try:
+        return _read(messages, slices)
+    except InvalidFieldError:
+        # Somebody is at fault: look at each alone.
+        return [_read_alone(message, part) for message, part in zip(messages, slices, strict=True)]
+
+
+def _read_alone(message: types_pb2.TrajectoryGroup, part: tuple[int, int]) -> PutGroup:
+    try:
+        return _read([message], [part])[0]
+    except InvalidFieldError as error:
+        return PutGroup(group_id=message.prompt.group_id, start=part[0], end=part[1], fault=str(error))
+
+
+def _read(messages: Sequence[types_pb2.TrajectoryGroup], slices: Sequence[tuple[int, int]]) -> list[PutGroup]:
+    """Groups of which none is malformed. Raises InvalidFieldError about the first fault found in any of them."""
+    trajectories = [list(message.trajectories) for message in messages]
+    counts = list(map(len, trajectories))
+    _require(min(counts) >= 1, "trajectories", 0, "at least one a group")
+    samples = [sample for members in trajectories for sample in members]
+    ends = list(accumulate(counts))
+    group_ids, num_prompt_tokens = _check_prompts([message.prompt for message in messages])
+    _check_keys(group_ids, counts, samples)
+    rewards = _check_outcomes(samples)
+    num_tokens = _check_arrays(samples)
+    oldest, newest = _check_versions(samples, num_tokens)
+    stated = [message.min_policy_version for message in messages]
+    found = [min(oldest[end - count : end]) for end, count in zip(ends, counts, strict=True)]
+    _require(stated == found, "min_policy_version", stated[0], "the oldest of the group's samples")
+    return [
+        PutGroup(
+            group_id=group_ids[position],
+            start=slices[position][0],
+            end=slices[position][1],
+            num_prompt_tokens=num_prompt_tokens[position],
+            sample_tokens=num_tokens[end - count : end],
+            min_versions=oldest[end - count : end],
+            max_versions=newest[end - count : end],
+            rewards=rewards[end - count : end],
         )
-        groups.append(group)
-        try:
-            arrays.prompt_ids.append(_check_prompt(message.prompt))
-            arrays.prompt_group.append(position)
-            _read_samples(message, group, position, arrays)
-        except InvalidFieldError as error:
-            group.fault = str(error)
-    _check_arrays(groups, arrays)
-    for group, message in zip(groups, messages, strict=True):
-        if not group.fault and message.min_policy_version != min(group.min_versions):
-            group.fault = f"min_policy_version: {message.min_policy_version}; its tokens say {min(group.min_versions)}"
-    return groups
+        for position, (end, count) in enumerate(zip(ends, counts, strict=True))
+    ]
 
 
-def _check_prompt(prompt: types_pb2.Prompt) -> bytes:
-    """Raises InvalidFieldError; returns the prompt's token ids, which are looked at together with all others."""
-    check_id("group_id", prompt.group_id)
-    if prompt.purpose != types_pb2.PURPOSE_TRAIN:
-        raise InvalidFieldError(f"prompt.purpose: {prompt.purpose}; must be TRAIN", field="prompt.purpose")
-    token_ids = prompt.token_ids
-    if not token_ids or len(token_ids) % 4:
-        message = f"prompt.token_ids: {len(token_ids)} bytes; must be int32, at least one"
-        raise InvalidFieldError(message, field="prompt.token_ids")
-    if len(prompt.metadata_json) > MAX_METADATA_BYTES:
-        message = f"prompt.metadata_json: {len(prompt.metadata_json)} characters; at most {MAX_METADATA_BYTES} bytes"
-        raise InvalidFieldError(message, field="prompt.metadata_json")
-    return token_ids
+def _check_prompts(prompts: Sequence[types_pb2.Prompt]) -> tuple[list[str], list[int]]:
+    """Group id and number of tokens of each."""
+    group_ids = [prompt.group_id for prompt in prompts]
+    for group_id in group_ids:
+        check_id("group_id", group_id)
+    purposes = {prompt.purpose for prompt in prompts}
+    _require(purposes == {types_pb2.PURPOSE_TRAIN}, "prompt.purpose", sorted(purposes), "TRAIN")
+    size = max(len(prompt.metadata_json) for prompt in prompts)
+    _require(size <= MAX_METADATA_BYTES, "prompt.metadata_json", size, f"at most {MAX_METADATA_BYTES} characters")
+    token_ids = [prompt.token_ids for prompt in prompts]
+    sizes = list(map(len, token_ids))
+    _require(min(sizes) > 0 and not any(size % 4 for size in sizes), "prompt.token_ids", sizes[0], "int32, not empty")
+    least = int(np.frombuffer(b"".join(token_ids), _INT32).min())
+    _require(least >= 0, "prompt.token_ids", least, "no negative token ids")
+    return group_ids, [size // 4 for size in sizes]
 
 
-def _read_samples(message: types_pb2.TrajectoryGroup, group: PutGroup, position: int, arrays: _Arrays) -> None:
-    """Check the shapes of a group's trajectories and note their arrays; a fault keeps the whole group out."""
-    if not message.trajectories:
-        raise InvalidFieldError("trajectories: a group has at least one", field="trajectories")
-    last_index = -1
-    for sample in message.trajectories:
-        key = sample.key
-        if key.group_id != group.group_id or key.sample_index <= last_index:
-            text = f"key: {key.group_id!r}/{key.sample_index}; must be the group's, in the order of sample_index"
-            raise InvalidFieldError(text, field="trajectories.key")
-        last_index = key.sample_index
-        _check_outcome(sample)
-        token_ids, logprobs, advantages = sample.token_ids, sample.behavior_logprobs, sample.advantages
-        size = len(token_ids)
-        if size % 4 or len(logprobs) != size or len(advantages) not in (0, size):
-            text = f"token_ids, behavior_logprobs, advantages: {size}, {len(logprobs)}, {len(advantages)} bytes"
-            raise InvalidFieldError(f"{text}; must be 4 a token (advantages may be empty)", field="trajectories")
-        mask = sample.loss_mask
-        if mask and (len(mask) != size // 4 or mask.strip(b"\0\1")):
-            raise InvalidFieldError("loss_mask: must be empty, or a byte of 0 or 1 a token", field="loss_mask")
-        runs = sample.policy_versions
-        versions, lengths = runs.versions, runs.lengths
-        if len(lengths) % 4 or len(versions) != 2 * len(lengths) or bool(lengths) != bool(size):
-            text = f"policy_versions: {len(versions)} bytes of versions, {len(lengths)} of run lengths"
-            raise InvalidFieldError(f"{text}; must be 8 and 4 a run", field="policy_versions")
-        group.sample_tokens.append(size // 4)
-        group.rewards.append(sample.score.value)
-        arrays.group.append(position)
-        arrays.token_ids.append(token_ids)
-        arrays.logprobs.append(logprobs)
-        arrays.advantages.append(advantages)
-        arrays.versions.append(versions)
-        arrays.lengths.append(lengths)
-        arrays.stated.append((sample.min_policy_version, sample.max_policy_version))
+def _check_keys(group_ids: Sequence[str], counts: Sequence[int], samples: Sequence[types_pb2.Trajectory]) -> None:
+    keys = [sample.key for sample in samples]
+    named = [key.group_id for key in keys]
+    expected = [group_id for group_id, count in zip(group_ids, counts, strict=True) for _ in range(count)]
+    _require(named == expected, "key.group_id", named[0][:80], "the group_id of the group's prompt")
+    indices = [key.sample_index for key in keys]
+    # Inside a group they rise; where the next group begins they may fall.
+    falls = {position for position, (index, after) in enumerate(pairwise(indices), 1) if after <= index}
+    is_good = falls <= set(accumulate(counts))
+    _require(is_good, "key.sample_index", indices[:8], "rising inside a group")
 
 
-def _check_outcome(sample: types_pb2.Trajectory) -> None:
-    score = sample.score
-    if score.status != _OK or not score.HasField("value") or not math.isfinite(score.value):
-        raise InvalidFieldError("score: must be OK with a finite value", field="score")
-    if sample.finish_reason not in _FINISHED:
-        raise InvalidFieldError(f"finish_reason: {sample.finish_reason}; must be STOP or LENGTH", field="finish_reason")
+def _check_outcomes(samples: Sequence[types_pb2.Trajectory]) -> list[float]:
+    """Rewards."""
+    scores = [sample.score for sample in samples]
+    is_good = all(score.status == _OK and score.HasField("value") for score in scores)
+    rewards = [score.value for score in scores]
+    _require(is_good and all(map(math.isfinite, rewards)), "score", rewards[0], "OK, with a finite value")
+    reasons = {sample.finish_reason for sample in samples}
+    _require(reasons <= _FINISHED, "finish_reason", sorted(reasons), "STOP or LENGTH")
+    return rewards
 
 
-def _check_arrays(groups: Sequence[PutGroup], arrays: _Arrays) -> None:
-    """Check the numbers of all samples together; note their versions, and what is wrong with whom."""
-    num_tokens = [len(data) // 4 for data in arrays.token_ids]
-    prompt_ids = np.frombuffer(b"".join(arrays.prompt_ids), _INT32)
-    token_ids = np.frombuffer(b"".join(arrays.token_ids), _INT32)
-    logprobs = np.frombuffer(b"".join(arrays.logprobs), _FLOAT32)
-    advantages = np.frombuffer(b"".join(arrays.advantages), _FLOAT32)
-    # One look at everything decides the usual case. A NaN makes a maximum NaN, which compares false.
-    if prompt_ids.size and int(prompt_ids.min()) < 0:
-        counts = [len(data) // 4 for data in arrays.prompt_ids]
-        _blame(groups, arrays.prompt_group, counts, prompt_ids < 0, "prompt.token_ids: must not be negative")
-    if token_ids.size and int(token_ids.min()) < 0:
-        _blame(groups, arrays.group, num_tokens, token_ids < 0, "token_ids: must not be negative")
-    if logprobs.size and not (float(logprobs.max()) <= MAX_LOGPROB and np.isfinite(logprobs.min())):
-        is_bad = ~(np.isfinite(logprobs) & (logprobs <= MAX_LOGPROB))
-        fault = "behavior_logprobs: must be finite and at most 0, in nats"
-        _blame(groups, arrays.group, num_tokens, is_bad, fault)
-    if advantages.size and not np.isfinite(float(advantages.sum(dtype=np.float64))):
-        counts = [len(data) // 4 for data in arrays.advantages]
-        _blame(groups, arrays.group, counts, ~np.isfinite(advantages), "advantages: must be finite")
-    _check_versions(groups, arrays, num_tokens)
+def _check_arrays(samples: Sequence[types_pb2.Trajectory]) -> list[int]:
+    """Completion tokens of each sample."""
+    token_ids = [sample.token_ids for sample in samples]
+    logprobs = [sample.behavior_logprobs for sample in samples]
+    advantages = [sample.advantages for sample in samples]
+    sizes = list(map(len, token_ids))
+    _require(not any(size % 4 for size in sizes), "token_ids", sizes[0], "int32: 4 bytes a token")
+    _require(list(map(len, logprobs)) == sizes, "behavior_logprobs", len(logprobs[0]), "float32: one a token")
+    for size, other in zip(sizes, map(len, advantages), strict=True):
+        _require(other in (0, size), "advantages", other, "empty, or float32: one a token")
+    for size, mask in zip(sizes, [sample.loss_mask for sample in samples], strict=True):
+        if mask:
+            is_good = len(mask) == size // 4 and not mask.strip(b"\0\1")
+            _require(is_good, "loss_mask", len(mask), "empty, or a byte of 0 or 1 a token")
+    if any(sizes):
+        least = int(np.frombuffer(b"".join(token_ids), _INT32).min())
+        _require(least >= 0, "token_ids", least, "no negative token ids")
+        # A NaN makes either of them NaN, which compares false.
+        least_logprob, most_logprob = _range(logprobs)
+        is_good = least_logprob > -math.inf and most_logprob <= MAX_LOGPROB
+        _require(is_good, "behavior_logprobs", (least_logprob, most_logprob), "finite and at most 0, in nats")
+    if any(advantages):
+        least_advantage, most_advantage = _range(advantages)
+        is_good = least_advantage > -math.inf and most_advantage < math.inf
+        _require(is_good, "advantages", (least_advantage, most_advantage), "finite")
+    return [size // 4 for size in sizes]
 
 
-def _check_versions(groups: Sequence[PutGroup], arrays: _Arrays, num_tokens: Sequence[int]) -> None:
-    versions = np.frombuffer(b"".join(arrays.versions), _INT64)
-    lengths = np.frombuffer(b"".join(arrays.lengths), _INT32).astype(np.int64)
-    counts = [len(data) // 4 for data in arrays.lengths]
-    starts = [end - count for end, count in zip(accumulate(counts), counts, strict=True) if count]
-    oldest, newest, total = (
-        iter(reduce(values, starts).tolist() if starts else ())
-        for reduce, values in (
-            (np.minimum.reduceat, versions),
-            (np.maximum.reduceat, versions),
-            (np.add.reduceat, lengths),
-        )
-    )
-    is_bad = (lengths < 1) | (versions < 0)
-    if is_bad.any():
-        fault = "policy_versions: run lengths must be >= 1 and versions >= 0"
-        _blame(groups, arrays.group, counts, is_bad, fault)
-    for position, count, tokens, stated in zip(arrays.group, counts, num_tokens, arrays.stated, strict=True):
-        group = groups[position]
-        found = (next(oldest), next(newest)) if count else stated
-        if count and next(total) != tokens:
-            group.fault = group.fault or f"policy_versions: run lengths do not add up to {tokens} tokens"
-        if stated != found or found[0] > found[1] or found[0] < 0:
-            group.fault = group.fault or (
-                f"min_policy_version, max_policy_version: {stated[0]} and {stated[1]}; its tokens say {found}"
-            )
-        group.min_versions.append(found[0])
-        group.max_versions.append(found[1])
+def _range(parts: Sequence[bytes]) -> tuple[float, float]:
+    values = np.frombuffer(b"".join(parts), _FLOAT32)
+    return float(values.min()), float(values.max())
 
 
-def _blame(
-    groups: Sequence[PutGroup], owners: Sequence[int], counts: Sequence[int], is_bad: _Bools, fault: str
-) -> None:
-    """Note a fault with every group that has a bad element; sample i of group `owners[i]` has `counts[i]` elements."""
-    for position in np.unique(np.repeat(np.asarray(owners), np.asarray(counts))[is_bad]):
-        groups[position].fault = groups[position].fault or fault
+def _check_versions(samples: Sequence[types_pb2.Trajectory], num_tokens: Sequence[int]) -> tuple[list[int], list[int]]:
+    """Oldest and newest version of each sample; one without tokens is as old as it says."""
+    runs = [sample.policy_versions for sample in samples]
+    parts, lengths_parts = [run.versions for run in runs], [run.lengths for run in runs]
+    sizes = list(map(len, lengths_parts))
+    is_good = not any(size % 4 for size in sizes) and list(map(len, parts)) == [2 * size for size in sizes]
+    _require(is_good, "policy_versions", (len(parts[0]), sizes[0]), "int64 versions and as many int32 run lengths")
+    _require([size > 0 for size in sizes] == [count > 0 for count in num_tokens], "policy_versions", sizes[0], "set")
+    oldest = [sample.min_policy_version for sample in samples]
+    newest = [sample.max_policy_version for sample in samples]
+    _require(min(oldest) >= 0, "min_policy_version", min(oldest), "at least 0")
+    _require(all(map(int.__le__, oldest, newest)), "max_policy_version", newest[0], "not below min_policy_version")
+    versions = np.frombuffer(b"".join(parts), _INT64)
+    lengths = np.frombuffer(b"".join(lengths_parts), _INT32).astype(np.int64)
+    if not versions.size:
+        return oldest, newest
+    _require(int(lengths.min()) >= 1 and int(versions.min()) >= 0, "policy_versions", "", "runs >= 1, versions >= 0")
+    # Where the runs of each sample that has tokens begin.
+    starts = [end - size // 4 for end, size in zip(accumulate(size // 4 for size in sizes), sizes, strict=True) if size]
+    has_tokens = [count > 0 for count in num_tokens]
+    totals = np.add.reduceat(lengths, starts).tolist()
+    _require(totals == [count for count in num_tokens if count], "policy_versions", totals[0], "as many as tokens")
+    for field, stated, found in (
+        ("min_policy_version", oldest, np.minimum.reduceat(versions, starts)),
+        ("max_policy_version", newest, np.maximum.reduceat(versions, starts)),
+    ):
+        said = [version for version, is_told in zip(stated, has_tokens, strict=True) if is_told]
+        _require(said == found.tolist(), field, said[0], "what the versions of its tokens say")
+    return oldest, newest
+
+
+def _require(is_good: bool, field: str, value: object, expected: str) -> None:
+    if not is_good:
+        raise InvalidFieldError(f"{field}: {value!r}; must be {expected}", field=field)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections.abc import AsyncIterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 
 from google.protobuf.duration_pb2 import Duration
 
@@ -23,6 +23,9 @@ from services.broker.validation import check_id, check_run_id
 MAX_UNANSWERED = 16
 """Requests of a stream that are read ahead of their answers; they are stored in order, several by one commit."""
 CHECK_EVERY_S = 5.0
+HOLD_S = 1.0
+"""How long a request waits for room in the run before it is refused. Nothing more is read from the stream meanwhile, so
+a trainer that is merely slower than its producers paces them without a request being sent twice."""
 RETRY_DELAY = Duration(nanos=100_000_000)
 """How long a producer waits when the run holds as much as it may: a fraction of a small step."""
 
@@ -50,6 +53,7 @@ async def serve_puts(hubs: Hubs, requests: AsyncIterator[_Request]) -> AsyncIter
                 listening.enter_context(hub.listening(wake))
             if hub.run_id != request.run_id:
                 raise InvalidFieldError(f"run_id: {request.run_id!r}; the stream is of {hub.run_id!r}", field="run_id")
+            await _wait_for_room(hub, put)
             await answers.put(asyncio.create_task(store(hub, request.put_id, put)))
 
         async with Intake(requests, handle, wake) as intake:
@@ -78,6 +82,19 @@ def read_request(request: _Request) -> Put:
     return Put(payload_id=secrets.token_hex(8), payload=packed, groups=read_put(packed))
 
 
+async def _wait_for_room(hub: RunHub, put: Put) -> None:
+    """Until the copy of the run, which may be behind, has room for the request and what this process stores already."""
+    with hub.listening() as wake, suppress(TimeoutError):
+        async with asyncio.timeout(HOLD_S):
+            while (
+                hub.copy is not None
+                and not hub.copy.run.is_closed
+                and putting.is_full(hub.copy, hub.num_groups_coming + len(put.groups), len(put.payload))
+            ):
+                await wake.wait()
+                wake.clear()
+
+
 async def store(hub: RunHub, put_id: str, put: Put) -> _Response:
     """Store a request and answer it."""
 
@@ -85,11 +102,14 @@ async def store(hub: RunHub, put_id: str, put: Put) -> _Response:
         return putting.put(state, put, hub.clock.now_s())
 
     hub.payloads.add(put.payload_id, put.payload)
+    hub.num_groups_coming += len(put.groups)
     try:
         outcome = await hub.transact(operation)
     except BaseException:
         hub.payloads.discard(put.payload_id)
         raise
+    finally:
+        hub.num_groups_coming -= len(put.groups)
     if not outcome.num_samples:
         hub.payloads.discard(put.payload_id)
     return _Response(

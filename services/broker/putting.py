@@ -72,7 +72,7 @@ def put(state: RunState, request: Put, now_s: float) -> PutOutcome:
         elif not is_known:
             fresh[group.group_id] = group
         is_stored.append(not is_known and error is None and not _is_idle(state, group))
-    if _is_full(state, len(fresh), len(request.payload)):
+    if is_full(state, len(fresh), len(request.payload)):
         return PutOutcome(is_full=True)
     for start, end in _runs(is_stored):
         state.add_parcel(_record(state, request, start, end, now_s))
@@ -123,7 +123,7 @@ def _is_idle(state: RunState, group: PutGroup) -> bool:
     return state.policy.drops_zero_variance and len(rewards) > 1 and min(rewards) == max(rewards)
 
 
-def _is_full(state: RunState, num_groups: int, size_bytes: int) -> bool:
+def is_full(state: RunState, num_groups: int, size_bytes: int) -> bool:
     """Whether what waits leaves no room; a request is never too large for a run in which nothing waits."""
     num_waiting, waiting_bytes = state.shelf.num_groups[_SCORED], state.shelf.waiting_bytes
     if not num_groups or not num_waiting:

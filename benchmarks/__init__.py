@@ -1,0 +1,1 @@
+"""Measurements of the services against stated targets; see docs/benchmarks.md."""

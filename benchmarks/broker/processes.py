@@ -1,0 +1,162 @@
+"""The processes of a benchmark: a real Redis, a broker as it runs in production, and workers that play its clients.
+
+Linux only: CPU seconds are read from /proc, so that servers and clients are measured alike.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import socket
+import sys
+from contextlib import AsyncExitStack, closing
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Self
+
+from penstock import rpc
+
+START_TIMEOUT_S = 30.0
+ANSWER_TIMEOUT_S = 600.0
+_TICKS_PER_S = os.sysconf("SC_CLK_TCK")
+_ENVIRONMENT = {"GRPC_VERBOSITY": "NONE"}
+
+
+def free_port() -> int:
+    """A port nobody listens on now."""
+    with closing(socket.socket()) as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def cpu_s(pid: int) -> float:
+    """CPU seconds that a process and its ended children have used."""
+    fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
+    return sum(map(int, fields[11:15])) / _TICKS_PER_S
+
+
+@dataclass(slots=True)
+class Child:
+    """A process that is ended with the benchmark."""
+
+    process: asyncio.subprocess.Process
+
+    @property
+    def pid(self) -> int:
+        """Its process id."""
+        return self.process.pid
+
+    async def stop(self) -> None:
+        """End it and wait for that."""
+        if self.process.returncode is None:
+            self.process.terminate()
+            try:
+                async with asyncio.timeout(START_TIMEOUT_S):
+                    await self.process.wait()
+            except TimeoutError:
+                self.process.kill()
+                await self.process.wait()
+
+
+class Worker(Child):
+    """A process that plays roles one after the other; see worker.py."""
+
+    async def prepare(self, role: str, **arguments: Any) -> None:
+        """Make it ready to play a role."""
+        await self._send({"role": role, "arguments": arguments})
+        await self._receive("ready")
+
+    async def go(self) -> dict[str, Any]:
+        """Let it play; returns what it has to report."""
+        await self._send({"go": True})
+        return await self._receive("result")
+
+    async def _send(self, message: dict[str, Any]) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps(message).encode() + b"\n")
+        await self.process.stdin.drain()
+
+    async def _receive(self, key: str) -> dict[str, Any]:
+        assert self.process.stdout is not None
+        async with asyncio.timeout(ANSWER_TIMEOUT_S):
+            line = await self.process.stdout.readline()
+        if not line:
+            raise RuntimeError(f"a worker ended with status {await self.process.wait()}")
+        answer: dict[str, Any] = json.loads(line)[key]
+        return answer
+
+
+@dataclass(slots=True)
+class Stage:
+    """An async context in which a benchmark plays: everything started here is ended with it."""
+
+    folder: Path
+    redis_server: Path
+    redis_url: str = ""
+    redis: Child | None = None
+    brokers: list[tuple[Child, str]] = field(default_factory=list)
+    """Broker processes and their addresses."""
+    _stack: AsyncExitStack = field(default_factory=AsyncExitStack)
+
+    async def __aenter__(self) -> Self:
+        """Start Redis as `penstock run` does (unix socket, append-only file, flushed every second) and one broker."""
+        socket_path = self.folder / "redis.sock"
+        settings = {"port": 0, "unixsocket": socket_path, "dir": self.folder, "save": "", "loglevel": "warning"}
+        settings |= {"appendonly": "yes", "appendfsync": "everysec", "maxmemory-policy": "noeviction"}
+        settings |= {"auto-aof-rewrite-min-size": "512mb"}
+        options = [text for key, value in settings.items() for text in (f"--{key}", str(value))]
+        self.redis = await self.start(str(self.redis_server), *options)
+        self.redis_url = f"unix://{socket_path}?db=0"
+        self.brokers.append(await self.start_broker())
+        return self
+
+    async def __aexit__(self, *_exception: object) -> None:
+        """End everything."""
+        await self._stack.aclose()
+
+    async def start(self, *command: str) -> Child:
+        """Start a process whose output goes to a log file in the folder."""
+        with (self.folder / "processes.log").open("ab") as log:
+            process = await asyncio.create_subprocess_exec(
+                *command, stdout=log, stderr=log, env=os.environ | _ENVIRONMENT
+            )
+        child = Child(process)
+        self._stack.push_async_callback(child.stop)
+        return child
+
+    async def start_broker(self) -> tuple[Child, str]:
+        """Start a broker as `penstock serve broker` does; returns it and its address."""
+        address = f"127.0.0.1:{free_port()}"
+        child = await self.start(
+            *(sys.executable, "-m", "console", "serve", "broker", f"redis_url={self.redis_url}", "--listen", address)
+        )
+        if not await rpc.wait_until_serving(address, timeout_s=START_TIMEOUT_S):
+            raise RuntimeError(f"the broker did not start; see {self.folder / 'processes.log'}")
+        return child, address
+
+    async def start_worker(self) -> Worker:
+        """Start a worker."""
+        with (self.folder / "processes.log").open("ab") as log:
+            process = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-m", "benchmarks.broker.worker"),
+                stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=log,
+                env=os.environ | _ENVIRONMENT,
+                limit=64 * 1024 * 1024,
+            )
+        worker = Worker(process)
+        self._stack.push_async_callback(worker.stop)
+        return worker
+
+
+class CpuMeter:
+    """CPU seconds of processes since it was made."""
+
+    def __init__(self, **children: Child) -> None:
+        self._before = {name: (child.pid, cpu_s(child.pid)) for name, child in children.items()}
+
+    def used_s(self) -> dict[str, float]:
+        """By name."""
+        return {name: cpu_s(pid) - before for name, (pid, before) in self._before.items()}

@@ -1,0 +1,117 @@
+"""Trajectories of a stated size whose content follows from their number, so that a consumer can check every byte."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from penstock.codec import encode_versions
+from penstock.v1 import broker_pb2, types_pb2
+
+NUM_TEMPLATES = 32
+NUM_PROMPT_TOKENS = 256
+
+
+@dataclass(frozen=True)
+class Template:
+    """The arrays of one kind of trajectory, as bytes."""
+
+    prompt_ids: bytes
+    token_ids: bytes
+    logprobs: bytes
+    advantages: bytes
+
+
+@dataclass(frozen=True)
+class Workload:
+    """Trajectories of `num_tokens` response tokens behind prompts of NUM_PROMPT_TOKENS."""
+
+    num_tokens: int
+    num_per_put: int
+    """Trajectories of one put."""
+    groups_per_step: int
+
+    @cached_property
+    def templates(self) -> list[Template]:
+        """What trajectories are made of."""
+        rng = np.random.default_rng(7)
+        return [
+            Template(
+                prompt_ids=rng.integers(0, 1 << 17, NUM_PROMPT_TOKENS, dtype=np.int32).tobytes(),
+                token_ids=rng.integers(0, 1 << 17, self.num_tokens, dtype=np.int32).tobytes(),
+                logprobs=(-rng.random(self.num_tokens, dtype=np.float32)).tobytes(),
+                advantages=rng.standard_normal(self.num_tokens, dtype=np.float32).tobytes(),
+            )
+            for _ in range(NUM_TEMPLATES)
+        ]
+
+    @cached_property
+    def versions(self) -> types_pb2.VersionRuns:
+        """All tokens are of version 0."""
+        return encode_versions(np.zeros(self.num_tokens, dtype=np.int64))
+
+    @cached_property
+    def size_bytes(self) -> int:
+        """Size of one trajectory on the wire: 13.6 kB for 1,024 tokens."""
+        return len(self.group("p0-1000000", 0).SerializeToString())
+
+    def group(self, group_id: str, number: int) -> types_pb2.TrajectoryGroup:
+        """Trajectory `number` as a group of its own.
+
+        Filled in place: messages given to a constructor are copied, which takes three times as long.
+        """
+        template = self.templates[number % NUM_TEMPLATES]
+        group = types_pb2.TrajectoryGroup()
+        prompt = group.prompt
+        prompt.group_id = group_id
+        prompt.token_ids = template.prompt_ids
+        prompt.group_size = 1
+        prompt.sampling.max_new_tokens = self.num_tokens
+        prompt.purpose = types_pb2.PURPOSE_TRAIN
+        prompt.text = "What is the sum of the first thousand prime numbers, and how would you show that it is right?"
+        prompt.answer = "3682913"
+        sample = group.trajectories.add()
+        sample.key.group_id = group_id
+        sample.num_leases = 1
+        sample.token_ids = template.token_ids
+        sample.behavior_logprobs = template.logprobs
+        sample.policy_versions.versions = self.versions.versions
+        sample.policy_versions.lengths = self.versions.lengths
+        sample.advantages = template.advantages
+        sample.finish_reason = types_pb2.FINISH_REASON_STOP
+        score = sample.score
+        score.status = types_pb2.SCORE_STATUS_OK
+        score.value = 1.0
+        score.model = "exact_match"
+        sample.generator_id = "generator-0"
+        return group
+
+    def is_intact(self, group: types_pb2.TrajectoryGroup) -> bool:
+        """Whether a group is, byte for byte, what `group` made."""
+        template = self.templates[int(group.prompt.group_id.rpartition("-")[2]) % NUM_TEMPLATES]
+        (sample,) = group.trajectories
+        return (
+            group.prompt.token_ids == template.prompt_ids
+            and sample.token_ids == template.token_ids
+            and sample.behavior_logprobs == template.logprobs
+            and sample.advantages == template.advantages
+            and sample.score.value == 1.0
+        )
+
+    def limits(self) -> broker_pb2.RunLimits:
+        """Of a run of such trajectories; the staleness bound is out of the way."""
+        return broker_pb2.RunLimits(
+            groups_per_step=self.groups_per_step,
+            group_size=1,
+            max_staleness=1024,
+            max_completion_tokens=self.num_tokens,
+        )
+
+
+SHORT = Workload(num_tokens=1_024, num_per_put=32, groups_per_step=1_024)
+"""13.6 kB each."""
+LONG = Workload(num_tokens=16_384, num_per_put=20, groups_per_step=160)
+"""198 kB each: 20 of them are what fits into a put of 4 MiB."""
+WORKLOADS = {"short": SHORT, "long": LONG}

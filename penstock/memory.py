@@ -1,0 +1,29 @@
+"""What the C library does with memory that is freed.
+
+Messages of hundreds of kilobytes come and go. By default glibc returns such buffers to the kernel at once and asks for
+fresh pages at the next message; clearing those pages then costs several times the copying of the message itself
+(measured: 25 against 3 microseconds for a trajectory of 13.6 kB in messages of 435 kB).
+"""
+
+from __future__ import annotations
+
+import ctypes
+
+MMAP_THRESHOLD_BYTES = 8 * 1024 * 1024
+"""Buffers up to this size come from the heap."""
+TRIM_THRESHOLD_BYTES = 64 * 1024 * 1024
+"""Freed memory at the end of the heap that is kept."""
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
+
+
+def keep_large_buffers() -> bool:
+    """Make this process keep freed buffers for the next ones; returns whether the C library can.
+
+    For processes that pass many large messages on: the broker, producers of trajectories, trainers that read them.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    return (
+        mallopt is not None
+        and mallopt(_M_MMAP_THRESHOLD, MMAP_THRESHOLD_BYTES) == 1
+        and mallopt(_M_TRIM_THRESHOLD, TRIM_THRESHOLD_BYTES) == 1
+    )
