@@ -5,13 +5,22 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from typing import Any
 
+import grpc
+import pytest
+
+from penstock import rpc
 from penstock.clients.training import MicrobatchSession, ReceivedMicrobatch, Subscription
 from penstock.clients.trajectories import TrajectorySession
+from penstock.codec import pack_groups
+from penstock.errors import InvalidFieldError, RunClosedError, from_rpc_error
 from penstock.v1 import broker_pb2, types_pb2
+from services.broker import put_stream
+from services.broker.memory_store import MemoryStore
 from services.broker.store import Store
-from tests.helpers.broker import RUN, RunningBroker, serving
-from tests.helpers.trajectories import groups
+from tests.helpers.broker import RUN, Duplex, RunningBroker, Trainer, eventually, serving
+from tests.helpers.trajectories import group, groups
 
 TIMEOUT_S = 20.0
 
@@ -70,10 +79,162 @@ async def test_a_repetition_of_a_group_that_was_given_up_meanwhile_is_no_error(s
         [first, second] = groups("a", "b")
         async with producing(broker) as producer:
             assert (await producer.put([first])).num_samples == 2
-            request = broker_pb2.DropGroupsRequest(run_id=RUN, group_ids=["a"], reason="unwanted")
-            await broker.call("DropGroups", request)
+            dropped = broker_pb2.DropGroupsRequest(run_id=RUN, group_ids=["a"], reason="unwanted")
+            await broker.call("DropGroups", dropped)
             assert (await producer.put([second])).num_samples == 2
             again = await producer.put([first])
             assert (again.num_samples, again.refused) == (0, [])
             [third] = groups("c")
             assert len((await producer.put([third])).refused) == 1
+
+
+async def answer(broker: RunningBroker, *requests: broker_pb2.PutTrajectoriesRequest) -> list[Any]:
+    """The answers to requests of one stream, sent one after the other."""
+    stream = Duplex(broker.stub.PutTrajectories)
+    found = []
+    for request in requests:
+        stream.send(request)
+        found.append(await stream.receive())
+    return found
+
+
+def request(put_id: str, *made: types_pb2.TrajectoryGroup, run_id: str = RUN) -> broker_pb2.PutTrajectoriesRequest:
+    return broker_pb2.PutTrajectoriesRequest(run_id=run_id, producer_id="p", put_id=put_id, groups=pack_groups(made))
+
+
+async def test_a_request_sent_again_is_answered_and_stored_once_also_by_another_broker(store: Store) -> None:
+    async with serving(store) as one:
+        await one.open(groups_per_step=4)
+        first, again = await answer(one, request("1", *groups("a", "b")), request("1", *groups("a", "b")))
+        assert (first.put_id, first.num_samples, again.num_samples, len(again.errors)) == ("1", 4, 0, 0)
+    async with serving(store) as two:
+        (late,) = await answer(two, request("1", *groups("a", "b")))
+        assert late.num_samples == 0
+        async with training(two) as trainer:
+            assert [group.prompt.group_id for group in await receive(trainer, 2)] == ["a", "b"]
+        books = await two.audit()
+        assert (books.submitted, books.in_flight) == (4, 4)
+
+
+async def test_a_group_that_was_dropped_is_never_stored_again(store: Store) -> None:
+    async with serving(store) as broker:
+        await broker.open(groups_per_step=4)
+        await answer(broker, request("1", *groups("a", "b")))
+        await broker.call("DropGroups", broker_pb2.DropGroupsRequest(run_id=RUN, group_ids=["a"], reason="poisoned"))
+        (again,) = await answer(broker, request("2", *groups("a", "c")))
+        assert again.num_samples == 2
+        books = await broker.audit()
+        assert (books.submitted, dict(books.dropped)) == (6, {"poisoned": 2})
+
+
+async def test_malformed_groups_are_named_and_the_others_stored(store: Store) -> None:
+    async with serving(store) as broker:
+        await broker.open(groups_per_step=4)
+        bad, future = group("bad"), group("future", version=3)
+        bad.trajectories[0].ClearField("behavior_logprobs")
+        async with producing(broker) as producer:
+            receipt = await producer.put([group("a"), bad, group("b"), future], max_groups=3)
+        assert receipt.num_samples == 4
+        assert [(error.index, error.reason) for error in receipt.refused] == [
+            (1, "INVALID_FIELD"),
+            (3, "INVALID_FIELD"),
+        ]
+        assert "ahead of the run's 0" in receipt.refused[1].message
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        broker_pb2.PutTrajectoriesRequest(run_id=RUN, producer_id="p", put_id="1", groups=b"\x0a\x7f"),
+        broker_pb2.PutTrajectoriesRequest(run_id=RUN, producer_id="p", groups=pack_groups(groups("a"))),
+        request("1", *groups("a", "b", "c", "d", "e")),
+        request("1", *groups("a"), run_id="../up"),
+    ],
+    ids=["no groups", "no put id", "more than a step", "run id"],
+)
+async def test_a_request_that_cannot_be_read_ends_the_stream_and_stores_nothing(
+    bad: broker_pb2.PutTrajectoriesRequest,
+) -> None:
+    async with serving(MemoryStore()) as broker:
+        await broker.open(groups_per_step=4)
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await answer(broker, bad)
+        assert isinstance(from_rpc_error(caught.value, peer="broker"), InvalidFieldError)
+        assert (await broker.audit()).submitted == 0
+
+
+async def test_a_stalled_trainer_slows_its_producers_down_and_nothing_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(put_stream, "HOLD_S", 0.05)
+    async with serving(MemoryStore()) as broker:
+        await broker.open(groups_per_step=4, max_queued_groups=4, max_staleness=9)
+        async with producing(broker) as producer:
+            sending = asyncio.create_task(producer.put(groups(*(f"g{n}" for n in range(12))), max_groups=4))
+            await eventually(lambda: _has_been_refused(producer))
+            assert (await broker.audit()).in_flight == 8
+            async with training(broker) as trainer:
+                for version in (1, 2, 3):
+                    names = [group.prompt.group_id for group in await receive(trainer, 4)]
+                    assert (await ack(broker, names, version)).num_samples == 8
+                    trainer.release(names)
+            assert (await sending).num_samples == 24
+        assert (await broker.audit()).trained == 24
+
+
+async def _has_been_refused(producer: TrajectorySession) -> bool:
+    return producer.num_refusals > 0
+
+
+async def test_a_trainer_that_reads_no_packed_groups_gets_messages() -> None:
+    async with serving(MemoryStore()) as broker:
+        await broker.open(groups_per_step=4)
+        made = groups("a", "b", "c", "d")
+        async with producing(broker) as producer:
+            await producer.put(made)
+        trainer = Trainer.connect(broker.channel)
+        assert await trainer.groups(1) == made[:1]
+        assert await trainer.groups(3) == made[1:]
+        assert (await trainer.ack(["a", "b", "c", "d"], 1)).num_samples == 8
+
+
+async def test_microbatches_hold_as_many_groups_as_asked_for() -> None:
+    async with serving(MemoryStore()) as broker:
+        await broker.open(groups_per_step=8)
+        made = groups(*"abcdefgh")
+        async with producing(broker) as producer, training(broker, max_groups=3) as trainer:
+            await producer.put(made)
+            sizes, found = [], []
+            while len(found) < 8:
+                microbatch = await trainer.next(timeout_s=TIMEOUT_S)
+                assert microbatch is not None
+                sizes.append(len(microbatch.groups))
+                found += microbatch.groups
+            assert max(sizes) <= 3
+            assert found == made
+
+
+async def test_put_streams_end_with_the_run() -> None:
+    async with serving(MemoryStore()) as broker:
+        await broker.open(groups_per_step=4)
+        async with producing(broker) as producer:
+            await producer.put(groups("a"))
+            await broker.call("CloseRun", broker_pb2.CloseRunRequest(run_id=RUN))
+            with pytest.raises(RunClosedError):
+                await producer.put(groups("b"))
+        assert (await broker.audit()).submitted == 2
+
+
+async def test_unanswered_puts_are_sent_again_to_the_broker_that_comes_back() -> None:
+    store = MemoryStore()
+    names = [f"g{number}" for number in range(40)]
+    async with serving(store) as broker:
+        await broker.open(groups_per_step=64)
+        listen = f"127.0.0.1:{broker.server.port}"
+    async with (
+        rpc.open_channel(listen) as channel,
+        TrajectorySession(channel, run_id=RUN, producer_id="p", peer="broker") as producer,
+    ):
+        sending = asyncio.create_task(producer.put(groups(*names), max_groups=4))
+        await asyncio.sleep(0)
+        async with serving(store, listen=listen) as again:
+            assert (await sending).num_samples == 80
+            assert (await again.audit()).submitted == 80
