@@ -176,12 +176,12 @@ def test_pieces_of_a_parcel_find_their_bytes() -> None:
         assert types_pb2.TrajectoryGroups.FromString(packed[piece.start : piece.end]).groups[0] == made[number]
 
 
-def test_parcels_and_single_groups_go_by_deadline_then_readiness() -> None:
+def test_parcels_and_single_groups_go_by_deadline_then_by_submission() -> None:
     state = opened(version=1)
     make_ready(state, "made", version=1)
     put(state, *groups("young", version=1))
     put(state, *groups("old", version=0))
-    assert held(state, deliver(state)) == ["old", "young", "made"]
+    assert held(state, deliver(state)) == ["old", "made", "young"]
 
 
 def test_a_microbatch_aims_at_tokens_inside_a_parcel_too() -> None:
