@@ -53,6 +53,12 @@ def held(state: RunState, names: Iterable[str]) -> list[str]:
     ]
 
 
+def attach(state: RunState, group_ids: Iterable[str] = ()) -> None:
+    """The trainer comes back; CONSUMER stays the name of its stream."""
+    delivery.attach(state, CONSUMER, held=frozenset(group_ids))
+    state.run.streams[CONSUMER.key] = CONSUMER.mark
+
+
 def step(state: RunState, version: int, count: int = 100) -> list[str]:
     ids = held(state, deliver(state, count))
     acknowledge(state, ids, version)
@@ -195,7 +201,7 @@ def test_a_trainer_that_comes_back_keeps_what_it_holds_and_gets_the_rest_again()
     state = opened()
     put(state, *groups("a", "b", "c"))
     deliver(state)
-    assert delivery.attach(state, CONSUMER, held=["b"]) == 2
+    attach(state, ["b"])
     check(state)
     assert audit(state).in_flight_by_state == {"delivered": 2, "scored": 4}
     assert held(state, deliver(state)) == ["a", "c"]
@@ -204,7 +210,7 @@ def test_a_trainer_that_comes_back_keeps_what_it_holds_and_gets_the_rest_again()
 def test_groups_a_trainer_holds_are_not_handed_out_again_by_a_store_that_forgot() -> None:
     state = opened()
     put(state, *groups("a", "b", "c"))
-    delivery.attach(state, CONSUMER, held=["b", "c"])
+    attach(state, ["b", "c"])
     assert held(state, deliver(state)) == ["a"]
 
 
@@ -282,7 +288,7 @@ def test_a_rewind_hands_trained_parcels_out_again() -> None:
     request = broker_pb2.OpenRunRequest(run_id="run-1", limits=state.limits.to_proto(), policy_version=1)
     assert reopen_run(state, request, 2.0).num_groups_rewound == 1
     check(state)
-    delivery.attach(state, CONSUMER, held=())
+    attach(state)
     assert step(state, 2) == ["c"]
     assert audit(state).trained == 6
 
@@ -296,7 +302,7 @@ def test_a_rewind_gives_up_what_abandoned_weights_sampled() -> None:
     reopen_run(state, request, 2.0)
     check(state)
     assert dict(audit(state).dropped) == {"abandoned_version": 2}
-    delivery.attach(state, CONSUMER, held=())
+    attach(state)
     assert sorted(step(state, 2)) == ["early", "gone", "kept"]
 
 
