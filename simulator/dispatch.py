@@ -23,7 +23,6 @@ from services.broker.opening import create_run
 from services.broker.run_state import RunState
 from simulator.fleet import Engine, PretendGenerator
 
-REVIEW_EVERY_S = 1.0
 GIVE_UP_S = 60.0
 ASK_AGAIN_S = 0.25
 """After a generator was left without work; as in the broker's lease stream."""
@@ -41,8 +40,8 @@ class Scenario:
     forecasts: Sequence[float | None]
     """By group."""
     num_prompt_tokens: int = 128
-    flush_every_s: float = 2.0
-    """How often generators report their tokens."""
+    tick_s: float = 1.0
+    """How often generators report tokens, policies are reviewed and idle generators look for work to take over."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,23 +88,21 @@ class _Simulation:
 
     def run(self) -> Report:
         """To the last token."""
-        now_s, next_review_s, next_flush_s = 0.0, 0.0, self._scenario.flush_every_s
+        now_s, next_tick_s = 0.0, 0.0
         while True:
-            if now_s >= next_review_s:
+            if now_s >= next_tick_s:
+                self._flush(now_s)
                 self._review(now_s)
                 self._move(now_s)
-                next_review_s = now_s + REVIEW_EVERY_S
+                next_tick_s = now_s + self._scenario.tick_s
             self._lease(now_s)
             end_s = min(engine.next_end_s for engine in self._engines.values())
             if end_s == math.inf and not self._state.queue:
                 break
             if end_s == math.inf and now_s > self._last_end_s + GIVE_UP_S:
                 raise RuntimeError(f"{self._policy.name} left {len(self._state.queue)} groups in the queue for ever")
-            now_s = min(end_s, next_review_s, next_flush_s)
+            now_s = min(end_s, next_tick_s)
             self._advance(now_s)
-            if now_s >= next_flush_s:
-                self._flush(now_s)
-                next_flush_s = now_s + self._scenario.flush_every_s
         busy_s = sum(engine.busy_s for engine in self._engines.values())
         return Report(
             makespan_s=self._last_end_s,
@@ -115,35 +112,33 @@ class _Simulation:
 
     def _advance(self, now_s: float) -> None:
         for name, engine in self._engines.items():
-            for grant in engine.advance(now_s):
+            ended = engine.advance(now_s)
+            if ended:
                 self._last_end_s = now_s
-                group_id, index = grant.sample
-                self._accept(name, grant, self._lengths[group_id][index], now_s, is_finished=True)
+                tokens = [(grant, self._lengths[grant.sample[0]][grant.sample[1]]) for grant in ended]
+                self._accept(name, tokens, now_s, finish_reason=types_pb2.FINISH_REASON_STOP)
 
     def _flush(self, now_s: float) -> None:
         for name, engine in self._engines.items():
-            for grant in engine.running:
-                self._accept(name, grant, engine.num_tokens(grant.lease_id), now_s, is_finished=False)
+            tokens = [(grant, engine.num_tokens(grant.lease_id)) for grant in engine.running]
+            self._accept(name, tokens, now_s, finish_reason=types_pb2.FINISH_REASON_UNSPECIFIED)
 
-    def _accept(self, name: str, grant: Grant, num_tokens: int, now_s: float, *, is_finished: bool) -> None:
-        group_id, index = grant.sample
-        stored = self._state.groups[group_id].samples[index].num_tokens
-        if num_tokens == stored and not is_finished:
-            return
-        chunk = ChunkFacts(
-            group_id=group_id,
-            sample_index=index,
-            attempt=grant.attempt,
-            lease_id=grant.lease_id,
-            offset=stored,
-            num_tokens=num_tokens - stored,
-            finish_reason=types_pb2.FINISH_REASON_STOP if is_finished else types_pb2.FINISH_REASON_UNSPECIFIED,
-            min_version=0,
-            max_version=0,
-            fault="",
-            payload=b"",
-        )
-        errors = generation.accept_chunks(self._state, name, [chunk], now_s)
+    def _accept(
+        self,
+        name: str,
+        tokens: Sequence[tuple[Grant, int]],
+        now_s: float,
+        *,
+        finish_reason: types_pb2.FinishReason.ValueType,
+    ) -> None:
+        """Send the broker what samples have now: leases, and tokens in all."""
+        chunks = []
+        for grant, num_tokens in tokens:
+            group_id, index = grant.sample
+            stored = self._state.groups[group_id].samples[index].num_tokens
+            if num_tokens > stored or finish_reason:
+                chunks.append(_chunk(grant, stored, num_tokens, finish_reason))
+        errors = generation.accept_chunks(self._state, name, chunks, now_s)
         if errors:
             raise RuntimeError(f"the broker refused a chunk: {errors[0]}")
         self._state.settle()
@@ -178,7 +173,6 @@ class _Simulation:
         for name, engine in self._engines.items():
             if not self._can_move or now_s == 0.0 or engine.num_held >= engine.model.max_samples or self._state.queue:
                 continue
-            self._flush(now_s)
             situation = self._fleet.situation(self._state, self._statuses(), name, now_s)
             grants = moves.take_over(
                 self._state,
@@ -193,11 +187,12 @@ class _Simulation:
                 self._num_moves += 1
                 for other in self._engines.values():
                     other.abort(grant.sample)
-                self._begin(engine, grant)
+                self._begin(engine, grant, delay_s=moves.MOVE_COST_S)
 
-    def _begin(self, engine: Engine, grant: Grant) -> None:
+    def _begin(self, engine: Engine, grant: Grant, *, delay_s: float = 0.0) -> None:
         group_id, index = grant.sample
-        engine.begin(grant, context_tokens=self._scenario.num_prompt_tokens, length=self._lengths[group_id][index])
+        length = self._lengths[group_id][index]
+        engine.begin(grant, context_tokens=self._scenario.num_prompt_tokens, length=length, delay_s=delay_s)
 
     def _statuses(self) -> dict[str, GeneratorStatus]:
         return {
@@ -220,6 +215,22 @@ class _Simulation:
 
     def _suffix(self) -> str:
         return f"{next(self._numbers):06x}"
+
+
+def _chunk(grant: Grant, stored: int, num_tokens: int, finish_reason: types_pb2.FinishReason.ValueType) -> ChunkFacts:
+    return ChunkFacts(
+        group_id=grant.sample[0],
+        sample_index=grant.sample[1],
+        attempt=grant.attempt,
+        lease_id=grant.lease_id,
+        offset=stored,
+        num_tokens=num_tokens - stored,
+        finish_reason=finish_reason,
+        min_version=0,
+        max_version=0,
+        fault="",
+        payload=b"",
+    )
 
 
 def _seen_before(scenario: Scenario) -> SeenLengths:

@@ -31,6 +31,8 @@ class _Sample:
     context_tokens: int
     length: int
     """True length of the completion."""
+    delay_s: float
+    """Before its first token, beside prefill."""
     begin_step: float = 0.0
     """Step at which its first token of all would have come."""
 
@@ -67,9 +69,9 @@ class Engine:
         """Samples in its hands."""
         return self.num_running + self.num_waiting
 
-    def begin(self, grant: Grant, *, context_tokens: int, length: int) -> None:
+    def begin(self, grant: Grant, *, context_tokens: int, length: int, delay_s: float = 0.0) -> None:
         """Take a sample of this true length; its prefix is not decoded again."""
-        self._waiting.append(_Sample(grant=grant, context_tokens=context_tokens, length=length))
+        self._waiting.append(_Sample(grant=grant, context_tokens=context_tokens, length=length, delay_s=delay_s))
         self._fill()
 
     def abort(self, sample_id: SampleId) -> None:
@@ -134,8 +136,8 @@ class Engine:
                 return
             self._waiting.popleft()
             prefix = sample.grant.num_prefix_tokens
-            prefill_steps = self.model.prefill_s(sample.context_tokens + prefix) / self.model.step_s(1)
-            sample.begin_step = self.num_steps - prefix + prefill_steps
+            wait_s = sample.delay_s + self.model.prefill_s(sample.context_tokens + prefix)
+            sample.begin_step = self.num_steps - prefix + wait_s / self.model.step_s(self.num_running + 1)
             self.kv_reserved += needed
             self._running[sample.grant.lease_id] = sample
             heapq.heappush(self._ends, (sample.begin_step + sample.length, sample.grant.lease_id))

@@ -45,14 +45,14 @@ _H800 = LatencyModel(max_samples=256)
 
 def fleets() -> dict[str, list[PretendGenerator]]:
     """Fleets by name."""
-    narrow = replace(_H800, max_samples=48)
+    narrow = replace(_H800, max_samples=16)
     small = LatencyModel(base_s=0.016, per_sample_s=0.0002, max_samples=32)
     big = LatencyModel(base_s=0.005, per_sample_s=0.00004, max_samples=256)
     reads = replace(_H800, per_kv_token_s=1.5e-8, kv_capacity_tokens=400_000, prefill_tokens_per_second=20_000.0)
     cpu = LatencyModel(base_s=0.0006, per_sample_s=0.0001, max_samples=128)
     return {
         "8 alike": _even(8, _H800),
-        "8 alike, 48 slots": _even(8, narrow),
+        "8 alike, 16 slots": _even(8, narrow),
         "7 and 1 at a fifth": [*_even(7, narrow), *_even(1, narrow.scaled(5.0), first=7)],
         "4 and 4 at 40 %": [*_even(4, _H800), *_even(4, _H800.scaled(2.5), first=4)],
         "2 big, 6 small": [*_even(2, big), *_even(6, small, first=2)],
@@ -78,6 +78,9 @@ def workloads(rng: random.Random, *, num_groups: int, group_size: int) -> dict[s
     }
 
 
+TICK_S = {"reasoning": 2.0, "lognormal": 2.0, "short": 0.25}
+"""A hundredth of a step or so: a look at every second would take the simulator longer and change little."""
+
 FORECASTS: dict[str, float | None] = {"exact": 0.0, "good": 0.25, "poor": 0.7, "none": None}
 """Standard deviation of the logarithm of forecast over the prompt's mean length; None: no forecast."""
 
@@ -95,22 +98,10 @@ def make_scenario(*, fleet: str, workload: str, forecast: str, num_groups: int, 
         generators=fleets()[fleet],
         lengths=lengths,
         forecasts=forecasts,
-        flush_every_s=max(0.2, max(max(group) for group in lengths) * 0.01 / 20),
+        tick_s=TICK_S[workload],
     )
 
 
-def grid(*, num_groups: int, group_size: int, seed: int) -> Sequence[Scenario]:
-    """Every fleet with every workload and every quality of forecast."""
-    return [
-        make_scenario(
-            fleet=fleet,
-            workload=workload,
-            forecast=forecast,
-            num_groups=num_groups,
-            group_size=group_size,
-            seed=seed,
-        )
-        for fleet in fleets()
-        for workload in ("reasoning", "lognormal", "short")
-        for forecast in FORECASTS
-    ]
+def workload_names() -> Sequence[str]:
+    """Names of the workloads."""
+    return tuple(TICK_S)

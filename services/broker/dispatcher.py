@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import time
 from collections.abc import Callable
 
 from penstock.v1 import broker_pb2
@@ -24,6 +25,8 @@ from services.broker.run_state import RunState
 
 MAX_LEFT_S = 30.0
 REVIEW_EVERY_S = 1.0
+MAX_REVIEW_SHARE = 0.05
+"""Of a core that reviews may take; a large fleet is reviewed less often."""
 MAX_BEAT_AGE_S = 6.0
 """A generator that beat longer ago (they beat at least every 5 s) is not counted on to take anything."""
 
@@ -36,7 +39,7 @@ class Dispatcher:
         self._fleet = Fleet()
         self._policy: DispatchPolicy = Fifo()
         self._left_since_s: dict[str, float] = {}
-        self._reviewed_s = -math.inf
+        self._review_s = -math.inf
 
     def choose(self, state: RunState, generator: GeneratorFacts, max_leases: int, now_s: float) -> Choice:
         """How to answer a generator that asks for up to `max_leases` samples."""
@@ -62,23 +65,22 @@ class Dispatcher:
         In a thread, on a copy of the picture: a look ahead takes tens of milliseconds, and streams must not wait.
         """
         policy = self._policy_of(state)
-        if not policy.needs_situation or now_s - self._reviewed_s < REVIEW_EVERY_S:
+        if not policy.needs_situation or now_s < self._review_s:
             return
-        self._reviewed_s = now_s
+        self._review_s = now_s + REVIEW_EVERY_S
         self._fleet.measure(state)
         statuses = self._statuses(state, None, 0, now_s)
         if not statuses or not state.queue:
             return
         situation = self._fleet.situation(state, statuses, min(statuses), now_s)
+        started_s = time.perf_counter()
         await asyncio.to_thread(policy.review, situation.copy())
+        self._review_s = now_s + max(REVIEW_EVERY_S, (time.perf_counter() - started_s) / MAX_REVIEW_SHARE)
 
     def take_over(
         self, state: RunState, generator: GeneratorFacts, max_leases: int, now_s: float, make_suffix: Callable[[], str]
     ) -> list[Grant]:
         """Move work of other generators to one that finds nothing to lease; see `moves`."""
-        policy = self._policy_of(state)
-        if not policy.needs_situation:
-            return []
         statuses = self._statuses(state, generator, max_leases, now_s)
         situation = self._fleet.situation(state, statuses, generator.generator_id, now_s)
         num_waiting = {

@@ -49,6 +49,8 @@ class Grant:
     num_prefix_tokens: int
     expire_s: float
     min_policy_version: int
+    predicted_tokens: float | None = None
+    """Forecast of the completion's length."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -201,6 +203,7 @@ def lease_sample(
         num_prefix_tokens=sample.num_tokens,
         expire_s=sample.lease_expire_s,
         min_policy_version=generator.policy_version,
+        predicted_tokens=sample.predicted_tokens if sample.HasField("predicted_tokens") else None,
     )
 
 

@@ -173,6 +173,7 @@ class LeaseStream:
             _Response(
                 lease=broker_pb2.Lease(
                     lease_id=grant.lease_id,
+                    predicted_tokens=grant.predicted_tokens,
                     key=sample_key(grant.sample, grant.attempt),
                     prompt=prompts[grant.sample[0]],
                     prefix_token_ids=prefixes.get(grant.sample, b""),

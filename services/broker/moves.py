@@ -1,8 +1,8 @@
 """Work that moves to an idle generator. Pure operations on a RunState.
 
 A generator that finds nothing to lease looks at what the others hold: first leases that were never begun, then the
-samples that will be done last. One is taken over when the latency model says that it is done sooner here by a stated
-gain, prefill of its prompt and prefix included.
+sample that will be done last of all. It is taken over when the latency model says that it is done sooner here by a
+stated gain, prefill of its prompt and prefix included.
 
 Fencing: the old lease ends in the same commit in which the new one is given, at the last stored chunk. What the old
 generator decoded beyond it is refused with LEASE_LOST and thrown away (less than its flush interval, usually 0.2 s), so
@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 from penstock.v1 import broker_pb2
 from services.broker import generation
-from services.broker.dispatch.latency import Load, kv_reads
+from services.broker.dispatch.latency import kv_reads
 from services.broker.dispatch.lengths import remaining_tokens
 from services.broker.dispatch.types import Situation
 from services.broker.generation import GeneratorFacts, Grant
@@ -69,26 +69,87 @@ def take_over(
         now_s: Now.
         make_suffix: See `generation.lease`.
     """
-    asking = situation.loads[situation.asking]
+    taker = _Taker(state, generator, situation, num_waiting, now_s)
     grants: list[Grant] = []
-    donors = sorted(
-        (name for name in situation.loads if name != situation.asking),
-        key=lambda name: situation.loads[name].finish_s(),
-        reverse=True,
-    )
-    for name in donors:
-        held = list(_movable(state, generator, name, situation.mean_tokens, now_s))
-        for item in _in_order(held, num_waiting.get(name, 0), now_s):
-            if len(grants) >= MAX_MOVES or not asking.room:
-                return grants
-            if not _gains(asking, situation.loads[name], item):
-                if item.is_begun:
-                    break
-                continue
-            grants.append(_move(state, generator, item.sample, now_s, make_suffix))
-            _shift(situation.loads[name], asking, item, held)
-            held.remove(item)
+    while len(grants) < MAX_MOVES and (sample := taker.next()) is not None:
+        grants.append(_move(state, generator, sample, now_s, make_suffix))
     return grants
+
+
+class _Taker:
+    """Finds one sample after the other that is better moved."""
+
+    def __init__(
+        self,
+        state: RunState,
+        generator: GeneratorFacts,
+        situation: Situation,
+        num_waiting: Mapping[str, int],
+        now_s: float,
+    ) -> None:
+        self._state, self._generator, self._now_s = state, generator, now_s
+        self._mean_tokens = situation.mean_tokens
+        self._has_speeds = situation.has_speeds
+        self._asking = situation.loads[situation.asking]
+        self._donors = {name: load for name, load in situation.loads.items() if name != situation.asking}
+        self._num_waiting = dict(num_waiting)
+        self._held: dict[str, list[_Held]] = {}
+
+    def next(self) -> SampleId | None:
+        """The next sample to move, noted in the loads as moved; None when none is worth it."""
+        if not self._asking.room:
+            return None
+        found = self._never_begun() or self._last_to_end()
+        if found is None:
+            return None
+        name, item = found
+        self._held[name].remove(item)
+        self._shift(name, item)
+        return item.sample
+
+    def _never_begun(self) -> tuple[str, _Held] | None:
+        """The newest lease without tokens of an engine in which samples wait: engines begin in turn."""
+        for name, load in self._donors.items():
+            if self._num_waiting.get(name, 0) <= 0:
+                continue
+            self._num_waiting[name] -= 1
+            waiting = [
+                item for item in self._held_by(name) if not item.is_begun and self._now_s - item.lease_s >= MIN_WAIT_S
+            ]
+            item = max(waiting, key=lambda item: item.lease_s, default=None)
+            if item is not None and self._gains(load.later_s(item.remaining, item.context), item):
+                return name, item
+        return None
+
+    def _last_to_end(self) -> tuple[str, _Held] | None:
+        """The longest sample of the generator that is done last: only that one shortens the step."""
+        if not self._has_speeds or not self._donors:
+            return None
+        name = max(self._donors, key=lambda name: self._donors[name].finish_s())
+        begun = [item for item in self._held_by(name) if item.is_begun]
+        item = max(begun, key=lambda item: item.remaining, default=None)
+        if item is None or not self._gains(self._donors[name].finish_s(), item):
+            return None
+        return name, item
+
+    def _held_by(self, name: str) -> list[_Held]:
+        if name not in self._held:
+            self._held[name] = list(_movable(self._state, self._generator, name, self._mean_tokens, self._now_s))
+        return self._held[name]
+
+    def _gains(self, there_s: float, item: _Held) -> bool:
+        """Whether the sample is done here sooner by enough."""
+        here_s = MOVE_COST_S + self._asking.sample_s(item.remaining, item.context)
+        return there_s - here_s >= max(MIN_GAIN_S, MIN_GAIN * there_s)
+
+    def _shift(self, name: str, item: _Held) -> None:
+        """Note a move in the loads."""
+        donor = self._donors[name]
+        self._asking.add(item.remaining, item.context)
+        donor.num_samples -= 1
+        donor.sum_tokens -= item.remaining
+        donor.sum_kv_tokens -= kv_reads(item.remaining, item.context)
+        donor.longest_tokens = max((other.remaining for other in self._held[name]), default=0.0)
 
 
 def _movable(
@@ -116,23 +177,6 @@ def _is_begun(sample: SampleRecord) -> bool:
     return sample.last_chunk_s >= sample.lease_s
 
 
-def _in_order(held: list[_Held], num_waiting: int, now_s: float) -> list[_Held]:
-    """As many never begun as wait, newest first (engines begin in turn); then the others, most tokens to go first."""
-    unbegun = [item for item in held if not item.is_begun and now_s - item.lease_s >= MIN_WAIT_S]
-    unbegun.sort(key=lambda item: -item.lease_s)
-    begun = sorted((item for item in held if item.is_begun), key=lambda item: -item.remaining)
-    return [*unbegun[:num_waiting], *begun]
-
-
-def _gains(asking: Load, donor: Load, item: _Held) -> bool:
-    """Whether the sample is done here sooner by enough."""
-    here_s = MOVE_COST_S + asking.sample_s(item.remaining, item.context)
-    there_s = donor.finish_s() if item.is_begun else donor.later_s(item.remaining, item.context)
-    if item.is_begun and item.remaining < donor.longest_tokens:
-        there_s *= item.remaining / donor.longest_tokens
-    return there_s - here_s >= max(MIN_GAIN_S, MIN_GAIN * there_s)
-
-
 def _move(
     state: RunState, generator: GeneratorFacts, sample_id: SampleId, now_s: float, make_suffix: Callable[[], str]
 ) -> Grant:
@@ -143,12 +187,3 @@ def _move(
         sample.num_moves += 1
         sample.move_s = now_s
         return generation.lease_sample(state, generator, group, index, now_s, make_suffix)
-
-
-def _shift(donor: Load, asking: Load, item: _Held, held: list[_Held]) -> None:
-    """Note a move in the loads."""
-    asking.add(item.remaining, item.context)
-    donor.num_samples -= 1
-    donor.sum_tokens -= item.remaining
-    donor.sum_kv_tokens -= kv_reads(item.remaining, item.context)
-    donor.longest_tokens = max((other.remaining for other in held if other is not item), default=0.0)

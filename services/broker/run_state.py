@@ -43,7 +43,6 @@ class _Entry:
     ranks: dict[Order, Rank] = field(default_factory=dict)
     queued_length: float = 0.0
     num_queued: int = 0
-    leased_lengths: list[float] = field(default_factory=list)
     finished: list[FinishedKey] = field(default_factory=list)
     generation: list[tuple[str, str]] = field(default_factory=list)
     scoring: list[tuple[str, str]] = field(default_factory=list)
@@ -72,8 +71,6 @@ class RunState:
         self.queues: dict[Order, SortedKeys[Rank]] = {order: SortedKeys() for order in Order}
         self.queued_lengths = LengthCounts()
         """Forecast lengths of the queued samples."""
-        self.leased_lengths = LengthCounts()
-        """Forecast lengths of the samples that generators hold."""
         self.finished: SortedKeys[FinishedKey] = SortedKeys()
         self.generation_leases: Leases = {}
         self.scoring_leases: Leases = {}
@@ -352,8 +349,6 @@ class RunState:
         if sample.state == _LEASED:
             self.generation_leases.setdefault(sample.generator_id, {})[sample.lease_id] = key
             entry.generation.append((sample.generator_id, sample.lease_id))
-            entry.leased_lengths.append(sample.predicted_tokens)
-            self.leased_lengths.add(sample.predicted_tokens)
         elif sample.state == _SCORING:
             self.scoring_leases.setdefault(sample.worker_id, {})[sample.scoring_lease_id] = key
             entry.scoring.append((sample.worker_id, sample.scoring_lease_id))
@@ -368,9 +363,8 @@ class RunState:
             return
         for order, rank in entry.ranks.items():
             self.queues[order].discard(rank)
-        self.queued_lengths.add(entry.queued_length, -entry.num_queued)
-        for length in entry.leased_lengths:
-            self.leased_lengths.add(length, -1)
+        if entry.num_queued:
+            self.queued_lengths.add(entry.queued_length, -entry.num_queued)
         for finished in entry.finished:
             self.finished.discard(finished)
         _remove(self.generation_leases, entry.generation)

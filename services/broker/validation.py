@@ -18,6 +18,8 @@ MAX_PROMPTS = 1_024
 MAX_CHUNKS = 4_096
 MAX_RESULTS = 1_024
 MAX_ACTIVE_LEASES = 65_536
+MAX_STEP_S = 60.0
+"""A decode step that takes longer is a fault of the statement."""
 MAX_GROUP_IDS = 65_536
 MAX_STEP_RECORDS = 1_024
 MAX_BUSY_SPANS_PER_BEAT = 64
@@ -137,6 +139,19 @@ def check_hello(hello: broker_pb2.GeneratorHello) -> None:
             value[:80],
             f"at most {MAX_ID_CHARACTERS} characters",
         )
+    _check_profile(hello.profile)
+
+
+def _check_profile(profile: broker_pb2.GeneratorProfile) -> None:
+    for field in ("step_base_s", "step_per_sample_s", "step_per_kv_token_s"):
+        value: float = getattr(profile, field)
+        _require(0 <= value <= MAX_STEP_S, f"hello.profile.{field}", value, f"0 (unknown) to {MAX_STEP_S} s")
+    rate = profile.prefill_tokens_per_second
+    _require(
+        math.isfinite(rate) and rate >= 0, "hello.profile.prefill_tokens_per_second", rate, "finite and at least 0"
+    )
+    most = profile.max_concurrent_samples
+    _require(most <= MAX_ACTIVE_LEASES, "hello.profile.max_concurrent_samples", most, f"at most {MAX_ACTIVE_LEASES}")
 
 
 def check_beat(beat: broker_pb2.GeneratorBeat) -> None:

@@ -22,6 +22,7 @@ import numpy.typing as npt
 
 from penstock.weights import verify_safetensors
 from services.generator.engine import (
+    EngineProfile,
     EngineStats,
     EngineStoppedError,
     FinishReason,
@@ -155,6 +156,14 @@ class EmulatedEngine:
             return UpdateReport(
                 policy_version=update.policy_version, digest=update.digest, pause_s=self._spec.update_pause_s
             )
+
+    def profile(self) -> EngineProfile:
+        """See `Engine.profile`: the latency model."""
+        return EngineProfile(
+            max_concurrent_samples=self._spec.max_num_seqs,
+            step_base_s=self._spec.base_step_s,
+            step_per_sample_s=self._spec.token_s,
+        )
 
     def stats(self) -> EngineStats:
         """See `Engine.stats`."""

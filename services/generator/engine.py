@@ -180,6 +180,23 @@ class EngineStats:
     """Tokens yielded."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineProfile:
+    """What an engine knows of its own speed and room, for dispatch; None where it does not know.
+
+    A decode step of n samples takes step_base_s + n * step_per_sample_s.
+    """
+
+    max_concurrent_samples: int
+    """Most samples decoded at once."""
+    kv_capacity_tokens: int | None = None
+    """KV room, tokens."""
+    step_base_s: float | None = None
+    """Time of a decode step that does not depend on how many samples share it."""
+    step_per_sample_s: float | None = None
+    """Time each sample adds to a step."""
+
+
 class Engine(Protocol):
     """Decodes samples and takes weights in flight. All methods belong to one event loop."""
 
@@ -217,6 +234,9 @@ class Engine(Protocol):
             EngineStoppedError: The engine is not running.
             EngineError: Loading broke off; the engine samples nothing more, restart it.
         """
+
+    def profile(self) -> EngineProfile:
+        """Speed and room; known once started."""
 
     def stats(self) -> EngineStats:
         """The load now; never waits."""

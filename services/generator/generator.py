@@ -30,7 +30,7 @@ from penstock.security import NO_SECURITY, Security
 from penstock.v1 import broker_pb2, generator_pb2
 from services.generator.busy import BusyTracker
 from services.generator.config import GeneratorConfig
-from services.generator.engine import Engine, EngineError, UpdateReport
+from services.generator.engine import Engine, EngineError, EngineProfile, UpdateReport
 from services.generator.engines import PausableEngine, engine_version
 from services.generator.held import HeldWeights
 from services.generator.holder import Holder
@@ -186,6 +186,7 @@ class Generator:
             engine=self._config.engine.engine,
             max_context_tokens=self._engine.max_model_len,
             endpoint=self._config.listen,
+            profile=_to_message(self._engine.profile(), max_leases=self._config.engine.max_concurrent_samples),
         )
         self._session = LeaseSession(self._broker, hello=hello, holder=self._holder, peer=self._peer)
         self._leasing = asyncio.create_task(self._session.run())
@@ -304,3 +305,12 @@ class Generator:
             is_empty = not self._rollouts.lease_ids
             return generator_pb2.GENERATOR_STATE_DRAINED if is_empty else generator_pb2.GENERATOR_STATE_DRAINING
         return generator_pb2.GENERATOR_STATE_PAUSED if self._is_paused else generator_pb2.GENERATOR_STATE_SERVING
+
+
+def _to_message(profile: EngineProfile, *, max_leases: int) -> broker_pb2.GeneratorProfile:
+    return broker_pb2.GeneratorProfile(
+        kv_capacity_tokens=profile.kv_capacity_tokens or 0,
+        max_concurrent_samples=min(profile.max_concurrent_samples, max_leases),
+        step_base_s=profile.step_base_s or 0.0,
+        step_per_sample_s=profile.step_per_sample_s or 0.0,
+    )

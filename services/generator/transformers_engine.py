@@ -27,6 +27,7 @@ from penstock.weights import check_layout, mismatch_error, verify_safetensors
 from services.generator.engine import (
     TIED_HEAD,
     EngineError,
+    EngineProfile,
     EngineStats,
     EngineStoppedError,
     FinishReason,
@@ -160,6 +161,10 @@ class TransformersEngine:
         except TimeoutError as error:
             raise EngineError(f"installing version {update.policy_version} took too long") from error
         return UpdateReport(policy_version=update.policy_version, digest=update.digest, pause_s=pause_s)
+
+    def profile(self) -> EngineProfile:
+        """See `Engine.profile`; how fast it is shows in its rates."""
+        return EngineProfile(max_concurrent_samples=self._settings.max_num_seqs)
 
     def stats(self) -> EngineStats:
         """See `Engine.stats`."""

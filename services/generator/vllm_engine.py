@@ -34,6 +34,7 @@ from penstock.weights import (
 from services.generator.engine import (
     TIED_HEAD,
     EngineError,
+    EngineProfile,
     EngineStats,
     EngineStoppedError,
     FinishReason,
@@ -157,6 +158,13 @@ class VllmEngine:
                 raise EngineError(f"installing version {update.policy_version} took too long") from error
             pause_s = time.monotonic() - started_s
             return UpdateReport(policy_version=update.policy_version, digest=update.digest, pause_s=pause_s)
+
+    def profile(self) -> EngineProfile:
+        """See `Engine.profile`; how fast it is shows in its rates."""
+        kv_capacity_tokens = self._running().vllm_config.cache_config.kv_cache_size_tokens
+        return EngineProfile(
+            max_concurrent_samples=self._settings.max_num_seqs, kv_capacity_tokens=kv_capacity_tokens or None
+        )
 
     def stats(self) -> EngineStats:
         """See `Engine.stats`."""

@@ -137,12 +137,22 @@ class Generator:
 
     @classmethod
     def connect(
-        cls, channel: grpc.aio.Channel, generator_id: str = "gen-1", *, run_id: str = RUN, max_context_tokens: int = 128
+        cls,
+        channel: grpc.aio.Channel,
+        generator_id: str = "gen-1",
+        *,
+        run_id: str = RUN,
+        max_context_tokens: int = 128,
+        profile: broker_pb2.GeneratorProfile | None = None,
     ) -> Generator:
         """Open both streams."""
         stub = broker_pb2_grpc.BrokerServiceStub(channel)
         hello = broker_pb2.GeneratorHello(
-            run_id=run_id, generator_id=generator_id, engine="test", max_context_tokens=max_context_tokens
+            run_id=run_id,
+            generator_id=generator_id,
+            engine="test",
+            max_context_tokens=max_context_tokens,
+            profile=profile,
         )
         stream = Duplex(stub.StreamLeases, broker_pb2.StreamLeasesRequest(hello=hello))
         return cls(stub, stream, Duplex(stub.StreamTokens), generator_id, run_id=run_id)
@@ -326,9 +336,10 @@ async def serving(
     clock: Clock | None = None,
     listen: str = "127.0.0.1:0",
     registry: CollectorRegistry | None = None,
+    scheduler: str | None = None,
 ) -> AsyncIterator[RunningBroker]:
     """A broker over `store`, on a free port if none is given, its caretaker running."""
-    hubs = make_hubs(store, registry=registry or CollectorRegistry(), clock=clock or SystemClock())
+    hubs = make_hubs(store, registry=registry or CollectorRegistry(), clock=clock or SystemClock(), scheduler=scheduler)
     server = make_server(hubs, listen=listen, security=NO_SECURITY)
     port = await server.start()
     caretaker = asyncio.create_task(hubs.care(server.set_serving))
@@ -338,6 +349,7 @@ async def serving(
         finally:
             await hubs.stop()
             await server.stop(grace_s=1.0)
+            await hubs.forecaster.close()
             caretaker.cancel()
             await asyncio.wait([caretaker])
 

@@ -6,7 +6,7 @@ import asyncio
 
 import numpy as np
 
-from services.generator.engine import EngineStats, FinishReason, TokenSpan, UpdateReport
+from services.generator.engine import EngineProfile, EngineStats, FinishReason, TokenSpan, UpdateReport
 
 
 def span(*token_ids, version=0, finish=None, logprob=-0.5):
@@ -73,6 +73,9 @@ class ScriptedEngine:
         return UpdateReport(
             policy_version=update.policy_version, digest=self.reported_digest or update.digest, pause_s=0.01
         )
+
+    def profile(self):
+        return EngineProfile(max_concurrent_samples=64)
 
     def stats(self):
         return EngineStats(

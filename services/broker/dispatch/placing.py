@@ -1,7 +1,8 @@
 """Each sample to the generator that is done with it first: what `least_loaded`, `lpt` and `streamrl` share. Pure.
 
-The generator that asks gets a sample when no other one with room would end up earlier with it, and when the others
-could not have done the whole queue, this sample included, before this generator had decoded it.
+The generator that asks gets a sample when no other one with room would end up earlier with it, and when the faster
+generators, full now or not, could not have done the whole queue before this one had decoded the sample. Only faster
+ones, so somebody always takes what is queued.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ from services.broker.dispatch.types import Situation, Work
 
 RISK = 2.0
 """Standard deviations: with a hundred samples a few are that much longer than forecast."""
+MIN_SPEED_UP = 0.1
+"""Generators that differ by less are taken for alike."""
 MIN_GAIN = 0.05
 """A sample is left to a busy generator only if that is sooner by this part: the model is not better than that."""
 
@@ -34,7 +37,9 @@ class EarliestFinish:
         self._asking = asking
         self._others = [load for load in others if load.max_samples > 0]
         self._open = [load for load in self._others if load.room]
-        self._others_level_s = level_s(self._others, queued_tokens)
+        speed = _token_s(asking)
+        self._faster = [load for load in self._others if _token_s(load) < (1 - MIN_SPEED_UP) * speed]
+        self._faster_level_s = level_s(self._faster, queued_tokens)
 
     @classmethod
     def over_fleet(cls, situation: Situation) -> EarliestFinish:
@@ -86,8 +91,13 @@ class EarliestFinish:
     def _is_sooner_elsewhere(self, work: Work) -> bool:
         remaining, context = self._risk * work.remaining_tokens, work.context_tokens
         here_s = (1 - MIN_GAIN) * self._asking.sample_s(remaining, context)
-        if self._others_level_s >= here_s:
+        if self._faster_level_s >= here_s:
             return False
         return any(
-            load.later_s(remaining, context) < here_s for load in self._others if context < load.max_context_tokens
+            load.later_s(remaining, context) < here_s for load in self._faster if context < load.max_context_tokens
         )
+
+
+def _token_s(load: Load) -> float:
+    """Time of a token in a small batch, to compare generators by."""
+    return load.model.step_s(min(8, load.max_samples))

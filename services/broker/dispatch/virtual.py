@@ -20,8 +20,8 @@ from services.broker.dispatch.types import DispatchPolicy, Order, Situation, Wor
 MAX_ROUNDS = 8
 """A longer queue is shortened in proportion to this many fillings of the fleet: its end is too far to plan for."""
 MIN_ERROR = 0.02
-_QUANTILES = (-1.645, -1.036, -0.674, -0.385, -0.126, 0.126, 0.385, 0.674, 1.036, 1.645)
-"""Of the normal distribution, at 5, 15, ... 95 %."""
+_QUANTILES = (-1.383, -0.674, -0.21, 0.21, 0.674, 1.383)
+"""Of the normal distribution, in the middle of each sixth."""
 _BUNDLES_PER_DOUBLING = 3
 LEFT_FOR_EVENTS = 16
 """A generator that was left without work is asked again after so many samples or bundles ended."""

@@ -1,0 +1,1 @@
+"""Dispatch policies on simulated fleets: how long a step takes under each."""

@@ -1,0 +1,106 @@
+"""Play every scenario of the grid under every policy and print a table.
+
+python -m benchmarks.dispatch [--groups N] [--group-size N] [--seeds N] [--only WORD] [--json]
+
+Times are of the simulator's virtual clock and say how policies compare, not how fast a fleet is. Each cell is the sum
+of the makespans over the seeds, relative to the best of the policies but auto; `bound` is the best one's over a lower
+bound that no policy can beat.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from dataclasses import asdict, dataclass
+
+from simulator.dispatch import lower_bound_s, simulate
+from simulator.scenarios import FORECASTS, fleets, make_scenario, workload_names
+
+POLICIES = ("fifo", "least_loaded", "lpt", "streamrl", "auto")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cell:
+    """One scenario over all seeds."""
+
+    scenario: str
+    bound_ratio: float
+    ratios: dict[str, float]
+    """Makespan over the best's, by policy; `fifo, no moves` is fifo without moves of leased work."""
+    num_moves: int
+    """Of auto."""
+
+
+def main() -> int:
+    options = _options()
+    cells: list[Cell] = []
+    if not options.json:
+        print("| fleet, workload, forecast | bound | fifo, no moves | " + " | ".join(POLICIES) + " | moves |")
+        print("|---" * (len(POLICIES) + 4) + "|")
+    for fleet in fleets():
+        for workload in workload_names():
+            for forecast in FORECASTS:
+                name = f"{fleet}, {workload}, {forecast}"
+                if options.only in name:
+                    cells.append(_measure(fleet, workload, forecast, options))
+                    if not options.json:
+                        print(_row(cells[-1]), flush=True)
+    worst = max(cells, key=lambda cell: cell.ratios["auto"])
+    if options.json:
+        print(json.dumps([asdict(cell) for cell in cells]))
+    else:
+        means = {name: sum(cell.ratios[name] for cell in cells) / len(cells) for name in cells[0].ratios}
+        bound = sum(cell.bound_ratio for cell in cells) / len(cells)
+        print(_row(Cell(scenario="mean", bound_ratio=bound, ratios=means, num_moves=0)))
+        print(f"\nworst of auto: {worst.ratios['auto']:.3f} ({worst.scenario})", file=sys.stderr)
+    return 0
+
+
+def _measure(fleet: str, workload: str, forecast: str, options: argparse.Namespace) -> Cell:
+    started_s = time.perf_counter()
+    makespans = dict.fromkeys(("fifo, no moves", *POLICIES), 0.0)
+    bound_s, num_moves = 0.0, 0
+    for seed in range(options.seeds):
+        scenario = make_scenario(
+            fleet=fleet,
+            workload=workload,
+            forecast=forecast,
+            num_groups=options.groups,
+            group_size=options.group_size,
+            seed=seed,
+        )
+        bound_s += lower_bound_s(scenario)
+        makespans["fifo, no moves"] += simulate(scenario, "fifo", can_move=False).makespan_s
+        for policy in POLICIES:
+            report = simulate(scenario, policy)
+            makespans[policy] += report.makespan_s
+            num_moves += report.num_moves if policy == "auto" else 0
+    best = min(makespans[policy] for policy in POLICIES if policy != "auto")
+    print(f"{fleet}, {workload}, {forecast}: {time.perf_counter() - started_s:.1f} s", file=sys.stderr)
+    return Cell(
+        scenario=f"{fleet}, {workload}, {forecast}",
+        bound_ratio=best / bound_s,
+        ratios={policy: makespan / best for policy, makespan in makespans.items()},
+        num_moves=num_moves,
+    )
+
+
+def _row(cell: Cell) -> str:
+    ratios = " | ".join(f"{ratio:.3f}" for ratio in cell.ratios.values())
+    return f"| {cell.scenario} | {cell.bound_ratio:.2f} | {ratios} | {cell.num_moves or ''} |"
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.dispatch", description=__doc__)
+    parser.add_argument("--groups", type=int, default=32, help="prompts of the step")
+    parser.add_argument("--group-size", type=int, default=8, help="samples a prompt")
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--only", default="", help="scenarios whose name holds this")
+    parser.add_argument("--json", action="store_true")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

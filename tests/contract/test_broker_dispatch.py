@@ -1,0 +1,193 @@
+"""Dispatch over real gRPC: forecasts, who gets what, and work that moves between two scripted generators."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import pytest
+
+from penstock import rpc
+from penstock.codec import int32_array
+from penstock.errors import ServiceUnavailableError
+from penstock.v1 import broker_pb2, scheduler_pb2, scheduler_pb2_grpc, types_pb2
+from services.broker.memory_store import MemoryStore
+from tests.helpers.broker import RUN, Generator, RunningBroker, chunk, eventually, prompt, serving
+
+FAST = broker_pb2.GeneratorProfile(max_concurrent_samples=8, step_base_s=0.05, step_per_sample_s=0.0001)
+SLOW = broker_pb2.GeneratorProfile(max_concurrent_samples=8, step_base_s=0.5, step_per_sample_s=0.001)
+STOP = types_pb2.FINISH_REASON_STOP
+
+
+class Scheduler(scheduler_pb2_grpc.SchedulerServiceServicer):
+    """Forecasts what it is told to, or fails."""
+
+    def __init__(self) -> None:
+        self.expected: dict[str, float] = {}
+        self.queries: list[scheduler_pb2.LengthQuery] = []
+        self.is_away = False
+
+    async def ForecastLengths(self, request, context):
+        """See the proto."""
+        if self.is_away:
+            raise ServiceUnavailableError("away")
+        self.queries += request.queries
+        return scheduler_pb2.ForecastLengthsResponse(
+            forecasts=[
+                scheduler_pb2.LengthForecast(expected_tokens=self.expected.get(query.group_id))
+                for query in request.queries
+            ],
+            model_version=3,
+        )
+
+
+@asynccontextmanager
+async def scheduling() -> AsyncIterator[tuple[Scheduler, str]]:
+    """A scheduler and its address."""
+    scheduler = Scheduler()
+    service = rpc.Service(
+        name="penstock.v1.SchedulerService",
+        add=scheduler_pb2_grpc.add_SchedulerServiceServicer_to_server,
+        servicer=scheduler,
+    )
+    server = rpc.Server(listen="127.0.0.1:0", services=[service])
+    port = await server.start()
+    try:
+        yield scheduler, f"127.0.0.1:{port}"
+    finally:
+        await server.stop(grace_s=0.0)
+
+
+@pytest.fixture
+async def broker() -> AsyncIterator[RunningBroker]:
+    async with serving(MemoryStore()) as running:
+        yield running
+
+
+async def _dispatch_state(broker: RunningBroker) -> str:
+    run: broker_pb2.GetRunResponse = await broker.call("GetRun", broker_pb2.GetRunRequest(run_id=RUN))
+    return run.dispatch_state
+
+
+async def test_forecasts_come_with_the_leases_and_the_longest_goes_first() -> None:
+    async with scheduling() as (scheduler, target), serving(MemoryStore(), scheduler=target) as broker:
+        scheduler.expected = {"a": 10.0, "b": 50.0}
+        await broker.open(groups_per_step=4, group_size=1, policy=broker_pb2.RunPolicy(dispatch="lpt"))
+        await broker.submit(*(prompt(name, group_size=1) for name in ("a", "b", "c")))
+        assert {query.group_id for query in scheduler.queries} == {"a", "b", "c"}
+        assert scheduler.queries[0].num_prompt_tokens == 3
+        generator = Generator.connect(broker.channel, profile=FAST)
+        generator.beat(credits=2)
+        leases = await generator.leases(2)
+        assert [lease.key.group_id for lease in leases] == ["b", "a"]
+        assert leases[0].predicted_tokens == pytest.approx(50.0)
+        generator.beat(credits=1)
+        (unknown,) = await generator.leases(1)
+        assert not unknown.HasField("predicted_tokens")
+        assert await _dispatch_state(broker) == "lpt: forecasts of the scheduler (model 3)"
+
+
+async def test_a_submission_does_not_wait_for_a_scheduler_that_is_away() -> None:
+    async with scheduling() as (scheduler, target), serving(MemoryStore(), scheduler=target) as broker:
+        scheduler.is_away = True
+        await broker.open(group_size=1)
+        async with asyncio.timeout(1.0):
+            response = await broker.submit(prompt("a", group_size=1))
+        assert not response.errors
+        assert await _dispatch_state(broker) == "auto: the scheduler is away, lengths unknown"
+        generator = Generator.connect(broker.channel)
+        generator.beat(credits=1)
+        assert (await generator.leases(1))[0].key.group_id == "a"
+        # It is left alone for a while, then asked again.
+        scheduler.is_away = False
+        await eventually(lambda: _is_back(broker))
+
+
+async def _is_back(broker: RunningBroker) -> bool:
+    await broker.submit(prompt("b", group_size=1))
+    return "forecasts of the scheduler" in await _dispatch_state(broker)
+
+
+async def test_a_broker_without_a_scheduler_says_so(broker: RunningBroker) -> None:
+    await broker.open()
+    assert await _dispatch_state(broker) == "auto: no scheduler is configured, lengths unknown"
+
+
+async def test_profile_and_measured_rate_show_in_the_run(broker: RunningBroker) -> None:
+    await broker.open()
+    generator = Generator.connect(broker.channel, profile=FAST)
+    generator.beat(num_running=2, tokens_per_second=20.0)
+
+    async def is_measured() -> bool:
+        run = await broker.call("GetRun", broker_pb2.GetRunRequest(run_id=RUN))
+        return bool(run.generators and run.generators[0].measured_tokens_per_second)
+
+    await eventually(is_measured)
+    run = await broker.call("GetRun", broker_pb2.GetRunRequest(run_id=RUN))
+    view = run.generators[0]
+    assert view.hello.profile == FAST
+    # A step of two samples takes 0.1 s, the profile says 0.0502 s.
+    assert view.measured_step_factor == pytest.approx(0.1 / 0.0502)
+
+
+async def test_a_slow_generator_leaves_the_work_to_a_faster_idle_one(broker: RunningBroker) -> None:
+    await broker.open(group_size=1, groups_per_step=4)
+    slow = Generator.connect(broker.channel, "a-slow", profile=SLOW)
+    fast = Generator.connect(broker.channel, "b-fast", profile=FAST)
+    fast.beat(credits=4)
+    slow.beat(credits=4)
+    await eventually(lambda: _are_connected(broker, 2))
+    await broker.submit(*(prompt(name, group_size=1) for name in ("a", "b", "c", "d")))
+    assert {lease.key.group_id for lease in await fast.leases(4)} == {"a", "b", "c", "d"}
+    assert (await broker.call("GetRun", broker_pb2.GetRunRequest(run_id=RUN))).generators[0].num_leases == 0
+
+
+async def _are_connected(broker: RunningBroker, count: int) -> bool:
+    run = await broker.call("GetRun", broker_pb2.GetRunRequest(run_id=RUN))
+    return sum(view.HasField("beat") for view in run.generators) == count
+
+
+async def test_a_lease_that_waits_in_a_full_engine_is_revoked_and_given_to_an_idle_generator(
+    broker: RunningBroker,
+) -> None:
+    await broker.open(group_size=1, groups_per_step=4, max_completion_tokens=4096)
+    await broker.submit(prompt("a", group_size=1))
+    full = Generator.connect(broker.channel, "full", profile=FAST)
+    full.beat(credits=1)
+    (waiting,) = await full.leases(1)
+    full.beat(active=[waiting.lease_id], num_running=8, num_waiting=1)
+    idle = Generator.connect(broker.channel, "idle", profile=FAST)
+    idle.beat(credits=1)
+    (moved,) = await idle.leases(1)
+    assert moved.key == waiting.key
+    assert moved.prefix_token_ids == b""
+    revoked = await full.stream.expect(lambda response: response.revocation.lease_id or None)
+    assert revoked == waiting.lease_id
+    (refused,) = await full.put(chunk(waiting, [1, 2]))
+    assert refused.reason == "LEASE_LOST"
+    await idle.finish([moved])
+    await broker.audit()
+
+
+async def test_a_long_sample_moves_with_its_prefix_and_no_token_is_stored_twice(broker: RunningBroker) -> None:
+    await broker.open(group_size=1, groups_per_step=4, max_completion_tokens=4096)
+    await broker.submit(prompt("a", group_size=1))
+    slow = Generator.connect(broker.channel, "slow", profile=SLOW)
+    slow.beat(credits=1)
+    (lease,) = await slow.leases(1)
+    assert await slow.put(chunk(lease, [11, 12, 13])) == []
+    slow.beat(active=[lease.lease_id], num_running=1, tokens_per_second=2.0)
+    fast = Generator.connect(broker.channel, "fast", profile=FAST)
+    fast.beat(credits=1)
+    (moved,) = await fast.leases(1)
+    assert int32_array(moved.prefix_token_ids, "prefix").tolist() == [11, 12, 13]
+    revoked = await slow.stream.expect(lambda response: response.revocation.lease_id or None)
+    assert revoked == lease.lease_id
+    # What the slow one decoded beyond its last stored chunk comes late: refused, it is decoded by the fast one alone.
+    (refused,) = await slow.put(chunk(lease, [14, 15], offset=3))
+    assert (refused.reason, refused.next_offset) == ("LEASE_LOST", 3)
+    assert await fast.put(chunk(moved, [24, 25], offset=3, finish=STOP)) == []
+    run = await broker.call("GetRun", broker_pb2.GetRunRequest(run_id=RUN))
+    assert run.audit.in_flight_by_state["finished"] == 1
+    await broker.audit()

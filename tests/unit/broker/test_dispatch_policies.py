@@ -1,0 +1,180 @@
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+
+from services.broker.dispatch.auto import Auto
+from services.broker.dispatch.latency import LatencyModel, Load
+from services.broker.dispatch.lengths import LengthCounts
+from services.broker.dispatch.registry import make_policy
+from services.broker.dispatch.streamrl import StreamRl
+from services.broker.dispatch.types import DispatchPolicy, Order, QueuedGroup, Situation, Work
+from services.broker.policy import DISPATCH_NAMES
+
+FAST = LatencyModel(base_s=0.01, per_sample_s=0.0001)
+SLOW = FAST.scaled(10.0)
+
+
+def load_of(model: LatencyModel = FAST, *remaining: float, max_samples: int = 8) -> Load:
+    """A generator that holds samples of these lengths."""
+    load = Load(model=model, max_samples=max_samples, max_leases=max_samples)
+    for tokens in remaining:
+        load.add(tokens, 0.0)
+    return load
+
+
+def situation_of(loads: dict[str, Load], lengths: Sequence[float], *, error: float = 0.0) -> Situation:
+    """The queue holds one sample of each length; nobody asks yet."""
+    queue = LengthCounts()
+    for tokens in lengths:
+        queue.add(tokens)
+    return Situation(
+        asking=min(loads),
+        loads=loads,
+        queue=queue,
+        under_way=LengthCounts(),
+        mean_tokens=100.0,
+        has_forecasts=any(lengths),
+        has_speeds=True,
+        length_error=error,
+    )
+
+
+def dealt(policy: DispatchPolicy, loads: dict[str, Load], lengths: Sequence[float]) -> dict[str, list[float]]:
+    """Who gets which samples when the generators ask in turn, each for all it can hold."""
+    left = sorted(lengths, reverse=True) if policy.order is Order.LENGTH else list(lengths)
+    found: dict[str, list[float]] = {}
+    policy.review(situation_of({name: load.copy() for name, load in loads.items()}, left))
+    for asking in loads:
+        situation = situation_of({name: load.copy() for name, load in loads.items()}, left)
+        decision = policy.decide(
+            Situation(
+                asking=asking,
+                loads=situation.loads,
+                queue=situation.queue,
+                under_way=situation.under_way,
+                mean_tokens=100.0,
+                has_forecasts=True,
+                has_speeds=True,
+            )
+        )
+        found[asking] = []
+        for tokens in list(left):
+            work = Work(num_samples=1, context_tokens=0, length_tokens=tokens, remaining_tokens=tokens or 100.0)
+            if decision.is_done or not decision.take(work, 1):
+                continue
+            left.remove(tokens)
+            found[asking].append(tokens)
+            loads[asking].add(tokens or 100.0, 0.0)
+    return found
+
+
+def test_every_name_makes_its_policy() -> None:
+    assert [make_policy(name).name for name in DISPATCH_NAMES] == list(DISPATCH_NAMES)
+    with pytest.raises(ValueError, match="best"):
+        make_policy("best")
+
+
+def test_fifo_gives_the_first_to_ask_all_it_can_hold() -> None:
+    assert dealt(make_policy("fifo"), {"a": load_of(), "b": load_of()}, [1, 2, 3, 4]) == {"a": [1, 2, 3, 4], "b": []}
+
+
+def test_least_loaded_shares_equal_work_between_equal_generators() -> None:
+    found = dealt(make_policy("least_loaded"), {"a": load_of(), "b": load_of()}, [0] * 8)
+    assert (len(found["a"]), len(found["b"])) == (4, 4)
+
+
+def test_a_slow_generator_leaves_a_sample_to_a_faster_idle_one() -> None:
+    loads = {"a-slow": load_of(SLOW), "b-fast": load_of(FAST)}
+    assert dealt(make_policy("least_loaded"), loads, [100]) == {"a-slow": [], "b-fast": [100]}
+
+
+def test_a_slow_generator_leaves_the_last_sample_to_a_faster_one_that_is_soon_free() -> None:
+    # Full, but free after 50 tokens (about 0.5 s); alone the slow one would take ten seconds.
+    loads = {"a-slow": load_of(SLOW), "b-fast": load_of(FAST, *[50] * 8)}
+    assert dealt(make_policy("least_loaded"), loads, [100])["a-slow"] == []
+
+
+def test_a_slow_generator_helps_with_a_long_queue() -> None:
+    loads = {"a-slow": load_of(SLOW), "b-fast": load_of(FAST, *[100] * 8)}
+    assert len(dealt(make_policy("least_loaded"), loads, [100] * 400)["a-slow"]) == 8
+
+
+def test_lpt_gives_the_longest_first_and_spreads_them() -> None:
+    found = dealt(make_policy("lpt"), {"a": load_of(), "b": load_of()}, [10, 500, 20, 400, 30, 40])
+    assert (found["a"][0], found["b"][0]) == (500, 400)
+    assert sorted(found["a"] + found["b"]) == [10, 20, 30, 40, 400, 500]
+
+
+def test_streamrl_keeps_the_longest_fifth_apart() -> None:
+    lengths = [1000.0, 900.0] + [100.0] * 8
+    policy = StreamRl()
+    found = dealt(policy, {"a": load_of(), "b": load_of()}, lengths)
+    assert policy.long_tail_ids == {"a"}
+    assert found == {"a": [1000.0, 900.0], "b": [100.0] * 8}
+
+
+def test_streamrl_helps_the_other_part_once_its_own_is_done() -> None:
+    policy = StreamRl()
+    loads = {"a": load_of(max_samples=2), "b": load_of(max_samples=2)}
+    policy.review(situation_of(loads, [1000.0] + [100.0] * 9))
+    assert policy.long_tail_ids == {"a"}
+    # Only regular samples are left; the long-tail instance is idle.
+    situation = situation_of({"a": load_of(max_samples=2), "b": load_of(FAST, 100, 100, max_samples=2)}, [100.0] * 4)
+    assert policy.decide(situation).take(
+        Work(num_samples=4, context_tokens=0, length_tokens=100, remaining_tokens=100), 4
+    )
+
+
+def test_streamrl_sets_nothing_apart_where_lengths_are_alike() -> None:
+    policy = StreamRl()
+    policy.review(situation_of({"a": load_of(), "b": load_of()}, [100.0] * 10))
+    assert policy.long_tail_ids == frozenset()
+
+
+def test_auto_is_fifo_while_nothing_is_known() -> None:
+    auto = Auto()
+    nothing = situation_of({"a": load_of(), "b": load_of()}, [0.0] * 4)
+    unknown = Situation(
+        asking="a",
+        loads=nothing.loads,
+        queue=nothing.queue,
+        under_way=nothing.under_way,
+        mean_tokens=100.0,
+        has_forecasts=False,
+        has_speeds=False,
+    )
+    auto.review(unknown)
+    assert auto.picked is not None
+    assert auto.picked.name == "fifo"
+    assert (
+        Auto().decide(unknown).take(Work(num_samples=9, context_tokens=0, length_tokens=0, remaining_tokens=1), 9) == 9
+    )
+
+
+def test_auto_picks_what_its_look_ahead_says_is_done_first() -> None:
+    auto = Auto()
+    auto.review(situation_of({"a": load_of(), "b": load_of()}, [1000.0, 900.0] + [100.0] * 8))
+    assert auto.picked is not None
+    assert auto.finish_s[auto.picked.name] == min(auto.finish_s.values())
+    assert auto.finish_s[auto.picked.name] < auto.finish_s["fifo"]
+
+
+def test_a_risky_forecast_keeps_long_samples_off_slow_generators() -> None:
+    def taken(error: float) -> int:
+        loads = {"a-slow": load_of(FAST.scaled(3.0)), "b-fast": load_of(FAST, *[100] * 8)}
+        decision = make_policy("least_loaded").decide(situation_of(loads, [100.0] * 40, error=error))
+        return decision.take(Work(num_samples=8, context_tokens=0, length_tokens=100, remaining_tokens=100), 8)
+
+    assert taken(0.0) > taken(1.0) == 0
+
+
+def test_lengths_order_only_the_groups_of_one_step() -> None:
+    def rank(sequence: int, tokens: float, *, is_started: bool = False) -> tuple[int, ...]:
+        group = QueuedGroup(sequence=sequence, is_evaluation=False, is_started=is_started, predicted_tokens=tokens)
+        return group.rank_by_length(4)
+
+    assert rank(4, 500) < rank(1, 100) < rank(2, 100)
+    assert rank(1, 1) < rank(5, 10_000), "a later step's group must not overtake"
+    assert rank(7, 1, is_started=True) < rank(1, 500)

@@ -1,0 +1,92 @@
+"""The dispatch simulator, and what it says of the policies."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from services.broker.dispatch.latency import LatencyModel
+from simulator.dispatch import Report, Scenario, lower_bound_s, simulate
+from simulator.fleet import PretendGenerator
+from simulator.scenarios import STREAMRL_HISTOGRAM, histogram_lengths, make_scenario
+
+POLICIES = ("fifo", "least_loaded", "lpt", "streamrl")
+MODEL = LatencyModel(base_s=1.0, per_sample_s=0.5, max_samples=2)
+GRID = (
+    ("8 alike", "short", "exact"),
+    ("8 alike", "short", "poor"),
+    ("8 alike, 16 slots", "short", "good"),
+    ("7 and 1 at a fifth", "short", "exact"),
+    ("7 and 1 at a fifth", "short", "none"),
+    ("4 and 4 at 40 %", "short", "none"),
+    ("6 bound by KV", "short", "exact"),
+    ("4 unstated", "short", "good"),
+)
+
+
+def scenario_of(lengths: list[list[int]], *models: LatencyModel) -> Scenario:
+    """Generators of these models, no forecasts."""
+    generators = [PretendGenerator(generator_id=f"g{index}", model=model) for index, model in enumerate(models)]
+    return Scenario(name="test", generators=generators, lengths=lengths, forecasts=[None] * len(lengths), tick_s=1e6)
+
+
+def test_one_generator_takes_as_long_as_the_steps_summed_by_hand() -> None:
+    # Two slots. 4 and 6 tokens together for 4 steps of 2 s; then 6 has 2 to go, beside 3: 2 steps; then 3 has 1: 1.5 s.
+    report = simulate(scenario_of([[4], [6], [3]], MODEL), "fifo")
+    assert report.makespan_s == pytest.approx(4 * 2 + 2 * 2 + 1 * 1.5)
+    assert report.busy_share == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize("policy", [*POLICIES, "auto"])
+def test_nothing_is_sooner_than_the_lower_bound(policy: str) -> None:
+    scenario = make_scenario(
+        fleet="4 and 4 at 40 %", workload="short", forecast="good", num_groups=8, group_size=4, seed=1
+    )
+    assert simulate(scenario, policy).makespan_s >= lower_bound_s(scenario)
+
+
+def test_the_same_seed_gives_the_same_run() -> None:
+    def run() -> Report:
+        scenario = make_scenario(
+            fleet="2 big, 6 small", workload="short", forecast="poor", num_groups=8, group_size=4, seed=3
+        )
+        return simulate(scenario, "auto")
+
+    assert run() == run()
+
+
+def test_a_sample_stuck_on_a_slow_generator_moves_and_the_step_ends_sooner() -> None:
+    # Both start with one sample, first come, first served; the fast one is done long before the slow one.
+    slow, fast = LatencyModel(base_s=0.5, max_samples=1), LatencyModel(base_s=0.05, max_samples=1)
+    generators = [PretendGenerator(generator_id=f"g{index}", model=model) for index, model in enumerate((slow, fast))]
+    scenario = Scenario(
+        name="stuck", generators=generators, lengths=[[1000], [1000]], forecasts=[1000.0] * 2, tick_s=1.0
+    )
+    stays, moves = simulate(scenario, "fifo", can_move=False), simulate(scenario, "fifo")
+    assert moves.num_moves >= 1
+    assert moves.makespan_s < 0.5 * stays.makespan_s
+
+
+def test_lengths_follow_the_histogram() -> None:
+    lengths = sorted(histogram_lengths(random.Random(0), scale=1.0, count=20_000))
+    assert sum(STREAMRL_HISTOGRAM) == pytest.approx(1.0, abs=0.01)
+    # StreamRL's mean is 4.9 thousand tokens, its median 3.2 thousand.
+    assert sum(lengths) / len(lengths) == pytest.approx(4930, rel=0.05)
+    assert lengths[len(lengths) // 2] == pytest.approx(3200, rel=0.1)
+
+
+def test_auto_is_never_worse_than_the_best_policy_by_more_than_one_percent() -> None:
+    """Summed over seeds: one draw of true lengths is luck, which no choice made beforehand can follow."""
+    worse: dict[str, float] = {}
+    for fleet, workload, forecast in GRID:
+        makespans = dict.fromkeys((*POLICIES, "auto"), 0.0)
+        for seed in range(3):
+            scenario = make_scenario(
+                fleet=fleet, workload=workload, forecast=forecast, num_groups=16, group_size=8, seed=seed
+            )
+            for policy in makespans:
+                makespans[policy] += simulate(scenario, policy).makespan_s
+        best = min(makespans[policy] for policy in POLICIES)
+        worse[f"{fleet}, {workload}, {forecast}"] = makespans["auto"] / best
+    assert {name: ratio for name, ratio in worse.items() if ratio > 1.01} == {}
