@@ -22,6 +22,7 @@ from tests.helpers.faults import workload
 from tests.helpers.faults.schedule import make_schedule
 from tests.helpers.faults.stage import Stage
 from tests.helpers.faults.trainer import Checkpoint
+from tests.helpers.redis_groups import SentinelGroup
 
 FAULT_S = float(os.environ.get("PENSTOCK_FAULT_S", "75"))
 SEED = int(os.environ.get("PENSTOCK_FAULT_SEED", random.randrange(1 << 30)))
@@ -56,6 +57,24 @@ async def test_nothing_is_lost_and_nothing_is_trained_twice_whatever_breaks(tmp_
     print(f"{len(faults)} faults, {stage.skipped} skipped; starts {starts}; {num_rewinds} rewinds; notes {dict(said)}")
     assert said["continued"] > 0, "no partial rollout was continued: the faults missed the point"
     assert said["resent"] > 0, "nothing was sent twice: the faults missed the point"
+
+
+async def test_a_run_goes_on_through_a_sentinel_fail_over(tmp_path: Path) -> None:
+    group = SentinelGroup(tmp_path / "redis", num_replicas=2, num_sentinels=3)
+    group.start()
+    try:
+        settings = (f"redis_url={group.url}", "redis_wait_replicas=1")
+        async with Stage(tmp_path, seed=1, broker_settings=settings, num_generators=2, num_workers=1) as stage:
+            await _reaches(stage, tmp_path, 3)
+            master = group.master()
+            master.kill()
+            await _reaches(stage, tmp_path, Checkpoint.read(tmp_path / "checkpoint.json").version + NUM_LAST_STEPS)
+            assert group.master() is not master
+            (tmp_path / "stop").touch()
+            await _ends(stage)
+            assert await _check(stage, tmp_path) == 0
+    finally:
+        group.stop()
 
 
 async def _reaches(stage: Stage, folder: Path, version: int) -> None:

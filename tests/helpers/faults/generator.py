@@ -110,7 +110,7 @@ class Generator:
             key, lease_id=lease.lease_id, offset=len(prefix), listener=decoding
         )
         try:
-            while stream.num_tokens < len(tokens):
+            while stream.num_tokens < len(tokens) and not decoding.ended.is_set():
                 await self._append(stream, tokens, lease.min_policy_version)
                 await asyncio.sleep(DECODE_EVERY_S)
                 if self._random.random() < OVERLAP_SHARE:

@@ -10,6 +10,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -83,10 +84,21 @@ class RedisRole(Process):
 class Stage:
     """See the module. An async context manager: everything runs inside, nothing is left behind."""
 
-    def __init__(self, folder: Path, *, seed: int, fsync: str, num_generators: int = 3, num_workers: int = 2) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        seed: int,
+        fsync: str = "always",
+        broker_settings: Sequence[str] = (),
+        num_generators: int = 3,
+        num_workers: int = 2,
+    ) -> None:
+        """`broker_settings` may name a Redis that the test looks after; the stage then has none of its own."""
         self._folder = folder
-        self._redis = RedisRole(folder, fsync=fsync)
-        self.processes: dict[str, Process] = {"redis": self._redis}
+        self._broker_settings = list(broker_settings)
+        self._redis = None if broker_settings else RedisRole(folder, fsync=fsync)
+        self.processes: dict[str, Process] = {}
         self.links: dict[str, TcpProxy] = {}
         self.direct_brokers: list[str] = []
         """Addresses of the brokers that no link is in the way of."""
@@ -101,8 +113,10 @@ class Stage:
 
     async def __aenter__(self) -> Stage:
         """Start everything."""
-        self._redis.server.start()
-        self._redis.num_starts += 1
+        if self._redis is not None:
+            self._redis.server.start()
+            self._redis.num_starts += 1
+            self.processes["redis"] = self._redis
         for index in range(NUM_BROKERS):
             await self._add_broker(index)
         brokers = ",".join(self.links[f"broker-{index}-link"].address for index in range(NUM_BROKERS))
@@ -132,12 +146,15 @@ class Stage:
             assert process.status is None, f"{process.name} ended by itself with status {process.status}"
 
     async def _add_broker(self, index: int) -> None:
-        to_redis = self.links[f"redis-{index}-link"] = TcpProxy(self._redis.server.port)
-        await to_redis.start()
+        settings = self._broker_settings
+        if self._redis is not None:
+            to_redis = self.links[f"redis-{index}-link"] = TcpProxy(self._redis.server.port)
+            await to_redis.start()
+            settings = [f"redis_url=redis://{to_redis.address}/0"]
         listen = f"127.0.0.1:{free_port()}"
         self.direct_brokers.append(listen)
-        url = f"redis_url=redis://{to_redis.address}/0"
-        self._add(Process(f"broker-{index}", [*COMMAND, "serve", "broker", url, "--listen", listen], self._folder))
+        argv = [*COMMAND, "serve", "broker", *settings, "--listen", listen]
+        self._add(Process(f"broker-{index}", argv, self._folder))
         to_broker = self.links[f"broker-{index}-link"] = TcpProxy(int(listen.rpartition(":")[2]))
         await to_broker.start()
 
