@@ -38,8 +38,8 @@ _ADDRESS = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+):(\d{1,5})")
 class GeneratorSection(EngineConfig):
     """The generators that are started here."""
 
-    count: int = Field(default=1, ge=1, le=256)
-    """Generators started here; ignored when endpoints.generators names others."""
+    count: int = Field(default=1, ge=0, le=256)
+    """Generators started here; ignored when endpoints.generators names others. 0 for a run that is replayed."""
     flush_interval_s: float = Field(default=0.2, gt=0, le=10)
     """Longest time a decoded token waits before it is sent."""
 
@@ -202,6 +202,15 @@ class RunConfig(StrictModel):
         if self.run.eval_every_steps > 0 and self.data.eval is None:
             raise ValueError(
                 "run.eval_every_steps: has no effect without data.eval; name held-out rows, or set it to 0"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _somebody_decodes_the_evaluation(self) -> Self:
+        if self.generator.count == 0 and self.endpoints.generators is None and self.data.eval is not None:
+            raise ValueError(
+                "generator.count: 0 leaves nobody to decode the rows of data.eval, which is measured before and after "
+                "training; write data.eval=null"
             )
         return self
 

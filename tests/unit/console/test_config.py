@@ -63,6 +63,20 @@ def test_evaluation_without_data_is_refused() -> None:
     assert "run.eval_every_steps: has no effect without data.eval" in problem(run={"eval_every_steps": 5})
 
 
+def test_a_run_without_generators_cannot_evaluate() -> None:
+    line = problem(generator={"count": 0}, data={"train": "t", "eval": "e"})
+    assert "generator.count: 0 leaves nobody" in line
+    assert config(generator={"count": 0}).generator.count == 0
+
+
+def test_what_is_recorded_is_named_by_its_format() -> None:
+    assert "record: must be true, false, or a file that ends in .jsonl or .parquet" in problem(record="a.csv")
+    assert config(record=True).record is True
+    resolved = resolve(config(record="a.parquet"), now_s=0.0).record
+    assert isinstance(resolved, Path)
+    assert resolved.is_absolute()
+
+
 def test_attached_generators_need_the_run_id() -> None:
     assert "run.id: required" in problem(endpoints={"generators": ["host:1"]})
     assert "at least one generator" in problem(run={"id": "x"}, endpoints={"generators": []})
