@@ -397,6 +397,31 @@ def stop(run_dir: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="A run 
 
 
 @app.command()
+def bench(
+    what: Annotated[str, typer.Argument(metavar="WHAT", help="broker.")],
+    json_output: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="A smoke run; its numbers mean nothing.")] = False,
+) -> None:
+    """Measure a service on this machine, with processes of its own; a few minutes.
+
+    \b
+    Examples:
+      penstock bench broker
+      penstock bench broker --json
+    """
+
+    def work() -> int:
+        from console.bench import bench_command
+        from penstock.config import ConfigError
+
+        if what != "broker":
+            raise ConfigError(f"bench: {what!r} is not known; there is: broker")
+        return bench_command(is_json=json_output, is_quick=quick)
+
+    _exit(work)
+
+
+@app.command()
 def doctor() -> None:
     """Say what this machine has for a run, and what is missing; exit status 1 when a run cannot be made.
 

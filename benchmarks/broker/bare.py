@@ -42,9 +42,9 @@ async def serve(ready: Ready, *, address: str) -> dict[str, Any]:
             yield await queue.get()
 
     server = grpc.aio.server(options=_OPTIONS)
-    handlers = {
-        "Put": grpc.stream_stream_rpc_method_handler(put),  # type: ignore[arg-type]
-        "Get": grpc.stream_stream_rpc_method_handler(get),  # type: ignore[arg-type]
+    handlers: dict[str, Any] = {
+        "Put": grpc.stream_stream_rpc_method_handler(put),
+        "Get": grpc.stream_stream_rpc_method_handler(get),
     }
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, handlers),))
     server.add_insecure_port(address)
@@ -64,7 +64,7 @@ async def produce(ready: Ready, *, address: str, name: int, workload: str, count
     made = WORKLOADS[workload]
     bodies = _bodies(made)
     async with open_channel(address) as channel:
-        call = channel.stream_stream(f"/{SERVICE}/Put")()
+        call: Any = channel.stream_stream(f"/{SERVICE}/Put")()
         await ready()
         start_s = time.monotonic()
         num_unanswered = 0
@@ -91,10 +91,10 @@ async def consume(ready: Ready, *, address: str, workload: str, count: int) -> d
     seen: set[tuple[int, int]] = set()
     num_bad = 0
     async with open_channel(address) as channel:
-        call = channel.stream_stream(f"/{SERVICE}/Get")()
+        call: Any = channel.stream_stream(f"/{SERVICE}/Get")()
         await ready()
         while len(seen) + num_bad < count:
-            message = await call.read()
+            message: bytes = await call.read()
             for start in range(0, len(message), size):
                 key = _HEADER.unpack_from(message, start)
                 is_good = message[start + header : start + size] == bodies[key[1] % NUM_TEMPLATES] and key not in seen

@@ -1,0 +1,152 @@
+"""Every workload of the broker in one run, repetitions interleaved, and what `penstock bench broker` reports."""
+
+from __future__ import annotations
+
+import statistics
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import redis.asyncio
+
+from benchmarks.broker import bare, latency, memory, queue_depth, throughput, token_stream
+from benchmarks.broker.processes import Stage, Worker, free_port
+
+Result = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """How much is measured."""
+
+    num_repetitions: int
+    num_short: int
+    num_long: int
+    num_puts: int
+    num_streamed_samples: int
+    stream_s: float
+    stall_s: float
+    num_queued_samples: int
+
+
+FULL = Plan(
+    num_repetitions=5,
+    num_short=16_384,
+    num_long=1_600,
+    num_puts=1_000,
+    num_streamed_samples=1_024,
+    stream_s=10.0,
+    stall_s=8.0,
+    num_queued_samples=1_000_000,
+)
+QUICK = Plan(
+    num_repetitions=1,
+    num_short=256,
+    num_long=40,
+    num_puts=100,
+    num_streamed_samples=64,
+    stream_s=1.0,
+    stall_s=2.0,
+    num_queued_samples=4_000,
+)
+
+
+async def run(plan: Plan, *, redis_server: Path, progress: Callable[[str], None]) -> Result:
+    """Measure everything; `progress` hears what is going on."""
+    with tempfile.TemporaryDirectory(prefix="penstock-bench-") as folder:
+        async with Stage(Path(folder), redis_server) as stage:
+            workers = [await stage.start_worker() for _ in range(3)]
+            result = await _throughputs(stage, workers, plan, progress)
+            result["latency"] = await _latency(stage, workers[:2], plan, progress)
+            result["token_stream"] = await _token_stream(stage, workers[0], plan, progress)
+            progress("memory: a trainer that takes nothing")
+            result["memory"] = await memory.measure(stage, duration_s=plan.stall_s, run_id="stalled")
+            await _empty(stage)
+            result["queue"] = await _queue(stage, plan, progress)
+    return result
+
+
+async def _throughputs(stage: Stage, workers: list[Worker], plan: Plan, progress: Callable[[str], None]) -> Result:
+    server, address = await stage.start_worker(), f"127.0.0.1:{free_port()}"
+    await server.prepare("bare:serve", address=address)
+    found: dict[str, list[dict[str, float]]] = {"short": [], "long": []}
+    bare_found: dict[str, list[dict[str, float]]] = {"short": [], "long": []}
+    for repetition in range(plan.num_repetitions):
+        for workload, count in (("short", plan.num_short), ("long", plan.num_long)):
+            progress(f"{workload}: repetition {repetition + 1} of {plan.num_repetitions}")
+            floor = await bare.measure(address, server, workers, workload=workload, count=count)
+            run_id = f"{workload}-{repetition}"
+            ours = await throughput.measure(stage, workers, workload=workload, count=count, run_id=run_id)
+            await _empty(stage)
+            ours["ratio_to_bare_stream"] = ours["trajectories_per_second"] / floor["trajectories_per_second"]
+            found[workload].append(ours)
+            bare_found[workload].append(floor)
+    await server.stop()
+    return {workload: summary(found[workload]) | {"bare_stream": summary(bare_found[workload])} for workload in found}
+
+
+async def _latency(stage: Stage, workers: list[Worker], plan: Plan, progress: Callable[[str], None]) -> Result:
+    found = []
+    for repetition in range(plan.num_repetitions):
+        progress(f"latency: repetition {repetition + 1} of {plan.num_repetitions}")
+        found.append(await latency.measure(stage, workers, count=plan.num_puts, run_id=f"latency-{repetition}"))
+        await _empty(stage)
+    return summary(found)
+
+
+async def _token_stream(stage: Stage, worker: Worker, plan: Plan, progress: Callable[[str], None]) -> Result:
+    found = []
+    for repetition in range(plan.num_repetitions):
+        progress(f"token stream: repetition {repetition + 1} of {plan.num_repetitions}")
+        found.append(
+            await token_stream.measure(
+                stage,
+                worker,
+                num_samples=plan.num_streamed_samples,
+                duration_s=plan.stream_s,
+                run_id=f"tokens-{repetition}",
+            )
+        )
+        await _empty(stage)
+    return summary(found)
+
+
+async def _queue(stage: Stage, plan: Plan, progress: Callable[[str], None]) -> Result:
+    progress(f"queue: filling {plan.num_queued_samples} samples")
+    await queue_depth.fill(stage, run_id="deep", num_samples=plan.num_queued_samples)
+    num_leases = min(queue_depth.NUM_LEASED, plan.num_queued_samples // 4)
+    deep: list[dict[str, float]] = []
+    shallow: list[dict[str, float]] = []
+    for repetition in range(plan.num_repetitions):
+        progress(f"queue: repetition {repetition + 1} of {plan.num_repetitions}")
+        run_id = f"shallow-{repetition}"
+        await queue_depth.fill(stage, run_id=run_id, num_samples=queue_depth.SHALLOW_SAMPLES)
+        generator_id = f"g{repetition}"
+        for found, name in ((shallow, run_id), (deep, "deep")):
+            found.append(
+                await queue_depth.measure(stage, run_id=name, generator_id=generator_id, num_leases=num_leases)
+            )
+    result: Result = {"num_queued_samples": plan.num_queued_samples, "deep": summary(deep), "shallow": summary(shallow)}
+    for field in ("ms_per_100_leases", "broker_cpu_ms_per_100_leases"):
+        name = "slowdown" if field == "ms_per_100_leases" else "cpu_slowdown"
+        result[name] = result["deep"][field] / max(result["shallow"][field], 1e-9)
+    return result
+
+
+async def _empty(stage: Stage) -> None:
+    """Forget the runs so far, so that every repetition begins with the same Redis."""
+    client: redis.asyncio.Redis = redis.asyncio.Redis.from_url(stage.redis_url)
+    await client.flushall()
+    await client.aclose()
+
+
+def summary(repetitions: Sequence[dict[str, float]]) -> Result:
+    """The median of each number, and under "spread" its least and largest."""
+    names = list(repetitions[0])
+    values = {name: sorted(found[name] for found in repetitions) for name in names}
+    result: Result = {name: statistics.median(values[name]) for name in names}
+    result["spread"] = {name: [values[name][0], values[name][-1]] for name in names}
+    result["num_repetitions"] = len(repetitions)
+    return result

@@ -1,0 +1,40 @@
+"""`penstock bench broker` measures every workload and tells exactly what it promises; never how fast it must be."""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+
+RATES = ("trajectories_per_second", "mb_per_second", "ratio_to_bare_stream", "cpu_s_per_1k")
+NUMBERS = {
+    "short": RATES,
+    "long": RATES,
+    "latency": ("p50_ms", "p99_ms"),
+    "token_stream": ("tokens_per_second", "broker_core_percent_per_10k_tokens_per_second"),
+    "memory": ("redis_bytes_full", "num_samples_waiting"),
+    "queue": ("slowdown", "cpu_slowdown"),
+}
+
+
+def test_a_quick_run_prints_every_number_as_json() -> None:
+    command = [sys.executable, "-m", "console", "bench", "broker", "--quick", "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=55, check=False)
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout)
+    for workload, names in NUMBERS.items():
+        for name in names:
+            value = result[workload][name]
+            assert math.isfinite(value), (workload, name)
+            assert value >= 0, (workload, name)
+    assert result["memory"]["is_bounded"]
+    assert result["short"]["spread"].keys() >= set(RATES)
+    assert "short: repetition 1 of 1" in done.stderr
+
+
+def test_an_unknown_benchmark_is_a_mistake_in_one_line() -> None:
+    command = [sys.executable, "-m", "console", "bench", "nothing"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "'nothing' is not known" in done.stderr
