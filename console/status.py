@@ -50,21 +50,21 @@ def status_command(run: str | None, *, broker: str | None, runs_dir: Path, is_wa
     target = find_run(run, broker=broker, runs_dir=runs_dir)
     if target.broker is None:
         raise ConfigError(f"{target.run_id}: not under way here; name its broker with --broker, or see its report")
-    pictures = _pictures(target)
-    picture = next(pictures)
+    shown = pictures(target)
+    picture = next(shown)
     if not is_watched:
         _print(picture, as_json=as_json)
         return EXIT_OK if picture.run is not None else EXIT_AWAY
     if as_json or not sys.stdout.isatty():
         while True:
             _print(picture, as_json=as_json)
-            picture = next(pictures)
+            picture = next(shown)
     with Live(render(picture), auto_refresh=False) as live:
         while True:
-            live.update(render(next(pictures)), refresh=True)
+            live.update(render(next(shown)), refresh=True)
 
 
-def _pictures(target: Target) -> Iterator[Picture]:
+def pictures(target: Target) -> Iterator[Picture]:
     """A picture now, and then one every WATCH_EVERY_S."""
     since_s: float | None = None
     while True:

@@ -17,7 +17,8 @@ from penstock.rpc import call, open_channel
 from penstock.security import Security
 from penstock.v1 import broker_pb2, broker_pb2_grpc
 
-_TIMEOUT_S = 5.0
+# A little longer than the broker waits for its Redis, so that its answer says who is away.
+_TIMEOUT_S = 10.0
 _Response = TypeVar("_Response")
 
 

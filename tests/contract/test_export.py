@@ -197,3 +197,30 @@ async def test_groups_that_were_put_are_exported_with_the_others(broker: Running
     for response in responses:
         if response.group.prompt.group_id != "a":
             assert response.group in made
+
+
+async def test_a_client_that_stops_reading_is_not_read_ahead_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded: list[int] = []
+    load_parcels = export.load_parcels
+
+    async def counting(*arguments: Any) -> Any:
+        found = await load_parcels(*arguments)
+        loaded.append(sum(map(len, found.values())))
+        return found
+
+    monkeypatch.setattr(export, "load_parcels", counting)
+    async with serving(MemoryStore()) as running:
+        await running.open(groups_per_step=48, max_completion_tokens=50_000, max_queued_groups=100)
+        names = [f"g{number}" for number in range(48)]
+        async with TrajectorySession(running.channel, run_id=RUN, producer_id="p", peer="broker") as session:
+            await session.put(groups(*names, num_tokens=50_000), max_groups=2)
+        await ack_step(Trainer.connect(running.channel), 48, version=0)
+        follower = _Follower(running)
+        assert (await follower.read()).HasField("group")
+        # Each of these takes longer than a step of the export; it goes no further than the connection's buffers take.
+        for _ in range(50):
+            await running.audit()
+        in_buffers, total = sum(loaded), 48 * 2 * 50_000 * 8
+        assert in_buffers < total / 3
+        assert len((await follower.step())[2]) == 47
+        assert sum(loaded) > total
