@@ -34,7 +34,9 @@ from google.rpc import code_pb2, error_details_pb2, status_pb2
 from grpc_status import rpc_status
 
 ERROR_DOMAIN = "penstock"
-MAX_MESSAGE_CHARACTERS = 2048
+MAX_MESSAGE_BYTES = 2048
+MAX_METADATA_BYTES = 256
+"""A status travels in a header of at most 16 KiB, the message twice and once of those percent-encoded."""
 
 
 class PenstockError(Exception):
@@ -178,12 +180,17 @@ _BY_CODE: dict[int, type[PenstockError]] = {
 }
 
 
+def _cut(text: str, max_bytes: int) -> str:
+    return text.encode(errors="replace")[:max_bytes].decode(errors="ignore")
+
+
 def to_status(error: PenstockError) -> status_pb2.Status:
     """The google.rpc.Status a server answers with."""
-    info = error_details_pb2.ErrorInfo(reason=error.reason, domain=ERROR_DOMAIN, metadata=error.metadata)
+    metadata = {key: _cut(value, MAX_METADATA_BYTES) for key, value in error.metadata.items()}
+    info = error_details_pb2.ErrorInfo(reason=error.reason, domain=ERROR_DOMAIN, metadata=metadata)
     detail = any_pb2.Any()
     detail.Pack(info)
-    return status_pb2.Status(code=error.code, message=str(error)[:MAX_MESSAGE_CHARACTERS], details=[detail])
+    return status_pb2.Status(code=error.code, message=_cut(str(error), MAX_MESSAGE_BYTES), details=[detail])
 
 
 def from_rpc_error(error: grpc.aio.AioRpcError, *, peer: str) -> PenstockError:

@@ -19,16 +19,19 @@ import grpc
 import structlog
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
-from grpc_status import rpc_status
 
-from penstock.errors import InternalError, NotOfferedError, PenstockError, from_rpc_error, to_status
+from penstock.errors import PenstockError, from_rpc_error
 from penstock.failover import FailoverChannel
+from penstock.guard import ErrorInterceptor
 from penstock.security import NO_SECURITY, Security
 from penstock.targets import split_targets
 
 MAX_MESSAGE_BYTES = 16 * 1024 * 1024
 DEFAULT_TIMEOUT_S = 10.0
 MAX_CONCURRENT_STREAMS = 1024
+"""Of one connection; further ones wait at the client."""
+MAX_CONCURRENT_CALLS = 4096
+"""Of a server, streams included; further ones are refused with RESOURCE_EXHAUSTED, so that its memory is bounded."""
 
 _log = structlog.get_logger()
 _Response = TypeVar("_Response")
@@ -80,7 +83,9 @@ class Server:
         self._listen = listen
         self._names = [service.name for service in services]
         interceptors: list[grpc.aio.ServerInterceptor] = [*security.server_interceptors(), ErrorInterceptor()]
-        self._server = grpc.aio.server(interceptors=interceptors, options=_SERVER_OPTIONS)
+        self._server = grpc.aio.server(
+            interceptors=interceptors, options=_SERVER_OPTIONS, maximum_concurrent_rpcs=MAX_CONCURRENT_CALLS
+        )
         for service in services:
             service.add(service.servicer, self._server)
         self._health = health.aio.HealthServicer()
@@ -155,69 +160,6 @@ async def _until_first_failure(waiter: asyncio.Task[bool], tasks: list[asyncio.T
         done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
         for task in done - {waiter}:
             task.result()
-
-
-class ErrorInterceptor(grpc.aio.ServerInterceptor):
-    """Turns a raised PenstockError into its status; any other exception is logged and answered with INTERNAL."""
-
-    async def intercept_service(
-        self,
-        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]],
-        handler_call_details: grpc.HandlerCallDetails,
-    ) -> Any:
-        """Wrap the method's handler."""
-        handler = await continuation(handler_call_details)
-        method = handler_call_details.method
-        if handler is None or method.startswith("/grpc."):
-            return handler
-        kinds: dict[tuple[bool, bool], tuple[Any, Any, Any]] = {
-            (False, False): (grpc.unary_unary_rpc_method_handler, handler.unary_unary, _guard_unary),
-            (False, True): (grpc.unary_stream_rpc_method_handler, handler.unary_stream, _guard_stream),
-            (True, False): (grpc.stream_unary_rpc_method_handler, handler.stream_unary, _guard_unary),
-            (True, True): (grpc.stream_stream_rpc_method_handler, handler.stream_stream, _guard_stream),
-        }
-        factory, behaviour, guard = kinds[(handler.request_streaming, handler.response_streaming)]
-        wrapped = guard(behaviour, method)
-        return factory(
-            wrapped,
-            request_deserializer=handler.request_deserializer,
-            response_serializer=handler.response_serializer,
-        )
-
-
-def _guard_unary(behaviour: Callable[..., Awaitable[Any]], method: str) -> Callable[..., Awaitable[Any]]:
-    async def guarded(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
-        try:
-            return await behaviour(request, context)
-        except (grpc.aio.AbortError, asyncio.CancelledError):
-            raise
-        except Exception as error:
-            await _abort(error, context, method)
-
-    return guarded
-
-
-def _guard_stream(behaviour: Callable[..., AsyncIterator[Any]], method: str) -> Callable[..., AsyncIterator[Any]]:
-    async def guarded(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> AsyncIterator[Any]:
-        try:
-            async for response in behaviour(request, context):
-                yield response
-        except (grpc.aio.AbortError, asyncio.CancelledError):
-            raise
-        except Exception as error:
-            await _abort(error, context, method)
-
-    return guarded
-
-
-async def _abort(error: Exception, context: grpc.aio.ServicerContext[Any, Any], method: str) -> None:
-    if isinstance(error, NotImplementedError):
-        # What a generated base class raises for a method that its servicer leaves out.
-        error = NotOfferedError(f"{method} is not offered by this server")
-    if not isinstance(error, PenstockError):
-        _log.error("call failed", method=method, exc_info=error)
-        error = InternalError(f"{method} failed: {type(error).__name__}; see this server's log")
-    await context.abort_with_status(rpc_status.to_status(to_status(error)))
 
 
 def open_channel(target: str, security: Security = NO_SECURITY) -> grpc.aio.Channel:

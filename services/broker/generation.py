@@ -268,15 +268,26 @@ def accept_chunks(
             errors += [chunk.refuse("UNKNOWN_SAMPLE", 0, "no such group, or it was dropped") for chunk in members]
             continue
         fresh = [chunk for chunk in members if not _is_known(state.groups[group_id], chunk, generator_id)]
-        if not fresh:
+        refusals = [_refusal(state, state.groups[group_id], chunk, generator_id) for chunk in fresh]
+        if None not in refusals:
+            # Nothing is stored, so nothing is committed: who sends nonsense costs no write.
+            errors += [refusal for refusal in refusals if refusal is not None]
             continue
         with state.edit(group_id) as group:
             for chunk in fresh:
-                error = _accept(state, group, chunk, generator_id, now_s)
-                if error is not None:
-                    errors.append(error)
+                refusal = _refusal(state, group, chunk, generator_id)
+                if refusal is None:
+                    _store(state, group, chunk, now_s)
+                else:
+                    errors.append(refusal)
             drops.close_group(state, group, now_s)
     return errors
+
+
+def num_repeated(state: RunState, generator_id: str, chunks: Sequence[ChunkFacts]) -> int:
+    """Chunks that are stored already, sent under the same lease: accepted again without effect."""
+    groups = state.groups
+    return sum(chunk.group_id in groups and _is_known(groups[chunk.group_id], chunk, generator_id) for chunk in chunks)
 
 
 def _is_known(group: GroupRecord, chunk: ChunkFacts, generator_id: str) -> bool:
@@ -294,9 +305,8 @@ def _is_known(group: GroupRecord, chunk: ChunkFacts, generator_id: str) -> bool:
     ) and chunk.end <= sample.num_tokens
 
 
-def _accept(
-    state: RunState, group: GroupRecord, chunk: ChunkFacts, generator_id: str, now_s: float
-) -> broker_pb2.ChunkError | None:
+def _refusal(state: RunState, group: GroupRecord, chunk: ChunkFacts, generator_id: str) -> broker_pb2.ChunkError | None:
+    """Why a chunk cannot be stored; None when it can."""
     if chunk.sample_index >= len(group.samples):
         return chunk.refuse("UNKNOWN_SAMPLE", 0, f"the group has {len(group.samples)} samples")
     sample = group.samples[chunk.sample_index]
@@ -307,6 +317,11 @@ def _accept(
     fault = chunk.fault or _fault(state, chunk)
     if fault:
         return chunk.refuse("INVALID_FIELD", sample.num_tokens, fault)
+    return None
+
+
+def _store(state: RunState, group: GroupRecord, chunk: ChunkFacts, now_s: float) -> None:
+    sample = group.samples[chunk.sample_index]
     if chunk.num_tokens or chunk.finish_reason in (
         types_pb2.FINISH_REASON_STOP,
         types_pb2.FINISH_REASON_LENGTH,
@@ -318,7 +333,6 @@ def _accept(
         _requeue(state, group, chunk.sample_index)
     elif chunk.finish_reason:
         sample.state, sample.finish_reason, sample.finish_s = _FINISHED, chunk.finish_reason, now_s
-    return None
 
 
 def _fault(state: RunState, chunk: ChunkFacts) -> str:

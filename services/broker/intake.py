@@ -53,6 +53,10 @@ class Intake(Generic[_Request]):
     ) -> None:
         self._requests, self._handle, self._wake = requests, handle, wake
         self._task: asyncio.Task[None] | None = None
+        self._has_begun = False
+        self.patience_s = HELLO_TIMEOUT_S
+        """How long `check_begun` waits for the first request."""
+        self._begin_before_s = asyncio.get_running_loop().time() + HELLO_TIMEOUT_S
 
     @property
     def is_ended(self) -> bool:
@@ -63,6 +67,11 @@ class Intake(Generic[_Request]):
         """Raise what handling a request raised, if anything."""
         if self._task is not None and self._task.done() and not self._task.cancelled():
             self._task.result()
+
+    def check_begun(self) -> None:
+        """Raises DeadlineError when no request came for HELLO_TIMEOUT_S; for streams that have no hello."""
+        if not self._has_begun and asyncio.get_running_loop().time() >= self._begin_before_s:
+            raise DeadlineError(f"hello: no first message in {HELLO_TIMEOUT_S} s")
 
     async def __aenter__(self) -> Intake[_Request]:
         self._task = asyncio.create_task(self._read())
@@ -81,6 +90,7 @@ class Intake(Generic[_Request]):
     async def _read(self) -> None:
         try:
             async for request in self._requests:
+                self._has_begun = True
                 await self._handle(request)
                 self._wake.set()
         finally:

@@ -14,7 +14,7 @@ from services.broker.hubs import Hubs
 from services.broker.intake import Intake, first_request, wait_for_event
 from services.broker.payload import prefix_token_ids, sample_key
 from services.broker.run_state import RunState
-from services.broker.validation import check_beat, check_hello
+from services.broker.validation import MAX_ACTIVE_LEASES, check_beat, check_hello
 from services.broker.waits import timestamp
 
 IDLE_EVERY_S = 1.0
@@ -159,8 +159,8 @@ class LeaseStream:
 
     @property
     def _credit(self) -> int:
-        """Leases it could be given now."""
-        return max(0, self._beat.credit_total - self._num_sent) if self._beat else 0
+        """Leases it could be given now; whatever it asks for, no more than it could name in a heartbeat."""
+        return min(MAX_ACTIVE_LEASES, max(0, self._beat.credit_total - self._num_sent)) if self._beat else 0
 
     async def _encode(self, grants: list[Grant]) -> list[_Response]:
         if not grants:

@@ -80,7 +80,7 @@ def _lease_s(limits: broker_pb2.RunLimits, field: str, default_s: float) -> floa
     if not limits.HasField(field):  # type: ignore[arg-type]
         return default_s
     duration: Duration = getattr(limits, field)
-    seconds = duration.ToNanoseconds() / 1e9
+    seconds = duration.seconds + duration.nanos / 1e9
     if not MIN_LEASE_S <= seconds <= MAX_LEASE_S:
         raise InvalidFieldError(
             f"limits.{field}: {seconds} s is not between {MIN_LEASE_S} and {MAX_LEASE_S} s",

@@ -65,9 +65,10 @@ async def serve_puts(hubs: Hubs, requests: AsyncIterator[_Request]) -> AsyncIter
                     if is_ended:
                         break
                     hubs.check_serving()
+                    intake.check_begun()
                     if hub is not None and hub.copy is not None and hub.copy.run.is_closed and answers.empty():
                         return
-                    await wait_for_event(wake, CHECK_EVERY_S)
+                    await wait_for_event(wake, min(CHECK_EVERY_S, intake.patience_s))
                 intake.check()
             finally:
                 await _forget(answers)

@@ -29,6 +29,7 @@ from services.broker.validation import (
     check_count,
     check_reason,
     check_run_id,
+    check_timestamp,
 )
 
 RETRY_DELAY = Duration(nanos=200_000_000)
@@ -150,6 +151,7 @@ class BrokerService(broker_pb2_grpc.BrokerServiceServicer):
     async def GetRun(self, request: broker_pb2.GetRunRequest, context: _Context) -> broker_pb2.GetRunResponse:
         """One coherent picture, taken from an up-to-date copy."""
         check_run_id(request.run_id)
+        check_timestamp("busy_since", request.busy_since)
         hub = self._hubs.hub(request.run_id)
         busy_since_s = request.busy_since.ToMicroseconds() / 1e6 if request.HasField("busy_since") else None
         generators, workers = await hub.peers.views(busy_since_s)

@@ -48,9 +48,10 @@ async def serve_tokens(
                 if is_ended:
                     break
                 hubs.check_serving()
+                intake.check_begun()
                 if any(hub.copy is not None and hub.copy.run.is_closed for hub in runs.values()):
                     return
-                await wait_for_event(wake, CHECK_EVERY_S)
+                await wait_for_event(wake, min(CHECK_EVERY_S, intake.patience_s))
             intake.check()
 
 

@@ -9,6 +9,8 @@ import json
 import math
 import re
 
+from google.protobuf.timestamp_pb2 import Timestamp
+
 from penstock.codec import int32_array
 from penstock.errors import InvalidFieldError
 from penstock.v1 import broker_pb2, types_pb2
@@ -56,6 +58,14 @@ def check_count(field: str, count: int, most: int) -> None:
 def check_bytes(field: str, size_bytes: int) -> None:
     """A batch of at most 1 MiB."""
     _require(size_bytes <= MAX_BATCH_BYTES, field, f"{size_bytes} bytes", f"at most {MAX_BATCH_BYTES} bytes")
+
+
+def check_timestamp(field: str, stamp: Timestamp) -> None:
+    """A time between the years 1 and 9999."""
+    try:
+        stamp.ToMicroseconds()
+    except ValueError as error:
+        raise InvalidFieldError(f"{field}: {error}", field=field) from error
 
 
 def check_prompt(prompt: types_pb2.Prompt, limits: Limits) -> None:
@@ -159,6 +169,9 @@ def check_beat(beat: broker_pb2.GeneratorBeat) -> None:
     _require(beat.policy_version >= 0, "beat.policy_version", beat.policy_version, "at least 0")
     check_count("beat.active_lease_ids", len(beat.active_lease_ids), MAX_ACTIVE_LEASES)
     check_count("beat.busy_spans", len(beat.busy_spans), MAX_BUSY_SPANS_PER_BEAT)
+    for span in beat.busy_spans:
+        check_timestamp("beat.busy_spans.start_time", span.start_time)
+        check_timestamp("beat.busy_spans.end_time", span.end_time)
     usage, speed = beat.kv_cache_usage, beat.tokens_per_second
     _require(math.isfinite(usage) and usage >= 0, "beat.kv_cache_usage", usage, "finite and at least 0")
     _require(math.isfinite(speed) and speed >= 0, "beat.tokens_per_second", speed, "finite and at least 0")

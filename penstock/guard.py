@@ -1,0 +1,126 @@
+"""What stands between the wire and a servicer: requests that are no message, and errors that must become a status.
+
+Promise: whatever a client sends and whatever a servicer raises, the call ends with a stated code and a reason.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any
+
+import grpc
+import structlog
+from google.protobuf.message import DecodeError
+from grpc_status import rpc_status
+
+from penstock.errors import InternalError, InvalidFieldError, NotOfferedError, PenstockError, to_status
+
+_log = structlog.get_logger()
+
+
+class ErrorInterceptor(grpc.aio.ServerInterceptor):
+    """Turns a raised PenstockError into its status; any other exception is logged and answered with INTERNAL."""
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> Any:
+        """Wrap the method's handler."""
+        handler = await continuation(handler_call_details)
+        method = handler_call_details.method
+        if handler is None or method.startswith("/grpc."):
+            return handler
+        kinds: dict[tuple[bool, bool], tuple[Any, Any, Any]] = {
+            (False, False): (grpc.unary_unary_rpc_method_handler, handler.unary_unary, _guard_unary),
+            (False, True): (grpc.unary_stream_rpc_method_handler, handler.unary_stream, _guard_stream),
+            (True, False): (grpc.stream_unary_rpc_method_handler, handler.stream_unary, _guard_unary),
+            (True, True): (grpc.stream_stream_rpc_method_handler, handler.stream_stream, _guard_stream),
+        }
+        factory, behaviour, guard = kinds[(handler.request_streaming, handler.response_streaming)]
+        wrapped = guard(behaviour, method)
+        return factory(
+            wrapped,
+            request_deserializer=_careful(handler.request_deserializer),
+            response_serializer=handler.response_serializer,
+        )
+
+
+def _guard_unary(behaviour: Callable[..., Awaitable[Any]], method: str) -> Callable[..., Awaitable[Any]]:
+    async def guarded(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
+        try:
+            return await behaviour(_decoded(request), context)
+        except (grpc.aio.AbortError, asyncio.CancelledError):
+            raise
+        except Exception as error:
+            await _abort(error, context, method)
+
+    return guarded
+
+
+def _guard_stream(behaviour: Callable[..., AsyncIterator[Any]], method: str) -> Callable[..., AsyncIterator[Any]]:
+    async def guarded(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> AsyncIterator[Any]:
+        try:
+            async for response in behaviour(_decoded(request), context):
+                yield response
+        except (grpc.aio.AbortError, asyncio.CancelledError):
+            raise
+        except Exception as error:
+            await _abort(error, context, method)
+
+    return guarded
+
+
+async def _abort(error: Exception, context: grpc.aio.ServicerContext[Any, Any], method: str) -> None:
+    if isinstance(error, NotImplementedError):
+        # What a generated base class raises for a method that its servicer leaves out.
+        error = NotOfferedError(f"{method} is not offered by this server")
+    if not isinstance(error, PenstockError):
+        _log.error("call failed", method=method, exc_info=error)
+        error = InternalError(f"{method} failed: {type(error).__name__}; see this server's log")
+    await context.abort_with_status(rpc_status.to_status(to_status(error)))
+
+
+@dataclass(frozen=True, slots=True)
+class _Undecodable:
+    """A request that is not the method's message."""
+
+    error: InvalidFieldError
+
+
+def _careful(deserialize: Callable[[bytes], Any] | None) -> Callable[[bytes], Any]:
+    """A deserializer that never raises: gRPC would answer with UNKNOWN and a stack trace in the log."""
+
+    def deserialized(data: bytes) -> Any:
+        try:
+            return data if deserialize is None else deserialize(data)
+        except DecodeError as error:
+            text = f"request: {len(data)} bytes that are no message of this method: {error}"
+            return _Undecodable(InvalidFieldError(text, field="request"))
+
+    return deserialized
+
+
+def _decoded(request: Any) -> Any:
+    """The request, or a stream of them that raises at the first one that is none. Raises InvalidFieldError."""
+    if isinstance(request, _Undecodable):
+        raise request.error
+    return _Requests(request) if hasattr(request, "__aiter__") else request
+
+
+class _Requests:
+    """A client's stream; raises InvalidFieldError where it sends what is no message."""
+
+    def __init__(self, requests: AsyncIterator[Any]) -> None:
+        self._requests = aiter(requests)
+
+    def __aiter__(self) -> _Requests:
+        return self
+
+    async def __anext__(self) -> Any:
+        request = await anext(self._requests)
+        if isinstance(request, _Undecodable):
+            raise request.error
+        return request
