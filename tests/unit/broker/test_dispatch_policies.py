@@ -4,12 +4,13 @@ from collections.abc import Sequence
 
 import pytest
 
-from services.broker.dispatch.auto import Auto
+from services.broker.dispatch.auto import MIN_GAIN, Auto
 from services.broker.dispatch.latency import LatencyModel, Load
 from services.broker.dispatch.lengths import LengthCounts
 from services.broker.dispatch.registry import make_policy
 from services.broker.dispatch.streamrl import StreamRl
 from services.broker.dispatch.types import DispatchPolicy, Order, QueuedGroup, Situation, Work
+from services.broker.dispatch.virtual import finish_s
 from services.broker.policy import DISPATCH_NAMES
 
 FAST = LatencyModel(base_s=0.01, per_sample_s=0.0001)
@@ -153,12 +154,28 @@ def test_auto_is_fifo_while_nothing_is_known() -> None:
     )
 
 
-def test_auto_picks_what_its_look_ahead_says_is_done_first() -> None:
+def test_auto_sets_the_long_tail_apart_where_that_is_sooner() -> None:
+    loads = {name: load_of(max_samples=256) for name in "abcd"}
+    situation = situation_of(loads, [1000.0] * 4 + [100.0] * 600)
     auto = Auto()
-    auto.review(situation_of({"a": load_of(), "b": load_of()}, [1000.0, 900.0] + [100.0] * 8))
+    auto.review(situation)
     assert auto.picked is not None
-    assert auto.finish_s[auto.picked.name] == min(auto.finish_s.values())
-    assert auto.finish_s[auto.picked.name] < auto.finish_s["fifo"]
+    assert auto.picked.name == "streamrl"
+    assert finish_s(StreamRl(), situation) < (1 - MIN_GAIN) * finish_s(make_policy("lpt"), situation)
+
+
+def test_auto_stays_with_lpt_where_nothing_is_sooner() -> None:
+    auto = Auto()
+    auto.review(situation_of({"a": load_of(), "b": load_of()}, [100.0] * 30))
+    assert auto.picked is not None
+    assert auto.picked.name == "lpt"
+
+
+def test_auto_shares_by_load_while_only_speeds_are_known() -> None:
+    auto = Auto()
+    auto.review(situation_of({"a": load_of(), "b": load_of()}, [0.0] * 30))
+    assert auto.picked is not None
+    assert auto.picked.name == "least_loaded"
 
 
 def test_a_risky_forecast_keeps_long_samples_off_slow_generators() -> None:
