@@ -284,10 +284,12 @@ def accept_chunks(
     return errors
 
 
-def num_repeated(state: RunState, generator_id: str, chunks: Sequence[ChunkFacts]) -> int:
+def repeated(state: RunState, generator_id: str, chunks: Sequence[ChunkFacts]) -> list[ChunkFacts]:
     """Chunks that are stored already, sent under the same lease: accepted again without effect."""
     groups = state.groups
-    return sum(chunk.group_id in groups and _is_known(groups[chunk.group_id], chunk, generator_id) for chunk in chunks)
+    return [
+        chunk for chunk in chunks if chunk.group_id in groups and _is_known(groups[chunk.group_id], chunk, generator_id)
+    ]
 
 
 def _is_known(group: GroupRecord, chunk: ChunkFacts, generator_id: str) -> bool:

@@ -13,7 +13,7 @@ import structlog
 
 from penstock.clock import Clock
 from penstock.errors import PenstockError, ServiceUnavailableError
-from services.broker import generation, scoring
+from services.broker import generation, scoring, waits
 from services.broker.forecasts import Forecaster
 from services.broker.hub import RunHub
 from services.broker.metrics import BrokerMetrics
@@ -112,7 +112,14 @@ class Hubs:
             _log.warning("run not cared for", run_id=hub.run_id, error=str(error))
         hub.last_used_s = used_s
         if hub.copy is not None:
-            self.metrics.observe(hub.copy, num_conflicts=hub.num_conflicts)
+            now_s = self.clock.now_s()
+            present = hub.peers.present()
+            self.metrics.observe(
+                hub.copy,
+                num_conflicts=hub.num_conflicts,
+                waits=waits.waits(hub.copy, present, now_s),
+                now_s=now_s,
+            )
 
     async def _observe_books(self, hub: RunHub) -> None:
         now_s = self.clock.now_s()

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from prometheus_client import CollectorRegistry, Gauge
 from prometheus_client import Counter as PrometheusCounter
 
+from penstock.v1 import broker_pb2
 from services.broker.audit import audit
 from services.broker.books import DROPPED, TRAINED, Entry
+from services.broker.invariant_metrics import InvariantMetrics
 from services.broker.run_state import RunState
 
 
@@ -17,6 +19,7 @@ class BrokerMetrics:
     """The broker's metrics in one registry."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
+        self.invariants = InvariantMetrics(registry)
         self._leases = PrometheusCounter("penstock_broker_leases", "Leases given", ["kind"], registry=registry)
         self._expired = PrometheusCounter(
             "penstock_broker_leases_expired", "Leases expired", ["kind"], registry=registry
@@ -92,9 +95,12 @@ class BrokerMetrics:
         """A chunk refused."""
         self._refused.labels(reason).inc()
 
-    def observe(self, state: RunState, *, num_conflicts: int) -> None:
+    def observe(
+        self, state: RunState, *, num_conflicts: int, waits: Sequence[broker_pb2.Wait] = (), now_s: float = 0.0
+    ) -> None:
         """Set the gauges of a run."""
         run_id, books = state.run.run_id, audit(state)
+        self.invariants.observe(state, books, waits, now_s=now_s)
         for versions, count in books.trained_by_staleness.items():
             self._trained.labels(run_id, str(versions)).set(count)
         for name in ("queued", "leased", "finished", "scoring", "scored", "delivered"):

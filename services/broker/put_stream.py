@@ -15,6 +15,7 @@ from services.broker import putting
 from services.broker.hub import RunHub
 from services.broker.hubs import Hubs
 from services.broker.intake import Intake, wait_for_event
+from services.broker.invariant_metrics import InvariantMetrics
 from services.broker.put_reading import read_put
 from services.broker.putting import Put
 from services.broker.run_state import RunState
@@ -61,7 +62,9 @@ async def serve_puts(hubs: Hubs, requests: AsyncIterator[_Request]) -> AsyncIter
                 while True:
                     is_ended = intake.is_ended
                     while not answers.empty():
-                        yield await answers.get_nowait()
+                        response = await answers.get_nowait()
+                        _count(hubs.metrics.invariants, response)
+                        yield response
                     if is_ended:
                         break
                     hubs.check_serving()
@@ -128,6 +131,13 @@ async def _without_retired(
     late = [put.groups[error.index].group_id for error in errors if error.reason == StaleError.reason]
     retired = await hub.store.retired(hub.run_id, late) if late else frozenset()
     return [error for error in errors if put.groups[error.index].group_id not in retired]
+
+
+def _count(invariants: InvariantMetrics, response: _Response) -> None:
+    is_full = response.HasField("retry_delay")
+    invariants.count_refusals("puts", int(is_full))
+    if not is_full and not response.num_samples and not response.errors:
+        invariants.count_duplicates("put", 1)
 
 
 async def _forget(answers: asyncio.Queue[asyncio.Task[_Response]]) -> None:

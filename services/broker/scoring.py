@@ -42,12 +42,14 @@ class ScoringGrant:
     expire_s: float
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class Receipts:
     """What became of results, by lease id."""
 
     accepted: list[str]
     lost: list[str]
+    num_repeated: int = 0
+    """Of the accepted ones, those that were stored before."""
 
 
 def lease_scoring(
@@ -128,6 +130,7 @@ def accept_results(state: RunState, results: Sequence[broker_pb2.ScoreResult], n
             receipts.accepted.append(result.lease_id)
         elif _is_known(group.samples[index], result):
             receipts.accepted.append(result.lease_id)
+            receipts.num_repeated += 1
         else:
             receipts.lost.append(result.lease_id)
     return receipts

@@ -94,6 +94,7 @@ class ScoringStream:
             return receipts
 
         receipts = await self._hub.transact(operation, must_verify=bool(request.results))
+        self._hubs.metrics.invariants.count_duplicates("score", receipts.num_repeated)
         self._receipts.accepted.extend(receipts.accepted)
         self._receipts.lost.extend(receipts.lost)
 

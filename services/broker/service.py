@@ -73,17 +73,23 @@ class BrokerService(broker_pb2_grpc.BrokerServiceServicer):
         retired = await hub.store.retired(request.run_id, [prompt.group_id for prompt in request.prompts])
         forecasts = await self._hubs.forecaster.forecasts(request.run_id, request.prompts)
 
-        def operation(state: RunState) -> broker_pb2.SubmitPromptsResponse:
+        def operation(state: RunState) -> tuple[broker_pb2.SubmitPromptsResponse, int]:
+            num_before = state.run.last_sequence
             errors = submission.submit(
                 state, request.prompts, retired=retired, now_s=hub.clock.now_s(), forecasts=forecasts
             )
             num_queued = sum(state.num_waiting(purpose) for purpose in state.ready)
             is_full = any(error.reason == "QUEUE_FULL" for error in errors)
-            return broker_pb2.SubmitPromptsResponse(
+            response = broker_pb2.SubmitPromptsResponse(
                 errors=errors, num_queued_groups=num_queued, retry_delay=RETRY_DELAY if is_full else None
             )
+            return response, state.run.last_sequence - num_before
 
-        return await hub.transact(operation)
+        response, num_added = await hub.transact(operation)
+        invariants = self._hubs.metrics.invariants
+        invariants.count_duplicates("prompt", len(request.prompts) - len(response.errors) - num_added)
+        invariants.count_refusals("prompts", sum(error.reason == "QUEUE_FULL" for error in response.errors))
+        return response
 
     async def StreamLeases(
         self, request_iterator: AsyncIterator[broker_pb2.StreamLeasesRequest], context: _Context
@@ -128,11 +134,17 @@ class BrokerService(broker_pb2_grpc.BrokerServiceServicer):
         check_run_id(request.run_id)
         check_count("group_ids", len(request.group_ids), MAX_GROUP_IDS)
         hub = self._hubs.hub(request.run_id)
-        return await hub.transact(
-            lambda state: delivery.acknowledge(
+
+        def operation(state: RunState) -> tuple[broker_pb2.AckStepResponse, bool]:
+            is_repeated = request.policy_version <= state.run.policy_version
+            response = delivery.acknowledge(
                 state, request.consumer_id, list(request.group_ids), request.policy_version, hub.clock.now_s()
             )
-        )
+            return response, is_repeated
+
+        response, is_repeated = await hub.transact(operation)
+        self._hubs.metrics.invariants.count_duplicates("step", int(is_repeated))
+        return response
 
     async def DropGroups(
         self, request: broker_pb2.DropGroupsRequest, context: _Context

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 
 from penstock.errors import RunClosedError
 from penstock.v1 import broker_pb2
 from services.broker import generation
-from services.broker.chunks import read_chunk
+from services.broker.chunks import ChunkFacts, read_chunk
 from services.broker.hub import RunHub
 from services.broker.hubs import Hubs
 from services.broker.intake import Intake, wait_for_event
+from services.broker.metrics import BrokerMetrics
 from services.broker.run_state import RunState
 from services.broker.validation import MAX_CHUNKS, check_bytes, check_count, check_id, check_run_id
 
@@ -65,13 +67,39 @@ async def accept(hubs: Hubs, request: broker_pb2.StreamTokensRequest) -> broker_
     generator_id = request.generator_id
     chunks = [read_chunk(chunk) for chunk in request.chunks]
 
-    def operation(state: RunState) -> list[broker_pb2.ChunkError]:
+    def operation(state: RunState) -> _Outcome:
         if state.run.is_closed:
             raise RunClosedError(f"run {state.run.run_id!r} is closed", run_id=state.run.run_id)
-        return generation.accept_chunks(state, generator_id, chunks, hub.clock.now_s())
+        repeated = generation.repeated(state, generator_id, chunks)
+        errors = generation.accept_chunks(state, generator_id, chunks, hub.clock.now_s())
+        return _Outcome(errors=errors, repeated=repeated, policy_version=state.run.policy_version)
 
-    errors = await hub.transact(operation)
-    for error in errors:
-        hubs.metrics.count_refused(error.reason)
-    hubs.metrics.count_tokens(sum(chunk.num_tokens for chunk in chunks))
-    return broker_pb2.StreamTokensResponse(sequence=request.sequence, errors=errors)
+    outcome = await hub.transact(operation)
+    _count(hubs.metrics, chunks, outcome)
+    return broker_pb2.StreamTokensResponse(sequence=request.sequence, errors=outcome.errors)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Outcome:
+    errors: list[broker_pb2.ChunkError]
+    repeated: list[ChunkFacts]
+    policy_version: int
+
+
+def _count(metrics: BrokerMetrics, chunks: Sequence[ChunkFacts], outcome: _Outcome) -> None:
+    """Put what became of the chunks of a request into the metrics."""
+    invariants = metrics.invariants
+    invariants.count_duplicates("chunk", len(outcome.repeated))
+    reasons = {(error.key.group_id, error.key.sample_index, error.lease_id): error.reason for error in outcome.errors}
+    num_stored = -sum(chunk.num_tokens for chunk in outcome.repeated)
+    for chunk in chunks:
+        reason = reasons.get((chunk.group_id, chunk.sample_index, chunk.lease_id))
+        if reason is None:
+            num_stored += chunk.num_tokens
+            continue
+        metrics.count_refused(reason)
+        if reason in ("OFFSET_MISMATCH", "LEASE_LOST"):
+            invariants.count_refused_tokens(reason, chunk.num_tokens)
+        elif chunk.max_version is not None and chunk.max_version > outcome.policy_version:
+            invariants.count_unattested(1)
+    metrics.count_tokens(max(0, num_stored))
