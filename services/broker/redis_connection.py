@@ -146,7 +146,7 @@ class RedisConnection:
         give_up_s = self._monotonic_s() + RETRY_FOR_S
         for delay_s in backoff_s(first_s=0.02, most_s=0.3):
             try:
-                return await operation(self._redis)
+                return await _cancellable(operation(self._redis))
             except REDIS_ERRORS as error:
                 fault = classify(error)
                 if is_trial or not fault.is_brief or self._monotonic_s() + delay_s > give_up_s:
@@ -178,6 +178,20 @@ class RedisConnection:
 
     def _unavailable(self, outage: Outage) -> ServiceUnavailableError:
         return ServiceUnavailableError(outage.describe(self._monotonic_s()), redis_fault=outage.fault)
+
+
+async def _cancellable(work: Awaitable[_T]) -> _T:
+    """The result of `work`, unless this task was cancelled meanwhile.
+
+    redis-py sends through `asyncio.wait_for`, which up to Python 3.11 forgets a cancellation that comes together with
+    the result (bpo-37658): whoever cancels a loop over Redis and waits for its end would wait for ever.
+    """
+    task = asyncio.current_task()
+    num_before = task.cancelling() if task is not None else 0
+    result = await work
+    if task is not None and task.cancelling() > num_before:
+        raise asyncio.CancelledError
+    return result
 
 
 def _clients(address: RedisAddress) -> tuple[Redis, Sentinel | None]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+from contextlib import suppress
 from itertools import pairwise
 
 import pytest
@@ -19,6 +21,7 @@ from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from services.broker.config import BrokerConfig
 from services.broker.redis_address import parse_redis_url
+from services.broker.redis_connection import RedisConnection
 from services.broker.redis_faults import FIRST_DELAY_S, MAX_DELAY_S, Outage, RedisFault, TooFewReplicasError, classify
 
 
@@ -99,3 +102,21 @@ def test_an_outage_is_tried_ever_more_rarely_and_by_one_call_at_a_time() -> None
     assert max(gaps) <= MAX_DELAY_S + 0.01
     assert min(gaps[5:]) >= MAX_DELAY_S / 2
     assert outage.describe(130.0).startswith("Redis is away (unreachable) since 30 s: refused; start it")
+
+
+async def test_a_cancellation_that_the_client_forgets_still_ends_the_call() -> None:
+    started = asyncio.Event()
+
+    async def forgetful(_redis: object) -> str:
+        started.set()
+        with suppress(asyncio.CancelledError):
+            await asyncio.Event().wait()
+        return "an answer"
+
+    connection = RedisConnection.from_url("redis://127.0.0.1:1/0")
+    call = asyncio.create_task(connection.read(forgetful))
+    await started.wait()
+    call.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await call
+    await connection.close()
