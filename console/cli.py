@@ -36,7 +36,7 @@ _RunArgument = Annotated[
     str | None, typer.Argument(metavar="[RUN]", help="Run folder, or run id with --broker. Default: the newest run.")
 ]
 _RunsDir = Annotated[Path, typer.Option("--dir", help="Folder that holds run folders.")]
-_Broker = Annotated[str | None, typer.Option("--broker", metavar="HOST:PORT", help="Broker to ask.")]
+_Broker = Annotated[str | None, typer.Option("--broker", metavar="HOST:PORT,...", help="Broker to ask; or several.")]
 
 
 @app.command()

@@ -16,6 +16,7 @@ import yaml
 from pydantic import Field, field_validator, model_validator
 
 from penstock.config import Document, StrictModel, Targets, apply_overrides, read_document, validate
+from penstock.targets import split_targets
 from services.broker.redis_address import parse_redis_url
 from services.generator.config import EngineConfig
 from services.reward.config import RewardModelConfig
@@ -87,7 +88,7 @@ class EndpointsSection(StrictModel):
     @field_validator("broker")
     @classmethod
     def _are_brokers(cls, value: str | None) -> str | None:
-        return None if value is None else ",".join(checked_address(item) for item in value.split(","))
+        return None if value is None else checked_addresses(value)
 
     @field_validator("generators")
     @classmethod
@@ -230,6 +231,11 @@ def checked_address(value: str) -> str:
     if match is None or not 1 <= int(match[2]) <= 65535:
         raise ValueError("must be host:port with a port of 1 to 65535, for example 127.0.0.1:7301")
     return value.removeprefix("grpc://")
+
+
+def checked_addresses(value: str) -> str:
+    """`value` when it is one or several host:port, separated by commas; raises ValueError."""
+    return ",".join(checked_address(item) for item in split_targets(value))
 
 
 def load_run_config(path: Path, overrides: Iterable[str] = ()) -> RunConfig:

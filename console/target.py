@@ -3,28 +3,24 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypedDict, TypeVar
+from typing import Any, TypeVar
 
-from console.config import checked_address, load_run_config
+from console.config import checked_addresses, load_run_config
 from console.folder import CONSOLE_NAME, RunFolder, open_folder, read_record
 from console.local import run_folders
 from penstock.config import ConfigError
 from penstock.errors import PenstockError
-from penstock.rpc import call, open_channel
+from penstock.rpc import call_with_retry, open_channel
 from penstock.security import Security
 from penstock.v1 import broker_pb2, broker_pb2_grpc
 
 # A little longer than the broker waits for its Redis, so that its answer says who is away.
 _TIMEOUT_S = 10.0
+_NEXT_BROKER_S = 3.0
 _Response = TypeVar("_Response")
-
-
-class _Asked(TypedDict):
-    peer: str
-    timeout_s: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,7 +29,7 @@ class Target:
 
     run_id: str
     broker: str | None
-    """host:port; None when no broker of that run is known to be up."""
+    """host:port, several separated by commas; None when no broker of that run is known to be up."""
     folder: RunFolder | None
     """Its folder on this machine, when there is one."""
 
@@ -74,7 +70,7 @@ async def get_run(run_id: str, broker: str) -> broker_pb2.GetRunResponse:
     """The broker's picture of a run. Raises PenstockError."""
     async with open_channel(broker, Security.from_environment()) as channel:
         stub = broker_pb2_grpc.BrokerServiceStub(channel)
-        return await call(stub.GetRun, broker_pb2.GetRunRequest(run_id=run_id), **_asked(broker))
+        return await _answer(stub.GetRun, broker_pb2.GetRunRequest(run_id=run_id), broker)
 
 
 async def audit_run(run_id: str, broker: str) -> broker_pb2.Audit:
@@ -82,17 +78,20 @@ async def audit_run(run_id: str, broker: str) -> broker_pb2.Audit:
     async with open_channel(broker, Security.from_environment()) as channel:
         stub = broker_pb2_grpc.BrokerServiceStub(channel)
         request = broker_pb2.AuditRunRequest(run_id=run_id)
-        return (await _told(call(stub.AuditRun, request, **_asked(broker)))).audit
+        return (await _told(_answer(stub.AuditRun, request, broker))).audit
 
 
 async def _list_runs(broker: str) -> list[str]:
     async with open_channel(broker, Security.from_environment()) as channel:
         stub = broker_pb2_grpc.BrokerServiceStub(channel)
-        return list((await _told(call(stub.ListRuns, broker_pb2.ListRunsRequest(), **_asked(broker)))).run_ids)
+        return list((await _told(_answer(stub.ListRuns, broker_pb2.ListRunsRequest(), broker))).run_ids)
 
 
-def _asked(broker: str) -> _Asked:
-    return {"peer": f"broker {broker}", "timeout_s": _TIMEOUT_S}
+async def _answer(method: Callable[..., Awaitable[_Response]], request: Any, broker: str) -> _Response:
+    """One broker is asked once; of several, the next when one does not answer."""
+    patience_s = _NEXT_BROKER_S if "," in broker else 0.0
+    peer = f"broker {broker}"
+    return await call_with_retry(method, request, peer=peer, timeout_s=_TIMEOUT_S, give_up_after_s=patience_s)
 
 
 async def _told(answer: Awaitable[_Response]) -> _Response:
@@ -104,6 +103,6 @@ async def _told(answer: Awaitable[_Response]) -> _Response:
 
 def _address(text: str) -> str:
     try:
-        return checked_address(text)
+        return checked_addresses(text)
     except ValueError as error:
         raise ConfigError(f"--broker: {error}") from error

@@ -25,6 +25,7 @@ from penstock.errors import (
     from_rpc_error,
 )
 from penstock.v1 import broker_pb2, types_pb2
+from services.broker import lease_stream, microbatch_stream, scoring_stream
 from services.broker.store import Store
 from tests.helpers.broker import (
     RUN,
@@ -44,6 +45,17 @@ from tests.helpers.broker import (
 from tests.helpers.steps import train_step
 
 STOP = types_pb2.FINISH_REASON_STOP
+
+
+@pytest.fixture(autouse=True)
+def _talkative_streams(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Streams give their signs of life ten times as often: the tests wait for several, on every store."""
+    for module, name in (
+        (lease_stream, "IDLE_EVERY_S"),
+        (scoring_stream, "IDLE_EVERY_S"),
+        (microbatch_stream, "WAITING_EVERY_S"),
+    ):
+        monkeypatch.setattr(module, name, 0.1)
 
 
 @pytest.fixture
