@@ -5,7 +5,10 @@ Everything that can be judged without the run's state is judged here; `generatio
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import numpy as np
 
@@ -53,15 +56,35 @@ class ChunkFacts:
         )
 
 
+def read_chunks(chunks: Sequence[types_pb2.TokenChunk]) -> list[ChunkFacts]:
+    """Check the arrays of a request's chunks; malformed ones come back with their `fault`. `chunks` are used up.
+
+    One look at all numbers together decides the usual case, in which nothing is wrong: a chunk often holds two tokens,
+    and looking at each alone would cost more than everything else that happens to it.
+    """
+    versions = _versions_if_all_good([chunk for chunk in chunks if _is_ordinary(chunk)])
+    if versions is None:
+        return [read_chunk(chunk) for chunk in chunks]
+    found = iter(versions)
+    return [_facts(chunk, next(found), "") if _is_ordinary(chunk) else read_chunk(chunk) for chunk in chunks]
+
+
+def _is_ordinary(chunk: types_pb2.TokenChunk) -> bool:
+    """Whether it is neither a sample's last chunk nor one with given tokens."""
+    return not (chunk.finish_reason or chunk.text or chunk.loss_mask)
+
+
 def read_chunk(chunk: types_pb2.TokenChunk) -> ChunkFacts:
-    """Check a chunk's arrays; a malformed one comes back with its `fault`. `chunk` is used up."""
-    group_id, sample_index, attempt = chunk.key.group_id, chunk.key.sample_index, chunk.key.attempt
-    lease_id = chunk.lease_id
-    fault, versions = "", None
+    """Check one chunk by itself; see `read_chunks`."""
     try:
-        versions = _check(chunk)
+        return _facts(chunk, _check(chunk), "")
     except InvalidFieldError as error:
-        fault = str(error)
+        return _facts(chunk, None, str(error))
+
+
+def _facts(chunk: types_pb2.TokenChunk, versions: tuple[int, int] | None, fault: str) -> ChunkFacts:
+    key = chunk.key
+    group_id, sample_index, attempt, lease_id = key.group_id, key.sample_index, key.attempt, chunk.lease_id
     chunk.ClearField("key")
     chunk.ClearField("lease_id")
     return ChunkFacts(
@@ -77,6 +100,37 @@ def read_chunk(chunk: types_pb2.TokenChunk) -> ChunkFacts:
         fault=fault,
         payload=chunk.SerializeToString(),
     )
+
+
+def _versions_if_all_good(chunks: Sequence[types_pb2.TokenChunk]) -> list[tuple[int, int]] | None:
+    """Oldest and newest version of each chunk's tokens; None where one is malformed or empty."""
+    token_ids, logprobs = [chunk.token_ids for chunk in chunks], [chunk.logprobs for chunk in chunks]
+    runs = [chunk.policy_versions for chunk in chunks]
+    parts, lengths_parts = [run.versions for run in runs], [run.lengths for run in runs]
+    sizes, run_sizes = list(map(len, token_ids)), list(map(len, lengths_parts))
+    is_sound = (
+        all(size and not size % 4 for size in (*sizes, *run_sizes))
+        and list(map(len, logprobs)) == sizes
+        and list(map(len, parts)) == [2 * size for size in run_sizes]
+    )
+    if not chunks or not is_sound:
+        return [] if not chunks else None
+    ids, probabilities = np.frombuffer(b"".join(token_ids), "<i4"), np.frombuffer(b"".join(logprobs), "<f4")
+    versions, lengths = np.frombuffer(b"".join(parts), "<i8"), np.frombuffer(b"".join(lengths_parts), "<i4")
+    starts = [0, *accumulate(size // 4 for size in run_sizes[:-1])]
+    is_good = (
+        int(ids.min()) >= 0
+        # A NaN makes either of them NaN, which compares false.
+        and float(probabilities.max()) <= MAX_LOGPROB
+        and float(probabilities.min()) > -math.inf
+        and int(lengths.min()) >= 1
+        and int(versions.min()) >= 0
+        and np.add.reduceat(lengths.astype(np.int64), starts).tolist() == [size // 4 for size in sizes]
+    )
+    if not is_good:
+        return None
+    oldest, newest = np.minimum.reduceat(versions, starts), np.maximum.reduceat(versions, starts)
+    return list(zip(oldest.tolist(), newest.tolist(), strict=True))
 
 
 def _check(chunk: types_pb2.TokenChunk) -> tuple[int, int] | None:

@@ -273,14 +273,16 @@ def accept_chunks(
             # Nothing is stored, so nothing is committed: who sends nonsense costs no write.
             errors += [refusal for refusal in refusals if refusal is not None]
             continue
-        with state.edit(group_id) as group:
+        is_end = any(chunk.finish_reason for chunk in fresh)
+        with state.edit(group_id) if is_end else state.grow(group_id) as group:
             for chunk in fresh:
                 refusal = _refusal(state, group, chunk, generator_id)
                 if refusal is None:
                     _store(state, group, chunk, now_s)
                 else:
                     errors.append(refusal)
-            drops.close_group(state, group, now_s)
+            if is_end:
+                drops.close_group(state, group, now_s)
     return errors
 
 

@@ -9,7 +9,7 @@ from prometheus_client import CollectorRegistry, Gauge
 from prometheus_client import Counter as PrometheusCounter
 
 from penstock.v1 import broker_pb2
-from services.broker.audit import audit
+from services.broker.audit import totals
 from services.broker.books import DROPPED, TRAINED, Entry
 from services.broker.invariant_metrics import InvariantMetrics
 from services.broker.run_state import RunState
@@ -99,7 +99,7 @@ class BrokerMetrics:
         self, state: RunState, *, num_conflicts: int, waits: Sequence[broker_pb2.Wait] = (), now_s: float = 0.0
     ) -> None:
         """Set the gauges of a run."""
-        run_id, books = state.run.run_id, audit(state)
+        run_id, books = state.run.run_id, totals(state)
         self.invariants.observe(state, books, waits, now_s=now_s)
         for versions, count in books.trained_by_staleness.items():
             self._trained.labels(run_id, str(versions)).set(count)

@@ -10,7 +10,7 @@ from google.protobuf.duration_pb2 import Duration
 
 from penstock.v1 import broker_pb2, broker_pb2_grpc
 from services.broker import delivery, drops, submission, waits
-from services.broker.audit import audit, audit_rows
+from services.broker.audit import audit_rows, totals
 from services.broker.causes import Present
 from services.broker.export import export
 from services.broker.hubs import Hubs
@@ -177,7 +177,7 @@ class BrokerService(broker_pb2_grpc.BrokerServiceServicer):
                 policy=state.policy.to_proto(),
                 policy_version=state.run.policy_version,
                 is_closed=state.run.is_closed,
-                audit=audit(state),
+                audit=totals(state),
                 generators=generators,
                 waits=waits.waits(state, Present(generators=generators, worker_ids=workers), hub.clock.now_s()),
                 reward_worker_ids=workers,

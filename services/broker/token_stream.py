@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from penstock.errors import RunClosedError
 from penstock.v1 import broker_pb2
 from services.broker import generation
-from services.broker.chunks import ChunkFacts, read_chunk
+from services.broker.chunks import ChunkFacts, read_chunks
 from services.broker.hub import RunHub
 from services.broker.hubs import Hubs
 from services.broker.intake import Intake, wait_for_event
@@ -65,7 +65,7 @@ async def accept(hubs: Hubs, request: broker_pb2.StreamTokensRequest) -> broker_
     check_bytes("chunks", request.ByteSize())
     hub = hubs.hub(request.run_id)
     generator_id = request.generator_id
-    chunks = [read_chunk(chunk) for chunk in request.chunks]
+    chunks = read_chunks(request.chunks)
 
     def operation(state: RunState) -> _Outcome:
         if state.run.is_closed:

@@ -1,12 +1,16 @@
 from __future__ import annotations
 
+from copy import deepcopy
+
 import pytest
 
 from penstock.codec import encode_versions, float32_bytes, int32_bytes
 from penstock.v1 import broker_pb2, types_pb2
 from services.broker import generation
 from services.broker.audit import audit
+from services.broker.chunks import read_chunk, read_chunks
 from services.broker.generation import GeneratorFacts
+from tests.helpers.broker import chunk
 from tests.unit.broker.builders import (
     acknowledge,
     deliver,
@@ -237,3 +241,25 @@ def test_a_rollback_restores_records_queues_and_counters() -> None:
     assert (len(state.queue), dict(state.generation_leases), state.run.submitted) == before
     assert not state.is_changed
     assert len(lease(state, 9)) == 4
+
+
+def test_chunks_read_together_are_what_they_are_alone() -> None:
+    lease_of = broker_pb2.Lease(lease_id="1.0.0_1.x", key=types_pb2.SampleKey(group_id="g"))
+    good = [chunk(lease_of, [4, 5], version=3), chunk(lease_of, [6], offset=2, version=4)]
+    last = chunk(lease_of, [7], offset=3, version=4, finish=STOP)
+    bad = [
+        chunk(lease_of, [8, -1]),
+        chunk(lease_of, [8], logprobs=float32_bytes([float("nan")])),
+        chunk(lease_of, [8], logprobs=float32_bytes([0.5])),
+        chunk(lease_of, [8], logprobs=b""),
+        chunk(lease_of, [8], token_ids=b"123"),
+        chunk(lease_of, []),
+        chunk(lease_of, [8], policy_versions=encode_versions([1, 1])),
+        chunk(lease_of, [8], policy_versions=encode_versions([-1])),
+    ]
+    for spoilt in ([], *([one] for one in bad)):
+        request = [*good, *spoilt, last]
+        alone = [read_chunk(deepcopy(one)) for one in request]
+        assert read_chunks([deepcopy(one) for one in request]) == alone
+        assert [bool(facts_of.fault) for facts_of in alone] == [False, False, *(True for _ in spoilt), False]
+    assert [(facts_of.min_version, facts_of.num_tokens) for facts_of in alone[:2]] == [(3, 2), (4, 1)]

@@ -11,7 +11,7 @@ from penstock.codec import group_slices, pack_groups
 from penstock.errors import InvalidFieldError, LeaseLostError, RunClosedError, VersionConflictError
 from penstock.v1 import broker_pb2, types_pb2
 from services.broker import delivery, drops, parcels, putting
-from services.broker.audit import audit
+from services.broker.audit import audit, totals
 from services.broker.opening import reopen_run
 from services.broker.parcel_shelf import is_parcel, slice_of
 from services.broker.put_reading import read_put
@@ -36,6 +36,7 @@ def check(state: RunState) -> None:
     """The books balance and the queues are what the records say."""
     books = audit(state)
     assert books.balanced, books
+    assert totals(state) == books
     again = RunState()
     records: dict[str, bytes | None] = {name: record.SerializeToString() for name, record in state.groups.items()}
     records |= {name: record.SerializeToString() for name, record in state.shelf.records.items()}
