@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from penstock.v1 import broker_pb2
 from services.broker import moves
@@ -47,7 +47,7 @@ class Dispatcher:
         left_since_s = self._left_since_s.get(generator.generator_id, now_s)
         if not policy.needs_situation or now_s - left_since_s >= MAX_LEFT_S:
             return EVERYTHING
-        statuses = self._statuses(state, generator, max_leases, now_s)
+        statuses = _statuses(self._starting(state, now_s), generator, max_leases)
         situation = self._fleet.situation(state, statuses, generator.generator_id, now_s)
         decision = policy.decide(situation)
         return Choice(order=policy.order, decision=decision, mean_tokens=situation.mean_tokens)
@@ -69,7 +69,7 @@ class Dispatcher:
             return
         self._review_s = now_s + REVIEW_EVERY_S
         self._fleet.measure(state)
-        statuses = self._statuses(state, None, 0, now_s)
+        statuses = _statuses(self._starting(state, now_s), None, 0)
         if not statuses or not state.queue:
             return
         situation = self._fleet.situation(state, statuses, min(statuses), now_s)
@@ -81,12 +81,10 @@ class Dispatcher:
         self, state: RunState, generator: GeneratorFacts, max_leases: int, now_s: float, make_suffix: Callable[[], str]
     ) -> list[Grant]:
         """Move work of other generators to one that finds nothing to lease; see `moves`."""
-        statuses = self._statuses(state, generator, max_leases, now_s)
+        # Of all: near the end of a step nobody may start anything, and it is then that work moves.
+        statuses = _statuses(self._live(now_s), generator, max_leases)
         situation = self._fleet.situation(state, statuses, generator.generator_id, now_s)
-        num_waiting = {
-            view.hello.generator_id: view.beat.num_waiting
-            for view in self._peers.generators(max_age_s=MAX_BEAT_AGE_S, now_s=now_s)
-        }
+        num_waiting = {view.hello.generator_id: view.beat.num_waiting for view in self._live(now_s)}
         return moves.take_over(
             state, generator, situation, num_waiting=num_waiting, now_s=now_s, make_suffix=make_suffix
         )
@@ -103,32 +101,39 @@ class Dispatcher:
             self._policy = make_policy(state.policy.dispatch)
         return self._policy
 
-    def _statuses(
-        self, state: RunState, asking: GeneratorFacts | None, max_leases: int, now_s: float
-    ) -> dict[str, GeneratorStatus]:
-        """The generators that take work now; those whose version may start nothing are left out, but not who asks."""
+    def _live(self, now_s: float) -> list[broker_pb2.GeneratorView]:
+        return self._peers.generators(max_age_s=MAX_BEAT_AGE_S, now_s=now_s)
+
+    def _starting(self, state: RunState, now_s: float) -> list[broker_pb2.GeneratorView]:
+        """The generators that may start new work now."""
         admission = state.admission()
-        views = [
+        return [
             view
-            for view in self._peers.generators(max_age_s=MAX_BEAT_AGE_S, now_s=now_s)
+            for view in self._live(now_s)
             if not view.beat.is_draining
             and admission.judge(
                 generator_version=view.beat.policy_version, min_version=None, prompt_min_version=None
             ).is_allowed
         ]
-        factors = [view.measured_step_factor for view in views if view.measured_step_factor]
-        usual_factor = sum(factors) / len(factors) if factors else 1.0
-        statuses = {view.hello.generator_id: _status(view, usual_factor) for view in views}
-        if asking is not None:
-            known = statuses.get(asking.generator_id)
-            statuses[asking.generator_id] = GeneratorStatus(
-                generator_id=asking.generator_id,
-                model=known.model if known else LatencyModel().scaled(usual_factor),
-                num_free=max_leases,
-                max_context_tokens=asking.max_context_tokens,
-                is_speed_known=known is not None and known.is_speed_known,
-            )
-        return statuses
+
+
+def _statuses(
+    views: Sequence[broker_pb2.GeneratorView], asking: GeneratorFacts | None, max_leases: int
+) -> dict[str, GeneratorStatus]:
+    """What dispatch knows of these generators, and of the one that asks."""
+    factors = [view.measured_step_factor for view in views if view.measured_step_factor]
+    usual_factor = sum(factors) / len(factors) if factors else 1.0
+    statuses = {view.hello.generator_id: _status(view, usual_factor) for view in views}
+    if asking is not None:
+        known = statuses.get(asking.generator_id)
+        statuses[asking.generator_id] = GeneratorStatus(
+            generator_id=asking.generator_id,
+            model=known.model if known else LatencyModel().scaled(usual_factor),
+            num_free=max_leases,
+            max_context_tokens=asking.max_context_tokens,
+            is_speed_known=known is not None and known.is_speed_known,
+        )
+    return statuses
 
 
 def _status(view: broker_pb2.GeneratorView, usual_factor: float) -> GeneratorStatus:

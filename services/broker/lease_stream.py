@@ -18,6 +18,8 @@ from services.broker.validation import MAX_ACTIVE_LEASES, check_beat, check_hell
 from services.broker.waits import timestamp
 
 IDLE_EVERY_S = 1.0
+MAX_SILENCE_S = 3.0
+"""The contract promises a sign of life at least every 5 s."""
 PACE_S = 0.02
 """Least time between two rounds of leases: slots that free up one by one are filled by one commit, not by many."""
 MAX_LEASES_PER_ROUND = 256
@@ -62,6 +64,7 @@ class LeaseStream:
         if await self._hub.transact(lambda state: state.run.is_closed):
             raise RunClosedError(f"run {self._hello.run_id!r} is closed", run_id=self._hello.run_id)
         await self._hub.peers.see_generator(self._hello, None)
+        spoke_s = self._hub.clock.now_s()
         with self._hub.listening() as wake:
             async with Intake(requests, self._on_request, wake) as intake:
                 while not intake.is_ended:
@@ -71,9 +74,13 @@ class LeaseStream:
                         yield frame
                     if self._is_closed():
                         return
+                    now_s = self._hub.clock.now_s()
                     if frames:
+                        spoke_s = now_s
                         await asyncio.sleep(PACE_S)
-                    elif not await wait_for_event(wake, IDLE_EVERY_S):
+                    elif not await wait_for_event(wake, IDLE_EVERY_S) or now_s - spoke_s >= MAX_SILENCE_S:
+                        # Others' commits wake this stream too, many a second: it has to speak all the same.
+                        spoke_s = now_s
                         yield _Response(idle=broker_pb2.LeaseIdle(reason=self._reason))
                 intake.check()
         await self._hub.peers.leave(self._hello.generator_id)
