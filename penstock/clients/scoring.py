@@ -31,6 +31,7 @@ MAX_LEASES = 2048
 MAX_RESULTS_A_MESSAGE = 256
 # Half of what the broker takes: a message also carries what gRPC and the other fields add.
 MAX_MESSAGE_BYTES = 512 * 1024
+MAX_REASON_CHARACTERS = 1024
 SILENCE_LIMIT_S = 30.0
 RECEIPT_LIMIT_S = 30.0
 # Renewals come at a third of a lease's life inside these bounds, which also bound the harm of clocks that disagree.
@@ -74,6 +75,8 @@ class ScoringSession:
     ) -> None:
         """`max_leases` is how many leases are held at once, waiting ones included; at most MAX_LEASES count."""
         self.counters = ScoringCounters()
+        self.holding_reason: Callable[[], str] = lambda: ""
+        """Asked at every renewal: why leases are held without being scored; empty while they are scored."""
         self._peer = f"broker {broker}"
         self._target = broker
         self._hello = broker_pb2.RewardHello(run_id=run_id, worker_id=worker_id)
@@ -227,7 +230,10 @@ class ScoringSession:
     def _request(
         self, *, results: Sequence[broker_pb2.ScoreResult] = (), is_renewal: bool = False
     ) -> broker_pb2.StreamScoringRequest:
-        request = broker_pb2.StreamScoringRequest(results=results, active_lease_ids=self._held if is_renewal else ())
+        request = broker_pb2.StreamScoringRequest(results=results)
+        if is_renewal:
+            request.active_lease_ids.extend(self._held)
+            request.holding_reason = self.holding_reason()[:MAX_REASON_CHARACTERS]
         if not self._is_draining:
             request.credit_total = self._credit_sent = self._credit_total
         return request

@@ -1035,8 +1035,13 @@ class StreamScoringRequest(_message.Message):
     CREDIT_TOTAL_FIELD_NUMBER: _builtins.int
     RESULTS_FIELD_NUMBER: _builtins.int
     ACTIVE_LEASE_IDS_FIELD_NUMBER: _builtins.int
+    HOLDING_REASON_FIELD_NUMBER: _builtins.int
     credit_total: _builtins.int
     """Leases this stream may have been sent so far, in total. 0 leaves it as it is."""
+    holding_reason: _builtins.str
+    """With active_lease_ids: why those are held without being scored, for status ("reward model grpc://judge:7310 does not
+    answer"), at most 1,024 characters. Empty while they are being scored.
+    """
     @_builtins.property
     def hello(self) -> Global___RewardHello:
         """Set in the first message only."""
@@ -1056,10 +1061,11 @@ class StreamScoringRequest(_message.Message):
         credit_total: _builtins.int = ...,
         results: _abc.Iterable[Global___ScoreResult] | None = ...,
         active_lease_ids: _abc.Iterable[_builtins.str] | None = ...,
+        holding_reason: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["hello", b"hello"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["active_lease_ids", b"active_lease_ids", "credit_total", b"credit_total", "hello", b"hello", "results", b"results"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["active_lease_ids", b"active_lease_ids", "credit_total", b"credit_total", "hello", b"hello", "holding_reason", b"holding_reason", "results", b"results"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -5,11 +5,11 @@ Cheap on purpose: looks at leases, connections and the heads of queues, never at
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from penstock.v1 import broker_pb2, types_pb2
-from services.broker.records_pb2 import SampleRecord
+from services.broker.records_pb2 import SampleRecord, WorkerView
 from services.broker.run_state import Leases, RunState
 from services.broker.store import SampleId
 
@@ -32,6 +32,8 @@ class Present:
     """Generators heard of in the last minute."""
     worker_ids: Collection[str]
     """Reward workers heard of in the last seconds."""
+    holding: Mapping[str, WorkerView] = field(default_factory=dict)
+    """Those of them that hold leases without scoring."""
 
     def speaking(self, now_s: float) -> list[broker_pb2.GeneratorView]:
         """The generators that are not silent."""
@@ -63,6 +65,7 @@ def stalls(state: RunState, present: Present, now_s: float) -> list[Cause]:
         *_no_generator(state, present, now_s),
         *_no_worker(state, present, now_s),
         *_lost_workers(state, present, now_s),
+        *_holding_workers(state, present),
         *_lagging_generators(state, present, now_s),
     ]
 
@@ -149,6 +152,15 @@ def _lost_workers(state: RunState, present: Present, now_s: float) -> Iterator[C
         )
         waiter, owner = counted(len(held), "sample"), f"reward worker {worker_id}"
         yield Cause(waiter=waiter, owner=owner, text=text, since_s=sample.finish_s, deadline_s=sample.scoring_expire_s)
+
+
+def _holding_workers(state: RunState, present: Present) -> Iterator[Cause]:
+    for worker_id, view in present.holding.items():
+        held = state.scoring_leases.get(worker_id, {})
+        if held:
+            text = f"{worker_id} holds {counted(len(held), 'finished sample')}: {view.holding_reason}"
+            waiter, owner = counted(len(held), "sample"), f"reward worker {worker_id}"
+            yield Cause(waiter=waiter, owner=owner, text=text, since_s=view.holding_since_s)
 
 
 def _lagging_generators(state: RunState, present: Present, now_s: float) -> Iterator[Cause]:

@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from penstock.clock import Clock
 from penstock.v1 import broker_pb2, types_pb2
 from services.broker.causes import Present
+from services.broker.records_pb2 import WorkerView
 from services.broker.speeds import Speeds
 from services.broker.store import Store
 from services.broker.waits import timestamp
@@ -34,7 +35,7 @@ class Peers:
         self._run_id, self._store, self._clock = run_id, store, clock
         self._generators: dict[str, broker_pb2.GeneratorView] = {}
         self._spans: dict[str, list[bytes]] = {}
-        self._workers_s: dict[str, float] = {}
+        self._workers: dict[str, WorkerView] = {}
         self._written_s: dict[str, float] = {}
         self._refreshed_s = 0.0
         self._first_seen_s: float | None = None
@@ -111,13 +112,17 @@ class Peers:
             spans = self._spans.pop(generator_id, [])
             await self._store.put_peer(self._run_id, _GENERATOR + generator_id, view.SerializeToString(), spans)
 
-    async def see_worker(self, worker_id: str) -> None:
-        """Note a sign of life of a reward worker; written at most once a second."""
-        now_s = self._workers_s[worker_id] = self._clock.now_s()
+    async def see_worker(self, worker_id: str, *, holding_reason: str | None = None) -> None:
+        """Note a sign of life of a reward worker, and why it holds work back if it says; written once a second."""
+        now_s = self._clock.now_s()
+        view = self._workers.setdefault(worker_id, WorkerView())
+        view.seen_s = now_s
+        if holding_reason is not None:
+            view.holding_since_s = (view.holding_since_s or now_s) if holding_reason else 0.0
+            view.holding_reason = holding_reason
         if now_s - self._written_s.get(_WORKER + worker_id, 0.0) >= WRITE_EVERY_S:
             self._written_s[_WORKER + worker_id] = now_s
-            seen = broker_pb2.GeneratorView(beat_time=timestamp(now_s)).SerializeToString()
-            await self._store.put_peer(self._run_id, _WORKER + worker_id, seen, ())
+            await self._store.put_peer(self._run_id, _WORKER + worker_id, view.SerializeToString(), ())
 
     async def refresh(self) -> None:
         """Learn of the generators of other broker processes, at most every two seconds."""
@@ -160,17 +165,19 @@ class Peers:
         """Who is connected, as of the last refresh; asks nobody."""
         now_s = self._clock.now_s()
         generators = [view for view in self._generators.values() if self._is_live(view, now_s)]
-        return Present(generators=generators, worker_ids=self._live_workers(now_s))
+        workers = {worker_id: self._workers[worker_id] for worker_id in self._live_workers(now_s)}
+        holding = {worker_id: view for worker_id, view in workers.items() if view.holding_reason}
+        return Present(generators=generators, worker_ids=workers, holding=holding)
 
     def _note_workers(self, stored: dict[str, bytes]) -> None:
         for peer_id, raw in stored.items():
             if peer_id.startswith(_WORKER):
-                seen_s = broker_pb2.GeneratorView.FromString(raw).beat_time.ToMicroseconds() / 1e6
-                worker_id = peer_id.removeprefix(_WORKER)
-                self._workers_s[worker_id] = max(seen_s, self._workers_s.get(worker_id, 0.0))
+                view, worker_id = WorkerView.FromString(raw), peer_id.removeprefix(_WORKER)
+                if worker_id not in self._workers or view.seen_s > self._workers[worker_id].seen_s:
+                    self._workers[worker_id] = view
 
     def _live_workers(self, now_s: float) -> list[str]:
-        return sorted(worker_id for worker_id, seen_s in self._workers_s.items() if now_s - seen_s < WORKER_TIMEOUT_S)
+        return sorted(name for name, view in self._workers.items() if now_s - view.seen_s < WORKER_TIMEOUT_S)
 
     @staticmethod
     def generators_in(stored: dict[str, bytes]) -> Iterable[broker_pb2.GeneratorView]:

@@ -151,6 +151,36 @@ class SampleRecord(_message.Message):
 Global___SampleRecord: _TypeAlias = SampleRecord  # noqa: Y015
 
 @_typing.final
+class WorkerView(_message.Message):
+    """A reward worker as it was last seen."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SEEN_S_FIELD_NUMBER: _builtins.int
+    HOLDING_REASON_FIELD_NUMBER: _builtins.int
+    HOLDING_SINCE_S_FIELD_NUMBER: _builtins.int
+    seen_s: _builtins.float
+    """When it was heard of."""
+    holding_reason: _builtins.str
+    """Why it holds its leases without scoring; empty while it scores."""
+    holding_since_s: _builtins.float
+    """Since when it does."""
+    def __init__(
+        self,
+        *,
+        seen_s: _builtins.float = ...,
+        holding_reason: _builtins.str = ...,
+        holding_since_s: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["holding_reason", b"holding_reason", "holding_since_s", b"holding_since_s", "seen_s", b"seen_s"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WorkerView: _TypeAlias = WorkerView  # noqa: Y015
+
+@_typing.final
 class RewindRecord(_message.Message):
     """A rewind of a run: the trainer came back with an older checkpoint."""
 

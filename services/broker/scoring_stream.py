@@ -20,6 +20,7 @@ from services.broker.validation import (
     check_count,
     check_id,
     check_run_id,
+    check_text,
 )
 from services.broker.waits import timestamp
 
@@ -83,7 +84,9 @@ class ScoringStream:
             scoring.check_result(result)
         check_bytes("request", request.ByteSize())
         self._credit_total = request.credit_total or self._credit_total
-        await self._hub.peers.see_worker(self._worker_id)
+        check_text("holding_reason", request.holding_reason)
+        held = request.holding_reason if request.active_lease_ids else None
+        await self._hub.peers.see_worker(self._worker_id, holding_reason=held)
         if not request.results and not request.active_lease_ids:
             return
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from typing import Any
 
 import grpc
@@ -11,7 +12,6 @@ from google.protobuf.duration_pb2 import Duration
 from penstock.v1 import broker_pb2, broker_pb2_grpc
 from services.broker import delivery, drops, submission, waits
 from services.broker.audit import audit_rows, totals
-from services.broker.causes import Present
 from services.broker.export import export
 from services.broker.hubs import Hubs
 from services.broker.intake import wait_for_event
@@ -167,6 +167,7 @@ class BrokerService(broker_pb2_grpc.BrokerServiceServicer):
         hub = self._hubs.hub(request.run_id)
         busy_since_s = request.busy_since.ToMicroseconds() / 1e6 if request.HasField("busy_since") else None
         generators, workers = await hub.peers.views(busy_since_s)
+        present = replace(hub.peers.present(), generators=generators)
 
         def operation(state: RunState) -> broker_pb2.GetRunResponse:
             for view in generators:
@@ -179,7 +180,7 @@ class BrokerService(broker_pb2_grpc.BrokerServiceServicer):
                 is_closed=state.run.is_closed,
                 audit=totals(state),
                 generators=generators,
-                waits=waits.waits(state, Present(generators=generators, worker_ids=workers), hub.clock.now_s()),
+                waits=waits.waits(state, present, hub.clock.now_s()),
                 reward_worker_ids=workers,
                 dispatch_state=hub.dispatcher.describe(state, self._hubs.forecaster.state),
             )

@@ -27,6 +27,7 @@ MAX_STEP_RECORDS = 1_024
 MAX_BUSY_SPANS_PER_BEAT = 64
 MAX_BATCH_BYTES = 1024 * 1024
 MAX_METADATA_BYTES = 64 * 1024
+MAX_TEXT_CHARACTERS = 1024
 MAX_ID_CHARACTERS = 128
 MAX_STOP_TOKENS = 64
 _ROLES = frozenset(("system", "user", "assistant", "tool"))
@@ -66,6 +67,12 @@ def check_timestamp(field: str, stamp: Timestamp) -> None:
         stamp.ToMicroseconds()
     except ValueError as error:
         raise InvalidFieldError(f"{field}: {error}", field=field) from error
+
+
+def check_text(field: str, text: str) -> None:
+    """Words for people, at most 1,024 characters."""
+    limit = MAX_TEXT_CHARACTERS
+    _require(len(text) <= limit, field, f"{len(text)} characters", f"at most {limit} characters")
 
 
 def check_prompt(prompt: types_pb2.Prompt, limits: Limits) -> None:

@@ -45,6 +45,7 @@ class Breaker:
         self.num_successes = 0
         self._num_failures = 0
         self._open_since_s: float | None = None
+        self._reason = ""
         self._log_at_s = 0.0
         self._log_every_s = _FIRST_REPEAT_S
 
@@ -52,6 +53,11 @@ class Breaker:
     def is_open(self) -> bool:
         """Whether work is held back."""
         return self._open_since_s is not None
+
+    @property
+    def reason(self) -> str:
+        """Why work is held back, for people; empty when it is not."""
+        return f"reward model {self._model.name} is unreachable: {self._reason}" if self.is_open else ""
 
     @asynccontextmanager
     async def permit(self) -> AsyncIterator[None]:
@@ -76,6 +82,7 @@ class Breaker:
     def failed(self, reason: str, *, is_away: bool) -> None:
         """A batch could not be scored; `is_away` when nobody answered at all, which holds work back at once."""
         self._num_failures += 1
+        self._reason = reason
         if self._open_since_s is not None:
             self._say(reason)
         elif is_away or self._num_failures >= FAILURES_TO_OPEN:

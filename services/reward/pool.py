@@ -80,6 +80,11 @@ class ScoringPool:
         """Whether samples wait for the reward model to come back."""
         return self._breaker.is_open
 
+    @property
+    def holding_reason(self) -> str:
+        """Why samples wait for the reward model, for people; empty when they do not."""
+        return self._breaker.reason
+
     async def run(self) -> None:
         """Score until cancelled."""
         async with asyncio.TaskGroup() as group:

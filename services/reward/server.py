@@ -37,6 +37,7 @@ async def serve(config: RewardConfig) -> None:
         security=security,
     )
     pool = ScoringPool(source=session, model=model, config=config.reward)
+    session.holding_reason = lambda: pool.holding_reason
     server = Server(listen=config.listen, services=[reward_service(model)], security=security)
 
     async def drain() -> None:

@@ -4,18 +4,34 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from console.status import status_command
+from penstock.clients.scoring import ScoringSession
 from penstock.clock import ManualClock
 from penstock.config import ConfigError
-from penstock.v1 import broker_pb2
+from penstock.rewards import FunctionReward, ModelAwayError
+from penstock.rewards.local import LocalModel
+from penstock.v1 import broker_pb2, types_pb2
 from services.broker.memory_store import MemoryStore
-from tests.helpers.broker import RUN, Generator, RunningBroker, Trainer, Worker, chunk, duration, prompt, serving
+from services.reward.config import RewardModelConfig
+from services.reward.pool import ScoringPool
+from tests.helpers.broker import (
+    RUN,
+    Generator,
+    RunningBroker,
+    Trainer,
+    Worker,
+    chunk,
+    duration,
+    eventually,
+    prompt,
+    serving,
+)
 from tests.helpers.redis_server import free_port
 
 
@@ -80,6 +96,37 @@ async def test_a_reward_worker_that_left_is_missed(broker: RunningBroker, clock:
     await generator.idle_reason()
     wait = await first_wait(broker)
     assert wait.reason == "3 of 3 groups are missing; no reward worker is connected; 2 finished samples wait for 12 s"
+
+
+async def test_a_reward_worker_whose_model_is_away_says_so(broker: RunningBroker, clock: ManualClock) -> None:
+    class Away(LocalModel):
+        async def probe(self) -> None:
+            raise ModelAwayError("connection refused")
+
+        async def score(self, items: Sequence[Any], *, timeout_s: float) -> list[types_pb2.Score]:
+            raise ModelAwayError("connection refused")
+
+    await broker.submit(prompt("a"))
+    generator = Generator.connect(broker.channel)
+    generator.beat(credits=2)
+    await generator.finish(await generator.leases(2))
+    session = ScoringSession(broker=f"127.0.0.1:{broker.server.port}", run_id=RUN, worker_id="judge-0", max_leases=2)
+    pool = ScoringPool(source=session, model=Away(FunctionReward(lambda completion: 0.0, name="judge")), config=RewardModelConfig())
+    session.holding_reason = lambda: pool.holding_reason
+    tasks = [asyncio.create_task(work) for work in (session.run(), pool.run())]
+    try:
+        told = "judge-0 holds 2 finished samples: reward model judge is unreachable: connection refused"
+
+        async def is_told() -> bool:
+            clock.advance(0.5)
+            generator.beat()
+            return told in (await first_wait(broker)).reason
+
+        await eventually(is_told)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def options(broker: str, **changes: Any) -> dict[str, Any]:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 
 from penstock.v1 import broker_pb2
 from services.broker import submission
 from services.broker.causes import Present
+from services.broker.records_pb2 import WorkerView
 from services.broker.run_state import RunState
 from services.broker.waits import timestamp, waiting, waits
 from tests.helpers.broker import evaluation
@@ -132,6 +134,20 @@ def test_a_reward_worker_that_is_gone_is_named() -> None:
         "sample a/0 is scored by worker-1, finished 41 s ago, lease ends in 20 s unless renewed"
         in lines(state, now_s=44.0)[0]
     )
+
+
+def test_a_reward_model_that_is_away_is_named() -> None:
+    state = open_state()
+    submit(state, "a")
+    finish(state, lease(state, 2, now_s=2.0))
+    lease_scoring(state, 2, now_s=4.0)
+    view = WorkerView(seen_s=NOW_S, holding_reason="reward model judge is unreachable: refused", holding_since_s=8.0)
+    who = replace(present(), holding={"worker-1": view})
+    assert lines(state, who)[0] == (
+        "trainer > reward worker worker-1: 2 of 2 groups are missing; "
+        "worker-1 holds 2 finished samples: reward model judge is unreachable: refused"
+    )
+    assert waits(state, who, NOW_S)[0].since_time == timestamp(8.0)
 
 
 def test_a_generator_with_old_weights_holds_the_queue_back() -> None:
