@@ -114,7 +114,8 @@ class _Requests:
     """A client's stream; raises InvalidFieldError where it sends what is no message."""
 
     def __init__(self, requests: AsyncIterator[Any]) -> None:
-        self._requests = aiter(requests)
+        # As gRPC made it: an iterator taken from it here would outlive a servicer that never reads.
+        self._requests = requests
 
     def __aiter__(self) -> _Requests:
         return self
