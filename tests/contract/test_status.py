@@ -111,7 +111,8 @@ async def test_a_reward_worker_whose_model_is_away_says_so(broker: RunningBroker
     generator.beat(credits=2)
     await generator.finish(await generator.leases(2))
     session = ScoringSession(broker=f"127.0.0.1:{broker.server.port}", run_id=RUN, worker_id="judge-0", max_leases=2)
-    pool = ScoringPool(source=session, model=Away(FunctionReward(lambda completion: 0.0, name="judge")), config=RewardModelConfig())
+    model = Away(FunctionReward(lambda completion: 0.0, name="judge"))
+    pool = ScoringPool(source=session, model=model, config=RewardModelConfig())
     session.holding_reason = lambda: pool.holding_reason
     tasks = [asyncio.create_task(work) for work in (session.run(), pool.run())]
     try:
