@@ -59,6 +59,18 @@ async def test_nothing_is_lost_and_nothing_is_trained_twice_whatever_breaks(tmp_
     assert said["resent"] > 0, "nothing was sent twice: the faults missed the point"
 
 
+async def test_a_run_goes_on_when_one_of_two_brokers_is_gone_for_good(tmp_path: Path) -> None:
+    async with Stage(tmp_path, seed=1, num_generators=2, num_workers=1) as stage:
+        await _reaches(stage, tmp_path, 3)
+        # The first of every client's list, so the one in use.
+        stage.processes.pop("broker-0").kill()
+        stage.direct_brokers.pop(0)
+        await _reaches(stage, tmp_path, Checkpoint.read(tmp_path / "checkpoint.json").version + NUM_LAST_STEPS)
+        (tmp_path / "stop").touch()
+        await _ends(stage)
+        assert await _check(stage, tmp_path) == 0
+
+
 async def test_a_run_goes_on_through_a_sentinel_fail_over(tmp_path: Path) -> None:
     group = SentinelGroup(tmp_path / "redis", num_replicas=2, num_sentinels=3)
     group.start()
