@@ -18,8 +18,8 @@ from penstock.errors import DeadlineError
 from penstock.v1 import broker_pb2, types_pb2
 from services.broker.memory_store import MemoryStore
 from tests.helpers.broker import RunningBroker, Trainer, serving
+from tests.helpers.recordings import recorded
 from tests.helpers.steps import train_step
-from tests.unit.console.test_recording import recorded
 
 SECOND = "run-2"
 Trained = dict[int, list[types_pb2.TrajectoryGroup]]

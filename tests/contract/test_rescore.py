@@ -17,9 +17,9 @@ from penstock.rewards import RewardResult, reward
 from penstock.rewards.local import LocalModel
 from penstock.rewards.serving import reward_service
 from penstock.v1 import reward_pb2, types_pb2
+from tests.helpers.recordings import recorded
 from tests.helpers.redis_server import free_port
 from tests.helpers.serving import serving
-from tests.unit.console.test_recording import recorded
 
 
 @reward
