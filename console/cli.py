@@ -8,15 +8,13 @@ line each on stderr, with exit status 2 and no traceback.
 
 from __future__ import annotations
 
-import os
-import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, NoReturn
+from typing import Annotated
 
 import typer
 
-EXIT_USER_MISTAKE, EXIT_INTERRUPTED = 2, 130
+from console.cli_common import Broker, RunArgument, RunsDir, exit_with
+from console.cli_recording import register as register_recording
 
 app = typer.Typer(
     name="penstock",
@@ -31,12 +29,9 @@ reward_app = typer.Typer(
 )
 app.add_typer(reward_app, name="reward")
 
+register_recording(app)
+
 _Overrides = Annotated[list[str] | None, typer.Argument(metavar="[KEY.SUBKEY=VALUE]...", help="Settings, as YAML.")]
-_RunArgument = Annotated[
-    str | None, typer.Argument(metavar="[RUN]", help="Run folder, or run id with --broker. Default: the newest run.")
-]
-_RunsDir = Annotated[Path, typer.Option("--dir", help="Folder that holds run folders.")]
-_Broker = Annotated[str | None, typer.Option("--broker", metavar="HOST:PORT,...", help="Broker to ask; or several.")]
 
 
 @app.command()
@@ -71,14 +66,14 @@ def run(
 
         return run_command(arguments or [], dry_run=dry_run, resume=resume)
 
-    _exit(work)
+    exit_with(work)
 
 
 @app.command()
 def quickstart(
     overrides: _Overrides = None,
     seed: Annotated[int, typer.Option("--seed", min=0, help="Seed of the task, the model and the run.")] = 0,
-    directory: _RunsDir = Path("runs"),
+    directory: RunsDir = Path("runs"),
     prepare_only: Annotated[bool, typer.Option("--prepare-only", help="Make model and data, then end.")] = False,
 ) -> None:
     """Make a tiny model and an arithmetic task, and train it on this machine in minutes.
@@ -95,7 +90,7 @@ def quickstart(
 
         return quickstart_command(overrides or [], seed=seed, directory=directory, prepare_only=prepare_only)
 
-    _exit(work)
+    exit_with(work)
 
 
 @app.command()
@@ -126,7 +121,7 @@ def serve(
         serve_command(kind, config, overrides or [], listen=listen, name=name, level=log_level, log_format=log_format)
         return 0
 
-    _exit(work)
+    exit_with(work)
 
 
 @reward_app.command("serve")
@@ -149,7 +144,7 @@ def reward_serve(
         serve_reward(target, listen=listen)
         return 0
 
-    _exit(work)
+    exit_with(work)
 
 
 @reward_app.command("check")
@@ -168,7 +163,7 @@ def reward_check(
 
         return check_reward(target)
 
-    _exit(work)
+    exit_with(work)
 
 
 @reward_app.command("resolve", hidden=True)
@@ -181,14 +176,14 @@ def reward_resolve(model: Annotated[str, typer.Argument(metavar="MODEL")]) -> No
         resolve_reward(model)
         return 0
 
-    _exit(work)
+    exit_with(work)
 
 
 @app.command()
 def status(
-    run: _RunArgument = None,
-    broker: _Broker = None,
-    directory: _RunsDir = Path("runs"),
+    run: RunArgument = None,
+    broker: Broker = None,
+    directory: RunsDir = Path("runs"),
     watch: Annotated[bool, typer.Option("--watch", "-w", help="Go on, every second, until Ctrl-C.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON document, with --watch one a line.")] = False,
 ) -> None:
@@ -208,14 +203,14 @@ def status(
 
         return status_command(run, broker=broker, runs_dir=directory, is_watched=watch, as_json=as_json)
 
-    _exit(work)
+    exit_with(work)
 
 
 @app.command()
 def audit(
-    run: _RunArgument = None,
-    broker: _Broker = None,
-    directory: _RunsDir = Path("runs"),
+    run: RunArgument = None,
+    broker: Broker = None,
+    directory: RunsDir = Path("runs"),
     by_version: Annotated[
         bool, typer.Option("--by-version", help="A line for each version under which samples were submitted.")
     ] = False,
@@ -237,89 +232,7 @@ def audit(
 
         return audit_command(run, broker=broker, runs_dir=directory, by_version=by_version, as_json=as_json)
 
-    _exit(work)
-
-
-@app.command()
-def export(
-    out: Annotated[Path, typer.Option("--out", metavar="FILE", help="Recording to write: .jsonl or .parquet.")],
-    run: _RunArgument = None,
-    broker: _Broker = None,
-    directory: _RunsDir = Path("runs"),
-    follow: Annotated[
-        bool, typer.Option("--follow", "-f", help="Go on with each step until the run is closed.")
-    ] = False,
-    from_version: Annotated[int, typer.Option("--from-version", min=0, help="First step; 0: the oldest retained.")] = 0,
-) -> None:
-    """Record a run's trained trajectories, one row a sample; docs/recording.md describes the columns.
-
-    With --follow an existing recording of the same run is gone on with. Ctrl-C ends a recording that is whole.
-
-    \b
-    Examples:
-      penstock export --out trajectories.parquet
-      penstock export my-run --broker broker:7301 --out my-run.jsonl --follow
-    """
-
-    def work() -> int:
-        from console.export import export_command
-
-        return export_command(run, out=out, follow=follow, from_version=from_version, broker=broker, runs_dir=directory)
-
-    _exit(work)
-
-
-@app.command()
-def replay(
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="A recording: .jsonl or .parquet.")],
-    run: Annotated[str, typer.Option("--run", metavar="RUN", help="Id of the run that gets the groups; it is open.")],
-    broker: Annotated[str, typer.Option("--broker", metavar="HOST:PORT", help="Its broker.")],
-    from_offset: Annotated[int, typer.Option("--from-offset", min=0, help="Groups to leave out first.")] = 0,
-    from_version: Annotated[int, typer.Option("--from-version", min=0, help="First step to replay.")] = 0,
-    prefix: Annotated[str, typer.Option("--prefix", help="Stands before the groups' names.")] = "replay-",
-) -> None:
-    """Put a recording's groups into another run, in order, for its trainer to train on.
-
-    A group keeps its staleness: its policy versions move with the run's. Log-probs stay as they were recorded. Never
-    more than one step's worth of groups waits. Exit status 1 when a group could not be put.
-
-    \b
-    Example:
-      penstock replay my-run.parquet --run second --broker broker:7301 --from-version 10
-    """
-
-    def work() -> int:
-        from console.replay import ReplayOptions, replay_command
-
-        options = ReplayOptions(run_id=run, prefix=prefix, from_offset=from_offset, from_version=from_version)
-        return replay_command(file, options, broker=broker)
-
-    _exit(work)
-
-
-@app.command()
-def rescore(
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="A recording: .jsonl or .parquet.")],
-    reward: Annotated[
-        str, typer.Option("--reward", metavar="MODEL", help="HOST:PORT, module:function, or a built-in name.")
-    ],
-    out: Annotated[Path, typer.Option("--out", metavar="FILE", help="Recording to write: .jsonl or .parquet.")],
-    as_json: Annotated[bool, typer.Option("--json", help="The comparison as one JSON document.")] = False,
-) -> None:
-    """Score every sample of a recording by another reward model; the old score stays beside the new one.
-
-    \b
-    Examples:
-      penstock rescore my-run.parquet --reward exact_match --out exact.parquet
-      penstock rescore my-run.jsonl --reward 127.0.0.1:7310 --out judged.jsonl
-    """
-
-    def work() -> int:
-        from console.rescore import rescore_command
-
-        return rescore_command(file, reward=reward, out=out, as_json=as_json)
-
-    _exit(work)
+    exit_with(work)
 
 
 @app.command()
@@ -336,11 +249,11 @@ def report(run_dir: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="A ru
 
         return report_command(run_dir)
 
-    _exit(work)
+    exit_with(work)
 
 
 @app.command()
-def ps(directory: _RunsDir = Path("runs")) -> None:
+def ps(directory: RunsDir = Path("runs")) -> None:
     """List the processes of local runs.
 
     \b
@@ -353,7 +266,7 @@ def ps(directory: _RunsDir = Path("runs")) -> None:
 
         return ps_command(directory)
 
-    _exit(work)
+    exit_with(work)
 
 
 @app.command()
@@ -376,7 +289,7 @@ def logs(
 
         return logs_command(run_dir, service, follow=follow, num_lines=lines)
 
-    _exit(work)
+    exit_with(work)
 
 
 @app.command()
@@ -393,7 +306,7 @@ def stop(run_dir: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="A run 
 
         return stop_command(run_dir)
 
-    _exit(work)
+    exit_with(work)
 
 
 @app.command()
@@ -418,7 +331,7 @@ def bench(
             raise ConfigError(f"bench: {what!r} is not known; there is: broker")
         return bench_command(is_json=json_output, is_quick=quick)
 
-    _exit(work)
+    exit_with(work)
 
 
 @app.command()
@@ -435,29 +348,9 @@ def doctor() -> None:
 
         return doctor_command()
 
-    _exit(work)
+    exit_with(work)
 
 
 def main() -> None:
     """Entry point."""
     app(prog_name="penstock")
-
-
-def _exit(work: Callable[[], int]) -> NoReturn:
-    # gRPC's core writes lines of its own to stderr whenever a peer goes away; that is told in our words.
-    os.environ.setdefault("GRPC_VERBOSITY", "NONE")
-    from penstock.config import ConfigError
-
-    try:
-        status = work()
-    except ConfigError as error:
-        for line in str(error).splitlines():
-            print(f"penstock: {line}", file=sys.stderr)
-        status = EXIT_USER_MISTAKE
-    except KeyboardInterrupt:
-        status = EXIT_INTERRUPTED
-    except BrokenPipeError:
-        # `penstock logs | head`: nobody reads on, and the interpreter must not complain about that at its end.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        status = 1
-    raise SystemExit(status)

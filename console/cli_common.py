@@ -1,0 +1,40 @@
+"""What the parts of the `penstock` command share: common options, and how a command ends. Imports nothing but typer."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, NoReturn
+
+import typer
+
+EXIT_USER_MISTAKE, EXIT_INTERRUPTED = 2, 130
+
+RunArgument = Annotated[
+    str | None, typer.Argument(metavar="[RUN]", help="Run folder, or run id with --broker. Default: the newest run.")
+]
+RunsDir = Annotated[Path, typer.Option("--dir", help="Folder that holds run folders.")]
+Broker = Annotated[str | None, typer.Option("--broker", metavar="HOST:PORT,...", help="Broker to ask; or several.")]
+
+
+def exit_with(work: Callable[[], int]) -> NoReturn:
+    """Run a command and end the process with its status; a mistake of the user is told in a line each."""
+    # gRPC's core writes lines of its own to stderr whenever a peer goes away; that is told in our words.
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")
+    from penstock.config import ConfigError
+
+    try:
+        status = work()
+    except ConfigError as error:
+        for line in str(error).splitlines():
+            print(f"penstock: {line}", file=sys.stderr)
+        status = EXIT_USER_MISTAKE
+    except KeyboardInterrupt:
+        status = EXIT_INTERRUPTED
+    except BrokenPipeError:
+        # `penstock logs | head`: nobody reads on, and the interpreter must not complain about that at its end.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        status = 1
+    raise SystemExit(status)
