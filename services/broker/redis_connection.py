@@ -56,31 +56,50 @@ class Script:
         self._digest = hashlib.sha1(self._text.encode("ascii"), usedforsecurity=False).hexdigest()
         self._num_replicas = num_replicas
 
-    async def run(self, redis: Redis, *, keys: Sequence[str], args: Sequence[_Arg]) -> Any:
-        """What the script returns."""
+    async def run(
+        self, redis: Redis, *, keys: Sequence[str], args: Sequence[_Arg], ahead: Sequence[Sequence[_Arg]] = ()
+    ) -> Any:
+        """What the script returns; the commands `ahead` run before it, in the same round trip where possible."""
+        if ahead and isinstance(redis, RedisCluster):
+            # A pipeline of a Cluster takes no scripts.
+            await _pipelined(redis, ahead)
+            ahead = ()
+        command = ("EVALSHA", self._digest, len(keys), *keys, *args)
         try:
-            return await confirmed(redis, self._num_replicas, "EVALSHA", self._digest, len(keys), *keys, *args)
+            return await confirmed(redis, self._num_replicas, *command, ahead=ahead)
         except NoScriptError:
             return await confirmed(redis, self._num_replicas, "EVAL", self._text, len(keys), *keys, *args)
 
 
-async def confirmed(redis: Redis, num_replicas: int, *command: _Arg) -> Any:
-    """The answer to a command, once `num_replicas` replicas are as far as the master. Raises TooFewReplicasError."""
+async def confirmed(redis: Redis, num_replicas: int, *command: _Arg, ahead: Sequence[Sequence[_Arg]] = ()) -> Any:
+    """The answer to a command, once `num_replicas` replicas are as far as the master. Raises TooFewReplicasError.
+
+    The commands `ahead` run before it.
+    """
     if not num_replicas:
-        return await redis.execute_command(*command)  # type: ignore[no-untyped-call]
+        if not ahead:
+            return await redis.execute_command(*command)  # type: ignore[no-untyped-call]
+        return (await _pipelined(redis, [*ahead, command]))[-1]
     # WAIT counts what its own connection saw: a pipeline keeps both on one.
-    pipeline = redis.pipeline(transaction=False)
-    pipeline.execute_command(*command)
-    pipeline.execute_command("WAIT", num_replicas, round(REPLICATION_TIMEOUT_S * 1000))
-    reply, num_have = await pipeline.execute(raise_on_error=False)
-    for answer in (reply, num_have):
-        if isinstance(answer, Exception):
-            raise answer
+    wait = ("WAIT", num_replicas, round(REPLICATION_TIMEOUT_S * 1000))
+    *_ahead, reply, num_have = await _pipelined(redis, [*ahead, command, wait])
     if num_have < num_replicas:
         # Perhaps it is the master no more: the next connection asks the Sentinels again.
         await redis.connection_pool.disconnect(inuse_connections=False)
         raise TooFewReplicasError(f"{num_have} of {num_replicas} replicas followed within {REPLICATION_TIMEOUT_S} s")
     return reply
+
+
+async def _pipelined(redis: Redis, commands: Sequence[Sequence[_Arg]]) -> list[Any]:
+    """The answers to commands sent together, in order; raises the first error among them."""
+    pipeline = redis.pipeline(transaction=False)
+    for command in commands:
+        pipeline.execute_command(*command)
+    answers: list[Any] = await pipeline.execute(raise_on_error=False)
+    for answer in answers:
+        if isinstance(answer, Exception):
+            raise answer
+    return answers
 
 
 class RedisConnection:

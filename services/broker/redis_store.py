@@ -100,10 +100,13 @@ class RedisStore:
         script_keys += [keys.payload(payload_id) for payload_id in delta.dropped_payloads]
         if expected is None:
             await self._redis.write(lambda redis: redis.zadd(RUNS, {run_id: time.time()}, nx=True))
-        if delta.payloads:
-            await self._redis.write(lambda redis: _put_payloads(redis, keys, delta.payloads))
+        # Payload goes ahead of the commit that makes it last; without one it goes by itself. It is never written over
+        # what is there: a repetition that comes late would give what is committed an expiry again.
+        ahead = [("SET", keys.payload(name), data, "EX", ORPHAN_LIFE_S, "NX") for name, data in delta.payloads.items()]
         # Safe to repeat after a lost answer: the script knows a commit that it has by its name.
-        revision = await self._redis.write(lambda redis: self._commit.run(redis, keys=script_keys, args=args))
+        revision = await self._redis.write(
+            lambda redis: self._commit.run(redis, keys=script_keys, args=args, ahead=ahead)
+        )
         if revision is None:
             raise ConflictError(run_id)
         if isinstance(revision, list):
@@ -203,12 +206,3 @@ class RedisStore:
     async def close(self) -> None:
         """See `Store.close`."""
         await self._redis.close()
-
-
-async def _put_payloads(redis: Redis, keys: RunKeys, payloads: Mapping[str, bytes]) -> None:
-    """Write payload ahead of the commit that makes it last; without one it goes by itself."""
-    pipeline = redis.pipeline(transaction=False)
-    for payload_id, data in payloads.items():
-        # Never over one that is there: a repetition that comes late would give what is committed an expiry again.
-        pipeline.set(keys.payload(payload_id), data, ex=ORPHAN_LIFE_S, nx=True)
-    await pipeline.execute()
