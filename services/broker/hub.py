@@ -35,6 +35,8 @@ MAX_CACHED_PROMPTS = 1024
 MAX_BATCH_OPERATIONS = 256
 
 _T = TypeVar("_T")
+Follower = Callable[[RunState], Callable[[RunState], Any] | None]
+"""Gives an operation where it has something to do."""
 
 
 @dataclass(slots=True, eq=False)
@@ -73,6 +75,7 @@ class RunHub:
         self._waiting: deque[_Request] = deque()
         self._worker: asyncio.Task[None] | None = None
         self._listeners: dict[asyncio.Event, None] = {}
+        self._followers: dict[Follower, Callable[[asyncio.Future[Any]], None]] = {}
         """In order of arrival: woken in that order, so that who asked first is served first."""
         self._prompts: OrderedDict[str, types_pb2.Prompt] = OrderedDict()
         self.num_groups_coming = 0
@@ -92,6 +95,20 @@ class RunHub:
             yield event
         finally:
             self._listeners.pop(event, None)
+
+    @contextmanager
+    def following(self, follower: Follower, take: Callable[[asyncio.Future[Any]], None]) -> Iterator[None]:
+        """Inside, `follower` is asked after every batch that changes the run whether it has something to do on that.
+
+        What it does is part of the same commit: work that one call makes ready and another waits for is handed on
+        without a round trip of its own. `take` gets the operation's answer. A follower that has given an operation must
+        give no other before that.
+        """
+        self._followers[follower] = take
+        try:
+            yield
+        finally:
+            del self._followers[follower]
 
     @property
     def num_listeners(self) -> int:
@@ -221,7 +238,12 @@ class RunHub:
             if not batch:
                 return
             state = await self._load(may_create=batch[0].create is not None)
-            if not all([self._decide(state, request) for request in batch]):
+            is_sound = all([self._decide(state, request) for request in batch])
+            if is_sound and state.is_changed:
+                followers = self._ask_followers(state)
+                batch += followers
+                is_sound = all([self._decide(state, request) for request in followers])
+            if not is_sound:
                 self._forget()
                 batch = [request for request in batch if not request.answer.done()]
             elif state.is_changed:
@@ -232,6 +254,17 @@ class RunHub:
                 _answer(batch)
                 return
         raise ServiceUnavailableError(f"run {self.run_id!r}: {MAX_ATTEMPTS} commits lost against other brokers")
+
+    def _ask_followers(self, state: RunState) -> list[_Request]:
+        """What followers have to do on what was just decided; it is committed together with it."""
+        requests: list[_Request] = []
+        for follower, take in self._followers.items():
+            operation = follower(state)
+            if operation is not None:
+                answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+                answer.add_done_callback(take)
+                requests.append(_Request(operation=operation, must_verify=False, create=None, answer=answer))
+        return requests
 
     async def _read(self, request: _Request, reading: Callable[[RunState, Mapping[str, int]], Any]) -> None:
         """Read the books, and bring the copy to the commit after which they stood so."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
@@ -98,6 +98,11 @@ class MicrobatchStream:
         self._consumer = Consumer(consumer_id=hello.consumer_id, purpose=hello.purpose, stream_id=secrets.token_hex(8))
         self._credit_total = first.credit_total
         self._num_sent = 0
+        self._wake = asyncio.Event()
+        self._is_delivering = False
+        """Whether a hand-over is being committed, or is committed and not counted as sent yet."""
+        self._followed: asyncio.Future[_Delivery] | None = None
+        """The hand-over that a commit of another call brought."""
 
     @classmethod
     async def open(cls, hubs: Hubs, requests: AsyncIterator[broker_pb2.StreamMicrobatchesRequest]) -> MicrobatchStream:
@@ -110,7 +115,7 @@ class MicrobatchStream:
         # Loop time, not the clock's: this paces the stream and decides nothing about the run.
         loop = asyncio.get_running_loop()
         last_sent_s = loop.time()
-        with self._hub.listening() as wake:
+        with self._hub.listening(self._wake) as wake, self._hub.following(self._follow, self._take):
             async with Intake(requests, self._on_request, wake) as intake:
                 while not intake.is_ended:
                     self._hubs.check_serving()
@@ -141,11 +146,11 @@ class MicrobatchStream:
         purpose = self._consumer.purpose
         return bool(state.ready[purpose]) or (purpose == types_pb2.PURPOSE_TRAIN and bool(state.shelf.ready))
 
-    async def _microbatches(self) -> list[_Response]:
+    def _next_delivery(self, state: RunState) -> Callable[[RunState], _Delivery] | None:
+        """The hand-over of what is ready, where there is credit for it."""
         credit = min(self._credit_total - self._num_sent, self._hello.max_groups or DEFAULT_MAX_GROUPS)
-        state = self._hub.copy
-        if credit <= 0 or (state is not None and not self._has_ready(state)):
-            return []
+        if credit <= 0 or not self._has_ready(state):
+            return None
 
         def operation(state: RunState) -> _Delivery:
             chosen = delivery.deliver(state, self._consumer, max_groups=credit, target_tokens=self._hello.target_tokens)
@@ -155,9 +160,39 @@ class MicrobatchStream:
             ]
             return _Delivery(chosen=records, policy_version=state.run.policy_version)
 
-        handed_over = await self._hub.transact(operation, must_verify=False)
-        if not handed_over.chosen:
+        return operation
+
+    def _follow(self, state: RunState) -> Callable[[RunState], _Delivery] | None:
+        """See `RunHub.following`: what somebody else's call makes ready is handed over by the same commit."""
+        operation = None if self._is_delivering else self._next_delivery(state)
+        self._is_delivering = self._is_delivering or operation is not None
+        return operation
+
+    def _take(self, answer: asyncio.Future[_Delivery]) -> None:
+        self._followed = answer
+        if not answer.cancelled():
+            # Looked at, so that an error after the stream's end is not reported as lost.
+            answer.exception()
+        self._wake.set()
+
+    async def _microbatches(self) -> list[_Response]:
+        if self._followed is not None:
+            followed, self._followed, self._is_delivering = self._followed, None, False
+            return await self._send(followed.result())
+        if self._hub.copy is None:
+            await self._hub.transact(lambda state: None, must_verify=False)
+        copy = self._hub.copy
+        operation = None if self._is_delivering or copy is None else self._next_delivery(copy)
+        if operation is None:
             return []
+        self._is_delivering = True
+        try:
+            handed_over = await self._hub.transact(operation, must_verify=False)
+        finally:
+            self._is_delivering = False
+        return await self._send(handed_over)
+
+    async def _send(self, handed_over: _Delivery) -> list[_Response]:
         self._num_sent += handed_over.num_groups
         return await self._load(handed_over)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 
 import pytest
 
@@ -136,3 +137,38 @@ async def test_a_caller_that_goes_away_before_its_turn_changes_nothing() -> None
     store.gate.set()
     assert await first == 1
     assert await submit_all(hub, "last") == [2]
+
+
+async def test_what_a_follower_does_is_part_of_the_commit_it_follows() -> None:
+    store = SlowStore()
+    hub = await open_hub(store)
+    answers: list[asyncio.Future[int]] = []
+    asked: list[int] = []
+
+    def follower(state: RunState) -> Callable[[RunState], int] | None:
+        asked.append(len(state.groups))
+        return None if "late" in state.groups else lambda after: submit(after, "late")
+
+    with hub.following(follower, answers.append):
+        assert await submit_all(hub, "a", "b") == [1, 2]
+        assert [await answer for answer in answers] == [3]
+        assert store.num_commits == 2
+        assert await submit_all(hub, "c") == [4]
+    await submit_all(hub, "d")
+    assert asked == [2, 4]
+    assert len(answers) == 1
+
+
+async def test_a_follower_that_fails_leaves_no_trace_in_the_commit_it_follows() -> None:
+    hub = await open_hub(SlowStore())
+    answers: list[asyncio.Future[None]] = []
+
+    def spoil(state: RunState) -> None:
+        submit(state, "spoilt")
+        raise InvalidFieldError("no", field="x")
+
+    with hub.following(lambda state: spoil, answers.append):
+        assert await submit_all(hub, "a") == [1]
+    assert isinstance(answers[0].exception(), InvalidFieldError)
+    assert hub.copy is not None
+    assert set(hub.copy.groups) == {"a"}
