@@ -29,8 +29,6 @@ reward_app = typer.Typer(
 )
 app.add_typer(reward_app, name="reward")
 
-register_recording(app)
-
 _Overrides = Annotated[list[str] | None, typer.Argument(metavar="[KEY.SUBKEY=VALUE]...", help="Settings, as YAML.")]
 
 
@@ -233,6 +231,9 @@ def audit(
         return audit_command(run, broker=broker, runs_dir=directory, by_version=by_version, as_json=as_json)
 
     exit_with(work)
+
+
+register_recording(app)
 
 
 @app.command()
