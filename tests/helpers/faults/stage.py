@@ -10,6 +10,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections import defaultdict
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -105,11 +106,10 @@ class Stage:
         self._clients: list[tuple[str, str, int]] = [
             *((f"generator-{index}", "generator", seed + 1_000 * index) for index in range(num_generators)),
             *((f"worker-{index}", "reward", seed + 10_000 * (index + 1)) for index in range(num_workers)),
+            ("producer", "producer", seed + 100_000),
             ("trainer", "trainer", seed),
         ]
-        self._busy: set[str] = set()
-        self.skipped = 0
-        """Faults that found their target broken already."""
+        self._turns: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
 
     async def __aenter__(self) -> Stage:
         """Start everything."""
@@ -163,17 +163,12 @@ class Stage:
         process.start()
 
     async def _happen(self, fault: Fault) -> None:
-        if fault.target in self._busy:
-            self.skipped += 1
-            return
-        self._busy.add(fault.target)
-        try:
+        # What is broken already is mended first.
+        async with self._turns[fault.target]:
             if fault.target in self.processes:
                 await self._break_process(self.processes[fault.target], fault)
             else:
                 await self._break_link(self.links[fault.target], fault)
-        finally:
-            self._busy.discard(fault.target)
 
     async def _break_process(self, process: Process, fault: Fault) -> None:
         assert process.status is None, f"{process.name} ended by itself with status {process.status}"
