@@ -168,3 +168,8 @@ def level_s(loads: Iterable[Load], num_tokens: float) -> float:
         rate += tokens_per_second
         poured += tokens_per_second * finish_s
     return (num_tokens + poured) / rate
+
+
+def token_s(load: Load) -> float:
+    """Time of a token in a small batch, to compare generators by."""
+    return load.model.step_s(min(8, load.max_samples))

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 
-from services.broker.dispatch.latency import Load, level_s
+from services.broker.dispatch.latency import Load, level_s, token_s
 from services.broker.dispatch.types import Situation, Work
 
 RISK = 2.0
@@ -37,8 +37,8 @@ class EarliestFinish:
         self._asking = asking
         self._others = [load for load in others if load.max_samples > 0]
         self._open = [load for load in self._others if load.room]
-        speed = _token_s(asking)
-        self._faster = [load for load in self._others if _token_s(load) < (1 - MIN_SPEED_UP) * speed]
+        speed = token_s(asking)
+        self._faster = [load for load in self._others if token_s(load) < (1 - MIN_SPEED_UP) * speed]
         self._faster_level_s = level_s(self._faster, queued_tokens)
 
     @classmethod
@@ -96,8 +96,3 @@ class EarliestFinish:
         return any(
             load.later_s(remaining, context) < here_s for load in self._faster if context < load.max_context_tokens
         )
-
-
-def _token_s(load: Load) -> float:
-    """Time of a token in a small batch, to compare generators by."""
-    return load.model.step_s(min(8, load.max_samples))

@@ -164,6 +164,17 @@ def test_auto_sets_the_long_tail_apart_where_that_is_sooner() -> None:
     assert finish_s(StreamRl(), situation) < (1 - MIN_GAIN) * finish_s(make_policy("lpt"), situation)
 
 
+def test_auto_does_not_set_apart_what_bad_forecasts_or_unlike_generators_would_spoil() -> None:
+    lengths = [1000.0] * 4 + [100.0] * 600
+    alike = {name: load_of(max_samples=256) for name in "abcd"}
+    unlike = alike | {"d": load_of(SLOW, max_samples=256)}
+    for situation in (situation_of(alike, lengths, error=1.0), situation_of(unlike, lengths)):
+        auto = Auto()
+        auto.review(situation)
+        assert auto.picked is not None
+        assert auto.picked.name == "lpt"
+
+
 def test_auto_stays_with_lpt_where_nothing_is_sooner() -> None:
     auto = Auto()
     auto.review(situation_of({"a": load_of(), "b": load_of()}, [100.0] * 30))

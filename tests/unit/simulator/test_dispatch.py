@@ -15,13 +15,11 @@ POLICIES = ("fifo", "least_loaded", "lpt", "streamrl")
 MODEL = LatencyModel(base_s=1.0, per_sample_s=0.5, max_samples=2)
 GRID = (
     ("8 alike", "short", "exact"),
-    ("8 alike", "short", "poor"),
     ("8 alike, 16 slots", "short", "good"),
     ("7 and 1 at a fifth", "short", "exact"),
     ("7 and 1 at a fifth", "short", "none"),
     ("4 and 4 at 40 %", "short", "none"),
     ("6 bound by KV", "short", "exact"),
-    ("4 unstated", "short", "good"),
 )
 
 
