@@ -9,7 +9,7 @@ from contextlib import ExitStack, suppress
 
 from google.protobuf.duration_pb2 import Duration
 
-from penstock.errors import InvalidFieldError, StaleError
+from penstock.errors import InvalidFieldError
 from penstock.v1 import broker_pb2, types_pb2
 from services.broker import putting
 from services.broker.hub import RunHub
@@ -128,8 +128,8 @@ async def _without_retired(
     hub: RunHub, put: Put, errors: Sequence[types_pb2.ItemError]
 ) -> Sequence[types_pb2.ItemError]:
     """Refusals of groups that the run had before and gave up are none: a repetition is accepted without effect."""
-    late = [put.groups[error.index].group_id for error in errors if error.reason == StaleError.reason]
-    retired = await hub.store.retired(hub.run_id, late) if late else frozenset()
+    refused = [put.groups[error.index].group_id for error in errors]
+    retired = await hub.store.retired(hub.run_id, refused) if refused else frozenset()
     return [error for error in errors if put.groups[error.index].group_id not in retired]
 
 

@@ -11,4 +11,4 @@ from tests.helpers.stores import RedisServers
 
 @pytest.mark.timeout(TIMEOUT_S)
 def test_the_invariants_hold_on_redis_whatever_happens(servers: RedisServers) -> None:
-    check_invariants(lambda: RedisBacking(servers.emptied("redis")), max_examples=50)
+    check_invariants(lambda: RedisBacking(servers.emptied("redis")), max_examples=25)

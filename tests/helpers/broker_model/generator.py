@@ -79,6 +79,10 @@ class ModelGenerator:
         assert lease.prompt.group_id == lease.key.group_id
         self.held[lease.lease_id] = Held(lease=lease, offset=len(prefix))
 
+    def load(self, version: int, *, newest: int) -> None:
+        """Take weights over: never older ones, unless a rewind made those it holds void."""
+        self.version = version if self.version > newest else max(self.version, version)
+
     async def reconnect(self) -> None:
         """Both connections were lost; the leases were not."""
         await self._leases.close()

@@ -37,6 +37,13 @@ def staleness(world: World, books: broker_pb2.Audit, state: RunState) -> None:
         assert state.run.policy_version - oldest <= bound
 
 
+def nothing_is_stale_under_wait(world: World, books: broker_pb2.Audit, trainer: ModelTrainer) -> None:
+    """StalePolicy WAIT holds work back, so that nothing is sampled in vain."""
+    is_wait = world.setting.policy.stale in (broker_pb2.STALE_POLICY_UNSPECIFIED, broker_pb2.STALE_POLICY_WAIT)
+    if is_wait and trainer.is_regular and not world.has_lost_commits:
+        assert not books.dropped.get("stale"), books
+
+
 def exactly_once(world: World, books: broker_pb2.Audit, trainer: ModelTrainer) -> None:
     """A group is in one step of the trainer's surviving history, and the broker counts what the trainer counts."""
     times = Counter(group_id for _version, groups in trainer.memory.ledger for group_id in groups)
@@ -127,6 +134,7 @@ async def check_all(world: World, trainer: ModelTrainer) -> None:
     books, state = response.audit, await world.state()
     conservation(world, books)
     staleness(world, books, state)
+    nothing_is_stale_under_wait(world, books, trainer)
     exactly_once(world, books, trainer)
     no_token_twice_none_lost(world, state)
     attested(state)

@@ -81,7 +81,7 @@ class BrokerMachine(RuleBasedStateMachine):
         """Let the world go on until `work` is done."""
         return self.loop.run_until_complete(work)
 
-    def do(self, action: Callable[[], None]) -> None:
+    def do(self, action: Callable[[], object]) -> None:
         """Do something at once, and let its consequences happen."""
 
         async def work() -> None:
@@ -90,9 +90,10 @@ class BrokerMachine(RuleBasedStateMachine):
 
         self.run(work())
 
-    @initialize(setting=st.sampled_from([2, 3, 1]).flatmap(settings_of))
-    def open(self, setting: Setting) -> None:
+    @initialize(setting=st.sampled_from([2, 3, 1]).flatmap(settings_of), num_steps=st.sampled_from([0, 1, 2]))
+    def open(self, setting: Setting, num_steps: int) -> None:
         self.run(self._open(setting))
+        self.run(self._work(num_steps))
 
     async def _open(self, setting: Setting) -> None:
         world = World(self._make_backing(), self.loop, setting)
@@ -161,7 +162,9 @@ class BrokerMachine(RuleBasedStateMachine):
 
     @rule()
     def lose_the_trainers_connection(self) -> None:
+        self.do(lambda: self.trainer.pull(self.world.limits.groups_per_step))
         self.run(self.trainer.reconnect())
+        self.do(lambda: self.trainer.pull(self.world.limits.groups_per_step))
 
     @rule(place=st.integers(0, 7))
     def drop(self, place: int) -> None:
@@ -242,6 +245,27 @@ class BrokerMachine(RuleBasedStateMachine):
         )
         after = await self.world.audit()
         assert (after.submitted, after.trained, after.dropped) == (before.submitted, before.trained, before.dropped)
+
+    @rule(number=generators)
+    def decode_after_losing_the_leases(self, number: int) -> None:
+        """A generator that slept so long that others have its work by now goes on as if nothing had happened."""
+        self.run(self._sleep_and_decode(self.generators[number], self.generators[1 - number]))
+
+    async def _sleep_and_decode(self, sleeper: ModelGenerator, other: ModelGenerator) -> None:
+        await sleeper.reconnect()
+        held = dict(sleeper.held)
+        await asyncio.sleep(self.world.limits.generation_lease_s + 1.0)
+        await self.world.audit()
+        await settle()
+        other.version = self.trainer.memory.version
+        other.beat(slots=4 * SLOTS)
+        await settle()
+        chunks = [sleeper.decode(lease_id, 1) for lease_id in held if lease_id in sleeper.held]
+        state = await self.world.state()
+        current = state.generation_leases.get(sleeper.generator_id, {}).keys()
+        errors = await sleeper.put(*chunks)
+        refused = {error.lease_id for error in errors}
+        assert {chunk.lease_id for chunk in chunks} - current <= refused, "tokens of a lost lease were taken"
 
     @rule(number=generators)
     def lose_a_generator(self, number: int) -> None:
@@ -351,14 +375,33 @@ class BrokerMachine(RuleBasedStateMachine):
     @rule(num_steps=st.integers(1, 3), lag=st.integers(0, 1), status=st.sampled_from(STATUSES))
     def work(self, num_steps: int, lag: int, status: Any) -> None:
         """Without such stretches a random walk rarely gets a group as far as the trainer."""
+        self.run(self._work(num_steps, lag=lag, status=status))
+
+    @rule(num_steps=st.integers(1, 2), is_saved=st.booleans())
+    def work_and_crash(self, num_steps: int, is_saved: bool) -> None:
+        """Steps that the next trainer knows nothing of."""
+        if is_saved:
+            self.trainer.save()
+        self.run(self._work(num_steps))
+        self.run(self.trainer.crash())
+
+    @rule(count=st.integers(1, 3), slots=st.integers(1, SLOTS))
+    def begin(self, count: int, slots: int) -> None:
+        """Prompts, and generators that take them."""
+        self.run(self.trainer.submit(count))
+        for generator in self.generators:
+            generator.version = self.trainer.memory.version
+        self.do(lambda: [generator.beat(slots=slots) for generator in self.generators])
+
+    async def _work(self, num_steps: int, *, lag: int = 0, status: Any = STATUSES[0]) -> None:
         for _ in range(num_steps):
-            self.run(self.trainer.submit(2))
-            self.run(self._work_once(lag=lag, status=status))
+            await self.trainer.submit(2)
+            await self._work_once(lag=lag, status=status)
 
     async def _work_once(self, *, lag: int = 0, status: Any = STATUSES[0]) -> None:
         limits = self.world.limits
         for generator in self.generators:
-            generator.version = max(0, self.trainer.memory.version - lag)
+            generator.load(max(0, self.trainer.memory.version - lag), newest=self.trainer.memory.version)
             generator.beat(slots=SLOTS)
         await settle()
         for generator in self.generators:

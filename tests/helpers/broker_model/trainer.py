@@ -43,6 +43,8 @@ class ModelTrainer:
         self.held: dict[str, types_pb2.TrajectoryGroup] = {}
         self.num_submitted = 0
         self.must_reopen = False
+        self.is_regular = True
+        """Whether every step was whole and none was taken back: then nothing can become stale under WAIT."""
         self.accepts_packed_groups = False
         self._checkpoint = Memory()
         self._credit = self._num_received = 0
@@ -83,6 +85,7 @@ class ModelTrainer:
 
     async def crash(self) -> None:
         """Lose everything since the last checkpoint, and start again from there."""
+        self.is_regular = self.is_regular and self._checkpoint.version == self.memory.version
         await self._link.close()
         self.held.clear()
         self.memory = copy.deepcopy(self._checkpoint)
@@ -211,6 +214,7 @@ class ModelTrainer:
         await self._drop_stale()
         if not self.held:
             return
+        self.is_regular = self.is_regular and len(self.held) == self.world.limits.groups_per_step
         groups = {group_id: len(group.trajectories) for group_id, group in self.held.items()}
         assert not groups.keys() & self.memory.trained.keys()
         self.memory.version += 1

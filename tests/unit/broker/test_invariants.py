@@ -10,4 +10,4 @@ from tests.helpers.broker_model.profile import TIMEOUT_S, check_invariants
 
 @pytest.mark.timeout(TIMEOUT_S)
 def test_the_invariants_hold_whatever_happens() -> None:
-    check_invariants(MemoryBacking, max_examples=120)
+    check_invariants(MemoryBacking, max_examples=80)
