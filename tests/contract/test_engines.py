@@ -234,6 +234,13 @@ async def test_stats_count_yielded_tokens(engine: Engine) -> None:
     assert (stats.num_running, stats.num_waiting, stats.num_preemptions) == (0, 0, 0)
 
 
+async def test_the_profile_states_room_and_no_speed_that_is_not_known(engine: Engine) -> None:
+    profile = engine.profile()
+    assert profile.max_concurrent_samples >= 1
+    assert profile.kv_capacity_tokens is None or profile.kv_capacity_tokens >= engine.max_model_len
+    assert profile.step_base_s is None or profile.step_base_s >= 0
+
+
 async def test_long_seeded_prompts_that_come_all_at_once_are_all_finished(engine: Engine) -> None:
     # More prompt tokens than one step of vLLM takes by default: on a CPU, a seeded sample's split prefill would end it.
     settings = [SamplingSettings(max_new_tokens=4, seed=seed) for seed in range(60)]
