@@ -64,7 +64,9 @@ class LeaseStream:
         if await self._hub.transact(lambda state: state.run.is_closed):
             raise RunClosedError(f"run {self._hello.run_id!r} is closed", run_id=self._hello.run_id)
         await self._hub.peers.see_generator(self._hello, None)
-        spoke_s = self._hub.clock.now_s()
+        # Loop time, not the clock's: this paces the stream and decides nothing about the run.
+        loop = asyncio.get_running_loop()
+        spoke_s = loop.time()
         with self._hub.listening() as wake:
             async with Intake(requests, self._on_request, wake) as intake:
                 while not intake.is_ended:
@@ -74,13 +76,12 @@ class LeaseStream:
                         yield frame
                     if self._is_closed():
                         return
-                    now_s = self._hub.clock.now_s()
                     if frames:
-                        spoke_s = now_s
+                        spoke_s = loop.time()
                         await asyncio.sleep(PACE_S)
-                    elif not await wait_for_event(wake, IDLE_EVERY_S) or now_s - spoke_s >= MAX_SILENCE_S:
+                    elif not await wait_for_event(wake, IDLE_EVERY_S) or loop.time() - spoke_s >= MAX_SILENCE_S:
                         # Others' commits wake this stream too, many a second: it has to speak all the same.
-                        spoke_s = now_s
+                        spoke_s = loop.time()
                         yield _Response(idle=broker_pb2.LeaseIdle(reason=self._reason))
                 intake.check()
         await self._hub.peers.leave(self._hello.generator_id)

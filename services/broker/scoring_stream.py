@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import secrets
 from collections.abc import AsyncIterator
 
@@ -25,6 +26,8 @@ from services.broker.validation import (
 from services.broker.waits import timestamp
 
 IDLE_EVERY_S = 1.0
+MAX_SILENCE_S = 3.0
+"""The contract promises a sign of life at least every 5 s."""
 MAX_LEASES_PER_FRAME = 64
 
 _Response = broker_pb2.StreamScoringResponse
@@ -56,6 +59,9 @@ class ScoringStream:
         if await self._hub.transact(lambda state: state.run.is_closed):
             raise RunClosedError(f"run {self._hub.run_id!r} is closed", run_id=self._hub.run_id)
         await self._take(self._first)
+        # Loop time, not the clock's: this paces the stream and decides nothing about the run.
+        loop = asyncio.get_running_loop()
+        spoke_s = loop.time()
         with self._hub.listening() as wake:
             async with Intake(requests, self._on_request, wake) as intake:
                 while True:
@@ -66,7 +72,11 @@ class ScoringStream:
                         yield frame
                     if is_ended or (self._hub.copy is not None and self._hub.copy.run.is_closed):
                         break
-                    if not frames and not await wait_for_event(wake, IDLE_EVERY_S):
+                    if frames:
+                        spoke_s = loop.time()
+                    elif not await wait_for_event(wake, IDLE_EVERY_S) or loop.time() - spoke_s >= MAX_SILENCE_S:
+                        # Commits of others wake this stream too, many a second: it has to speak all the same.
+                        spoke_s = loop.time()
                         await self._hub.peers.see_worker(self._worker_id)
                         yield _Response()
                 intake.check()

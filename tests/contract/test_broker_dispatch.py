@@ -12,6 +12,7 @@ from penstock import rpc
 from penstock.codec import int32_array
 from penstock.errors import ServiceUnavailableError
 from penstock.v1 import broker_pb2, scheduler_pb2, scheduler_pb2_grpc, types_pb2
+from services.broker import lease_stream
 from services.broker.memory_store import MemoryStore
 from tests.helpers.broker import RUN, Generator, RunningBroker, chunk, eventually, prompt, serving
 
@@ -191,3 +192,23 @@ async def test_a_long_sample_moves_with_its_prefix_and_no_token_is_stored_twice(
     run = await broker.call("GetRun", broker_pb2.GetRunRequest(run_id=RUN))
     assert run.audit.in_flight_by_state["finished"] == 1
     await broker.audit()
+
+
+async def test_an_idle_stream_speaks_while_the_commits_of_others_wake_it(
+    broker: RunningBroker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lease_stream, "MAX_SILENCE_S", 0.3)
+    monkeypatch.setattr(lease_stream, "IDLE_EVERY_S", 60.0)
+    await broker.open()
+    idle = Generator.connect(broker.channel)
+    idle.beat(credits=1)
+    hub = broker.hubs.hub(RUN)
+
+    async def wake() -> None:
+        while True:
+            hub.wake()
+            await asyncio.sleep(0.01)
+
+    waking = asyncio.create_task(wake())
+    assert "empty" in await idle.idle_reason()
+    waking.cancel()
