@@ -181,7 +181,9 @@ class RunLimits(_message.Message):
     """Most leases for one sample before it is dropped with reason `too_many_leases`. 0 means 8."""
     @_builtins.property
     def generation_lease(self) -> _duration_pb2.Duration:
-        """How long a lease of a generator lives without a heartbeat. Unset means 30 s."""
+        """How long a lease of a generator lives without a heartbeat. Unset means 30 s. After 20 times as long without a token it
+        ends in spite of heartbeats: the generator is alive, but the sample hangs.
+        """
 
     @_builtins.property
     def scoring_lease(self) -> _duration_pb2.Duration:

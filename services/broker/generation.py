@@ -25,6 +25,8 @@ _FINISHED = broker_pb2.SAMPLE_STATE_FINISHED
 MAX_GROUPS_SCANNED = 512
 """A generator looks no further down the queue than this for work that fits it."""
 LEFT_TO_OTHERS = "dispatch leaves what is queued to generators that are done with it sooner"
+MAX_SILENT_LIVES = 20
+"""Lives of a lease after which it is no longer renewed unless tokens come: a generator that beats may still hang."""
 NOTHING_QUEUED = "the queue of prompts is empty: nothing was submitted that is not already out"
 
 
@@ -215,7 +217,11 @@ def may_take(state: RunState, generator: GeneratorFacts, group: GroupRecord, ind
 
 
 def renew(state: RunState, generator_id: str, lease_ids: Sequence[str], now_s: float) -> None:
-    """Extend the leases a generator still works on; a lease with more than half of its life left is not rewritten."""
+    """Extend the leases a generator still works on; a lease with more than half of its life left is not rewritten.
+
+    A lease under which no token came for MAX_SILENT_LIVES lives is left to expire: the next generator goes on from what
+    is stored.
+    """
     held = state.generation_leases.get(generator_id, {})
     life_s = state.limits.generation_lease_s
     due: dict[str, list[int]] = {}
@@ -224,7 +230,9 @@ def renew(state: RunState, generator_id: str, lease_ids: Sequence[str], now_s: f
         if sample_id is None:
             continue
         group_id, index = sample_id
-        if state.groups[group_id].samples[index].lease_expire_s - now_s < life_s / 2:
+        sample = state.groups[group_id].samples[index]
+        is_silent = now_s - max(sample.lease_s, sample.last_chunk_s) > MAX_SILENT_LIVES * life_s
+        if sample.lease_expire_s - now_s < life_s / 2 and not is_silent:
             due.setdefault(group_id, []).append(index)
     for group_id, indices in due.items():
         with state.edit(group_id) as group:

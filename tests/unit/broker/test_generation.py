@@ -114,6 +114,21 @@ def test_a_renewed_lease_lives_on() -> None:
     assert state.groups["a"].samples[1].state == broker_pb2.SAMPLE_STATE_QUEUED
 
 
+def test_a_lease_that_is_renewed_but_brings_no_token_ends() -> None:
+    state = open_state()
+    submit(state, "a")
+    hanging, going_on = lease(state, 2)
+    num_expired = 0
+    for offset, now_s in enumerate(range(10, 710, 10)):
+        put(state, going_on, [5], offset=offset, now_s=float(now_s))
+        generation.renew(state, "gen-1", [hanging.lease_id, going_on.lease_id], float(now_s))
+        num_expired += generation.expire(state, float(now_s))
+        assert num_expired == 0 or now_s > 600
+    assert num_expired == 1
+    assert state.groups["a"].samples[0].state == broker_pb2.SAMPLE_STATE_QUEUED
+    assert state.groups["a"].samples[1].state == broker_pb2.SAMPLE_STATE_LEASED
+
+
 def test_only_the_holder_renews_a_lease() -> None:
     state = open_state()
     submit(state, "a")
