@@ -80,6 +80,8 @@ class RunHub:
         self._prompts: OrderedDict[str, types_pb2.Prompt] = OrderedDict()
         self.num_groups_coming = 0
         """Groups of puts that are being stored."""
+        self.coming_bytes = 0
+        """Payload of puts that are being stored."""
         self.payloads = PayloadCache(run_id, store=store)
         self.peers = Peers(run_id, store=store, clock=clock)
         self.dispatcher = Dispatcher(self.peers)

@@ -27,6 +27,8 @@ CHECK_EVERY_S = 5.0
 HOLD_S = 1.0
 """How long a request waits for room in the run before it is refused. Nothing more is read from the stream meanwhile, so
 a trainer that is merely slower than its producers paces them without a request being sent twice."""
+MAX_COMING_BYTES = 64 * 1024 * 1024
+"""Payload of a run that is being stored at once, over all streams; more is refused."""
 RETRY_DELAY = Duration(nanos=100_000_000)
 """How long a producer waits when the run holds as much as it may: a fraction of a small step."""
 
@@ -93,10 +95,18 @@ async def _wait_for_room(hub: RunHub, put: Put) -> None:
             while (
                 hub.copy is not None
                 and not hub.copy.run.is_closed
-                and putting.is_full(hub.copy, hub.num_groups_coming + len(put.groups), len(put.payload))
+                and (
+                    _is_too_much(hub, put)
+                    or putting.is_full(hub.copy, hub.num_groups_coming + len(put.groups), len(put.payload))
+                )
             ):
                 await wake.wait()
                 wake.clear()
+
+
+def _is_too_much(hub: RunHub, put: Put) -> bool:
+    """Whether this process has too much in its hands; never because of one request alone."""
+    return bool(hub.coming_bytes) and hub.coming_bytes + len(put.payload) > MAX_COMING_BYTES
 
 
 async def store(hub: RunHub, put_id: str, put: Put) -> _Response:
@@ -105,8 +115,11 @@ async def store(hub: RunHub, put_id: str, put: Put) -> _Response:
     def operation(state: RunState) -> putting.PutOutcome:
         return putting.put(state, put, hub.clock.now_s())
 
+    if _is_too_much(hub, put):
+        return _Response(put_id=put_id, retry_delay=RETRY_DELAY)
     hub.payloads.add(put.payload_id, put.payload)
     hub.num_groups_coming += len(put.groups)
+    hub.coming_bytes += len(put.payload)
     try:
         outcome = await hub.transact(operation)
     except BaseException:
@@ -114,6 +127,7 @@ async def store(hub: RunHub, put_id: str, put: Put) -> _Response:
         raise
     finally:
         hub.num_groups_coming -= len(put.groups)
+        hub.coming_bytes -= len(put.payload)
     if not outcome.num_samples:
         hub.payloads.discard(put.payload_id)
     return _Response(

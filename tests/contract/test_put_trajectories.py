@@ -238,3 +238,17 @@ async def test_unanswered_puts_are_sent_again_to_the_broker_that_comes_back() ->
         async with serving(store, listen=listen) as again:
             assert (await sending).num_samples == 80
             assert (await again.audit()).submitted == 80
+
+
+async def test_a_broker_with_too_much_in_its_hands_asks_for_patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(put_stream, "HOLD_S", 0.02)
+    async with serving(MemoryStore()) as broker:
+        await broker.open(groups_per_step=4)
+        hub = broker.hubs.hub(RUN)
+        hub.coming_bytes = put_stream.MAX_COMING_BYTES
+        (refused,) = await answer(broker, request("1", *groups("a")))
+        assert (refused.num_samples, refused.HasField("retry_delay")) == (0, True)
+        hub.coming_bytes = 0
+        (stored,) = await answer(broker, request("1", *groups("a")))
+        assert (stored.num_samples, stored.HasField("retry_delay")) == (2, False)
+        assert (hub.coming_bytes, hub.num_groups_coming) == (0, 0)
