@@ -194,6 +194,9 @@ class MicrobatchStream:
 
     async def _send(self, handed_over: _Delivery) -> list[_Response]:
         self._num_sent += handed_over.num_groups
+        if handed_over.chosen:
+            # There may be more, and nobody else's commit need ever come to say so.
+            self._wake.set()
         return await self._load(handed_over)
 
     async def _load(self, handed_over: _Delivery) -> list[_Response]:

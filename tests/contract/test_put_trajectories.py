@@ -16,7 +16,7 @@ from penstock.clients.trajectories import TrajectorySession
 from penstock.codec import pack_groups
 from penstock.errors import InvalidFieldError, RunClosedError, from_rpc_error
 from penstock.v1 import broker_pb2, types_pb2
-from services.broker import put_stream
+from services.broker import microbatch_stream, put_stream
 from services.broker.memory_store import MemoryStore
 from services.broker.store import Store
 from tests.helpers.broker import RUN, Duplex, RunningBroker, Trainer, eventually, serving
@@ -252,3 +252,16 @@ async def test_a_broker_with_too_much_in_its_hands_asks_for_patience(monkeypatch
         (stored,) = await answer(broker, request("1", *groups("a")))
         assert (stored.num_samples, stored.HasField("retry_delay")) == (2, False)
         assert (hub.coming_bytes, hub.num_groups_coming) == (0, 0)
+
+
+async def test_microbatches_follow_one_another_without_anybody_else_doing_anything(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each would come a waiting interval late if the stream only looked when somebody else changes the run."""
+    monkeypatch.setattr(microbatch_stream, "WAITING_EVERY_S", 5.0)
+    async with serving(MemoryStore()) as broker:
+        await broker.open(groups_per_step=64)
+        async with training(broker, max_groups=1) as trainer, producing(broker) as producer:
+            await producer.put(groups(*(f"g{number}" for number in range(40))))
+            async with asyncio.timeout(4.0):
+                assert len(await receive(trainer, 40)) == 40
