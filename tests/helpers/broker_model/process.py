@@ -146,7 +146,14 @@ class InProcessBroker:
         self.hubs = make_hubs(self.store, registry=self.registry, clock=loop)
         self.service = BrokerService(self.hubs)
         self.streams: set[Stream] = set()
-        self._caretaker = loop.create_task(self.hubs.care(_ignore))
+        self._caretaker = loop.create_task(self._care())
+
+    async def _care(self) -> None:
+        try:
+            await self.hubs.care(_ignore)
+        except Exception as error:
+            # A process whose caretaker fails ends.
+            self.crashes.append(error)
 
     async def call(self, method: str, request: Message) -> Any:
         """A unary call."""

@@ -7,6 +7,9 @@ from penstock.v1 import broker_pb2, types_pb2
 from tests.helpers.broker_model.truth import Token, arrays_of
 from tests.helpers.broker_model.world import MAX_TRIES, RUN, Link, World, settle
 
+MAX_HOLDS = 60
+"""A broker without room holds a request back for some seconds before it refuses it."""
+
 
 class ModelProducer:
     """Puts one request at a time and waits for its answer; sends it again where none came."""
@@ -82,9 +85,12 @@ class ModelProducer:
                 self._link.send(request)
             else:
                 self._link.open(request)
-            await settle()
-            if request.put_id in self._answers:
-                return self._answers[request.put_id]
+            for _ in range(MAX_HOLDS):
+                await settle()
+                if request.put_id in self._answers:
+                    return self._answers[request.put_id]
+                if not self._link.is_open:
+                    break
             error = self._link.error()
             if error is not None:
                 raise error
