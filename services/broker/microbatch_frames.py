@@ -21,7 +21,7 @@ class Frames:
     @property
     def responses(self) -> list[broker_pb2.StreamMicrobatchesResponse]:
         """Everything added so far; the last frame is closed."""
-        self._close()
+        self.close()
         return self._responses
 
     def add_group(self, group: types_pb2.TrajectoryGroup) -> None:
@@ -37,10 +37,11 @@ class Frames:
 
     def _make_room(self, size_bytes: int) -> None:
         if self._size_bytes and self._size_bytes + size_bytes > MAX_FRAME_BYTES:
-            self._close()
+            self.close()
         self._size_bytes += size_bytes
 
-    def _close(self) -> None:
+    def close(self) -> None:
+        """End a microbatch: what is added next begins another."""
         if not self._size_bytes:
             return
         response = broker_pb2.StreamMicrobatchesResponse()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
@@ -28,6 +28,8 @@ from services.broker.validation import MAX_GROUP_IDS, check_count, check_id, che
 
 WAITING_EVERY_S = 1.0
 DEFAULT_MAX_GROUPS = 8
+MAX_MICROBATCHES = 4
+"""Handed over by one commit, where that many are ready and there is credit for them."""
 
 _Response = broker_pb2.StreamMicrobatchesResponse
 _log = structlog.get_logger()
@@ -35,13 +37,21 @@ _log = structlog.get_logger()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Delivery:
-    chosen: list[GroupRecord | ParcelRecord]
-    """Copies of the records, in the order of delivery."""
+    microbatches: list[list[GroupRecord | ParcelRecord]]
+    """Copies of the records of each, in the order of delivery."""
     policy_version: int
 
     @property
+    def chosen(self) -> list[GroupRecord | ParcelRecord]:
+        return [record for members in self.microbatches for record in members]
+
+    @property
     def num_groups(self) -> int:
-        return sum(len(record.group_ids) if isinstance(record, ParcelRecord) else 1 for record in self.chosen)
+        return _num_groups(self.chosen)
+
+
+def _num_groups(records: Sequence[GroupRecord | ParcelRecord]) -> int:
+    return sum(len(record.group_ids) if isinstance(record, ParcelRecord) else 1 for record in records)
 
 
 async def load_groups(
@@ -148,17 +158,25 @@ class MicrobatchStream:
 
     def _next_delivery(self, state: RunState) -> Callable[[RunState], _Delivery] | None:
         """The hand-over of what is ready, where there is credit for it."""
-        credit = min(self._credit_total - self._num_sent, self._hello.max_groups or DEFAULT_MAX_GROUPS)
+        credit, most = self._credit_total - self._num_sent, self._hello.max_groups or DEFAULT_MAX_GROUPS
         if credit <= 0 or not self._has_ready(state):
             return None
 
         def operation(state: RunState) -> _Delivery:
-            chosen = delivery.deliver(state, self._consumer, max_groups=credit, target_tokens=self._hello.target_tokens)
-            records = [
-                copy_of(state.shelf.records[name]) if is_parcel(name) else copy_of(state.groups[name])
-                for name in chosen
-            ]
-            return _Delivery(chosen=records, policy_version=state.run.policy_version)
+            found = _Delivery(microbatches=[], policy_version=state.run.policy_version)
+            while len(found.microbatches) < MAX_MICROBATCHES and (room := min(most, credit - found.num_groups)) > 0:
+                names = delivery.deliver(
+                    state, self._consumer, max_groups=room, target_tokens=self._hello.target_tokens
+                )
+                if not names:
+                    break
+                found.microbatches.append(
+                    [
+                        copy_of(state.shelf.records[name]) if is_parcel(name) else copy_of(state.groups[name])
+                        for name in names
+                    ]
+                )
+            return found
 
         return operation
 
@@ -207,16 +225,28 @@ class MicrobatchStream:
         parcels = [record for record in chosen if isinstance(record, ParcelRecord)]
         packed = await load_parcels(self._hub, parcels)
         frames = Frames(handed_over.policy_version)
-        for record in chosen:
-            if isinstance(record, GroupRecord):
-                if record.group_id in by_id:
-                    frames.add_group(by_id[record.group_id])
-            elif self._hello.accepts_packed_groups:
-                frames.add_packed(packed[record.sequence])
-            else:
-                for group in types_pb2.TrajectoryGroups.FromString(packed[record.sequence]).groups:
-                    frames.add_group(group)
+        for members in handed_over.microbatches:
+            for record in members:
+                self._add(frames, record, by_id, packed)
+            frames.close()
         return frames.responses
+
+    def _add(
+        self,
+        frames: Frames,
+        record: GroupRecord | ParcelRecord,
+        groups: Mapping[str, types_pb2.TrajectoryGroup],
+        packed: Mapping[int, bytes],
+    ) -> None:
+        """Add a record's groups to the frame being filled; those whose payload is gone are left out."""
+        if isinstance(record, GroupRecord):
+            if record.group_id in groups:
+                frames.add_group(groups[record.group_id])
+        elif self._hello.accepts_packed_groups:
+            frames.add_packed(packed[record.sequence])
+        else:
+            for group in types_pb2.TrajectoryGroups.FromString(packed[record.sequence]).groups:
+                frames.add_group(group)
 
     async def _waiting(self) -> _Response:
         now_s, present = self._hub.clock.now_s(), self._hub.peers.present()
