@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from contextlib import suppress
 
 import structlog
 
@@ -25,6 +26,8 @@ SUBMIT_BATCH_GROUPS = 64
 DEFAULT_RETRY_DELAY_S = 0.5
 CHECK_DROPPED_S = 0.2
 """Drops come in bursts; after the first of one, so long is waited before they are counted and replaced together."""
+CHECK_LOST_S = 15.0
+"""A Redis that came back without its last second has lost prompts of which no drop tells: ask now and then."""
 
 _log = structlog.get_logger()
 
@@ -75,8 +78,16 @@ def _num_that_fit(prompts: Sequence[types_pb2.Prompt]) -> int:
 class TrainingFeeder:
     """Submits training groups ahead of the trainer, as far as the broker's queue takes them."""
 
-    def __init__(self, *, context: RunContext, submitter: PromptSubmitter, stream: PromptStream) -> None:
+    def __init__(
+        self,
+        *,
+        context: RunContext,
+        submitter: PromptSubmitter,
+        stream: PromptStream,
+        check_lost_s: float = CHECK_LOST_S,
+    ) -> None:
         self._context = context
+        self._check_lost_s = check_lost_s
         self._progress = context.progress
         self._submitter = submitter
         self._stream = stream
@@ -98,7 +109,9 @@ class TrainingFeeder:
         while True:
             while (num_missing := self._num_wanted() - self._stream.position) > 0:
                 await self._submit_next(min(num_missing, SUBMIT_BATCH_GROUPS))
-            await self._is_drop_news.wait()
+            with suppress(TimeoutError):
+                async with asyncio.timeout(self._check_lost_s):
+                    await self._is_drop_news.wait()
             await asyncio.sleep(CHECK_DROPPED_S)
             self._is_drop_news.clear()
             await self._count_dropped_groups()

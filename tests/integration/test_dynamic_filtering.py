@@ -17,7 +17,7 @@ from services.trainer.overlap import OverlapMeter
 from services.trainer.progress import Progress
 from services.trainer.rows import Row
 from services.trainer.submission import PromptSubmitter, TrainingFeeder
-from tests.helpers.broker import RUN, Generator, Trainer, Worker, chunk, result, serving
+from tests.helpers.broker import RUN, Generator, Trainer, Worker, chunk, eventually, result, serving
 from tests.helpers.redis_server import free_port
 
 NUM_STEPS, GROUPS_PER_STEP, GROUP_SIZE = 4, 2, 2
@@ -102,3 +102,31 @@ async def test_filtered_groups_are_replaced_until_the_last_step_is_full(tmp_path
         assert books.dropped["zero_variance"] >= GROUP_SIZE * (len(trained) - 1), "as many easy groups went before"
         assert books.dropped["oversampled"] > 0
         assert books.dropped["reward_failed"] >= GROUP_SIZE
+
+
+async def test_groups_that_are_gone_without_news_are_replaced_too(tmp_path: Path) -> None:
+    address = f"127.0.0.1:{free_port()}"
+    num_groups = NUM_STEPS * GROUPS_PER_STEP
+    async with serving(MemoryStore(), listen=address), BrokerClient(address) as client:
+        context = _context(tmp_path, client)
+        await context.open_run(0)
+        rows = [EncodedPrompt(row=Row(prompt="p", answer="a", metadata_json="{}"), token_ids=(1, 2, 3))]
+        stream = PromptStream(rows, seed=0, shuffle=False)
+        submitter = PromptSubmitter(client, RUN)
+        feeder = TrainingFeeder(context=context, submitter=submitter, stream=stream, check_lost_s=0.05)
+        feeding = asyncio.create_task(feeder.run())
+
+        async def num_in_flight() -> int:
+            return (await context.open_run(0)).num_groups_in_flight
+
+        async def all_are_there() -> bool:
+            return await num_in_flight() == num_groups
+
+        try:
+            await eventually(all_are_there)
+            await client.drop_groups(RUN, ["t0", "t5"], reason="lost")
+            await eventually(all_are_there)
+        finally:
+            feeding.cancel()
+            await asyncio.wait([feeding])
+        assert stream.position == num_groups + 2
