@@ -164,12 +164,17 @@ async def test_a_broker_may_start_before_redis(tmp_path: Path) -> None:
             await broker.open()
         assert isinstance(caught.value, ServiceUnavailableError)
         assert "Redis is away" in str(caught.value)
+
+        async def is_healthy() -> bool:
+            return await _is_healthy(broker)
+
+        async def is_unhealthy() -> bool:
+            return not await _is_healthy(broker)
+
+        # It begins as healthy: only its first look at Redis, with its retries, tells.
+        await eventually(is_unhealthy)
         server.start()
         try:
-
-            async def is_healthy() -> bool:
-                return await _is_healthy(broker)
-
             await eventually(is_healthy)
             assert not (await broker.open()).existed
         finally:
