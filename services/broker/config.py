@@ -21,8 +21,8 @@ class BrokerConfig(StrictModel):
     """Redis that holds all state: redis://, rediss:// or unix://; redis+sentinel://HOST:PORT,HOST:PORT/SERVICE;
     redis+cluster://HOST:PORT,HOST:PORT; memory:// keeps it in the process, for trials."""
     redis_wait_replicas: int = Field(default=0, ge=0, le=16)
-    """Answer only what so many replicas have too, so that a fail-over loses nothing that was answered. Not with a
-    Cluster, whose client cannot wait for them."""
+    """Answer only what so many replicas have too, so that the death of a master loses nothing that was answered; all
+    replicas, so that one that hangs and comes back does not either. Not with a Cluster, whose client cannot wait."""
     scheduler: str | None = None
     """The scheduler that forecasts lengths for dispatch, host:port; without one lengths are unknown."""
     metrics_port: int | None = Field(default=None, ge=1, le=65535)
