@@ -6,7 +6,7 @@ Every broker process expires leases; the store's commits make sure that each exp
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 
 import structlog
@@ -24,8 +24,6 @@ POLL_EVERY_S = 0.25
 """Also how late another broker process's change is noticed, and how late a lease expires."""
 BOOKS_EVERY_S = 5.0
 """How often the metrics follow the books, which are read from the store for it."""
-CARE_TIMEOUT_S = 20.0
-"""A round of care that takes longer hangs: everything in it has deadlines of a few seconds."""
 IDLE_RUN_S = 60.0
 """A run that nobody uses for this long is let go of; its state is in the store."""
 
@@ -79,7 +77,9 @@ class Hubs:
         is_serving = True
         while True:
             try:
-                await _within(CARE_TIMEOUT_S, self._care_once())
+                await self.store.ping()
+                for hub in list(self._hubs.values()):
+                    await self._care_for(hub)
                 is_healthy = True
             except ServiceUnavailableError as error:
                 is_healthy = False
@@ -90,11 +90,6 @@ class Hubs:
                 await set_serving(is_serving)
                 _log.info("health changed", is_serving=is_serving)
             await asyncio.sleep(POLL_EVERY_S)
-
-    async def _care_once(self) -> None:
-        await self.store.ping()
-        for hub in list(self._hubs.values()):
-            await self._care_for(hub)
 
     async def _care_for(self, hub: RunHub) -> None:
         if hub.copy is None and not hub.num_listeners:
@@ -131,22 +126,6 @@ class Hubs:
         if hub.copy is not None and now_s - hub.books_read_s >= BOOKS_EVERY_S:
             hub.books_read_s = now_s
             self.metrics.observe_books(hub.run_id, await hub.read_books(lambda _state, counts: counts))
-
-
-async def _within(timeout_s: float, work: Coroutine[None, None, None]) -> None:
-    """Await `work`, or leave it behind: a library that forgets a cancellation must not end all care for the runs.
-
-    Raises ServiceUnavailableError when it is late.
-    """
-    task = asyncio.ensure_future(work)
-    try:
-        await asyncio.wait([task], timeout=timeout_s)
-    finally:
-        if not task.done():
-            task.cancel()
-    if not task.done():
-        raise ServiceUnavailableError(f"the round of care for the runs took more than {timeout_s} s")
-    task.result()
 
 
 async def expire(hub: RunHub, metrics: BrokerMetrics) -> None:
