@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
+from weakref import WeakValueDictionary
 
 import structlog
 
@@ -31,14 +32,20 @@ _log = structlog.get_logger()
 
 
 class Hubs:
-    """Hubs by run id, made on demand."""
+    """Hubs by run id, made on demand.
+
+    Promise: a run has one hub as long as anybody holds it, a stream that is still attaching too; otherwise that stream
+    would go on with a hub that is neither polled nor rid of expired leases.
+    """
 
     def __init__(self, *, store: Store, clock: Clock, metrics: BrokerMetrics, forecaster: Forecaster) -> None:
         self.store = store
         self.clock = clock
         self.metrics = metrics
         self.forecaster = forecaster
-        self._hubs: dict[str, RunHub] = {}
+        self._hubs: WeakValueDictionary[str, RunHub] = WeakValueDictionary()
+        self._used_lately: dict[str, RunHub] = {}
+        """Kept, with their copies, though nobody may hold them now."""
         self._listeners: set[asyncio.Event] = set()
         self.is_stopping = False
 
@@ -55,14 +62,14 @@ class Hubs:
         """The hub of a run that may or may not exist."""
         hub = self._hubs.get(run_id)
         if hub is None:
-            hub = RunHub(run_id, store=self.store, clock=self.clock)
-            self._hubs[run_id] = hub
+            hub = self._hubs[run_id] = RunHub(run_id, store=self.store, clock=self.clock)
+        self._used_lately[run_id] = hub
         return hub
 
     async def stop(self) -> None:
         """Make every stream end: the process drains."""
         self.is_stopping = True
-        for hub in self._hubs.values():
+        for hub in list(self._hubs.values()):
             hub.wake()
         for event in self._listeners:
             event.set()
@@ -92,11 +99,9 @@ class Hubs:
             await asyncio.sleep(POLL_EVERY_S)
 
     async def _care_for(self, hub: RunHub) -> None:
-        if hub.copy is None and not hub.num_listeners:
-            self._hubs.pop(hub.run_id, None)
-            return
-        if not hub.num_listeners and self.clock.now_s() - hub.last_used_s > IDLE_RUN_S:
-            self._hubs.pop(hub.run_id, None)
+        is_idle = hub.copy is None or self.clock.now_s() - hub.last_used_s > IDLE_RUN_S
+        if is_idle and not hub.num_listeners:
+            self._used_lately.pop(hub.run_id, None)
             return
         used_s = hub.last_used_s
         try:
