@@ -178,6 +178,8 @@ _BY_CODE: dict[int, type[PenstockError]] = {
     code_pb2.UNIMPLEMENTED: NotOfferedError,
     code_pb2.UNAUTHENTICATED: BadTokenError,
 }
+_BROKEN_CONNECTION = ("Internal error from Core", "Received RST_STREAM", "Stream removed")
+"""What gRPC itself says, as INTERNAL or UNKNOWN, where a connection broke in the middle of a message."""
 
 
 def _cut(text: str, max_bytes: int) -> str:
@@ -205,4 +207,6 @@ def from_rpc_error(error: grpc.aio.AioRpcError, *, peer: str) -> PenstockError:
     for detail in status.details if status is not None else ():
         if detail.Unpack(info) and info.domain == ERROR_DOMAIN and info.reason in _BY_REASON:
             return _BY_REASON[info.reason](message, **dict(info.metadata))
+    if code in (code_pb2.INTERNAL, code_pb2.UNKNOWN) and (error.details() or "").startswith(_BROKEN_CONNECTION):
+        return ServiceUnavailableError(message)
     return _BY_CODE.get(code, InternalError)(message)

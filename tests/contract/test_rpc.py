@@ -7,7 +7,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
-from penstock.errors import BadTokenError, DeadlineError, InternalError, PenstockError, QueueFullError
+from penstock.errors import BadTokenError, DeadlineError, InternalError, NotOfferedError, PenstockError, QueueFullError
 from penstock.rpc import (
     MAX_MESSAGE_BYTES,
     PortUnavailableError,
@@ -65,6 +65,15 @@ async def test_an_unforeseen_error_is_internal_and_tells_no_secrets():
         with pytest.raises(InternalError) as caught:
             await call(score(channel), pb.ScoreRequest(), peer="reward")
     assert "hunter2" not in str(caught.value)
+
+
+async def test_a_method_left_out_is_not_offered_and_one_that_fails_is_a_fault():
+    async with channel_to(service(NotImplementedError("a bug"))) as channel:
+        stub = reward_pb2_grpc.RewardServiceStub(channel)
+        with pytest.raises(InternalError):
+            await call(stub.Score, pb.ScoreRequest(), peer="reward")
+        with pytest.raises(NotOfferedError, match="GetRewardModel is not offered"):
+            await call(stub.GetRewardModel, pb.GetRewardModelRequest(), peer="reward")
 
 
 async def test_a_call_without_an_answer_ends_at_its_deadline():
