@@ -60,6 +60,8 @@ class _WeightsEncodingEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Weigh
     """One safetensors file as it is."""
     WEIGHTS_ENCODING_SAFETENSORS_ZSTD: _WeightsEncoding.ValueType  # 2
     """A safetensors file, zstd compressed."""
+    WEIGHTS_ENCODING_CHANGED_BLOCKS: _WeightsEncoding.ValueType  # 3
+    """The changed elements of each changed block, of a delta; docs/weights.md has the format."""
 
 class WeightsEncoding(_WeightsEncoding, metaclass=_WeightsEncodingEnumTypeWrapper):
     """How content bytes are coded on the way."""
@@ -70,6 +72,8 @@ WEIGHTS_ENCODING_SAFETENSORS: WeightsEncoding.ValueType  # 1
 """One safetensors file as it is."""
 WEIGHTS_ENCODING_SAFETENSORS_ZSTD: WeightsEncoding.ValueType  # 2
 """A safetensors file, zstd compressed."""
+WEIGHTS_ENCODING_CHANGED_BLOCKS: WeightsEncoding.ValueType  # 3
+"""The changed elements of each changed block, of a delta; docs/weights.md has the format."""
 Global___WeightsEncoding: _TypeAlias = WeightsEncoding  # noqa: Y015
 
 @_typing.final
@@ -160,6 +164,7 @@ class WeightsManifest(_message.Message):
     SIZE_BYTES_FIELD_NUMBER: _builtins.int
     URLS_FIELD_NUMBER: _builtins.int
     PUBLISH_TIME_FIELD_NUMBER: _builtins.int
+    BASE_DIGEST_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     """The run that trains this policy."""
     policy_version: _builtins.int
@@ -176,6 +181,8 @@ class WeightsManifest(_message.Message):
     """SHA-256, hex, over the sorted tensors' name, dtype, shape and sha256: the identity of this version."""
     size_bytes: _builtins.int
     """Size of the content as it travels."""
+    base_digest: _builtins.str
+    """Digest of the version a delta applies to; set if and only if kind is DELTA."""
     @_builtins.property
     def tensors(self) -> _containers.RepeatedCompositeFieldContainer[Global___TensorInfo]:
         """The tensors after installation, sorted by name."""
@@ -207,10 +214,11 @@ class WeightsManifest(_message.Message):
         size_bytes: _builtins.int = ...,
         urls: _abc.Iterable[_builtins.str] | None = ...,
         publish_time: _timestamp_pb2.Timestamp | None = ...,
+        base_digest: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_base_version", b"_base_version", "base_version", b"base_version", "publish_time", b"publish_time"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_base_version", b"_base_version", "base_version", b"base_version", "chunks", b"chunks", "digest", b"digest", "encoding", b"encoding", "history", b"history", "kind", b"kind", "policy_version", b"policy_version", "publish_time", b"publish_time", "run_id", b"run_id", "size_bytes", b"size_bytes", "tensors", b"tensors", "urls", b"urls"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_base_version", b"_base_version", "base_digest", b"base_digest", "base_version", b"base_version", "chunks", b"chunks", "digest", b"digest", "encoding", b"encoding", "history", b"history", "kind", b"kind", "policy_version", b"policy_version", "publish_time", b"publish_time", "run_id", b"run_id", "size_bytes", b"size_bytes", "tensors", b"tensors", "urls", b"urls"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__base_version: _TypeAlias = _typing.Literal["base_version"]  # noqa: Y015
     _WhichOneofArgType__base_version: _TypeAlias = _typing.Literal["_base_version", b"_base_version"]  # noqa: Y015
@@ -227,22 +235,26 @@ class GetManifestRequest(_message.Message):
     RUN_ID_FIELD_NUMBER: _builtins.int
     POLICY_VERSION_FIELD_NUMBER: _builtins.int
     HELD_VERSION_FIELD_NUMBER: _builtins.int
+    HELD_DIGEST_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     """Which run."""
     policy_version: _builtins.int
     """Which version; unset means the newest."""
     held_version: _builtins.int
     """A version the caller holds, for which a delta may be offered; unset means a full manifest."""
+    held_digest: _builtins.str
+    """Digest of that version; no delta is offered without it, because a version number is given anew after a rewind."""
     def __init__(
         self,
         *,
         run_id: _builtins.str = ...,
         policy_version: _builtins.int | None = ...,
         held_version: _builtins.int | None = ...,
+        held_digest: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_held_version", b"_held_version", "_policy_version", b"_policy_version", "held_version", b"held_version", "policy_version", b"policy_version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_held_version", b"_held_version", "_policy_version", b"_policy_version", "held_version", b"held_version", "policy_version", b"policy_version", "run_id", b"run_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_held_version", b"_held_version", "_policy_version", b"_policy_version", "held_digest", b"held_digest", "held_version", b"held_version", "policy_version", b"policy_version", "run_id", b"run_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__held_version: _TypeAlias = _typing.Literal["held_version"]  # noqa: Y015
     _WhichOneofArgType__held_version: _TypeAlias = _typing.Literal["_held_version", b"_held_version"]  # noqa: Y015
@@ -262,18 +274,26 @@ class GetManifestResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     MANIFEST_FIELD_NUMBER: _builtins.int
+    PRECEDING_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def manifest(self) -> Global___WeightsManifest:
-        """The manifest."""
+        """The manifest; a delta only where the request stated what the caller holds."""
+
+    @_builtins.property
+    def preceding(self) -> _containers.RepeatedCompositeFieldContainer[Global___WeightsManifest]:
+        """Deltas that lead from what the caller holds to `manifest.base_version`, to be applied in this order before it; empty
+        where it applies to what the caller holds. Their `tensors` are left out: the end result is what is proved.
+        """
 
     def __init__(
         self,
         *,
         manifest: Global___WeightsManifest | None = ...,
+        preceding: _abc.Iterable[Global___WeightsManifest] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["manifest", b"manifest"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["manifest", b"manifest"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["manifest", b"manifest", "preceding", b"preceding"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

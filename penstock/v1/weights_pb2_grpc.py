@@ -68,14 +68,16 @@ class WeightStoreServiceServicer:
     def GetManifest(self, request, context):
         """Returns the manifest of one version, or of the newest.
 
-        NOT_FOUND / UNKNOWN_VERSION: never published or no longer kept; ask for the newest.
+        A caller that states what it holds is offered whatever takes the fewest bytes: a delta, several in a row, or the
+        full content. NOT_FOUND / UNKNOWN_VERSION: never published or no longer
+        kept; ask for the newest.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def WatchManifests(self, request, context):
-        """Streams manifests as they are published; the first message is the newest one there is, at once if there is one.
+        """Streams full manifests as they are published; the first message is the newest one there is, at once if there is one.
 
         A slow reader skips versions, it is never sent old ones late. UNAVAILABLE: reconnect with back-off.
         """
@@ -84,7 +86,7 @@ class WeightStoreServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def StreamContent(self, request, context):
-        """Streams the content of one version from an offset.
+        """Streams the full content of one version from an offset.
 
         NOT_FOUND / UNKNOWN_VERSION as above. OUT_OF_RANGE: offset beyond size_bytes; start again from 0.
         """

@@ -39,15 +39,17 @@ class WeightStoreServiceStub:
     GetManifest: _grpc.UnaryUnaryMultiCallable[_weights_pb2.GetManifestRequest, _weights_pb2.GetManifestResponse]
     """Returns the manifest of one version, or of the newest.
 
-    NOT_FOUND / UNKNOWN_VERSION: never published or no longer kept; ask for the newest.
+    A caller that states what it holds is offered whatever takes the fewest bytes: a delta, several in a row, or the
+    full content. NOT_FOUND / UNKNOWN_VERSION: never published or no longer
+    kept; ask for the newest.
     """
     WatchManifests: _grpc.UnaryStreamMultiCallable[_weights_pb2.WatchManifestsRequest, _weights_pb2.WatchManifestsResponse]
-    """Streams manifests as they are published; the first message is the newest one there is, at once if there is one.
+    """Streams full manifests as they are published; the first message is the newest one there is, at once if there is one.
 
     A slow reader skips versions, it is never sent old ones late. UNAVAILABLE: reconnect with back-off.
     """
     StreamContent: _grpc.UnaryStreamMultiCallable[_weights_pb2.StreamContentRequest, _weights_pb2.StreamContentResponse]
-    """Streams the content of one version from an offset.
+    """Streams the full content of one version from an offset.
 
     NOT_FOUND / UNKNOWN_VERSION as above. OUT_OF_RANGE: offset beyond size_bytes; start again from 0.
     """
@@ -68,15 +70,17 @@ class WeightStoreServiceAsyncStub(WeightStoreServiceStub):
     GetManifest: _aio.UnaryUnaryMultiCallable[_weights_pb2.GetManifestRequest, _weights_pb2.GetManifestResponse]  # type: ignore[assignment]
     """Returns the manifest of one version, or of the newest.
 
-    NOT_FOUND / UNKNOWN_VERSION: never published or no longer kept; ask for the newest.
+    A caller that states what it holds is offered whatever takes the fewest bytes: a delta, several in a row, or the
+    full content. NOT_FOUND / UNKNOWN_VERSION: never published or no longer
+    kept; ask for the newest.
     """
     WatchManifests: _aio.UnaryStreamMultiCallable[_weights_pb2.WatchManifestsRequest, _weights_pb2.WatchManifestsResponse]  # type: ignore[assignment]
-    """Streams manifests as they are published; the first message is the newest one there is, at once if there is one.
+    """Streams full manifests as they are published; the first message is the newest one there is, at once if there is one.
 
     A slow reader skips versions, it is never sent old ones late. UNAVAILABLE: reconnect with back-off.
     """
     StreamContent: _aio.UnaryStreamMultiCallable[_weights_pb2.StreamContentRequest, _weights_pb2.StreamContentResponse]  # type: ignore[assignment]
-    """Streams the content of one version from an offset.
+    """Streams the full content of one version from an offset.
 
     NOT_FOUND / UNKNOWN_VERSION as above. OUT_OF_RANGE: offset beyond size_bytes; start again from 0.
     """
@@ -100,7 +104,9 @@ class WeightStoreServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_weights_pb2.GetManifestResponse, _abc.Awaitable[_weights_pb2.GetManifestResponse]]:
         """Returns the manifest of one version, or of the newest.
 
-        NOT_FOUND / UNKNOWN_VERSION: never published or no longer kept; ask for the newest.
+        A caller that states what it holds is offered whatever takes the fewest bytes: a delta, several in a row, or the
+        full content. NOT_FOUND / UNKNOWN_VERSION: never published or no longer
+        kept; ask for the newest.
         """
 
     @_abc_1.abstractmethod
@@ -109,7 +115,7 @@ class WeightStoreServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _weights_pb2.WatchManifestsRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_weights_pb2.WatchManifestsResponse], _abc.AsyncIterator[_weights_pb2.WatchManifestsResponse]]:
-        """Streams manifests as they are published; the first message is the newest one there is, at once if there is one.
+        """Streams full manifests as they are published; the first message is the newest one there is, at once if there is one.
 
         A slow reader skips versions, it is never sent old ones late. UNAVAILABLE: reconnect with back-off.
         """
@@ -120,7 +126,7 @@ class WeightStoreServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _weights_pb2.StreamContentRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_weights_pb2.StreamContentResponse], _abc.AsyncIterator[_weights_pb2.StreamContentResponse]]:
-        """Streams the content of one version from an offset.
+        """Streams the full content of one version from an offset.
 
         NOT_FOUND / UNKNOWN_VERSION as above. OUT_OF_RANGE: offset beyond size_bytes; start again from 0.
         """
