@@ -53,6 +53,30 @@ ROLE_TRAINER: Role.ValueType  # 4
 """Training."""
 Global___Role: _TypeAlias = Role  # noqa: Y015
 
+class _LengthTest:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _LengthTestEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_LengthTest.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    LENGTH_TEST_UNSPECIFIED: _LengthTest.ValueType  # 0
+    """Not set; never sent."""
+    LENGTH_TEST_HELD_OUT: _LengthTest.ValueType  # 1
+    """On prompts that the model was not fitted to, when it was fitted."""
+    LENGTH_TEST_PREQUENTIAL: _LengthTest.ValueType  # 2
+    """On samples that finished after their length was forecast, the newest 2,048."""
+
+class LengthTest(_LengthTest, metaclass=_LengthTestEnumTypeWrapper):
+    """On which lengths a forecast was tested."""
+
+LENGTH_TEST_UNSPECIFIED: LengthTest.ValueType  # 0
+"""Not set; never sent."""
+LENGTH_TEST_HELD_OUT: LengthTest.ValueType  # 1
+"""On prompts that the model was not fitted to, when it was fitted."""
+LENGTH_TEST_PREQUENTIAL: LengthTest.ValueType  # 2
+"""On samples that finished after their length was forecast, the newest 2,048."""
+Global___LengthTest: _TypeAlias = LengthTest  # noqa: Y015
+
 @_typing.final
 class Accelerator(_message.Message):
     """Accelerators of one kind in one machine. A machine without any states one entry of kind "cpu"."""
@@ -708,22 +732,28 @@ class LengthQuery(_message.Message):
     GROUP_ID_FIELD_NUMBER: _builtins.int
     PROMPT_TEXT_FIELD_NUMBER: _builtins.int
     NUM_PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
+    PROMPT_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     group_id: _builtins.str
     """The group it belongs to; groups seen before forecast best."""
     prompt_text: _builtins.str
-    """The prompt's text."""
+    """The prompt's text; may be cut in the middle, the first and the last 1,024 characters are used."""
     num_prompt_tokens: _builtins.int
     """Number of prompt tokens."""
+    prompt_token_ids: _builtins.bytes
+    """The prompt's token ids, int32[], preferred over its text. Long prompts may be cut in the middle: the first and the
+    last 512 are used.
+    """
     def __init__(
         self,
         *,
         group_id: _builtins.str = ...,
         prompt_text: _builtins.str = ...,
         num_prompt_tokens: _builtins.int = ...,
+        prompt_token_ids: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["group_id", b"group_id", "num_prompt_tokens", b"num_prompt_tokens", "prompt_text", b"prompt_text"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["group_id", b"group_id", "num_prompt_tokens", b"num_prompt_tokens", "prompt_text", b"prompt_text", "prompt_token_ids", b"prompt_token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -737,28 +767,44 @@ class LengthForecast(_message.Message):
 
     EXPECTED_TOKENS_FIELD_NUMBER: _builtins.int
     DEVIATION_TOKENS_FIELD_NUMBER: _builtins.int
+    LOW_TOKENS_FIELD_NUMBER: _builtins.int
+    HIGH_TOKENS_FIELD_NUMBER: _builtins.int
     expected_tokens: _builtins.float
     """Expected completion length, tokens; unset when nothing is known yet."""
     deviation_tokens: _builtins.float
     """Standard deviation of that, tokens; unset when unknown."""
+    low_tokens: _builtins.float
+    """Four of five samples are expected between this length, tokens, and `high_tokens`; unset when unknown."""
+    high_tokens: _builtins.float
+    """See `low_tokens`."""
     def __init__(
         self,
         *,
         expected_tokens: _builtins.float | None = ...,
         deviation_tokens: _builtins.float | None = ...,
+        low_tokens: _builtins.float | None = ...,
+        high_tokens: _builtins.float | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_deviation_tokens", b"_deviation_tokens", "_expected_tokens", b"_expected_tokens", "deviation_tokens", b"deviation_tokens", "expected_tokens", b"expected_tokens"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_deviation_tokens", b"_deviation_tokens", "_expected_tokens", b"_expected_tokens", "_high_tokens", b"_high_tokens", "_low_tokens", b"_low_tokens", "deviation_tokens", b"deviation_tokens", "expected_tokens", b"expected_tokens", "high_tokens", b"high_tokens", "low_tokens", b"low_tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_deviation_tokens", b"_deviation_tokens", "_expected_tokens", b"_expected_tokens", "deviation_tokens", b"deviation_tokens", "expected_tokens", b"expected_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_deviation_tokens", b"_deviation_tokens", "_expected_tokens", b"_expected_tokens", "_high_tokens", b"_high_tokens", "_low_tokens", b"_low_tokens", "deviation_tokens", b"deviation_tokens", "expected_tokens", b"expected_tokens", "high_tokens", b"high_tokens", "low_tokens", b"low_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__deviation_tokens: _TypeAlias = _typing.Literal["deviation_tokens"]  # noqa: Y015
     _WhichOneofArgType__deviation_tokens: _TypeAlias = _typing.Literal["_deviation_tokens", b"_deviation_tokens"]  # noqa: Y015
     _WhichOneofReturnType__expected_tokens: _TypeAlias = _typing.Literal["expected_tokens"]  # noqa: Y015
     _WhichOneofArgType__expected_tokens: _TypeAlias = _typing.Literal["_expected_tokens", b"_expected_tokens"]  # noqa: Y015
+    _WhichOneofReturnType__high_tokens: _TypeAlias = _typing.Literal["high_tokens"]  # noqa: Y015
+    _WhichOneofArgType__high_tokens: _TypeAlias = _typing.Literal["_high_tokens", b"_high_tokens"]  # noqa: Y015
+    _WhichOneofReturnType__low_tokens: _TypeAlias = _typing.Literal["low_tokens"]  # noqa: Y015
+    _WhichOneofArgType__low_tokens: _TypeAlias = _typing.Literal["_low_tokens", b"_low_tokens"]  # noqa: Y015
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__deviation_tokens) -> _WhichOneofReturnType__deviation_tokens | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__expected_tokens) -> _WhichOneofReturnType__expected_tokens | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__high_tokens) -> _WhichOneofReturnType__high_tokens | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__low_tokens) -> _WhichOneofReturnType__low_tokens | None: ...
 
 Global___LengthForecast: _TypeAlias = LengthForecast  # noqa: Y015
 
@@ -830,7 +876,7 @@ class LengthObservation(_message.Message):
     """Its completion's length, tokens."""
     @_builtins.property
     def query(self) -> Global___LengthQuery:
-        """The prompt."""
+        """The prompt; its group_id is enough where a forecast was asked for with the rest."""
 
     def __init__(
         self,
@@ -890,3 +936,178 @@ class ReportLengthsResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ReportLengthsResponse: _TypeAlias = ReportLengthsResponse  # noqa: Y015
+
+@_typing.final
+class LengthBucket(_message.Message):
+    """Samples of like forecast: whether they came out as expected."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    EXPECTED_TOKENS_FIELD_NUMBER: _builtins.int
+    MEAN_TOKENS_FIELD_NUMBER: _builtins.int
+    NUM_SAMPLES_FIELD_NUMBER: _builtins.int
+    expected_tokens: _builtins.float
+    """Mean forecast, tokens."""
+    mean_tokens: _builtins.float
+    """Mean length, tokens."""
+    num_samples: _builtins.int
+    """Samples in it."""
+    def __init__(
+        self,
+        *,
+        expected_tokens: _builtins.float = ...,
+        mean_tokens: _builtins.float = ...,
+        num_samples: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["expected_tokens", b"expected_tokens", "mean_tokens", b"mean_tokens", "num_samples", b"num_samples"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LengthBucket: _TypeAlias = LengthBucket  # noqa: Y015
+
+@_typing.final
+class LengthQuality(_message.Message):
+    """How well lengths were forecast."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    FORECASTER_FIELD_NUMBER: _builtins.int
+    TEST_FIELD_NUMBER: _builtins.int
+    NUM_SAMPLES_FIELD_NUMBER: _builtins.int
+    RECALL_LONGEST_20_PERCENT_FIELD_NUMBER: _builtins.int
+    RECALL_LONGEST_10_PERCENT_FIELD_NUMBER: _builtins.int
+    RECALL_LONGEST_5_PERCENT_FIELD_NUMBER: _builtins.int
+    SPEARMAN_FIELD_NUMBER: _builtins.int
+    MEAN_ABSOLUTE_ERROR_TOKENS_FIELD_NUMBER: _builtins.int
+    INTERVAL_COVERAGE_FIELD_NUMBER: _builtins.int
+    BUCKETS_FIELD_NUMBER: _builtins.int
+    forecaster: _builtins.str
+    """What forecast them: a model's name, or prompt_length for the baseline that knows the prompt's length only."""
+    test: Global___LengthTest.ValueType
+    """On what it was tested."""
+    num_samples: _builtins.int
+    """Samples tested on."""
+    recall_longest_20_percent: _builtins.float
+    """Share of the longest fifth that is among the fifth with the longest forecasts, 0 to 1."""
+    recall_longest_10_percent: _builtins.float
+    """The same of the longest tenth."""
+    recall_longest_5_percent: _builtins.float
+    """The same of the longest twentieth."""
+    spearman: _builtins.float
+    """Spearman's rank correlation of forecast and length, -1 to 1; unset when all are equal."""
+    mean_absolute_error_tokens: _builtins.float
+    """Mean absolute error, tokens."""
+    interval_coverage: _builtins.float
+    """Share of samples between `low_tokens` and `high_tokens`, 0.8 if those are right; unset when none was stated."""
+    @_builtins.property
+    def buckets(self) -> _containers.RepeatedCompositeFieldContainer[Global___LengthBucket]:
+        """Samples in fifths by forecast, shortest first."""
+
+    def __init__(
+        self,
+        *,
+        forecaster: _builtins.str = ...,
+        test: Global___LengthTest.ValueType = ...,
+        num_samples: _builtins.int = ...,
+        recall_longest_20_percent: _builtins.float = ...,
+        recall_longest_10_percent: _builtins.float = ...,
+        recall_longest_5_percent: _builtins.float = ...,
+        spearman: _builtins.float | None = ...,
+        mean_absolute_error_tokens: _builtins.float = ...,
+        interval_coverage: _builtins.float | None = ...,
+        buckets: _abc.Iterable[Global___LengthBucket] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_interval_coverage", b"_interval_coverage", "_spearman", b"_spearman", "interval_coverage", b"interval_coverage", "spearman", b"spearman"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_interval_coverage", b"_interval_coverage", "_spearman", b"_spearman", "buckets", b"buckets", "forecaster", b"forecaster", "interval_coverage", b"interval_coverage", "mean_absolute_error_tokens", b"mean_absolute_error_tokens", "num_samples", b"num_samples", "recall_longest_10_percent", b"recall_longest_10_percent", "recall_longest_20_percent", b"recall_longest_20_percent", "recall_longest_5_percent", b"recall_longest_5_percent", "spearman", b"spearman", "test", b"test"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__interval_coverage: _TypeAlias = _typing.Literal["interval_coverage"]  # noqa: Y015
+    _WhichOneofArgType__interval_coverage: _TypeAlias = _typing.Literal["_interval_coverage", b"_interval_coverage"]  # noqa: Y015
+    _WhichOneofReturnType__spearman: _TypeAlias = _typing.Literal["spearman"]  # noqa: Y015
+    _WhichOneofArgType__spearman: _TypeAlias = _typing.Literal["_spearman", b"_spearman"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__interval_coverage) -> _WhichOneofReturnType__interval_coverage | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__spearman) -> _WhichOneofReturnType__spearman | None: ...
+
+Global___LengthQuality: _TypeAlias = LengthQuality  # noqa: Y015
+
+@_typing.final
+class GetLengthModelRequest(_message.Message):
+    """Request of GetLengthModel."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RUN_ID_FIELD_NUMBER: _builtins.int
+    run_id: _builtins.str
+    """Which run."""
+    def __init__(
+        self,
+        *,
+        run_id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["run_id", b"run_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetLengthModelRequest: _TypeAlias = GetLengthModelRequest  # noqa: Y015
+
+@_typing.final
+class GetLengthModelResponse(_message.Message):
+    """Response of GetLengthModel."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MODEL_VERSION_FIELD_NUMBER: _builtins.int
+    MODEL_FIELD_NUMBER: _builtins.int
+    NUM_PROMPTS_FIELD_NUMBER: _builtins.int
+    NUM_OBSERVATIONS_FIELD_NUMBER: _builtins.int
+    FIT_TIME_FIELD_NUMBER: _builtins.int
+    FIT_DURATION_FIELD_NUMBER: _builtins.int
+    QUALITIES_FIELD_NUMBER: _builtins.int
+    FIT_PROBLEM_FIELD_NUMBER: _builtins.int
+    model_version: _builtins.int
+    """Version of the model in use, counted from 1; 0 means that means of what was seen are used."""
+    model: _builtins.str
+    """Its name; empty while there is none."""
+    num_prompts: _builtins.int
+    """Prompts with known lengths that the next model is fitted to."""
+    num_observations: _builtins.int
+    """Lengths learned from so far."""
+    fit_problem: _builtins.str
+    """Why the newest fit failed; empty when it did not."""
+    @_builtins.property
+    def fit_time(self) -> _timestamp_pb2.Timestamp:
+        """When the model was fitted; unset while there is none."""
+
+    @_builtins.property
+    def fit_duration(self) -> _duration_pb2.Duration:
+        """How long that took; unset while there is none."""
+
+    @_builtins.property
+    def qualities(self) -> _containers.RepeatedCompositeFieldContainer[Global___LengthQuality]:
+        """How well it and the baseline do, each on each test there is."""
+
+    def __init__(
+        self,
+        *,
+        model_version: _builtins.int = ...,
+        model: _builtins.str = ...,
+        num_prompts: _builtins.int = ...,
+        num_observations: _builtins.int = ...,
+        fit_time: _timestamp_pb2.Timestamp | None = ...,
+        fit_duration: _duration_pb2.Duration | None = ...,
+        qualities: _abc.Iterable[Global___LengthQuality] | None = ...,
+        fit_problem: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["fit_duration", b"fit_duration", "fit_time", b"fit_time"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["fit_duration", b"fit_duration", "fit_problem", b"fit_problem", "fit_time", b"fit_time", "model", b"model", "model_version", b"model_version", "num_observations", b"num_observations", "num_prompts", b"num_prompts", "qualities", b"qualities"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetLengthModelResponse: _TypeAlias = GetLengthModelResponse  # noqa: Y015

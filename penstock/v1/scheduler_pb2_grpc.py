@@ -76,6 +76,11 @@ class SchedulerServiceStub:
                 request_serializer=penstock_dot_v1_dot_scheduler__pb2.ReportLengthsRequest.SerializeToString,
                 response_deserializer=penstock_dot_v1_dot_scheduler__pb2.ReportLengthsResponse.FromString,
                 _registered_method=True)
+        self.GetLengthModel = channel.unary_unary(
+                '/penstock.v1.SchedulerService/GetLengthModel',
+                request_serializer=penstock_dot_v1_dot_scheduler__pb2.GetLengthModelRequest.SerializeToString,
+                response_deserializer=penstock_dot_v1_dot_scheduler__pb2.GetLengthModelResponse.FromString,
+                _registered_method=True)
 
 
 class SchedulerServiceServicer:
@@ -141,6 +146,14 @@ class SchedulerServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def GetLengthModel(self, request, context):
+        """What forecasts a run's lengths now, and how well. NOT_FOUND / UNKNOWN_RUN: no length of that run was asked for or
+        reported.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_SchedulerServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -183,6 +196,11 @@ def add_SchedulerServiceServicer_to_server(servicer, server):
                     servicer.ReportLengths,
                     request_deserializer=penstock_dot_v1_dot_scheduler__pb2.ReportLengthsRequest.FromString,
                     response_serializer=penstock_dot_v1_dot_scheduler__pb2.ReportLengthsResponse.SerializeToString,
+            ),
+            'GetLengthModel': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetLengthModel,
+                    request_deserializer=penstock_dot_v1_dot_scheduler__pb2.GetLengthModelRequest.FromString,
+                    response_serializer=penstock_dot_v1_dot_scheduler__pb2.GetLengthModelResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -403,6 +421,33 @@ class SchedulerService:
             '/penstock.v1.SchedulerService/ReportLengths',
             penstock_dot_v1_dot_scheduler__pb2.ReportLengthsRequest.SerializeToString,
             penstock_dot_v1_dot_scheduler__pb2.ReportLengthsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetLengthModel(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/penstock.v1.SchedulerService/GetLengthModel',
+            penstock_dot_v1_dot_scheduler__pb2.GetLengthModelRequest.SerializeToString,
+            penstock_dot_v1_dot_scheduler__pb2.GetLengthModelResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -54,6 +54,10 @@ class SchedulerServiceStub:
     """Forecasts completion lengths, for dispatch."""
     ReportLengths: _grpc.UnaryUnaryMultiCallable[_scheduler_pb2.ReportLengthsRequest, _scheduler_pb2.ReportLengthsResponse]
     """Completion lengths seen, to learn from."""
+    GetLengthModel: _grpc.UnaryUnaryMultiCallable[_scheduler_pb2.GetLengthModelRequest, _scheduler_pb2.GetLengthModelResponse]
+    """What forecasts a run's lengths now, and how well. NOT_FOUND / UNKNOWN_RUN: no length of that run was asked for or
+    reported.
+    """
 
 @_typing.type_check_only
 class SchedulerServiceAsyncStub(SchedulerServiceStub):
@@ -81,6 +85,10 @@ class SchedulerServiceAsyncStub(SchedulerServiceStub):
     """Forecasts completion lengths, for dispatch."""
     ReportLengths: _aio.UnaryUnaryMultiCallable[_scheduler_pb2.ReportLengthsRequest, _scheduler_pb2.ReportLengthsResponse]  # type: ignore[assignment]
     """Completion lengths seen, to learn from."""
+    GetLengthModel: _aio.UnaryUnaryMultiCallable[_scheduler_pb2.GetLengthModelRequest, _scheduler_pb2.GetLengthModelResponse]  # type: ignore[assignment]
+    """What forecasts a run's lengths now, and how well. NOT_FOUND / UNKNOWN_RUN: no length of that run was asked for or
+    reported.
+    """
 
 class SchedulerServiceServicer(metaclass=_abc_1.ABCMeta):
     """Holds the inventory, computes and revises the plan, forecasts output lengths. Everything here is advice: when the
@@ -153,5 +161,15 @@ class SchedulerServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_scheduler_pb2.ReportLengthsResponse, _abc.Awaitable[_scheduler_pb2.ReportLengthsResponse]]:
         """Completion lengths seen, to learn from."""
+
+    @_abc_1.abstractmethod
+    def GetLengthModel(
+        self,
+        request: _scheduler_pb2.GetLengthModelRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_scheduler_pb2.GetLengthModelResponse, _abc.Awaitable[_scheduler_pb2.GetLengthModelResponse]]:
+        """What forecasts a run's lengths now, and how well. NOT_FOUND / UNKNOWN_RUN: no length of that run was asked for or
+        reported.
+        """
 
 def add_SchedulerServiceServicer_to_server(servicer: SchedulerServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
