@@ -10,6 +10,7 @@ import math
 from collections import OrderedDict
 from dataclasses import dataclass
 
+from penstock.errors import UnknownRunError
 from penstock.v1 import scheduler_pb2 as pb
 
 MAX_GROUPS_PER_RUN = 100_000
@@ -73,3 +74,10 @@ class LengthForecaster:
         """One forecast per query, in order; without an expectation where nothing is known."""
         run = self._runs.get(run_id)
         return [run.forecast(query.group_id) if run else pb.LengthForecast() for query in queries]
+
+    def describe(self, run_id: str) -> pb.GetLengthModelResponse:
+        """What is known of a run. Raises UnknownRunError."""
+        run = self._runs.get(run_id)
+        if run is None:
+            raise UnknownRunError(f"run_id: no length of {run_id!r} was reported", run_id=run_id)
+        return pb.GetLengthModelResponse(num_observations=run.overall.count)

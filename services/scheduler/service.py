@@ -101,6 +101,10 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         self._lengths.observe(request.run_id, list(request.observations))
         return pb.ReportLengthsResponse()
 
+    async def GetLengthModel(self, request: pb.GetLengthModelRequest, context: Context) -> pb.GetLengthModelResponse:
+        """What forecasts lengths now."""
+        return self._lengths.describe(request.run_id)
+
     def _plan_of(self, run_id: str) -> pb.Plan:
         plan = self._plans.get(run_id)
         if plan is None:
