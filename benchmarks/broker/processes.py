@@ -135,11 +135,11 @@ class Stage:
             raise RuntimeError(f"the broker did not start; see {self.folder / 'processes.log'}")
         return child, address
 
-    async def start_worker(self) -> Worker:
-        """Start a worker."""
+    async def start_worker(self, *, is_plain: bool = False) -> Worker:
+        """Start a worker; a plain one is without our tuning of event loop and memory."""
         with (self.folder / "processes.log").open("ab") as log:
             process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-m", "benchmarks.broker.worker"),
+                *(sys.executable, "-m", "benchmarks.broker.worker", *(["--plain"] if is_plain else [])),
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
                 stderr=log,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import statistics
 import tempfile
 from collections.abc import Callable, Sequence
@@ -14,6 +15,7 @@ import redis.asyncio
 from benchmarks.broker import bare, latency, memory, queue_depth, throughput, token_stream
 from benchmarks.broker.processes import Stage, Worker, free_port
 
+REWRITE_TIMEOUT_S = 60.0
 Result = dict[str, Any]
 
 
@@ -69,22 +71,52 @@ async def run(plan: Plan, *, redis_server: Path, progress: Callable[[str], None]
 
 
 async def _throughputs(stage: Stage, workers: list[Worker], plan: Plan, progress: Callable[[str], None]) -> Result:
-    server, address = await stage.start_worker(), f"127.0.0.1:{free_port()}"
-    await server.prepare("bare:serve", address=address)
-    found: dict[str, list[dict[str, float]]] = {"short": [], "long": []}
-    bare_found: dict[str, list[dict[str, float]]] = {"short": [], "long": []}
+    floors = {
+        "bare_stream": await _Floor.start(
+            stage, [await stage.start_worker(is_plain=True) for _ in workers], is_plain=True
+        ),
+        "tuned_bare_stream": await _Floor.start(stage, workers, is_plain=False),
+    }
+    found: dict[str, dict[str, list[dict[str, float]]]] = {workload: {} for workload in ("short", "long")}
     for repetition in range(plan.num_repetitions):
         for workload, count in (("short", plan.num_short), ("long", plan.num_long)):
             progress(f"{workload}: repetition {repetition + 1} of {plan.num_repetitions}")
-            floor = await bare.measure(address, server, workers, workload=workload, count=count)
+            rows = {name: await floor.measure(workload, count) for name, floor in floors.items()}
             run_id = f"{workload}-{repetition}"
-            ours = await throughput.measure(stage, workers, workload=workload, count=count, run_id=run_id)
+            ours = rows["ours"] = await throughput.measure(
+                stage, workers, workload=workload, count=count, run_id=run_id
+            )
             await _empty(stage)
-            ours["ratio_to_bare_stream"] = ours["trajectories_per_second"] / floor["trajectories_per_second"]
-            found[workload].append(ours)
-            bare_found[workload].append(floor)
-    await server.stop()
-    return {workload: summary(found[workload]) | {"bare_stream": summary(bare_found[workload])} for workload in found}
+            for name in floors:
+                ours[f"ratio_to_{name}"] = ours["trajectories_per_second"] / rows[name]["trajectories_per_second"]
+            for name, row in rows.items():
+                found[workload].setdefault(name, []).append(row)
+    for floor in floors.values():
+        await floor.server.stop()
+    return {
+        workload: summary(rows.pop("ours")) | {name: summary(floor) for name, floor in rows.items()}
+        for workload, rows in found.items()
+    }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Floor:
+    """A bare stream to compare with."""
+
+    server: Worker
+    address: str
+    workers: list[Worker]
+
+    @classmethod
+    async def start(cls, stage: Stage, workers: list[Worker], *, is_plain: bool) -> _Floor:
+        """Start its server; `workers` are its clients."""
+        server, address = await stage.start_worker(is_plain=is_plain), f"127.0.0.1:{free_port()}"
+        await server.prepare("bare:serve", address=address)
+        return cls(server=server, address=address, workers=workers)
+
+    async def measure(self, workload: str, count: int) -> dict[str, float]:
+        """One repetition."""
+        return await bare.measure(self.address, self.server, self.workers, workload=workload, count=count)
 
 
 async def _latency(stage: Stage, workers: list[Worker], plan: Plan, progress: Callable[[str], None]) -> Result:
@@ -136,9 +168,13 @@ async def _queue(stage: Stage, plan: Plan, progress: Callable[[str], None]) -> R
 
 
 async def _empty(stage: Stage) -> None:
-    """Forget the runs so far, so that every repetition begins with the same Redis."""
+    """Forget the runs so far, their file too, so that every repetition begins with the same Redis."""
     client: redis.asyncio.Redis = redis.asyncio.Redis.from_url(stage.redis_url)
     await client.flushall()
+    await client.bgrewriteaof()
+    async with asyncio.timeout(REWRITE_TIMEOUT_S):
+        while (await client.info("persistence"))["aof_rewrite_in_progress"]:  # noqa: ASYNC110 -- Redis tells nobody
+            await asyncio.sleep(0.05)
     await client.aclose()
 
 

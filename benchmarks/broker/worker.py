@@ -1,4 +1,7 @@
-"""A worker process: reads a role as a line of JSON, says that it is ready, plays when told to, reports; and again."""
+"""A worker process: reads a role as a line of JSON, says that it is ready, plays when told to, reports; and again.
+
+With `--plain` as Python and the C library are by default; without, tuned as Penstock's own processes are.
+"""
 
 from __future__ import annotations
 
@@ -41,5 +44,8 @@ def _write(message: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    keep_large_buffers()
-    uvloop.run(_play())
+    if "--plain" in sys.argv[1:]:
+        asyncio.run(_play())
+    else:
+        keep_large_buffers()
+        uvloop.run(_play())
