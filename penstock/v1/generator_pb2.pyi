@@ -65,7 +65,7 @@ class _UpdateMode:
 class _UpdateModeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_UpdateMode.ValueType], _builtins.type):
     DESCRIPTOR: _descriptor.EnumDescriptor
     UPDATE_MODE_UNSPECIFIED: _UpdateMode.ValueType  # 0
-    """Not set; means KEEP."""
+    """Not set; means the mode the generator is configured with, which is KEEP unless stated otherwise."""
     UPDATE_MODE_KEEP: _UpdateMode.ValueType  # 1
     """KV of old tokens is kept; samples go on at once (PipelineRL)."""
     UPDATE_MODE_RECOMPUTE: _UpdateMode.ValueType  # 2
@@ -77,7 +77,7 @@ class UpdateMode(_UpdateMode, metaclass=_UpdateModeEnumTypeWrapper):
     """What happens to running samples' KV cache when weights are swapped."""
 
 UPDATE_MODE_UNSPECIFIED: UpdateMode.ValueType  # 0
-"""Not set; means KEEP."""
+"""Not set; means the mode the generator is configured with, which is KEEP unless stated otherwise."""
 UPDATE_MODE_KEEP: UpdateMode.ValueType  # 1
 """KV of old tokens is kept; samples go on at once (PipelineRL)."""
 UPDATE_MODE_RECOMPUTE: UpdateMode.ValueType  # 2
@@ -126,6 +126,10 @@ class GetGeneratorResponse(_message.Message):
     MAX_SWAP_PAUSE_S_FIELD_NUMBER: _builtins.int
     MAX_CONTEXT_TOKENS_FIELD_NUMBER: _builtins.int
     NUM_WEIGHTS_REFUSED_FIELD_NUMBER: _builtins.int
+    UPDATE_MODE_FIELD_NUMBER: _builtins.int
+    NUM_RECOMPUTED_TOKENS_FIELD_NUMBER: _builtins.int
+    TOTAL_SWAP_PAUSE_S_FIELD_NUMBER: _builtins.int
+    NUM_SAMPLES_BORNE_FIELD_NUMBER: _builtins.int
     generator_id: _builtins.str
     """Names the generator."""
     state: Global___GeneratorState.ValueType
@@ -160,6 +164,14 @@ class GetGeneratorResponse(_message.Message):
     """Longest prompt + completion, in tokens."""
     num_weights_refused: _builtins.int
     """Weight versions refused because a digest did not match, since start."""
+    update_mode: Global___UpdateMode.ValueType
+    """What happens to running samples when a published version is taken."""
+    num_recomputed_tokens: _builtins.int
+    """Prompt and completion tokens whose KV was computed again because of updates in mode RECOMPUTE, since start."""
+    total_swap_pause_s: _builtins.float
+    """All pauses that swaps have caused since start, seconds."""
+    num_samples_borne: _builtins.int
+    """Samples it would hold now if the broker had as many: what its KV cache bears and its configuration allows."""
     def __init__(
         self,
         *,
@@ -180,10 +192,14 @@ class GetGeneratorResponse(_message.Message):
         max_swap_pause_s: _builtins.float = ...,
         max_context_tokens: _builtins.int = ...,
         num_weights_refused: _builtins.int = ...,
+        update_mode: Global___UpdateMode.ValueType = ...,
+        num_recomputed_tokens: _builtins.int = ...,
+        total_swap_pause_s: _builtins.float = ...,
+        num_samples_borne: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["busy_s", b"busy_s", "engine", b"engine", "engine_version", b"engine_version", "generator_id", b"generator_id", "kv_cache_usage", b"kv_cache_usage", "max_context_tokens", b"max_context_tokens", "max_swap_pause_s", b"max_swap_pause_s", "num_preemptions", b"num_preemptions", "num_running", b"num_running", "num_tokens_generated", b"num_tokens_generated", "num_waiting", b"num_waiting", "num_weight_updates", b"num_weight_updates", "num_weights_refused", b"num_weights_refused", "policy_version", b"policy_version", "state", b"state", "uptime_s", b"uptime_s", "weights_digest", b"weights_digest"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["busy_s", b"busy_s", "engine", b"engine", "engine_version", b"engine_version", "generator_id", b"generator_id", "kv_cache_usage", b"kv_cache_usage", "max_context_tokens", b"max_context_tokens", "max_swap_pause_s", b"max_swap_pause_s", "num_preemptions", b"num_preemptions", "num_recomputed_tokens", b"num_recomputed_tokens", "num_running", b"num_running", "num_samples_borne", b"num_samples_borne", "num_tokens_generated", b"num_tokens_generated", "num_waiting", b"num_waiting", "num_weight_updates", b"num_weight_updates", "num_weights_refused", b"num_weights_refused", "policy_version", b"policy_version", "state", b"state", "total_swap_pause_s", b"total_swap_pause_s", "update_mode", b"update_mode", "uptime_s", b"uptime_s", "weights_digest", b"weights_digest"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -311,22 +327,30 @@ class PullWeightsResponse(_message.Message):
     POLICY_VERSION_FIELD_NUMBER: _builtins.int
     DIGEST_FIELD_NUMBER: _builtins.int
     SWAP_PAUSE_S_FIELD_NUMBER: _builtins.int
+    MODE_FIELD_NUMBER: _builtins.int
+    NUM_RECOMPUTED_TOKENS_FIELD_NUMBER: _builtins.int
     policy_version: _builtins.int
     """The version held now."""
     digest: _builtins.str
     """Its digest, computed from the engine's memory."""
     swap_pause_s: _builtins.float
     """How long decoding stood still."""
+    mode: Global___UpdateMode.ValueType
+    """What happened to running samples."""
+    num_recomputed_tokens: _builtins.int
+    """Prompt and completion tokens whose KV was computed again under the new weights."""
     def __init__(
         self,
         *,
         policy_version: _builtins.int = ...,
         digest: _builtins.str = ...,
         swap_pause_s: _builtins.float = ...,
+        mode: Global___UpdateMode.ValueType = ...,
+        num_recomputed_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest", "policy_version", b"policy_version", "swap_pause_s", b"swap_pause_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest", "mode", b"mode", "num_recomputed_tokens", b"num_recomputed_tokens", "policy_version", b"policy_version", "swap_pause_s", b"swap_pause_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
