@@ -259,9 +259,8 @@ def resolve(config: RunConfig, *, now_s: float) -> RunConfig:
         config = config.model_copy(update={"record": _absolute(config.record)})
     if config.endpoints.trainer is not None:
         return config.model_copy(update={"run": run})
-    data = config.data.model_copy(
-        update={"train": _absolute(config.data.train), "eval": config.data.eval and _absolute(config.data.eval)}
-    )
+    paths = {"train": config.data.train, "eval": config.data.eval}
+    data = config.data.model_copy(update={name: path and _absolute(path) for name, path in paths.items()})
     return config.model_copy(
         update={
             "run": run.model_copy(update={"dir": _absolute(run.dir)}),

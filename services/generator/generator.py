@@ -208,7 +208,7 @@ class Generator:
         """Begin to drain; whether nothing is held any more. Calling again sets a new grace, from now."""
         self._holder.is_draining = True
         self._rollouts.stop_accepting()
-        if not self._rollouts.lease_ids:
+        if self._rollouts.is_empty:
             return True
         if self._drain is not None:
             self._drain.cancel()
@@ -302,7 +302,7 @@ class Generator:
         if not self._started.is_set():
             return generator_pb2.GENERATOR_STATE_STARTING
         if self._holder.is_draining:
-            is_empty = not self._rollouts.lease_ids
+            is_empty = self._rollouts.is_empty
             return generator_pb2.GENERATOR_STATE_DRAINED if is_empty else generator_pb2.GENERATOR_STATE_DRAINING
         return generator_pb2.GENERATOR_STATE_PAUSED if self._is_paused else generator_pb2.GENERATOR_STATE_SERVING
 

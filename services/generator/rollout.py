@@ -9,6 +9,7 @@ Promises:
 - No sample is lost by an error of its own: whatever happens, its lease ends in a finish chunk, an aborted chunk, or is
   no longer renewed and expires.
 - A lease is renewed until its last chunk is stored; its slot is free as soon as decoding ended.
+- Guests (`guest`) decode what no lease brought, in slots of the same number and under the same updates.
 - An engine that fails is reported once through `on_engine_failure`; the process is expected to give everything back and
   to end, so that its supervisor starts a fresh one.
 """
@@ -28,11 +29,12 @@ from penstock.codec import Int32, int32_array
 from penstock.errors import InvalidFieldError
 from penstock.v1 import broker_pb2, types_pb2
 from services.generator.busy import BusyTracker
-from services.generator.engine import Engine, EngineError, FinishReason, RequestRefusedError
+from services.generator.engine import Engine, EngineError, EngineStoppedError, FinishReason, RequestRefusedError
 from services.generator.held import HeldWeights
 from services.generator.metrics import GeneratorMetrics
 from services.generator.model_folder import TextDecoder
 from services.generator.requests import to_request
+from services.generator.slots import Slots
 
 MAX_VERSION_WAIT_S = 60.0
 """How long a sample waits for weights that its lease asks for before it is given back."""
@@ -100,10 +102,10 @@ class Rollouts:
 
     def __init__(self, parts: RolloutParts, *, max_concurrent_samples: int) -> None:
         self._parts = parts
-        self._max_concurrent_samples = max_concurrent_samples
+        self._slots = Slots(max_concurrent_samples)
+        self._num_guests = 0
         self._works: dict[str, _Work] = {}
         self._tasks: set[asyncio.Task[None]] = set()
-        self._num_in_slots = 0
         self._is_accepting = True
         self._may_begin = asyncio.Event()
         self._may_begin.set()
@@ -118,11 +120,16 @@ class Rollouts:
         """Leases in hand, those whose last chunk is on its way included."""
         return list(self._works)
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing is in hand, neither a lease nor a guest."""
+        return not self._works and not self._num_guests
+
     def num_free_slots(self) -> int:
         """Leases that could be begun now."""
         if not self._is_accepting or not self._parts.held.is_trusted:
             return 0
-        return max(0, self._max_concurrent_samples - self._num_in_slots)
+        return self._slots.num_free
 
     def begin(self, lease: broker_pb2.Lease) -> None:
         """Take a lease; one that cannot be taken any more is given back at once."""
@@ -134,7 +141,7 @@ class Rollouts:
             lease.key, lease_id=lease.lease_id, offset=len(lease.prefix_token_ids) // 4, listener=work
         )
         self._works[lease.lease_id] = work
-        self._num_in_slots += 1
+        self._slots.take()
         self._empty.clear()
         if not self._is_accepting:
             self._give_back(work)
@@ -173,8 +180,7 @@ class Rollouts:
         self._free_slot(work)
         if work.task is not None:
             work.task.cancel()
-        if not self._works:
-            self._empty.set()
+        self._note_if_empty()
         self._parts.on_change()
 
     def drop_all(self, reason: str) -> None:
@@ -201,13 +207,48 @@ class Rollouts:
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     async def wait_until_empty(self, *, timeout_s: float) -> bool:
-        """Whether no lease was left in hand within `timeout_s` seconds."""
+        """Whether nothing was left in hand within `timeout_s` seconds."""
         try:
             async with asyncio.timeout(timeout_s):
                 await self._empty.wait()
         except TimeoutError:
             return False
         return True
+
+    @asynccontextmanager
+    async def guest(self, *, timeout_s: float) -> AsyncIterator[None]:
+        """Inside, the caller may decode one sample that no lease brought.
+
+        Raises:
+            EngineStoppedError: This generator takes nothing new.
+            TimeoutError: There was no slot, or no attested version, within `timeout_s` seconds.
+        """
+        if not self._is_accepting:
+            raise EngineStoppedError("this generator drains and takes nothing new")
+        self._num_guests += 1
+        self._empty.clear()
+        try:
+            await self._enter_guest(timeout_s)
+            self._count_decoding(1)
+            try:
+                yield
+            finally:
+                self._count_decoding(-1)
+                self._slots.release()
+        finally:
+            self._num_guests -= 1
+            self._note_if_empty()
+            self._parts.on_change()
+
+    async def _enter_guest(self, timeout_s: float) -> None:
+        async with asyncio.timeout(timeout_s):
+            await self._slots.wait()
+            try:
+                await self._parts.held.wait_for(0)
+                await self._may_begin.wait()
+            except BaseException:
+                self._slots.release()
+                raise
 
     @asynccontextmanager
     async def nothing_decoding(self, *, timeout_s: float) -> AsyncIterator[None]:
@@ -291,7 +332,11 @@ class Rollouts:
     def _free_slot(self, work: _Work) -> None:
         if work.is_in_slot:
             work.is_in_slot = False
-            self._num_in_slots -= 1
+            self._slots.release()
+
+    def _note_if_empty(self) -> None:
+        if self.is_empty:
+            self._empty.set()
 
     def _count_decoding(self, change: int) -> None:
         self._num_decoding += change

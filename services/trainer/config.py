@@ -58,8 +58,8 @@ class ModelConfig(StrictModel):
 class DataConfig(StrictModel):
     """Prompts: JSONL or parquet with `prompt` (question, problem) and `answer` (label, ground_truth, solution)."""
 
-    train: Path
-    """Training rows."""
+    train: Path | None
+    """Training rows; null for a run whose groups others put: agents, a replay."""
     eval: Path | None = None
     """Held-out rows; nothing is measured without."""
     shuffle: bool = True

@@ -148,7 +148,7 @@ class TrainingRun:
         policy = await self._compute.run(self._load_policy, config)
         backend = InterruptibleBackend(policy.backend)
         train, held_out = await self._compute.run(self._load_data, policy)
-        self._num_skipped_rows = train.num_skipped + (held_out.num_skipped if held_out else 0)
+        self._num_skipped_rows = sum(prompts.num_skipped for prompts in (train, held_out) if prompts is not None)
         await self._restore(backend)
         self._backend = backend
         self.events.policy_version = self._progress.policy_version
@@ -163,7 +163,7 @@ class TrainingRun:
                 events=self.events,
                 metrics=self._metrics,
                 evaluations=self._evaluations,
-                train_prompts=train.prompts,
+                train_prompts=train.prompts if train else (),
                 held_out_prompts=held_out.prompts if held_out else (),
                 write_checkpoint=self.write_checkpoint,
                 security=self._security,
@@ -171,7 +171,8 @@ class TrainingRun:
             await session.run_to_completion()
         return True
 
-    def _load_data(self, policy: Policy) -> tuple[PromptSet, PromptSet | None]:
+    def _load_data(self, policy: Policy) -> tuple[PromptSet | None, PromptSet | None]:
+        """Training and held-out prompts, None where there are none."""
         config = self.spec.config
         longest = policy.backend.max_sequence_length - config.sampling.max_new_tokens
         if longest < 1:
@@ -180,7 +181,9 @@ class TrainingRun:
                 f"context of {policy.backend.max_sequence_length} tokens; lower it"
             )
         limit = min(config.data.max_prompt_tokens, longest)
-        train = load_prompts(config.data.train, policy.tokenizer, max_prompt_tokens=limit)
+        train = None
+        if config.data.train is not None:
+            train = load_prompts(config.data.train, policy.tokenizer, max_prompt_tokens=limit)
         if config.data.eval is None or config.run.num_eval_prompts == 0:
             return train, None
         held_out = load_prompts(config.data.eval, policy.tokenizer, max_prompt_tokens=limit)

@@ -51,6 +51,7 @@ class RunSession:
     metrics: JsonLines
     evaluations: JsonLines
     train_prompts: Sequence[EncodedPrompt]
+    """Submitted by this run; empty where others put its groups."""
     held_out_prompts: Sequence[EncodedPrompt]
     write_checkpoint: Callable[[], Awaitable[None]]
     security: Security
@@ -75,14 +76,9 @@ class RunSession:
             await evaluator.forget_leftovers()
         if progress.policy_version == 0:
             await self._evaluate(evaluator)
-        stream = PromptStream(
-            self.train_prompts,
-            seed=self.context.config.run.seed,
-            shuffle=self.context.config.data.shuffle,
-            position=progress.position,
-        )
-        feeder = TrainingFeeder(context=self.context, submitter=submitter, stream=stream)
-        monitor = RunMonitor(context=self.context, meter=self.meter, on_dropped_samples=feeder.note_dropped_samples)
+        feeder = self._feeder(submitter)
+        on_dropped = feeder.note_dropped_samples if feeder is not None else _ignore
+        monitor = RunMonitor(context=self.context, meter=self.meter, on_dropped_samples=on_dropped)
         await self._train_with(feeder, monitor, evaluator)
         await self.write_checkpoint()
         await self._evaluate(evaluator)
@@ -91,9 +87,20 @@ class RunSession:
         await self.context.client.drop_groups(self.context.run_id, list(progress.outstanding), reason="run_complete")
         await self.context.client.close_run(self.context.run_id)
 
-    async def _train_with(self, feeder: TrainingFeeder, monitor: RunMonitor, evaluator: Evaluator) -> None:
+    def _feeder(self, submitter: PromptSubmitter) -> TrainingFeeder | None:
+        if not self.train_prompts:
+            return None
+        stream = PromptStream(
+            self.train_prompts,
+            seed=self.context.config.run.seed,
+            shuffle=self.context.config.data.shuffle,
+            position=self.context.progress.position,
+        )
+        return TrainingFeeder(context=self.context, submitter=submitter, stream=stream)
+
+    async def _train_with(self, feeder: TrainingFeeder | None, monitor: RunMonitor, evaluator: Evaluator) -> None:
         config = self.context.config
-        loops = [feeder.run, monitor.run]
+        loops = [monitor.run] if feeder is None else [feeder.run, monitor.run]
         on_groups: Callable[[Sequence[types_pb2.TrajectoryGroup]], None] = lambda _groups: None  # noqa: E731
         if config.scheduler is not None:
             reporter = LengthReporter(target=config.scheduler, run_id=self.context.run_id, security=self.security)
@@ -168,6 +175,10 @@ class RunSession:
         if now_s - self._last_waiting_event_s >= WAITING_EVENT_EVERY_S:
             self._last_waiting_event_s = now_s
             self.events.announce()
+
+
+def _ignore(_num_samples: int) -> None:
+    """Nobody here replaces what others put."""
 
 
 def _copied(backend: InterruptibleBackend) -> dict[str, Tensor]:

@@ -17,7 +17,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from penstock.codec import float32_bytes
+from penstock.codec import float32_bytes, int32_bytes
 from penstock.errors import LeaseLostError, PenstockError, UnknownSampleError, VersionConflictError, from_rpc_error
 from penstock.rpc import Service
 from penstock.security import Security
@@ -102,6 +102,21 @@ async def test_prompts_carry_names_seeds_and_the_row(tmp_path, model, broker) ->
     assert {p.sampling.temperature for p in evaluation if p.group_id.startswith("e3g")} == {0.0}
     assert {p.min_policy_version for p in evaluation if p.group_id.startswith("e3")} == {3}
     assert set(broker.dropped.values()) == {"evaluated"}
+
+
+async def test_a_run_without_data_trains_on_what_others_put_and_submits_nothing(tmp_path, model, broker) -> None:
+    for number in range(6):
+        prompt = types_pb2.Prompt(
+            group_id=f"put{number}", token_ids=int32_bytes([5]), group_size=4, purpose=types_pb2.PURPOSE_TRAIN
+        )
+        broker.prompts[prompt.group_id] = prompt
+        broker.ready.append(prompt.group_id)
+    async with serving(broker.service()) as (_, target), running_trainer() as trainer:
+        document = run_document(tmp_path, model, target)
+        await trainer.start({**document, "data": {"train": None}})
+        events = await trainer.events()
+    assert finish_of(events).outcome == trainer_pb2.RUN_OUTCOME_COMPLETED, finish_of(events).message
+    assert set(broker.prompts) == set(broker.trained) == {f"put{number}" for number in range(6)}
 
 
 async def test_a_full_queue_is_waited_for(tmp_path, model) -> None:

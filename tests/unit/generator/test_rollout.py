@@ -259,3 +259,42 @@ async def test_an_update_can_wait_until_nothing_is_decoded(bench):
     leave.set()
     await task
     await bench.decoding("b")
+
+
+async def test_a_guest_has_a_slot_of_its_own_and_holds_updates_back_that_wait_for_silence(bench):
+    async with bench.rollouts.guest(timeout_s=5):
+        assert bench.rollouts.num_free_slots() == 3
+        assert not bench.rollouts.is_empty
+        with pytest.raises(TimeoutError):
+            async with bench.rollouts.nothing_decoding(timeout_s=0.01):
+                pass
+    assert bench.rollouts.num_free_slots() == 4
+    assert bench.rollouts.is_empty
+    async with bench.rollouts.nothing_decoding(timeout_s=0.01):
+        with pytest.raises(TimeoutError):
+            async with bench.rollouts.guest(timeout_s=0.01):
+                pass
+        assert bench.rollouts.num_free_slots() == 4
+
+
+async def test_a_guest_waits_until_a_lease_ends(bench):
+    for number in range(4):
+        await bench.begin(f"l{number}")
+    entered = asyncio.Event()
+
+    async def visit():
+        async with bench.rollouts.guest(timeout_s=5):
+            entered.set()
+
+    guest = asyncio.create_task(visit())
+    await bench.decoding("l0")
+    assert not entered.is_set()
+    bench.engine.say("l0", span(2, finish=FinishReason.STOP))
+    await asyncio.wait_for(guest, timeout=5)
+
+
+async def test_no_guest_is_taken_once_the_generator_drains(bench):
+    bench.rollouts.stop_accepting()
+    with pytest.raises(EngineStoppedError):
+        async with bench.rollouts.guest(timeout_s=5):
+            pass

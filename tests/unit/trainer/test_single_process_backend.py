@@ -102,6 +102,27 @@ def test_gradients_do_not_depend_on_how_trajectories_are_packed(model_directory,
     assert max(float(gradient.abs().max()) for gradient in found[0].values()) > 0.1
 
 
+def test_masked_tokens_get_no_gradient_whatever_stands_beside_them(model_directory):
+    """A tool's output between two turns is read, never learned: its log-probs and advantages are not even looked at."""
+    backend = build_backend(model_directory, loss_settings=PolicyLossSettings(correction=Correction.TRUNCATED))
+    trajectory = build_trajectory(np.random.default_rng(3), num_prompt=3, num_completion=12)
+    trajectory.loss_mask[7:11] = False
+    found = []
+    for logprob, advantage in ((0.0, 0.0), (-30.0, 50.0)):
+        trajectory.behavior_logprobs[7:11] = logprob
+        trajectory.advantages[7:11] = advantage
+        (pack,) = pack_trajectories([trajectory], max_pack_tokens=64)
+        assert pack.num_loss_tokens == 8
+        backend.forward_backward(pack)
+        found.append(gradients(backend))
+        backend.discard_gradients()
+    assert_equal_tensors(found[0], found[1])
+    trajectory.loss_mask[7:11] = True
+    backend.forward_backward(pack_trajectories([trajectory], max_pack_tokens=64)[0])
+    moved = gradients(backend)
+    assert any(not torch.equal(moved[name], gradient) for name, gradient in found[0].items())
+
+
 def test_zero_advantage_samples_add_nothing_to_the_gradient(model_directory):
     backend = build_backend(model_directory, loss_settings=PolicyLossSettings(correction=Correction.TRUNCATED))
     trajectory = random_trajectories(count=1)[0]
