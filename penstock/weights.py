@@ -82,7 +82,7 @@ class FileDigest:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Entry:
+class TensorPlace:
     """Where a safetensors file keeps one tensor; offsets count from the file's beginning."""
 
     name: str
@@ -90,6 +90,11 @@ class _Entry:
     shape: tuple[int, ...]
     begin: int
     end: int
+
+    @property
+    def element_bytes(self) -> int:
+        """Width of an element."""
+        return _DTYPE_BYTES[self.dtype]
 
 
 def tensor_digest(*, name: str, dtype: str, shape: Sequence[int], data: bytes | memoryview) -> TensorDigest:
@@ -160,8 +165,18 @@ def safetensors_shapes(path: Path) -> dict[str, tuple[int, ...]]:
         MalformedWeightsError: The file is not safetensors, or its header does not fit its length.
         OSError: The file cannot be read.
     """
+    return {place.name: place.shape for place in safetensors_places(path)}
+
+
+def safetensors_places(path: Path) -> tuple[TensorPlace, ...]:
+    """Where a safetensors file keeps its tensors, sorted by name; reads its header only.
+
+    Raises:
+        MalformedWeightsError: The file is not safetensors, or its header does not fit its length.
+        OSError: The file cannot be read.
+    """
     with _mapped(path) as view:
-        return {entry.name: entry.shape for entry in _read_entries(path.name, view)}
+        return _read_places(path.name, view)
 
 
 def safetensors_digests(path: Path) -> tuple[TensorDigest, ...]:
@@ -172,7 +187,7 @@ def safetensors_digests(path: Path) -> tuple[TensorDigest, ...]:
         OSError: The file cannot be read.
     """
     with _mapped(path) as view:
-        return tuple(_digest_entries(path.name, view))
+        return tuple(_digest_places(path.name, view))
 
 
 def verify_safetensors(path: Path, *, tensors: Sequence[TensorDigest], digest: str) -> None:
@@ -230,13 +245,13 @@ def _mapped(path: Path) -> Iterator[memoryview]:
         yield view
 
 
-def _digest_entries(file_name: str, view: memoryview) -> Iterator[TensorDigest]:
-    for entry in sorted(_read_entries(file_name, view), key=lambda entry: entry.name):
-        with view[entry.begin : entry.end] as data:
-            yield tensor_digest(name=entry.name, dtype=entry.dtype, shape=entry.shape, data=data)
+def _digest_places(file_name: str, view: memoryview) -> Iterator[TensorDigest]:
+    for place in _read_places(file_name, view):
+        with view[place.begin : place.end] as data:
+            yield tensor_digest(name=place.name, dtype=place.dtype, shape=place.shape, data=data)
 
 
-def _read_entries(file_name: str, view: memoryview) -> list[_Entry]:
+def _read_places(file_name: str, view: memoryview) -> tuple[TensorPlace, ...]:
     header_bytes = int.from_bytes(view[:_HEADER_LENGTH_BYTES], "little")
     data_start = _HEADER_LENGTH_BYTES + header_bytes
     if view.nbytes < _HEADER_LENGTH_BYTES or header_bytes > MAX_HEADER_BYTES or data_start > view.nbytes:
@@ -248,10 +263,11 @@ def _read_entries(file_name: str, view: memoryview) -> list[_Entry]:
     if not isinstance(header, dict):
         raise MalformedWeightsError(f"{file_name}: its header is not a mapping")
     header.pop("__metadata__", None)
-    return [_read_entry(file_name, name, value, data_start, view.nbytes) for name, value in header.items()]
+    places = (_read_place(file_name, name, value, data_start, view.nbytes) for name, value in header.items())
+    return tuple(sorted(places, key=lambda place: place.name))
 
 
-def _read_entry(file_name: str, name: str, value: object, data_start: int, file_bytes: int) -> _Entry:
+def _read_place(file_name: str, name: str, value: object, data_start: int, file_bytes: int) -> TensorPlace:
     where = f"{file_name}: tensor {name[:MAX_NAME_CHARACTERS]!r}"
     if not name or len(name) > MAX_NAME_CHARACTERS or any(ord(character) < ord(" ") for character in name):
         raise MalformedWeightsError(f"{where}: not a usable name")
@@ -263,7 +279,7 @@ def _read_entry(file_name: str, name: str, value: object, data_start: int, file_
     begin, end = data_start + offsets[0], data_start + offsets[1]
     if end > file_bytes or end - begin != _tensor_bytes(value["dtype"], shape):
         raise MalformedWeightsError(f"{where}: its bytes do not fit its shape or the file")
-    return _Entry(name=name, dtype=value["dtype"], shape=shape, begin=begin, end=end)
+    return TensorPlace(name=name, dtype=value["dtype"], shape=shape, begin=begin, end=end)
 
 
 def _sizes(value: object) -> tuple[int, ...] | None:
