@@ -410,6 +410,72 @@ class StreamContentResponse(_message.Message):
 Global___StreamContentResponse: _TypeAlias = StreamContentResponse  # noqa: Y015
 
 @_typing.final
+class FindSourcesRequest(_message.Message):
+    """Request of FindSources."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RUN_ID_FIELD_NUMBER: _builtins.int
+    RECEIVER_ID_FIELD_NUMBER: _builtins.int
+    SITE_FIELD_NUMBER: _builtins.int
+    CONTENT_ID_FIELD_NUMBER: _builtins.int
+    RELAY_URL_FIELD_NUMBER: _builtins.int
+    FAILED_URL_FIELD_NUMBER: _builtins.int
+    run_id: _builtins.str
+    """Which run."""
+    receiver_id: _builtins.str
+    """The receiver."""
+    site: _builtins.str
+    """Its site; nobody relays to a receiver whose site is empty."""
+    content_id: _builtins.str
+    """Which content: SHA-256, hex, over the sha256 of its chunks in order, each followed by a line feed."""
+    relay_url: _builtins.str
+    """Address under which it will serve this content to others of its site; empty if it will not."""
+    failed_url: _builtins.str
+    """An address it was given before and could not fetch from; empty where there is none."""
+    def __init__(
+        self,
+        *,
+        run_id: _builtins.str = ...,
+        receiver_id: _builtins.str = ...,
+        site: _builtins.str = ...,
+        content_id: _builtins.str = ...,
+        relay_url: _builtins.str = ...,
+        failed_url: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["content_id", b"content_id", "failed_url", b"failed_url", "receiver_id", b"receiver_id", "relay_url", b"relay_url", "run_id", b"run_id", "site", b"site"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___FindSourcesRequest: _TypeAlias = FindSourcesRequest  # noqa: Y015
+
+@_typing.final
+class FindSourcesResponse(_message.Message):
+    """Response of FindSources."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RELAY_URLS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def relay_urls(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Addresses of this content at relays of the site, best first; empty: fetch from the manifest's urls."""
+
+    def __init__(
+        self,
+        *,
+        relay_urls: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["relay_urls", b"relay_urls"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___FindSourcesResponse: _TypeAlias = FindSourcesResponse  # noqa: Y015
+
+@_typing.final
 class ReportHoldingRequest(_message.Message):
     """Request of ReportHolding."""
 
@@ -422,6 +488,7 @@ class ReportHoldingRequest(_message.Message):
     SWAP_PAUSE_S_FIELD_NUMBER: _builtins.int
     FETCHED_BYTES_FIELD_NUMBER: _builtins.int
     RELAY_URL_FIELD_NUMBER: _builtins.int
+    ORIGIN_BYTES_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     """Which run."""
     receiver_id: _builtins.str
@@ -433,9 +500,11 @@ class ReportHoldingRequest(_message.Message):
     swap_pause_s: _builtins.float
     """How long decoding stood still for the swap, seconds."""
     fetched_bytes: _builtins.int
-    """Bytes it fetched for this version over the network."""
+    """Bytes it fetched for this version over the network, from whatever source."""
     relay_url: _builtins.str
     """Address from which it serves the content to others of its site; empty if it does not."""
+    origin_bytes: _builtins.int
+    """Those of `fetched_bytes` that came from the manifest's urls, not from a relay of its site."""
     def __init__(
         self,
         *,
@@ -446,10 +515,11 @@ class ReportHoldingRequest(_message.Message):
         swap_pause_s: _builtins.float = ...,
         fetched_bytes: _builtins.int = ...,
         relay_url: _builtins.str = ...,
+        origin_bytes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest", "fetched_bytes", b"fetched_bytes", "policy_version", b"policy_version", "receiver_id", b"receiver_id", "relay_url", b"relay_url", "run_id", b"run_id", "swap_pause_s", b"swap_pause_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest", "fetched_bytes", b"fetched_bytes", "origin_bytes", b"origin_bytes", "policy_version", b"policy_version", "receiver_id", b"receiver_id", "relay_url", b"relay_url", "run_id", b"run_id", "swap_pause_s", b"swap_pause_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

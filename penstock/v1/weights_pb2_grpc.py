@@ -52,6 +52,11 @@ class WeightStoreServiceStub:
                 request_serializer=penstock_dot_v1_dot_weights__pb2.StreamContentRequest.SerializeToString,
                 response_deserializer=penstock_dot_v1_dot_weights__pb2.StreamContentResponse.FromString,
                 _registered_method=True)
+        self.FindSources = channel.unary_unary(
+                '/penstock.v1.WeightStoreService/FindSources',
+                request_serializer=penstock_dot_v1_dot_weights__pb2.FindSourcesRequest.SerializeToString,
+                response_deserializer=penstock_dot_v1_dot_weights__pb2.FindSourcesResponse.FromString,
+                _registered_method=True)
         self.ReportHolding = channel.unary_unary(
                 '/penstock.v1.WeightStoreService/ReportHolding',
                 request_serializer=penstock_dot_v1_dot_weights__pb2.ReportHoldingRequest.SerializeToString,
@@ -94,6 +99,18 @@ class WeightStoreServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def FindSources(self, request, context):
+        """Says where a receiver fetches a content from, so that one copy crosses each link between sites: the first receiver of
+        a site that asks fetches it from the manifest's urls, the others from its relay, which serves what it has got while
+        it still fetches.
+
+        Asked before a fetch, and again with `failed_url` when the relay it was sent to breaks off, lies or is silent; then
+        another receiver of the site is chosen. UNIMPLEMENTED / NOT_OFFERED: fetch from the manifest's urls.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def ReportHolding(self, request, context):
         """A receiver states which version its engine now holds, with the digest it computed from the engine's own memory.
 
@@ -120,6 +137,11 @@ def add_WeightStoreServiceServicer_to_server(servicer, server):
                     servicer.StreamContent,
                     request_deserializer=penstock_dot_v1_dot_weights__pb2.StreamContentRequest.FromString,
                     response_serializer=penstock_dot_v1_dot_weights__pb2.StreamContentResponse.SerializeToString,
+            ),
+            'FindSources': grpc.unary_unary_rpc_method_handler(
+                    servicer.FindSources,
+                    request_deserializer=penstock_dot_v1_dot_weights__pb2.FindSourcesRequest.FromString,
+                    response_serializer=penstock_dot_v1_dot_weights__pb2.FindSourcesResponse.SerializeToString,
             ),
             'ReportHolding': grpc.unary_unary_rpc_method_handler(
                     servicer.ReportHolding,
@@ -211,6 +233,33 @@ class WeightStoreService:
             '/penstock.v1.WeightStoreService/StreamContent',
             penstock_dot_v1_dot_weights__pb2.StreamContentRequest.SerializeToString,
             penstock_dot_v1_dot_weights__pb2.StreamContentResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def FindSources(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/penstock.v1.WeightStoreService/FindSources',
+            penstock_dot_v1_dot_weights__pb2.FindSourcesRequest.SerializeToString,
+            penstock_dot_v1_dot_weights__pb2.FindSourcesResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -53,6 +53,14 @@ class WeightStoreServiceStub:
 
     NOT_FOUND / UNKNOWN_VERSION as above. OUT_OF_RANGE: offset beyond size_bytes; start again from 0.
     """
+    FindSources: _grpc.UnaryUnaryMultiCallable[_weights_pb2.FindSourcesRequest, _weights_pb2.FindSourcesResponse]
+    """Says where a receiver fetches a content from, so that one copy crosses each link between sites: the first receiver of
+    a site that asks fetches it from the manifest's urls, the others from its relay, which serves what it has got while
+    it still fetches.
+
+    Asked before a fetch, and again with `failed_url` when the relay it was sent to breaks off, lies or is silent; then
+    another receiver of the site is chosen. UNIMPLEMENTED / NOT_OFFERED: fetch from the manifest's urls.
+    """
     ReportHolding: _grpc.UnaryUnaryMultiCallable[_weights_pb2.ReportHoldingRequest, _weights_pb2.ReportHoldingResponse]
     """A receiver states which version its engine now holds, with the digest it computed from the engine's own memory.
 
@@ -83,6 +91,14 @@ class WeightStoreServiceAsyncStub(WeightStoreServiceStub):
     """Streams the full content of one version from an offset.
 
     NOT_FOUND / UNKNOWN_VERSION as above. OUT_OF_RANGE: offset beyond size_bytes; start again from 0.
+    """
+    FindSources: _aio.UnaryUnaryMultiCallable[_weights_pb2.FindSourcesRequest, _weights_pb2.FindSourcesResponse]  # type: ignore[assignment]
+    """Says where a receiver fetches a content from, so that one copy crosses each link between sites: the first receiver of
+    a site that asks fetches it from the manifest's urls, the others from its relay, which serves what it has got while
+    it still fetches.
+
+    Asked before a fetch, and again with `failed_url` when the relay it was sent to breaks off, lies or is silent; then
+    another receiver of the site is chosen. UNIMPLEMENTED / NOT_OFFERED: fetch from the manifest's urls.
     """
     ReportHolding: _aio.UnaryUnaryMultiCallable[_weights_pb2.ReportHoldingRequest, _weights_pb2.ReportHoldingResponse]  # type: ignore[assignment]
     """A receiver states which version its engine now holds, with the digest it computed from the engine's own memory.
@@ -129,6 +145,20 @@ class WeightStoreServiceServicer(metaclass=_abc_1.ABCMeta):
         """Streams the full content of one version from an offset.
 
         NOT_FOUND / UNKNOWN_VERSION as above. OUT_OF_RANGE: offset beyond size_bytes; start again from 0.
+        """
+
+    @_abc_1.abstractmethod
+    def FindSources(
+        self,
+        request: _weights_pb2.FindSourcesRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_weights_pb2.FindSourcesResponse, _abc.Awaitable[_weights_pb2.FindSourcesResponse]]:
+        """Says where a receiver fetches a content from, so that one copy crosses each link between sites: the first receiver of
+        a site that asks fetches it from the manifest's urls, the others from its relay, which serves what it has got while
+        it still fetches.
+
+        Asked before a fetch, and again with `failed_url` when the relay it was sent to breaks off, lies or is silent; then
+        another receiver of the site is chosen. UNIMPLEMENTED / NOT_OFFERED: fetch from the manifest's urls.
         """
 
     @_abc_1.abstractmethod

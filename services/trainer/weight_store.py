@@ -28,11 +28,14 @@ from penstock.errors import (
     UnknownVersionError,
 )
 from penstock.v1 import weights_pb2, weights_pb2_grpc
+from services.trainer.relays import SiteRelays
 
 SERVICE_NAME = "penstock.v1.WeightStoreService"
 MAX_KEPT_VERSIONS = 3
 MAX_KNOWN_DIGESTS = 256
 MAX_HOLDINGS = 4096
+MAX_NAME_CHARACTERS = 128
+MAX_URL_CHARACTERS = 2048
 STREAM_CHUNK_BYTES = 1024 * 1024
 WATCH_POLL_S = 1.0
 
@@ -68,6 +71,7 @@ class WeightStore:
         self._digests: OrderedDict[int, str] = OrderedDict()
         self._grown = asyncio.Event()
         self.holdings: OrderedDict[str, Holding] = OrderedDict()
+        self.relays = SiteRelays()
 
     def reset(self, run_id: str) -> None:
         """Offer nothing until `run_id` publishes."""
@@ -75,6 +79,7 @@ class WeightStore:
         self._kept.clear()
         self._digests.clear()
         self.holdings.clear()
+        self.relays.clear()
 
     def add(self, version: PublishedVersion) -> None:
         """Offer a version as the newest; deletes the content of versions no longer kept."""
@@ -93,14 +98,14 @@ class WeightStore:
 
     def newest(self, run_id: str) -> PublishedVersion:
         """The version published last; raises UnknownVersionError."""
-        self._require_run(run_id)
+        self.require_run(run_id)
         if not self._kept:
             raise UnknownVersionError(f"run {run_id} has published nothing yet", run_id=run_id)
         return next(reversed(self._kept.values()))
 
     def version(self, run_id: str, policy_version: int) -> PublishedVersion:
         """A kept version, of the newest history that has it; raises UnknownVersionError."""
-        self._require_run(run_id)
+        self.require_run(run_id)
         for version in reversed(self._kept.values()):
             if version.manifest.policy_version == policy_version:
                 return version
@@ -128,7 +133,7 @@ class WeightStore:
 
     def record_holding(self, run_id: str, receiver_id: str, holding: Holding, *, digest: str) -> None:
         """A receiver holds a version; raises UnknownVersionError, DigestMismatchError."""
-        self._require_run(run_id)
+        self.require_run(run_id)
         published = self._digests.get(holding.policy_version)
         if published is None:
             raise UnknownVersionError(
@@ -147,7 +152,8 @@ class WeightStore:
         while len(self.holdings) > MAX_HOLDINGS:
             self.holdings.popitem(last=False)
 
-    def _require_run(self, run_id: str) -> None:
+    def require_run(self, run_id: str) -> None:
+        """Raises UnknownVersionError unless this is the run under way."""
         if not run_id or run_id != self._run_id:
             raise UnknownVersionError(f"no weights of run {run_id!r:.80} here", run_id=run_id)
 
@@ -197,12 +203,31 @@ class WeightStoreService(weights_pb2_grpc.WeightStoreServiceServicer):
                 remaining -= len(data)
                 yield weights_pb2.StreamContentResponse(data=data, remaining_bytes=remaining)
 
+    async def FindSources(
+        self, request: weights_pb2.FindSourcesRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> weights_pb2.FindSourcesResponse:
+        """Where the receiver fetches a content from: a relay of its site, or the manifest's urls."""
+        self._store.require_run(request.run_id)
+        _check_receiver(request.receiver_id)
+        if not _is_sha256(request.content_id):
+            raise InvalidFieldError("content_id: must be a SHA-256, 64 hex digits", field="content_id")
+        if len(request.site) > MAX_NAME_CHARACTERS:
+            raise InvalidFieldError(f"site: must have at most {MAX_NAME_CHARACTERS} characters", field="site")
+        _check_url("relay_url", request.relay_url)
+        relay_urls = self._store.relays.sources(
+            site=request.site,
+            content_id=request.content_id,
+            receiver_id=request.receiver_id,
+            relay_url=request.relay_url,
+            failed_url=request.failed_url,
+        )
+        return weights_pb2.FindSourcesResponse(relay_urls=relay_urls)
+
     async def ReportHolding(
         self, request: weights_pb2.ReportHoldingRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> weights_pb2.ReportHoldingResponse:
         """Check and record what a receiver holds."""
-        if not 1 <= len(request.receiver_id) <= 128:
-            raise InvalidFieldError("receiver_id: must have 1 to 128 characters", field="receiver_id")
+        _check_receiver(request.receiver_id)
         holding = Holding(
             policy_version=request.policy_version,
             swap_pause_s=request.swap_pause_s,
@@ -212,3 +237,20 @@ class WeightStoreService(weights_pb2_grpc.WeightStoreServiceServicer):
         self._store.record_holding(request.run_id, request.receiver_id, holding, digest=request.digest)
         newest = self._store.newest(request.run_id).manifest
         return weights_pb2.ReportHoldingResponse(newest_version=newest.policy_version)
+
+
+def _check_receiver(receiver_id: str) -> None:
+    if not 1 <= len(receiver_id) <= MAX_NAME_CHARACTERS:
+        raise InvalidFieldError(f"receiver_id: must have 1 to {MAX_NAME_CHARACTERS} characters", field="receiver_id")
+
+
+def _check_url(field: str, url: str) -> None:
+    if url and (len(url) > MAX_URL_CHARACTERS or not url.startswith(("http://", "https://"))):
+        raise InvalidFieldError(
+            f"{field}: {url!r:.80} must be an http or https address of at most {MAX_URL_CHARACTERS} characters",
+            field=field,
+        )
+
+
+def _is_sha256(text: str) -> bool:
+    return len(text) == 64 and set(text) <= set("0123456789abcdef")
