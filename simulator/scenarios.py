@@ -7,18 +7,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from services.broker.dispatch.latency import LatencyModel
+from services.generator.pretend.lengths import STREAMRL_BIN_TOKENS, STREAMRL_FIRST_TOKENS, STREAMRL_HISTOGRAM
 from simulator.dispatch import Scenario
 from simulator.fleet import PretendGenerator
 
-STREAMRL_HISTOGRAM = (
-    *(0.125, 0.169, 0.121, 0.116, 0.077, 0.0615, 0.0527, 0.0303, 0.0332, 0.0215),
-    *(0.0156, 0.0224, 0.0156, 0.0049, 0.0068, 0.0039, 0.0068, 0.0029, 0.0127, 0.0078),
-    *(0.0078, 0.0195, 0.0059, 0.0068, 0.0078, 0.0107, 0.0088, 0.0107, 0.0059, 0.0088),
-)
-"""StreamRL (Zhong et al. 2025), Figure 7: completion lengths of a reasoning model, 30 bins of 635.2 from 828 tokens."""
 WITHIN_GROUP_SIGMA = 0.25
 """Of the logarithm of a sample's length over its prompt's."""
-_BIN_TOKENS, _FIRST_TOKENS = 635.2, 828.0
 
 
 def lognormal_lengths(rng: random.Random, *, median: float, sigma: float, most: int, count: int) -> list[int]:
@@ -29,7 +23,8 @@ def lognormal_lengths(rng: random.Random, *, median: float, sigma: float, most: 
 def histogram_lengths(rng: random.Random, *, scale: float, count: int) -> list[int]:
     """Lengths of StreamRL's histogram, even inside a bin, times `scale`."""
     bins = rng.choices(range(len(STREAMRL_HISTOGRAM)), weights=STREAMRL_HISTOGRAM, k=count)
-    return [max(1, round(scale * (_FIRST_TOKENS + _BIN_TOKENS * (index + rng.random())))) for index in bins]
+    places = [STREAMRL_FIRST_TOKENS + STREAMRL_BIN_TOKENS * (index + rng.random()) for index in bins]
+    return [max(1, round(scale * place)) for place in places]
 
 
 def _even(count: int, model: LatencyModel, *, is_stated: bool = True, first: int = 0) -> list[PretendGenerator]:

@@ -2,7 +2,8 @@
 
 - What a sample says depends only on the seed, the prompt and the sample's own seed (its request id where it has none),
   so a continuation on another emulated engine goes on with the same script.
-- How fast depends only on the latency model: one decoding step of `n` samples takes `base_step_s + n * token_s`.
+- How fast depends only on the step times and the room of its pretend GPU (`services.generator.pretend`), and on
+  `time_scale`: how many pretended seconds pass in a real one.
 - Weight files are checked as any engine checks them; nothing is held, so what is attested is the file.
 
 Imports nothing heavy.
@@ -13,7 +14,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
-import math
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field
 
@@ -35,6 +35,12 @@ from services.generator.engine import (
     finished_by_prefix,
     max_tokens_left,
 )
+from services.generator.pretend.batch import Batch, BatchSample
+from services.generator.pretend.lengths import LengthLaw, LogNormalLengths
+from services.generator.pretend.steps import LinearSteps, StepTimes, line_through
+
+MIN_SLEEP_S = 0.001
+"""The event loop must see to other things between two looks at the batch."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,23 +48,31 @@ class EmulatedSpec:
     """A pretend accelerator and the samples it pretends to decode."""
 
     base_step_s: float = 0.0
-    """Time of a decoding step that does not depend on how many samples share it."""
+    """Without `steps`: time of a decoding step that does not depend on how many samples share it."""
     token_s: float = 1.0 / 2000.0
-    """Time each sample adds to a step; with `base_step_s` 0 the speed is 1 / token_s, all samples together."""
+    """Without `steps`: time each sample adds to a step; with `base_step_s` 0 the speed is 1 / token_s."""
+    steps: StepTimes | None = None
+    """Step times; a straight line of the two above when unset."""
     mean_tokens: float = 45.0
-    """Mean length of a script, its stop token included; lengths are log-normal."""
+    """Without `lengths`: mean length of a script, its stop token included; lengths are log-normal."""
     length_sigma: float = 0.8
-    """Standard deviation of the logarithm of the length; 0 makes all scripts equally long."""
+    """Without `lengths`: standard deviation of the logarithm of the length; 0 makes all scripts equally long."""
+    lengths: LengthLaw | None = None
+    """Where lengths come from; log-normal of the two above when unset."""
     max_num_seqs: int = 128
     """Most samples decoded at once."""
+    kv_capacity_tokens: int | None = None
+    """KV room; None when nothing bounds it."""
     max_model_len: int = 4096
     """Longest prompt + completion, in tokens."""
     vocab_size: int = 64
     """Tokens are drawn from [0, vocab_size), stop tokens excepted."""
     update_pause_s: float = 0.0
-    """How long an update keeps samples waiting."""
+    """How long an update keeps samples waiting, in pretended time."""
     tick_s: float = 0.01
-    """How often tokens are yielded."""
+    """How often tokens are yielded, in real time; the end of a sample is yielded at once."""
+    time_scale: float = 1.0
+    """Pretended seconds in a real one."""
     policy_version: int = 0
     """The version it starts with."""
     seed: int = 0
@@ -66,24 +80,36 @@ class EmulatedSpec:
 
     def __post_init__(self) -> None:
         """Refuses a spec that would stand still or never speak."""
-        if self.base_step_s < 0 or self.token_s < 0 or self.base_step_s + self.token_s <= 0:
-            raise ValueError("a decoding step must take some time")
-        if self.mean_tokens < 1 or self.length_sigma < 0 or self.tick_s <= 0 or self.max_num_seqs < 1:
-            raise ValueError("mean_tokens, max_num_seqs at least 1; tick_s positive; length_sigma not negative")
+        if self.tick_s <= 0 or self.time_scale <= 0 or self.update_pause_s < 0 or self.max_num_seqs < 1:
+            raise ValueError("tick_s and time_scale positive; update_pause_s not negative; max_num_seqs at least 1")
+        if self.kv_capacity_tokens is not None and self.kv_capacity_tokens < self.max_model_len:
+            raise ValueError(
+                f"KV room of {self.kv_capacity_tokens} tokens is less than the context of {self.max_model_len}; "
+                "lower max_context_tokens, or pretend more or larger GPUs"
+            )
+        self.step_times()
+        self.length_law()
 
-    def step_s(self, num_samples: int) -> float:
-        """Time one decoding step of this many samples takes."""
-        return self.base_step_s + num_samples * self.token_s
+    def step_times(self) -> StepTimes:
+        """How long steps take."""
+        return self.steps or LinearSteps(base_s=self.base_step_s, per_sample_s=self.token_s)
+
+    def length_law(self) -> LengthLaw:
+        """How long scripts are."""
+        return self.lengths or LogNormalLengths(mean_tokens=self.mean_tokens, sigma=self.length_sigma)
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True, eq=False)
 class _Sample:
-    """A sample in the engine; `position` counts the script's tokens that are decoded, the prefix's included."""
+    """A sample in the engine."""
 
     token_ids: npt.NDArray[np.int32]
+    """The whole script."""
     logprobs: npt.NDArray[np.float32]
     finish_reason: FinishReason
-    position: int
+    in_batch: BatchSample
+    num_yielded: int
+    """Tokens of the script that were yielded, the prefix's included."""
     spans: asyncio.Queue[TokenSpan] = field(default_factory=asyncio.Queue)
 
 
@@ -93,12 +119,16 @@ class EmulatedEngine:
     def __init__(self, spec: EmulatedSpec) -> None:
         self._spec = spec
         self._policy_version = spec.policy_version
+        self._batch = Batch(
+            spec.step_times(), max_samples=spec.max_num_seqs, kv_capacity_tokens=spec.kv_capacity_tokens
+        )
         self._samples: dict[str, _Sample] = {}
         self._has_work = asyncio.Event()
         self._update_lock = asyncio.Lock()
         self._is_paused = False
         self._decoding: asyncio.Task[None] | None = None
-        self._unspent_s = 0.0
+        self._clock_s = 0.0
+        self._yield_s = 0.0
         self._tokens_generated = 0
 
     @property
@@ -113,6 +143,7 @@ class EmulatedEngine:
 
     async def start(self) -> None:
         """Starts decoding whatever comes."""
+        self._clock_s = asyncio.get_running_loop().time()
         self._decoding = asyncio.create_task(self._decode(), name="emulated-engine")
 
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[TokenSpan, None]:
@@ -138,41 +169,58 @@ class EmulatedEngine:
 
     async def abort(self, request_id: str) -> None:
         """See `Engine.abort`."""
-        sample = self._samples.pop(request_id, None)
+        self._catch_up()
+        sample = self._samples.get(request_id)
         if sample is not None:
-            self._put_aborted(sample)
+            self._put_tokens(sample)
+            self._forget(request_id, sample)
+            sample.spans.put_nowait(
+                TokenSpan.empty(policy_version=self._policy_version, finish_reason=FinishReason.ABORTED)
+            )
 
     async def update_weights(self, update: WeightUpdate) -> UpdateReport:
         """See `Engine.update_weights`."""
         async with self._update_lock:
             self._check_running()
             await asyncio.to_thread(verify_safetensors, update.path, tensors=update.tensors, digest=update.digest)
+            self._catch_up()
             self._is_paused = True
+            pause_s = self._spec.update_pause_s / self._spec.time_scale
             try:
-                await asyncio.sleep(self._spec.update_pause_s)
+                await asyncio.sleep(pause_s)
             finally:
+                self._catch_up()
                 self._is_paused = False
+            for sample in self._samples.values():
+                self._put_tokens(sample)
             self._policy_version = update.policy_version
-            return UpdateReport(
-                policy_version=update.policy_version, digest=update.digest, pause_s=self._spec.update_pause_s
-            )
+            return UpdateReport(policy_version=update.policy_version, digest=update.digest, pause_s=pause_s)
 
     def profile(self) -> EngineProfile:
-        """See `Engine.profile`: the latency model."""
+        """See `Engine.profile`: the step times as a line, in real time."""
+        spec = self._spec
+        line = line_through(spec.step_times(), max_samples=spec.max_num_seqs)
+        rate = line.prefill_tokens_per_second
         return EngineProfile(
-            max_concurrent_samples=self._spec.max_num_seqs,
-            step_base_s=self._spec.base_step_s,
-            step_per_sample_s=self._spec.token_s,
+            max_concurrent_samples=spec.max_num_seqs,
+            kv_capacity_tokens=spec.kv_capacity_tokens,
+            step_base_s=line.base_s / spec.time_scale,
+            step_per_sample_s=line.per_sample_s / spec.time_scale,
+            step_per_kv_token_s=line.per_kv_token_s / spec.time_scale,
+            prefill_tokens_per_second=rate * spec.time_scale if rate is not None else None,
         )
 
     def stats(self) -> EngineStats:
-        """See `Engine.stats`."""
-        num_running = min(len(self._samples), self._spec.max_num_seqs)
+        """See `Engine.stats`; where KV room is not bounded, the cache is as full as the slots are."""
+        spec, batch = self._spec, self._batch
+        usage = batch.num_running / spec.max_num_seqs
+        if spec.kv_capacity_tokens is not None:
+            usage = batch.kv_tokens / spec.kv_capacity_tokens
         return EngineStats(
-            num_running=num_running,
-            num_waiting=len(self._samples) - num_running,
-            kv_cache_usage=num_running / self._spec.max_num_seqs,
-            num_preemptions=0,
+            num_running=batch.num_running,
+            num_waiting=batch.num_waiting,
+            kv_cache_usage=min(1.0, usage),
+            num_preemptions=batch.num_preemptions,
             tokens_generated=self._tokens_generated,
         )
 
@@ -192,58 +240,68 @@ class EmulatedEngine:
             raise EngineStoppedError("the emulated engine is not running")
 
     def _accept(self, request: GenerateRequest) -> _Sample:
+        self._catch_up()
         sample = self._samples[request.request_id] = _write_script(self._spec, request)
+        self._batch.add(sample.in_batch)
         self._has_work.set()
         return sample
 
     async def _decode(self) -> None:
-        loop = asyncio.get_running_loop()
         while True:
             await self._has_work.wait()
-            before_s = loop.time()
-            await asyncio.sleep(self._spec.tick_s)
-            if not self._is_paused:
-                self._advance(loop.time() - before_s)
+            await asyncio.sleep(self._sleep_s())
+            self._catch_up()
+            if self._clock_s - self._yield_s >= self._spec.tick_s:
+                self._yield_s = self._clock_s
+                for sample in self._samples.values():
+                    self._put_tokens(sample)
             if not self._samples:
-                self._unspent_s = 0.0
                 self._has_work.clear()
 
+    def _sleep_s(self) -> float:
+        """Until the next sample ends, a tick at most."""
+        next_end_s = self._batch.next_end_s
+        if next_end_s is None:
+            return self._spec.tick_s
+        return max(MIN_SLEEP_S, min(self._spec.tick_s, next_end_s / self._spec.time_scale))
+
+    def _catch_up(self) -> None:
+        """Brings the batch up to now; what happens from here on happens now."""
+        now_s = asyncio.get_running_loop().time()
+        elapsed_s, self._clock_s = now_s - self._clock_s, now_s
+        if not self._is_paused:
+            self._advance(elapsed_s * self._spec.time_scale)
+
     def _advance(self, elapsed_s: float) -> None:
-        """Decodes as many whole steps as the time allows; the rest of the time is kept for the next call."""
-        self._unspent_s += elapsed_s
-        while self._samples:
-            running = list(self._samples.items())[: self._spec.max_num_seqs]
-            step_s = self._spec.step_s(len(running))
-            shortest = min(len(sample.token_ids) - sample.position for _, sample in running)
-            # As many steps as no sample ends before: the load, and with it the step's time, is the same for all.
-            num_steps = min(int(self._unspent_s / step_s), shortest)
-            if num_steps == 0:
-                return
-            self._unspent_s -= num_steps * step_s
-            for request_id, sample in running:
-                self._put_tokens(request_id, sample, num_steps)
+        """Decodes for so much pretended time, and yields the ends of samples."""
+        ended = {id(in_batch) for in_batch in self._batch.advance(elapsed_s)}
+        if not ended:
+            return
+        for request_id, sample in list(self._samples.items()):
+            if id(sample.in_batch) in ended:
+                self._put_tokens(sample)
+                self._forget(request_id, sample)
 
-    def _put_tokens(self, request_id: str, sample: _Sample, num_tokens: int) -> None:
-        begin, sample.position = sample.position, sample.position + num_tokens
-        is_last = sample.position == len(sample.token_ids)
-        span = TokenSpan(
-            token_ids=sample.token_ids[begin : sample.position],
-            logprobs=sample.logprobs[begin : sample.position],
-            policy_version=self._policy_version,
-            finish_reason=sample.finish_reason if is_last else None,
-        )
-        sample.spans.put_nowait(span)
-        if is_last:
-            self._forget(request_id, sample)
-
-    def _put_aborted(self, sample: _Sample) -> None:
+    def _put_tokens(self, sample: _Sample) -> None:
+        """Yields what was decoded since the last time."""
+        begin, end = sample.num_yielded, sample.in_batch.position
+        if end == begin:
+            return
+        sample.num_yielded = end
+        is_last = end == len(sample.token_ids)
         sample.spans.put_nowait(
-            TokenSpan.empty(policy_version=self._policy_version, finish_reason=FinishReason.ABORTED)
+            TokenSpan(
+                token_ids=sample.token_ids[begin:end],
+                logprobs=sample.logprobs[begin:end],
+                policy_version=self._policy_version,
+                finish_reason=sample.finish_reason if is_last else None,
+            )
         )
 
     def _forget(self, request_id: str, sample: _Sample) -> None:
         if self._samples.get(request_id) is sample:
             del self._samples[request_id]
+            self._batch.remove(sample.in_batch)
 
 
 def _write_script(spec: EmulatedSpec, request: GenerateRequest) -> _Sample:
@@ -252,8 +310,7 @@ def _write_script(spec: EmulatedSpec, request: GenerateRequest) -> _Sample:
     own = request.request_id if sampling.seed is None else str(sampling.seed)
     key = hashlib.sha256(f"{spec.seed}:{own}:".encode() + np.asarray(request.prompt_token_ids, "<i4").tobytes())
     generator = np.random.default_rng(int.from_bytes(key.digest()[:16], "little"))
-    location = math.log(spec.mean_tokens) - spec.length_sigma**2 / 2
-    length = max(1, round(float(generator.lognormal(location, spec.length_sigma))))
+    length = spec.length_law().draw(generator, sampling.seed)
     limit = len(request.prefix_token_ids) + max_tokens_left(request, max_model_len=spec.max_model_len)
     choices = np.setdiff1d(np.arange(spec.vocab_size, dtype=np.int32), np.asarray(sampling.stop_token_ids, np.int32))
     if not len(choices):
@@ -268,4 +325,10 @@ def _write_script(spec: EmulatedSpec, request: GenerateRequest) -> _Sample:
     logprobs = -generator.exponential(0.5, size=limit).astype(np.float32)
     if finish_reason is FinishReason.STOP:
         token_ids[-1] = sampling.stop_token_ids[0]
-    return _Sample(token_ids=token_ids, logprobs=logprobs, finish_reason=finish_reason, position=position)
+    return _Sample(
+        token_ids=token_ids,
+        logprobs=logprobs,
+        finish_reason=finish_reason,
+        in_batch=BatchSample(context_tokens=len(request.prompt_token_ids), length=limit, position=position),
+        num_yielded=position,
+    )

@@ -184,7 +184,7 @@ class EngineStats:
 class EngineProfile:
     """What an engine knows of its own speed and room, for dispatch; None where it does not know.
 
-    A decode step of n samples takes step_base_s + n * step_per_sample_s.
+    A decode step of n samples with k KV tokens takes step_base_s + n * step_per_sample_s + k * step_per_kv_token_s.
     """
 
     max_concurrent_samples: int
@@ -195,6 +195,10 @@ class EngineProfile:
     """Time of a decode step that does not depend on how many samples share it."""
     step_per_sample_s: float | None = None
     """Time each sample adds to a step."""
+    step_per_kv_token_s: float | None = None
+    """Time each KV token adds to a step."""
+    prefill_tokens_per_second: float | None = None
+    """Prompt and prefix tokens prefilled in a second."""
 
 
 class Engine(Protocol):

@@ -84,17 +84,15 @@ def _transformers(config: GeneratorConfig) -> Engine:
 
 
 def _emulated(config: GeneratorConfig) -> Engine:
-    from services.generator.emulated_engine import EmulatedEngine, EmulatedSpec
+    from services.generator.emulated_engine import EmulatedEngine
+    from services.generator.pretend.build import build_spec
 
-    engine, defaults = config.engine, EmulatedSpec()
-    max_model_len = engine.max_context_tokens or model_size(config.model_path, "max_position_embeddings")
     return EmulatedEngine(
-        EmulatedSpec(
-            token_s=1.0 / engine.emulated_tokens_per_second,
-            mean_tokens=engine.emulated_mean_tokens,
-            max_num_seqs=engine.max_concurrent_samples,
-            max_model_len=max_model_len or defaults.max_model_len,
-            vocab_size=model_size(config.model_path, "vocab_size") or defaults.vocab_size,
+        build_spec(
+            config.engine,
+            config.emulated,
+            model_context_tokens=model_size(config.model_path, "max_position_embeddings"),
+            vocab_size=model_size(config.model_path, "vocab_size"),
             seed=config.seed,
         )
     )

@@ -313,4 +313,6 @@ def _to_message(profile: EngineProfile, *, max_leases: int) -> broker_pb2.Genera
         max_concurrent_samples=min(profile.max_concurrent_samples, max_leases),
         step_base_s=profile.step_base_s or 0.0,
         step_per_sample_s=profile.step_per_sample_s or 0.0,
+        step_per_kv_token_s=profile.step_per_kv_token_s or 0.0,
+        prefill_tokens_per_second=profile.prefill_tokens_per_second or 0.0,
     )

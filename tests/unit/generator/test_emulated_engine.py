@@ -16,6 +16,7 @@ from services.generator.engine import (
     SamplingSettings,
     TokenSpan,
 )
+from tests.helpers.waiting import until
 
 EOS = 2
 
@@ -86,35 +87,63 @@ async def test_a_limit_cuts_the_script_short() -> None:
     assert spans[-1].finish_reason is FinishReason.LENGTH
 
 
-def test_more_samples_share_a_step_at_its_stated_cost() -> None:
-    spec = EmulatedSpec(base_step_s=0.01, token_s=0.001, length_sigma=0.0, mean_tokens=100)
-    engine = EmulatedEngine(spec)
-    for number in range(10):
-        engine._accept(make_request(number))
-    engine._advance(0.02 * 30 + 0.019)
-    assert {sample.position for sample in engine._samples.values()} == {30}
-    # What was left of the time is not lost.
-    engine._advance(0.001)
-    assert {sample.position for sample in engine._samples.values()} == {31}
+async def test_time_may_pass_faster_than_it_does() -> None:
+    loop = asyncio.get_running_loop()
+    spec = EmulatedSpec(base_step_s=0.1, token_s=0.0, time_scale=1000.0, mean_tokens=500, length_sigma=0.0)
+    started_s = loop.time()
+    await decode(spec, make_request(0))
+    took_s = loop.time() - started_s
+    # 50 pretended seconds.
+    assert 0.05 <= took_s < 1.0
+    profile = EmulatedEngine(spec).profile()
+    assert profile.step_base_s == pytest.approx(1e-4)
 
 
-def test_a_finished_sample_makes_the_others_faster_at_once() -> None:
-    spec = EmulatedSpec(base_step_s=0.0, token_s=0.001)
-    engine = EmulatedEngine(spec)
-    short, long = engine._accept(make_request(0, limit=1)), engine._accept(make_request(1, limit=1000))
-    long.token_ids = np.ones(100, np.int32)
-    long.logprobs = np.zeros(100, np.float32)
-    engine._advance(0.002 + 0.010)
-    assert (short.position, long.position) == (1, 11)
+async def test_what_waits_for_a_slot_is_said() -> None:
+    engine = EmulatedEngine(EmulatedSpec(token_s=10.0, max_num_seqs=2))
+    await engine.start()
+    tasks = [asyncio.create_task(collect(engine, make_request(number))) for number in range(5)]
+    await until(lambda: engine.stats().num_waiting == 3)
+    assert engine.stats().num_running == 2
+    await engine.stop()
+    assert all(spans[-1].finish_reason is FinishReason.ABORTED for spans in await asyncio.gather(*tasks))
 
 
-async def test_no_more_than_the_stated_number_is_decoded_at_once() -> None:
-    engine = EmulatedEngine(EmulatedSpec(token_s=0.001, max_num_seqs=2))
-    for number in range(5):
-        engine._accept(make_request(number))
-    engine._advance(0.0021)
-    assert [sample.position for sample in engine._samples.values()] == [1, 1, 0, 0, 0]
-    assert (engine.stats().num_running, engine.stats().num_waiting) == (2, 3)
+async def test_a_sample_that_is_aborted_keeps_what_it_has_and_frees_its_slot() -> None:
+    engine = EmulatedEngine(EmulatedSpec(token_s=0.001, max_num_seqs=1, mean_tokens=5000, length_sigma=0.0))
+    await engine.start()
+    first = asyncio.create_task(collect(engine, make_request(0)))
+    second = asyncio.create_task(collect(engine, make_request(1)))
+    await until(lambda: engine.stats().tokens_generated > 5)
+    await engine.abort("r0")
+    spans = await first
+    assert spans[-1].finish_reason is FinishReason.ABORTED
+    seen = engine.stats().tokens_generated
+    assert len(tokens_of(spans)) == seen
+    await until(lambda: engine.stats().tokens_generated > seen)
+    assert engine.stats().num_running == 1
+    second.cancel()
+    await asyncio.gather(second, return_exceptions=True)
+    await engine.stop()
+
+
+async def test_kv_room_is_used_preempts_and_never_changes_what_is_said() -> None:
+    requests = [make_request(number, seed=number) for number in range(12)]
+    lengths = {"mean_tokens": 200.0, "length_sigma": 0.0}
+    roomy = EmulatedSpec(token_s=1e-5, **lengths)
+    tight = EmulatedSpec(token_s=1e-5, kv_capacity_tokens=1000, max_model_len=1000, **lengths)
+    engine = EmulatedEngine(tight)
+    await engine.start()
+    squeezed = await asyncio.gather(*(collect(engine, request) for request in requests))
+    assert engine.stats().num_preemptions > 0
+    await engine.stop()
+    free = await decode(roomy, *requests)
+    assert [tokens_of(spans) for spans in squeezed] == [tokens_of(spans) for spans in free]
+
+
+def test_room_for_less_than_one_context_is_refused() -> None:
+    with pytest.raises(ValueError, match="lower max_context_tokens"):
+        EmulatedSpec(kv_capacity_tokens=1000, max_model_len=1001)
 
 
 async def test_a_request_whose_every_token_stops_is_refused() -> None:

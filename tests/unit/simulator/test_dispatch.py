@@ -7,9 +7,10 @@ import random
 import pytest
 
 from services.broker.dispatch.latency import LatencyModel
+from services.generator.pretend.lengths import STREAMRL_HISTOGRAM
 from simulator.dispatch import Report, Scenario, lower_bound_s, simulate
 from simulator.fleet import PretendGenerator
-from simulator.scenarios import STREAMRL_HISTOGRAM, histogram_lengths, make_scenario
+from simulator.scenarios import histogram_lengths, make_scenario
 
 POLICIES = ("fifo", "least_loaded", "lpt", "streamrl")
 MODEL = LatencyModel(base_s=1.0, per_sample_s=0.5, max_samples=2)
