@@ -8,6 +8,7 @@ from typing import Literal
 from pydantic import Field
 
 from penstock.config import StrictModel, Targets
+from services.generator.engine import UpdateMode
 
 EngineName = Literal["vllm", "transformers", "emulated"]
 DtypeName = Literal["auto", "float32", "bfloat16", "float16"]
@@ -56,6 +57,8 @@ class EngineConfig(StrictModel):
     """Part of each GPU's memory the engine may take."""
     tensor_parallel: int = Field(default=1, ge=1, le=1024)
     """GPUs one model replica is spread over."""
+    update_mode: UpdateMode = UpdateMode.KEEP
+    """Samples under way when a version is taken: keep (go on over the old KV cache), recompute (it first), drain."""
     emulated_tokens_per_second: float = Field(default=2000.0, gt=0)
     """Speed of an emulated engine, all samples together."""
     emulated_mean_tokens: int = Field(default=45, ge=1)

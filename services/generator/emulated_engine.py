@@ -126,6 +126,7 @@ class EmulatedEngine:
         self._has_work = asyncio.Event()
         self._update_lock = asyncio.Lock()
         self._is_paused = False
+        self._is_updating = False
         self._decoding: asyncio.Task[None] | None = None
         self._clock_s = 0.0
         self._yield_s = 0.0
@@ -178,23 +179,40 @@ class EmulatedEngine:
                 TokenSpan.empty(policy_version=self._policy_version, finish_reason=FinishReason.ABORTED)
             )
 
+    async def pause(self) -> None:
+        """See `PausableEngine.pause`."""
+        self._catch_up()
+        self._is_paused = True
+
+    async def resume(self) -> None:
+        """See `PausableEngine.resume`."""
+        self._catch_up()
+        self._is_paused = False
+
     async def update_weights(self, update: WeightUpdate) -> UpdateReport:
         """See `Engine.update_weights`."""
         async with self._update_lock:
             self._check_running()
             await asyncio.to_thread(verify_safetensors, update.path, tensors=update.tensors, digest=update.digest)
             self._catch_up()
-            self._is_paused = True
+            self._is_updating = True
             pause_s = self._spec.update_pause_s / self._spec.time_scale
             try:
                 await asyncio.sleep(pause_s)
             finally:
                 self._catch_up()
-                self._is_paused = False
+                self._is_updating = False
             for sample in self._samples.values():
                 self._put_tokens(sample)
             self._policy_version = update.policy_version
-            return UpdateReport(policy_version=update.policy_version, digest=update.digest, pause_s=pause_s)
+            num_recomputed_tokens = self._batch.recompute() if update.is_recomputing else 0
+            prefill_s = self._spec.step_times().prefill_s(num_recomputed_tokens) / self._spec.time_scale
+            return UpdateReport(
+                policy_version=update.policy_version,
+                digest=update.digest,
+                pause_s=pause_s + prefill_s,
+                num_recomputed_tokens=num_recomputed_tokens,
+            )
 
     def profile(self) -> EngineProfile:
         """See `Engine.profile`: the step times as a line, in real time."""
@@ -269,7 +287,7 @@ class EmulatedEngine:
         """Brings the batch up to now; what happens from here on happens now."""
         now_s = asyncio.get_running_loop().time()
         elapsed_s, self._clock_s = now_s - self._clock_s, now_s
-        if not self._is_paused:
+        if not self._is_paused and not self._is_updating:
             self._advance(elapsed_s * self._spec.time_scale)
 
     def _advance(self, elapsed_s: float) -> None:

@@ -8,6 +8,8 @@ Promises, checked for every engine by `tests/contract/test_engines.py`:
 - Log-probs are in nats, of the sampled token, under the distribution it was drawn from: after temperature, top-k and
   top-p. Greedy tokens (temperature 0) carry the log-prob under the unmodified distribution.
 - No token is sampled by weights whose update failed: the engine then stays paused until an update succeeds.
+- After an update that recomputes, a sample's log-probs are those of the new weights over its whole context; after one
+  that keeps, those of the new weights over the old ones' KV.
 
 The caller owns deadlines of samples (its leases): it cancels the iteration or calls `abort`. This module must import
 without torch.
@@ -42,6 +44,17 @@ class EngineStoppedError(EngineError):
 
 class RequestRefusedError(EngineError):
     """The request can never be decoded by this engine: too long, an unknown token, or an id that is in use."""
+
+
+class UpdateMode(StrEnum):
+    """What happens to samples under way when a version is taken."""
+
+    KEEP = "keep"
+    """They go on at once, over the KV cache of the old weights (PipelineRL, arXiv 2509.19128)."""
+    RECOMPUTE = "recompute"
+    """They go on once their KV cache is computed again under the new weights (AReaL, arXiv 2505.24298)."""
+    DRAIN = "drain"
+    """They end under the old weights first, so each sample has one version."""
 
 
 class FinishReason(StrEnum):
@@ -150,6 +163,8 @@ class WeightUpdate:
     """What the file must hold, and what the engine must hold afterwards."""
     digest: str
     """`penstock.weights.manifest_digest` of the tensors."""
+    is_recomputing: bool = False
+    """Whether samples under way compute their KV cache again under these weights, or keep it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -161,7 +176,9 @@ class UpdateReport:
     digest: str
     """Digest of what the engine holds, established by reading it back."""
     pause_s: float
-    """How long no token was sampled."""
+    """How long no token was sampled; where KV is computed again, up to the first token after that."""
+    num_recomputed_tokens: int = 0
+    """Prompt and completion tokens whose KV was computed again."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -175,7 +192,7 @@ class EngineStats:
     kv_cache_usage: float
     """Used part of the KV cache, 0 to 1."""
     num_preemptions: int
-    """Times a running sample lost its KV cache and had to be recomputed."""
+    """Times a running sample lost its KV cache for want of room; recomputing for an update is none."""
     tokens_generated: int
     """Tokens yielded."""
 

@@ -30,7 +30,7 @@ from penstock.security import NO_SECURITY, Security
 from penstock.v1 import broker_pb2, generator_pb2
 from services.generator.busy import BusyTracker
 from services.generator.config import GeneratorConfig
-from services.generator.engine import Engine, EngineError, EngineProfile, UpdateReport
+from services.generator.engine import Engine, EngineError, EngineProfile, UpdateMode, UpdateReport
 from services.generator.engines import PausableEngine, engine_version
 from services.generator.held import HeldWeights
 from services.generator.holder import Holder
@@ -45,6 +45,11 @@ MAX_DRAIN_S = 3600.0
 LEASES_ARRIVE_WITHIN_S = 0.2
 """The beat that says "draining" leaves within 50 ms; what the broker sent before it read that comes soon after."""
 ENGINE_STOP_TIMEOUT_S = 30.0
+MODE_MESSAGES = {
+    UpdateMode.KEEP: generator_pb2.UPDATE_MODE_KEEP,
+    UpdateMode.RECOMPUTE: generator_pb2.UPDATE_MODE_RECOMPUTE,
+    UpdateMode.DRAIN: generator_pb2.UPDATE_MODE_DRAIN,
+}
 
 _log = structlog.get_logger()
 
@@ -122,6 +127,7 @@ class Generator:
             # Partial files are continued after a restart, so the folder's name leaves out the process's own suffix.
             cache_dir=config.cache_dir / config.generator_id,
             metrics=metrics,
+            mode=config.engine.update_mode,
         )
         self._leasing: asyncio.Task[None] | None = None
         self._drain: asyncio.Task[None] | None = None
@@ -227,19 +233,21 @@ class Generator:
         await (self._engine.pause() if is_paused else self._engine.resume())
         self._is_paused = is_paused
 
-    async def pull(self, policy_version: int | None, mode: generator_pb2.UpdateMode.ValueType) -> UpdateReport:
+    async def pull(self, policy_version: int | None, mode: UpdateMode) -> UpdateReport:
         """Fetch and install a version now. Raises PenstockError; see the proto."""
         self._check_started()
-        if mode == generator_pb2.UPDATE_MODE_RECOMPUTE:
-            raise NotOfferedError("no engine here recomputes the KV cache; choose KEEP or DRAIN")
         try:
-            is_draining_first = mode == generator_pb2.UPDATE_MODE_DRAIN
-            return await self._puller.pull(policy_version, is_draining_first=is_draining_first)
+            return await self._puller.pull(policy_version, mode)
         except TimeoutError as error:
             raise ServiceUnavailableError("running samples did not finish in time") from error
         except EngineError as error:
             self.fail(error)
             raise ServiceUnavailableError(f"the engine failed: {error}") from error
+
+    @property
+    def update_mode(self) -> UpdateMode:
+        """What happens to running samples where a caller does not say."""
+        return self._config.engine.update_mode
 
     def view(self) -> generator_pb2.GetGeneratorResponse:
         """State, speed and version."""
@@ -258,6 +266,9 @@ class Generator:
             max_swap_pause_s=counters.max_pause_s,
             num_weights_refused=counters.num_refused,
             max_context_tokens=self._engine.max_model_len if is_started else 0,
+            update_mode=MODE_MESSAGES[self.update_mode],
+            num_recomputed_tokens=counters.num_recomputed_tokens,
+            total_swap_pause_s=counters.total_pause_s,
         )
         if is_started:
             stats = self._engine.stats()

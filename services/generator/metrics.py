@@ -26,6 +26,11 @@ class GeneratorMetrics:
             buckets=_PAUSE_BUCKETS_S,
             registry=registry,
         )
+        self.recomputed_tokens = Counter(
+            "penstock_generator_recomputed_tokens",
+            "Tokens whose KV was computed again under new weights.",
+            registry=registry,
+        )
         self.weights_refused = Counter(
             "penstock_generator_weights_refused", "Weights refused because a digest did not match.", registry=registry
         )

@@ -127,7 +127,7 @@ class Rollouts:
 
     def num_free_slots(self) -> int:
         """Leases that could be begun now."""
-        if not self._is_accepting or not self._parts.held.is_trusted:
+        if not self._is_accepting or not self._parts.held.is_trusted or not self._may_begin.is_set():
             return 0
         return self._slots.num_free
 
@@ -260,6 +260,7 @@ class Rollouts:
             yield
         finally:
             self._may_begin.set()
+            self._parts.on_change()
 
     async def _run(self, work: _Work, stream: SampleStream) -> None:
         try:

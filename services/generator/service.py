@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from penstock.errors import InvalidFieldError
 from penstock.v1 import generator_pb2, generator_pb2_grpc
-from services.generator.generator import Generator
+from services.generator.generator import MODE_MESSAGES, Generator
 
 MAX_GRACE_S = 24 * 3600.0
-_MODES = frozenset(generator_pb2.UpdateMode.values())
+_MODES = {message: mode for mode, message in MODE_MESSAGES.items()}
 
 
 class GeneratorServicer(generator_pb2_grpc.GeneratorServiceServicer):
@@ -42,12 +42,19 @@ class GeneratorServicer(generator_pb2_grpc.GeneratorServiceServicer):
         self, request: generator_pb2.PullWeightsRequest, _context: object
     ) -> generator_pb2.PullWeightsResponse:
         """Fetch and install a version now."""
-        if request.mode not in _MODES:
+        mode = _MODES.get(request.mode)
+        if request.mode == generator_pb2.UPDATE_MODE_UNSPECIFIED:
+            mode = self._generator.update_mode
+        if mode is None:
             raise InvalidFieldError(f"unknown update mode {request.mode}", field="mode")
         policy_version = request.policy_version if request.HasField("policy_version") else None
         if policy_version is not None and policy_version < 0:
             raise InvalidFieldError(f"policy version {policy_version} is negative", field="policy_version")
-        report = await self._generator.pull(policy_version, request.mode)
+        report = await self._generator.pull(policy_version, mode)
         return generator_pb2.PullWeightsResponse(
-            policy_version=report.policy_version, digest=report.digest, swap_pause_s=report.pause_s
+            policy_version=report.policy_version,
+            digest=report.digest,
+            swap_pause_s=report.pause_s,
+            mode=MODE_MESSAGES[mode],
+            num_recomputed_tokens=report.num_recomputed_tokens,
         )

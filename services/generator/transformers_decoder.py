@@ -34,6 +34,8 @@ class Row:
     """Decoded but not yet taken away."""
     new_logprobs: list[float] = field(default_factory=list)
     """Nats, aligned with `new_token_ids`."""
+    num_decoded: int = 0
+    """Tokens decoded here."""
     finish_reason: FinishReason | None = None
 
     @classmethod
@@ -54,6 +56,7 @@ class Row:
         self.new_token_ids.append(token_id)
         self.new_logprobs.append(logprob)
         self.num_left -= 1
+        self.num_decoded += 1
         if token_id in self.sampling.stop_token_ids:
             self.finish_reason = FinishReason.STOP
         elif self.num_left == 0:
@@ -75,6 +78,11 @@ class BatchDecoder:
         """Adds rows; the next step prefills the whole batch again."""
         self.rows.extend(rows)
         self._cache = None
+
+    def drop_cache(self) -> int:
+        """Lets the next step compute the whole KV cache again; of how many tokens."""
+        self._cache = None
+        return sum(len(row.token_ids) - 1 for row in self.rows if row.num_decoded)
 
     def step(self) -> list[Row]:
         """Decodes one token for every row; returns the rows, finished ones included, and drops those from the batch."""

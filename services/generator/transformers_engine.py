@@ -4,6 +4,8 @@ A thread owns the model and decodes; the event loop owns the samples' queues. Th
 update) between steps, so every token of a step belongs to one version. Waiting samples join when the batch is empty or
 a quarter of it is free, because joining prefills the whole batch again.
 
+Because a join prefills, an update in mode "keep" keeps old KV only until the next sample joins.
+
 Slower than vLLM by an order of magnitude; the contract is the same.
 """
 
@@ -86,9 +88,10 @@ class TransformersEngine:
         self._wake = threading.Condition()
         self._waiting: deque[Row] = deque()
         self._aborts: deque[str] = deque()
-        self._updates: deque[tuple[WeightUpdate, Future[float]]] = deque()
+        self._updates: deque[tuple[WeightUpdate, Future[UpdateReport]]] = deque()
         self._is_stopping = False
         self._is_untrusted = False
+        self._is_paused = False
         self._queues: dict[str, asyncio.Queue[TokenSpan | None]] = {}
         self._tokens_generated = 0
 
@@ -147,20 +150,30 @@ class TransformersEngine:
         """See `Engine.abort`."""
         self._tell(self._aborts, request_id)
 
+    async def pause(self) -> None:
+        """See `PausableEngine.pause`; the step under way still ends."""
+        with self._wake:
+            self._is_paused = True
+
+    async def resume(self) -> None:
+        """See `PausableEngine.resume`."""
+        with self._wake:
+            self._is_paused = False
+            self._wake.notify()
+
     async def update_weights(self, update: WeightUpdate) -> UpdateReport:
         """See `Engine.update_weights`."""
         self._check_running()
         await asyncio.to_thread(verify_safetensors, update.path, tensors=update.tensors, digest=update.digest)
         layout = {name: tuple(tensor.shape) for name, tensor in self._model.state_dict().items()}
         check_layout(layout, update.tensors, optional=(TIED_HEAD,) if self._model.config.tie_word_embeddings else ())
-        done: Future[float] = Future()
+        done: Future[UpdateReport] = Future()
         self._tell(self._updates, (update, done))
         try:
             async with asyncio.timeout(self._settings.update_timeout_s):
-                pause_s = await asyncio.wrap_future(done)
+                return await asyncio.wrap_future(done)
         except TimeoutError as error:
             raise EngineError(f"installing version {update.policy_version} took too long") from error
-        return UpdateReport(policy_version=update.policy_version, digest=update.digest, pause_s=pause_s)
 
     def profile(self) -> EngineProfile:
         """See `Engine.profile`; how fast it is shows in its rates."""
@@ -206,7 +219,7 @@ class TransformersEngine:
         assert decoder is not None
         try:
             while self._take_commands(decoder):
-                if decoder.rows and not self._is_untrusted:
+                if decoder.rows and self._may_sample():
                     self._yield_spans(decoder.step())
             self._end_all(decoder)
         except Exception:
@@ -233,8 +246,11 @@ class TransformersEngine:
         return not self._is_stopping
 
     def _has_work(self, decoder: BatchDecoder) -> bool:
-        can_decode = not self._is_untrusted and bool(decoder.rows or self._waiting)
+        can_decode = self._may_sample() and bool(decoder.rows or self._waiting)
         return bool(can_decode or self._aborts or self._updates or self._is_stopping)
+
+    def _may_sample(self) -> bool:
+        return not self._is_untrusted and not self._is_paused
 
     def _abort(self, decoder: BatchDecoder, request_id: str) -> None:
         row = decoder.remove(request_id)
@@ -247,7 +263,7 @@ class TransformersEngine:
         row.finish_reason = FinishReason.ABORTED
         self._post([(request_id, self._take_span(row))])
 
-    def _update(self, decoder: BatchDecoder, update: WeightUpdate, done: Future[float]) -> None:
+    def _update(self, decoder: BatchDecoder, update: WeightUpdate, done: Future[UpdateReport]) -> None:
         started_s = time.monotonic()
         # What was decoded belongs to the old version, and must say so.
         self._post([(row.request_id, self._take_span(row)) for row in decoder.rows if row.new_token_ids])
@@ -263,7 +279,17 @@ class TransformersEngine:
             return
         self._policy_version = update.policy_version
         self._is_untrusted = False
-        done.set_result(time.monotonic() - started_s)
+        num_recomputed_tokens = decoder.drop_cache() if update.is_recomputing else 0
+        if num_recomputed_tokens and not self._is_paused:
+            self._yield_spans(decoder.step())
+        done.set_result(
+            UpdateReport(
+                policy_version=update.policy_version,
+                digest=update.digest,
+                pause_s=time.monotonic() - started_s,
+                num_recomputed_tokens=num_recomputed_tokens,
+            )
+        )
 
     def _yield_spans(self, rows: list[Row]) -> None:
         due = [

@@ -2,14 +2,16 @@
 
 Owns the vLLM engine process and the order of a weight update:
 
-    verify the file -> pause, keeping samples and their KV cache -> install and attest -> set the version -> resume
+    verify the file -> pause, keeping samples -> install and attest -> drop KV, or keep it -> set the version -> resume
 
 - vLLM stamps every step's tokens with the version set while paused, so spans are cut where the version changed and not
   where this process noticed.
-- A sample that lives through an update keeps the KV cache of the old weights; its later log-probs are those of the
-  distribution really sampled from, which differs a little from the new policy's on a fresh context. Samples that begin
-  after the update never see old KV: the prefix cache is salted with the number of the installation.
-- If attestation fails, the engine stays paused.
+- A sample that lives through an update that keeps has the KV cache of the old weights; its later log-probs are those of
+  the distribution really sampled from, which differs from the new policy's on a fresh context. Samples that begin after
+  the update never see old KV: the prefix cache is salted with the number of the installation.
+- An update that recomputes has vLLM pre-empt every running sample and forget its cache (`reset_prefix_cache`), so the
+  first step afterwards prefills them all under the new weights, what is decoded included.
+- If attestation fails, the engine stays paused. One that was told to pause stays so over an update.
 
 vLLM is imported only once the engine starts: see `vllm_setup`.
 """
@@ -18,11 +20,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Iterator, Sequence
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import aclosing, asynccontextmanager
 from typing import TYPE_CHECKING, Any
-
-import numpy as np
 
 from penstock.weights import (
     WeightsMismatchError,
@@ -37,7 +37,6 @@ from services.generator.engine import (
     EngineProfile,
     EngineStats,
     EngineStoppedError,
-    FinishReason,
     GenerateRequest,
     RequestRefusedError,
     SamplingSettings,
@@ -48,18 +47,12 @@ from services.generator.engine import (
     finished_by_prefix,
     max_tokens_left,
 )
+from services.generator.vllm_requests import sampling_params, to_spans, version_starts
 from services.generator.vllm_setup import VllmSettings, build_engine, can_seed_samples
 
 if TYPE_CHECKING:
-    from vllm import SamplingParams
-    from vllm.outputs import RequestOutput
     from vllm.v1.engine.async_llm import AsyncLLM
-
-_FINISH_REASONS = {
-    "stop": FinishReason.STOP,
-    "length": FinishReason.LENGTH,
-    "abort": FinishReason.ABORTED,
-}
+    from vllm.v1.engine.output_processor import RequestState
 
 
 class VllmEngine:
@@ -76,6 +69,8 @@ class VllmEngine:
         self._aborted: set[str] = set()
         self._update_lock = asyncio.Lock()
         self._can_seed = True
+        self._is_trusted = True
+        self._is_paused = False
         self._num_installs = 0
         self._tokens_generated = 0
 
@@ -135,6 +130,9 @@ class VllmEngine:
         finally:
             self._live.discard(request.request_id)
             self._aborted.discard(request.request_id)
+            if not self._live and self._recorder is not None:
+                # Nobody is left to wait for.
+                self._recorder.sampled.set()
 
     async def abort(self, request_id: str) -> None:
         """See `Engine.abort`."""
@@ -142,6 +140,20 @@ class VllmEngine:
             # Noted as well: vLLM may not know the request yet, and then forgets the abort.
             self._aborted.add(request_id)
             await self._llm.abort(request_id)
+
+    async def pause(self) -> None:
+        """See `PausableEngine.pause`. Raises EngineError where the step under way does not end."""
+        async with self._update_lock:
+            async with self._deadline("pausing"):
+                await self._hold(self._running())
+            self._is_paused = True
+
+    async def resume(self) -> None:
+        """See `PausableEngine.resume`; weights in doubt keep it paused all the same."""
+        async with self._update_lock:
+            self._is_paused = False
+            if self._is_trusted:
+                await self._running().resume_generation()
 
     async def update_weights(self, update: WeightUpdate) -> UpdateReport:
         """See `Engine.update_weights`."""
@@ -151,13 +163,14 @@ class VllmEngine:
             # Before vLLM is touched: a load that breaks off half-way leaves it beyond repair.
             check_layout(self._layout, update.tensors, optional=self._optional)
             started_s = time.monotonic()
-            try:
-                async with asyncio.timeout(self._settings.update_timeout_s):
-                    await self._install(llm, update)
-            except TimeoutError as error:
-                raise EngineError(f"installing version {update.policy_version} took too long") from error
-            pause_s = time.monotonic() - started_s
-            return UpdateReport(policy_version=update.policy_version, digest=update.digest, pause_s=pause_s)
+            async with self._deadline(f"installing version {update.policy_version}"):
+                num_recomputed_tokens = await self._install(llm, update)
+            return UpdateReport(
+                policy_version=update.policy_version,
+                digest=update.digest,
+                pause_s=time.monotonic() - started_s,
+                num_recomputed_tokens=num_recomputed_tokens,
+            )
 
     def profile(self) -> EngineProfile:
         """See `Engine.profile`; how fast it is shows in its rates."""
@@ -202,17 +215,46 @@ class VllmEngine:
         llm: AsyncLLM = self._llm
         return llm
 
-    async def _install(self, llm: AsyncLLM, update: WeightUpdate) -> None:
+    @asynccontextmanager
+    async def _deadline(self, what: str) -> AsyncIterator[None]:
+        try:
+            async with asyncio.timeout(self._settings.update_timeout_s):
+                yield
+        except TimeoutError as error:
+            raise EngineError(f"{what} took longer than {self._settings.update_timeout_s} s") from error
+
+    async def _hold(self, llm: AsyncLLM) -> None:
         # Not llm.pause_generation: it sleeps 20 ms so that outputs arrive before it returns, and spans need no such
         # order because every output names its version.
         await llm.engine_core.pause_scheduler_async(mode="keep", clear_cache=False)
+
+    async def _install(self, llm: AsyncLLM, update: WeightUpdate) -> int:
+        """Takes the weights and goes on with them; how many tokens' KV was computed again."""
+        await self._hold(llm)
         self._num_installs += 1
+        self._is_trusted = False
         mismatched = await self._call_workers("penstock_install", str(update.path))
         if mismatched:
             raise mismatch_error(f"vLLM does not hold version {update.policy_version} after loading it", mismatched)
+        num_dropped_tokens = await self._drop_kv(llm) if update.is_recomputing else 0
         await llm.update_weight_version(str(update.policy_version))
         self._policy_version = update.policy_version
+        self._is_trusted = True
+        if self._is_paused:
+            return num_dropped_tokens
+        self._recorder.sampled.clear()
         await llm.resume_generation()
+        if num_dropped_tokens and self._live:
+            await self._recorder.sampled.wait()
+        return num_dropped_tokens
+
+    async def _drop_kv(self, llm: AsyncLLM) -> int:
+        """Makes running samples compute their KV again; of how many tokens."""
+        states = [state for state in llm.output_processor.request_states.values() if _num_decoded(state)]
+        self._recorder.expect_preemptions(len(states))
+        await llm.reset_prefix_cache(reset_running_requests=True)
+        # The last token of each is not in the cache yet.
+        return sum(state.prompt_len + _num_decoded(state) - 1 for state in states)
 
     async def _call_workers(self, method: str, argument: object) -> list[str]:
         """Calls every worker; the tensor names they answer with, together."""
@@ -239,7 +281,7 @@ class VllmEngine:
             [*request.prompt_token_ids, *request.prefix_token_ids], cache_salt=f"install-{self._num_installs}"
         )
         max_tokens = max_tokens_left(request, max_model_len=self.max_model_len)
-        params = _sampling_params(request, max_tokens=max_tokens, is_seeded=self._can_seed)
+        params = sampling_params(request, max_tokens=max_tokens, is_seeded=self._can_seed)
         is_finished = False
         try:
             queue = await llm.add_request(request.request_id, prompt, params)
@@ -250,8 +292,8 @@ class VllmEngine:
             while not is_finished:
                 output = queue.get_nowait() or await queue.get()
                 is_finished = output.finished
-                starts = _version_starts(output, state.weight_version_starts if state is not None else ())
-                for span in _spans(output, starts, offset=num_yielded, default_version=self._policy_version):
+                starts = version_starts(output, state.weight_version_starts if state is not None else ())
+                for span in to_spans(output, starts, offset=num_yielded, default_version=self._policy_version):
                     num_yielded += len(span.token_ids)
                     yield span
         except EngineDeadError as error:
@@ -262,69 +304,5 @@ class VllmEngine:
                 await llm.abort(request.request_id)
 
 
-def _version_starts(output: RequestOutput, live: Sequence[tuple[str, int]]) -> Sequence[tuple[str, int]]:
-    """Pairs of version and index of its first completion token, in order.
-
-    While a sample is decoded only vLLM's bookkeeping has them; the last output carries them itself.
-    """
-    final = output.outputs[0].weight_versions
-    return live if final is None else [(span.version, span.start) for span in final]
-
-
-def _spans(
-    output: RequestOutput, starts: Sequence[tuple[str, int]], *, offset: int, default_version: int
-) -> Iterator[TokenSpan]:
-    """The output's new tokens, cut where the version changes; `offset` completion tokens came before them."""
-    completion = output.outputs[0]
-    finish = _finish_reason(completion.finish_reason)
-    token_ids = np.asarray(completion.token_ids, np.int32)
-    logprobs = np.asarray(completion.logprobs.logprobs if completion.logprobs else (), np.float32)
-    if len(token_ids) != len(logprobs):
-        raise EngineError(f"vLLM answered {len(token_ids)} tokens with {len(logprobs)} log-probs")
-    if not starts and len(token_ids):
-        raise EngineError("vLLM answered tokens of no known version")
-    ends = [start - offset for _, start in starts[1:]] + [len(token_ids)] * bool(starts)
-    begin = 0
-    pieces: list[tuple[int, int, int]] = []
-    for (version, _), end in zip(starts, ends, strict=True):
-        if end > begin:
-            pieces.append((int(version), begin, end))
-            begin = end
-    if not pieces and finish is not None:
-        yield TokenSpan.empty(policy_version=int(starts[-1][0]) if starts else default_version, finish_reason=finish)
-    for version_number, first, last in pieces:
-        yield TokenSpan(
-            token_ids=token_ids[first:last],
-            logprobs=logprobs[first:last],
-            policy_version=version_number,
-            finish_reason=finish if last == len(token_ids) else None,
-        )
-
-
-def _finish_reason(name: str | None) -> FinishReason | None:
-    if name is None:
-        return None
-    if name not in _FINISH_REASONS:
-        raise EngineError(f"vLLM ended a sample with {name!r}")
-    return _FINISH_REASONS[name]
-
-
-def _sampling_params(request: GenerateRequest, *, max_tokens: int, is_seeded: bool) -> SamplingParams:
-    from vllm import SamplingParams
-    from vllm.sampling_params import RequestOutputKind
-
-    sampling: SamplingSettings = request.sampling
-    return SamplingParams(
-        temperature=sampling.temperature,
-        top_p=sampling.top_p,
-        top_k=sampling.top_k or 0,
-        seed=sampling.seed_after(len(request.prefix_token_ids)) if is_seeded else None,
-        max_tokens=max_tokens,
-        stop_token_ids=list(sampling.stop_token_ids),
-        # The request says what ends a sample, not the model's generation config.
-        ignore_eos=True,
-        logprobs=0,
-        flat_logprobs=True,
-        detokenize=False,
-        output_kind=RequestOutputKind.DELTA,
-    )
+def _num_decoded(state: RequestState) -> int:
+    return int(state.detokenizer.num_output_tokens())

@@ -5,6 +5,8 @@ Imports vLLM, so it is itself imported only once the engine starts.
 
 from __future__ import annotations
 
+import asyncio
+
 from vllm.config import VllmConfig
 from vllm.v1.metrics.loggers import PrometheusStatLogger
 from vllm.v1.metrics.stats import IterationStats, MultiModalCacheStats, SchedulerStats
@@ -21,6 +23,13 @@ class StatsRecorder(PrometheusStatLogger):  # type: ignore[misc]  # vLLM is unty
         self.num_waiting = 0
         self.kv_cache_usage = 0.0
         self.num_preemptions = 0
+        self.sampled = asyncio.Event()
+        """Set after a step that sampled tokens; cleared by who waits for one."""
+        self._num_expected_preemptions = 0
+
+    def expect_preemptions(self, num_samples: int) -> None:
+        """So many samples lose their KV on purpose; vLLM counts them like those that lose it for want of room."""
+        self._num_expected_preemptions = num_samples
 
     def record(
         self,
@@ -34,10 +43,17 @@ class StatsRecorder(PrometheusStatLogger):  # type: ignore[misc]  # vLLM is unty
             self.num_waiting = scheduler_stats.num_waiting_reqs + scheduler_stats.num_skipped_waiting_reqs
             self.kv_cache_usage = scheduler_stats.kv_cache_usage
         if iteration_stats is not None:
-            self.num_preemptions += iteration_stats.num_preempted_reqs
+            self._count_preemptions(iteration_stats.num_preempted_reqs)
+            if iteration_stats.num_generation_tokens:
+                self.sampled.set()
 
     def log_engine_initialized(self) -> None:
         """Nothing to announce."""
 
     def log(self) -> None:
         """Nothing to print."""
+
+    def _count_preemptions(self, num_samples: int) -> None:
+        num_expected = min(num_samples, self._num_expected_preemptions)
+        self._num_expected_preemptions -= num_expected
+        self.num_preemptions += num_samples - num_expected

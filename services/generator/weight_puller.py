@@ -27,7 +27,7 @@ from penstock.clients.weights import WeightsClient, tensor_digests
 from penstock.errors import DigestMismatchError, PenstockError, UnknownVersionError
 from penstock.rpc import backoff_s
 from penstock.v1 import weights_pb2
-from services.generator.engine import Engine, UpdateReport, WeightUpdate
+from services.generator.engine import Engine, UpdateMode, UpdateReport, WeightUpdate
 from services.generator.held import Held, HeldWeights
 from services.generator.metrics import GeneratorMetrics
 from services.generator.rollout import Rollouts
@@ -46,6 +46,8 @@ class PullCounters:
     num_updates: int = 0
     num_refused: int = 0
     max_pause_s: float = 0.0
+    total_pause_s: float = 0.0
+    num_recomputed_tokens: int = 0
 
 
 class WeightPuller:
@@ -59,6 +61,7 @@ class WeightPuller:
         rollouts: Held back where an update must not meet running samples.
         cache_dir: Folder of this generator's weight files.
         metrics: Counts swaps and refusals.
+        mode: What happens to running samples when an announced version is taken.
     """
 
     def __init__(
@@ -71,6 +74,7 @@ class WeightPuller:
         rollouts: Rollouts,
         cache_dir: Path,
         metrics: GeneratorMetrics,
+        mode: UpdateMode = UpdateMode.KEEP,
     ) -> None:
         self._client = client
         self._downloader = downloader
@@ -79,6 +83,7 @@ class WeightPuller:
         self._rollouts = rollouts
         self._cache_dir = cache_dir
         self._metrics = metrics
+        self._mode = mode
         self._wanted: weights_pb2.WeightsManifest | None = None
         self._announced = asyncio.Event()
         self._installing = asyncio.Lock()
@@ -102,7 +107,7 @@ class WeightPuller:
             if manifest is None or not self._is_behind():
                 continue
             try:
-                await self._install(manifest, is_draining_first=False)
+                await self._install(manifest, self._mode)
                 continue
             except UnknownVersionError as error:
                 # Pruned while it was fetched: the store keeps only the newest, and announces it.
@@ -113,8 +118,10 @@ class WeightPuller:
                 _log.warning("weights not taken", policy_version=manifest.policy_version, error=str(error))
             await asyncio.sleep(next(delays))
 
-    async def pull(self, policy_version: int | None, *, is_draining_first: bool) -> UpdateReport:
+    async def pull(self, policy_version: int | None, mode: UpdateMode | None = None) -> UpdateReport:
         """Fetch and install a version (the newest where None) now; one that is held already is answered at once.
+
+        Without a mode it happens as it does to announced versions.
 
         Raises:
             UnknownVersionError: Not published.
@@ -123,7 +130,7 @@ class WeightPuller:
         """
         manifest = await self._client.get_manifest(policy_version)
         # Not to be broken off by a caller that goes away: half an update is nobody's version.
-        task = asyncio.create_task(self._install(manifest, is_draining_first=is_draining_first))
+        task = asyncio.create_task(self._install(manifest, mode or self._mode))
         self._pulls.add(task)
         task.add_done_callback(self._pulls.discard)
         return await asyncio.shield(task)
@@ -161,30 +168,29 @@ class WeightPuller:
             and held.digest == manifest.digest
         )
 
-    async def _install(self, manifest: weights_pb2.WeightsManifest, *, is_draining_first: bool) -> UpdateReport:
+    async def _install(self, manifest: weights_pb2.WeightsManifest, mode: UpdateMode) -> UpdateReport:
         async with self._installing:
             if self._holds(manifest):
                 return UpdateReport(policy_version=manifest.policy_version, digest=manifest.digest, pause_s=0.0)
             path = self._cache_dir / f"v{manifest.policy_version:08d}-{manifest.digest[:16]}.safetensors"
             download = await self._downloader.fetch(manifest, path, on_refused=self._note_refused)
             self._metrics.fetched_bytes.inc(download.fetched_bytes)
-            report = await self._update_engine(manifest, path, is_draining_first=is_draining_first)
+            report = await self._update_engine(manifest, path, mode)
             await self._report(manifest, report, fetched_bytes=download.fetched_bytes)
             await asyncio.to_thread(self._clean, path)
             return report
 
-    async def _update_engine(
-        self, manifest: weights_pb2.WeightsManifest, path: Path, *, is_draining_first: bool
-    ) -> UpdateReport:
+    async def _update_engine(self, manifest: weights_pb2.WeightsManifest, path: Path, mode: UpdateMode) -> UpdateReport:
         update = WeightUpdate(
             policy_version=manifest.policy_version,
             path=path,
             tensors=tensor_digests(manifest),
             digest=manifest.digest,
+            is_recomputing=mode is UpdateMode.RECOMPUTE,
         )
         try:
             async with AsyncExitStack() as stack:
-                if is_draining_first:
+                if mode is UpdateMode.DRAIN:
                     await stack.enter_async_context(self._rollouts.nothing_decoding(timeout_s=MAX_DRAIN_WAIT_S))
                 report = await self._engine.update_weights(update)
             if report.digest != manifest.digest:
@@ -226,10 +232,18 @@ class WeightPuller:
     def _count(self, report: UpdateReport) -> None:
         self.counters.num_updates += 1
         self.counters.max_pause_s = max(self.counters.max_pause_s, report.pause_s)
+        self.counters.total_pause_s += report.pause_s
+        self.counters.num_recomputed_tokens += report.num_recomputed_tokens
         self._metrics.swaps.inc()
+        self._metrics.recomputed_tokens.inc(report.num_recomputed_tokens)
         self._metrics.swap_pause_s.observe(report.pause_s)
         self._metrics.policy_version.set(report.policy_version)
-        _log.info("weights installed", policy_version=report.policy_version, pause_s=round(report.pause_s, 4))
+        _log.info(
+            "weights installed",
+            policy_version=report.policy_version,
+            pause_s=round(report.pause_s, 4),
+            num_recomputed_tokens=report.num_recomputed_tokens,
+        )
 
     def _clean(self, newest: Path) -> None:
         """Delete all but the newest files, by when they arrived; partial ones are of versions no longer wanted."""

@@ -26,6 +26,7 @@ from services.generator.engine import (
     SamplingSettings,
     TokenSpan,
 )
+from services.generator.engines import PausableEngine
 from services.generator.transformers_engine import TransformersEngine, TransformersSettings
 from services.generator.vllm_engine import VllmEngine
 from services.generator.vllm_setup import VllmSettings
@@ -97,9 +98,9 @@ def versions_of(spans: list[TokenSpan]) -> list[int]:
     return [span.policy_version for span in spans for _ in span.token_ids]
 
 
-async def take_perturbed(engine: Engine, model_path: Path, tmp_path: Path, *, scale: float = 0.05) -> Path:
+async def take_perturbed(engine: Engine, model_path: Path, tmp_path: Path) -> Path:
     version = engine.policy_version + 1
-    path = write_perturbed(model_path, tmp_path / f"v{version}.safetensors", seed=version, scale=scale)
+    path = write_perturbed(model_path, tmp_path / f"v{version}.safetensors", seed=version)
     report = await engine.update_weights(make_update(path, policy_version=version))
     assert report.policy_version == version == engine.policy_version
     return path
@@ -391,6 +392,60 @@ async def test_a_sample_in_flight_goes_on_with_new_weights_over_the_old_cache(
     # A fresh context differs, but little: what off-policy correction has to bear.
     fresh = recompute(model_path, tokens_of(spans), weights=weights)[num_old:]
     assert 1e-3 < np.abs(fresh - logprobs_of(spans)[num_old:]).mean() < 1.0
+    await take_initial(engine, model_path)
+
+
+@pytest.mark.parametrize("seed", [None, 4], ids=["unseeded", "seeded"])
+async def test_samples_in_flight_may_compute_their_cache_again_under_new_weights(
+    engine: Engine, model_path: Path, tmp_path: Path, is_real: bool, seed: int | None
+) -> None:
+    old = engine.policy_version
+    requests = [make_request(max_new_tokens=300, seed=seed and seed + index) for index in range(6)]
+    samples = [asyncio.create_task(collect(engine, request)) for request in requests]
+    seen = engine.stats().tokens_generated
+    await until(lambda: engine.stats().tokens_generated - seen > 200)
+    weights = write_perturbed(model_path, tmp_path / "new.safetensors", seed=1)
+    update = make_update(weights, policy_version=old + 1)
+    report = await engine.update_weights(dataclasses.replace(update, is_recomputing=True))
+    results = await asyncio.gather(*samples)
+    assert [versions_of(spans) for spans in results] == [sorted(versions_of(spans)) for spans in results]
+    assert [len(tokens_of(spans)) for spans in results] == [300] * 6
+    num_old = [versions_of(spans).count(old) for spans in results]
+    assert all(0 < count < 300 for count in num_old)
+    # The engine had decoded more than it had yielded, and the last token of each is not in its cache yet.
+    assert report.num_recomputed_tokens == pytest.approx(sum(num_old) + 6 * (len(PROMPT) - 1), abs=6)
+    assert report.pause_s >= 0
+    assert engine.stats().num_preemptions == 0
+    for spans, count in zip(results, num_old, strict=True):
+        if is_real:
+            fresh = recompute(model_path, tokens_of(spans), weights=weights)
+            np.testing.assert_allclose(logprobs_of(spans)[count:], fresh[count:], atol=1e-4)
+    await take_initial(engine, model_path)
+
+
+async def test_a_paused_engine_stands_still_over_an_update_and_goes_on(
+    engine: Engine, model_path: Path, tmp_path: Path
+) -> None:
+    assert isinstance(engine, PausableEngine)
+    old = engine.policy_version
+    sample = asyncio.create_task(collect(engine, make_request(max_new_tokens=400)))
+    seen = engine.stats().tokens_generated
+    await until(lambda: engine.stats().tokens_generated - seen > 20)
+    await engine.pause()
+    await engine.pause()
+    await asyncio.sleep(0.1)
+    stood_at = engine.stats().tokens_generated
+    await take_perturbed(engine, model_path, tmp_path)
+    waiting = asyncio.create_task(collect(engine, make_request()))
+    _, pending = await asyncio.wait([sample, waiting], timeout=0.2)
+    assert len(pending) == 2
+    # What an update has the transformers engine flush was decoded before.
+    assert engine.stats().tokens_generated - stood_at < 8
+    await engine.resume()
+    assert set(versions_of(await waiting)) == {old + 1}
+    spans = await sample
+    assert len(tokens_of(spans)) == 400
+    assert set(versions_of(spans)) == {old, old + 1}
     await take_initial(engine, model_path)
 
 

@@ -53,7 +53,7 @@ class Bench:
         return await call(self.stub.GetGenerator, generator_pb2.GetGeneratorRequest(), peer="generator")
 
     @asynccontextmanager
-    async def running(self, engine, *, max_concurrent_samples=8):
+    async def running(self, engine, **settings):
         async with serving(self.broker.service(), self.store.service()) as (_, target):
             config = GeneratorConfig(
                 listen="127.0.0.1:0",
@@ -63,7 +63,7 @@ class Bench:
                 model_path=self.tmp_path / "model",
                 cache_dir=self.tmp_path / "cache",
                 flush_interval_s=0.02,
-                engine=EngineConfig(engine="emulated", max_concurrent_samples=max_concurrent_samples),
+                engine=EngineConfig(**{"engine": "emulated", "max_concurrent_samples": 8} | settings),
             )
             metrics = GeneratorMetrics(CollectorRegistry())
             self.generator = Generator(config, engine=engine, text=IdText(), metrics=metrics)
@@ -354,11 +354,39 @@ async def test_pull_installs_a_version_now_and_answers_at_once_when_it_is_held(b
         request = generator_pb2.PullWeightsRequest(policy_version=9)
         with pytest.raises(UnknownVersionError):
             await call(bench.stub.PullWeights, request, peer="generator")
-        request = generator_pb2.PullWeightsRequest(mode=generator_pb2.UPDATE_MODE_RECOMPUTE)
-        with pytest.raises(NotOfferedError):
-            await call(bench.stub.PullWeights, request, peer="generator")
         with pytest.raises(InvalidFieldError):
             await call(bench.stub.PullWeights, generator_pb2.PullWeightsRequest(mode=77), peer="generator")
+
+
+async def test_what_happens_to_running_samples_is_as_configured_or_as_asked(bench):
+    engine = ScriptedEngine()
+    await bench.store.publish(0)
+    async with bench.running(engine, update_mode="recompute"):
+        await until(lambda: len(engine.updates) == 1)
+        assert [update.is_recomputing for update in engine.updates] == [True]
+        assert (await bench.view()).update_mode == generator_pb2.UPDATE_MODE_RECOMPUTE
+        asked = []
+        for version, mode in ((1, generator_pb2.UPDATE_MODE_KEEP), (2, generator_pb2.UPDATE_MODE_UNSPECIFIED)):
+            await bench.store.publish(version, is_announced=False)
+            request = generator_pb2.PullWeightsRequest(policy_version=version, mode=mode)
+            asked.append((await call(bench.stub.PullWeights, request, peer="generator")).mode)
+        assert asked == [generator_pb2.UPDATE_MODE_KEEP, generator_pb2.UPDATE_MODE_RECOMPUTE]
+        assert [update.is_recomputing for update in engine.updates] == [True, False, True]
+        view = await bench.view()
+        assert view.num_recomputed_tokens == 2 * engine.num_recomputed_tokens
+        assert view.total_swap_pause_s == pytest.approx(0.03)
+
+
+async def test_draining_ends_samples_under_the_old_weights_and_asks_for_none_meanwhile(bench):
+    bench.broker.submit(prompt("first", max_new_tokens=200))
+    await bench.store.publish(0)
+    async with bench.running(emulated(token_s=2e-3, mean_tokens=150, length_sigma=0), update_mode="drain"):
+        await until(lambda: len(bench.broker.samples[0].token_ids) > 10)
+        await bench.store.publish(1)
+        await until(lambda: bench.generator._rollouts.num_free_slots() == 0)
+        bench.broker.submit(prompt("second", max_new_tokens=20))
+        await until(lambda: bench.broker.num_finished == 2)
+    assert [set(sample.versions) for sample in bench.broker.samples] == [{0}, {1}]
 
 
 async def test_only_an_engine_that_can_pause_is_paused(bench):

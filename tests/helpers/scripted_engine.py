@@ -31,6 +31,7 @@ class ScriptedEngine:
         self.most_running = 0
         self.policy_version = 0
         self.max_model_len = 64
+        self.num_recomputed_tokens = 7
         self.is_stopped = False
         self.is_paused = False
         self._queues: dict[str, asyncio.Queue] = {}
@@ -71,7 +72,10 @@ class ScriptedEngine:
             raise self.update_errors.pop(0)
         self.policy_version = update.policy_version
         return UpdateReport(
-            policy_version=update.policy_version, digest=self.reported_digest or update.digest, pause_s=0.01
+            policy_version=update.policy_version,
+            digest=self.reported_digest or update.digest,
+            pause_s=0.01,
+            num_recomputed_tokens=self.num_recomputed_tokens if update.is_recomputing else 0,
         )
 
     def profile(self):

@@ -83,14 +83,17 @@ class ScriptedWeightStore(weights_pb2_grpc.WeightStoreServiceServicer):
             servicer=self,
         )
 
-    async def publish(self, policy_version: int, *, history: int = 0, seed: int | None = None):
-        """Make and announce a version."""
+    async def publish(
+        self, policy_version: int, *, history: int = 0, seed: int | None = None, is_announced: bool = True
+    ):
+        """Make a version and announce it, or leave it to be asked for."""
         name = f"v{policy_version}h{history}.safetensors"
         path = write_weights(self.directory / name, seed=policy_version if seed is None else seed)
         manifest = make_manifest(path, policy_version=policy_version, history=history, url=f"{self._base_url}/{name}")
         async with self._changed:
             self.manifests.append(manifest)
-            self._changed.notify_all()
+            if is_announced:
+                self._changed.notify_all()
         return manifest
 
     @asynccontextmanager
