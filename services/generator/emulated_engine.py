@@ -205,12 +205,11 @@ class EmulatedEngine:
             for sample in self._samples.values():
                 self._put_tokens(sample)
             self._policy_version = update.policy_version
-            num_recomputed_tokens = self._batch.recompute() if update.is_recomputing else 0
-            prefill_s = self._spec.step_times().prefill_s(num_recomputed_tokens) / self._spec.time_scale
+            num_recomputed_tokens, prefill_s = self._batch.recompute() if update.is_recomputing else (0, 0.0)
             return UpdateReport(
                 policy_version=update.policy_version,
                 digest=update.digest,
-                pause_s=pause_s + prefill_s,
+                pause_s=pause_s + prefill_s / self._spec.time_scale,
                 num_recomputed_tokens=num_recomputed_tokens,
             )
 

@@ -9,7 +9,7 @@ Owns the vLLM engine process and the order of a weight update:
 - A sample that lives through an update that keeps has the KV cache of the old weights; its later log-probs are those of
   the distribution really sampled from, which differs from the new policy's on a fresh context. Samples that begin after
   the update never see old KV: the prefix cache is salted with the number of the installation.
-- An update that recomputes has vLLM pre-empt every running sample and forget its cache (`reset_prefix_cache`), so the
+- An update that recomputes has vLLM preempt every running sample and forget its cache (`reset_prefix_cache`), so the
   first step afterwards prefills them all under the new weights, what is decoded included.
 - If attestation fails, the engine stays paused. One that was told to pause stays so over an update.
 

@@ -94,12 +94,12 @@ class Batch:
             self._waiting.remove(sample)
         self._admit()
 
-    def recompute(self) -> int:
-        """Throw the KV cache away and compute it anew, before anything else is decoded; returns its tokens."""
-        for sample in self._running:
-            self._unspent_s -= self._steps.prefill_s(_held(sample))
+    def recompute(self) -> tuple[int, float]:
+        """Throw the KV cache away and compute it anew, before anything else is decoded; its tokens, and the time."""
+        prefill_s = sum(self._steps.prefill_s(_held(sample)) for sample in self._running)
+        self._unspent_s -= prefill_s
         self.num_recomputed_tokens += self._kv_tokens
-        return self._kv_tokens
+        return self._kv_tokens, prefill_s
 
     def advance(self, elapsed_s: float) -> list[BatchSample]:
         """Decode for so long; returns the samples that ended, in order."""
