@@ -274,7 +274,9 @@ async def test_a_guest_has_a_slot_of_its_own_and_holds_updates_back_that_wait_fo
         with pytest.raises(TimeoutError):
             async with bench.rollouts.guest(timeout_s=0.01):
                 pass
-        assert bench.rollouts.num_free_slots() == 4
+        # Nothing new is asked for while samples may not begin.
+        assert bench.rollouts.num_free_slots() == 0
+    assert bench.rollouts.num_free_slots() == 4
 
 
 async def test_a_guest_waits_until_a_lease_ends(bench):
