@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
+from typing import Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from penstock.config import StrictModel, Targets
 from services.generator.engine import UpdateMode
 
 EngineName = Literal["vllm", "transformers", "emulated"]
+MAX_INSTANCES = 256
+"""Generators of one process."""
 DtypeName = Literal["auto", "float32", "bfloat16", "float16"]
 
 
@@ -65,6 +67,21 @@ class EngineConfig(StrictModel):
     """Mean completion length of an emulated engine."""
 
 
+class InstanceConfig(StrictModel):
+    """Emulated generators in one process with others; what is unset is the process's own setting."""
+
+    count: int = Field(default=1, ge=1, le=MAX_INSTANCES)
+    """How many like this."""
+    run_id: str | None = None
+    """The run they work for."""
+    site: str | None = None
+    """Where they stand."""
+    engine: EngineConfig | None = None
+    """Their engine; `emulated`."""
+    emulated: EmulatedConfig | None = None
+    """What they pretend to be."""
+
+
 class GeneratorConfig(StrictModel):
     """A generator: leases prompts of one run, decodes them, swaps weights in flight."""
 
@@ -90,9 +107,21 @@ class GeneratorConfig(StrictModel):
     """The engine."""
     emulated: EmulatedConfig = EmulatedConfig()
     """What it pretends to be where the engine is `emulated`."""
+    instances: tuple[InstanceConfig, ...] = ()
+    """Several emulated generators in this process, each one of its own to the broker, number i at the port of `listen`
+    + i under the name `generator_id`-i; empty is one."""
     flush_interval_s: float = Field(default=0.2, gt=0, le=10)
     """Longest time a decoded token waits before it is sent."""
     cache_dir: Path
     """Folder for fetched weights; only the newest versions are kept."""
     metrics_port: int | None = Field(default=None, ge=1, le=65535)
     """Port of the Prometheus endpoint; none when unset."""
+
+    @model_validator(mode="after")
+    def _only_emulated_engines_share_a_process(self) -> Self:
+        if sum(instance.count for instance in self.instances) > MAX_INSTANCES:
+            raise ValueError(f"instances: at most {MAX_INSTANCES} generators fit one process; start several")
+        engines = {(instance.engine or self.engine).engine for instance in self.instances} - {"emulated"}
+        if engines:
+            raise ValueError(f"instances: {engines.pop()} engines need a process each; only emulated ones share")
+        return self

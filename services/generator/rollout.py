@@ -341,7 +341,7 @@ class Rollouts:
 
     def _count_decoding(self, change: int) -> None:
         self._num_decoding += change
-        self._parts.metrics.running.set(self._num_decoding)
+        self._parts.metrics.running.inc(change)
         if change > 0:
             self._parts.busy.begin()
             self._no_decoding.clear()

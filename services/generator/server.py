@@ -1,11 +1,20 @@
 """A generator process: builds the engine, serves GeneratorService, leases and decodes until it is told to stop.
 
+It may hold several emulated generators; they share only the process and its metrics, and the failure of one ends all.
+
 The service reports healthy once the engine is built. SIGTERM and SIGINT give unfinished samples back to the broker and
 end the process within seconds; an engine failure does the same and ends it with an error.
 """
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Callable, Coroutine
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from typing import Any
+
+from penstock.config import ConfigError
 from penstock.rpc import Server, Service, run_until_stopped
 from penstock.security import Security
 from penstock.telemetry import serve_metrics
@@ -13,6 +22,7 @@ from penstock.v1 import generator_pb2, generator_pb2_grpc
 from services.generator.config import GeneratorConfig
 from services.generator.engines import build_engine
 from services.generator.generator import Generator
+from services.generator.instances import expand
 from services.generator.metrics import GeneratorMetrics
 from services.generator.model_folder import load_text_decoder
 from services.generator.service import GeneratorServicer
@@ -21,37 +31,65 @@ SERVICE_NAME = generator_pb2.DESCRIPTOR.services_by_name["GeneratorService"].ful
 
 
 async def serve(config: GeneratorConfig) -> None:
-    """Run a generator until SIGTERM or SIGINT.
+    """Run a generator, or several emulated ones, until SIGTERM or SIGINT.
 
     Raises:
+        ConfigError: The engine cannot be what the configuration says.
         PortUnavailableError: The address cannot be listened on.
         EngineError, DigestMismatchError: The engine did not start.
         GeneratorFailedError: The engine failed while it decoded.
     """
     security = Security.from_environment()
     serve_metrics(config.metrics_port)
+    metrics = GeneratorMetrics()
+    members = [_assemble(one, metrics, security) for one in expand(config)]
+
+    async def stop() -> None:
+        await asyncio.gather(*(member.generator.stop() for member in members))
+
+    async with AsyncExitStack() as stack:
+        for member in members:
+            await stack.enter_async_context(member.generator)
+        for member in members[1:]:
+            stack.push_async_callback(member.server.stop, grace_s=1.0)
+            await member.server.start()
+        loops = [loop for member in members for loop in member.loops()]
+        await run_until_stopped(members[0].server, loops=loops, before_stop=stop)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Member:
+    """One generator of the process and its server."""
+
+    generator: Generator
+    server: Server
+
+    def loops(self) -> list[Callable[[], Coroutine[Any, Any, None]]]:
+        """What has to go on for it to work."""
+        generator = self.generator
+        return [
+            self._run_engine,
+            generator.send_tokens,
+            generator.watch_weights,
+            generator.pull_weights,
+            generator.take_leases,
+        ]
+
+    async def _run_engine(self) -> None:
+        await self.server.set_serving(False)
+        await self.generator.run_engine(on_ready=lambda: self.server.set_serving(True))
+
+
+def _assemble(config: GeneratorConfig, metrics: GeneratorMetrics, security: Security) -> _Member:
     text = load_text_decoder(config.model_path, is_tokenizer_needed=config.engine.engine != "emulated")
-    generator = Generator(config, engine=build_engine(config), text=text, metrics=GeneratorMetrics(), security=security)
+    try:
+        engine = build_engine(config)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+    generator = Generator(config, engine=engine, text=text, metrics=metrics, security=security)
     service = Service(
         name=SERVICE_NAME,
         add=generator_pb2_grpc.add_GeneratorServiceServicer_to_server,
         servicer=GeneratorServicer(generator),
     )
-    server = Server(listen=config.listen, services=[service], security=security)
-
-    async def run_engine() -> None:
-        await server.set_serving(False)
-        await generator.run_engine(on_ready=lambda: server.set_serving(True))
-
-    async with generator:
-        await run_until_stopped(
-            server,
-            loops=[
-                run_engine,
-                generator.send_tokens,
-                generator.watch_weights,
-                generator.pull_weights,
-                generator.take_leases,
-            ],
-            before_stop=generator.stop,
-        )
+    return _Member(generator=generator, server=Server(listen=config.listen, services=[service], security=security))

@@ -10,7 +10,8 @@ import sys
 
 import pytest
 
-from penstock.rpc import wait_until_serving
+from penstock.rpc import call, open_channel, wait_until_serving
+from penstock.v1 import generator_pb2, generator_pb2_grpc
 from services.generator.server import SERVICE_NAME
 
 SERVE = """
@@ -37,7 +38,7 @@ async def start(code, *arguments):
     return await asyncio.create_subprocess_exec(sys.executable, "-c", code, *arguments, stdout=pipe, stderr=pipe)
 
 
-def settings(tmp_path, port):
+def settings(tmp_path, port, **rest):
     document = {
         "listen": f"127.0.0.1:{port}",
         "run_id": "r",
@@ -46,6 +47,7 @@ def settings(tmp_path, port):
         "model_path": str(tmp_path),
         "cache_dir": str(tmp_path / "cache"),
         "engine": {"engine": "emulated"},
+        **rest,
     }
     return json.dumps(document)
 
@@ -83,3 +85,37 @@ async def test_nothing_heavy_is_imported_before_an_engine_is_chosen():
     async with asyncio.timeout(20):
         output, errors = await process.communicate()
     assert output.decode().strip() == "[]", errors.decode()
+
+
+def two_free_ports():
+    """Two neighbours."""
+    while True:
+        port = free_port()
+        with socket.socket() as neighbour:
+            try:
+                neighbour.bind(("127.0.0.1", port + 1))
+            except OSError:
+                continue
+            return port
+
+
+async def test_a_process_may_hold_several_emulated_generators_each_with_its_own_name_and_port(tmp_path):
+    port = two_free_ports()
+    instances = [{"count": 1, "emulated": {"gpu": "H20"}}, {"emulated": {"gpu": "L40S", "time_scale": 20}}]
+    process = await start(SERVE, settings(tmp_path, port, instances=instances))
+    try:
+        for number in range(2):
+            target = f"127.0.0.1:{port + number}"
+            assert await wait_until_serving(target, service=SERVICE_NAME, timeout_s=20)
+            async with open_channel(target) as channel:
+                stub = generator_pb2_grpc.GeneratorServiceStub(channel)
+                view = await call(stub.GetGenerator, generator_pb2.GetGeneratorRequest(), peer="generator")
+            assert view.generator_id.startswith(f"gen-0-{number}-")
+        process.send_signal(signal.SIGTERM)
+        async with asyncio.timeout(10):
+            _, errors = await process.communicate()
+        assert process.returncode == 0, errors.decode()
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
