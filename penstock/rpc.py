@@ -76,10 +76,21 @@ class Service:
 
 
 class Server:
-    """A gRPC server of one or more services. `stopping` is set when it drains: long streams watch it and end."""
+    """A gRPC server of one or more services. `stopping` is set when it drains: long streams watch it and end.
 
-    def __init__(self, *, listen: str, services: Sequence[Service], security: Security = NO_SECURITY) -> None:
+    One that is not `serves_at_once` reports itself unhealthy until `set_serving` is called.
+    """
+
+    def __init__(
+        self,
+        *,
+        listen: str,
+        services: Sequence[Service],
+        security: Security = NO_SECURITY,
+        serves_at_once: bool = True,
+    ) -> None:
         self.stopping = asyncio.Event()
+        self._serves_at_once = serves_at_once
         self._listen = listen
         self._names = [service.name for service in services]
         interceptors: list[grpc.aio.ServerInterceptor] = [*security.server_interceptors(), ErrorInterceptor()]
@@ -95,7 +106,7 @@ class Server:
         self.port = 0
 
     async def start(self) -> int:
-        """Listen and report healthy; returns the port. Raises PortUnavailableError."""
+        """Listen and report health; returns the port. Raises PortUnavailableError."""
         try:
             self.port = self._security.add_port(self._server, self._listen)
         except RuntimeError as error:
@@ -103,8 +114,8 @@ class Server:
                 f"cannot listen on {self._listen}: the port is in use or the address is not this machine's; "
                 "stop the other process or choose another port"
             ) from error
+        await self.set_serving(self._serves_at_once)
         await self._server.start()
-        await self.set_serving(True)
         return self.port
 
     async def set_serving(self, is_serving: bool, *names: str) -> None:

@@ -81,7 +81,7 @@ class Hubs:
 
     async def care(self, set_serving: Callable[[bool], Awaitable[None]]) -> None:
         """Look after every run until cancelled; `set_serving` hears of every change of the store's health."""
-        is_serving = True
+        is_serving: bool | None = None
         while True:
             try:
                 await self.store.ping()
@@ -90,7 +90,7 @@ class Hubs:
                 is_healthy = True
             except ServiceUnavailableError as error:
                 is_healthy = False
-                if is_serving:
+                if is_serving is not False:
                     _log.warning("store away", error=str(error))
             if is_healthy != is_serving:
                 is_serving = is_healthy

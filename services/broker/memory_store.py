@@ -119,6 +119,13 @@ class MemoryStore:
         """See `Store.peers`."""
         return dict(self._run(run_id).peers)
 
+    async def forget_peers(self, run_id: str, peer_ids: Sequence[str]) -> None:
+        """See `Store.forget_peers`."""
+        run = self._run(run_id)
+        for peer_id in peer_ids:
+            run.peers.pop(peer_id, None)
+            run.spans.pop(peer_id, None)
+
     async def busy_spans(self, run_id: str, peer_id: str) -> list[bytes]:
         """See `Store.busy_spans`."""
         return list(self._run(run_id).spans.get(peer_id, ()))

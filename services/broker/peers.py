@@ -20,6 +20,8 @@ PEER_TIMEOUT_S = 60.0
 """A generator not heard of for this long counts as gone."""
 WORKER_TIMEOUT_S = 10.0
 """The same for a reward worker: it is heard of every few seconds while its stream is open."""
+KEPT_S = 3600.0
+"""What is known of a peer is forgotten when it was not heard of for this long: ids may change with every start."""
 CONTEXT_GRACE_S = 5.0
 """After the first generator connects, time for one with a longer context before long prompts are given up."""
 WRITE_EVERY_S = 1.0
@@ -85,7 +87,7 @@ class Peers:
             del spans[:-MAX_BUFFERED_SPANS]
         self._generators[hello.generator_id] = view
         self._gone.discard(hello.generator_id)
-        if now_s - self._written_s.get(hello.generator_id, 0.0) >= WRITE_EVERY_S:
+        if now_s - self._written_s.get(_GENERATOR + hello.generator_id, 0.0) >= WRITE_EVERY_S:
             await self.flush(hello.generator_id)
 
     def _add_speed(self, view: broker_pb2.GeneratorView) -> None:
@@ -108,7 +110,7 @@ class Peers:
         """Write what is known of a generator."""
         view = self._generators.get(generator_id)
         if view is not None:
-            self._written_s[generator_id] = self._clock.now_s()
+            self._written_s[_GENERATOR + generator_id] = self._clock.now_s()
             spans = self._spans.pop(generator_id, [])
             await self._store.put_peer(self._run_id, _GENERATOR + generator_id, view.SerializeToString(), spans)
 
@@ -130,6 +132,7 @@ class Peers:
         if now_s - self._refreshed_s >= REFRESH_EVERY_S:
             self._refreshed_s = now_s
             stored = await self._store.peers(self._run_id)
+            await self._forget(stored, now_s)
             self._note_workers(stored)
             for view in self.generators_in(stored):
                 self._first_seen_s = now_s if self._first_seen_s is None else self._first_seen_s
@@ -140,6 +143,30 @@ class Peers:
                 ):
                     self._generators[view.hello.generator_id] = view
                     self._gone.discard(view.hello.generator_id)
+
+    async def _forget(self, stored: dict[str, bytes], now_s: float) -> None:
+        """Let go of peers that are long gone, here, in the store and in `stored`."""
+        seen_s = {_WORKER + worker_id: view.seen_s for worker_id, view in self._workers.items()}
+        for view in [*self._generators.values(), *self.generators_in(stored)]:
+            peer_id = _GENERATOR + view.hello.generator_id
+            seen_s[peer_id] = max(seen_s.get(peer_id, 0.0), view.beat_time.ToMicroseconds() / 1e6)
+        for peer_id, raw in stored.items():
+            if peer_id.startswith(_WORKER):
+                seen_s[peer_id] = max(seen_s.get(peer_id, 0.0), WorkerView.FromString(raw).seen_s)
+        gone = [peer_id for peer_id, last_s in seen_s.items() if now_s - last_s > KEPT_S]
+        for peer_id in gone:
+            name = peer_id[len(_GENERATOR) :]
+            if peer_id.startswith(_WORKER):
+                self._workers.pop(name, None)
+            else:
+                self._generators.pop(name, None)
+                self._spans.pop(name, None)
+                self._gone.discard(name)
+                self._speeds.forget(name)
+            self._written_s.pop(peer_id, None)
+            stored.pop(peer_id, None)
+        if gone:
+            await self._store.forget_peers(self._run_id, gone)
 
     async def views(self, busy_since_s: float | None) -> tuple[list[broker_pb2.GeneratorView], list[str]]:
         """Generators, with spans that end after `busy_since_s` if given, and ids of reward workers seen lately."""

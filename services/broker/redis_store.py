@@ -187,6 +187,22 @@ class RedisStore:
         found: dict[Any, Any] = await self._redis.read(lambda redis: redis.hgetall(RunKeys(run_id).peers))
         return {peer_id.decode(): view for peer_id, view in found.items()}
 
+    async def forget_peers(self, run_id: str, peer_ids: Sequence[str]) -> None:
+        """See `Store.forget_peers`."""
+        if not peer_ids:
+            return
+        keys = RunKeys(run_id)
+
+        async def write(redis: Redis) -> None:
+            pipeline = redis.pipeline(transaction=False)
+            pipeline.hdel(keys.peers, *peer_ids)
+            for peer_id in peer_ids:
+                # Not `unlink`: a Cluster's pipeline has it only as a coroutine of its own.
+                pipeline.execute_command("UNLINK", keys.spans(peer_id))
+            await pipeline.execute()
+
+        await self._redis.write(write)
+
     async def busy_spans(self, run_id: str, peer_id: str) -> list[bytes]:
         """See `Store.busy_spans`."""
         key = RunKeys(run_id).spans(peer_id)

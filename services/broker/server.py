@@ -55,7 +55,8 @@ def make_server(hubs: Hubs, *, listen: str, security: Security) -> rpc.Server:
         add=broker_pb2_grpc.add_BrokerServiceServicer_to_server,
         servicer=BrokerService(hubs),
     )
-    return rpc.Server(listen=listen, services=[service], security=security)
+    # Healthy once the caretaker has seen the store.
+    return rpc.Server(listen=listen, services=[service], security=security, serves_at_once=False)
 
 
 async def serve(config: BrokerConfig) -> None:

@@ -158,6 +158,10 @@ class Store(Protocol):
         """The peers' views by id."""
         ...
 
+    async def forget_peers(self, run_id: str, peer_ids: Sequence[str]) -> None:
+        """Remove peers and their spans; those that are unknown are no error."""
+        ...
+
     async def busy_spans(self, run_id: str, peer_id: str) -> list[bytes]:
         """The spans of a peer, oldest first."""
         ...

@@ -500,7 +500,12 @@ async def test_a_cancelled_stream_leaves_the_run_usable(broker: RunningBroker) -
 async def test_health_and_reflection_name_the_service(broker: RunningBroker) -> None:
     health = health_pb2_grpc.HealthStub(broker.channel)
     request = health_pb2.HealthCheckRequest(service="penstock.v1.BrokerService")
-    assert (await health.Check(request, timeout=5)).status == health_pb2.HealthCheckResponse.SERVING
+
+    async def is_healthy() -> bool:
+        return (await health.Check(request, timeout=5)).status == health_pb2.HealthCheckResponse.SERVING
+
+    # Once it has seen its store.
+    await eventually(is_healthy)
     reflection = reflection_pb2_grpc.ServerReflectionStub(broker.channel)
     question = Duplex(reflection.ServerReflectionInfo, reflection_pb2.ServerReflectionRequest(list_services=""))
     answer = await question.receive()

@@ -209,6 +209,17 @@ async def test_peers_are_remembered_and_their_spans_are_bounded(store: Store) ->
     assert (len(spans), spans[:2], spans[-1]) == (MAX_BUSY_SPANS, [b"s3", b"0"], b"%d" % (MAX_BUSY_SPANS - 2))
 
 
+async def test_a_forgotten_peer_leaves_nothing(store: Store) -> None:
+    await store.commit(RUN, None, Delta(run=b"1"))
+    await store.put_peer(RUN, "g:1", b"one", [b"s"])
+    await store.put_peer(RUN, "g:2", b"two", [b"t"])
+    await store.forget_peers(RUN, ["g:1", "g:unknown"])
+    await store.forget_peers(RUN, [])
+    assert await store.peers(RUN) == {"g:2": b"two"}
+    assert await store.busy_spans(RUN, "g:1") == []
+    assert await store.busy_spans(RUN, "g:2") == [b"t"]
+
+
 async def test_racing_committers_form_one_sequence(store: Store) -> None:
     """Nobody's commit is lost or seen in two orders: chunks, counter and marks tell the same story."""
     await store.commit(RUN, None, Delta(run=b"0"))
