@@ -20,6 +20,16 @@ def lognormal_lengths(rng: random.Random, *, median: float, sigma: float, most: 
     return [max(1, min(most, round(median * rng.lognormvariate(0.0, sigma)))) for _ in range(count)]
 
 
+def histogram_quantile(share: float) -> float:
+    """The length in tokens that this share, 0 to 1, of StreamRL's histogram stays below, even inside a bin."""
+    rest = share * sum(STREAMRL_HISTOGRAM)
+    for index, weight in enumerate(STREAMRL_HISTOGRAM):
+        if rest <= weight:
+            return _FIRST_TOKENS + _BIN_TOKENS * (index + rest / weight)
+        rest -= weight
+    return _FIRST_TOKENS + _BIN_TOKENS * len(STREAMRL_HISTOGRAM)
+
+
 def histogram_lengths(rng: random.Random, *, scale: float, count: int) -> list[int]:
     """Lengths of StreamRL's histogram, even inside a bin, times `scale`."""
     bins = rng.choices(range(len(STREAMRL_HISTOGRAM)), weights=STREAMRL_HISTOGRAM, k=count)

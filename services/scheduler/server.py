@@ -5,13 +5,19 @@ from __future__ import annotations
 import asyncio
 
 import structlog
+from prometheus_client import REGISTRY, CollectorRegistry
 
-from penstock.clock import SystemClock
+from penstock.clock import Clock, SystemClock
 from penstock.rpc import Server, Service, run_until_stopped
 from penstock.security import Security
 from penstock.telemetry import serve_metrics
 from penstock.v1 import scheduler_pb2_grpc
-from services.scheduler.config import SchedulerConfig
+from services.scheduler.config import LengthsConfig, SchedulerConfig
+from services.scheduler.lengths.forecaster import LengthForecaster
+from services.scheduler.lengths.metrics import LengthMetrics
+from services.scheduler.lengths.pairs_file import read_pairs
+from services.scheduler.lengths.ridge import RidgeLearner
+from services.scheduler.lengths.state_files import StateFiles
 from services.scheduler.service import SchedulerServicer
 
 SERVICE_NAME = "penstock.v1.SchedulerService"
@@ -19,20 +25,41 @@ SERVICE_NAME = "penstock.v1.SchedulerService"
 _log = structlog.get_logger()
 
 
-async def serve(config: SchedulerConfig) -> None:
-    """Serve until SIGTERM or SIGINT. Raises PortUnavailableError."""
-    serve_metrics(config.metrics_port)
-    servicer = SchedulerServicer(clock=SystemClock(), heartbeat_interval_s=config.heartbeat_interval_s)
-    service = Service(
-        name=SERVICE_NAME, add=scheduler_pb2_grpc.add_SchedulerServiceServicer_to_server, servicer=servicer
+def make_forecaster(config: LengthsConfig, *, clock: Clock, registry: CollectorRegistry) -> LengthForecaster:
+    """The forecaster of a scheduler. Raises ConfigError when its file of pairs cannot be used."""
+    return LengthForecaster(
+        learners=[RidgeLearner()],
+        first_pairs=read_pairs(config.pairs_file) if config.pairs_file is not None else (),
+        files=StateFiles(config.state_dir) if config.state_dir is not None else None,
+        clock=clock,
+        metrics=LengthMetrics(registry),
+        refresh_interval_s=config.refresh_interval_s,
     )
-    server = Server(listen=config.listen, services=[service], security=Security.from_environment())
+
+
+def make_service(servicer: SchedulerServicer) -> Service:
+    """The gRPC service."""
+    return Service(name=SERVICE_NAME, add=scheduler_pb2_grpc.add_SchedulerServiceServicer_to_server, servicer=servicer)
+
+
+async def serve(config: SchedulerConfig) -> None:
+    """Serve until SIGTERM or SIGINT. Raises PortUnavailableError, ConfigError."""
+    serve_metrics(config.metrics_port)
+    clock = SystemClock()
+    lengths = make_forecaster(config.lengths, clock=clock, registry=REGISTRY)
+    servicer = SchedulerServicer(clock=clock, heartbeat_interval_s=config.heartbeat_interval_s, lengths=lengths)
+    server = Server(listen=config.listen, services=[make_service(servicer)], security=Security.from_environment())
 
     async def end_streams() -> None:
         await server.stopping.wait()
         servicer.stopping.set()
         await asyncio.Event().wait()
 
-    await run_until_stopped(
-        server, loops=[end_streams], on_started=lambda: _log.info("scheduler listens", listen=config.listen)
-    )
+    try:
+        await run_until_stopped(
+            server,
+            loops=[end_streams, lengths.refresh_forever],
+            on_started=lambda: _log.info("scheduler listens", listen=config.listen),
+        )
+    finally:
+        await lengths.close()

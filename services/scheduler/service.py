@@ -13,7 +13,7 @@ from penstock.errors import InvalidFieldError, NotOfferedError, ServiceUnavailab
 from penstock.v1 import scheduler_pb2 as pb
 from penstock.v1 import scheduler_pb2_grpc
 from services.scheduler.inventory import Inventory
-from services.scheduler.lengths import LengthForecaster
+from services.scheduler.lengths.forecaster import LengthForecaster
 from services.scheduler.plan import SOLVER, first_fit
 
 MAX_QUERIES = 1024
@@ -28,12 +28,12 @@ Context = grpc.aio.ServicerContext[Any, Any]
 class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
     """Answers from memory; machines register again after a restart, and plans are made anew."""
 
-    def __init__(self, *, clock: Clock, heartbeat_interval_s: float) -> None:
+    def __init__(self, *, clock: Clock, heartbeat_interval_s: float, lengths: LengthForecaster) -> None:
         self.stopping = asyncio.Event()
         self._clock = clock
         self._heartbeat_interval_s = heartbeat_interval_s
         self._inventory = Inventory(heartbeat_interval_s=heartbeat_interval_s)
-        self._lengths = LengthForecaster()
+        self._lengths = lengths
         self._plans: dict[str, pb.Plan] = {}
         self._plan_changed = asyncio.Event()
 
@@ -93,12 +93,13 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
     async def ForecastLengths(self, request: pb.ForecastLengthsRequest, context: Context) -> pb.ForecastLengthsResponse:
         """Expected completion lengths."""
         _check_count("queries", len(request.queries), MAX_QUERIES)
-        return pb.ForecastLengthsResponse(forecasts=self._lengths.forecast(request.run_id, list(request.queries)))
+        forecasts, run = await self._lengths.forecast(request.run_id, request.queries)
+        return pb.ForecastLengthsResponse(forecasts=forecasts, model_version=run.model_version)
 
     async def ReportLengths(self, request: pb.ReportLengthsRequest, context: Context) -> pb.ReportLengthsResponse:
         """Learn from completions that were seen."""
         _check_count("observations", len(request.observations), MAX_OBSERVATIONS)
-        self._lengths.observe(request.run_id, list(request.observations))
+        self._lengths.observe(request.run_id, request.observations)
         return pb.ReportLengthsResponse()
 
     async def GetLengthModel(self, request: pb.GetLengthModelRequest, context: Context) -> pb.GetLengthModelResponse:

@@ -13,6 +13,7 @@ import pytest
 from google.protobuf.descriptor import MethodDescriptor
 from google.protobuf.duration_pb2 import Duration
 from google.protobuf.message import Message
+from prometheus_client import CollectorRegistry
 
 from penstock.clients.inventory import this_machine
 from penstock.clock import ManualClock
@@ -24,7 +25,6 @@ from penstock.v1 import (
     generator_pb2_grpc,
     reward_pb2,
     scheduler_pb2,
-    scheduler_pb2_grpc,
     trainer_pb2,
     trainer_pb2_grpc,
     types_pb2,
@@ -34,7 +34,8 @@ from penstock.v1 import (
 from services.generator.server import SERVICE_NAME as GENERATOR_NAME
 from services.generator.service import GeneratorServicer
 from services.reward.models.build import build_model
-from services.scheduler.server import SERVICE_NAME as SCHEDULER_NAME
+from services.scheduler.config import LengthsConfig
+from services.scheduler.server import make_forecaster, make_service
 from services.scheduler.service import SchedulerServicer
 from services.trainer.service import SERVICE_NAME as TRAINER_NAME
 from services.trainer.service import TrainerService
@@ -81,10 +82,11 @@ def _refuse(spec: Any) -> NoReturn:
 def _services() -> list[Service]:
     trainer = TrainerService(make_run=_refuse, weights_url="http://127.0.0.1:1")
     weights = WeightStoreService(WeightStore())
-    scheduler = SchedulerServicer(clock=ManualClock(), heartbeat_interval_s=5.0)
+    lengths = make_forecaster(LengthsConfig(), clock=ManualClock(), registry=CollectorRegistry())
+    scheduler = SchedulerServicer(clock=ManualClock(), heartbeat_interval_s=5.0, lengths=lengths)
     return [
         reward_service(build_model("exact_match")),
-        Service(name=SCHEDULER_NAME, add=scheduler_pb2_grpc.add_SchedulerServiceServicer_to_server, servicer=scheduler),
+        make_service(scheduler),
         Service(name=TRAINER_NAME, add=trainer_pb2_grpc.add_TrainerServiceServicer_to_server, servicer=trainer),
         Service(name=WEIGHTS_NAME, add=weights_pb2_grpc.add_WeightStoreServiceServicer_to_server, servicer=weights),
         Service(

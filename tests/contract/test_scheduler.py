@@ -1,25 +1,25 @@
 import asyncio
 
 import pytest
+from prometheus_client import CollectorRegistry
 
 from penstock.clients.inventory import report_node, this_machine
 from penstock.clock import ManualClock
 from penstock.errors import InvalidFieldError, NotOfferedError, PenstockError, UnknownRunError
-from penstock.rpc import Service, call, open_channel, wait_until_serving
+from penstock.rpc import call, open_channel, wait_until_serving
 from penstock.security import NO_SECURITY
 from penstock.v1 import scheduler_pb2 as pb
 from penstock.v1 import scheduler_pb2_grpc
-from services.scheduler.server import SERVICE_NAME
+from services.scheduler.config import LengthsConfig
+from services.scheduler.server import SERVICE_NAME, make_forecaster, make_service
 from services.scheduler.service import MAX_QUERIES, SchedulerServicer
 from tests.helpers.serving import channel_to, serving
 
 
 def scheduler(interval_s=5.0):
-    return Service(
-        name=SERVICE_NAME,
-        add=scheduler_pb2_grpc.add_SchedulerServiceServicer_to_server,
-        servicer=SchedulerServicer(clock=ManualClock(), heartbeat_interval_s=interval_s),
-    )
+    clock = ManualClock()
+    lengths = make_forecaster(LengthsConfig(), clock=clock, registry=CollectorRegistry())
+    return make_service(SchedulerServicer(clock=clock, heartbeat_interval_s=interval_s, lengths=lengths))
 
 
 async def ask(channel, method, request):

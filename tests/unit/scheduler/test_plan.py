@@ -3,7 +3,6 @@ import pytest
 from penstock.errors import InvalidFieldError
 from penstock.v1 import scheduler_pb2 as pb
 from services.scheduler.inventory import Inventory, UnknownNodeError
-from services.scheduler.lengths import LengthForecaster
 from services.scheduler.plan import InfeasiblePlanError, first_fit
 
 
@@ -82,18 +81,3 @@ def test_a_machine_that_leaves_must_register_again():
 def test_impossible_machines_are_refused(node):
     with pytest.raises(InvalidFieldError):
         inventory_of(node)
-
-
-def test_lengths_are_forecast_by_group_then_by_run_and_not_before_any_was_seen():
-    forecaster = LengthForecaster()
-    known, other = pb.LengthQuery(group_id="known"), pb.LengthQuery(group_id="other")
-    assert not forecaster.forecast("r", [known])[0].HasField("expected_tokens")
-
-    seen = [pb.LengthObservation(query=known, num_completion_tokens=n) for n in (10, 20)]
-    seen.append(pb.LengthObservation(query=pb.LengthQuery(group_id="third"), num_completion_tokens=60))
-    forecaster.observe("r", seen)
-
-    by_group, by_run = forecaster.forecast("r", [known, other])
-    assert by_group.expected_tokens == pytest.approx(15)
-    assert by_run.expected_tokens == pytest.approx(30)
-    assert by_run.deviation_tokens == pytest.approx(26.4575, rel=1e-4)

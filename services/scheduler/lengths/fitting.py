@@ -1,0 +1,95 @@
+"""Fits a model to a run's prompts and lengths, and finds out how wrong it is. Pure but for the learner.
+
+Prompts are split 7:1:2 by their key, as StreamRL section 5.2 does: fitted to, chosen with, tested on. The test's
+numbers are those of a model that saw 70 %; the model in use is then fitted to everything. Newer prompts weigh more,
+since the policy that makes the lengths changes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from penstock.v1 import scheduler_pb2 as pb
+from services.scheduler.lengths.learner import FitFailedError, Learner, LengthModel
+from services.scheduler.lengths.ngrams import Floats
+from services.scheduler.lengths.prompts import PromptLengths, PromptView
+from services.scheduler.lengths.quality import measure
+from services.scheduler.lengths.ridge import BASELINE
+from services.scheduler.lengths.spread import ErrorShape, Spread
+
+MIN_PROMPTS = 64
+"""Fewer are not fitted to: seven prompts would choose a model and thirteen test it."""
+HALF_LIFE_PROMPTS = 2048
+"""A prompt that was seen so many prompts before the newest weighs half."""
+_VALIDATION, _TEST = (7,), (8, 9)
+"""Tenths of the prompts, by their keys."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fit:
+    """A model in use, with what forecasts need beside it."""
+
+    model: LengthModel
+    baseline: LengthModel
+    shape: ErrorShape
+    qualities: tuple[pb.LengthQuality, ...]
+    """On held-out prompts: the model's, then the baseline's."""
+
+
+def fit_lengths(pairs: Sequence[PromptLengths], learner: Learner) -> Fit:
+    """Choose, test and fit. `pairs` are oldest first, at least MIN_PROMPTS. Raises FitFailedError."""
+    prompts = [pair.prompt for pair in pairs]
+    targets = np.array([float(np.mean(pair.logs)) for pair in pairs])
+    weights = 0.5 ** (np.arange(len(pairs))[::-1] / HALF_LIFE_PROMPTS)
+    tenths = np.array([prompt.key[0] * 10 // 256 for prompt in prompts])
+    is_test, is_validation = np.isin(tenths, _TEST), np.isin(tenths, _VALIDATION)
+    is_fitted = ~(is_test | is_validation)
+    if not (is_test.any() and is_validation.any() and is_fitted.any()):
+        raise FitFailedError(f"{len(pairs)} prompts cannot be split into parts to fit, to choose and to test with")
+
+    def fitted(which: Learner, mask: npt.NDArray[np.bool_], strength: float) -> LengthModel:
+        return which.fit(_of(prompts, mask), targets[mask], weights[mask], strength=strength)
+
+    candidates = {strength: fitted(learner, is_fitted, strength) for strength in learner.strengths}
+    chosen = _of(prompts, is_validation)
+    predictions = {strength: model.predict(chosen) for strength, model in candidates.items()}
+    best = min(predictions, key=lambda each: float(np.mean((predictions[each] - targets[is_validation]) ** 2)))
+    spread = Spread.of([pairs[index] for index in np.flatnonzero(is_validation)], predictions[best])
+    tested = [pairs[index] for index in np.flatnonzero(is_test)]
+    tested_logs = candidates[best].predict([pair.prompt for pair in tested])
+    baseline = fitted(BASELINE, is_fitted, 0.0)
+    qualities = (
+        _quality(tested, tested_logs, spread.shape(), candidates[best].name, has_interval=True),
+        _quality(tested, baseline.predict([pair.prompt for pair in tested]), spread.shape(), baseline.name),
+    )
+    everything = np.ones(len(pairs), dtype=bool)
+    return Fit(
+        model=fitted(learner, everything, best) if len(candidates) > 1 else candidates[best],
+        baseline=fitted(BASELINE, everything, 0.0),
+        shape=spread.joined(Spread.of(tested, tested_logs)).shape(),
+        qualities=qualities,
+    )
+
+
+def _of(prompts: Sequence[PromptView], mask: npt.NDArray[np.bool_]) -> list[PromptView]:
+    return [prompts[index] for index in np.flatnonzero(mask)]
+
+
+def _quality(
+    pairs: Sequence[PromptLengths], logs: Floats, shape: ErrorShape, forecaster: str, *, has_interval: bool = False
+) -> pb.LengthQuality:
+    forecasts = [shape.forecast(float(log)) for log in logs]
+    numbers = [len(pair.logs) for pair in pairs]
+    return measure(
+        np.exp(np.concatenate([pair.logs for pair in pairs])),
+        np.repeat([forecast.expected_tokens for forecast in forecasts], numbers),
+        forecaster=forecaster,
+        test=pb.LENGTH_TEST_HELD_OUT,
+        intervals=np.repeat([(each.low_tokens, each.high_tokens) for each in forecasts], numbers, axis=0)
+        if has_interval
+        else None,
+    )

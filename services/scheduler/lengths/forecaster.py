@@ -1,0 +1,181 @@
+"""Forecasts for every run: answers calls at once from what is known, and fits models beside.
+
+A call never waits for a fit: fits run in a thread, one at a time, and what they give is installed when it is whole. The
+last of the learners is the light one, whose model answers in milliseconds; a model before it is asked first and has
+SLOW_TIMEOUT_S. Runs beyond MAX_RUNS are forgotten, the one used longest ago first.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import replace
+
+import structlog
+
+from penstock.clock import Clock
+from penstock.errors import InvalidFieldError, UnknownRunError
+from penstock.v1 import scheduler_pb2 as pb
+from services.scheduler.lengths.fitting import Fit, fit_lengths
+from services.scheduler.lengths.learner import FitFailedError, Learner
+from services.scheduler.lengths.metrics import LengthMetrics
+from services.scheduler.lengths.pairs_file import MAX_LENGTH_TOKENS, Row
+from services.scheduler.lengths.prompts import PromptLengths, PromptView, read_prompt
+from services.scheduler.lengths.run_lengths import Predicted, RunLengths
+from services.scheduler.lengths.state_files import StateFiles
+
+MAX_RUNS = 16
+MAX_RUN_ID_CHARACTERS = 256
+SLOW_TIMEOUT_S = 0.3
+"""A broker waits half a second for forecasts, the way there and back included."""
+
+_log = structlog.get_logger()
+
+
+class LengthForecaster:
+    """See the module.
+
+    Args:
+        learners: The preferred one first; the last is the light one.
+        first_pairs: What a run that is not known begins with.
+        files: Where what was learned is kept; nowhere when None.
+        clock: For the times of fits.
+        metrics: What is counted.
+        refresh_interval_s: How often it is looked whether a fit is due.
+    """
+
+    def __init__(
+        self,
+        *,
+        learners: Sequence[Learner],
+        first_pairs: Sequence[Row] = (),
+        files: StateFiles | None = None,
+        clock: Clock,
+        metrics: LengthMetrics,
+        refresh_interval_s: float,
+    ) -> None:
+        self._learners = tuple(learners)
+        self._first_pairs = first_pairs
+        self._files = files
+        self._clock = clock
+        self._metrics = metrics
+        self._refresh_interval_s = refresh_interval_s
+        self._keeps_text = any(learner.needs_text for learner in learners)
+        self._runs: OrderedDict[str, RunLengths] = OrderedDict()
+        for saved in reversed(files.load_all() if files is not None else []):
+            self._run(saved.run_id, first_pairs=()).restore(saved)
+
+    async def forecast(
+        self, run_id: str, queries: Sequence[pb.LengthQuery]
+    ) -> tuple[list[pb.LengthForecast], RunLengths]:
+        """One forecast a query, in order, and the run. Raises InvalidFieldError."""
+        run = self._run(run_id)
+        prompts = [run.known(query.group_id, self._read(query)) for query in queries]
+        predicted = await _predicted(run.fits, prompts) if prompts else None
+        name = predicted.fit.model.name if predicted is not None else "means"
+        self._metrics.count_forecasts(name, len(prompts))
+        return run.forecast([query.group_id for query in queries], prompts, predicted), run
+
+    def observe(self, run_id: str, observations: Sequence[pb.LengthObservation]) -> None:
+        """Learn from completions that were seen. Raises InvalidFieldError, and then learns from none of them."""
+        for index, observation in enumerate(observations):
+            if observation.num_completion_tokens > MAX_LENGTH_TOKENS:
+                raise InvalidFieldError(
+                    f"observations[{index}].num_completion_tokens: {observation.num_completion_tokens}, "
+                    f"at most {MAX_LENGTH_TOKENS} are believed",
+                    field="observations.num_completion_tokens",
+                )
+        prompts = [self._read(observation.query) for observation in observations]
+        run = self._run(run_id)
+        for observation, prompt in zip(observations, prompts, strict=True):
+            run.observe(observation.query.group_id, prompt, observation.num_completion_tokens)
+        self._metrics.count_observations(len(observations))
+
+    def describe(self, run_id: str) -> pb.GetLengthModelResponse:
+        """What forecasts a run's lengths. Raises UnknownRunError."""
+        run = self._runs.get(run_id)
+        if run is None:
+            raise UnknownRunError(f"run_id: no length of {run_id!r} was asked for or reported", run_id=run_id)
+        return run.describe()
+
+    async def refresh_forever(self) -> None:
+        """Fit what is due, until cancelled."""
+        while True:
+            await asyncio.sleep(self._refresh_interval_s)
+            await self.refresh()
+
+    async def refresh(self) -> None:
+        """Fit every run of which a fit is due, one after the other."""
+        for run in [run for run in self._runs.values() if run.is_fit_due]:
+            pairs = run.begin_fit()
+            for learner in reversed(self._learners):
+                await self._fit(run, learner, pairs)
+            self._metrics.observe(run.run_id, run.describe())
+            await self._save(run)
+
+    async def close(self) -> None:
+        """Keep what was learned since the last fit."""
+        for run in self._runs.values():
+            await self._save(run)
+
+    async def _fit(self, run: RunLengths, learner: Learner, pairs: Sequence[PromptLengths]) -> None:
+        started_s = self._clock.now_s()
+        try:
+            fit = await asyncio.to_thread(fit_lengths, pairs, learner)
+        except FitFailedError as error:
+            run.fit_problem = f"{learner.name}: {error}"
+            self._metrics.count_fit("failed")
+            _log.warning("lengths were not fitted", run_id=run.run_id, learner=learner.name, error=str(error))
+            return
+        now_s = self._clock.now_s()
+        run.install(fit, preference=[each.name for each in self._learners], now_s=now_s, duration_s=now_s - started_s)
+        self._metrics.count_fit("installed")
+        _log.info(
+            "lengths fitted",
+            run_id=run.run_id,
+            learner=learner.name,
+            model_version=run.model_version,
+            num_prompts=len(pairs),
+            recall_20=round(fit.qualities[0].recall_longest_20_percent, 3),
+            duration_s=round(now_s - started_s, 2),
+        )
+
+    async def _save(self, run: RunLengths) -> None:
+        if self._files is None:
+            return
+        try:
+            await asyncio.to_thread(self._files.save, run.saved())
+        except OSError as error:
+            _log.warning("lengths were not saved", run_id=run.run_id, error=str(error))
+
+    def _read(self, query: pb.LengthQuery) -> PromptView:
+        prompt = read_prompt(query)
+        return prompt if self._keeps_text else replace(prompt, text="")
+
+    def _run(self, run_id: str, *, first_pairs: Sequence[Row] | None = None) -> RunLengths:
+        run = self._runs.get(run_id)
+        if run is None:
+            if len(run_id) > MAX_RUN_ID_CHARACTERS:
+                raise InvalidFieldError(f"run_id: more than {MAX_RUN_ID_CHARACTERS} characters", field="run_id")
+            run = self._runs[run_id] = RunLengths(run_id)
+            for prompt, log in self._first_pairs if first_pairs is None else first_pairs:
+                run.learn(prompt, log)
+            if len(self._runs) > MAX_RUNS:
+                forgotten, _ = self._runs.popitem(last=False)
+                self._metrics.forget(forgotten)
+        self._runs.move_to_end(run_id)
+        return run
+
+
+async def _predicted(fits: Sequence[Fit], prompts: Sequence[PromptView]) -> Predicted | None:
+    """What the first fit says that answers in time; None where there is none."""
+    for fit in fits:
+        try:
+            async with asyncio.timeout(SLOW_TIMEOUT_S if fit is not fits[-1] else None):
+                logs = await asyncio.to_thread(fit.model.predict, prompts)
+                baseline_logs = await asyncio.to_thread(fit.baseline.predict, prompts)
+                return Predicted(fit=fit, logs=logs, baseline_logs=baseline_logs)
+        except (TimeoutError, FitFailedError):
+            _log.debug("a model does not answer; the next is asked", model=fit.model.name)
+    return None

@@ -1,0 +1,78 @@
+"""Numbers of length forecasts for Prometheus."""
+
+from __future__ import annotations
+
+from prometheus_client import CollectorRegistry, Counter, Gauge
+
+from penstock.v1 import scheduler_pb2 as pb
+
+_LABELS = ["run", "forecaster", "test"]
+
+
+class LengthMetrics:
+    """The metrics in one registry; those of a run go when it is forgotten."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._fits = Counter("penstock_scheduler_length_fits", "Fits, by outcome", ["outcome"], registry=registry)
+        self._observations = Counter(
+            "penstock_scheduler_lengths_observed", "Completion lengths reported", registry=registry
+        )
+        self._forecasts = Counter(
+            "penstock_scheduler_lengths_forecast",
+            "Prompts asked about, by forecaster",
+            ["forecaster"],
+            registry=registry,
+        )
+        self._version = Gauge(
+            "penstock_scheduler_length_model_version", "Version of the run's model", ["run"], registry=registry
+        )
+        self._fit_s = Gauge(
+            "penstock_scheduler_length_fit_seconds", "Time the newest fit took", ["run"], registry=registry
+        )
+        self._recall = Gauge(
+            "penstock_scheduler_length_recall_ratio",
+            "Share of the longest samples found",
+            [*_LABELS, "percent"],
+            registry=registry,
+        )
+        self._spearman = Gauge(
+            "penstock_scheduler_length_spearman_ratio", "Rank correlation", _LABELS, registry=registry
+        )
+        self._error = Gauge(
+            "penstock_scheduler_length_mean_error_tokens", "Mean absolute error", _LABELS, registry=registry
+        )
+        self._coverage = Gauge(
+            "penstock_scheduler_length_coverage_ratio", "Share of samples in their interval", _LABELS, registry=registry
+        )
+
+    def count_fit(self, outcome: str) -> None:
+        """A fit ended: installed or failed."""
+        self._fits.labels(outcome).inc()
+
+    def count_observations(self, count: int) -> None:
+        """Lengths came in."""
+        self._observations.inc(count)
+
+    def count_forecasts(self, forecaster: str, count: int) -> None:
+        """Prompts were answered by this forecaster; `means` while there is no model."""
+        self._forecasts.labels(forecaster).inc(count)
+
+    def observe(self, run_id: str, described: pb.GetLengthModelResponse) -> None:
+        """Set the gauges of a run."""
+        self._version.labels(run_id).set(described.model_version)
+        self._fit_s.labels(run_id).set(described.fit_duration.ToNanoseconds() / 1e9)
+        for quality in described.qualities:
+            test = pb.LengthTest.Name(quality.test).removeprefix("LENGTH_TEST_").lower()
+            labels = (run_id, quality.forecaster, test)
+            for percent in (20, 10, 5):
+                self._recall.labels(*labels, str(percent)).set(getattr(quality, f"recall_longest_{percent}_percent"))
+            self._error.labels(*labels).set(quality.mean_absolute_error_tokens)
+            if quality.HasField("spearman"):
+                self._spearman.labels(*labels).set(quality.spearman)
+            if quality.HasField("interval_coverage"):
+                self._coverage.labels(*labels).set(quality.interval_coverage)
+
+    def forget(self, run_id: str) -> None:
+        """Take a run's gauges away."""
+        for gauge in (self._version, self._fit_s, self._recall, self._spearman, self._error, self._coverage):
+            gauge.remove_by_labels({"run": run_id})

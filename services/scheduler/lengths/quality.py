@@ -1,0 +1,78 @@
+"""How good forecasts of lengths were: recall of the longest, rank correlation, error, calibration. Pure."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from penstock.v1 import scheduler_pb2 as pb
+from services.scheduler.lengths.ngrams import Floats
+
+INTERVAL_SHARE = 0.8
+"""Share of samples that a stated interval promises to hold."""
+NUM_BUCKETS = 5
+
+
+def recall_of_longest(lengths: Floats, forecasts: Floats, share: float) -> float:
+    """Share of the longest `share` of the samples that is among those with the longest forecasts, 0 to 1.
+
+    StreamRL (Zhong et al. 2025), Table 4. Where equals are cut apart the expectation over which of them are taken is
+    given: siblings share a forecast, and forecasting the same for all finds `share` of the longest.
+    """
+    num_longest = max(1, round(share * len(lengths)))
+    return float(_membership(lengths, num_longest) @ _membership(forecasts, num_longest) / num_longest)
+
+
+def _membership(values: Floats, num_longest: int) -> Floats:
+    """The chance of each to be among the longest when ties are broken at random."""
+    border = np.partition(values, len(values) - num_longest)[len(values) - num_longest]
+    num_above = int((values > border).sum())
+    chance = (num_longest - num_above) / int((values == border).sum())
+    return np.where(values > border, 1.0, np.where(values == border, chance, 0.0))
+
+
+def spearman(lengths: Floats, forecasts: Floats) -> float | None:
+    """Spearman's rank correlation with mean ranks for ties; None when all values of one are equal."""
+    first, second = _ranks(lengths), _ranks(forecasts)
+    first, second = first - first.mean(), second - second.mean()
+    scale = float(np.sqrt((first @ first) * (second @ second)))
+    return float(first @ second) / scale if scale > 0 else None
+
+
+def _ranks(values: Floats) -> Floats:
+    _, inverse, counts = np.unique(values, return_inverse=True, return_counts=True)
+    ends = np.cumsum(counts)
+    ranks: Floats = (ends - (counts - 1) / 2.0)[inverse]
+    return ranks
+
+
+def measure(
+    lengths: Floats,
+    forecasts: Floats,
+    *,
+    forecaster: str,
+    test: pb.LengthTest.ValueType,
+    intervals: npt.NDArray[np.float64] | None = None,
+) -> pb.LengthQuality:
+    """All numbers of one forecaster on at least one sample; `intervals` is [num_samples, 2], low and high in tokens."""
+    quality = pb.LengthQuality(
+        forecaster=forecaster,
+        test=test,
+        num_samples=len(lengths),
+        recall_longest_20_percent=recall_of_longest(lengths, forecasts, 0.20),
+        recall_longest_10_percent=recall_of_longest(lengths, forecasts, 0.10),
+        recall_longest_5_percent=recall_of_longest(lengths, forecasts, 0.05),
+        spearman=spearman(lengths, forecasts),
+        mean_absolute_error_tokens=float(np.abs(lengths - forecasts).mean()),
+    )
+    if intervals is not None:
+        is_inside = (intervals[:, 0] <= lengths) & (lengths <= intervals[:, 1])
+        quality.interval_coverage = float(is_inside.mean())
+    order = np.argsort(forecasts, kind="stable")
+    for part in np.array_split(order, min(NUM_BUCKETS, len(order))):
+        quality.buckets.add(
+            expected_tokens=float(forecasts[part].mean()),
+            mean_tokens=float(lengths[part].mean()),
+            num_samples=len(part),
+        )
+    return quality

@@ -1,0 +1,281 @@
+"""The lengths of one run: what was forecast, what came of it, and what the next model is fitted to. Pure.
+
+    ForecastLengths --> known groups (prompt, forecast) --+--> ledger: forecast and length, for the prequential test
+    ReportLengths ------------------------- length -------+--> prompts with their newest lengths --> next fit
+
+A sample is tested by the forecast that its group got first, before any of its lengths was known. Everything is bounded;
+what was used longest ago is forgotten first.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict, deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from penstock.v1 import scheduler_pb2 as pb
+from services.scheduler.lengths.fitting import MIN_PROMPTS, Fit
+from services.scheduler.lengths.learner import log_tokens
+from services.scheduler.lengths.ngrams import Floats
+from services.scheduler.lengths.prompts import PromptLengths, PromptView
+from services.scheduler.lengths.quality import measure
+from services.scheduler.lengths.ridge import PROMPT_LENGTH
+from services.scheduler.lengths.state_files import SavedLengths
+
+MAX_GROUPS = 16_384
+MAX_PROMPTS = 8_192
+MAX_OWN_LENGTHS = 16
+MAX_TESTED = 2_048
+MIN_NEW_LENGTHS = 64
+NEW_SHARE = 0.1
+"""A fit is due when so many new lengths came for each prompt that it would use."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Predicted:
+    """What a fit says of some prompts, [num_prompts] each, natural logarithms."""
+
+    fit: Fit
+    logs: Floats
+    baseline_logs: Floats
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Forecast:
+    forecaster: str
+    expected_tokens: float
+    low_tokens: float
+    high_tokens: float
+    baseline_tokens: float
+
+
+@dataclass(slots=True, kw_only=True)
+class _Group:
+    prompt: PromptView
+    forecast: _Forecast | None
+
+
+@dataclass(slots=True)
+class _Moments:
+    """Running count, mean and sum of squared deviations (Welford 1962)."""
+
+    count: int = 0
+    mean: float = 0.0
+    squares: float = 0.0
+
+    def add(self, value: float) -> None:
+        self.count += 1
+        delta = value - self.mean
+        self.mean += delta / self.count
+        self.squares += delta * (value - self.mean)
+
+    def forecast(self) -> pb.LengthForecast:
+        if not self.count:
+            return pb.LengthForecast()
+        forecast = pb.LengthForecast(expected_tokens=self.mean)
+        if self.count > 1:
+            forecast.deviation_tokens = math.sqrt(self.squares / (self.count - 1))
+        return forecast
+
+
+@dataclass(slots=True, kw_only=True)
+class _Seen:
+    prompt: PromptView
+    logs: deque[float] = field(default_factory=lambda: deque(maxlen=MAX_OWN_LENGTHS))
+
+
+class RunLengths:
+    """See the module. Lives on the event loop; fits are made elsewhere from `pairs`."""
+
+    def __init__(self, run_id: str) -> None:
+        self.run_id = run_id
+        self.num_observations = 0
+        self.model_version = 0
+        self.fits: tuple[Fit, ...] = ()
+        """At most one of each learner, the preferred one first; the last answers at once."""
+        self.fit_time_s = 0.0
+        self.fit_duration_s = 0.0
+        self.fit_problem = ""
+        self._overall = _Moments()
+        self._groups: OrderedDict[str, _Group] = OrderedDict()
+        self._seen: OrderedDict[bytes, _Seen] = OrderedDict()
+        self._tested: deque[tuple[_Forecast, float]] = deque(maxlen=MAX_TESTED)
+        self._num_new = 0
+
+    # -- forecasts -----------------------------------------------------------------------------------------------------
+
+    def known(self, group_id: str, prompt: PromptView) -> PromptView:
+        """The prompt, or the one that the group is known by where only its name was given."""
+        group = self._groups.get(group_id)
+        return group.prompt if group is not None and not prompt.has_content else prompt
+
+    def forecast(
+        self, group_ids: Sequence[str], prompts: Sequence[PromptView], predicted: Predicted | None
+    ) -> list[pb.LengthForecast]:
+        """One forecast a prompt; without a model from means: the prompt's own, else the run's."""
+        forecasts = []
+        for index, (group_id, prompt) in enumerate(zip(group_ids, prompts, strict=True)):
+            made = None
+            if predicted is None or not prompt.has_content:
+                forecasts.append(self._from_means(prompt))
+            else:
+                seen = self._seen.get(prompt.key)
+                own_logs = tuple(seen.logs) if seen is not None else ()
+                shape = predicted.fit.shape
+                tokens = shape.forecast(float(predicted.logs[index]), own_logs)
+                made = _Forecast(
+                    forecaster=predicted.fit.model.name,
+                    expected_tokens=tokens.expected_tokens,
+                    low_tokens=tokens.low_tokens,
+                    high_tokens=tokens.high_tokens,
+                    baseline_tokens=shape.forecast(float(predicted.baseline_logs[index])).expected_tokens,
+                )
+                forecasts.append(
+                    pb.LengthForecast(
+                        expected_tokens=tokens.expected_tokens,
+                        deviation_tokens=tokens.deviation_tokens,
+                        low_tokens=tokens.low_tokens,
+                        high_tokens=tokens.high_tokens,
+                    )
+                )
+            if group_id:
+                self._note_group(group_id, prompt, made)
+        return forecasts
+
+    def _from_means(self, prompt: PromptView) -> pb.LengthForecast:
+        seen = self._seen.get(prompt.key)
+        if seen is None:
+            return self._overall.forecast()
+        own = _Moments()
+        for log in seen.logs:
+            own.add(math.exp(log))
+        return own.forecast()
+
+    def _note_group(self, group_id: str, prompt: PromptView, forecast: _Forecast | None) -> None:
+        if group_id in self._groups:
+            self._groups.move_to_end(group_id)
+            return
+        self._groups[group_id] = _Group(prompt=prompt, forecast=forecast)
+        if len(self._groups) > MAX_GROUPS:
+            self._groups.popitem(last=False)
+
+    # -- lengths -------------------------------------------------------------------------------------------------------
+
+    def observe(self, group_id: str, prompt: PromptView, num_tokens: int) -> None:
+        """A sample of this group, or of this prompt, came out so long."""
+        self.num_observations += 1
+        self._overall.add(num_tokens)
+        group = self._groups.get(group_id)
+        if group is not None and group.forecast is not None:
+            self._tested.append((group.forecast, float(num_tokens)))
+        self.learn(self.known(group_id, prompt), log_tokens(num_tokens))
+
+    def learn(self, prompt: PromptView, log: float) -> None:
+        """A prompt's sample had this log length; nothing that was forecast is tested by it."""
+        seen = self._seen.setdefault(prompt.key, _Seen(prompt=prompt))
+        seen.logs.append(log)
+        self._seen.move_to_end(prompt.key)
+        self._num_new += prompt.has_content
+        if len(self._seen) > MAX_PROMPTS:
+            self._seen.popitem(last=False)
+
+    # -- fits ----------------------------------------------------------------------------------------------------------
+
+    def pairs(self) -> list[PromptLengths]:
+        """What a fit learns from, the prompt seen last at the end."""
+        return [
+            PromptLengths(prompt=seen.prompt, logs=tuple(seen.logs))
+            for seen in self._seen.values()
+            if seen.prompt.has_content
+        ]
+
+    @property
+    def is_fit_due(self) -> bool:
+        """Whether enough has come since the last fit was begun."""
+        num_prompts = len(self._seen)
+        return num_prompts >= MIN_PROMPTS and self._num_new >= max(MIN_NEW_LENGTHS, NEW_SHARE * num_prompts)
+
+    def begin_fit(self) -> list[PromptLengths]:
+        """`pairs`, after which a fit is due only when more has come, whether this one succeeds or not."""
+        self._num_new = 0
+        return self.pairs()
+
+    def install(self, fit: Fit, *, preference: Sequence[str], now_s: float, duration_s: float) -> None:
+        """Use this fit from now on, in place of the last one of its kind; `preference` names the kinds in order."""
+        kept = [other for other in self.fits if other.model.name != fit.model.name]
+        self.fits = tuple(sorted([*kept, fit], key=lambda each: preference.index(each.model.name)))
+        self.model_version += 1
+        self.fit_time_s, self.fit_duration_s, self.fit_problem = now_s, duration_s, ""
+
+    def saved(self) -> SavedLengths:
+        """What is kept of it on the disk."""
+        return SavedLengths(
+            run_id=self.run_id,
+            model_version=self.model_version,
+            num_observations=self.num_observations,
+            fit_time_s=self.fit_time_s,
+            fit_duration_s=self.fit_duration_s,
+            pairs=tuple(self.pairs()),
+            fit=self.fits[-1] if self.fits else None,
+        )
+
+    def restore(self, saved: SavedLengths) -> None:
+        """Go on from what was kept."""
+        for pair in saved.pairs:
+            for log in pair.logs:
+                self.learn(pair.prompt, log)
+                self._overall.add(math.exp(log))
+        self.num_observations, self.model_version = saved.num_observations, saved.model_version
+        self.fit_time_s, self.fit_duration_s = saved.fit_time_s, saved.fit_duration_s
+        self.fits = (saved.fit,) if saved.fit is not None else ()
+        self._num_new = 0 if self.fits else self._num_new
+
+    # -- quality -------------------------------------------------------------------------------------------------------
+
+    def prequential(self) -> list[pb.LengthQuality]:
+        """How good forecasts were that came before the length: each forecaster's, then the baseline's."""
+        qualities = []
+        names = dict.fromkeys(forecast.forecaster for forecast, _ in self._tested)
+        for name in names:
+            mine = [(forecast, length) for forecast, length in self._tested if forecast.forecaster == name]
+            qualities.append(
+                measure(
+                    np.array([length for _, length in mine]),
+                    np.array([forecast.expected_tokens for forecast, _ in mine]),
+                    forecaster=name,
+                    test=pb.LENGTH_TEST_PREQUENTIAL,
+                    intervals=np.array([(forecast.low_tokens, forecast.high_tokens) for forecast, _ in mine]),
+                )
+            )
+        if self._tested:
+            qualities.append(
+                measure(
+                    np.array([length for _, length in self._tested]),
+                    np.array([forecast.baseline_tokens for forecast, _ in self._tested]),
+                    forecaster=PROMPT_LENGTH,
+                    test=pb.LENGTH_TEST_PREQUENTIAL,
+                )
+            )
+        return qualities
+
+    def describe(self) -> pb.GetLengthModelResponse:
+        """What forecasts now, and how well."""
+        held_out: dict[str, pb.LengthQuality] = {}
+        for fit in self.fits:
+            for quality in fit.qualities:
+                held_out.setdefault(quality.forecaster, quality)
+        response = pb.GetLengthModelResponse(
+            model_version=self.model_version,
+            num_prompts=sum(seen.prompt.has_content for seen in self._seen.values()),
+            num_observations=self.num_observations,
+            qualities=[*held_out.values(), *self.prequential()],
+            fit_problem=self.fit_problem,
+        )
+        if self.fits:
+            response.model = self.fits[0].model.name
+            response.fit_time.FromMilliseconds(int(self.fit_time_s * 1000))
+            response.fit_duration.FromMilliseconds(int(self.fit_duration_s * 1000))
+        return response
