@@ -25,9 +25,9 @@ def histogram_quantile(share: float) -> float:
     rest = share * sum(STREAMRL_HISTOGRAM)
     for index, weight in enumerate(STREAMRL_HISTOGRAM):
         if rest <= weight:
-            return _FIRST_TOKENS + _BIN_TOKENS * (index + rest / weight)
+            return STREAMRL_FIRST_TOKENS + STREAMRL_BIN_TOKENS * (index + rest / weight)
         rest -= weight
-    return _FIRST_TOKENS + _BIN_TOKENS * len(STREAMRL_HISTOGRAM)
+    return STREAMRL_FIRST_TOKENS + STREAMRL_BIN_TOKENS * len(STREAMRL_HISTOGRAM)
 
 
 def histogram_lengths(rng: random.Random, *, scale: float, count: int) -> list[int]:
