@@ -82,7 +82,7 @@ class StateFiles:
             try:
                 if path.stat().st_size > MAX_FILE_BYTES:
                     raise ValueError(f"larger than {MAX_FILE_BYTES} bytes")
-                with np.load(path, allow_pickle=False) as arrays:
+                with np.load(io.BytesIO(path.read_bytes()), allow_pickle=False) as arrays:
                     found.append(_unpack(dict(arrays)))
             except _UNUSABLE as error:
                 _log.warning("saved lengths cannot be used; the run learns anew", path=str(path), error=str(error))
