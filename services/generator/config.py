@@ -59,6 +59,9 @@ class EngineConfig(StrictModel):
     """Part of each GPU's memory the engine may take."""
     tensor_parallel: int = Field(default=1, ge=1, le=1024)
     """GPUs one model replica is spread over."""
+    max_silence_s: float = Field(default=120.0, gt=0, le=3600)
+    """An engine that samples no token for so long, while samples are waited for, counts as hung: the process gives
+    everything back and ends, to be started afresh."""
     update_mode: UpdateMode = UpdateMode.KEEP
     """Samples under way when a version is taken: keep (go on over the old KV cache), recompute (it first), drain."""
     emulated_tokens_per_second: float = Field(default=2000.0, gt=0)

@@ -131,6 +131,7 @@ class EmulatedEngine:
         self._clock_s = 0.0
         self._yield_s = 0.0
         self._tokens_generated = 0
+        self._tokens_sampled = 0
 
     @property
     def policy_version(self) -> int:
@@ -239,6 +240,7 @@ class EmulatedEngine:
             kv_cache_usage=min(1.0, usage),
             num_preemptions=batch.num_preemptions,
             tokens_generated=self._tokens_generated,
+            tokens_sampled=self._tokens_sampled,
         )
 
     async def stop(self) -> None:
@@ -305,6 +307,7 @@ class EmulatedEngine:
         if end == begin:
             return
         sample.num_yielded = end
+        self._tokens_sampled += end - begin
         is_last = end == len(sample.token_ids)
         sample.spans.put_nowait(
             TokenSpan(

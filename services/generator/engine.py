@@ -42,6 +42,10 @@ class EngineStoppedError(EngineError):
     """The engine is not running: not started yet, stopped, or dead."""
 
 
+class EngineHungError(EngineError):
+    """The engine owes tokens and brings none."""
+
+
 class RequestRefusedError(EngineError):
     """The request can never be decoded by this engine: too long, an unknown token, or an id that is in use."""
 
@@ -195,6 +199,8 @@ class EngineStats:
     """Times a running sample lost its KV cache for want of room; recomputing for an update is none."""
     tokens_generated: int
     """Tokens yielded."""
+    tokens_sampled: int
+    """Tokens sampled, yielded or not: grows as long as the engine works, whoever does not take them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

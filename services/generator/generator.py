@@ -5,8 +5,8 @@
                    +-> DRAINING -> DRAINED
        any  -> FAILED -> everything given back, process ends
 
-The loops (`run_engine`, `send_tokens`, `watch_weights`, `pull_weights`, `take_leases`) are run by the server; each ends
-by an error only where the process has to end.
+The loops (`run_engine`, `watch_engine`, `send_tokens`, `watch_weights`, `pull_weights`, `take_leases`) are run by the
+server; each ends by an error only where the process has to end.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ from penstock.security import NO_SECURITY, Security
 from penstock.v1 import broker_pb2, generator_pb2
 from services.generator.busy import BusyTracker
 from services.generator.config import GeneratorConfig
-from services.generator.engine import Engine, EngineError, EngineProfile, UpdateMode, UpdateReport
+from services.generator.decode_watch import DecodeWatch
+from services.generator.engine import Engine, EngineError, EngineHungError, EngineProfile, UpdateMode, UpdateReport
 from services.generator.engines import PausableEngine, engine_version
 from services.generator.held import HeldWeights
 from services.generator.holder import Holder
@@ -45,6 +46,8 @@ MAX_DRAIN_S = 3600.0
 LEASES_ARRIVE_WITHIN_S = 0.2
 """The beat that says "draining" leaves within 50 ms; what the broker sent before it read that comes soon after."""
 ENGINE_STOP_TIMEOUT_S = 30.0
+WATCHES_PER_SILENCE = 8
+"""So a hung engine is noticed at most an eighth later than stated."""
 MODE_MESSAGES = {
     UpdateMode.KEEP: generator_pb2.UPDATE_MODE_KEEP,
     UpdateMode.RECOMPUTE: generator_pb2.UPDATE_MODE_RECOMPUTE,
@@ -163,6 +166,21 @@ class Generator:
         _log.error("engine failed; giving everything back", generator_id=self.generator_id, exc_info=error)
         await self._give_back(grace_s=0.0)
         raise GeneratorFailedError(f"{type(error).__name__}: {error}") from error
+
+    async def watch_engine(self) -> None:
+        """Take an engine that owes tokens and brings none for a failed one, until cancelled."""
+        await self._started.wait()
+        watch, max_silence_s = DecodeWatch(), self._config.engine.max_silence_s
+        while True:
+            await asyncio.sleep(max_silence_s / WATCHES_PER_SILENCE)
+            silent_s = watch.silent_s(
+                num_awaited=0 if self._is_standing_still() else self._rollouts.num_awaited,
+                num_tokens=self._engine.stats().tokens_sampled,
+                now_s=time.monotonic(),
+            )
+            if silent_s >= max_silence_s:
+                what = f"no token for {silent_s:.1f} s while {self._rollouts.num_awaited} samples were waited for"
+                self.fail(EngineHungError(f"{what}; engine.max_silence_s is {max_silence_s}"))
 
     async def send_tokens(self) -> None:
         """Keep the token stream going."""
@@ -298,6 +316,10 @@ class Generator:
             _log.info("engine stopped", took_s=round(time.monotonic() - started_s, 2))
         except TimeoutError:
             _log.warning("the engine did not stop in time", timeout_s=ENGINE_STOP_TIMEOUT_S)
+
+    def _is_standing_still(self) -> bool:
+        """Whether no token is owed: updates have a deadline of their own."""
+        return self._is_paused or self._puller.is_updating or not self._held.is_trusted
 
     def _check_started(self) -> None:
         if not self._started.is_set():

@@ -110,6 +110,7 @@ class Rollouts:
         self._may_begin = asyncio.Event()
         self._may_begin.set()
         self._num_decoding = 0
+        self._num_awaited = 0
         self._no_decoding = asyncio.Event()
         self._no_decoding.set()
         self._empty = asyncio.Event()
@@ -124,6 +125,11 @@ class Rollouts:
     def is_empty(self) -> bool:
         """Whether nothing is in hand, neither a lease nor a guest."""
         return not self._works and not self._num_guests
+
+    @property
+    def num_awaited(self) -> int:
+        """Leased samples whose next tokens the engine owes."""
+        return self._num_awaited
 
     def num_free_slots(self) -> int:
         """Leases that could be begun now."""
@@ -286,11 +292,11 @@ class Rollouts:
             await self._may_begin.wait()
         is_finished = False
         self._count_decoding(1)
+        self._num_awaited += 1
         try:
             # To its very end, past the last span: leaving an iteration early makes the engine abort.
             async for span in parts.engine.generate(request):
-                if not parts.tokens.has_room:
-                    await parts.tokens.wait_for_room()
+                await self._wait_for_room()
                 parts.metrics.tokens.inc(len(span.token_ids))
                 work.parts.append(span.token_ids)
                 stream.append(span.token_ids, span.logprobs, policy_version=span.policy_version)
@@ -298,9 +304,19 @@ class Rollouts:
                     is_finished = True
                     self._finish(work, span.finish_reason)
         finally:
+            self._num_awaited -= 1
             self._count_decoding(-1)
         if not is_finished:
             raise EngineError(f"the engine ended sample {request.request_id} without saying why")
+
+    async def _wait_for_room(self) -> None:
+        if self._parts.tokens.has_room:
+            return
+        self._num_awaited -= 1
+        try:
+            await self._parts.tokens.wait_for_room()
+        finally:
+            self._num_awaited += 1
 
     def _finish(self, work: _Work, reason: FinishReason) -> None:
         if work.stream is None:

@@ -69,6 +69,7 @@ class _Member:
         generator = self.generator
         return [
             self._run_engine,
+            generator.watch_engine,
             generator.send_tokens,
             generator.watch_weights,
             generator.pull_weights,

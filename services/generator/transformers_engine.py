@@ -94,6 +94,7 @@ class TransformersEngine:
         self._is_paused = False
         self._queues: dict[str, asyncio.Queue[TokenSpan | None]] = {}
         self._tokens_generated = 0
+        self._tokens_sampled = 0
 
     @property
     def policy_version(self) -> int:
@@ -188,6 +189,7 @@ class TransformersEngine:
             kv_cache_usage=num_running / self._settings.max_num_seqs,
             num_preemptions=0,
             tokens_generated=self._tokens_generated,
+            tokens_sampled=self._tokens_sampled,
         )
 
     async def stop(self) -> None:
@@ -292,6 +294,7 @@ class TransformersEngine:
         )
 
     def _yield_spans(self, rows: list[Row]) -> None:
+        self._tokens_sampled += len(rows)
         due = [
             (row.request_id, self._take_span(row))
             for row in rows

@@ -190,6 +190,7 @@ class VllmEngine:
             kv_cache_usage=recorder.kv_cache_usage if recorder and num_live else 0.0,
             num_preemptions=recorder.num_preemptions if recorder else 0,
             tokens_generated=self._tokens_generated,
+            tokens_sampled=recorder.num_sampled_tokens if recorder else 0,
         )
 
     async def stop(self) -> None:

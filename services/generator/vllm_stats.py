@@ -23,6 +23,7 @@ class StatsRecorder(PrometheusStatLogger):  # type: ignore[misc]  # vLLM is unty
         self.num_waiting = 0
         self.kv_cache_usage = 0.0
         self.num_preemptions = 0
+        self.num_sampled_tokens = 0
         self.sampled = asyncio.Event()
         """Set after a step that sampled tokens; cleared by who waits for one."""
         self._num_expected_preemptions = 0
@@ -44,6 +45,7 @@ class StatsRecorder(PrometheusStatLogger):  # type: ignore[misc]  # vLLM is unty
             self.kv_cache_usage = scheduler_stats.kv_cache_usage
         if iteration_stats is not None:
             self._count_preemptions(iteration_stats.num_preempted_reqs)
+            self.num_sampled_tokens += iteration_stats.num_generation_tokens
             if iteration_stats.num_generation_tokens:
                 self.sampled.set()
 

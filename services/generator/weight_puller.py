@@ -90,6 +90,8 @@ class WeightPuller:
         self._pulls: set[asyncio.Task[UpdateReport]] = set()
         self._num_engine_mismatches = 0
         self.counters = PullCounters()
+        self.is_updating = False
+        """Whether the engine is taking a version, and so may be silent."""
 
     async def watch(self) -> None:
         """Note what the store publishes, until cancelled; raises PenstockError where a retry cannot help."""
@@ -192,6 +194,7 @@ class WeightPuller:
             async with AsyncExitStack() as stack:
                 if mode is UpdateMode.DRAIN:
                     await stack.enter_async_context(self._rollouts.nothing_decoding(timeout_s=MAX_DRAIN_WAIT_S))
+                self.is_updating = True
                 report = await self._engine.update_weights(update)
             if report.digest != manifest.digest:
                 raise DigestMismatchError(f"the engine holds {report.digest}, version states {manifest.digest}")
@@ -202,6 +205,8 @@ class WeightPuller:
             self._note_refused(error)
             await asyncio.to_thread(path.unlink, missing_ok=True)
             raise
+        finally:
+            self.is_updating = False
         self._num_engine_mismatches = 0
         await self._held.attest(
             Held(policy_version=manifest.policy_version, history=manifest.history, digest=report.digest)

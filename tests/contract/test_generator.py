@@ -83,6 +83,7 @@ class Bench:
 
         loops = [
             generator.run_engine(ready),
+            generator.watch_engine(),
             generator.send_tokens(),
             generator.watch_weights(),
             generator.pull_weights(),
@@ -224,6 +225,36 @@ async def test_an_engine_failure_gives_all_samples_back_with_their_tokens(bench)
     assert [sample.finish_reason for sample in (first, second)] == [types_pb2.FINISH_REASON_ABORTED] * 2
     assert len(bench.broker.queue) == 2
     assert (first.token_ids, second.token_ids) == ([5], [6, 7])
+
+
+async def test_a_hung_decode_is_noticed_and_gives_all_samples_back_with_their_tokens(bench):
+    engine = ScriptedEngine()
+    first, second = bench.broker.submit(prompt("g", group_size=2))
+    await bench.store.publish(0)
+    async with bench.running(engine, max_silence_s=0.4):
+        await until(lambda: len(engine.requests) == 2)
+        for token_id in range(5, 15):
+            engine.say("g-0-1", span(token_id))
+            engine.tokens_sampled += 1
+            await asyncio.sleep(0.08)
+        assert not bench.tasks[0].done(), "one that is slow is not hung"
+        with pytest.raises(GeneratorFailedError, match="no token for"):
+            await asyncio.wait_for(asyncio.shield(bench.tasks[0]), 5)
+    assert [sample.finish_reason for sample in (first, second)] == [types_pb2.FINISH_REASON_ABORTED] * 2
+    assert (first.token_ids, second.token_ids) == (list(range(5, 15)), [])
+
+
+async def test_an_engine_that_stands_still_on_purpose_is_not_hung(bench):
+    engine = PausableScriptedEngine()
+    bench.broker.submit(prompt("g"))
+    await bench.store.publish(0)
+    async with bench.running(engine, max_silence_s=0.1):
+        request = generator_pb2.PauseGeneratorRequest(is_paused=True)
+        await until(lambda: bench.generator.view().state == generator_pb2.GENERATOR_STATE_SERVING)
+        await call(bench.stub.PauseGenerator, request, peer="generator")
+        await until(lambda: len(engine.requests) == 1)
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(asyncio.shield(bench.tasks[0]), 0.5)
 
 
 async def test_a_stop_returns_unfinished_samples_with_their_prefix_and_another_generator_goes_on(bench):

@@ -32,6 +32,7 @@ class ScriptedEngine:
         self.policy_version = 0
         self.max_model_len = 64
         self.num_recomputed_tokens = 7
+        self.tokens_sampled = 0
         self.is_stopped = False
         self.is_paused = False
         self._queues: dict[str, asyncio.Queue] = {}
@@ -83,7 +84,12 @@ class ScriptedEngine:
 
     def stats(self):
         return EngineStats(
-            num_running=self.num_running, num_waiting=0, kv_cache_usage=0.5, num_preemptions=0, tokens_generated=0
+            num_running=self.num_running,
+            num_waiting=0,
+            kv_cache_usage=0.5,
+            num_preemptions=0,
+            tokens_generated=0,
+            tokens_sampled=self.tokens_sampled,
         )
 
 
