@@ -4,7 +4,7 @@ Promises:
 
 - Only bytes whose chunk has the digest its manifest states are kept; a partial file is continued where its good chunks
   end, also by the next process.
-- The target file appears by a rename, complete and checked tensor by tensor, or not at all.
+- The target file appears by a rename, complete and checked as a whole, or not at all.
 - A source that lies, breaks off or is silent is left for the next one, after a while, a bounded number of times.
 """
 
@@ -21,12 +21,11 @@ from typing import BinaryIO, Self
 import aiohttp
 import structlog
 
-from penstock.clients.weights import tensor_digests
+from penstock.clients.contents import verify_content
 from penstock.errors import DigestMismatchError, PenstockError, ServiceUnavailableError, UnknownVersionError
 from penstock.rpc import backoff_s
 from penstock.security import NO_SECURITY, Security
 from penstock.v1 import weights_pb2
-from penstock.weights import MalformedWeightsError, verify_safetensors
 
 MAX_ATTEMPTS = 8
 CONNECT_TIMEOUT_S = 5.0
@@ -214,10 +213,10 @@ class _Partial:
         """Check the whole and give it its name; raises DigestMismatchError, and then nothing of it is kept."""
         self._file.flush()
         try:
-            verify_safetensors(self._path, tensors=tensor_digests(manifest), digest=manifest.digest)
-        except (DigestMismatchError, MalformedWeightsError) as error:
+            verify_content(self._path, manifest)
+        except DigestMismatchError:
             self.restart()
-            raise DigestMismatchError(f"version {manifest.policy_version}: {error}") from error
+            raise
         self._path.replace(self._target)
 
     def close(self) -> None:
@@ -230,8 +229,8 @@ def _is_there(target: Path, manifest: weights_pb2.WeightsManifest) -> bool:
     if not target.is_file():
         return False
     try:
-        verify_safetensors(target, tensors=tensor_digests(manifest), digest=manifest.digest)
-    except (DigestMismatchError, MalformedWeightsError) as error:
+        verify_content(target, manifest)
+    except DigestMismatchError as error:
         _log.warning("cached weights are damaged; fetching them again", file=target.name, error=str(error))
         return False
     return True

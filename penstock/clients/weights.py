@@ -7,9 +7,9 @@ in it is used. The content is fetched by `penstock.clients.downloads`.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import pairwise
-from typing import Self
+from typing import NamedTuple, Self
 
 import grpc
 import structlog
@@ -31,10 +31,22 @@ from penstock.weights import TensorDigest, manifest_digest
 MAX_CONTENT_BYTES = 4 * 1024**4
 MAX_CHUNK_BYTES = 64 * 1024**2
 MAX_URLS = 64
+MAX_CHAIN = 64
+"""Deltas in one offer."""
 REPORT_PATIENCE_S = 20.0
 
+_FULL = (weights_pb2.WEIGHTS_KIND_FULL, weights_pb2.WEIGHTS_ENCODING_SAFETENSORS)
+_DELTA = (weights_pb2.WEIGHTS_KIND_DELTA, weights_pb2.WEIGHTS_ENCODING_CHANGED_BLOCKS)
 _PERMANENT_ERRORS = (InvalidFieldError, BadTokenError, NotOfferedError)
 _log = structlog.get_logger()
+
+
+class VersionName(NamedTuple):
+    """A version whatever became of the run's history: numbers come again after a rewind, digests do not lie."""
+
+    policy_version: int
+    digest: str
+    """Manifest digest, hex."""
 
 
 def tensor_digests(manifest: weights_pb2.WeightsManifest) -> tuple[TensorDigest, ...]:
@@ -52,28 +64,14 @@ def tensor_digests(manifest: weights_pb2.WeightsManifest) -> tuple[TensorDigest,
 
 
 def check_manifest(manifest: weights_pb2.WeightsManifest, *, run_id: str) -> None:
-    """Refuse what cannot be fetched or proved.
+    """Refuse what cannot be fetched or proved: a full version, or a delta with the tensors of its result.
 
     Raises:
         InvalidFieldError: A field is missing, out of bounds, or of another run.
         NotOfferedError: A kind or encoding this client does not know.
         DigestMismatchError: The tensors do not have the digest the manifest states.
     """
-    if manifest.run_id != run_id:
-        raise InvalidFieldError(f"manifest is of run {manifest.run_id!r}, not {run_id!r}", field="manifest.run_id")
-    if manifest.policy_version < 0:
-        raise InvalidFieldError(
-            f"policy version {manifest.policy_version} is negative", field="manifest.policy_version"
-        )
-    if manifest.kind != weights_pb2.WEIGHTS_KIND_FULL:
-        raise NotOfferedError(f"weights of kind {manifest.kind} are not understood; only full ones are")
-    if manifest.encoding != weights_pb2.WEIGHTS_ENCODING_SAFETENSORS:
-        raise NotOfferedError(f"weights of encoding {manifest.encoding} are not understood; only safetensors is")
-    _check_chunks(manifest)
-    if not 1 <= len(manifest.urls) <= MAX_URLS:
-        raise InvalidFieldError(f"{len(manifest.urls)} urls, expected 1 to {MAX_URLS}", field="manifest.urls")
-    if not all(url.startswith(("http://", "https://")) for url in manifest.urls):
-        raise InvalidFieldError("an address of the content is neither http nor https", field="manifest.urls")
+    _check_content(manifest, run_id=run_id)
     if not manifest.tensors:
         raise InvalidFieldError("the manifest names no tensors", field="manifest.tensors")
     names = [info.name for info in manifest.tensors]
@@ -85,6 +83,51 @@ def check_manifest(manifest: weights_pb2.WeightsManifest, *, run_id: str) -> Non
             f"the tensors of version {manifest.policy_version} have digest {digest}, "
             f"the manifest states {manifest.digest}"
         )
+
+
+def check_chain(chain: Sequence[weights_pb2.WeightsManifest], *, run_id: str, held: VersionName) -> None:
+    """Refuse deltas that do not lead from what is held to the last one's result, step by step.
+
+    Raises:
+        InvalidFieldError: As `check_manifest`; the ends of two deltas do not meet; more than MAX_CHAIN of them.
+        NotOfferedError, DigestMismatchError: As `check_manifest`.
+    """
+    if len(chain) > MAX_CHAIN:
+        raise InvalidFieldError(f"{len(chain)} deltas in a row, expected at most {MAX_CHAIN}", field="preceding")
+    for delta in chain[:-1]:
+        _check_content(delta, run_id=run_id)
+    check_manifest(chain[-1], run_id=run_id)
+    for delta in chain:
+        if (delta.kind, delta.encoding) != _DELTA or (delta.base_version, delta.base_digest) != held:
+            raise InvalidFieldError(
+                f"what leads to version {delta.policy_version} does not apply to version {held.policy_version}",
+                field="manifest.base_version",
+            )
+        held = VersionName(delta.policy_version, delta.digest)
+
+
+def _check_content(manifest: weights_pb2.WeightsManifest, *, run_id: str) -> None:
+    if manifest.run_id != run_id:
+        raise InvalidFieldError(f"manifest is of run {manifest.run_id!r}, not {run_id!r}", field="manifest.run_id")
+    if manifest.policy_version < 0:
+        raise InvalidFieldError(
+            f"policy version {manifest.policy_version} is negative", field="manifest.policy_version"
+        )
+    if (manifest.kind, manifest.encoding) not in (_FULL, _DELTA):
+        raise NotOfferedError(
+            f"weights of kind {manifest.kind} in encoding {manifest.encoding} are not understood; "
+            "only full ones as safetensors and deltas as changed blocks are"
+        )
+    _check_chunks(manifest)
+    if not 1 <= len(manifest.urls) <= MAX_URLS:
+        raise InvalidFieldError(f"{len(manifest.urls)} urls, expected 1 to {MAX_URLS}", field="manifest.urls")
+    if not all(url.startswith(("http://", "https://")) for url in manifest.urls):
+        raise InvalidFieldError("an address of the content is neither http nor https", field="manifest.urls")
+
+
+def _require_full(manifest: weights_pb2.WeightsManifest) -> None:
+    if manifest.kind != weights_pb2.WEIGHTS_KIND_FULL:
+        raise NotOfferedError(f"version {manifest.policy_version} came as a delta, which was not asked for")
 
 
 def _check_chunks(manifest: weights_pb2.WeightsManifest) -> None:
@@ -127,13 +170,34 @@ class WeightsClient:
         await self._channel.close()
 
     async def get_manifest(self, policy_version: int | None = None) -> weights_pb2.WeightsManifest:
-        """The manifest of a version, the newest where None; checked. Raises PenstockError."""
+        """The full manifest of a version, the newest where None; checked. Raises PenstockError."""
         request = weights_pb2.GetManifestRequest(run_id=self._run_id, policy_version=policy_version)
         response = await call(self._stub.GetManifest, request, peer=self.peer)
         check_manifest(response.manifest, run_id=self._run_id)
+        _require_full(response.manifest)
         if policy_version is not None and response.manifest.policy_version != policy_version:
             raise UnknownVersionError(f"{self.peer}: asked for {policy_version}, got another version")
         return response.manifest
+
+    async def get_chain(
+        self, policy_version: int | None, *, held: VersionName
+    ) -> tuple[weights_pb2.WeightsManifest, ...]:
+        """The deltas that lead from `held` to a version (the newest where None), in order; checked.
+
+        Empty where the store offers none: then the full content is to be taken. Raises PenstockError.
+        """
+        request = weights_pb2.GetManifestRequest(
+            run_id=self._run_id,
+            policy_version=policy_version,
+            held_version=held.policy_version,
+            held_digest=held.digest,
+        )
+        response = await call(self._stub.GetManifest, request, peer=self.peer)
+        if response.manifest.kind == weights_pb2.WEIGHTS_KIND_FULL:
+            return ()
+        chain = (*response.preceding, response.manifest)
+        check_chain(chain, run_id=self._run_id, held=held)
+        return chain
 
     async def watch(
         self, on_manifest: Callable[[weights_pb2.WeightsManifest], None], on_refused: Callable[[PenstockError], None]
@@ -152,6 +216,7 @@ class WeightsClient:
                     delays, last_error = backoff_s(), ""
                     try:
                         check_manifest(response.manifest, run_id=self._run_id)
+                        _require_full(response.manifest)
                     except PenstockError as refusal:
                         on_refused(refusal)
                     else:

@@ -34,6 +34,14 @@ class GeneratorMetrics:
         self.weights_refused = Counter(
             "penstock_generator_weights_refused", "Weights refused because a digest did not match.", registry=registry
         )
+        self.weight_fetches = Counter(
+            "penstock_generator_weight_fetches", "Weight versions brought here, by way.", ["way"], registry=registry
+        )
+        self.delta_fallbacks = Counter(
+            "penstock_generator_delta_fallbacks",
+            "Weight versions fetched whole after their deltas could not be used.",
+            registry=registry,
+        )
         self.fetched_bytes = Counter(
             "penstock_generator_fetched_bytes", "Bytes of weights fetched over the network.", registry=registry
         )

@@ -10,7 +10,6 @@ Promises:
 - Only the newest version is wanted: while one is being installed, those in between are skipped.
 - One install at a time. Weights that cannot be proved after MAX_ENGINE_MISMATCHES tries end the process, because an
   engine that does not hold what it was given cannot be reasoned with.
-- The cache folder belongs to this generator alone; it keeps the newest KEPT_FILES files.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from pathlib import Path
 
 import structlog
 
-from penstock.clients.downloads import PARTIAL_SUFFIX, Downloader
+from penstock.clients.downloads import Downloader
 from penstock.clients.weights import WeightsClient, tensor_digests
 from penstock.errors import DigestMismatchError, PenstockError, UnknownVersionError
 from penstock.rpc import backoff_s
@@ -31,8 +30,8 @@ from services.generator.engine import Engine, UpdateMode, UpdateReport, WeightUp
 from services.generator.held import Held, HeldWeights
 from services.generator.metrics import GeneratorMetrics
 from services.generator.rollout import Rollouts
+from services.generator.weight_fetcher import WeightFetcher
 
-KEPT_FILES = 2
 MAX_ENGINE_MISMATCHES = 3
 MAX_DRAIN_WAIT_S = 300.0
 
@@ -77,13 +76,14 @@ class WeightPuller:
         mode: UpdateMode = UpdateMode.KEEP,
     ) -> None:
         self._client = client
-        self._downloader = downloader
         self._engine = engine
         self._held = held
         self._rollouts = rollouts
-        self._cache_dir = cache_dir
         self._metrics = metrics
         self._mode = mode
+        self._fetcher = WeightFetcher(
+            client=client, downloader=downloader, cache_dir=cache_dir, metrics=metrics, on_refused=self._note_refused
+        )
         self._wanted: weights_pb2.WeightsManifest | None = None
         self._announced = asyncio.Event()
         self._installing = asyncio.Lock()
@@ -174,12 +174,10 @@ class WeightPuller:
         async with self._installing:
             if self._holds(manifest):
                 return UpdateReport(policy_version=manifest.policy_version, digest=manifest.digest, pause_s=0.0)
-            path = self._cache_dir / f"v{manifest.policy_version:08d}-{manifest.digest[:16]}.safetensors"
-            download = await self._downloader.fetch(manifest, path, on_refused=self._note_refused)
-            self._metrics.fetched_bytes.inc(download.fetched_bytes)
-            report = await self._update_engine(manifest, path, mode)
-            await self._report(manifest, report, fetched_bytes=download.fetched_bytes)
-            await asyncio.to_thread(self._clean, path)
+            fetched = await self._fetcher.fetch(manifest)
+            report = await self._update_engine(manifest, fetched.path, mode)
+            await self._report(manifest, report, fetched_bytes=fetched.fetched_bytes)
+            await asyncio.to_thread(self._fetcher.clean, fetched.path)
             return report
 
     async def _update_engine(self, manifest: weights_pb2.WeightsManifest, path: Path, mode: UpdateMode) -> UpdateReport:
@@ -249,11 +247,3 @@ class WeightPuller:
             pause_s=round(report.pause_s, 4),
             num_recomputed_tokens=report.num_recomputed_tokens,
         )
-
-    def _clean(self, newest: Path) -> None:
-        """Delete all but the newest files, by when they arrived; partial ones are of versions no longer wanted."""
-        complete = sorted(self._cache_dir.glob("v*.safetensors"), key=lambda path: path.stat().st_mtime)
-        for path in [path for path in complete if path != newest][: -(KEPT_FILES - 1)]:
-            path.unlink(missing_ok=True)
-        for path in self._cache_dir.glob(f"v*{PARTIAL_SUFFIX}"):
-            path.unlink(missing_ok=True)

@@ -54,6 +54,8 @@ class StepHooks:
     """Groups came."""
     on_waiting: Callable[[str], None]
     """Nothing came for a while, and why."""
+    on_step: Callable[[Line], None]
+    """A step was taken, with these metrics. Also told of a step after which the run is stopped at once."""
     publish: Callable[[], Awaitable[asyncio.Future[float]]]
     """Copy the present version and begin to publish it; the future holds the seconds it took."""
 
@@ -95,8 +97,8 @@ class StepLoop:
             ),
         )
 
-    async def take_step(self) -> Line:
-        """One step, acknowledged and being published; returns its metrics.
+    async def take_step(self) -> None:
+        """One step, acknowledged and being published.
 
         Raises:
             BackendError: A loss or gradient was not finite; nothing changed.
@@ -123,14 +125,13 @@ class StepLoop:
                 num_missing = settings.prompts_per_step - len(open_step.group_ids)
                 await self._add(open_step, await self._next_groups(num_missing))
             async with context.version_lock:
-                report = await uninterrupted(self._finish(open_step))
+                await uninterrupted(self._finish(open_step))
                 await self._acknowledge(open_step.group_ids)
         finally:
             # A step that did not finish must leave no gradients behind.
             await self._compute.run(open_step.step.abandon)
         await self.wait_until_published()
         self._publishing = await self._hooks.publish()
-        return self._line(open_step, report)
 
     async def wait_until_published(self) -> None:
         """Returns when the last version is published; raises what publishing raised."""
@@ -138,14 +139,22 @@ class StepLoop:
             self._last_publish_s = await self._publishing
             self._publishing = None
 
-    async def _finish(self, open_step: _OpenStep) -> StepReport:
+    def _publish_s(self) -> float:
+        """How long the last publication took that is known to have ended."""
+        publishing = self._publishing
+        is_known = publishing is not None and publishing.done() and not publishing.cancelled()
+        if publishing is not None and is_known and publishing.exception() is None:
+            self._last_publish_s = publishing.result()
+        return self._last_publish_s
+
+    async def _finish(self, open_step: _OpenStep) -> None:
         report = await self._compute.run(open_step.step.finish)
         progress = self._context.progress
         progress.record_step(tuple(open_step.group_ids))
         progress.num_samples += report.num_samples
         progress.num_response_tokens += report.num_completion_tokens
         progress.max_staleness_seen = max(progress.max_staleness_seen, report.staleness_max)
-        return report
+        self._hooks.on_step(self._line(open_step, report))
 
     async def _acknowledge(self, group_ids: Sequence[str]) -> None:
         version = self._context.progress.policy_version
@@ -217,7 +226,7 @@ class StepLoop:
         times = StepTimes(
             step_s=now_s - open_step.started_s,
             train_s=self._compute.busy_s - open_step.busy_before_s,
-            publish_s=self._last_publish_s,
+            publish_s=self._publish_s(),
         )
         version = self._context.progress.policy_version
         count_step(report, open_step.samples, times, policy_version=version)

@@ -106,7 +106,9 @@ class RunSession:
             reporter = LengthReporter(target=config.scheduler, run_id=self.context.run_id, security=self.security)
             loops.append(reporter.run)
             on_groups = reporter.note
-        hooks = StepHooks(on_groups=on_groups, on_waiting=self._say_waiting, publish=self._publish)
+        hooks = StepHooks(
+            on_groups=on_groups, on_waiting=self._say_waiting, on_step=self._note_step, publish=self._publish
+        )
         loop = StepLoop(context=self.context, compute=self.compute, backend=self.backend, hooks=hooks)
         if config.run.checkpoint_every_steps > config.policy.num_retained_steps:
             _log.warning(
@@ -129,17 +131,20 @@ class RunSession:
         self.meter.begin(self.context.clock.now_s())
         async with loop.session:
             while self.context.progress.policy_version < num_steps:
-                await self._after_step(await loop.take_step(), evaluator)
+                await loop.take_step()
+                await self._after_step(evaluator)
             await loop.wait_until_published()
         self.meter.end(self.context.clock.now_s())
         if self._beside is not None:
             await self._beside
 
-    async def _after_step(self, line: Line, evaluator: Evaluator) -> None:
+    def _note_step(self, line: Line) -> None:
+        self.metrics.append(line)
+        self.events.report_step(policy_version=self.context.progress.policy_version, metrics=line)
+
+    async def _after_step(self, evaluator: Evaluator) -> None:
         run = self.context.config.run
         version = self.context.progress.policy_version
-        self.metrics.append(line)
-        self.events.report_step(policy_version=version, metrics=line)
         if version % run.checkpoint_every_steps == 0:
             await self.write_checkpoint()
         if self._beside is not None and self._beside.done():

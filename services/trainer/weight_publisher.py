@@ -4,6 +4,7 @@ Promises:
 
 - A file appears under its name by one atomic rename, after everything was written: no reader sees half of it.
 - The digests in the manifest are computed from the file that travels, not from the tensors that were meant.
+- A version comes with a delta against the one published before it, unless that saves less than a tenth of the bytes.
 - Writing and digesting happen outside the event loop; training goes on meanwhile.
 """
 
@@ -25,16 +26,20 @@ from aiohttp.typedefs import Middleware
 
 from penstock.clients.broker import timestamp
 from penstock.clock import Clock
+from penstock.deltas.content import write_delta
 from penstock.rpc import PortUnavailableError
 from penstock.security import Security
 from penstock.v1 import weights_pb2
 from penstock.weights import file_digest, manifest_digest, safetensors_digests
+from services.trainer.delta_shelf import PublishedDelta
 from services.trainer.weight_store import PublishedVersion, WeightStore
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 HTTP_SHUTDOWN_S = 2.0
+MAX_DELTA_SHARE = 0.9
+"""Of the full content's bytes; a larger delta would cost more time to make and apply than it saves on the way."""
 _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
@@ -47,11 +52,13 @@ class WeightPublisher:
         self._directory = directory
         self._base_url = base_url.rstrip("/")
         self._clock = clock
+        self._last: PublishedVersion | None = None
 
     def open(self) -> None:
         """Start with an empty folder and an empty store."""
         shutil.rmtree(self._directory, ignore_errors=True)
         self._directory.mkdir(parents=True)
+        self._last = None
         self._store.reset(self._run_id)
 
     async def publish(self, tensors: Mapping[str, Tensor], *, policy_version: int, history: int) -> float:
@@ -65,13 +72,13 @@ class WeightPublisher:
         start = time.monotonic()
         version = await asyncio.to_thread(self._prepare, tensors, policy_version, history)
         self._store.add(version)
+        self._last = version
         return time.monotonic() - start
 
     def _prepare(self, tensors: Mapping[str, Tensor], policy_version: int, history: int) -> PublishedVersion:
         path = self._directory / f"v{policy_version}-h{history}.safetensors"
         write_safetensors(tensors, path)
         infos = safetensors_digests(path)
-        content = file_digest(path)
         manifest = weights_pb2.WeightsManifest(
             run_id=self._run_id,
             policy_version=policy_version,
@@ -84,16 +91,47 @@ class WeightPublisher:
                 )
                 for info in infos
             ],
-            chunks=[
-                weights_pb2.ChunkInfo(offset=chunk.offset, size_bytes=chunk.size_bytes, sha256=chunk.sha256)
-                for chunk in content.chunks
-            ],
             digest=manifest_digest(infos),
-            size_bytes=content.size_bytes,
-            urls=[f"{self._base_url}/weights/{self._run_id}/{path.name}"],
             publish_time=timestamp(self._clock.now_s()),
         )
-        return PublishedVersion(manifest=manifest, path=path)
+        self._describe_content(manifest, path)
+        return PublishedVersion(manifest=manifest, path=path, delta=self._prepare_delta(manifest, path))
+
+    def _prepare_delta(self, full: weights_pb2.WeightsManifest, path: Path) -> PublishedDelta | None:
+        """What leads from the version published last to `full`, whose content is at `path`; None where not worth it."""
+        last = self._last
+        if last is None or last.manifest.history != full.history or full.policy_version <= last.manifest.policy_version:
+            return None
+        target = path.with_suffix(".delta")
+        size_bytes = write_delta(
+            last.path,
+            path,
+            target,
+            base_digest=last.manifest.digest,
+            digest=full.digest,
+            max_bytes=int(full.size_bytes * MAX_DELTA_SHARE),
+        )
+        if size_bytes is None:
+            return None
+        manifest = weights_pb2.WeightsManifest()
+        manifest.CopyFrom(full)
+        manifest.kind = weights_pb2.WEIGHTS_KIND_DELTA
+        manifest.encoding = weights_pb2.WEIGHTS_ENCODING_CHANGED_BLOCKS
+        manifest.base_version = last.manifest.policy_version
+        manifest.base_digest = last.manifest.digest
+        self._describe_content(manifest, target)
+        return PublishedDelta(manifest=manifest, path=target)
+
+    def _describe_content(self, manifest: weights_pb2.WeightsManifest, path: Path) -> None:
+        """Fill in what travels: size, chunks and address of the file at `path`."""
+        content = file_digest(path)
+        del manifest.chunks[:]
+        manifest.chunks.extend(
+            weights_pb2.ChunkInfo(offset=chunk.offset, size_bytes=chunk.size_bytes, sha256=chunk.sha256)
+            for chunk in content.chunks
+        )
+        manifest.size_bytes = content.size_bytes
+        manifest.urls[:] = [f"{self._base_url}/weights/{self._run_id}/{path.name}"]
 
 
 def write_safetensors(tensors: Mapping[str, Tensor], path: Path) -> None:

@@ -6,6 +6,7 @@ Promises:
 - The newest version is the one published last: after a rewind a lower version with a higher history replaces it.
 - A reported digest that is not the published one is refused (DIGEST_MISMATCH) and never recorded as held.
 - Content is looked up by the names made here; no part of a request ever becomes a path.
+- A receiver that says what it holds is offered what takes the fewest bytes: deltas or the full content.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from penstock.errors import (
     UnknownVersionError,
 )
 from penstock.v1 import weights_pb2, weights_pb2_grpc
+from services.trainer.delta_shelf import DeltaShelf, PublishedDelta
 from services.trainer.relays import SiteRelays
 
 SERVICE_NAME = "penstock.v1.WeightStoreService"
@@ -49,6 +51,8 @@ class PublishedVersion:
     manifest: weights_pb2.WeightsManifest
     path: Path
     """Its content, complete."""
+    delta: PublishedDelta | None = None
+    """What leads to it from the version published before; None where that is no saving."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,6 +72,7 @@ class WeightStore:
         self._max_kept = max_kept
         self._run_id = ""
         self._kept: OrderedDict[str, PublishedVersion] = OrderedDict()
+        self._deltas = DeltaShelf()
         self._digests: OrderedDict[int, str] = OrderedDict()
         self._grown = asyncio.Event()
         self.holdings: OrderedDict[str, Holding] = OrderedDict()
@@ -77,6 +82,7 @@ class WeightStore:
         """Offer nothing until `run_id` publishes."""
         self._run_id = run_id
         self._kept.clear()
+        self._deltas.clear()
         self._digests.clear()
         self.holdings.clear()
         self.relays.clear()
@@ -86,6 +92,8 @@ class WeightStore:
         manifest = version.manifest
         self._kept[version.path.name] = version
         self._kept.move_to_end(version.path.name)
+        if version.delta is not None:
+            self._deltas.add(version.delta)
         self._digests[manifest.policy_version] = manifest.digest
         self._digests.move_to_end(manifest.policy_version)
         while len(self._digests) > MAX_KNOWN_DIGESTS:
@@ -116,8 +124,25 @@ class WeightStore:
 
     def content(self, run_id: str, name: str) -> Path | None:
         """Where the content of that name lies; None when it is not offered."""
-        version = self._kept.get(name) if run_id == self._run_id else None
-        return version.path if version is not None else None
+        if run_id != self._run_id:
+            return None
+        version = self._kept.get(name)
+        return version.path if version is not None else self._deltas.content(name)
+
+    def offer(
+        self, run_id: str, policy_version: int | None, *, held_version: int, held_digest: str
+    ) -> list[weights_pb2.WeightsManifest]:
+        """What leads a receiver from what it holds to a version (the newest where None) by the fewest bytes.
+
+        Returns:
+            Deltas to apply in order, or the full manifest alone.
+
+        Raises:
+            UnknownVersionError: The version is not kept.
+        """
+        version = self.newest(run_id) if policy_version is None else self.version(run_id, policy_version)
+        chain = self._deltas.chain(version.manifest, held_version=held_version, held_digest=held_digest)
+        return chain or [version.manifest]
 
     async def wait_for_newer(self, seen: weights_pb2.WeightsManifest | None, *, timeout_s: float) -> bool:
         """Whether something other than `seen` is the newest, waiting up to `timeout_s` for it."""
@@ -159,7 +184,7 @@ class WeightStore:
 
 
 class WeightStoreService(weights_pb2_grpc.WeightStoreServiceServicer):
-    """Offers a WeightStore over gRPC. Only full manifests are offered, whatever version the caller holds."""
+    """Offers a WeightStore over gRPC."""
 
     def __init__(self, store: WeightStore) -> None:
         self.stopping = asyncio.Event()
@@ -169,12 +194,16 @@ class WeightStoreService(weights_pb2_grpc.WeightStoreServiceServicer):
     async def GetManifest(
         self, request: weights_pb2.GetManifestRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> weights_pb2.GetManifestResponse:
-        """The manifest of one version, or of the newest."""
-        if request.HasField("policy_version"):
-            version = self._store.version(request.run_id, request.policy_version)
-        else:
-            version = self._store.newest(request.run_id)
-        return weights_pb2.GetManifestResponse(manifest=version.manifest)
+        """The manifest of one version, or of the newest; a delta's where the caller says what it holds."""
+        policy_version = request.policy_version if request.HasField("policy_version") else None
+        held_digest = request.held_digest if request.HasField("held_version") else ""
+        *preceding, last = self._store.offer(
+            request.run_id, policy_version, held_version=request.held_version, held_digest=held_digest
+        )
+        response = weights_pb2.GetManifestResponse(manifest=last, preceding=preceding)
+        for manifest in response.preceding:
+            del manifest.tensors[:]
+        return response
 
     async def WatchManifests(
         self, request: weights_pb2.WatchManifestsRequest, context: grpc.aio.ServicerContext[Any, Any]

@@ -396,7 +396,7 @@ async def test_content_over_http_and_grpc_is_what_the_manifest_states(tmp_path, 
 async def test_old_versions_are_deleted_and_unknown_ones_are_named(tmp_path, model, broker) -> None:
     async with serving(broker.service()) as (_, target), running_trainer() as trainer:
         await finished_run(trainer, tmp_path, model, target)
-        kept = sorted(path.name for path in (tmp_path / "runs" / "r" / "weights").iterdir())
+        kept = sorted(path.name for path in (tmp_path / "runs" / "r" / "weights").glob("*.safetensors"))
         assert kept == ["v1-h0.safetensors", "v2-h0.safetensors", "v3-h0.safetensors"]
         for request in (
             weights_pb2.GetManifestRequest(run_id="r", policy_version=0),

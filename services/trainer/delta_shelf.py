@@ -1,0 +1,75 @@
+"""The deltas between the versions published last, and which of them lead a receiver from what it holds to the newest.
+
+Every version but the first has at most one delta, against the version published before it; a receiver further behind
+takes several. So all receivers of a site fetch the same few contents, whatever each of them holds, and a relay serves
+them all. Promises:
+
+- At most `max_kept` deltas are kept, the oldest go first; a chain is never longer.
+- A chain is offered only to whom holds its very base, by version and digest, and only where it takes fewer bytes than
+  the full content.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass
+from pathlib import Path
+
+from penstock.v1 import weights_pb2
+
+MAX_KEPT_DELTAS = 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PublishedDelta:
+    """What leads from the version published before to this one."""
+
+    manifest: weights_pb2.WeightsManifest
+    path: Path
+    """Its content, complete."""
+
+
+class DeltaShelf:
+    """The deltas of the run under way; starts empty."""
+
+    def __init__(self, *, max_kept: int = MAX_KEPT_DELTAS) -> None:
+        self._max_kept = max_kept
+        self._kept: OrderedDict[int, PublishedDelta] = OrderedDict()
+
+    def clear(self) -> None:
+        """Offer nothing; the files are left to whoever wrote them."""
+        self._kept.clear()
+
+    def add(self, delta: PublishedDelta) -> None:
+        """Offer a delta to the version published last; deletes the contents of those no longer kept."""
+        self._kept[delta.manifest.policy_version] = delta
+        while len(self._kept) > self._max_kept:
+            _, oldest = self._kept.popitem(last=False)
+            oldest.path.unlink(missing_ok=True)
+
+    def content(self, name: str) -> Path | None:
+        """Where the content of that name lies; None when it is not offered."""
+        return next((delta.path for delta in self._kept.values() if delta.path.name == name), None)
+
+    def chain(
+        self, full: weights_pb2.WeightsManifest, *, held_version: int, held_digest: str
+    ) -> list[weights_pb2.WeightsManifest]:
+        """Manifests of the deltas to apply in order; empty where the full content is what to take.
+
+        Args:
+            full: The full manifest of the version that is wanted.
+            held_version: The version the receiver holds.
+            held_digest: Its digest.
+        """
+        chain: list[weights_pb2.WeightsManifest] = []
+        version, digest, num_bytes = full.policy_version, full.digest, 0
+        while (version, digest) != (held_version, held_digest):
+            delta = self._kept.get(version)
+            if delta is None or delta.manifest.digest != digest:
+                return []
+            num_bytes += delta.manifest.size_bytes
+            if num_bytes >= full.size_bytes:
+                return []
+            chain.insert(0, delta.manifest)
+            version, digest = delta.manifest.base_version, delta.manifest.base_digest
+        return chain
