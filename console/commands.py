@@ -30,7 +30,7 @@ def run_command(arguments: list[str], *, dry_run: bool, resume: Path | None) -> 
         config, source = load_run_config(Path(arguments[0]), arguments[1:]), arguments[0]
     config = resolve(config, now_s=time.time())
     # What the trainer would refuse is refused here, before anything starts; addresses do not matter for that.
-    training_config(config, broker="127.0.0.1:1", scheduler=None, source=source)
+    training_config(config, broker="127.0.0.1:1", source=source)
     if dry_run:
         return _dry_run(config, is_resume=resume is not None, source=source)
     return asyncio.run(execute_run(config, is_resume=resume is not None, source=source))

@@ -103,11 +103,11 @@ def generator_config(config: RunConfig, addresses: Addresses, folder: RunFolder,
     )
 
 
-def training_config(config: RunConfig, *, broker: str, scheduler: str | None, source: str) -> TrainingConfig:
+def training_config(config: RunConfig, *, broker: str, source: str) -> TrainingConfig:
     """The document of StartRun; raises ConfigError where the trainer would refuse it."""
     names = ("run", "model", "data", "sampling", "algorithm", "policy", "optimizer", "trainer")
     document = {name: getattr(config, name).model_dump() for name in names}
-    return validate(TrainingConfig, {**document, "broker": broker, "scheduler": scheduler}, source=source)
+    return validate(TrainingConfig, {**document, "broker": broker}, source=source)
 
 
 def write_config(config: StrictModel, path: Path) -> None:

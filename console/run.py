@@ -195,9 +195,7 @@ class _Run:
 
     def _make_session(self, source: str) -> RunSession:
         addresses = self._launcher.addresses
-        document = training_config(
-            self._config, broker=addresses.broker.target, scheduler=addresses.scheduler.target, source=source
-        )
+        document = training_config(self._config, broker=addresses.broker.target, source=source)
         return RunSession(
             run_id=self._config.run.id,
             config_json=json.dumps(document.model_dump(mode="json")),

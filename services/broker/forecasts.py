@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Self
+from typing import Self, TypeVar
 
 import structlog
 
@@ -22,6 +22,10 @@ TIMEOUT_S = 0.5
 MIN_BACKOFF_S, MAX_BACKOFF_S = 1.0, 30.0
 MAX_QUERIES = 1_024
 MAX_EXPECTED_TOKENS = 1 << 24
+MAX_END_TOKENS, MAX_END_CHARACTERS = 512, 1_024
+"""Of each end of a prompt that are sent: what the scheduler uses, 12 MiB at most in all."""
+
+_Cut = TypeVar("_Cut", str, bytes)
 
 _log = structlog.get_logger()
 
@@ -113,6 +117,15 @@ class Forecaster:
 
 
 def _query(prompt: types_pb2.Prompt) -> scheduler_pb2.LengthQuery:
+    text = prompt.text or "\n".join(turn.content for turn in prompt.messages)
     return scheduler_pb2.LengthQuery(
-        group_id=prompt.group_id, prompt_text=prompt.text, num_prompt_tokens=len(prompt.token_ids) // 4
+        group_id=prompt.group_id,
+        prompt_text=_ends(text, MAX_END_CHARACTERS),
+        num_prompt_tokens=len(prompt.token_ids) // 4,
+        prompt_token_ids=_ends(prompt.token_ids, 4 * MAX_END_TOKENS),
     )
+
+
+def _ends(whole: _Cut, most: int) -> _Cut:
+    """The first and the last `most` of it."""
+    return whole if len(whole) <= 2 * most else whole[:most] + whole[-most:]

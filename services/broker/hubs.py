@@ -17,6 +17,7 @@ from penstock.errors import PenstockError, ServiceUnavailableError
 from services.broker import generation, scoring, waits
 from services.broker.forecasts import Forecaster
 from services.broker.hub import RunHub
+from services.broker.length_reports import LengthReporter
 from services.broker.metrics import BrokerMetrics
 from services.broker.run_state import RunState
 from services.broker.store import Store
@@ -38,11 +39,20 @@ class Hubs:
     would go on with a hub that is neither polled nor rid of expired leases.
     """
 
-    def __init__(self, *, store: Store, clock: Clock, metrics: BrokerMetrics, forecaster: Forecaster) -> None:
+    def __init__(
+        self,
+        *,
+        store: Store,
+        clock: Clock,
+        metrics: BrokerMetrics,
+        forecaster: Forecaster,
+        length_reporter: LengthReporter,
+    ) -> None:
         self.store = store
         self.clock = clock
         self.metrics = metrics
         self.forecaster = forecaster
+        self.length_reporter = length_reporter
         self._hubs: WeakValueDictionary[str, RunHub] = WeakValueDictionary()
         self._used_lately: dict[str, RunHub] = {}
         """Kept, with their copies, though nobody may hold them now."""

@@ -27,6 +27,9 @@ class BrokerMetrics:
         self._forecasts = PrometheusCounter(
             "penstock_broker_forecasts", "Questions for length forecasts, by outcome", ["outcome"], registry=registry
         )
+        self._length_reports = PrometheusCounter(
+            "penstock_broker_length_reports", "Completion lengths for the scheduler", ["outcome"], registry=registry
+        )
         self._moves = PrometheusCounter(
             "penstock_broker_leases_moved", "Leases moved to an idle generator", registry=registry
         )
@@ -78,6 +81,10 @@ class BrokerMetrics:
     def count_forecasts(self, outcome: str) -> None:
         """A question to the scheduler: answered, failed or skipped."""
         self._forecasts.labels(outcome).inc()
+
+    def count_length_reports(self, outcome: str, count: int) -> None:
+        """Lengths for the scheduler: reported, refused, or forgotten because it was away for long."""
+        self._length_reports.labels(outcome).inc(count)
 
     def count_moves(self, count: int) -> None:
         """Leases taken from one generator and given to another."""

@@ -14,6 +14,7 @@ from penstock.v1 import broker_pb2_grpc
 from services.broker.config import MEMORY_URL, BrokerConfig
 from services.broker.forecasts import Forecaster
 from services.broker.hubs import Hubs
+from services.broker.length_reports import LengthReporter
 from services.broker.memory_store import MemoryStore
 from services.broker.metrics import BrokerMetrics
 from services.broker.redis_metrics import RedisMetrics
@@ -45,7 +46,8 @@ def make_hubs(
     """The core of a broker over a store."""
     metrics = BrokerMetrics(registry)
     forecaster = Forecaster(scheduler, security=security, clock=clock, on_answer=metrics.count_forecasts)
-    return Hubs(store=store, clock=clock, metrics=metrics, forecaster=forecaster)
+    reporter = LengthReporter(scheduler, security=security, on_report=metrics.count_length_reports)
+    return Hubs(store=store, clock=clock, metrics=metrics, forecaster=forecaster, length_reporter=reporter)
 
 
 def make_server(hubs: Hubs, *, listen: str, security: Security) -> rpc.Server:
@@ -73,10 +75,11 @@ async def serve(config: BrokerConfig) -> None:
     try:
         await rpc.run_until_stopped(
             server,
-            loops=[lambda: hubs.care(server.set_serving)],
+            loops=[lambda: hubs.care(server.set_serving), hubs.length_reporter.run],
             on_started=lambda: _log.info("broker serves", listen=config.listen),
             before_stop=hubs.stop,
         )
     finally:
+        await hubs.length_reporter.close()
         await hubs.forecaster.close()
         await store.close()

@@ -8,7 +8,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 
 from penstock.errors import RunClosedError
-from penstock.v1 import broker_pb2
+from penstock.v1 import broker_pb2, types_pb2
 from services.broker import generation
 from services.broker.chunks import ChunkFacts, read_chunks
 from services.broker.hub import RunHub
@@ -76,6 +76,7 @@ async def accept(hubs: Hubs, request: broker_pb2.StreamTokensRequest) -> broker_
 
     outcome = await hub.transact(operation)
     _count(hubs.metrics, chunks, outcome)
+    _report_lengths(hubs, request.run_id, chunks, outcome)
     return broker_pb2.StreamTokensResponse(sequence=request.sequence, errors=outcome.errors)
 
 
@@ -84,6 +85,16 @@ class _Outcome:
     errors: list[broker_pb2.ChunkError]
     repeated: list[ChunkFacts]
     policy_version: int
+
+
+def _report_lengths(hubs: Hubs, run_id: str, chunks: Sequence[ChunkFacts], outcome: _Outcome) -> None:
+    """Note how long the samples were that this request finished, each once."""
+    passed_over = {(error.key.group_id, error.key.sample_index, error.lease_id) for error in outcome.errors}
+    passed_over |= {(chunk.group_id, chunk.sample_index, chunk.lease_id) for chunk in outcome.repeated}
+    for chunk in chunks:
+        is_finished = chunk.finish_reason in (types_pb2.FINISH_REASON_STOP, types_pb2.FINISH_REASON_LENGTH)
+        if is_finished and (chunk.group_id, chunk.sample_index, chunk.lease_id) not in passed_over:
+            hubs.length_reporter.note(run_id, chunk.group_id, chunk.end)
 
 
 def _count(metrics: BrokerMetrics, chunks: Sequence[ChunkFacts], outcome: _Outcome) -> None:

@@ -173,8 +173,6 @@ class TrainingConfig(StrictModel):
     """Use of the machine."""
     broker: Targets = "127.0.0.1:7301"
     """The broker, host:port; several on one Redis as a list, of which the first that works is used."""
-    scheduler: str | None = None
-    """The scheduler, host:port; lengths are not reported without."""
 
     @model_validator(mode="after")
     def _stale_data_needs_a_correction(self) -> Self:

@@ -50,8 +50,6 @@ _log = structlog.get_logger()
 class StepHooks:
     """What others do with a step."""
 
-    on_groups: Callable[[Sequence[types_pb2.TrajectoryGroup]], None]
-    """Groups came."""
     on_waiting: Callable[[str], None]
     """Nothing came for a while, and why."""
     on_step: Callable[[Line], None]
@@ -176,7 +174,6 @@ class StepLoop:
         while not self._received:
             microbatch = await self.session.next(timeout_s=POLL_S)
             if microbatch is not None:
-                self._hooks.on_groups(microbatch.groups)
                 self._received.extend(await self._without_trained(list(microbatch.groups)))
                 continue
             quiet_s = self._context.clock.now_s() - quiet_since_s

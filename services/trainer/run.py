@@ -166,7 +166,6 @@ class TrainingRun:
                 train_prompts=train.prompts if train else (),
                 held_out_prompts=held_out.prompts if held_out else (),
                 write_checkpoint=self.write_checkpoint,
-                security=self._security,
             )
             await session.run_to_completion()
         return True

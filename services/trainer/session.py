@@ -14,15 +14,13 @@ from typing import TYPE_CHECKING
 
 import structlog
 
-from penstock.security import Security
-from penstock.v1 import trainer_pb2, types_pb2
+from penstock.v1 import trainer_pb2
 from services.trainer.background import run_beside
 from services.trainer.compute import ComputeThread, InterruptibleBackend
 from services.trainer.context import RunContext
 from services.trainer.data import EncodedPrompt, PromptStream
 from services.trainer.evaluation import Evaluator
 from services.trainer.events import RunEvents
-from services.trainer.length_reporter import LengthReporter
 from services.trainer.loop import StepHooks, StepLoop
 from services.trainer.metrics import JsonLines, Line
 from services.trainer.monitor import RunMonitor
@@ -54,7 +52,6 @@ class RunSession:
     """Submitted by this run; empty where others put its groups."""
     held_out_prompts: Sequence[EncodedPrompt]
     write_checkpoint: Callable[[], Awaitable[None]]
-    security: Security
     _history: int = field(default=0, init=False)
     _last_waiting_event_s: float = field(default=0.0, init=False)
     _beside: asyncio.Task[None] | None = field(default=None, init=False)
@@ -101,14 +98,7 @@ class RunSession:
     async def _train_with(self, feeder: TrainingFeeder | None, monitor: RunMonitor, evaluator: Evaluator) -> None:
         config = self.context.config
         loops = [monitor.run] if feeder is None else [feeder.run, monitor.run]
-        on_groups: Callable[[Sequence[types_pb2.TrajectoryGroup]], None] = lambda _groups: None  # noqa: E731
-        if config.scheduler is not None:
-            reporter = LengthReporter(target=config.scheduler, run_id=self.context.run_id, security=self.security)
-            loops.append(reporter.run)
-            on_groups = reporter.note
-        hooks = StepHooks(
-            on_groups=on_groups, on_waiting=self._say_waiting, on_step=self._note_step, publish=self._publish
-        )
+        hooks = StepHooks(on_waiting=self._say_waiting, on_step=self._note_step, publish=self._publish)
         loop = StepLoop(context=self.context, compute=self.compute, backend=self.backend, hooks=hooks)
         if config.run.checkpoint_every_steps > config.policy.num_retained_steps:
             _log.warning(

@@ -6,7 +6,6 @@ import asyncio
 import hashlib
 import json
 from pathlib import Path
-from typing import ClassVar
 
 import aiohttp
 import grpc
@@ -19,9 +18,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from penstock.codec import float32_bytes, int32_bytes
 from penstock.errors import LeaseLostError, PenstockError, UnknownSampleError, VersionConflictError, from_rpc_error
-from penstock.rpc import Service
 from penstock.security import Security
-from penstock.v1 import scheduler_pb2, scheduler_pb2_grpc, trainer_pb2, types_pb2, weights_pb2
+from penstock.v1 import trainer_pb2, types_pb2, weights_pb2
 from penstock.weights import manifest_digest, safetensors_digests
 from services.trainer.weight_publisher import serving_weights
 from services.trainer.weight_store import WeightStore
@@ -247,31 +245,6 @@ async def test_measuring_goes_on_beside_training(tmp_path, model, broker) -> Non
     measured = [e.evaluation.policy_version for e in events if e.HasField("evaluation")]
     assert {0, 2, 6} <= set(measured) <= {0, 2, 4, 6}
     assert len(measured) == len(set(measured))
-
-
-async def test_lengths_are_told_to_the_scheduler(tmp_path, model, broker) -> None:
-    class Scheduler(scheduler_pb2_grpc.SchedulerServiceServicer):
-        seen: ClassVar[list[scheduler_pb2.LengthObservation]] = []
-
-        async def ReportLengths(self, request, context):
-            self.seen.extend(request.observations)
-            return scheduler_pb2.ReportLengthsResponse()
-
-    scheduler = Service(
-        name="penstock.v1.SchedulerService",
-        add=scheduler_pb2_grpc.add_SchedulerServiceServicer_to_server,
-        servicer=Scheduler(),
-    )
-    async with (
-        serving(broker.service()) as (_, target),
-        serving(scheduler) as (_, scheduler_target),
-        running_trainer() as trainer,
-    ):
-        document = run_document(tmp_path, model, target, num_eval_prompts=0)
-        await trainer.start({**document, "scheduler": scheduler_target})
-        await trainer.events()
-    assert len(Scheduler.seen) == 24
-    assert {observation.num_completion_tokens for observation in Scheduler.seen} == {5}
 
 
 async def test_a_prompt_that_the_broker_refuses_fails_the_run_by_name(tmp_path, model, broker) -> None:

@@ -342,16 +342,18 @@ async def serving(
     hubs = make_hubs(store, registry=registry or CollectorRegistry(), clock=clock or SystemClock(), scheduler=scheduler)
     server = make_server(hubs, listen=listen, security=NO_SECURITY)
     port = await server.start()
-    caretaker = asyncio.create_task(hubs.care(server.set_serving))
+    loops = [asyncio.create_task(hubs.care(server.set_serving)), asyncio.create_task(hubs.length_reporter.run())]
     async with rpc.open_channel(f"127.0.0.1:{port}") as channel:
         try:
             yield RunningBroker(hubs, server, channel, broker_pb2_grpc.BrokerServiceStub(channel))
         finally:
             await hubs.stop()
             await server.stop(grace_s=1.0)
+            for loop in loops:
+                loop.cancel()
+            await asyncio.wait(loops)
+            await hubs.length_reporter.close()
             await hubs.forecaster.close()
-            caretaker.cancel()
-            await asyncio.wait([caretaker])
 
 
 async def eventually(condition: Callable[[], Any]) -> None:

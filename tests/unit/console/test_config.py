@@ -141,7 +141,7 @@ def test_listening_on_all_addresses_is_called_on_loopback() -> None:
 def test_what_the_trainer_would_refuse_is_refused_here() -> None:
     refused = config(algorithm={"max_staleness": 2, "correction": "none"})
     with pytest.raises(ConfigError, match="correction: 'none' is refused"):
-        training_config(refused, broker="b:1", scheduler=None, source="c.yaml")
+        training_config(refused, broker="b:1", source="c.yaml")
 
 
 def test_every_field_is_described() -> None:
