@@ -574,6 +574,7 @@ class GeneratorBeat(_message.Message):
     TOKENS_PER_SECOND_FIELD_NUMBER: _builtins.int
     BUSY_SPANS_FIELD_NUMBER: _builtins.int
     IS_DRAINING_FIELD_NUMBER: _builtins.int
+    HISTORY_FIELD_NUMBER: _builtins.int
     credit_total: _builtins.int
     """Leases this stream may have been sent so far, in total; grows as slots free up. The broker never sends more."""
     policy_version: _builtins.int
@@ -588,6 +589,10 @@ class GeneratorBeat(_message.Message):
     """Completion tokens per second since the last beat."""
     is_draining: _builtins.bool
     """True once it drains: it finishes what it holds and takes nothing new."""
+    history: _builtins.int
+    """History counter of the run (WeightsManifest.history) that policy_version belongs to: after a rewind another version
+    has the same number, and a generator that still holds the old one gets no work. Unset: not stated, not checked.
+    """
     @_builtins.property
     def active_lease_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Leases it still works on; each is renewed. A lease it holds but does not name expires."""
@@ -608,12 +613,15 @@ class GeneratorBeat(_message.Message):
         tokens_per_second: _builtins.float = ...,
         busy_spans: _abc.Iterable[_types_pb2.TimeSpan] | None = ...,
         is_draining: _builtins.bool = ...,
+        history: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_history", b"_history", "history", b"history"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["active_lease_ids", b"active_lease_ids", "busy_spans", b"busy_spans", "credit_total", b"credit_total", "is_draining", b"is_draining", "kv_cache_usage", b"kv_cache_usage", "num_running", b"num_running", "num_waiting", b"num_waiting", "policy_version", b"policy_version", "tokens_per_second", b"tokens_per_second"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_history", b"_history", "active_lease_ids", b"active_lease_ids", "busy_spans", b"busy_spans", "credit_total", b"credit_total", "history", b"history", "is_draining", b"is_draining", "kv_cache_usage", b"kv_cache_usage", "num_running", b"num_running", "num_waiting", b"num_waiting", "policy_version", b"policy_version", "tokens_per_second", b"tokens_per_second"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__history: _TypeAlias = _typing.Literal["history"]  # noqa: Y015
+    _WhichOneofArgType__history: _TypeAlias = _typing.Literal["_history", b"_history"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__history) -> _WhichOneofReturnType__history | None: ...
 
 Global___GeneratorBeat: _TypeAlias = GeneratorBeat  # noqa: Y015
 

@@ -27,6 +27,7 @@ MAX_GROUPS_SCANNED = 512
 LEFT_TO_OTHERS = "dispatch leaves what is queued to generators that are done with it sooner"
 MAX_SILENT_LIVES = 20
 """Lives of a lease after which it is no longer renewed unless tokens come: a generator that beats may still hang."""
+ABANDONED_WEIGHTS = "the generator holds weights of before the run's last rewind: it waits until it has pulled others"
 NOTHING_QUEUED = "the queue of prompts is empty: nothing was submitted that is not already out"
 
 
@@ -39,6 +40,8 @@ class GeneratorFacts:
     max_context_tokens: int
     longest_context_tokens: int | None
     """The most any connected generator holds: longer work is given up. None while others may still connect."""
+    history: int | None = None
+    """The run's history its weights belong to; None where it does not say."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,6 +97,8 @@ def lease(
     """
     if state.run.is_closed:
         return Grants(grants=[], reason="the run is closed")
+    if holds_abandoned(state, generator):
+        return Grants(grants=[], reason=ABANDONED_WEIGHTS)
     grants: list[Grant] = []
     reason = ""
     start = _judge_start(state, generator)
@@ -122,6 +127,11 @@ def lease(
         grants += _lease_samples(state, generator, group, num_taken, now_s, make_suffix)
         start = _judge_start(state, generator)
     return Grants(grants=grants, reason=reason or NOTHING_QUEUED)
+
+
+def holds_abandoned(state: RunState, generator: GeneratorFacts) -> bool:
+    """Whether the generator's weights are of before a rewind: their version number means others now."""
+    return generator.history is not None and generator.history < state.run.history
 
 
 def _judge_start(state: RunState, generator: GeneratorFacts) -> Verdict:

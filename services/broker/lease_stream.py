@@ -120,6 +120,7 @@ class LeaseStream:
             policy_version=beat.policy_version,
             max_context_tokens=self._hello.max_context_tokens,
             longest_context_tokens=self._hub.peers.longest_context_tokens(),
+            history=beat.history if beat.HasField("history") else None,
         )
         grants = await self._lease(facts, credit, now_s) if state is None or state.queue else []
         if state is not None and not state.queue and not grants:
@@ -159,6 +160,8 @@ class LeaseStream:
         self._idle_since_s = now_s
 
         def operation(state: RunState) -> list[Grant]:
+            if generation.holds_abandoned(state, facts):
+                return []
             return self._hub.dispatcher.take_over(state, facts, credit, now_s, _suffix)
 
         grants = await self._hub.transact(operation, must_verify=False)

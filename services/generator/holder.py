@@ -35,6 +35,7 @@ class Holder:
         stats, held = self._engine.stats(), self._held.current
         return broker_pb2.GeneratorBeat(
             policy_version=held.policy_version if held is not None else 0,
+            history=held.history if held is not None else None,
             active_lease_ids=self._rollouts.lease_ids,
             num_running=stats.num_running,
             num_waiting=stats.num_waiting,
