@@ -1,38 +1,45 @@
-"""Fetching a version's content over HTTP: ranged, resumable, every byte checked.
+"""Fetching a content over HTTP: ranged, parallel, resumable, every byte checked; from a relay or across the link.
 
 Promises:
 
-- Only bytes whose chunk has the digest its manifest states are kept; a partial file is continued where its good chunks
-  end, also by the next process.
-- The target file appears by a rename, complete and checked as a whole, or not at all.
-- A source that lies, breaks off or is silent is left for the next one, after a while, a bounded number of times.
+- Only bytes whose chunk has the digest its manifest states are kept, each where it belongs; what is kept is not fetched
+  again, by this attempt, the next one or the next process. Of a chunk that was cut off the rest alone is fetched,
+  unless the process ends.
+- The target file appears by a rename, complete and every chunk checked, or not at all. What it makes of a version is
+  proved tensor by tensor where it is used: by the engine before it loads, and where a delta is applied.
+- A source that lies, breaks off or is silent is left for another one, a bounded number of times (`transfer.sources`).
+- What has come is offered to others of the site while the rest still comes, where there is a relay.
 """
 
 from __future__ import annotations
 
 import asyncio
-import hashlib
+import os
 import ssl
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO, Self
+from typing import Self
 
 import aiohttp
 import structlog
 
 from penstock.clients.contents import verify_content
-from penstock.errors import DigestMismatchError, PenstockError, ServiceUnavailableError, UnknownVersionError
-from penstock.rpc import backoff_s
+from penstock.clients.weights import content_id
+from penstock.errors import DigestMismatchError
 from penstock.security import NO_SECURITY, Security
+from penstock.transfer.fetching import Fetching
+from penstock.transfer.partial import PartialContent
+from penstock.transfer.rate import ByteRate
+from penstock.transfer.relay import Relay
+from penstock.transfer.sources import SourceKind, Sources
 from penstock.v1 import weights_pb2
 
-MAX_ATTEMPTS = 8
-CONNECT_TIMEOUT_S = 5.0
-READ_TIMEOUT_S = 15.0
+NUM_CONNECTIONS = 4
 PARTIAL_SUFFIX = ".partial"
 
-_HTTP_OK, _HTTP_PARTIAL, _HTTP_NOT_FOUND, _HTTP_GONE = 200, 206, 404, 410
+FindRelays = Callable[[str, str, str], Awaitable[Sequence[str]]]
+"""Content id, own relay address of it or "", relay address that failed or "", to addresses at relays, best first."""
 _log = structlog.get_logger()
 
 
@@ -45,21 +52,49 @@ class Download:
     fetched_bytes: int
     """Bytes that came over the network, refused ones included."""
     num_refused: int
-    """Pieces, or whole files, whose digest did not match on the way."""
+    """Pieces whose digest did not match on the way."""
+    origin_bytes: int = 0
+    """Those of `fetched_bytes` that came from the manifest's addresses, not from a relay."""
 
 
 class Downloader:
-    """Fetches contents into files; an async context manager that owns one HTTP session."""
+    """Fetches contents into files; an async context manager that owns one HTTP session.
 
-    def __init__(self, *, security: Security = NO_SECURITY) -> None:
+    Args:
+        security: The token to show, the authorities to trust, the certificate to show.
+        relay: Where what is fetched is offered to others; entered already.
+        find_relays: Asks the weight store where to fetch; None: always from the manifest's addresses.
+        num_connections: Ranges of one content fetched at once.
+        max_bytes_per_second: Cap on what this process fetches; none where None.
+        on_fetched: Told how many bytes came, as they come, and from what kind of source.
+    """
+
+    def __init__(
+        self,
+        *,
+        security: Security = NO_SECURITY,
+        relay: Relay | None = None,
+        find_relays: FindRelays | None = None,
+        num_connections: int = NUM_CONNECTIONS,
+        max_bytes_per_second: float | None = None,
+        on_fetched: Callable[[SourceKind, int], None] = lambda _kind, _num_bytes: None,
+    ) -> None:
         self._headers = {} if security.token is None else {"Authorization": f"Bearer {security.token}"}
-        self._tls = ssl.create_default_context(cafile=str(security.ca_file)) if security.ca_file else True
+        self._tls = _client_tls(security)
+        self._relay = relay
+        self._find_relays = find_relays
+        self._num_connections = num_connections
+        self._rate = ByteRate(max_bytes_per_second)
+        self._on_fetched = on_fetched
         self._session: aiohttp.ClientSession | None = None
 
     async def __aenter__(self) -> Self:
         """Open the session."""
-        timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S, sock_read=READ_TIMEOUT_S)
-        self._session = aiohttp.ClientSession(timeout=timeout, auto_decompress=False, headers=self._headers)
+        self._session = aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(ssl=self._tls, limit=2 * self._num_connections),
+            auto_decompress=False,
+            headers=self._headers,
+        )
         return self
 
     async def __aexit__(self, *_exception: object) -> None:
@@ -85,143 +120,80 @@ class Downloader:
             UnknownVersionError: No source has the version any more.
             DigestMismatchError: The sources keep sending something else.
             ServiceUnavailableError: No source could be reached or finished.
+            OSError: The file cannot be written.
         """
         if await asyncio.to_thread(_is_there, target, manifest):
+            self._offer(manifest, content := await PartialContent.whole(target, manifest.chunks))
+            content.close()
             return Download(path=target, fetched_bytes=0, num_refused=0)
-        fetched_bytes = num_refused = 0
-        last_error: PenstockError = ServiceUnavailableError("no source was tried")
-        delays = backoff_s()
-        for attempt in range(MAX_ATTEMPTS):
-            partial = await _Partial.open(target, manifest.chunks)
-            try:
-                await self._continue(partial, manifest.urls[attempt % len(manifest.urls)])
-                await asyncio.to_thread(partial.finish, manifest)
-                return Download(
-                    path=target, fetched_bytes=fetched_bytes + partial.fetched_bytes, num_refused=num_refused
-                )
-            except DigestMismatchError as error:
-                num_refused += 1
-                on_refused(error)
-                last_error = error
-            except (ServiceUnavailableError, UnknownVersionError) as error:
-                last_error = error
-            finally:
-                fetched_bytes += partial.fetched_bytes
-                partial.close()
-            _log.info("weights not fetched; trying again", attempt=attempt + 1, error=str(last_error))
-            if isinstance(last_error, UnknownVersionError) and attempt + 1 >= len(manifest.urls):
-                break
-            await asyncio.sleep(next(delays))
-        raise last_error
+        partial_path = target.with_name(target.name + PARTIAL_SUFFIX)
+        content = await PartialContent.open(partial_path, manifest.chunks)
+        self._offer(manifest, content)
+        try:
+            fetching = await self._fetch_missing(manifest, content, on_refused)
+            await asyncio.to_thread(os.replace, partial_path, target)
+        except BaseException as error:
+            self._withdraw(manifest)
+            content.fail(error if isinstance(error, Exception) else RuntimeError("the receiver stops"))
+            raise
+        finally:
+            content.close()
+        return Download(
+            path=target,
+            fetched_bytes=sum(fetching.fetched_bytes.values()),
+            num_refused=fetching.num_refused,
+            origin_bytes=fetching.fetched_bytes[SourceKind.ORIGIN],
+        )
 
-    async def _continue(self, partial: _Partial, url: str) -> None:
-        """Fetch what is missing from one source; raises where it breaks off or lies."""
-        if partial.is_complete:
-            return
+    async def _fetch_missing(
+        self,
+        manifest: weights_pb2.WeightsManifest,
+        content: PartialContent,
+        on_refused: Callable[[DigestMismatchError], None],
+    ) -> Fetching:
         if self._session is None:
             raise RuntimeError("the downloader was not entered")
-        headers = {"Range": f"bytes={partial.offset}-"} if partial.offset else {}
-        try:
-            async with self._session.get(url, headers=headers, allow_redirects=False, ssl=self._tls) as response:
-                await self._read_body(partial, response)
-        except asyncio.IncompleteReadError as error:
-            raise ServiceUnavailableError(f"{url}: broke off at byte {partial.offset}") from error
-        except (aiohttp.ClientError, TimeoutError) as error:
-            raise ServiceUnavailableError(f"{url}: {type(error).__name__}: {error}") from error
+        fetching = Fetching(
+            session=self._session,
+            content=content,
+            sources=Sources(manifest.urls, self._asker(manifest)),
+            rate=self._rate,
+            on_fetched=self._on_fetched,
+            on_refused=on_refused,
+        )
+        await fetching.run(num_connections=self._num_connections)
+        return fetching
 
-    async def _read_body(self, partial: _Partial, response: aiohttp.ClientResponse) -> None:
-        if response.status in (_HTTP_NOT_FOUND, _HTTP_GONE):
-            raise UnknownVersionError(f"{response.url}: the content is not there (any more)")
-        if response.status == _HTTP_OK and partial.offset:
-            # The source ignores ranges: it sends everything again.
-            partial.restart()
-        elif response.status == _HTTP_PARTIAL:
-            content_range = response.headers.get("Content-Range", "")
-            if not content_range.startswith(f"bytes {partial.offset}-"):
-                raise ServiceUnavailableError(
-                    f"{response.url}: sent range {content_range!r}, asked from {partial.offset}"
-                )
-        elif response.status != _HTTP_OK:
-            raise ServiceUnavailableError(f"{response.url}: answered HTTP {response.status}")
-        while (size_bytes := partial.next_size_bytes) is not None:
-            piece = await response.content.readexactly(size_bytes)
-            await asyncio.to_thread(partial.append, piece)
+    def _asker(self, manifest: weights_pb2.WeightsManifest) -> Callable[[str], Awaitable[Sequence[str]]] | None:
+        find_relays = self._find_relays
+        if find_relays is None:
+            return None
+        identity = content_id(manifest)
+        own_url = self._relay.url(manifest.run_id, identity) if self._relay is not None else ""
+
+        async def ask(failed_url: str) -> Sequence[str]:
+            urls = await find_relays(identity, own_url, failed_url)
+            # The token goes with every request: not to where anybody could read it.
+            return [url for url in urls if self._tls is True or url.startswith("https://")]
+
+        return ask
+
+    def _offer(self, manifest: weights_pb2.WeightsManifest, content: PartialContent) -> None:
+        if self._relay is not None:
+            self._relay.offer(manifest.run_id, content_id(manifest), content)
+
+    def _withdraw(self, manifest: weights_pb2.WeightsManifest) -> None:
+        if self._relay is not None:
+            self._relay.withdraw(manifest.run_id, content_id(manifest))
 
 
-class _Partial:
-    """The file under way: its first chunks are on disk and right, the others are not there."""
-
-    def __init__(self, target: Path, chunks: Sequence[weights_pb2.ChunkInfo]) -> None:
-        self.fetched_bytes = 0
-        self._target = target
-        self._path = target.with_name(target.name + PARTIAL_SUFFIX)
-        self._chunks = chunks
-        self._num_good = 0
-        target.parent.mkdir(parents=True, exist_ok=True)
-        self._file: BinaryIO = self._path.open("r+b" if self._path.exists() else "w+b")
-        self._verify()
-
-    @classmethod
-    async def open(cls, target: Path, chunks: Sequence[weights_pb2.ChunkInfo]) -> _Partial:
-        """Verify what an earlier attempt left, in a thread."""
-        return await asyncio.to_thread(cls, target, chunks)
-
-    def _verify(self) -> None:
-        for chunk in self._chunks:
-            if hashlib.sha256(self._file.read(chunk.size_bytes)).hexdigest() != chunk.sha256:
-                break
-            self._num_good += 1
-        self._truncate()
-
-    def _truncate(self) -> None:
-        self._file.seek(self.offset)
-        self._file.truncate()
-
-    @property
-    def is_complete(self) -> bool:
-        """Whether every chunk is there."""
-        return self._num_good == len(self._chunks)
-
-    @property
-    def offset(self) -> int:
-        """Where the good chunks end, in bytes."""
-        return self._chunks[self._num_good].offset if not self.is_complete else self._end()
-
-    @property
-    def next_size_bytes(self) -> int | None:
-        """Size of the next missing chunk; None when all are there."""
-        return None if self.is_complete else self._chunks[self._num_good].size_bytes
-
-    def _end(self) -> int:
-        return self._chunks[-1].offset + self._chunks[-1].size_bytes
-
-    def append(self, piece: bytes) -> None:
-        """Keep the next chunk if it is right; raises DigestMismatchError."""
-        chunk = self._chunks[self._num_good]
-        self.fetched_bytes += len(piece)
-        if hashlib.sha256(piece).hexdigest() != chunk.sha256:
-            raise DigestMismatchError(f"{self._target.name}: the chunk at byte {chunk.offset} has another digest")
-        self._file.write(piece)
-        self._num_good += 1
-
-    def restart(self) -> None:
-        """Forget everything."""
-        self._num_good = 0
-        self._truncate()
-
-    def finish(self, manifest: weights_pb2.WeightsManifest) -> None:
-        """Check the whole and give it its name; raises DigestMismatchError, and then nothing of it is kept."""
-        self._file.flush()
-        try:
-            verify_content(self._path, manifest)
-        except DigestMismatchError:
-            self.restart()
-            raise
-        self._path.replace(self._target)
-
-    def close(self) -> None:
-        """Close the file."""
-        self._file.close()
+def _client_tls(security: Security) -> ssl.SSLContext | bool:
+    if security.ca_file is None:
+        return True
+    context = ssl.create_default_context(cafile=str(security.ca_file))
+    if security.cert_file is not None:
+        context.load_cert_chain(security.cert_file, security.key_file)
+    return context
 
 
 def _is_there(target: Path, manifest: weights_pb2.WeightsManifest) -> bool:

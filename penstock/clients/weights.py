@@ -7,6 +7,7 @@ in it is used. The content is fetched by `penstock.clients.downloads`.
 from __future__ import annotations
 
 import asyncio
+import hashlib
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import NamedTuple, Self
@@ -61,6 +62,11 @@ def tensor_digests(manifest: weights_pb2.WeightsManifest) -> tuple[TensorDigest,
         )
         for info in manifest.tensors
     )
+
+
+def content_id(manifest: weights_pb2.WeightsManifest) -> str:
+    """What names a content everywhere: SHA-256, hex, over its chunks' digests, each followed by a line feed."""
+    return hashlib.sha256("".join(f"{chunk.sha256}\n" for chunk in manifest.chunks).encode()).hexdigest()
 
 
 def check_manifest(manifest: weights_pb2.WeightsManifest, *, run_id: str) -> None:
@@ -230,7 +236,34 @@ class WeightsClient:
                 last_error = str(error)
             await asyncio.sleep(next(delays))
 
-    async def report_holding(self, *, policy_version: int, digest: str, swap_pause_s: float, fetched_bytes: int) -> int:
+    async def find_relays(self, content: str, relay_url: str = "", failed_url: str = "") -> Sequence[str]:
+        """Addresses of a content at relays of the receiver's site, best first; none: it comes from the origin.
+
+        Args:
+            content: As `content_id` names it.
+            relay_url: Where the receiver will serve it to others; empty if it will not.
+            failed_url: An address given before that could not be fetched from.
+        """
+        request = weights_pb2.FindSourcesRequest(
+            run_id=self._run_id,
+            receiver_id=self._receiver_id,
+            site=self._site,
+            content_id=content,
+            relay_url=relay_url,
+            failed_url=failed_url,
+        )
+        if not self._site:
+            return ()
+        try:
+            response = await call(self._stub.FindSources, request, peer=self.peer)
+        except PenstockError as error:
+            _log.info("the weight store names no relay; fetching from the origin", error=str(error))
+            return ()
+        return [url for url in response.relay_urls[:MAX_URLS] if url.startswith(("http://", "https://"))]
+
+    async def report_holding(
+        self, *, policy_version: int, digest: str, swap_pause_s: float, fetched_bytes: int, origin_bytes: int = 0
+    ) -> int:
         """Say what the engine holds; returns the newest version. Raises DigestMismatchError: it must not be served."""
         request = weights_pb2.ReportHoldingRequest(
             run_id=self._run_id,
@@ -239,6 +272,7 @@ class WeightsClient:
             digest=digest,
             swap_pause_s=swap_pause_s,
             fetched_bytes=fetched_bytes,
+            origin_bytes=origin_bytes,
         )
         response = await call_with_retry(
             self._stub.ReportHolding, request, peer=self.peer, give_up_after_s=REPORT_PATIENCE_S

@@ -92,8 +92,8 @@ class GeneratorConfig(StrictModel):
     """Address of its GeneratorService, host:port."""
     generator_id: str = "gen-0"
     """Its name in status and logs; each start of the process adds a suffix of its own."""
-    site: str = ""
-    """Where it stands; empty is the default site."""
+    site: str = Field(default="", max_length=128)
+    """Where it stands; generators of one site relay weights to each other, those without a site do not."""
     run_id: str
     """The run it works for."""
     broker: Targets = "127.0.0.1:7301"
@@ -117,6 +117,15 @@ class GeneratorConfig(StrictModel):
     """Longest time a decoded token waits before it is sent."""
     cache_dir: Path
     """Folder for fetched weights; only the newest versions are kept."""
+    relay_listen: str | None = None
+    """Address of the HTTP server that relays weights to its site, host:port; unset: the host of `listen`, any free
+    port."""
+    relay_url: str | None = Field(default=None, pattern=r"^https?://")
+    """Base address under which its site reaches that server; made from the address it listens on when unset."""
+    max_fetch_bytes_per_second: float | None = Field(default=None, gt=0)
+    """Most bytes of weights fetched a second; no limit when unset."""
+    max_relay_bytes_per_second: float | None = Field(default=None, gt=0)
+    """Most bytes of weights relayed a second; no limit when unset."""
     metrics_port: int | None = Field(default=None, ge=1, le=65535)
     """Port of the Prometheus endpoint; none when unset."""
 

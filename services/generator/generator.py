@@ -27,6 +27,7 @@ from penstock.clock import SystemClock
 from penstock.errors import NotOfferedError, PenstockError, ServiceUnavailableError
 from penstock.rpc import open_channel
 from penstock.security import NO_SECURITY, Security
+from penstock.transfer.relay import Relay
 from penstock.v1 import broker_pb2, generator_pb2
 from services.generator.busy import BusyTracker
 from services.generator.config import GeneratorConfig
@@ -120,7 +121,14 @@ class Generator:
             site=config.site,
             security=security,
         )
-        self._downloader = Downloader(security=security)
+        self._relay = _relay(config, metrics, security) if config.site else None
+        self._downloader = Downloader(
+            security=security,
+            relay=self._relay,
+            find_relays=self._store.find_relays,
+            max_bytes_per_second=config.max_fetch_bytes_per_second,
+            on_fetched=lambda kind, num_bytes: metrics.fetched_bytes.labels(kind).inc(num_bytes),
+        )
         self._puller = WeightPuller(
             client=self._store,
             downloader=self._downloader,
@@ -140,6 +148,8 @@ class Generator:
         """Open what must be closed again."""
         self._resources.push_async_callback(self._broker.close)
         await self._resources.enter_async_context(self._store)
+        if self._relay is not None:
+            await self._resources.enter_async_context(self._relay)
         await self._resources.enter_async_context(self._downloader)
         self._resources.push_async_callback(self._stop_engine)
         return self
@@ -338,6 +348,17 @@ class Generator:
             is_empty = self._rollouts.is_empty
             return generator_pb2.GENERATOR_STATE_DRAINED if is_empty else generator_pb2.GENERATOR_STATE_DRAINING
         return generator_pb2.GENERATOR_STATE_PAUSED if self._is_paused else generator_pb2.GENERATOR_STATE_SERVING
+
+
+def _relay(config: GeneratorConfig, metrics: GeneratorMetrics, security: Security) -> Relay:
+    host = config.listen.rpartition(":")[0]
+    return Relay(
+        listen=config.relay_listen or f"{host}:0",
+        public_url=config.relay_url,
+        security=security,
+        max_bytes_per_second=config.max_relay_bytes_per_second,
+        on_served=metrics.relayed_bytes.inc,
+    )
 
 
 def _to_message(profile: EngineProfile, *, max_leases: int) -> broker_pb2.GeneratorProfile:

@@ -43,5 +43,13 @@ class GeneratorMetrics:
             registry=registry,
         )
         self.fetched_bytes = Counter(
-            "penstock_generator_fetched_bytes", "Bytes of weights fetched over the network.", registry=registry
+            "penstock_generator_fetched_bytes",
+            "Bytes of weights fetched, from the origin or from a relay of the same site.",
+            ["source"],
+            registry=registry,
+        )
+        self.relayed_bytes = Counter(
+            "penstock_generator_relayed_bytes",
+            "Bytes of weights sent to generators of the same site.",
+            registry=registry,
         )

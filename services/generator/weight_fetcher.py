@@ -6,7 +6,8 @@
 
 Promises:
 
-- The file that `fetch` names has been checked tensor by tensor, whichever way it came.
+- The file that `fetch` names has been checked: chunk by chunk where it came whole, tensor by tensor where it was there
+  or was made by deltas. An engine checks the tensors once more, before it loads them.
 - Deltas never make a version fail: what is wrong with them or their base is counted, and the full content is fetched.
 - The cache folder belongs to this generator alone; `clean` keeps the newest MAX_KEPT_FILES versions and MAX_KEPT_DELTAS
   deltas.
@@ -58,6 +59,8 @@ class Fetched:
     """How it came."""
     fetched_bytes: int
     """Bytes that came over the network for it; those of a delta that was given up are not known."""
+    origin_bytes: int
+    """Those of them that came from the origin, not from a relay of the site."""
 
 
 class WeightFetcher:
@@ -85,7 +88,7 @@ class WeightFetcher:
         self._cache_dir = cache_dir
         self._metrics = metrics
         self._on_refused = on_refused
-        self._fetched_bytes = 0
+        self._fetched_bytes = self._origin_bytes = 0
 
     async def fetch(self, manifest: weights_pb2.WeightsManifest) -> Fetched:
         """Bring the version of a checked full manifest into the cache; one call at a time.
@@ -95,13 +98,18 @@ class WeightFetcher:
             OSError: The cache cannot be read or written.
         """
         path = self._path(manifest, ".safetensors")
-        bytes_before = self._fetched_bytes
+        bytes_before, origin_bytes_before = self._fetched_bytes, self._origin_bytes
         way = None if path.exists() else await self._make_from_older(manifest, path)
         if way is None:
             # Also where the file is there: it is checked, and fetched anew where it is damaged.
             way = Way.FULL if await self._download(manifest, path) else Way.CACHE
         self._metrics.weight_fetches.labels(way).inc()
-        return Fetched(path=path, way=way, fetched_bytes=self._fetched_bytes - bytes_before)
+        return Fetched(
+            path=path,
+            way=way,
+            fetched_bytes=self._fetched_bytes - bytes_before,
+            origin_bytes=self._origin_bytes - origin_bytes_before,
+        )
 
     def clean(self, newest: Path) -> None:
         """Delete all but `newest` and the last files before it; partial ones are of versions no longer wanted."""
@@ -141,7 +149,7 @@ class WeightFetcher:
     async def _download(self, manifest: weights_pb2.WeightsManifest, path: Path) -> int:
         download = await self._downloader.fetch(manifest, path, on_refused=self._on_refused)
         self._fetched_bytes += download.fetched_bytes
-        self._metrics.fetched_bytes.inc(download.fetched_bytes)
+        self._origin_bytes += download.origin_bytes
         return download.fetched_bytes
 
     def _path(self, manifest: weights_pb2.WeightsManifest, suffix: str) -> Path:

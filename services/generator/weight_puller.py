@@ -30,7 +30,7 @@ from services.generator.engine import Engine, UpdateMode, UpdateReport, WeightUp
 from services.generator.held import Held, HeldWeights
 from services.generator.metrics import GeneratorMetrics
 from services.generator.rollout import Rollouts
-from services.generator.weight_fetcher import WeightFetcher
+from services.generator.weight_fetcher import Fetched, WeightFetcher
 
 MAX_ENGINE_MISMATCHES = 3
 MAX_DRAIN_WAIT_S = 300.0
@@ -176,7 +176,7 @@ class WeightPuller:
                 return UpdateReport(policy_version=manifest.policy_version, digest=manifest.digest, pause_s=0.0)
             fetched = await self._fetcher.fetch(manifest)
             report = await self._update_engine(manifest, fetched.path, mode)
-            await self._report(manifest, report, fetched_bytes=fetched.fetched_bytes)
+            await self._report(manifest, report, fetched)
             await asyncio.to_thread(self._fetcher.clean, fetched.path)
             return report
 
@@ -212,13 +212,14 @@ class WeightPuller:
         self._count(report)
         return report
 
-    async def _report(self, manifest: weights_pb2.WeightsManifest, report: UpdateReport, *, fetched_bytes: int) -> None:
+    async def _report(self, manifest: weights_pb2.WeightsManifest, report: UpdateReport, fetched: Fetched) -> None:
         try:
             await self._client.report_holding(
                 policy_version=manifest.policy_version,
                 digest=report.digest,
                 swap_pause_s=report.pause_s,
-                fetched_bytes=fetched_bytes,
+                fetched_bytes=fetched.fetched_bytes,
+                origin_bytes=fetched.origin_bytes,
             )
         except DigestMismatchError as error:
             self._held.distrust()

@@ -3,7 +3,7 @@
 Promises:
 
 - Of the receivers of one site that can relay, one at a time is sent to the origin for a content: the first that asked
-  of those that nobody has found wanting. The others are sent to it.
+  of those that nobody has found wanting. It serves the next FANOUT, each of those the next FANOUT, and so on.
 - A relay that somebody could not fetch from is passed over from then on, until it asks again itself. So a receiver that
   reports truly or wrongly costs its site at most one more copy, and nobody waits for a relay that is gone.
 - At most MAX_CONTENTS contents are remembered, the least recently asked for go first, with MAX_RELAYS relays each.
@@ -19,6 +19,8 @@ MAX_CONTENTS = 256
 """Pairs of site and content."""
 MAX_RELAYS = 1024
 """Of one site and content."""
+FANOUT = 8
+"""Receivers that one relay is to serve at once."""
 
 
 class SiteRelays:
@@ -50,8 +52,10 @@ class SiteRelays:
             del relays[relay_id]
         if relay_url and (receiver_id in relays or len(relays) < MAX_RELAYS):
             relays[receiver_id] = relay_url
-        first = next(iter(relays), receiver_id)
-        return [] if first == receiver_id else [relays[first]]
+        # Who asks is served by one that asked before it: nobody waits in a circle.
+        order = list(relays)
+        place = order.index(receiver_id) if receiver_id in relays else len(order)
+        return [relays[order[(place - 1) // FANOUT]]] if place else []
 
     def _of(self, site: str, content_id: str) -> dict[str, str]:
         relays = self._relays.setdefault((site, content_id), {})

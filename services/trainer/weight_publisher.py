@@ -11,24 +11,22 @@ Promises:
 from __future__ import annotations
 
 import asyncio
-import hmac
 import os
 import shutil
-import ssl
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import Mapping
+from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from aiohttp import web
-from aiohttp.typedefs import Middleware
+from prometheus_client import Counter
 
 from penstock.clients.broker import timestamp
 from penstock.clock import Clock
 from penstock.deltas.content import write_delta
-from penstock.rpc import PortUnavailableError
 from penstock.security import Security
+from penstock.transfer.rate import ByteRate
+from penstock.transfer.serving import serving_contents
 from penstock.v1 import weights_pb2
 from penstock.weights import file_digest, manifest_digest, safetensors_digests
 from services.trainer.delta_shelf import PublishedDelta
@@ -37,10 +35,9 @@ from services.trainer.weight_store import PublishedVersion, WeightStore
 if TYPE_CHECKING:
     from torch import Tensor
 
-HTTP_SHUTDOWN_S = 2.0
 MAX_DELTA_SHARE = 0.9
 """Of the full content's bytes; a larger delta would cost more time to make and apply than it saves on the way."""
-_Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+SERVED_BYTES = Counter("penstock_trainer_weights_served_bytes", "Bytes of weights sent to receivers")
 
 
 class WeightPublisher:
@@ -144,60 +141,23 @@ def write_safetensors(tensors: Mapping[str, Tensor], path: Path) -> None:
     os.replace(temporary, path)
 
 
-@asynccontextmanager
-async def serving_weights(store: WeightStore, *, listen: str, security: Security) -> AsyncIterator[str]:
+def serving_weights(
+    store: WeightStore,
+    *,
+    listen: str,
+    security: Security,
+    max_bytes_per_second: float | None = None,
+) -> AbstractAsyncContextManager[str]:
     """Serve the store's content over HTTP with ranged GETs; yields the base address.
 
     Raises:
         PortUnavailableError: `listen` cannot be listened on.
     """
-
-    async def content(request: web.Request) -> web.StreamResponse:
-        path = store.content(request.match_info["run_id"], request.match_info["name"])
-        if path is None:
-            raise web.HTTPNotFound(text="no such version here; ask for the newest manifest\n")
-        return web.FileResponse(path, headers={"Content-Type": "application/octet-stream"})
-
-    app = web.Application(middlewares=[] if security.token is None else [_token_check(security.token)])
-    app.router.add_get("/weights/{run_id}/{name}", content)
-    runner = web.AppRunner(app, access_log=None, shutdown_timeout=HTTP_SHUTDOWN_S)
-    await runner.setup()
-    try:
-        yield await _listen(runner, listen, _ssl_context(security))
-    finally:
-        await runner.cleanup()
-
-
-async def _listen(runner: web.AppRunner, listen: str, ssl_context: ssl.SSLContext | None) -> str:
-    host, _, port = listen.rpartition(":")
-    try:
-        await web.TCPSite(runner, host.strip("[]"), int(port), ssl_context=ssl_context).start()
-    except (OSError, ValueError) as error:
-        raise PortUnavailableError(
-            f"cannot listen on {listen} (weights_listen): {error}; stop the other process or choose another port"
-        ) from error
-    bound = runner.addresses[0][1]
-    return f"{'https' if ssl_context else 'http'}://{host}:{bound}"
-
-
-def _ssl_context(security: Security) -> ssl.SSLContext | None:
-    if security.cert_file is None or security.key_file is None:
-        return None
-    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
-    context.load_cert_chain(security.cert_file, security.key_file)
-    if security.ca_file is not None:
-        context.load_verify_locations(security.ca_file)
-        context.verify_mode = ssl.CERT_REQUIRED
-    return context
-
-
-def _token_check(token: str) -> Middleware:
-    expected = f"Bearer {token}".encode()
-
-    @web.middleware
-    async def check(request: web.Request, handler: _Handler) -> web.StreamResponse:
-        if not hmac.compare_digest(request.headers.get("Authorization", "").encode(), expected):
-            raise web.HTTPUnauthorized(text="missing or wrong bearer token\n")
-        return await handler(request)
-
-    return check
+    return serving_contents(
+        store.content,
+        listen=listen,
+        setting="weights_listen",
+        security=security,
+        rate=ByteRate(max_bytes_per_second) if max_bytes_per_second is not None else None,
+        on_served=SERVED_BYTES.inc,
+    )

@@ -98,7 +98,7 @@ class Site:
 
 @pytest.fixture
 async def site(tmp_path: Path, monkeypatch) -> AsyncIterator[Site]:
-    monkeypatch.setattr("penstock.clients.downloads.backoff_s", lambda: iter([0.0] * 100))
+    monkeypatch.setattr("penstock.transfer.sources.backoff_s", lambda: iter([0.0] * 100))
     made = Site(tmp_path)
     async with AsyncExitStack() as stack:
         await made.start(stack)

@@ -65,7 +65,7 @@ class ScriptedWeightStore(weights_pb2_grpc.WeightStoreServiceServicer):
         self.manifests: list[weights_pb2.WeightsManifest] = []
         self.reports: list[weights_pb2.ReportHoldingRequest] = []
         self.ranges: list[str] = []
-        """Range header of each HTTP request, empty where there was none."""
+        """Range header of each HTTP request."""
         self.corrupt_requests = 0
         """So many HTTP answers have one byte changed in the middle."""
         self.break_after_bytes: list[int] = []
@@ -115,17 +115,16 @@ class ScriptedWeightStore(weights_pb2_grpc.WeightStoreServiceServicer):
         if self.is_gone:
             raise web.HTTPNotFound
         data = (self.directory / request.match_info["name"]).read_bytes()
-        start = 0
-        if "Range" in request.headers and not self.ignores_ranges:
-            start = int(request.headers["Range"].removeprefix("bytes=").removesuffix("-"))
-        body = bytearray(data[start:])
+        asked = slice(None) if self.ignores_ranges else request.http_range
+        start, stop, _ = asked.indices(len(data))
+        body = bytearray(data[start:stop])
         if self.corrupt_requests:
             self.corrupt_requests -= 1
             body[len(body) // 2] ^= 1
         headers = {"Content-Length": str(len(body))}
-        if start:
-            headers["Content-Range"] = f"bytes {start}-{len(data) - 1}/{len(data)}"
-        response = web.StreamResponse(status=206 if start else 200, headers=headers)
+        if asked != slice(None):
+            headers["Content-Range"] = f"bytes {start}-{stop - 1}/{len(data)}"
+        response = web.StreamResponse(status=200 if asked == slice(None) else 206, headers=headers)
         await response.prepare(request)
         if self.break_after_bytes:
             await response.write(bytes(body[: self.break_after_bytes.pop(0)]))

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 from services.trainer import relays as module
-from services.trainer.relays import SiteRelays
+from services.trainer.relays import FANOUT, SiteRelays
 
 
 def ask(relays, receiver, *, site="s", content="c", failed="", relay=True):
@@ -59,3 +61,11 @@ def test_what_is_remembered_is_bounded(monkeypatch):
     for content in ("d", "e"):
         ask(relays, "a", content=content)
     assert ask(relays, "x") == []
+
+
+def test_a_relay_serves_a_few_and_those_serve_the_next():
+    relays = SiteRelays()
+    served = Counter(url for number in range(1 + 8 + 64) for url in ask(relays, f"r{number}"))
+    assert set(served.values()) == {FANOUT}
+    assert served["http://r0/c"] == FANOUT
+    assert len(served) == 9

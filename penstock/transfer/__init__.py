@@ -1,0 +1,1 @@
+"""How contents travel between processes: files under way, the HTTP server, relays, rates."""

@@ -1,0 +1,176 @@
+"""A content under way: a sparse file of its final size in which the chunks that are there are right.
+
+Promises:
+
+- A chunk counts as there only after its digest was checked, and stays where it belongs from then on. Chunks arrive in
+  any order.
+- The file needs no journal: whoever opens it again hashes what is not a hole, so that it cannot claim what it has not.
+- Bytes that are there can be read by others while the rest is still on its way, and after the file was renamed or
+  deleted, until it is closed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import os
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from penstock.errors import DigestMismatchError, ServiceUnavailableError
+from penstock.v1 import weights_pb2
+
+STALL_S = 10.0
+"""A reader of bytes that are not there yet gives up when nothing at all has arrived for so long."""
+_MAX_PIECES = 512
+"""Buffers written by one system call; the kernel takes 1024 at most."""
+
+
+class PartialContent:
+    """Use `open` or `whole` to make one, `close` when nobody is to read it any more."""
+
+    def __init__(self, descriptor: int, chunks: Sequence[weights_pb2.ChunkInfo], *, good: bytearray) -> None:
+        self.size_bytes = chunks[-1].offset + chunks[-1].size_bytes
+        self._descriptor = descriptor
+        self._chunks = chunks
+        self._offsets = [chunk.offset for chunk in chunks]
+        self._good = good
+        self._num_good = sum(good)
+        self._received_bytes = 0
+        self._changed = asyncio.Event()
+        self._error: Exception | None = None
+        self._num_users = 1
+
+    @classmethod
+    async def open(cls, path: Path, chunks: Sequence[weights_pb2.ChunkInfo]) -> PartialContent:
+        """Continue what an earlier attempt left in `path`, or begin. Raises OSError: no space, no permission."""
+        descriptor, good = await asyncio.to_thread(_open, path, chunks)
+        return cls(descriptor, chunks, good=good)
+
+    @classmethod
+    async def whole(cls, path: Path, chunks: Sequence[weights_pb2.ChunkInfo]) -> PartialContent:
+        """A file that is there and known to be right."""
+        descriptor = await asyncio.to_thread(os.open, path, os.O_RDONLY | os.O_CLOEXEC)
+        return cls(descriptor, chunks, good=bytearray(b"\x01" * len(chunks)))
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether every chunk is there."""
+        return self._num_good == len(self._chunks)
+
+    @property
+    def missing_bytes(self) -> int:
+        """Size of the chunks that are not there."""
+        return sum(self._chunks[index].size_bytes for index in self.missing())
+
+    def chunk(self, index: int) -> weights_pb2.ChunkInfo:
+        """What a chunk must be."""
+        return self._chunks[index]
+
+    def has(self, index: int) -> bool:
+        """Whether a chunk is there."""
+        return bool(self._good[index])
+
+    def missing(self) -> Iterator[int]:
+        """Indices of the chunks that are not there, in order."""
+        return (index for index, is_good in enumerate(self._good) if not is_good)
+
+    async def store(self, index: int, pieces: Sequence[bytes | memoryview]) -> None:
+        """Check and keep a chunk, in a thread. Raises DigestMismatchError, OSError; then nothing of it is there."""
+        await asyncio.to_thread(_store, self._descriptor, self._chunks[index], pieces)
+        if not self._good[index]:
+            self._good[index] = 1
+            self._num_good += 1
+        self._wake()
+
+    def note_received(self, num_bytes: int) -> None:
+        """Bytes of a chunk that is not whole yet arrived: those who wait for it go on waiting."""
+        self._received_bytes += num_bytes
+
+    def fail(self, error: Exception) -> None:
+        """Nothing more will come: those who wait for it are told."""
+        self._error = error
+        self._wake()
+
+    async def available_until(self, offset: int) -> int:
+        """Where the bytes that follow `offset` without a gap end, in bytes; waits until there is at least one.
+
+        Raises:
+            ServiceUnavailableError: Nothing arrived for STALL_S, or nothing will.
+        """
+        index = bisect_right(self._offsets, offset) - 1
+        while not self._good[index]:
+            if self._error is not None:
+                raise ServiceUnavailableError(f"it could not be fetched: {self._error}") from self._error
+            changed, received_bytes = self._changed, self._received_bytes
+            try:
+                async with asyncio.timeout(STALL_S):
+                    await changed.wait()
+            except TimeoutError as error:
+                if self._received_bytes == received_bytes:
+                    raise ServiceUnavailableError(f"nothing arrived for {STALL_S:g} s") from error
+        gap = self._good.find(0, index)
+        return self.size_bytes if gap < 0 else self._offsets[gap]
+
+    def read(self, offset: int, max_bytes: int) -> bytes:
+        """Bytes that are there; blocks on the disk."""
+        return os.pread(self._descriptor, max_bytes, offset)
+
+    def hold(self) -> PartialContent:
+        """One more user, who will close it as well."""
+        self._num_users += 1
+        return self
+
+    def close(self) -> None:
+        """One user less; after the last one the file is closed."""
+        self._num_users -= 1
+        if self._num_users == 0:
+            os.close(self._descriptor)
+
+    def _wake(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+
+def _store(descriptor: int, chunk: weights_pb2.ChunkInfo, pieces: Sequence[bytes | memoryview]) -> None:
+    digest = hashlib.sha256()
+    for piece in pieces:
+        digest.update(piece)
+    if digest.hexdigest() != chunk.sha256:
+        raise DigestMismatchError(f"the chunk at byte {chunk.offset} has another digest")
+    _write(descriptor, pieces, chunk.offset)
+
+
+def _write(descriptor: int, pieces: Sequence[bytes | memoryview], offset: int) -> None:
+    for begin in range(0, len(pieces), _MAX_PIECES):
+        rest = [memoryview(piece) for piece in pieces[begin : begin + _MAX_PIECES]]
+        while rest:
+            written = os.pwritev(descriptor, rest, offset)
+            offset += written
+            while rest and written >= len(rest[0]):
+                written -= len(rest.pop(0))
+            if written:
+                rest[0] = rest[0][written:]
+
+
+def _open(path: Path, chunks: Sequence[weights_pb2.ChunkInfo]) -> tuple[int, bytearray]:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    try:
+        os.ftruncate(descriptor, chunks[-1].offset + chunks[-1].size_bytes)
+        return descriptor, bytearray(_is_good(descriptor, chunk) for chunk in chunks)
+    except BaseException:
+        os.close(descriptor)
+        raise
+
+
+def _is_good(descriptor: int, chunk: weights_pb2.ChunkInfo) -> bool:
+    try:
+        data_offset = os.lseek(descriptor, chunk.offset, os.SEEK_DATA)
+    except OSError:
+        # Nothing but a hole up to the end of the file.
+        return False
+    if data_offset >= chunk.offset + chunk.size_bytes:
+        return False
+    return hashlib.sha256(os.pread(descriptor, chunk.size_bytes, chunk.offset)).hexdigest() == chunk.sha256

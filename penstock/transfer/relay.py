@@ -1,0 +1,96 @@
+"""What a receiver offers to others of its site: the contents it has fetched, and the one it is fetching."""
+
+from __future__ import annotations
+
+import socket
+from collections import OrderedDict
+from collections.abc import Callable
+from contextlib import AsyncExitStack
+from typing import Self
+from urllib.parse import urlsplit
+
+from penstock.security import NO_SECURITY, Security
+from penstock.transfer.partial import PartialContent
+from penstock.transfer.rate import ByteRate
+from penstock.transfer.serving import serving_contents
+
+MAX_CONTENTS = 4
+"""Files are kept open, and so on the disk, until as many newer contents have come."""
+
+_ANY_ADDRESS = ("0.0.0.0", "::", "", None)
+
+
+class Relay:
+    """An HTTP server of contents; an async context manager.
+
+    Args:
+        listen: Address, host:port; port 0 is a free one.
+        public_url: Base address under which others reach it; where None, made from `listen`, or from this machine's
+            name where that says "any address".
+        security: The token to ask for, and the certificate to show.
+        max_bytes_per_second: Cap on what is sent; none where None.
+        on_served: Told how many bytes were sent.
+    """
+
+    def __init__(
+        self,
+        *,
+        listen: str,
+        public_url: str | None = None,
+        security: Security = NO_SECURITY,
+        max_bytes_per_second: float | None = None,
+        on_served: Callable[[int], None] = lambda _num_bytes: None,
+    ) -> None:
+        self._listen = listen
+        self._base_url = public_url
+        self._security = security
+        self._rate = ByteRate(max_bytes_per_second) if max_bytes_per_second is not None else None
+        self._on_served = on_served
+        self._contents: OrderedDict[tuple[str, str], PartialContent] = OrderedDict()
+        self._resources = AsyncExitStack()
+
+    async def __aenter__(self) -> Self:
+        """Listen. Raises PortUnavailableError."""
+        served_url = await self._resources.enter_async_context(
+            serving_contents(
+                self._find,
+                listen=self._listen,
+                setting="relay_listen",
+                security=self._security,
+                rate=self._rate,
+                on_served=self._on_served,
+            )
+        )
+        host, port = urlsplit(served_url).hostname, urlsplit(served_url).port
+        if host in _ANY_ADDRESS:
+            served_url = f"{urlsplit(served_url).scheme}://{socket.gethostname()}:{port}"
+        self._base_url = (self._base_url or served_url).rstrip("/")
+        return self
+
+    async def __aexit__(self, *_exception: object) -> None:
+        """Stop serving and close the files."""
+        await self._resources.aclose()
+        while self._contents:
+            self._contents.popitem()[1].close()
+
+    def url(self, run_id: str, content_id: str) -> str:
+        """Where a content is offered, or will be."""
+        if self._base_url is None:
+            raise RuntimeError("the relay was not entered")
+        return f"{self._base_url}/weights/{run_id}/{content_id}"
+
+    def offer(self, run_id: str, content_id: str, content: PartialContent) -> None:
+        """Serve a content, whole or under way, from now on; the oldest one is forgotten for it."""
+        self.withdraw(run_id, content_id)
+        self._contents[run_id, content_id] = content.hold()
+        while len(self._contents) > MAX_CONTENTS:
+            self._contents.popitem(last=False)[1].close()
+
+    def withdraw(self, run_id: str, content_id: str) -> None:
+        """Serve a content no more; answers under way go on."""
+        content = self._contents.pop((run_id, content_id), None)
+        if content is not None:
+            content.close()
+
+    def _find(self, run_id: str, name: str) -> PartialContent | None:
+        return self._contents.get((run_id, name))

@@ -1,0 +1,216 @@
+"""The HTTP server of contents, at the trainer and at every relay: ranged GETs, token, TLS, bounded.
+
+Promises:
+
+- A content is looked up by run and name in what the process offers; no part of a request ever becomes a path.
+- A content under way is served as far as it is there, and further as it arrives; where it stops arriving the connection
+  is closed, so that the receiver goes elsewhere.
+- At most `max_requests` are served at once; further ones are answered 503.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import ssl
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import structlog
+from aiohttp import web
+from aiohttp.abc import AbstractStreamWriter
+from aiohttp.typedefs import Middleware
+
+from penstock.errors import ServiceUnavailableError
+from penstock.rpc import PortUnavailableError
+from penstock.security import Security
+from penstock.transfer.partial import PartialContent
+from penstock.transfer.rate import ByteRate
+from penstock.v1 import weights_pb2
+
+MAX_REQUESTS = 256
+PIECE_BYTES = 256 * 1024
+HTTP_SHUTDOWN_S = 2.0
+_HTTP_OK, _HTTP_PARTIAL = 200, 206
+
+Find = Callable[[str, str], Path | PartialContent | None]
+"""Run id and content name to what is offered under them: a complete file, one under way, or nothing."""
+_Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+_log = structlog.get_logger()
+
+
+@asynccontextmanager
+async def serving_contents(
+    find: Find,
+    *,
+    listen: str,
+    setting: str,
+    security: Security,
+    rate: ByteRate | None = None,
+    max_requests: int = MAX_REQUESTS,
+    on_served: Callable[[int], None] = lambda _num_bytes: None,
+) -> AsyncIterator[str]:
+    """Serve what `find` knows at /weights/{run_id}/{name}; yields the base address.
+
+    Args:
+        find: What is offered.
+        listen: Address, host:port; port 0 is a free one.
+        setting: Name of the setting that `listen` comes from, for the message of the error.
+        security: The token to ask for, and the certificate to show.
+        rate: Cap on what is sent; none without.
+        max_requests: Most requests served at once.
+        on_served: Told how many bytes were sent.
+
+    Raises:
+        PortUnavailableError: `listen` cannot be listened on.
+    """
+    handler = _ContentHandler(find, rate=rate, max_requests=max_requests, on_served=on_served)
+    app = web.Application(middlewares=[] if security.token is None else [_token_check(security.token)])
+    app.router.add_get("/weights/{run_id}/{name}", handler.get)
+    runner = web.AppRunner(app, access_log=None, shutdown_timeout=HTTP_SHUTDOWN_S)
+    await runner.setup()
+    try:
+        yield await _listen(runner, listen, setting, _ssl_context(security))
+    finally:
+        await runner.cleanup()
+
+
+class _ContentHandler:
+    def __init__(
+        self, find: Find, *, rate: ByteRate | None, max_requests: int, on_served: Callable[[int], None]
+    ) -> None:
+        self._find = find
+        self._rate = rate
+        self._max_requests = max_requests
+        self._on_served = on_served
+        self._num_requests = 0
+
+    async def get(self, request: web.Request) -> web.StreamResponse:
+        if self._num_requests >= self._max_requests:
+            raise web.HTTPServiceUnavailable(text="too many requests at once\n", headers={"Retry-After": "1"})
+        found = self._find(request.match_info["run_id"], request.match_info["name"])
+        if found is None:
+            raise _not_found()
+        self._num_requests += 1
+        try:
+            if isinstance(found, PartialContent):
+                return await self._stream(request, found.hold())
+            return await self._send_file(request, found)
+        finally:
+            self._num_requests -= 1
+
+    async def _send_file(self, request: web.Request, path: Path) -> web.StreamResponse:
+        if self._rate is not None:
+            try:
+                size_bytes = (await asyncio.to_thread(path.stat)).st_size
+                content = await PartialContent.whole(path, [weights_pb2.ChunkInfo(size_bytes=size_bytes)])
+            except FileNotFoundError as error:
+                raise _not_found() from error
+            return await self._stream(request, content)
+        return _CountedFile(path, self._on_served)
+
+    async def _stream(self, request: web.Request, content: PartialContent) -> web.StreamResponse:
+        try:
+            begin, end = _range(request, content.size_bytes)
+            try:
+                until = await content.available_until(begin)
+            except ServiceUnavailableError as error:
+                raise web.HTTPServiceUnavailable(text=f"{error}\n") from error
+            response = web.StreamResponse(
+                status=_HTTP_PARTIAL,
+                headers={
+                    "Content-Type": "application/octet-stream",
+                    "Content-Length": str(end - begin),
+                    "Content-Range": f"bytes {begin}-{end - 1}/{content.size_bytes}",
+                },
+            )
+            await response.prepare(request)
+            try:
+                await self._send(response, content, begin, end, until)
+            except ServiceUnavailableError as error:
+                _log.info("a content under way stands still", name=request.match_info["name"], error=str(error))
+                if request.transport is not None:
+                    request.transport.close()
+            return response
+        finally:
+            content.close()
+
+    async def _send(
+        self, response: web.StreamResponse, content: PartialContent, offset: int, end: int, until: int
+    ) -> None:
+        while offset < end:
+            if offset >= until:
+                until = await content.available_until(offset)
+            piece = await asyncio.to_thread(content.read, offset, min(PIECE_BYTES, until - offset, end - offset))
+            if self._rate is not None:
+                await self._rate.take(len(piece))
+            await response.write(piece)
+            self._on_served(len(piece))
+            offset += len(piece)
+
+
+class _CountedFile(web.FileResponse):
+    """Sent by the kernel, and counted once it is sent: where the receiver breaks off nothing is."""
+
+    def __init__(self, path: Path, on_served: Callable[[int], None]) -> None:
+        super().__init__(path, headers={"Content-Type": "application/octet-stream"})
+        self._on_served = on_served
+
+    async def prepare(self, request: web.BaseRequest) -> AbstractStreamWriter | None:
+        writer = await super().prepare(request)
+        if self.status in (_HTTP_OK, _HTTP_PARTIAL):
+            self._on_served(self.content_length or 0)
+        return writer
+
+
+def _not_found() -> web.HTTPNotFound:
+    return web.HTTPNotFound(text="no such content here; ask for the newest manifest\n")
+
+
+def _range(request: web.Request, size_bytes: int) -> tuple[int, int]:
+    """First byte and the one after the last that is asked for."""
+    try:
+        asked = request.http_range
+    except ValueError as error:
+        raise web.HTTPRequestRangeNotSatisfiable(text="Range: must be bytes=FIRST-LAST\n") from error
+    begin = asked.start or 0
+    end = min(size_bytes if asked.stop is None else asked.stop, size_bytes)
+    if not 0 <= begin < end:
+        raise web.HTTPRequestRangeNotSatisfiable(text=f"Range: the content has {size_bytes} bytes\n")
+    return begin, end
+
+
+async def _listen(runner: web.AppRunner, listen: str, setting: str, ssl_context: ssl.SSLContext | None) -> str:
+    host, _, port = listen.rpartition(":")
+    try:
+        await web.TCPSite(runner, host.strip("[]"), int(port), ssl_context=ssl_context).start()
+    except (OSError, ValueError) as error:
+        raise PortUnavailableError(
+            f"cannot listen on {listen} ({setting}): {error}; stop the other process or choose another port"
+        ) from error
+    bound = runner.addresses[0][1]
+    return f"{'https' if ssl_context else 'http'}://{host}:{bound}"
+
+
+def _ssl_context(security: Security) -> ssl.SSLContext | None:
+    if security.cert_file is None or security.key_file is None:
+        return None
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    context.load_cert_chain(security.cert_file, security.key_file)
+    if security.ca_file is not None:
+        context.load_verify_locations(security.ca_file)
+        context.verify_mode = ssl.CERT_REQUIRED
+    return context
+
+
+def _token_check(token: str) -> Middleware:
+    expected = f"Bearer {token}".encode()
+
+    @web.middleware
+    async def check(request: web.Request, handler: _Handler) -> web.StreamResponse:
+        if not hmac.compare_digest(request.headers.get("Authorization", "").encode(), expected):
+            raise web.HTTPUnauthorized(text="missing or wrong bearer token\n")
+        return await handler(request)
+
+    return check

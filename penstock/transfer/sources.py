@@ -1,0 +1,107 @@
+"""Where a content is fetched from, best first: a relay of the site where there is one, else the origin's addresses.
+
+Promises:
+
+- A source that failed is left for another one: a relay for whatever the weight store names instead, an origin's address
+  for the next one of them.
+- Failures without a chunk in between are counted, and after MAX_FAILURES the fetch is given up with the last error; a
+  source that failed before is tried again only after a pause.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+import structlog
+
+from penstock.errors import PenstockError, UnknownVersionError
+from penstock.rpc import backoff_s
+
+MAX_FAILURES = 8
+
+FindRelays = Callable[[str], Awaitable[Sequence[str]]]
+"""Address of the relay that failed, or "", to addresses of this content at relays, best first."""
+_log = structlog.get_logger()
+
+
+class SourceKind(StrEnum):
+    """Who sends."""
+
+    ORIGIN = "origin"
+    """One of the manifest's addresses: across the link between sites, where there is one."""
+    RELAY = "relay"
+    """A receiver of the same site."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Source:
+    """One turn of an address at being the source."""
+
+    url: str
+    kind: SourceKind
+
+
+class Sources:
+    """The sources of one fetch.
+
+    Args:
+        origin_urls: The manifest's addresses; at least one.
+        find_relays: Asks the weight store; None where nobody relays.
+    """
+
+    def __init__(self, origin_urls: Sequence[str], find_relays: FindRelays | None) -> None:
+        self._origin_urls = origin_urls
+        self._find_relays = find_relays
+        self._current: Source | None = None
+        self._num_failures = 0
+        self._num_origins_tried = 0
+        self._failed: set[str] = set()
+        self._gone: set[str] = set()
+        self._delays = backoff_s()
+        self._lock = asyncio.Lock()
+
+    async def current(self) -> Source:
+        """Whom to ask now; waits while somebody chooses, or where all have failed."""
+        async with self._lock:
+            if self._current is None:
+                self._current = await self._choose("")
+            return self._current
+
+    def note_good(self) -> None:
+        """A chunk arrived."""
+        self._num_failures = 0
+        self._delays = backoff_s()
+
+    async def note_failed(self, source: Source, error: PenstockError) -> None:
+        """Choose another source, unless somebody has since `source` was chosen.
+
+        Raises:
+            PenstockError: `error`, where nothing is left to try.
+        """
+        async with self._lock:
+            if source is not self._current:
+                return
+            _log.info("a source of weights failed", url=source.url, kind=source.kind, error=str(error))
+            self._num_failures += 1
+            self._failed.add(source.url)
+            if isinstance(error, UnknownVersionError):
+                self._gone.add(source.url)
+            if self._num_failures >= MAX_FAILURES or self._gone.issuperset(self._origin_urls):
+                raise error
+            chosen = await self._choose(source.url if source.kind is SourceKind.RELAY else "")
+            if chosen.url in self._failed:
+                await asyncio.sleep(next(self._delays))
+            self._current = chosen
+
+    async def _choose(self, failed_relay: str) -> Source:
+        is_relay_wanted = self._find_relays is not None and (self._current is None or failed_relay)
+        if is_relay_wanted and self._find_relays is not None:
+            for url in await self._find_relays(failed_relay):
+                if url not in self._failed:
+                    return Source(url, SourceKind.RELAY)
+        url = self._origin_urls[self._num_origins_tried % len(self._origin_urls)]
+        self._num_origins_tried += 1
+        return Source(url, SourceKind.ORIGIN)

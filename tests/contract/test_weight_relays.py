@@ -1,0 +1,178 @@
+"""Weights across a link between sites: as fast as it is, nothing twice, one copy for all receivers of the site."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+import aiohttp
+import pytest
+
+from penstock.clients.weights import content_id
+from penstock.security import Security
+from penstock.transfer import partial
+from tests.helpers.sites import CHUNK_BYTES, site
+from tests.helpers.waiting import until
+
+HEADERS_BYTES = 1024
+"""Of one HTTP answer, and more."""
+MB = 1_000_000
+
+
+@pytest.fixture(autouse=True)
+def _no_waiting_between_tries(monkeypatch):
+    monkeypatch.setattr("penstock.transfer.sources.backoff_s", lambda: iter([0.01] * 100))
+
+
+async def test_a_fetch_takes_as_long_as_the_link_needs(tmp_path):
+    times_s = []
+    async with site(tmp_path, bytes_per_second=8 * MB, delay_s=0.03) as made:
+        receiver = await made.receiver("a")
+        # Other work of this machine may disturb one try.
+        for version in range(3):
+            manifest = made.publish(version, size_bytes=10 * MB)
+            begun_s = time.monotonic()
+            await receiver.fetch(manifest)
+            times_s.append(time.monotonic() - begun_s)
+            if times_s[-1] <= 1.2 * 10 / 8:
+                break
+    assert 0.95 * 10 / 8 <= min(times_s) <= 1.2 * 10 / 8
+
+
+async def test_after_a_cut_nothing_is_sent_twice(tmp_path):
+    async with site(tmp_path, bytes_per_second=20 * MB) as made:
+        manifest = made.publish(size_bytes=8 * MB)
+        receiver = await made.receiver("a")
+        fetch = asyncio.create_task(receiver.fetch(manifest))
+        for share in (0.25, 0.6):
+            await until(lambda share=share: made.link.delivered_bytes > share * manifest.size_bytes)
+            made.link.cut()
+        download = await fetch
+        # What was in the receiver's own buffers when a connection was reset had been delivered.
+        num_answers = 3 * 4 + 2
+        assert made.link.delivered_bytes - manifest.size_bytes < num_answers * HEADERS_BYTES + 2 * 4 * 64 * 1024
+    assert download.fetched_bytes == manifest.size_bytes
+
+
+async def test_a_process_that_ends_leaves_what_the_next_one_need_not_fetch(tmp_path):
+    async with site(tmp_path, bytes_per_second=20 * MB) as made:
+        manifest = made.publish(size_bytes=8 * MB)
+        fetch = asyncio.create_task((await made.receiver("a")).fetch(manifest))
+        await until(lambda: made.link.delivered_bytes > 0.5 * manifest.size_bytes)
+        fetch.cancel()
+        await asyncio.gather(fetch, return_exceptions=True)
+        delivered_bytes = made.link.delivered_bytes
+        again = await made.receiver("a")
+        download = await again.fetch(manifest)
+    lost_bytes = delivered_bytes + download.fetched_bytes - manifest.size_bytes
+    # Up to one unfinished chunk, and one being checked, for each of four connections.
+    assert lost_bytes <= 4 * (2 * CHUNK_BYTES + HEADERS_BYTES) + 4 * 256 * 1024
+    assert download.fetched_bytes < 0.6 * manifest.size_bytes
+
+
+async def test_one_copy_crosses_the_link_however_many_receivers_the_site_has(tmp_path):
+    async with site(tmp_path, bytes_per_second=20 * MB) as made:
+        receivers = [await made.receiver(name) for name in "abc"]
+        for version in (1, 2):
+            before_bytes = made.link.delivered_bytes
+            manifest = made.publish(version, size_bytes=4 * MB)
+            downloads = await asyncio.gather(*(receiver.fetch(manifest) for receiver in receivers))
+            assert made.link.delivered_bytes - before_bytes < manifest.size_bytes + 8 * HEADERS_BYTES
+            assert sorted(download.origin_bytes for download in downloads) == [0, 0, manifest.size_bytes]
+            assert [download.fetched_bytes for download in downloads] == [manifest.size_bytes] * 3
+            assert len({download.path.read_bytes() for download in downloads}) == 1
+        late = await made.receiver("late")
+        assert (await late.fetch(manifest)).origin_bytes == 0
+        assert sum(receiver.relayed_bytes for receiver in (*receivers, late)) == (2 + 2 + 1) * manifest.size_bytes
+
+
+async def test_the_others_are_served_while_the_first_still_fetches(tmp_path):
+    async with site(tmp_path, bytes_per_second=4 * MB) as made:
+        manifest = made.publish(size_bytes=4 * MB)
+        first, second = await made.receiver("a"), await made.receiver("b")
+        fetches = [asyncio.create_task(receiver.fetch(manifest)) for receiver in (first, second)]
+        await until(lambda: first.relayed_bytes + second.relayed_bytes > 0.2 * manifest.size_bytes)
+        assert not any(fetch.done() for fetch in fetches)
+        await asyncio.gather(*fetches)
+
+
+async def test_when_the_relaying_receiver_dies_one_of_the_others_takes_its_place(tmp_path):
+    async with site(tmp_path, bytes_per_second=8 * MB) as made:
+        manifest = made.publish(size_bytes=6 * MB)
+        first = await made.receiver("a")
+        dying = asyncio.create_task(first.fetch(manifest))
+        await until(lambda: made.link.delivered_bytes > 0)
+        others = [await made.receiver(name) for name in "bc"]
+        fetches = [asyncio.create_task(receiver.fetch(manifest)) for receiver in others]
+        await until(lambda: first.relayed_bytes > 0.3 * manifest.size_bytes)
+        dying.cancel()
+        await asyncio.gather(dying, return_exceptions=True)
+        await first.relay.__aexit__()
+        lost_bytes = made.link.delivered_bytes
+        downloads = await asyncio.gather(*fetches)
+        assert len({download.path.read_bytes() for download in downloads}) == 1
+        assert made.link.delivered_bytes < lost_bytes + manifest.size_bytes
+        # One went to the origin for what it lacked, the other one to it.
+        assert min(download.origin_bytes for download in downloads) == 0
+        assert 0 < max(download.origin_bytes for download in downloads) < manifest.size_bytes
+
+
+async def test_a_relay_that_stands_still_is_left_for_the_origin(tmp_path, monkeypatch):
+    monkeypatch.setattr(partial, "STALL_S", 0.2)
+    async with site(tmp_path, bytes_per_second=20 * MB) as made:
+        manifest = made.publish(size_bytes=2 * MB)
+        made.link.is_open.clear()
+        hanging = asyncio.create_task((await made.receiver("a")).fetch(manifest))
+        other = await made.receiver("b")
+        fetch = asyncio.create_task(other.fetch(manifest))
+        await until(lambda: made.link.num_connects == 2)
+        made.link.is_open.set()
+        assert (await fetch).origin_bytes == manifest.size_bytes
+        await hanging
+
+
+async def test_a_byte_flipped_at_a_relay_is_refused_counted_and_fetched_from_elsewhere(tmp_path):
+    async with site(tmp_path) as made:
+        manifest = made.publish(size_bytes=2 * MB)
+        first, second = await made.receiver("a"), await made.receiver("b")
+        with (await first.fetch(manifest)).path.open("r+b") as file:
+            file.seek(1 * MB)
+            byte = file.read(1)
+            file.seek(1 * MB)
+            file.write(bytes([byte[0] ^ 1]))
+        refused = []
+        download = await second.fetch(manifest, on_refused=refused.append)
+        assert (download.num_refused, len(refused)) == (1, 1)
+        assert download.path.read_bytes() == (tmp_path / "v1").read_bytes()
+        assert CHUNK_BYTES <= download.origin_bytes < manifest.size_bytes
+        # Whoever comes next is not sent to the liar.
+        third = await made.receiver("c")
+        assert (await third.fetch(manifest)).num_refused == 0
+
+
+async def test_a_cap_holds_for_all_connections_together(tmp_path):
+    async with site(tmp_path) as made:
+        manifest = made.publish(size_bytes=3 * MB)
+        receiver = await made.receiver("a", max_bytes_per_second=4 * MB)
+        begun_s = time.monotonic()
+        await receiver.fetch(manifest)
+        assert time.monotonic() - begun_s >= (3 - 4 * 0.25 - 1) / 4
+
+
+async def test_a_relay_asks_for_the_token_and_refuses_nonsense(tmp_path):
+    async with site(tmp_path, security=Security(token="secret")) as made:
+        manifest = made.publish(size_bytes=1 * MB)
+        receiver = await made.receiver("a")
+        await receiver.fetch(manifest)
+        url = receiver.relay.url("r", content_id(manifest))
+        async with aiohttp.ClientSession() as session:
+            assert (await session.get(url)).status == 401
+            token = {"Authorization": "Bearer secret"}
+            for asked, status in (
+                ("bytes=0-9", 206),
+                (f"bytes={2 * MB}-", 416),
+                ("bytes=9-1", 416),
+                ("lines=1-2", 416),
+            ):
+                assert (await session.get(url, headers={"Range": asked, **token})).status == status
+            assert (await session.get(url + "x", headers=token)).status == 404
