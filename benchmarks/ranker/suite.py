@@ -1,7 +1,7 @@
 """Teaches the scheduler's own forecaster a data set and measures what it makes of the rest.
 
-- `held_out`: fitted to four fifths of the prompts, tested on the last fifth, one sample a prompt; beside it the baseline
-  by prompt length and, where it is known, the oracle that has the same information.
+- `held_out`: fitted to four fifths of the prompts, tested on the last fifth, one sample a prompt; beside it the
+  baseline by prompt length and, where it is known, the oracle that has the same information.
 - `doubled`: the same forecasts when every length doubles, more or less: what happens to order and to error.
 - `prequential`: step by step as a run goes, each forecast made before its lengths are known, fits in between.
 - `speed`: seconds of a fit, milliseconds of a call for 1,024 prompts, and of calls for 32 while a fit goes on.
@@ -183,13 +183,12 @@ async def _prequential(data: DataSet, learners: Sequence[Learner]) -> Result:
         indices = range(step * _PROMPTS_PER_STEP, (step + 1) * _PROMPTS_PER_STEP)
         names = f"step{step}-"
         await _forecast(forecaster, [data.prompts[index] for index in indices], names)
+        groups = [pb.LengthQuery(group_id=f"{names}{place}") for place in range(_PROMPTS_PER_STEP)]
         forecaster.observe(
             _RUN,
             [
-                pb.LengthObservation(
-                    query=pb.LengthQuery(group_id=f"{names}{place}"), num_completion_tokens=int(length)
-                )
-                for place, index in enumerate(indices)
+                pb.LengthObservation(query=group, num_completion_tokens=int(length))
+                for group, index in zip(groups, indices, strict=True)
                 for length in data.lengths[index]
             ],
         )

@@ -1,4 +1,4 @@
-"""`penstock bench broker` measures every workload and tells exactly what it promises; never how fast it must be."""
+"""`penstock bench` measures every workload and tells exactly what it promises; never how fast it must be."""
 
 from __future__ import annotations
 
@@ -31,6 +31,22 @@ def test_a_quick_run_prints_every_number_as_json() -> None:
     assert result["memory"]["is_bounded"]
     assert result["short"]["spread"].keys() >= set(RATES)
     assert "short: repetition 1 of 1" in done.stderr
+
+
+def test_a_quick_run_of_the_ranker_compares_it_with_baseline_and_oracle() -> None:
+    command = [sys.executable, "-m", "console", "bench", "ranker", "--quick", "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=55, check=False)
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout)
+    for data in ("made", "quickstart"):
+        held_out = result[data]["held_out"]
+        for forecaster in ("ridge", "prompt_length", "oracle"):
+            for percent in (20, 10, 5):
+                assert 0 <= held_out[forecaster][f"recall_longest_{percent}_percent"] <= 1
+        assert 0 <= held_out["ridge"]["interval_coverage"] <= 1
+        assert result[data]["doubled"]["recall_lost_ratio"] < result[data]["doubled"]["error_risen_ratio"]
+        assert result[data]["prequential"]["ridge"]["num_samples"] > 0
+        assert math.isfinite(result[data]["speed"]["call_1024_prompts_ms"])
 
 
 def test_an_unknown_benchmark_is_a_mistake_in_one_line() -> None:
