@@ -214,6 +214,8 @@ class EngineProfile:
     """Most samples decoded at once."""
     kv_capacity_tokens: int | None = None
     """KV room, tokens."""
+    kv_block_tokens: int = 1
+    """A sample's KV cache grows by so many tokens at once."""
     step_base_s: float | None = None
     """Time of a decode step that does not depend on how many samples share it."""
     step_per_sample_s: float | None = None

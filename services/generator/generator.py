@@ -305,6 +305,7 @@ class Generator:
             response.kv_cache_usage = stats.kv_cache_usage
             response.num_preemptions = stats.num_preemptions
             response.num_tokens_generated = stats.tokens_generated
+            response.num_samples_borne = self._rollouts.num_in_slots + self._rollouts.num_free_slots()
         return response
 
     async def _give_back(self, *, grace_s: float) -> None:

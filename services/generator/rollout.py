@@ -29,8 +29,10 @@ from penstock.codec import Int32, int32_array
 from penstock.errors import InvalidFieldError
 from penstock.v1 import broker_pb2, types_pb2
 from services.generator.busy import BusyTracker
+from services.generator.credit import Credit
 from services.generator.engine import Engine, EngineError, EngineStoppedError, FinishReason, RequestRefusedError
 from services.generator.held import HeldWeights
+from services.generator.kv_room import HeldSample
 from services.generator.metrics import GeneratorMetrics
 from services.generator.model_folder import TextDecoder
 from services.generator.requests import to_request
@@ -103,6 +105,7 @@ class Rollouts:
     def __init__(self, parts: RolloutParts, *, max_concurrent_samples: int) -> None:
         self._parts = parts
         self._slots = Slots(max_concurrent_samples)
+        self._credit = Credit(parts.engine)
         self._num_guests = 0
         self._works: dict[str, _Work] = {}
         self._tasks: set[asyncio.Task[None]] = set()
@@ -127,6 +130,11 @@ class Rollouts:
         return not self._works and not self._num_guests
 
     @property
+    def num_in_slots(self) -> int:
+        """Leased samples that are decoded or are about to be."""
+        return sum(work.is_in_slot for work in self._works.values())
+
+    @property
     def num_awaited(self) -> int:
         """Leased samples whose next tokens the engine owes."""
         return self._num_awaited
@@ -135,7 +143,10 @@ class Rollouts:
         """Leases that could be begun now."""
         if not self._is_accepting or not self._parts.held.is_trusted or not self._may_begin.is_set():
             return 0
-        return self._slots.num_free
+        num_slots = self._slots.num_free
+        context = self._parts.engine.max_model_len
+        held = [_to_held(work, context) for work in self._works.values() if work.is_in_slot]
+        return self._credit.num_more(held, most=num_slots) if num_slots else 0
 
     def begin(self, lease: broker_pb2.Lease) -> None:
         """Take a lease; one that cannot be taken any more is given back at once."""
@@ -155,6 +166,8 @@ class Rollouts:
         work.task = asyncio.create_task(self._run(work, work.stream))
         self._tasks.add(work.task)
         work.task.add_done_callback(self._tasks.discard)
+        # How large samples are is known from the first one on.
+        self._parts.on_change()
 
     def drop(self, lease_id: str, reason: str) -> None:
         """Abort a lease that is void: nothing of it is sent any more."""
@@ -324,6 +337,8 @@ class Rollouts:
         text = "" if reason is FinishReason.ABORTED else self._parts.text.decode(self._completion(work))
         work.stream.finish(_FINISH_REASONS[reason], text=text)
         self._parts.metrics.samples.labels(reason.value).inc()
+        if reason is not FinishReason.ABORTED:
+            self._credit.note_finished(work.stream.num_tokens)
         self._free_slot(work)
         self._parts.on_change()
 
@@ -365,3 +380,13 @@ class Rollouts:
             self._parts.busy.end()
             if self._num_decoding == 0:
                 self._no_decoding.set()
+
+
+def _to_held(work: _Work, max_model_len: int) -> HeldSample:
+    num_prompt_tokens = len(work.lease.prompt.token_ids) // 4
+    limit = min(work.lease.prompt.sampling.max_new_tokens, max_model_len - num_prompt_tokens)
+    return HeldSample(
+        num_prompt_tokens=num_prompt_tokens,
+        num_new_tokens=work.stream.num_tokens if work.stream is not None else 0,
+        max_new_tokens=max(1, limit),
+    )

@@ -174,9 +174,11 @@ class VllmEngine:
 
     def profile(self) -> EngineProfile:
         """See `Engine.profile`; how fast it is shows in its rates."""
-        kv_capacity_tokens = self._running().vllm_config.cache_config.kv_cache_size_tokens
+        cache = self._running().vllm_config.cache_config
         return EngineProfile(
-            max_concurrent_samples=self._settings.max_num_seqs, kv_capacity_tokens=kv_capacity_tokens or None
+            max_concurrent_samples=self._settings.max_num_seqs,
+            kv_capacity_tokens=cache.kv_cache_size_tokens or None,
+            kv_block_tokens=cache.block_size,
         )
 
     def stats(self) -> EngineStats:

@@ -151,6 +151,19 @@ async def test_a_version_published_while_decoding_is_taken_in_flight(bench):
     assert set(versions) == {0, 1}
 
 
+async def test_it_asks_for_no_more_than_its_kv_cache_bears(bench):
+    samples = [s for g in range(15) for s in bench.broker.submit(prompt(f"g{g}", group_size=4, max_new_tokens=200))]
+    await bench.store.publish(0)
+    engine = emulated(mean_tokens=150, length_sigma=0, max_num_seqs=64, max_model_len=256, kv_capacity_tokens=1100)
+    async with bench.running(engine, max_concurrent_samples=64):
+        await until(lambda: len(bench.broker.beats) > 3 and (bench.broker.beats[-1].active_lease_ids) != [])
+        assert 1 <= (await bench.view()).num_samples_borne <= 8
+        await until(lambda: bench.broker.num_finished == len(samples))
+        # With all 60 at once it is dozens.
+        assert (await bench.view()).num_preemptions <= 3
+    assert 3 <= max(len(beat.active_lease_ids) for beat in bench.broker.beats) <= 12
+
+
 async def test_versions_in_between_are_skipped_and_old_files_deleted(bench):
     for version in range(6):
         await bench.store.publish(version)

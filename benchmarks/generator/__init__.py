@@ -1,0 +1,1 @@
+"""What in-flight updates cost a real engine, and what its concurrency should be."""

@@ -1,0 +1,133 @@
+"""Concurrency by measured KV pressure against fixed settings, on a pretend GPU in virtual time.
+
+One generator with more work than it can hold decodes the same samples under each setting: a fixed number of samples at
+once, or as many as `services.generator.kv_room` asks for. The pretend GPU (`services.generator.pretend`) preempts and
+prefills as vLLM does, so too many samples at once cost recomputation and too few leave the GPU idle.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from services.generator.kv_room import HeldSample, KvRoom
+from services.generator.pretend.batch import Batch, BatchSample
+from services.generator.pretend.hardware import GPUS, MODELS
+from services.generator.pretend.lengths import HistogramLengths, LengthLaw, LogNormalLengths
+from services.generator.pretend.steps import Roofline
+
+BEAT_S = 0.05
+"""A generator asks for leases this often while samples end."""
+FIXED_SETTINGS = (8, 16, 32, 48, 64, 80, 96, 128, 256)
+WARM_UP_SHARE = 0.25
+"""Of the samples, before counting begins; it ends when the last one has begun."""
+MAX_SAMPLES = 512
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Workload:
+    """Samples and the room for them."""
+
+    name: str
+    lengths: LengthLaw
+    prompt_tokens: int
+    max_new_tokens: int
+    kv_capacity_tokens: int
+    num_samples: int = 2000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """One setting's run."""
+
+    tokens_per_second: float
+    preempted_share: float
+    """Preemptions over samples."""
+    mean_samples: float
+    """Samples at once, over time."""
+
+
+WORKLOADS = (
+    Workload(
+        name="short, little spread",
+        lengths=LogNormalLengths(mean_tokens=600, sigma=0.3),
+        prompt_tokens=200,
+        max_new_tokens=2048,
+        kv_capacity_tokens=60_000,
+    ),
+    Workload(
+        name="wide spread",
+        lengths=LogNormalLengths(mean_tokens=1500, sigma=1.0),
+        prompt_tokens=300,
+        max_new_tokens=16_384,
+        kv_capacity_tokens=150_000,
+    ),
+    Workload(
+        name="StreamRL's histogram",
+        lengths=HistogramLengths(),
+        prompt_tokens=500,
+        max_new_tokens=20_480,
+        kv_capacity_tokens=400_000,
+    ),
+    Workload(
+        name="long prompts",
+        lengths=LogNormalLengths(mean_tokens=400, sigma=0.7),
+        prompt_tokens=3000,
+        max_new_tokens=4096,
+        kv_capacity_tokens=200_000,
+    ),
+)
+
+
+def simulate(workload: Workload, *, fixed: int | None, seed: int = 0) -> Outcome:
+    """Decode the whole workload; with so many samples at once, or as the KV room says where None."""
+    steps = Roofline(gpu=GPUS["H800"], model=MODELS["qwen2.5-7b"])
+    batch = Batch(steps, max_samples=MAX_SAMPLES, kv_capacity_tokens=workload.kv_capacity_tokens)
+    queue, room = _samples(workload, seed), KvRoom(workload.kv_capacity_tokens)
+    held: list[BatchSample] = []
+    num_begun, num_ended, ended_tokens, sum_held = 0, 0, 0, 0
+    marks: list[tuple[int, int]] = []
+    while num_begun < workload.num_samples:
+        more = _num_more(workload, room, batch, held) if fixed is None else max(0, fixed - len(held))
+        for sample in itertools.islice(queue, more):
+            held.append(sample)
+            batch.add(sample)
+            num_begun += 1
+        for sample in batch.advance(BEAT_S):
+            held.remove(sample)
+            room.note_finished(sample.length)
+            num_ended, ended_tokens = num_ended + 1, ended_tokens + sample.length
+        if num_ended >= WARM_UP_SHARE * workload.num_samples:
+            sum_held += len(held)
+            marks.append((ended_tokens + sum(sample.position for sample in held), batch.num_preemptions))
+    num_beats = len(marks) - 1
+    return Outcome(
+        tokens_per_second=(marks[-1][0] - marks[0][0]) / (num_beats * BEAT_S),
+        preempted_share=(marks[-1][1] - marks[0][1]) / ((1 - WARM_UP_SHARE) * workload.num_samples),
+        mean_samples=sum_held / len(marks),
+    )
+
+
+def _samples(workload: Workload, seed: int) -> Iterator[BatchSample]:
+    generator = np.random.default_rng(seed)
+    for index in range(workload.num_samples):
+        length = min(workload.lengths.draw(generator, index), workload.max_new_tokens)
+        yield BatchSample(context_tokens=workload.prompt_tokens, length=length, position=0)
+
+
+def _num_more(workload: Workload, room: KvRoom, batch: Batch, held: Sequence[BatchSample]) -> int:
+    views = [
+        HeldSample(
+            num_prompt_tokens=workload.prompt_tokens,
+            num_new_tokens=sample.position,
+            max_new_tokens=workload.max_new_tokens,
+        )
+        for sample in held
+    ]
+    room.note_preemptions(batch.num_preemptions)
+    if not batch.num_waiting:
+        room.note_usage(views, batch.kv_tokens / workload.kv_capacity_tokens)
+    return room.num_more(views, most=MAX_SAMPLES - len(held))
