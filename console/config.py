@@ -64,6 +64,10 @@ class SchedulerSection(StrictModel):
 
     heartbeat_interval_s: float = Field(default=5.0, gt=0, le=300)
     """How often machines report; three missed reports make a machine count as gone."""
+    length_model: Path | None = None
+    """Folder of a small Hugging Face model that is fine-tuned to forecast lengths; ridge regression alone when null."""
+    length_pairs: Path | None = None
+    """JSON lines of prompts and lengths to begin with, the recording of an earlier run for example."""
 
 
 class EndpointsSection(StrictModel):

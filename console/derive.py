@@ -11,7 +11,7 @@ from penstock.config import StrictModel, validate
 from services.broker.config import BrokerConfig
 from services.generator.config import EngineConfig, GeneratorConfig
 from services.reward.config import RewardConfig
-from services.scheduler.config import SchedulerConfig
+from services.scheduler.config import LengthsConfig, SchedulerConfig
 from services.trainer.config import TrainerConfig, TrainingConfig
 
 _ANY_HOST = {"0.0.0.0", "[::]", "::"}
@@ -58,10 +58,16 @@ def broker_config(addresses: Addresses, redis_url: str) -> BrokerConfig:
     return BrokerConfig(listen=addresses.broker.listen or "", redis_url=redis_url, scheduler=addresses.scheduler.target)
 
 
-def scheduler_config(config: RunConfig, addresses: Addresses) -> SchedulerConfig:
+def scheduler_config(config: RunConfig, addresses: Addresses, folder: RunFolder) -> SchedulerConfig:
     """The scheduler's configuration."""
     return SchedulerConfig(
-        listen=addresses.scheduler.listen or "", heartbeat_interval_s=config.scheduler.heartbeat_interval_s
+        listen=addresses.scheduler.listen or "",
+        heartbeat_interval_s=config.scheduler.heartbeat_interval_s,
+        lengths=LengthsConfig(
+            model_path=config.scheduler.length_model,
+            pairs_file=config.scheduler.length_pairs,
+            state_dir=folder.lengths,
+        ),
     )
 
 

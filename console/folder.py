@@ -7,6 +7,7 @@
     logs/<name>.log        its log
     redis/                 the embedded Redis' append-only files
     cache/<name>/          weights fetched by a generator
+    lengths/               what a scheduler started here learned about lengths
 
 Every file is replaced as a whole (written beside, then renamed), so a reader never sees half of one.
 """
@@ -60,6 +61,7 @@ class RunFolder:
         self.logs = path / "logs"
         self.redis = path / "redis"
         self.cache = path / "cache"
+        self.lengths = path / "lengths"
 
     def create(self) -> None:
         """Make the folder and its parts; what is there stays."""

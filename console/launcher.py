@@ -84,7 +84,7 @@ class Launcher:
             settings = broker_config(addresses, config.broker.redis_url or await self._start_redis())
             self._launch_service("broker", "broker", settings, addresses.broker, BROKER)
         if addresses.scheduler.is_local:
-            scheduler = scheduler_config(config, addresses)
+            scheduler = scheduler_config(config, addresses, self._folder)
             self._launch_service("scheduler", "scheduler", scheduler, addresses.scheduler, SCHEDULER)
         if addresses.trainer.is_local:
             self._launch_service("trainer", "trainer", trainer_config(addresses), addresses.trainer, TRAINER)

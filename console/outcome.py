@@ -28,11 +28,11 @@ def keep_results(folder: RunFolder, finished: trainer_pb2.RunFinished, history: 
         replace_text(folder.metrics, "".join(json.dumps(line) + "\n" for line in lines))
 
 
-def note_restarts(folder: RunFolder, restarts: Mapping[str, int]) -> None:
-    """Add to summary.json how often each service was restarted; only the launcher knows."""
+def add_to_summary(folder: RunFolder, **facts: object) -> None:
+    """Add to summary.json, where there is one, what the trainer does not know."""
     summary = read_summary(folder.summary)
     if summary is not None:
-        summary["restarts"] = dict(sorted(restarts.items()))
+        summary |= facts
         replace_text(folder.summary, json.dumps(summary, indent=2) + "\n")
 
 

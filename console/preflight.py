@@ -45,12 +45,27 @@ async def check_run(config: RunConfig, folder: RunFolder, *, is_resume: bool, se
         problems += found
         data, warnings = data_problems(config)
         problems += data
+    problems += _lengths_problems(config)
     problems += _package_problems(config)
     problems += _port_problems(config)
     problems += await _network_problems(config, security)
     if config.endpoints.reward is None:
         problems += await reward_problems(config.reward.model, security=security)
     return Findings(problems=tuple(problems), warnings=tuple(warnings))
+
+
+def _lengths_problems(config: RunConfig) -> list[str]:
+    if config.endpoints.scheduler is not None:
+        return []
+    pairs, model = config.scheduler.length_pairs, config.scheduler.length_model
+    problems = []
+    if pairs is not None and not pairs.is_file():
+        problems.append(f"scheduler.length_pairs: {pairs}: no such file")
+    if model is not None and not (model / "config.json").is_file():
+        problems.append(f"scheduler.length_model: {model}: holds no config.json of a model")
+    if model is not None and not _is_installed("transformers"):
+        problems.append("scheduler.length_model: needs torch and transformers, which are not installed")
+    return problems
 
 
 def _recording_problems(config: RunConfig, *, is_resume: bool) -> list[str]:

@@ -14,6 +14,7 @@ from typing import Any
 
 from console.folder import RunFolder, replace_text
 from console.length_bias import loss_by_length
+from console.lengths import lengths_table
 from console.live import duration
 from console.outcome import audit_line, number, read_summary
 from console.probes import masked
@@ -82,6 +83,7 @@ def render_report(
         '<div class="grid-of-charts">',
         *charts(steps, evaluations),
         "</div>",
+        lengths_table(summary),
         _checkpoint_part(checkpoint),
         _versions_part(summary),
         f"<h2>Configuration</h2><pre>{escape(masked(config))}</pre>",

@@ -26,9 +26,10 @@ from console.config import RunConfig, load_run_config, to_yaml
 from console.derive import training_config
 from console.folder import CONSOLE_NAME, ProcessRecord, RunFolder, open_folder, replace_text, started_ticks_of
 from console.launcher import Launcher
+from console.lengths import Document, fetch_lengths
 from console.live import Display, choose_display
 from console.nodes import report_machine
-from console.outcome import closing_lines, keep_results, note_restarts
+from console.outcome import add_to_summary, closing_lines, keep_results
 from console.preflight import check_run
 from console.processes import ProcessState, ServiceFailedError
 from console.recorder import TRAJECTORIES, RunRecorder
@@ -93,6 +94,8 @@ class _Run:
         self._launcher = Launcher(config, folder, security=security, on_change=self._take_change)
         self._session: RunSession | None = None
         self._recorder = self._make_recorder()
+        self._lengths: Document | None = None
+        """How well lengths were forecast; None when the scheduler does not say."""
 
     async def execute(self, *, is_resume: bool, source: str) -> int:
         """Everything after the checks; returns the exit status."""
@@ -167,6 +170,8 @@ class _Run:
         if self._recorder is not None:
             self._view.phase = "finishing the recording"
             await self._recorder.finish()
+        scheduler = self._launcher.addresses.scheduler.target
+        self._lengths = await fetch_lengths(self._config.run.id, scheduler, self._security)
         self._view.phase = "stopping services"
         await self._launcher.stop()
         if self._session is not None:
@@ -178,7 +183,7 @@ class _Run:
         restarts = {record.name: record.num_restarts for record in self._launcher.records.values()}
         if finished is not None:
             keep_results(self._folder, finished, self._view.history)
-            note_restarts(self._folder, restarts)
+            add_to_summary(self._folder, restarts=dict(sorted(restarts.items())), lengths=self._lengths)
         has_report = self._folder.metrics.is_file() and write_report(self._folder)
         for line in closing_lines(self._folder, finished, has_report=has_report):
             print(line, flush=True)

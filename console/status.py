@@ -18,12 +18,14 @@ from rich.table import Table
 from rich.text import Text
 
 from console.folder import ProcessRecord
+from console.lengths import Document, fetch_lengths, length_lines
 from console.live import duration
 from console.local import plain_console
 from console.processes import ProcessState
 from console.target import Target, find_run, get_run
 from penstock.config import ConfigError
 from penstock.errors import PenstockError, UnknownRunError
+from penstock.security import Security
 from penstock.v1 import broker_pb2
 
 WATCH_EVERY_S = 1.0
@@ -43,6 +45,8 @@ class Picture:
     problem_since_s: float
     processes: Sequence[ProcessRecord]
     """Processes of the run on this machine that are not up."""
+    lengths: Document | None = None
+    """How well lengths are forecast; None when no scheduler says."""
 
 
 def status_command(run: str | None, *, broker: str | None, runs_dir: Path, is_watched: bool, as_json: bool) -> int:
@@ -85,6 +89,7 @@ def pictures(target: Target) -> Iterator[Picture]:
             problem=problem,
             problem_since_s=since_s or now_s,
             processes=_processes_down(target),
+            lengths=asyncio.run(fetch_lengths(target.run_id, target.scheduler, Security.from_environment())),
         )
         time.sleep(WATCH_EVERY_S)
 
@@ -111,6 +116,7 @@ def render(picture: Picture) -> RenderableType:
         parts += [Text(line) for line in _summary(picture.run)]
         if picture.run.generators:
             parts.append(_generators_table(picture.run.generators, now_s=picture.now_s))
+        parts += [Text(line) for line in length_lines(picture.lengths)] if picture.lengths is not None else []
         parts += [Text(_wait_line(wait, now_s=picture.now_s)) for wait in picture.run.waits]
     for record in picture.processes:
         state = record.state if record.is_alive else "gone"
@@ -167,6 +173,7 @@ def as_document(picture: Picture) -> dict[str, Any]:
         "time_s": picture.now_s,
         "broker": picture.target.broker,
         "broker_problem": picture.problem or None,
+        "lengths": picture.lengths,
         "processes_down": [{"name": record.name, "state": record.state} for record in picture.processes],
     }
     run = picture.run

@@ -32,6 +32,8 @@ class Target:
     """host:port, several separated by commas; None when no broker of that run is known to be up."""
     folder: RunFolder | None
     """Its folder on this machine, when there is one."""
+    scheduler: str | None = None
+    """host:port; None when no scheduler of that run is known to be up."""
 
 
 def find_run(run: str | None, *, broker: str | None, runs_dir: Path) -> Target:
@@ -47,12 +49,17 @@ def find_run(run: str | None, *, broker: str | None, runs_dir: Path) -> Target:
         path = Path(run)
         folder = open_folder(path if path.exists() else runs_dir / run)
     config = load_run_config(folder.config)
-    return Target(run_id=config.run.id, broker=config.endpoints.broker or _local_broker(folder), folder=folder)
+    return Target(
+        run_id=config.run.id,
+        broker=config.endpoints.broker or _local(folder, "broker"),
+        folder=folder,
+        scheduler=config.endpoints.scheduler or _local(folder, "scheduler"),
+    )
 
 
-def _local_broker(folder: RunFolder) -> str | None:
-    """Address of the broker that was started here, while it or its launcher lives: a dead one is started again."""
-    records = [read_record(folder.services / f"{name}.json") for name in ("broker", CONSOLE_NAME)]
+def _local(folder: RunFolder, service: str) -> str | None:
+    """Address of the service that was started here, while it or its launcher lives: a dead one is started again."""
+    records = [read_record(folder.services / f"{name}.json") for name in (service, CONSOLE_NAME)]
     is_alive = any(record is not None and record.is_alive for record in records)
     return records[0].address if records[0] is not None and is_alive else None
 

@@ -21,6 +21,8 @@ from services.scheduler.lengths.state_files import StateFiles
 from services.scheduler.service import SchedulerServicer
 
 SERVICE_NAME = "penstock.v1.SchedulerService"
+REFRESH_EVERY_S = 10.0
+"""How often it is looked whether there is enough new to fit a model of lengths again."""
 
 _log = structlog.get_logger()
 
@@ -33,7 +35,7 @@ def make_forecaster(config: LengthsConfig, *, clock: Clock, registry: CollectorR
         files=StateFiles(config.state_dir) if config.state_dir is not None else None,
         clock=clock,
         metrics=LengthMetrics(registry),
-        refresh_interval_s=config.refresh_interval_s,
+        refresh_interval_s=REFRESH_EVERY_S,
     )
 
 

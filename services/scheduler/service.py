@@ -33,7 +33,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         self._clock = clock
         self._heartbeat_interval_s = heartbeat_interval_s
         self._inventory = Inventory(heartbeat_interval_s=heartbeat_interval_s)
-        self._lengths = lengths
+        self.lengths = lengths
         self._plans: dict[str, pb.Plan] = {}
         self._plan_changed = asyncio.Event()
 
@@ -93,18 +93,18 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
     async def ForecastLengths(self, request: pb.ForecastLengthsRequest, context: Context) -> pb.ForecastLengthsResponse:
         """Expected completion lengths."""
         _check_count("queries", len(request.queries), MAX_QUERIES)
-        forecasts, run = await self._lengths.forecast(request.run_id, request.queries)
+        forecasts, run = await self.lengths.forecast(request.run_id, request.queries)
         return pb.ForecastLengthsResponse(forecasts=forecasts, model_version=run.model_version)
 
     async def ReportLengths(self, request: pb.ReportLengthsRequest, context: Context) -> pb.ReportLengthsResponse:
         """Learn from completions that were seen."""
         _check_count("observations", len(request.observations), MAX_OBSERVATIONS)
-        self._lengths.observe(request.run_id, request.observations)
+        self.lengths.observe(request.run_id, request.observations)
         return pb.ReportLengthsResponse()
 
     async def GetLengthModel(self, request: pb.GetLengthModelRequest, context: Context) -> pb.GetLengthModelResponse:
         """What forecasts lengths now."""
-        return self._lengths.describe(request.run_id)
+        return self.lengths.describe(request.run_id)
 
     def _plan_of(self, run_id: str) -> pb.Plan:
         plan = self._plans.get(run_id)

@@ -1,8 +1,11 @@
 import asyncio
+import json
 
+import numpy as np
 import pytest
 from prometheus_client import CollectorRegistry
 
+from console.lengths import fetch_lengths, length_lines, lengths_table
 from penstock.clients.inventory import report_node, this_machine
 from penstock.clock import ManualClock
 from penstock.errors import InvalidFieldError, NotOfferedError, PenstockError, UnknownRunError
@@ -83,6 +86,45 @@ async def test_lengths_reported_are_forecast():
         answer = await ask(channel, "ForecastLengths", pb.ForecastLengthsRequest(run_id="r", queries=[query]))
 
     assert answer.forecasts[0].expected_tokens == 40
+
+
+async def test_how_well_lengths_are_forecast_is_told_and_shown():
+    rng = np.random.default_rng(0)
+    service = scheduler()
+    async with serving(service) as (_, target), open_channel(target) as channel:
+        with pytest.raises(UnknownRunError):
+            await ask(channel, "GetLengthModel", pb.GetLengthModelRequest(run_id="r"))
+        for part in range(2):
+            asked = pb.ForecastLengthsRequest(run_id="r")
+            report = pb.ReportLengthsRequest(run_id="r")
+            for index in range(200):
+                kind = int(rng.integers(10))
+                words = np.array([kind, *rng.integers(100, 200, size=5)], dtype="<i4").tobytes()
+                asked.queries.add(group_id=f"g{part}-{index}", prompt_token_ids=words, num_prompt_tokens=6)
+                # By group alone, as brokers report it.
+                length = round((kind + 1) * 50 * rng.lognormal(0, 0.1))
+                report.observations.add(query=pb.LengthQuery(group_id=f"g{part}-{index}"), num_completion_tokens=length)
+            answer = await ask(channel, "ForecastLengths", asked)
+            assert answer.model_version == part
+            await ask(channel, "ReportLengths", report)
+            await service.servicer.lengths.refresh()
+        forecast = answer.forecasts[0]
+        assert 0 < forecast.low_tokens < forecast.expected_tokens < forecast.high_tokens
+        described = await ask(channel, "GetLengthModel", pb.GetLengthModelRequest(run_id="r"))
+        shown = await fetch_lengths("r", target, NO_SECURITY)
+        assert await fetch_lengths("another", target, NO_SECURITY) is None
+    assert await fetch_lengths("r", target, NO_SECURITY) is None
+    assert (described.model_version, described.model, described.num_observations) == (2, "ridge", 400)
+    tests = [(each.forecaster, each.test) for each in described.qualities]
+    held_out, prequential = pb.LENGTH_TEST_HELD_OUT, pb.LENGTH_TEST_PREQUENTIAL
+    assert tests == [(name, test) for test in (held_out, prequential) for name in ("ridge", "prompt_length")]
+    assert described.qualities[2].num_samples == 200
+    assert described.qualities[2].recall_longest_20_percent > 0.7
+    lines = list(length_lines(shown))
+    assert lines[0] == "lengths: ridge, version 2, from 400 lengths of 400 prompts"
+    assert lines[3].startswith("  ridge, prequential: finds 0.")
+    assert lines[3].endswith(" % in the 80 % interval")
+    assert "prompt_length" in lengths_table({"lengths": json.loads(json.dumps(shown))})
 
 
 async def test_a_node_registers_again_with_a_scheduler_that_forgot_it():

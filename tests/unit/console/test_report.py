@@ -127,3 +127,17 @@ def test_a_chart_of_very_many_points_stays_small() -> None:
     points = [(float(x), 1.0) for x in range(100_000)]
     text = line_chart("Reward", [Series(name="a", points=points)], y_label="y")
     assert len(text) < 30_000
+
+
+def test_it_says_how_well_lengths_were_foreseen() -> None:
+    assert "Length forecasts" not in page(lengths=None)
+    qualities = [
+        {"forecaster": "ridge", "test": "held_out", "num_samples": 1234, "recall_longest_20_percent": 0.8449,
+         "recall_longest_10_percent": 0.7, "recall_longest_5_percent": 0.6, "spearman": 0.93,
+         "mean_absolute_error_tokens": 1100.4, "interval_coverage": 0.81},
+        {"forecaster": "<b>", "test": "prequential", "num_samples": 2, "spearman": None, "interval_coverage": None},
+    ]  # fmt: skip
+    text = page(lengths={"model": "ridge", "qualities": qualities})
+    row = ["ridge", "held_out", "1,234", "0.84", "0.70", "0.60", "0.93", "1100.4", "0.81"]
+    assert "".join(f"<td class=value>{cell}</td>" for cell in row) in text
+    assert "&lt;b&gt;" in text
