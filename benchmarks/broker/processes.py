@@ -93,6 +93,8 @@ class Stage:
 
     folder: Path
     redis_server: Path
+    broker_settings: tuple[str, ...] = ()
+    """Further settings of every broker, key=value."""
     redis_url: str = ""
     redis: Child | None = None
     brokers: list[tuple[Child, str]] = field(default_factory=list)
@@ -129,7 +131,8 @@ class Stage:
         """Start a broker as `penstock serve broker` does; returns it and its address."""
         address = f"127.0.0.1:{free_port()}"
         child = await self.start(
-            *(sys.executable, "-m", "console", "serve", "broker", f"redis_url={self.redis_url}", "--listen", address)
+            *(sys.executable, "-m", "console", "serve", "broker", f"redis_url={self.redis_url}", *self.broker_settings),
+            *("--listen", address),
         )
         if not await rpc.wait_until_serving(address, timeout_s=START_TIMEOUT_S):
             raise RuntimeError(f"the broker did not start; see {self.folder / 'processes.log'}")

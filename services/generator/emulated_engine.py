@@ -324,6 +324,11 @@ class EmulatedEngine:
             self._batch.remove(sample.in_batch)
 
 
+def script_of(spec: EmulatedSpec, request: GenerateRequest) -> npt.NDArray[np.int32]:
+    """Every token of a sample from its first on, as any emulated engine of this seed and these lengths says it."""
+    return _write_script(spec, request).token_ids
+
+
 def _write_script(spec: EmulatedSpec, request: GenerateRequest) -> _Sample:
     """The whole completion of a sample, from its first token on, whatever its prefix holds."""
     sampling = request.sampling

@@ -49,6 +49,19 @@ def test_a_quick_run_of_the_ranker_compares_it_with_baseline_and_oracle() -> Non
         assert math.isfinite(result[data]["speed"]["call_1024_prompts_ms"])
 
 
+def test_a_quick_run_over_a_fleet_prints_ratios_and_times_as_json() -> None:
+    command = [sys.executable, "-m", "console", "bench", "fleet", "--quick", "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=55, check=False)
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout)
+    table = result["unlike_kv_limited"]
+    assert table["random"] == 1.0
+    assert 0 < table["streamrl_oracle"] < math.inf
+    # The longest of 64 samples of 83 to 1,989 tokens takes at least 8.3 ms a token on the fastest of the GPUs.
+    assert all(time_s > 1.0 for time_s in table["generation_s"].values())
+    assert 0 <= result["ranker"]["recall_of_longest_20%"] <= 1
+
+
 def test_an_unknown_benchmark_is_a_mistake_in_one_line() -> None:
     command = [sys.executable, "-m", "console", "bench", "nothing"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)

@@ -1,0 +1,141 @@
+"""What stands around the broker here: a scheduler that says what it is told, weights of one small file."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import grpc
+import numpy as np
+from aiohttp import web
+from safetensors.numpy import save_file
+
+from benchmarks.fleet.workload import group_id
+from penstock.rpc import Server, Service
+from penstock.v1 import scheduler_pb2, scheduler_pb2_grpc, weights_pb2, weights_pb2_grpc
+from penstock.weights import file_digest, manifest_digest, safetensors_digests
+
+_Context = grpc.aio.ServicerContext[Any, Any]
+
+
+class ToldScheduler(scheduler_pb2_grpc.SchedulerServiceServicer):
+    """Forecasts what it was told for a run."""
+
+    def __init__(self) -> None:
+        self._told: dict[str, dict[str, float]] = {}
+
+    def tell(self, run_id: str, forecasts: Sequence[float | None]) -> None:
+        """Forecast i is of sample i; None is no forecast."""
+        self._told[run_id] = {group_id(index): value for index, value in enumerate(forecasts) if value is not None}
+
+    async def ForecastLengths(
+        self, request: scheduler_pb2.ForecastLengthsRequest, _context: _Context
+    ) -> scheduler_pb2.ForecastLengthsResponse:
+        """What was told."""
+        told = self._told.get(request.run_id, {})
+        forecasts = [
+            scheduler_pb2.LengthForecast(expected_tokens=told.get(query.group_id)) for query in request.queries
+        ]
+        return scheduler_pb2.ForecastLengthsResponse(forecasts=forecasts, model_version=1)
+
+
+class OneVersion(weights_pb2_grpc.WeightStoreServiceServicer):
+    """Version 0 of whatever run is asked for."""
+
+    def __init__(self, path: Path, url: str) -> None:
+        tensors, content = safetensors_digests(path), file_digest(path)
+        self._manifest = weights_pb2.WeightsManifest(
+            kind=weights_pb2.WEIGHTS_KIND_FULL,
+            encoding=weights_pb2.WEIGHTS_ENCODING_SAFETENSORS,
+            tensors=[
+                weights_pb2.TensorInfo(
+                    name=item.name, dtype=item.dtype, shape=item.shape, sha256=item.sha256, size_bytes=item.size_bytes
+                )
+                for item in tensors
+            ],
+            chunks=[
+                weights_pb2.ChunkInfo(offset=item.offset, size_bytes=item.size_bytes, sha256=item.sha256)
+                for item in content.chunks
+            ],
+            digest=manifest_digest(tensors),
+            size_bytes=content.size_bytes,
+            urls=[url],
+        )
+
+    async def GetManifest(
+        self, request: weights_pb2.GetManifestRequest, _context: _Context
+    ) -> weights_pb2.GetManifestResponse:
+        """The one manifest."""
+        return weights_pb2.GetManifestResponse(manifest=self._of(request.run_id))
+
+    async def WatchManifests(
+        self, request: weights_pb2.WatchManifestsRequest, _context: _Context
+    ) -> AsyncIterator[weights_pb2.WatchManifestsResponse]:
+        """The one manifest, then nothing."""
+        yield weights_pb2.WatchManifestsResponse(manifest=self._of(request.run_id))
+        await asyncio.Event().wait()
+
+    async def FindSources(
+        self, _request: weights_pb2.FindSourcesRequest, _context: _Context
+    ) -> weights_pb2.FindSourcesResponse:
+        """No relays."""
+        return weights_pb2.FindSourcesResponse()
+
+    async def ReportHolding(
+        self, _request: weights_pb2.ReportHoldingRequest, _context: _Context
+    ) -> weights_pb2.ReportHoldingResponse:
+        """Fine."""
+        return weights_pb2.ReportHoldingResponse(newest_version=0)
+
+    def _of(self, run_id: str) -> weights_pb2.WeightsManifest:
+        manifest = weights_pb2.WeightsManifest(run_id=run_id)
+        manifest.MergeFrom(self._manifest)
+        return manifest
+
+
+@asynccontextmanager
+async def serving_surroundings(folder: Path) -> AsyncIterator[tuple[ToldScheduler, str]]:
+    """The scheduler, and the address at which it and the weights are served."""
+    path = folder / "weights.safetensors"
+    save_file({"model.weight": np.arange(64, dtype=np.float32)}, path)
+    async with _serving_file(path) as url:
+        # What they leave out is not asked for here.
+        scheduler = ToldScheduler()  # type: ignore[abstract]
+        weights = OneVersion(path, url)  # type: ignore[abstract]
+        services = [
+            Service(
+                name="penstock.v1.SchedulerService",
+                add=scheduler_pb2_grpc.add_SchedulerServiceServicer_to_server,
+                servicer=scheduler,
+            ),
+            Service(
+                name="penstock.v1.WeightStoreService",
+                add=weights_pb2_grpc.add_WeightStoreServiceServicer_to_server,
+                servicer=weights,
+            ),
+        ]
+        server = Server(listen="127.0.0.1:0", services=services)
+        port = await server.start()
+        try:
+            yield scheduler, f"127.0.0.1:{port}"
+        finally:
+            await server.stop(grace_s=0.5)
+
+
+@asynccontextmanager
+async def _serving_file(path: Path) -> AsyncIterator[str]:
+    async def content(_request: web.Request) -> web.FileResponse:
+        return web.FileResponse(path)
+
+    app = web.Application()
+    app.router.add_get("/weights", content)
+    runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0)
+    await runner.setup()
+    try:
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        yield f"http://127.0.0.1:{runner.addresses[0][1]}/weights"
+    finally:
+        await runner.cleanup()
