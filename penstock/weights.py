@@ -16,6 +16,7 @@ import math
 import mmap
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 from penstock.errors import DigestMismatchError
@@ -198,15 +199,24 @@ def verify_safetensors(path: Path, *, tensors: Sequence[TensorDigest], digest: s
         MalformedWeightsError: The file is not safetensors.
         OSError: The file cannot be read.
     """
+    check_tensors(safetensors_digests(path), tensors=tensors, digest=digest, holder=path.name)
+
+
+def check_tensors(found: Iterable[TensorDigest], *, tensors: Sequence[TensorDigest], digest: str, holder: str) -> None:
+    """Returns if what `holder` was found to have is exactly `tensors`, whose manifest digest is `digest`.
+
+    Raises:
+        WeightsMismatchError: Anything differs; the message names the first tensors that do.
+    """
     stated = manifest_digest(tensors)
     if stated != digest:
         raise WeightsMismatchError(f"the listed tensors have digest {stated}, the manifest states {digest}")
-    found = {tensor.name: tensor for tensor in safetensors_digests(path)}
+    held = {tensor.name: tensor for tensor in found}
     expected = {tensor.name: tensor for tensor in tensors}
-    names = found.keys() | expected.keys()
-    mismatches = sorted(name for name in names if found.get(name) != expected.get(name))
+    names = held.keys() | expected.keys()
+    mismatches = sorted(name for name in names if held.get(name) != expected.get(name))
     if mismatches:
-        raise mismatch_error(f"{path.name} does not hold what the manifest lists", mismatches)
+        raise mismatch_error(f"{holder} does not hold what the manifest lists", mismatches)
 
 
 def check_layout(
@@ -263,7 +273,10 @@ def _read_places(file_name: str, view: memoryview) -> tuple[TensorPlace, ...]:
     if not isinstance(header, dict):
         raise MalformedWeightsError(f"{file_name}: its header is not a mapping")
     header.pop("__metadata__", None)
-    places = (_read_place(file_name, name, value, data_start, view.nbytes) for name, value in header.items())
+    places = [_read_place(file_name, name, value, data_start, view.nbytes) for name, value in header.items()]
+    places.sort(key=lambda place: (place.begin, place.end))
+    if any(first.end > second.begin for first, second in pairwise(places)):
+        raise MalformedWeightsError(f"{file_name}: its tensors overlap")
     return tuple(sorted(places, key=lambda place: place.name))
 
 

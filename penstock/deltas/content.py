@@ -6,7 +6,7 @@
     SHA-256 of everything before, 32 bytes
 
 Numbers are little-endian. Tensors are numbered by name order, and cut into blocks of BLOCK_BYTES (the last of a tensor
-may be shorter); what did not change takes no byte. Promises:
+may be shorter); changed blocks come in that order, and what did not change takes no byte. Promises:
 
 - A delta that is for another base, or of which a byte was changed or is missing, is refused before anything is written.
 - The result appears under its name by a rename, with every tensor checked against its SHA-256, or not at all. The base
@@ -17,7 +17,6 @@ may be shorter); what did not change takes no byte. Promises:
 from __future__ import annotations
 
 import hashlib
-import shutil
 import struct
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
@@ -36,7 +35,7 @@ from penstock.deltas.blocks import (
     apply_changes,
     changes_between,
 )
-from penstock.weights import TensorDigest, TensorPlace, WeightsMismatchError, safetensors_places, verify_safetensors
+from penstock.weights import TensorDigest, TensorPlace, WeightsMismatchError, check_tensors, safetensors_places
 
 BLOCK_BYTES = 4 * 1024 * 1024
 """Of a tensor; a multiple of every element's width."""
@@ -122,17 +121,41 @@ def apply_deltas(
         raise WeightsMismatchError(f"deltas lead {' '.join(end[:16] for end in chain)}: the ends do not meet")
     temporary = target.with_name(target.name + _TEMPORARY_SUFFIX)
     try:
-        shutil.copyfile(base, temporary)
-        held = np.memmap(temporary, np.uint8, mode="r+")
-        places = safetensors_places(temporary)
-        for content in contents:
-            for place_number, block_number, changes in _read_blocks(content):
-                apply_changes(changes, _block(held, places, place_number, block_number))
-        held.flush()
-        verify_safetensors(temporary, tensors=tensors, digest=digest)
+        found = _write_result(base, [_BlockReader(content) for content in contents], temporary)
+        check_tensors(found, tensors=tensors, digest=digest, holder=f"{base.name} with its deltas")
         temporary.replace(target)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def _write_result(base: Path, readers: Sequence[_BlockReader], target: Path) -> list[TensorDigest]:
+    """Write the base with all changes, block by block; returns what was written."""
+    places = safetensors_places(base)
+    old = np.memmap(base, np.uint8, mode="r")
+    found = []
+    with target.open("wb") as file:
+        file.write(old[: min((place.begin for place in places), default=old.size)].data)
+        for number, place in enumerate(places):
+            digest = hashlib.sha256()
+            file.seek(place.begin)
+            for block in range(_num_blocks(place)):
+                elements = _block(old, place, block).copy()
+                for reader in readers:
+                    reader.apply(number, block, elements)
+                digest.update(elements.data)
+                file.write(elements.data)
+            found.append(
+                TensorDigest(
+                    name=place.name,
+                    dtype=place.dtype,
+                    shape=place.shape,
+                    sha256=digest.hexdigest(),
+                    size_bytes=place.end - place.begin,
+                )
+            )
+    for reader in readers:
+        reader.require_end()
+    return found
 
 
 def _kind(place: TensorPlace) -> tuple[str, str, tuple[int, ...]]:
@@ -145,9 +168,8 @@ def _pieces(
     yield _MAGIC + digests
     old_bytes, new_bytes = np.memmap(base, np.uint8, mode="r"), np.memmap(new, np.uint8, mode="r")
     for number, place in enumerate(old_places):
-        for block in range(-(-(place.end - place.begin) // BLOCK_BYTES)):
-            old, fresh = _block(old_bytes, old_places, number, block), _block(new_bytes, new_places, number, block)
-            changes = changes_between(old, fresh)
+        for block in range(_num_blocks(place)):
+            changes = changes_between(_block(old_bytes, place, block), _block(new_bytes, new_places[number], block))
             if changes is not None:
                 parts = (changes.positions, changes.values)
                 lengths = [item for part in parts for item in (part.packing, part.num_plain_bytes, len(part.stored))]
@@ -155,13 +177,12 @@ def _pieces(
                 yield from (part.stored for part in parts)
 
 
-def _block(data: _Bytes, places: Sequence[TensorPlace], number: int, block: int) -> Elements:
-    if number >= len(places):
-        raise MalformedDeltaError(f"a delta's block is of tensor {number}, there are {len(places)}")
-    place = places[number]
+def _num_blocks(place: TensorPlace) -> int:
+    return -(-(place.end - place.begin) // BLOCK_BYTES)
+
+
+def _block(data: _Bytes, place: TensorPlace, block: int) -> Elements:
     begin = place.begin + block * BLOCK_BYTES
-    if begin >= place.end:
-        raise MalformedDeltaError(f"a delta's block {block} is beyond the end of {place.name}")
     return data[begin : min(begin + BLOCK_BYTES, place.end)].view(f"<u{place.element_bytes}")
 
 
@@ -185,18 +206,41 @@ def _ends(content: memoryview) -> tuple[str, str]:
     return first, second
 
 
-def _read_blocks(content: memoryview) -> Iterator[tuple[int, int, Changes]]:
-    """Tensor number, block number and changes, as they come."""
-    offset = _HEADER_BYTES
-    while offset < len(content):
-        if offset + _BLOCK.size > len(content):
+class _BlockReader:
+    """The blocks of a delta, which come in the order of tensors and of blocks in them."""
+
+    def __init__(self, content: memoryview) -> None:
+        self._content = content
+        self._offset = _HEADER_BYTES
+        self._next = self._read()
+
+    def apply(self, number: int, block: int, elements: Elements) -> None:
+        """Change a block in place if it is among those that changed; to be asked for every block there is."""
+        if self._next is not None and self._next[:2] == (number, block):
+            apply_changes(self._next[2], elements)
+            self._next = self._read()
+
+    def require_end(self) -> None:
+        """Raises MalformedDeltaError if changes are left over."""
+        if self._next is not None:
+            number, block, _ = self._next
+            raise MalformedDeltaError(
+                f"a delta has block {block} of tensor {number} out of order, or where there is none"
+            )
+
+    def _read(self) -> tuple[int, int, Changes] | None:
+        """Tensor number, block number and changes."""
+        offset = self._offset
+        if offset == len(self._content):
+            return None
+        if offset + _BLOCK.size > len(self._content):
             raise MalformedDeltaError("a delta ends inside a block's header")
-        number, block, coding, *lengths = _BLOCK.unpack_from(content, offset)
-        positions, offset = _read_packed(content, offset + _BLOCK.size, *lengths[:3])
-        values, offset = _read_packed(content, offset, *lengths[3:])
+        number, block, coding, *lengths = _BLOCK.unpack_from(self._content, offset)
+        positions, offset = _read_packed(self._content, offset + _BLOCK.size, *lengths[:3])
+        values, self._offset = _read_packed(self._content, offset, *lengths[3:])
         if coding not in set(Coding):
             raise MalformedDeltaError(f"a delta's block has unknown coding {coding}")
-        yield number, block, Changes(Coding(coding), positions, values)
+        return number, block, Changes(Coding(coding), positions, values)
 
 
 def _read_packed(

@@ -250,3 +250,31 @@ def test_a_zstd_frame_that_claims_to_be_huge_sets_nothing_aside() -> None:
         changes = Changes(Coding.EVERY, Packed(Packing.PLAIN, 0, b""), Packed(Packing.ZSTD, stated, frame))
         with pytest.raises(MalformedDeltaError):
             apply_changes(changes, np.zeros(8, "<u2"))
+
+
+def test_blocks_out_of_order_are_refused(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(content, "BLOCK_BYTES", 64)
+    versions = [
+        write_version(tmp_path / name, {"a": np.full(64, value, "<u2")}) for name, value in [("old", 1), ("new", 2)]
+    ]
+    delta = tmp_path / "delta"
+    assert delta_between(*versions, delta) is not None
+    apply(versions[0], [delta], versions[1], tmp_path / "made")
+    _resealed(delta, block=1)
+    with pytest.raises(MalformedDeltaError, match="out of order"):
+        apply(versions[0], [delta], versions[1], tmp_path / "made2")
+
+
+def test_memory_is_that_of_a_block_not_of_the_model(tmp_path: Path, monkeypatch) -> None:
+    import tracemalloc
+
+    monkeypatch.setattr(content, "BLOCK_BYTES", 64 * 1024)
+    bits = np.arange(2 * MIB, dtype=np.uint16)
+    old, new = write_version(tmp_path / "old", {"a": bits}), write_version(tmp_path / "new", {"a": bits ^ np.uint16(1)})
+    tracemalloc.start()
+    try:
+        assert delta_between(old, new, tmp_path / "delta") is not None
+        apply(old, [tmp_path / "delta"], new, tmp_path / "made")
+        assert tracemalloc.get_traced_memory()[1] < 0.5 * bits.nbytes
+    finally:
+        tracemalloc.stop()

@@ -146,3 +146,10 @@ def test_a_layout_must_agree_but_for_optional_names() -> None:
         check_layout({"a": (1,), "b": (2, 3), "head": (4,)}, tensors)
     with pytest.raises(WeightsMismatchError, match="b"):
         check_layout({"a": (1,), "b": (3, 2)}, tensors, optional=["b"])
+
+
+def test_tensors_that_share_bytes_are_refused(tmp_path: Path) -> None:
+    shared = {"dtype": "F32", "shape": [1], "data_offsets": [4, 8]}
+    path = write_safetensors(tmp_path / "bad", ARRAYS, a=shared)
+    with pytest.raises(MalformedWeightsError, match="overlap"):
+        safetensors_digests(path)

@@ -1,0 +1,1 @@
+"""What travelling weights cost: deltas in `delta`."""
