@@ -245,8 +245,10 @@ def test_a_sealed_delta_that_lies_is_refused(tmp_path: Path, chain, field: dict[
 def test_a_zstd_frame_that_claims_to_be_huge_sets_nothing_aside() -> None:
     import zstandard
 
-    frame = zstandard.ZstdCompressor().compress(bytes(2**20))
-    for stated in (16, 2**20):
+    # A frame header that states its size in 8 bytes, and one empty last block.
+    liar = b"\x28\xb5\x2f\xfd\xe0" + (2**60).to_bytes(8, "little") + b"\x01\x00\x00"
+    honest = zstandard.ZstdCompressor().compress(bytes(2**20))
+    for frame, stated in [(liar, 16), (honest, 16), (honest, 2**20)]:
         changes = Changes(Coding.EVERY, Packed(Packing.PLAIN, 0, b""), Packed(Packing.ZSTD, stated, frame))
         with pytest.raises(MalformedDeltaError):
             apply_changes(changes, np.zeros(8, "<u2"))
