@@ -85,6 +85,36 @@ class InstanceConfig(StrictModel):
     """What they pretend to be."""
 
 
+class OpenAISection(StrictModel):
+    """The OpenAI-compatible endpoint, by which agents make trajectories."""
+
+    listen: str | None = None
+    """Its address, host:port; there is none when unset."""
+    model_name: str = Field(default="", max_length=256)
+    """What requests call the model; the name of its folder when empty."""
+    group_size: int | None = Field(default=None, ge=1, le=1024)
+    """Sessions of a task that are trained on together; the run's group size when unset."""
+    reward: str | None = None
+    """A reward server, host:port, for sessions that are finished without a reward."""
+    max_sessions: int = Field(default=1024, ge=1, le=100_000)
+    """Most sessions that are open or wait for their siblings; further ones are told to come again."""
+    session_idle_s: float = Field(default=600.0, gt=0, le=86_400)
+    """A session without a request for this long is dropped."""
+    group_timeout_s: float = Field(default=900.0, gt=0, le=86_400)
+    """How long a finished session waits for its siblings; then the group is put without them."""
+    request_timeout_s: float = Field(default=600.0, gt=0, le=86_400)
+    """Longest time of one request, the wait for a place at the engine included."""
+
+
+class OpenAIConfig(OpenAISection):
+    """The endpoint and what the run samples with: the trainer takes log-probs at that temperature."""
+
+    temperature: float = Field(default=1.0, gt=0, le=10)
+    """Temperature of sessions: the run's sampling.temperature."""
+    top_p: float = Field(default=1.0, gt=0, le=1)
+    """Nucleus mass of sessions: the run's sampling.top_p."""
+
+
 class GeneratorConfig(StrictModel):
     """A generator: leases prompts of one run, decodes them, swaps weights in flight."""
 
@@ -126,6 +156,8 @@ class GeneratorConfig(StrictModel):
     """Most bytes of weights fetched a second; no limit when unset."""
     max_relay_bytes_per_second: float | None = Field(default=None, gt=0)
     """Most bytes of weights relayed a second; no limit when unset."""
+    openai: OpenAIConfig = OpenAIConfig()
+    """The OpenAI-compatible endpoint; off unless it has an address."""
     metrics_port: int | None = Field(default=None, ge=1, le=65535)
     """Port of the Prometheus endpoint; none when unset."""
 
@@ -133,6 +165,8 @@ class GeneratorConfig(StrictModel):
     def _only_emulated_engines_share_a_process(self) -> Self:
         if sum(instance.count for instance in self.instances) > MAX_INSTANCES:
             raise ValueError(f"instances: at most {MAX_INSTANCES} generators fit one process; start several")
+        if self.instances and self.openai.listen is not None:
+            raise ValueError("openai.listen: one address for one generator; leave instances out")
         engines = {(instance.engine or self.engine).engine for instance in self.instances} - {"emulated"}
         if engines:
             raise ValueError(f"instances: {engines.pop()} engines need a process each; only emulated ones share")

@@ -34,6 +34,7 @@ from services.generator.config import GeneratorConfig
 from services.generator.decode_watch import DecodeWatch
 from services.generator.engine import Engine, EngineError, EngineHungError, EngineProfile, UpdateMode, UpdateReport
 from services.generator.engines import PausableEngine, engine_version
+from services.generator.guests import Guests
 from services.generator.held import HeldWeights
 from services.generator.holder import Holder
 from services.generator.metrics import GeneratorMetrics
@@ -85,6 +86,7 @@ class Generator:
         self.generator_id = f"{config.generator_id}-{uuid.uuid4().hex[:8]}"
         self._config = config
         self._engine = engine
+        self._metrics = metrics
         self._resources = AsyncExitStack()
         self._started = asyncio.Event()
         self._failure: asyncio.Future[Exception] = asyncio.get_running_loop().create_future()
@@ -276,6 +278,18 @@ class Generator:
     def update_mode(self) -> UpdateMode:
         """What happens to running samples where a caller does not say."""
         return self._config.engine.update_mode
+
+    def guests(self) -> Guests:
+        """For a part of this process that decodes beside the leases."""
+        return Guests(
+            generator_id=self.generator_id,
+            engine=self._engine,
+            rollouts=self._rollouts,
+            held=self._held,
+            metrics=self._metrics,
+            end_token_ids=end_token_ids(self._config.model_path),
+            on_engine_failure=self.fail,
+        )
 
     def view(self) -> generator_pb2.GetGeneratorResponse:
         """State, speed and version."""

@@ -17,8 +17,8 @@ Promises:
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 
 import structlog
@@ -136,8 +136,13 @@ class Rollouts:
 
     @property
     def num_awaited(self) -> int:
-        """Leased samples whose next tokens the engine owes."""
+        """Samples whose next tokens the engine owes."""
         return self._num_awaited
+
+    @property
+    def is_accepting(self) -> bool:
+        """Whether anything new is begun; not any more once the generator drains or stops."""
+        return self._is_accepting
 
     def num_free_slots(self) -> int:
         """Leases that could be begun now."""
@@ -258,6 +263,15 @@ class Rollouts:
             self._num_guests -= 1
             self._note_if_empty()
             self._parts.on_change()
+
+    @contextmanager
+    def awaiting(self) -> Iterator[None]:
+        """Inside, a guest waits for tokens; the engine counts as hung where it brings none for too long."""
+        self._num_awaited += 1
+        try:
+            yield
+        finally:
+            self._num_awaited -= 1
 
     async def _enter_guest(self, timeout_s: float) -> None:
         async with asyncio.timeout(timeout_s):

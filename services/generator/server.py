@@ -12,7 +12,7 @@ import asyncio
 from collections.abc import Callable, Coroutine
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from penstock.config import ConfigError
 from penstock.rpc import Server, Service, run_until_stopped
@@ -27,6 +27,9 @@ from services.generator.metrics import GeneratorMetrics
 from services.generator.model_folder import load_text_decoder
 from services.generator.service import GeneratorServicer
 
+if TYPE_CHECKING:
+    from services.generator.openai_server import OpenAIEndpoint
+
 SERVICE_NAME = generator_pb2.DESCRIPTOR.services_by_name["GeneratorService"].full_name
 
 
@@ -34,7 +37,7 @@ async def serve(config: GeneratorConfig) -> None:
     """Run a generator, or several emulated ones, until SIGTERM or SIGINT.
 
     Raises:
-        ConfigError: The engine cannot be what the configuration says.
+        ConfigError: The engine, or the OpenAI-compatible endpoint, cannot be what the configuration says.
         PortUnavailableError: The address cannot be listened on.
         EngineError, DigestMismatchError: The engine did not start.
         GeneratorFailedError: The engine failed while it decoded.
@@ -45,11 +48,13 @@ async def serve(config: GeneratorConfig) -> None:
     members = [_assemble(one, metrics, security) for one in expand(config)]
 
     async def stop() -> None:
-        await asyncio.gather(*(member.generator.stop() for member in members))
+        await asyncio.gather(*(member.stop() for member in members))
 
     async with AsyncExitStack() as stack:
         for member in members:
             await stack.enter_async_context(member.generator)
+            if member.endpoint is not None:
+                await stack.enter_async_context(member.endpoint.serving())
         for member in members[1:]:
             stack.push_async_callback(member.server.stop, grace_s=1.0)
             await member.server.start()
@@ -63,6 +68,14 @@ class _Member:
 
     generator: Generator
     server: Server
+    endpoint: OpenAIEndpoint | None
+
+    async def stop(self) -> None:
+        """Give back what it holds."""
+        if self.endpoint is not None:
+            await asyncio.gather(self.generator.stop(), self.endpoint.stop())
+        else:
+            await self.generator.stop()
 
     def loops(self) -> list[Callable[[], Coroutine[Any, Any, None]]]:
         """What has to go on for it to work."""
@@ -74,6 +87,7 @@ class _Member:
             generator.watch_weights,
             generator.pull_weights,
             generator.take_leases,
+            *([] if self.endpoint is None else [self.endpoint.run]),
         ]
 
     async def _run_engine(self) -> None:
@@ -93,4 +107,21 @@ def _assemble(config: GeneratorConfig, metrics: GeneratorMetrics, security: Secu
         add=generator_pb2_grpc.add_GeneratorServiceServicer_to_server,
         servicer=GeneratorServicer(generator),
     )
-    return _Member(generator=generator, server=Server(listen=config.listen, services=[service], security=security))
+    return _Member(
+        generator=generator,
+        server=Server(listen=config.listen, services=[service], security=security),
+        endpoint=_endpoint(config, generator, security),
+    )
+
+
+def _endpoint(config: GeneratorConfig, generator: Generator, security: Security) -> OpenAIEndpoint | None:
+    if config.openai.listen is None:
+        return None
+    # Imported here: it brings transformers, which other generators do without.
+    from services.generator.openai_metrics import OpenAIMetrics
+    from services.generator.openai_server import OpenAIEndpoint
+
+    try:
+        return OpenAIEndpoint(config, guests=generator.guests(), security=security, metrics=OpenAIMetrics())
+    except ValueError as error:
+        raise ConfigError(str(error)) from error

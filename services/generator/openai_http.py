@@ -1,0 +1,255 @@
+"""The OpenAI-compatible endpoint over HTTP.
+
+    POST   /v1/chat/completions, /v1/completions      as OpenAI's, with streams
+    GET    /v1/models, /v1/models/{name}
+    POST   /v1/sessions/{id}/reward                   ends a session
+    GET    /v1/sessions/{id}                          how it stands
+    DELETE /v1/sessions/{id}                          gives it up
+    GET    /health                                    without a token
+
+A client that goes away aborts its sample. The token is the process' own, sent as OpenAI's clients send an API key.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import re
+import secrets
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import structlog
+from aiohttp import web
+
+from services.generator.engine import EngineError, RequestRefusedError
+from services.generator.openai_agents import Agents, Labels, Prepared
+from services.generator.openai_errors import ApiError, invalid, unavailable
+from services.generator.openai_metrics import OpenAIMetrics
+from services.generator.openai_protocol import ChatRequest, CompletionRequest, RewardRequest, SamplingRequest, read
+from services.generator.openai_responses import Form
+from services.generator.openai_reward import SessionRewards
+from services.generator.openai_sampling import Answer, AnswerAbortedError, Piece
+from services.generator.openai_stream import EventStream
+
+SESSION_HEADER = "X-Penstock-Session"
+GROUP_HEADER = "X-Penstock-Group"
+MAX_BODY_BYTES = 8 * 1024 * 1024
+BODY_TIMEOUT_S = 30.0
+BUSY_RETRY_S = 2.0
+_SESSION_ID = re.compile(r"[\x21-\x7e]{1,128}")
+_TASK = re.compile(r"[A-Za-z0-9._:@/+-]{1,64}")
+_Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+_log = structlog.get_logger()
+
+
+class OpenAIRoutes:
+    """The handlers.
+
+    Args:
+        agents: Answers.
+        rewards: Scores sessions that are finished without a reward.
+        metrics: Counts.
+        model_name: What requests call the model.
+        token: The bearer token that requests must carry, if any.
+        request_timeout_s: Longest time of a request.
+    """
+
+    def __init__(
+        self,
+        agents: Agents,
+        *,
+        rewards: SessionRewards,
+        metrics: OpenAIMetrics,
+        model_name: str,
+        token: str | None,
+        request_timeout_s: float,
+    ) -> None:
+        self._agents = agents
+        self._rewards = rewards
+        self._metrics = metrics
+        self._model_name = model_name
+        self._expected = None if token is None else f"Bearer {token}".encode()
+        self._request_timeout_s = request_timeout_s
+        self._start_s = int(agents.clock.now_s())
+
+    def application(self) -> web.Application:
+        """The application, not yet served."""
+        app = web.Application(middlewares=[self._answer_errors], client_max_size=MAX_BODY_BYTES)
+        app.router.add_post("/v1/chat/completions", self._chat)
+        app.router.add_post("/v1/completions", self._complete)
+        app.router.add_get("/v1/models", self._models)
+        app.router.add_get("/v1/models/{name:.+}", self._model)
+        app.router.add_post("/v1/sessions/{id}/reward", self._reward)
+        app.router.add_get("/v1/sessions/{id}", self._session)
+        app.router.add_delete("/v1/sessions/{id}", self._drop)
+        app.router.add_get("/health", self._health)
+        return app
+
+    @web.middleware
+    async def _answer_errors(self, request: web.Request, handler: _Handler) -> web.StreamResponse:
+        try:
+            self._check_token(request)
+            response = await handler(request)
+        except web.HTTPException as error:
+            response = _error(ApiError(error.status, error.reason))
+        except Exception as error:
+            response = _error(as_api_error(error))
+        resource = request.match_info.route.resource
+        path = resource.canonical if resource is not None else "other"
+        self._metrics.requests.labels(path, str(response.status)).inc()
+        return response
+
+    def _check_token(self, request: web.Request) -> None:
+        given = request.headers.get("Authorization", "").encode()
+        is_open = self._expected is None or request.path == "/health"
+        if not is_open and not hmac.compare_digest(given, self._expected or b""):
+            raise ApiError(401, "missing or wrong API key; use the service's PENSTOCK_TOKEN", code="invalid_api_key")
+
+    async def _chat(self, request: web.Request) -> web.StreamResponse:
+        body = read(ChatRequest, await _body(request))
+        self._check_model(body)
+        return await self._respond(request, await self._agents.prepare_chat(body, _labels(request)))
+
+    async def _complete(self, request: web.Request) -> web.StreamResponse:
+        body = read(CompletionRequest, await _body(request))
+        self._check_model(body)
+        return await self._respond(request, await self._agents.prepare_text(body, _labels(request)))
+
+    async def _respond(self, request: web.Request, prepared: Prepared) -> web.StreamResponse:
+        is_chat = isinstance(prepared.body, ChatRequest)
+        form = Form(
+            response_id=f"{'chatcmpl' if is_chat else 'cmpl'}-{secrets.token_hex(12)}",
+            created_s=int(self._agents.clock.now_s()),
+            model=self._model_name,
+            body=prepared.body,
+            tokenizer=self._agents.tokenizer,
+        )
+        if prepared.body.stream:
+            stream = EventStream(request, agents=self._agents, prepared=prepared, form=form)
+            return await self._stream(stream, prepared)
+
+        async def ignore(_piece: Piece) -> None:
+            pass
+
+        answers = await self._all(prepared, lambda index: self._agents.answer(prepared, index=index, emit=ignore))
+        return web.json_response(form.whole(prepared, answers))
+
+    async def _stream(self, stream: EventStream, prepared: Prepared) -> web.StreamResponse:
+        try:
+            await stream.end(await self._all(prepared, stream.answer))
+        except ConnectionError:
+            _log.info("a client went away in the middle of its stream")
+        except Exception as error:
+            if not stream.is_begun:
+                raise
+            # Too late for a status: OpenAI's clients raise on an event with an error.
+            await stream.write(as_api_error(error).body())
+        return stream.response
+
+    async def _all(self, prepared: Prepared, answer: Callable[[int], Awaitable[Answer]]) -> list[Answer]:
+        try:
+            async with asyncio.timeout(self._request_timeout_s), asyncio.TaskGroup() as group:
+                tasks = [group.create_task(_awaited(answer(index))) for index in range(prepared.body.n)]
+        except ExceptionGroup as errors:
+            raise errors.exceptions[0] from None
+        return [task.result() for task in tasks]
+
+    async def _models(self, _request: web.Request) -> web.StreamResponse:
+        return web.json_response({"object": "list", "data": [self._model_card()]})
+
+    async def _model(self, request: web.Request) -> web.StreamResponse:
+        if request.match_info["name"] != self._model_name:
+            raise self._unknown_model(request.match_info["name"])
+        return web.json_response(self._model_card())
+
+    async def _reward(self, request: web.Request) -> web.StreamResponse:
+        session_id = _session_id(request.match_info["id"])
+        body = read(RewardRequest, await _body(request) or b"{}")
+        return web.json_response(await self._rewards.finish(session_id, body))
+
+    async def _session(self, request: web.Request) -> web.StreamResponse:
+        session_id = _session_id(request.match_info["id"])
+        session = (await self._agents.book()).find(session_id)
+        if session is None:
+            raise ApiError(404, f"no session {session_id!r} here", code="unknown_session")
+        branches = session.branches()
+        return web.json_response(
+            {
+                "id": session_id,
+                "object": "session",
+                "group": session.task,
+                "turns": len(session.turns),
+                "branches": len(branches),
+                "sampled_tokens": sum(int(branch.loss_mask.sum()) for branch in branches),
+            }
+        )
+
+    async def _drop(self, request: web.Request) -> web.StreamResponse:
+        session_id = _session_id(request.match_info["id"])
+        return web.json_response({"id": session_id, "deleted": await self._agents.drop(session_id, "abandoned")})
+
+    async def _health(self, _request: web.Request) -> web.StreamResponse:
+        return web.json_response({"status": "ok"})
+
+    def _check_model(self, body: SamplingRequest) -> None:
+        if body.model not in (None, self._model_name):
+            raise self._unknown_model(str(body.model))
+
+    def _unknown_model(self, name: str) -> ApiError:
+        return ApiError(
+            404, f"model: {name!r} is not served here; use {self._model_name!r}", code="model_not_found", param="model"
+        )
+
+    def _model_card(self) -> dict[str, Any]:
+        return {"id": self._model_name, "object": "model", "created": self._start_s, "owned_by": "penstock"}
+
+
+async def _body(request: web.Request) -> bytes:
+    try:
+        async with asyncio.timeout(BODY_TIMEOUT_S):
+            return await request.read()
+    except TimeoutError as error:
+        raise ApiError(408, f"the request's body did not come within {BODY_TIMEOUT_S:g} s", code="timeout") from error
+
+
+async def _awaited(made: Awaitable[Answer]) -> Answer:
+    return await made
+
+
+def as_api_error(error: BaseException) -> ApiError:
+    """What a client is told of an error; one that nobody foresaw is logged, and told as no more than that."""
+    match error:
+        case ApiError():
+            return error
+        case RequestRefusedError():
+            return ApiError(400, str(error), code="context_length_exceeded")
+        case TimeoutError():
+            return ApiError(429, "not answered in time: the generator is busy", code="busy", retry_after_s=BUSY_RETRY_S)
+        case EngineError() | AnswerAbortedError():
+            return unavailable(f"the generator stops or its engine failed: {error}")
+        case _:
+            _log.error("request failed", exc_info=error)
+            return ApiError(500, "internal error; see the generator's log", code="internal")
+
+
+def _error(error: ApiError) -> web.Response:
+    return web.json_response(error.body(), status=error.status, headers=error.headers())
+
+
+def _session_id(text: str) -> str:
+    if _SESSION_ID.fullmatch(text) is None:
+        raise invalid(SESSION_HEADER, f"{text!r:.80}; 1 to 128 printable ASCII characters without spaces")
+    return text
+
+
+def _labels(request: web.Request) -> Labels | None:
+    session_id, task = request.headers.get(SESSION_HEADER), request.headers.get(GROUP_HEADER, "")
+    if session_id is None:
+        if task:
+            raise invalid(GROUP_HEADER, f"set without {SESSION_HEADER}")
+        return None
+    if task and _TASK.fullmatch(task) is None:
+        raise invalid(GROUP_HEADER, f"{task!r:.80}; 1 to 64 of A-Z a-z 0-9 . _ : @ / + -")
+    return Labels(session_id=_session_id(session_id), task=task)

@@ -1,0 +1,142 @@
+"""Answers in OpenAI's form: whole, and as chunks of a stream. Pure."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from services.generator.openai_agents import Prepared
+from services.generator.openai_protocol import ChatRequest, SamplingRequest
+from services.generator.openai_sampling import Answer, Piece
+from services.generator.openai_text import ConversationTokenizer
+
+END_OF_STREAM = b"data: [DONE]\n\n"
+
+
+def event(data: dict[str, Any]) -> bytes:
+    """A server-sent event."""
+    return b"data: " + json.dumps(data, ensure_ascii=False).encode() + b"\n\n"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Form:
+    """What all parts of one response share."""
+
+    response_id: str
+    created_s: int
+    model: str
+    body: SamplingRequest
+    tokenizer: ConversationTokenizer
+
+    @property
+    def is_chat(self) -> bool:
+        """Chat, or plain completion."""
+        return isinstance(self.body, ChatRequest)
+
+    def whole(self, prepared: Prepared, answers: Sequence[Answer]) -> dict[str, Any]:
+        """The response without a stream."""
+        choices = [self._choice(index, answer) for index, answer in enumerate(answers)]
+        oldest = min(int(answer.sampled.versions.min()) for answer in answers)
+        made = self._frame("chat.completion" if self.is_chat else "text_completion", choices)
+        made["system_fingerprint"] = f"policy-{oldest}"
+        made["usage"] = usage(prepared, answers)
+        if self.body.return_token_ids:
+            made["prompt_token_ids"] = list(prepared.prompt_token_ids)
+        return made
+
+    def first_chunk(self, index: int) -> dict[str, Any] | None:
+        """What opens a choice of a stream."""
+        return self._chunk(index, {"role": "assistant", "content": ""}) if self.is_chat else None
+
+    def piece_chunk(self, index: int, piece: Piece) -> dict[str, Any] | None:
+        """What came since the last one; None where there is nothing to tell."""
+        logprobs = self._logprobs(piece.tokens)
+        if not piece.text and not logprobs:
+            return None
+        if self.is_chat:
+            return self._chunk(index, {"content": piece.text}, logprobs=logprobs)
+        return self._text_chunk(index, piece.text, logprobs=logprobs)
+
+    def last_chunks(self, index: int, answer: Answer) -> list[dict[str, Any]]:
+        """What is left of a choice, and why it ended."""
+        rest = answer.content[answer.num_shown :]
+        extra = {"token_ids": answer.sampled.token_ids.tolist()} if self.body.return_token_ids else {}
+        if not self.is_chat:
+            return [self._text_chunk(index, rest, finish_reason=answer.finish_reason, **extra)]
+        chunks = [self._chunk(index, {"content": rest})] if rest else []
+        calls = [{"index": position} | call.as_json() for position, call in enumerate(answer.tool_calls)]
+        if calls:
+            chunks.append(self._chunk(index, {"tool_calls": calls}))
+        return [*chunks, self._chunk(index, {}, finish_reason=answer.finish_reason, **extra)]
+
+    def usage_chunk(self, prepared: Prepared, answers: Sequence[Answer]) -> dict[str, Any]:
+        """The tokens of a stream."""
+        return self._frame(self._chunk_kind(), []) | {"usage": usage(prepared, answers)}
+
+    def _choice(self, index: int, answer: Answer) -> dict[str, Any]:
+        choice: dict[str, Any] = {"index": index, "finish_reason": answer.finish_reason}
+        choice["logprobs"] = self._logprobs(answer.shown_tokens)
+        if self.is_chat:
+            calls = [call.as_json() for call in answer.tool_calls]
+            content = answer.content.strip() or None if calls else answer.content
+            choice["message"] = {"role": "assistant", "content": content}
+            if calls:
+                choice["message"]["tool_calls"] = calls
+        else:
+            choice["text"] = answer.text
+        if self.body.return_token_ids:
+            choice["token_ids"] = answer.sampled.token_ids.tolist()
+        return choice
+
+    def _logprobs(self, tokens: Sequence[tuple[int, float]]) -> dict[str, Any] | None:
+        body = self.body
+        is_wanted = body.logprobs if isinstance(body, ChatRequest) else getattr(body, "logprobs", None) is not None
+        if not is_wanted or not tokens:
+            return None
+        texts = [self.tokenizer.raw_text_of([token_id]) for token_id, _ in tokens]
+        if self.is_chat:
+            content = [
+                {"token": text, "logprob": logprob, "bytes": list(text.encode()), "top_logprobs": []}
+                for text, (_, logprob) in zip(texts, tokens, strict=True)
+            ]
+            return {"content": content, "refusal": None}
+        offsets = [sum(map(len, texts[:position])) for position in range(len(texts))]
+        return {
+            "tokens": texts,
+            "token_logprobs": [logprob for _, logprob in tokens],
+            "top_logprobs": None,
+            "text_offset": offsets,
+        }
+
+    def _chunk(self, index: int, delta: dict[str, Any], **more: Any) -> dict[str, Any]:
+        choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None} | more
+        return self._frame(self._chunk_kind(), [choice])
+
+    def _text_chunk(self, index: int, text: str, **more: Any) -> dict[str, Any]:
+        choice = {"index": index, "text": text, "logprobs": None, "finish_reason": None} | more
+        return self._frame(self._chunk_kind(), [choice])
+
+    def _chunk_kind(self) -> str:
+        return "chat.completion.chunk" if self.is_chat else "text_completion"
+
+    def _frame(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        return {
+            "id": self.response_id,
+            "object": kind,
+            "created": self.created_s,
+            "model": self.model,
+            "choices": choices,
+        }
+
+
+def usage(prepared: Prepared, answers: Sequence[Answer]) -> dict[str, int]:
+    """Tokens that went in and came out."""
+    num_prompt = len(prepared.prompt_token_ids)
+    num_sampled = sum(len(answer.sampled.token_ids) for answer in answers)
+    return {
+        "prompt_tokens": num_prompt,
+        "completion_tokens": num_sampled,
+        "total_tokens": num_prompt + num_sampled,
+    }

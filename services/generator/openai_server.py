@@ -1,0 +1,150 @@
+"""The OpenAI-compatible endpoint of a generator process, wired together; imported only where it is asked for."""
+
+from __future__ import annotations
+
+import asyncio
+import ssl
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+
+import structlog
+from aiohttp import web
+
+from penstock.clock import SystemClock
+from penstock.errors import PenstockError
+from penstock.rpc import PortUnavailableError
+from penstock.security import Security
+from services.generator.config import GeneratorConfig
+from services.generator.guests import Guests
+from services.generator.openai_agents import Agents
+from services.generator.openai_errors import ApiError
+from services.generator.openai_http import OpenAIRoutes
+from services.generator.openai_metrics import OpenAIMetrics
+from services.generator.openai_put import RETRY_S, GroupPutter
+from services.generator.openai_reward import SessionRewards
+from services.generator.openai_text import ConversationTokenizer
+
+HTTP_SHUTDOWN_S = 2.0
+PUT_AT_STOP_S = 3.0
+"""How long complete groups have to reach the broker when the process stops."""
+
+_log = structlog.get_logger()
+
+
+class OpenAIEndpoint:
+    """Use `serving` as a context manager and `run` as a loop beside it.
+
+    Args:
+        config: Of the generator.
+        guests: Decodes.
+        security: Credentials of the process.
+        metrics: Its Prometheus numbers.
+
+    Raises:
+        ValueError: The model has no tokenizer that serves.
+    """
+
+    def __init__(self, config: GeneratorConfig, *, guests: Guests, security: Security, metrics: OpenAIMetrics) -> None:
+        self._listen = config.openai.listen or ""
+        self._guests = guests
+        self._security = security
+        self._clock = SystemClock()
+        self._tokenizer = ConversationTokenizer(config.model_path)
+        self._putter = GroupPutter(
+            config.broker,
+            run_id=config.run_id,
+            generator_id=guests.generator_id,
+            security=security,
+            metrics=metrics,
+        )
+        self._agents = Agents(
+            guests,
+            tokenizer=self._tokenizer,
+            putter=self._putter,
+            config=config.openai,
+            metrics=metrics,
+            clock=self._clock,
+        )
+        self._rewards = SessionRewards(
+            self._agents, run_id=config.run_id, target=config.openai.reward, security=security
+        )
+        self._routes = OpenAIRoutes(
+            self._agents,
+            rewards=self._rewards,
+            metrics=metrics,
+            model_name=config.openai.model_name or config.model_path.name,
+            token=security.token,
+            request_timeout_s=config.openai.request_timeout_s,
+        )
+
+    @asynccontextmanager
+    async def serving(self) -> AsyncIterator[str]:
+        """Serve; yields the base address that clients are given.
+
+        Raises:
+            PortUnavailableError: The address cannot be listened on.
+        """
+        async with AsyncExitStack() as stack:
+            stack.callback(self._tokenizer.close)
+            stack.push_async_callback(self._putter.close)
+            stack.push_async_callback(self._rewards.close)
+            # A client that goes away must not hold a place at the engine, nor leave a turn that it never saw.
+            runner = web.AppRunner(
+                self._routes.application(), access_log=None, shutdown_timeout=HTTP_SHUTDOWN_S, handler_cancellation=True
+            )
+            await runner.setup()
+            stack.push_async_callback(runner.cleanup)
+            address = await _listen(runner, self._listen, _ssl_context(self._security))
+            _log.info("OpenAI-compatible endpoint", address=address)
+            yield address
+
+    async def run(self) -> None:
+        """Put finished groups, until cancelled."""
+        while True:
+            try:
+                book = await self._agents.book()
+                break
+            except (ApiError, PenstockError):
+                # The run is opened by its trainer, in its own time.
+                await asyncio.sleep(RETRY_S)
+        await self._putter.run(
+            book,
+            text_of=self._tokenizer.text_of,
+            run_history=lambda: self._guests.run_history,
+            now_s=self._clock.now_s,
+        )
+
+    async def stop(self) -> None:
+        """Put what is complete; sessions that are not are lost with the process. Takes seconds at most."""
+        try:
+            book = await asyncio.wait_for(self._agents.book(), PUT_AT_STOP_S)
+        except (ApiError, TimeoutError):
+            return
+        num_open = book.num_open
+        book.close_all()
+        is_put = await self._putter.wait_until_idle(timeout_s=PUT_AT_STOP_S)
+        _log.info("sessions ended", num_open_dropped=num_open, are_complete_groups_put=is_put)
+
+
+async def _listen(runner: web.AppRunner, listen: str, ssl_context: ssl.SSLContext | None) -> str:
+    host, _, port = listen.rpartition(":")
+    try:
+        await web.TCPSite(runner, host.strip("[]"), int(port), ssl_context=ssl_context).start()
+    except (OSError, ValueError) as error:
+        raise PortUnavailableError(
+            f"cannot listen on {listen} (openai.listen): {error}; stop the other process or choose another port"
+        ) from error
+    bound = runner.addresses[0][1]
+    return f"{'https' if ssl_context else 'http'}://{host}:{bound}/v1"
+
+
+def _ssl_context(security: Security) -> ssl.SSLContext | None:
+    if security.cert_file is None or security.key_file is None:
+        return None
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    context.load_cert_chain(security.cert_file, security.key_file)
+    # OpenAI's clients bring a key, which is checked; without a token only certificates tell who may talk.
+    if security.ca_file is not None and security.token is None:
+        context.load_verify_locations(security.ca_file)
+        context.verify_mode = ssl.CERT_REQUIRED
+    return context
