@@ -21,7 +21,7 @@ from penstock.security import NO_SECURITY, Security
 from services.broker.memory_store import MemoryStore
 from services.generator.busy import BusyTracker
 from services.generator.config import GeneratorConfig, OpenAIConfig
-from services.generator.engine import EngineStats, EngineStoppedError, FinishReason, TokenSpan
+from services.generator.engine import EngineProfile, EngineStats, EngineStoppedError, FinishReason, TokenSpan
 from services.generator.guests import Guests
 from services.generator.held import Held, HeldWeights
 from services.generator.metrics import GeneratorMetrics
@@ -109,6 +109,9 @@ class PlannedEngine:
 
     async def abort(self, request_id: str) -> None:
         raise NotImplementedError
+
+    def profile(self) -> EngineProfile:
+        return EngineProfile(max_concurrent_samples=64)
 
     def stats(self) -> EngineStats:
         return EngineStats(
