@@ -5,6 +5,7 @@ Publishing of policy weights: what a version consists of, where to get it, who h
 
 from collections import abc as _abc
 from google.protobuf import descriptor as _descriptor
+from google.protobuf import duration_pb2 as _duration_pb2
 from google.protobuf import message as _message
 from google.protobuf import timestamp_pb2 as _timestamp_pb2
 from google.protobuf.internal import containers as _containers
@@ -75,6 +76,30 @@ WEIGHTS_ENCODING_SAFETENSORS_ZSTD: WeightsEncoding.ValueType  # 2
 WEIGHTS_ENCODING_CHANGED_BLOCKS: WeightsEncoding.ValueType  # 3
 """The changed elements of each changed block, of a delta; docs/weights.md has the format."""
 Global___WeightsEncoding: _TypeAlias = WeightsEncoding  # noqa: Y015
+
+class _BroadcastBackend:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _BroadcastBackendEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_BroadcastBackend.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    BROADCAST_BACKEND_UNSPECIFIED: _BroadcastBackend.ValueType  # 0
+    """Not set; refused."""
+    BROADCAST_BACKEND_GLOO: _BroadcastBackend.ValueType  # 1
+    """gloo: TCP between processors."""
+    BROADCAST_BACKEND_NCCL: _BroadcastBackend.ValueType  # 2
+    """NCCL: between GPUs."""
+
+class BroadcastBackend(_BroadcastBackend, metaclass=_BroadcastBackendEnumTypeWrapper):
+    """Which library carries a broadcast."""
+
+BROADCAST_BACKEND_UNSPECIFIED: BroadcastBackend.ValueType  # 0
+"""Not set; refused."""
+BROADCAST_BACKEND_GLOO: BroadcastBackend.ValueType  # 1
+"""gloo: TCP between processors."""
+BROADCAST_BACKEND_NCCL: BroadcastBackend.ValueType  # 2
+"""NCCL: between GPUs."""
+Global___BroadcastBackend: _TypeAlias = BroadcastBackend  # noqa: Y015
 
 @_typing.final
 class TensorInfo(_message.Message):
@@ -308,22 +333,26 @@ class WatchManifestsRequest(_message.Message):
     RUN_ID_FIELD_NUMBER: _builtins.int
     RECEIVER_ID_FIELD_NUMBER: _builtins.int
     SITE_FIELD_NUMBER: _builtins.int
+    JOINS_BROADCASTS_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     """Which run."""
     receiver_id: _builtins.str
     """The receiver, for logs and status."""
     site: _builtins.str
     """Site of the receiver; decides which relay's address comes first. Empty means unknown."""
+    joins_broadcasts: _builtins.bool
+    """Whether it will ask to join the broadcasts of what is published (JoinBroadcast), so that they wait for it a while."""
     def __init__(
         self,
         *,
         run_id: _builtins.str = ...,
         receiver_id: _builtins.str = ...,
         site: _builtins.str = ...,
+        joins_broadcasts: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["receiver_id", b"receiver_id", "run_id", b"run_id", "site", b"site"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["joins_broadcasts", b"joins_broadcasts", "receiver_id", b"receiver_id", "run_id", b"run_id", "site", b"site"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -474,6 +503,96 @@ class FindSourcesResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___FindSourcesResponse: _TypeAlias = FindSourcesResponse  # noqa: Y015
+
+@_typing.final
+class JoinBroadcastRequest(_message.Message):
+    """Request of JoinBroadcast."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RUN_ID_FIELD_NUMBER: _builtins.int
+    RECEIVER_ID_FIELD_NUMBER: _builtins.int
+    CONTENT_ID_FIELD_NUMBER: _builtins.int
+    BACKEND_FIELD_NUMBER: _builtins.int
+    OPEN_GROUP_ID_FIELD_NUMBER: _builtins.int
+    run_id: _builtins.str
+    """Which run."""
+    receiver_id: _builtins.str
+    """The receiver."""
+    content_id: _builtins.str
+    """Which content, as in FindSourcesRequest."""
+    backend: Global___BroadcastBackend.ValueType
+    """The library it can use; all members of a broadcast use the same."""
+    open_group_id: _builtins.str
+    """The group whose connections it still has open; empty if none. A broadcast to the same members goes over them."""
+    def __init__(
+        self,
+        *,
+        run_id: _builtins.str = ...,
+        receiver_id: _builtins.str = ...,
+        content_id: _builtins.str = ...,
+        backend: Global___BroadcastBackend.ValueType = ...,
+        open_group_id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["backend", b"backend", "content_id", b"content_id", "open_group_id", b"open_group_id", "receiver_id", b"receiver_id", "run_id", b"run_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___JoinBroadcastRequest: _TypeAlias = JoinBroadcastRequest  # noqa: Y015
+
+@_typing.final
+class JoinBroadcastResponse(_message.Message):
+    """Response of JoinBroadcast."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    GROUP_ID_FIELD_NUMBER: _builtins.int
+    SEQUENCE_FIELD_NUMBER: _builtins.int
+    RANK_FIELD_NUMBER: _builtins.int
+    NUM_RANKS_FIELD_NUMBER: _builtins.int
+    STORE_ADDRESS_FIELD_NUMBER: _builtins.int
+    PIECE_BYTES_FIELD_NUMBER: _builtins.int
+    STALL_TIMEOUT_FIELD_NUMBER: _builtins.int
+    group_id: _builtins.str
+    """Names the group. Where it is the request's `open_group_id` its connections are used again; else the receiver forms
+    it anew with the others, through the store.
+    """
+    sequence: _builtins.int
+    """Number of this broadcast in its group, from 0. When it is over for a receiver, well or not, it sets the key
+    "<group_id>/<sequence>/<rank>" in the store to "ok" or "failed".
+    """
+    rank: _builtins.int
+    """The receiver's rank; the sender is 0."""
+    num_ranks: _builtins.int
+    """Members of the group, the sender included."""
+    store_address: _builtins.str
+    """host:port of the torch.distributed TCPStore in which members find each other under the prefix `group_id`."""
+    piece_bytes: _builtins.int
+    """The content is broadcast in pieces of so many bytes, the last may be shorter."""
+    @_builtins.property
+    def stall_timeout(self) -> _duration_pb2.Duration:
+        """Longest time that forming the group, or one piece, may take; then the broadcast is over for all."""
+
+    def __init__(
+        self,
+        *,
+        group_id: _builtins.str = ...,
+        sequence: _builtins.int = ...,
+        rank: _builtins.int = ...,
+        num_ranks: _builtins.int = ...,
+        store_address: _builtins.str = ...,
+        piece_bytes: _builtins.int = ...,
+        stall_timeout: _duration_pb2.Duration | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["stall_timeout", b"stall_timeout"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["group_id", b"group_id", "num_ranks", b"num_ranks", "piece_bytes", b"piece_bytes", "rank", b"rank", "sequence", b"sequence", "stall_timeout", b"stall_timeout", "store_address", b"store_address"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___JoinBroadcastResponse: _TypeAlias = JoinBroadcastResponse  # noqa: Y015
 
 @_typing.final
 class ReportHoldingRequest(_message.Message):

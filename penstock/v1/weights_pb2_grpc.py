@@ -57,6 +57,11 @@ class WeightStoreServiceStub:
                 request_serializer=penstock_dot_v1_dot_weights__pb2.FindSourcesRequest.SerializeToString,
                 response_deserializer=penstock_dot_v1_dot_weights__pb2.FindSourcesResponse.FromString,
                 _registered_method=True)
+        self.JoinBroadcast = channel.unary_unary(
+                '/penstock.v1.WeightStoreService/JoinBroadcast',
+                request_serializer=penstock_dot_v1_dot_weights__pb2.JoinBroadcastRequest.SerializeToString,
+                response_deserializer=penstock_dot_v1_dot_weights__pb2.JoinBroadcastResponse.FromString,
+                _registered_method=True)
         self.ReportHolding = channel.unary_unary(
                 '/penstock.v1.WeightStoreService/ReportHolding',
                 request_serializer=penstock_dot_v1_dot_weights__pb2.ReportHoldingRequest.SerializeToString,
@@ -111,6 +116,18 @@ class WeightStoreServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def JoinBroadcast(self, request, context):
+        """Gathers receivers that want one content for a broadcast over a collective library (NCCL, gloo), and answers each of
+        them when it begins: when all have asked that are expected to, or after a short while.
+
+        Asked before a fetch by receivers on one fast network with the store. What a broadcast does not bring, whole or in
+        part, is fetched as if there had been none. UNIMPLEMENTED / NOT_OFFERED: no broadcasts here, or not for this
+        receiver now. UNAVAILABLE: the broadcast did not come about.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def ReportHolding(self, request, context):
         """A receiver states which version its engine now holds, with the digest it computed from the engine's own memory.
 
@@ -142,6 +159,11 @@ def add_WeightStoreServiceServicer_to_server(servicer, server):
                     servicer.FindSources,
                     request_deserializer=penstock_dot_v1_dot_weights__pb2.FindSourcesRequest.FromString,
                     response_serializer=penstock_dot_v1_dot_weights__pb2.FindSourcesResponse.SerializeToString,
+            ),
+            'JoinBroadcast': grpc.unary_unary_rpc_method_handler(
+                    servicer.JoinBroadcast,
+                    request_deserializer=penstock_dot_v1_dot_weights__pb2.JoinBroadcastRequest.FromString,
+                    response_serializer=penstock_dot_v1_dot_weights__pb2.JoinBroadcastResponse.SerializeToString,
             ),
             'ReportHolding': grpc.unary_unary_rpc_method_handler(
                     servicer.ReportHolding,
@@ -260,6 +282,33 @@ class WeightStoreService:
             '/penstock.v1.WeightStoreService/FindSources',
             penstock_dot_v1_dot_weights__pb2.FindSourcesRequest.SerializeToString,
             penstock_dot_v1_dot_weights__pb2.FindSourcesResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def JoinBroadcast(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/penstock.v1.WeightStoreService/JoinBroadcast',
+            penstock_dot_v1_dot_weights__pb2.JoinBroadcastRequest.SerializeToString,
+            penstock_dot_v1_dot_weights__pb2.JoinBroadcastResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -61,6 +61,14 @@ class WeightStoreServiceStub:
     Asked before a fetch, and again with `failed_url` when the relay it was sent to breaks off, lies or is silent; then
     another receiver of the site is chosen. UNIMPLEMENTED / NOT_OFFERED: fetch from the manifest's urls.
     """
+    JoinBroadcast: _grpc.UnaryUnaryMultiCallable[_weights_pb2.JoinBroadcastRequest, _weights_pb2.JoinBroadcastResponse]
+    """Gathers receivers that want one content for a broadcast over a collective library (NCCL, gloo), and answers each of
+    them when it begins: when all have asked that are expected to, or after a short while.
+
+    Asked before a fetch by receivers on one fast network with the store. What a broadcast does not bring, whole or in
+    part, is fetched as if there had been none. UNIMPLEMENTED / NOT_OFFERED: no broadcasts here, or not for this
+    receiver now. UNAVAILABLE: the broadcast did not come about.
+    """
     ReportHolding: _grpc.UnaryUnaryMultiCallable[_weights_pb2.ReportHoldingRequest, _weights_pb2.ReportHoldingResponse]
     """A receiver states which version its engine now holds, with the digest it computed from the engine's own memory.
 
@@ -99,6 +107,14 @@ class WeightStoreServiceAsyncStub(WeightStoreServiceStub):
 
     Asked before a fetch, and again with `failed_url` when the relay it was sent to breaks off, lies or is silent; then
     another receiver of the site is chosen. UNIMPLEMENTED / NOT_OFFERED: fetch from the manifest's urls.
+    """
+    JoinBroadcast: _aio.UnaryUnaryMultiCallable[_weights_pb2.JoinBroadcastRequest, _weights_pb2.JoinBroadcastResponse]  # type: ignore[assignment]
+    """Gathers receivers that want one content for a broadcast over a collective library (NCCL, gloo), and answers each of
+    them when it begins: when all have asked that are expected to, or after a short while.
+
+    Asked before a fetch by receivers on one fast network with the store. What a broadcast does not bring, whole or in
+    part, is fetched as if there had been none. UNIMPLEMENTED / NOT_OFFERED: no broadcasts here, or not for this
+    receiver now. UNAVAILABLE: the broadcast did not come about.
     """
     ReportHolding: _aio.UnaryUnaryMultiCallable[_weights_pb2.ReportHoldingRequest, _weights_pb2.ReportHoldingResponse]  # type: ignore[assignment]
     """A receiver states which version its engine now holds, with the digest it computed from the engine's own memory.
@@ -159,6 +175,20 @@ class WeightStoreServiceServicer(metaclass=_abc_1.ABCMeta):
 
         Asked before a fetch, and again with `failed_url` when the relay it was sent to breaks off, lies or is silent; then
         another receiver of the site is chosen. UNIMPLEMENTED / NOT_OFFERED: fetch from the manifest's urls.
+        """
+
+    @_abc_1.abstractmethod
+    def JoinBroadcast(
+        self,
+        request: _weights_pb2.JoinBroadcastRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_weights_pb2.JoinBroadcastResponse, _abc.Awaitable[_weights_pb2.JoinBroadcastResponse]]:
+        """Gathers receivers that want one content for a broadcast over a collective library (NCCL, gloo), and answers each of
+        them when it begins: when all have asked that are expected to, or after a short while.
+
+        Asked before a fetch by receivers on one fast network with the store. What a broadcast does not bring, whole or in
+        part, is fetched as if there had been none. UNIMPLEMENTED / NOT_OFFERED: no broadcasts here, or not for this
+        receiver now. UNAVAILABLE: the broadcast did not come about.
         """
 
     @_abc_1.abstractmethod

@@ -24,6 +24,7 @@ import structlog
 from penstock.errors import (
     DigestMismatchError,
     InvalidFieldError,
+    NotOfferedError,
     OffsetMismatchError,
     ServiceUnavailableError,
     UnknownVersionError,
@@ -251,6 +252,12 @@ class WeightStoreService(weights_pb2_grpc.WeightStoreServiceServicer):
             failed_url=request.failed_url,
         )
         return weights_pb2.FindSourcesResponse(relay_urls=relay_urls)
+
+    async def JoinBroadcast(
+        self, request: weights_pb2.JoinBroadcastRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> weights_pb2.JoinBroadcastResponse:
+        """A place in the next broadcast of a content."""
+        raise NotOfferedError("this weight store broadcasts nothing; fetch the content")
 
     async def ReportHolding(
         self, request: weights_pb2.ReportHoldingRequest, context: grpc.aio.ServicerContext[Any, Any]
