@@ -20,6 +20,7 @@ from services.broker.memory_store import MemoryStore
 from tests.helpers.broker import RunningBroker, Trainer, serving
 from tests.helpers.recordings import recorded
 from tests.helpers.steps import train_step
+from tests.helpers.waiting import until
 
 SECOND = "run-2"
 Trained = dict[int, list[types_pb2.TrajectoryGroup]]
@@ -76,9 +77,7 @@ async def replayed(broker: RunningBroker, file: Path, **options: Any) -> Replaye
 
 
 async def steps(trained: Trained, count: int) -> Trained:
-    async with asyncio.timeout(10):
-        while len(trained) < count:  # noqa: ASYNC110 -- filled by another task
-            await asyncio.sleep(0.005)
+    await until(lambda: len(trained) >= count)
     return trained
 
 

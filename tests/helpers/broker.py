@@ -9,12 +9,14 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import grpc
+import pytest
 from google.protobuf.duration_pb2 import Duration
 from prometheus_client import CollectorRegistry
 
 from penstock import rpc
 from penstock.clock import Clock, SystemClock
 from penstock.codec import encode_versions, float32_bytes, int32_bytes
+from penstock.errors import PenstockError, from_rpc_error
 from penstock.security import NO_SECURITY
 from penstock.v1 import broker_pb2, broker_pb2_grpc, types_pb2
 from services.broker.hubs import Hubs
@@ -361,3 +363,13 @@ async def eventually(condition: Callable[[], Any]) -> None:
     async with asyncio.timeout(TIMEOUT_S):
         while not await condition():  # noqa: ASYNC110 -- the condition is no event
             await asyncio.sleep(0.02)
+
+
+async def error_of(stream: Duplex) -> PenstockError:
+    """What ends the stream, once it ended; fails the test if that is no error."""
+    try:
+        while await stream.receive() is not grpc.aio.EOF:
+            pass
+    except grpc.aio.AioRpcError as error:
+        return from_rpc_error(error, peer="broker")
+    pytest.fail("the stream ended with OK")

@@ -12,8 +12,9 @@ import pytest
 from penstock.errors import ServiceUnavailableError
 from services.broker.keys import RunKeys
 from services.broker.redis_store import RedisStore
-from tests.helpers.broker import RUN, RunningBroker, eventually, prompt, serving
+from tests.helpers.broker import RUN, RunningBroker, prompt, serving
 from tests.helpers.redis_groups import ClusterGroup, SentinelGroup
+from tests.helpers.waiting import until
 
 pytestmark = pytest.mark.timeout(120)
 WAIT_S = 40.0
@@ -63,9 +64,7 @@ class Submitter:
     async def stores_more(self, count: int) -> None:
         """Until `count` further prompts are stored."""
         goal = len(self.stored) + count
-        async with asyncio.timeout(WAIT_S):
-            while len(self.stored) < goal:  # noqa: ASYNC110 -- the condition is no event
-                await asyncio.sleep(0.01)
+        await until(lambda: len(self.stored) >= goal, timeout_s=WAIT_S)
 
 
 @asynccontextmanager
@@ -112,11 +111,8 @@ async def test_a_master_that_hangs_and_comes_back_as_a_replica_takes_nothing_alo
     # All of them: with one, the replica that is not promoted may confirm for a moment what the old master still takes.
     async with submitting(sentinels.url, num_wait_replicas=2) as submitter:
         master.pause()
-
         try:
-            async with asyncio.timeout(WAIT_S):
-                while sentinels.master() is master:  # noqa: ASYNC110 -- the condition is no event
-                    await asyncio.sleep(0.05)
+            await until(lambda: sentinels.master() is not master, timeout_s=WAIT_S)
         finally:
             master.resume()
         await submitter.stores_more(50)
@@ -127,10 +123,7 @@ async def test_a_cluster_that_loses_a_node_is_waited_for(cluster: ClusterGroup) 
     async with submitting(cluster.url) as submitter:
         owner.kill()
 
-        async def is_refused() -> bool:
-            return submitter.num_refused > 0
-
-        await eventually(is_refused)
+        await until(lambda: submitter.num_refused > 0, timeout_s=WAIT_S)
         owner.start()
         await submitter.stores_more(50)
 

@@ -1,0 +1,1 @@
+"""BrokerService over real gRPC, on every store; one file a subject."""
