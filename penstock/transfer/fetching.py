@@ -34,6 +34,12 @@ _HTTP_OK, _HTTP_PARTIAL, _HTTP_NOT_FOUND, _HTTP_GONE = 200, 206, 404, 410
 _Piece: TypeAlias = bytes | memoryview
 
 
+def span_bytes(missing_bytes: int, num_connections: int) -> int:
+    """How much one GET asks for."""
+    share_bytes = missing_bytes // (num_connections * SPANS_PER_CONNECTION)
+    return min(max(share_bytes, MIN_SPAN_BYTES), MAX_SPAN_BYTES)
+
+
 class Fetching:
     """One fetch; `run` it once.
 
@@ -71,8 +77,7 @@ class Fetching:
 
     async def run(self, *, num_connections: int) -> None:
         """Fetch what is missing. Raises PenstockError where no source is left, OSError where the disk refuses."""
-        share_bytes = self._content.missing_bytes // (num_connections * SPANS_PER_CONNECTION)
-        self._span_bytes = min(max(share_bytes, MIN_SPAN_BYTES), MAX_SPAN_BYTES)
+        self._span_bytes = span_bytes(self._content.missing_bytes, num_connections)
         self._spans.extend(self._group(self._content.missing()))
         try:
             async with asyncio.TaskGroup() as group:
@@ -158,17 +163,17 @@ class Fetching:
     def _group(self, indices: Iterable[int]) -> list[range]:
         """The missing ones of some chunks, as runs of neighbours."""
         spans: list[range] = []
-        span_bytes = 0
+        last_bytes = 0
         for index in indices:
             if self._content.has(index):
                 continue
             size_bytes = self._content.chunk(index).size_bytes
-            if spans and spans[-1].stop == index and span_bytes + size_bytes <= self._span_bytes:
+            if spans and spans[-1].stop == index and last_bytes + size_bytes <= self._span_bytes:
                 spans[-1] = range(spans[-1].start, index + 1)
-                span_bytes += size_bytes
+                last_bytes += size_bytes
             else:
                 spans.append(range(index, index + 1))
-                span_bytes = size_bytes
+                last_bytes = size_bytes
         return spans
 
 

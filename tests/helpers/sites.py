@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 from safetensors.numpy import save_file
 
+from benchmarks.weights.link import ShapedLink, link_to
 from penstock.clients.downloads import Download, Downloader
 from penstock.clients.weights import WeightsClient
 from penstock.rpc import Service
@@ -19,7 +20,6 @@ from services.trainer.weight_publisher import serving_weights
 from services.trainer.weight_store import SERVICE_NAME, PublishedVersion, WeightStore, WeightStoreService
 from tests.helpers.scripted_weight_store import make_manifest
 from tests.helpers.serving import serving
-from tests.helpers.shaped_link import ShapedLink, link_to
 
 CHUNK_BYTES = 64 * 1024
 

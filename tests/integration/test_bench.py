@@ -62,6 +62,19 @@ def test_a_quick_run_over_a_fleet_prints_ratios_and_times_as_json() -> None:
     assert 0 <= result["ranker"]["recall_of_longest_20%"] <= 1
 
 
+def test_a_quick_run_of_the_weights_measures_every_way_they_travel() -> None:
+    command = [sys.executable, "-m", "console", "bench", "weights", "--quick", "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=55, check=False)
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout)
+    assert result["full"]["ratio_to_bare_download"] > 0
+    assert result["full"]["by_size"]["10_mb"]["spread"].keys() >= {"mb_per_second", "bare_mb_per_second"}
+    assert 0 < result["delta"]["bytes_ratio"] <= 0.05
+    assert 1 <= result["link_copies"] < 1.01
+    assert result["link"]["resent_ratio"] < 0.1
+    assert result["swap_pause_ms"] > 0
+
+
 def test_an_unknown_benchmark_is_a_mistake_in_one_line() -> None:
     command = [sys.executable, "-m", "console", "bench", "nothing"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)

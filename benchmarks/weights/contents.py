@@ -1,0 +1,59 @@
+"""Made-up weights, their manifests, and where they are put for measuring."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+from safetensors.numpy import save_file
+
+from penstock.v1 import weights_pb2
+from penstock.weights import file_digest, manifest_digest, safetensors_digests
+
+RUN_ID = "bench"
+NUM_TENSORS = 8
+
+
+def write_weights(path: Path, *, size_bytes: int, seed: int = 0) -> None:
+    """Random bytes as tensors: nothing on the way can make them smaller."""
+    rng = np.random.default_rng(seed)
+    tensors = {
+        f"w{number}": np.frombuffer(rng.bytes(size_bytes // NUM_TENSORS), np.uint8) for number in range(NUM_TENSORS)
+    }
+    save_file(tensors, path)
+
+
+def make_manifest(path: Path, *, url: str, policy_version: int = 0) -> weights_pb2.WeightsManifest:
+    """The manifest of a full version, with chunks of the size that a trainer makes."""
+    infos, content = safetensors_digests(path), file_digest(path)
+    return weights_pb2.WeightsManifest(
+        run_id=RUN_ID,
+        policy_version=policy_version,
+        kind=weights_pb2.WEIGHTS_KIND_FULL,
+        encoding=weights_pb2.WEIGHTS_ENCODING_SAFETENSORS,
+        tensors=[
+            weights_pb2.TensorInfo(
+                name=info.name, dtype=info.dtype, shape=info.shape, sha256=info.sha256, size_bytes=info.size_bytes
+            )
+            for info in infos
+        ],
+        chunks=[
+            weights_pb2.ChunkInfo(offset=chunk.offset, size_bytes=chunk.size_bytes, sha256=chunk.sha256)
+            for chunk in content.chunks
+        ],
+        digest=manifest_digest(infos),
+        size_bytes=content.size_bytes,
+        urls=[url],
+    )
+
+
+def median_and_spread(rows: Sequence[dict[str, float]]) -> dict[str, object]:
+    """The median of each number over repetitions, and its least and greatest under `spread`."""
+    columns = {name: [row[name] for row in rows] for name in rows[0]}
+    return {
+        **{name: statistics.median(values) for name, values in columns.items()},
+        "num_repetitions": len(rows),
+        "spread": {name: [min(values), max(values)] for name, values in columns.items()},
+    }

@@ -1,0 +1,94 @@
+"""Fetching full contents on loopback, against a bare parallel ranged download of the same bytes.
+
+The bare one uses the same HTTP library, as many connections and ranges of the same size, and writes to a file as well;
+it checks nothing and can continue nothing. Repetitions are interleaved; which of the two goes first alternates.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections import deque
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+
+from benchmarks.weights.contents import RUN_ID, make_manifest, median_and_spread, write_weights
+from benchmarks.weights.origin import running_origin
+from penstock.clients.downloads import NUM_CONNECTIONS, Downloader
+from penstock.transfer.fetching import span_bytes
+from penstock.v1 import weights_pb2
+
+MB = 1_000_000
+
+
+async def bare_download(url: str, target: Path, *, size_bytes: int) -> None:
+    """Ranged GETs over NUM_CONNECTIONS connections, each piece written where it belongs."""
+    length = span_bytes(size_bytes, NUM_CONNECTIONS)
+    begins = deque(range(0, size_bytes, length))
+    descriptor = os.open(target, os.O_RDWR | os.O_CREAT | os.O_TRUNC)
+    try:
+        os.ftruncate(descriptor, size_bytes)
+        async with aiohttp.ClientSession(auto_decompress=False) as session:
+
+            async def work() -> None:
+                while begins:
+                    offset = begins.popleft()
+                    last = min(offset + length, size_bytes) - 1
+                    async with session.get(url, headers={"Range": f"bytes={offset}-{last}"}) as response:
+                        async for piece in response.content.iter_any():
+                            os.pwrite(descriptor, piece, offset)
+                            offset += len(piece)
+
+            await asyncio.gather(*(work() for _ in range(NUM_CONNECTIONS)))
+    finally:
+        os.close(descriptor)
+
+
+async def measure(folder: Path, *, sizes_bytes: dict[int, int], progress: Callable[[str], None]) -> dict[str, Any]:
+    """For each size, with its number of repetitions: bytes a second of both, and the ratio.
+
+    `ratio_to_bare_download` of the whole is that of the size where it is lowest.
+    """
+    origin_folder = folder / "origin"
+    origin_folder.mkdir()
+    by_size: dict[str, dict[str, Any]] = {}
+    async with running_origin(origin_folder) as url:
+        for size_bytes, num_repetitions in sizes_bytes.items():
+            name = f"{size_bytes / MB:g}_mb"
+            path = origin_folder / name
+            write_weights(path, size_bytes=size_bytes)
+            manifest = make_manifest(path, url=f"{url}/weights/{RUN_ID}/{name}")
+            rows = []
+            for repetition in range(num_repetitions):
+                progress(f"full: {name}, repetition {repetition + 1} of {num_repetitions}")
+                rows.append(await _pair(manifest, folder, is_bare_first=repetition % 2 == 0))
+            by_size[name] = median_and_spread(rows)
+            path.unlink()
+    lowest = min(by_size.values(), key=lambda row: row["ratio_to_bare_download"])
+    return {"ratio_to_bare_download": lowest["ratio_to_bare_download"], "by_size": by_size}
+
+
+async def _pair(manifest: weights_pb2.WeightsManifest, folder: Path, *, is_bare_first: bool) -> dict[str, float]:
+    async def bare() -> None:
+        await bare_download(manifest.urls[0], folder / "bare", size_bytes=manifest.size_bytes)
+
+    async def ours() -> None:
+        async with Downloader() as downloader:
+            await downloader.fetch(manifest, folder / "ours")
+
+    times_s: dict[str, float] = {}
+    ways: list[tuple[str, Callable[[], Awaitable[None]]]] = [("bare", bare), ("ours", ours)]
+    for name, way in ways if is_bare_first else reversed(ways):
+        begun_s = time.perf_counter()
+        await way()
+        times_s[name] = time.perf_counter() - begun_s
+        (folder / name).unlink()
+    return {
+        "mb_per_second": manifest.size_bytes / MB / times_s["ours"],
+        "bare_mb_per_second": manifest.size_bytes / MB / times_s["bare"],
+        "ratio_to_bare_download": times_s["bare"] / times_s["ours"],
+    }

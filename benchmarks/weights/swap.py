@@ -1,0 +1,78 @@
+"""How long decoding stands still while new weights are put into a real engine (transformers, on the CPU).
+
+The version lies in a file already: fetching it is measured elsewhere, and does not keep decoding still.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import aclosing
+from pathlib import Path
+from typing import Any
+
+from benchmarks.weights.contents import median_and_spread
+from penstock.weights import manifest_digest, safetensors_digests
+from services.generator.engine import GenerateRequest, SamplingSettings, WeightUpdate
+
+VOCAB_SIZE, MAX_CONTEXT = 256, 4096
+START_TIMEOUT_S = 120.0
+
+
+async def measure(folder: Path, *, hidden_size: int, num_layers: int, num_updates: int) -> dict[str, Any]:
+    """Pause of each update while samples are decoded, milliseconds, with the size of what is swapped."""
+    # Imported here: torch takes seconds, and the other benchmarks need none.
+    from services.generator.transformers_engine import TransformersEngine, TransformersSettings
+
+    model_path = await asyncio.to_thread(_make_model, folder / "model", hidden_size, num_layers)
+    path = model_path / "model.safetensors"
+    tensors = safetensors_digests(path)
+    engine = TransformersEngine(TransformersSettings(model_path=model_path, dtype="float32", stream_interval=1))
+    await engine.start()
+    try:
+        decoding = [asyncio.create_task(_decode(engine, f"sample-{number}")) for number in range(2)]
+        async with asyncio.timeout(START_TIMEOUT_S):
+            while engine.stats().tokens_generated == 0:  # noqa: ASYNC110 -- a counter
+                await asyncio.sleep(0.01)
+        rows = []
+        for version in range(1, num_updates + 1):
+            report = await engine.update_weights(
+                WeightUpdate(policy_version=version, path=path, tensors=tensors, digest=manifest_digest(tensors))
+            )
+            rows.append({"pause_ms": report.pause_s * 1000})
+        is_decoding = not any(task.done() for task in decoding)
+        for task in decoding:
+            task.cancel()
+        await asyncio.gather(*decoding, return_exceptions=True)
+    finally:
+        await engine.stop()
+    if not is_decoding:
+        raise RuntimeError("the samples ended before the updates did: their pauses would not be those of decoding")
+    return {"engine": "transformers", "size_bytes": path.stat().st_size, **median_and_spread(rows)}
+
+
+async def _decode(engine: Any, name: str) -> None:
+    sampling = SamplingSettings(max_new_tokens=MAX_CONTEXT - 8, seed=0)
+    request = GenerateRequest(request_id=name, prompt_token_ids=(3, 4, 5), sampling=sampling)
+    async with aclosing(engine.generate(request)) as spans:
+        async for _ in spans:
+            pass
+
+
+def _make_model(folder: Path, hidden_size: int, num_layers: int) -> Path:
+    import torch
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    torch.manual_seed(0)
+    config = Qwen2Config(
+        vocab_size=VOCAB_SIZE,
+        hidden_size=hidden_size,
+        intermediate_size=4 * hidden_size,
+        num_hidden_layers=num_layers,
+        num_attention_heads=hidden_size // 32,
+        num_key_value_heads=hidden_size // 32,
+        max_position_embeddings=MAX_CONTEXT,
+        eos_token_id=None,
+        dtype="float32",
+    )
+    Qwen2ForCausalLM(config).save_pretrained(folder)
+    return folder

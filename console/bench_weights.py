@@ -1,0 +1,57 @@
+"""`penstock bench weights`: what it costs to bring weights to generators. Progress goes to stderr."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+from penstock.telemetry import configure_logging
+
+_TARGETS = {
+    "full.ratio_to_bare_download": ">= 0.7",
+    "delta.bytes_ratio": "<= 0.05",
+    "link.time_ratio": "<= 1.2",
+    "link_copies": "1 and headers",
+}
+
+
+def bench_weights_command(*, is_json: bool, is_quick: bool) -> int:
+    """Benchmark travelling weights; returns the exit status."""
+    from benchmarks.weights import suite
+
+    configure_logging("bench", level="warning")
+    plan = suite.QUICK if is_quick else suite.FULL
+    result = asyncio.run(suite.run(plan, progress=lambda text: print(text, file=sys.stderr)))
+    if is_json:
+        print(json.dumps(result, indent=2))
+    else:
+        _print_table(result)
+    return 0
+
+
+def _print_table(result: dict[str, Any]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title="Weights: medians of interleaved repetitions")
+    for heading in ("number", "median", "spread", "target"):
+        table.add_column(heading, justify="right" if heading in ("median", "spread") else "left")
+    for name, value, spread in _rows(result, ""):
+        table.add_row(name, _short(value), " to ".join(map(_short, spread)), _TARGETS.get(name, ""))
+    Console().print(table)
+
+
+def _rows(numbers: dict[str, Any], prefix: str) -> Iterator[tuple[str, float, list[float]]]:
+    spreads = numbers.get("spread", {})
+    for name, value in numbers.items():
+        if isinstance(value, dict) and name != "spread":
+            yield from _rows(value, f"{prefix}{name}.")
+        elif isinstance(value, int | float):
+            yield f"{prefix}{name}", value, spreads.get(name, [])
+
+
+def _short(value: float) -> str:
+    return f"{value:,.4g}" if abs(value) < 1000 else f"{value:,.0f}"
