@@ -14,6 +14,7 @@ Promises:
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import ssl
 from collections.abc import Awaitable, Callable, Sequence
@@ -24,9 +25,9 @@ from typing import Self
 import aiohttp
 import structlog
 
-from penstock.clients.contents import verify_content
+from penstock.clients.contents import is_laid_out_alike, verify_content
 from penstock.clients.weights import content_id
-from penstock.errors import DigestMismatchError
+from penstock.errors import DigestMismatchError, PenstockError
 from penstock.security import NO_SECURITY, Security
 from penstock.transfer.fetching import Fetching
 from penstock.transfer.partial import PartialContent
@@ -123,8 +124,7 @@ class Downloader:
             OSError: The file cannot be written.
         """
         if await asyncio.to_thread(_is_there, target, manifest):
-            self._offer(manifest, content := await PartialContent.whole(target, manifest.chunks))
-            content.close()
+            await self.offer(manifest, target)
             return Download(path=target, fetched_bytes=0, num_refused=0)
         partial_path = target.with_name(target.name + PARTIAL_SUFFIX)
         content = await PartialContent.open(partial_path, manifest.chunks)
@@ -144,6 +144,27 @@ class Downloader:
             num_refused=fetching.num_refused,
             origin_bytes=fetching.fetched_bytes[SourceKind.ORIGIN],
         )
+
+    async def offer(self, manifest: weights_pb2.WeightsManifest, path: Path) -> bool:
+        """Offer a file that did not come over the network to others of the site, if it is the very content.
+
+        Args:
+            manifest: What it holds.
+            path: The file, proved to hold that (`penstock.clients.contents`, `penstock.deltas`).
+
+        Returns:
+            Whether it is offered; not where there is no relay, or where the file is laid out otherwise.
+        """
+        if self._relay is None or not await asyncio.to_thread(is_laid_out_alike, path, manifest):
+            return False
+        content = await PartialContent.whole(path, manifest.chunks)
+        self._offer(manifest, content)
+        content.close()
+        if (ask := self._asker(manifest)) is not None:
+            # Not for the answer: so that the weight store knows that the content is here.
+            with contextlib.suppress(PenstockError):
+                await ask("")
+        return True
 
     async def _fetch_missing(
         self,

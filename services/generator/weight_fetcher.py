@@ -130,6 +130,7 @@ class WeightFetcher:
         try:
             if held.digest == manifest.digest:
                 await asyncio.to_thread(_take_as, base, path, manifest)
+                await self._downloader.offer(manifest, path)
                 return Way.CACHE
             chain = await self._client.get_chain(manifest.policy_version, held=held)
             if not chain or chain[-1].digest != manifest.digest:
@@ -138,6 +139,8 @@ class WeightFetcher:
             for delta, delta_path in zip(chain, deltas, strict=True):
                 await self._download(delta, delta_path)
             await asyncio.to_thread(_apply, base, deltas, path, held=held, manifest=manifest)
+            # One of the site that joins late need not fetch it across the link.
+            await self._downloader.offer(manifest, path)
             return Way.DELTA
         except (PenstockError, MalformedWeightsError, OSError) as error:
             self._metrics.delta_fallbacks.inc()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 from pathlib import Path
@@ -10,6 +11,7 @@ import grpc
 import pytest
 from prometheus_client import CollectorRegistry
 
+from penstock.clients.contents import is_laid_out_alike
 from penstock.clients.downloads import Downloader
 from penstock.clients.weights import VersionName, WeightsClient, check_chain
 from penstock.clock import SystemClock
@@ -24,6 +26,7 @@ from services.trainer.delta_shelf import MAX_KEPT_DELTAS
 from services.trainer.weight_publisher import WeightPublisher, serving_weights
 from services.trainer.weight_store import SERVICE_NAME, WeightStore, WeightStoreService
 from tests.helpers.serving import serving
+from tests.helpers.sites import Receiver
 
 torch = pytest.importorskip("torch")
 NUM_VALUES = 200_000
@@ -53,19 +56,19 @@ class Site:
             add=weights_pb2_grpc.add_WeightStoreServiceServicer_to_server,
             servicer=WeightStoreService(self.store),
         )
-        _, target = await stack.enter_async_context(serving(service))
+        _, self.target = await stack.enter_async_context(serving(service))
         self.publisher = WeightPublisher(
             store=self.store, run_id="r", directory=self.published, base_url=url, clock=SystemClock()
         )
         self.publisher.open()
-        self.client = await stack.enter_async_context(WeightsClient(target, run_id="r", receiver_id="x"))
-        self.fetcher = self.new_fetcher(await stack.enter_async_context(Downloader()))
+        self.client = await stack.enter_async_context(WeightsClient(self.target, run_id="r", receiver_id="x"))
+        self.fetcher = self.new_fetcher(self.client, await stack.enter_async_context(Downloader()))
 
-    def new_fetcher(self, downloader: Downloader) -> WeightFetcher:
+    def new_fetcher(self, client: WeightsClient, downloader: Downloader, *, cache: Path | None = None) -> WeightFetcher:
         return WeightFetcher(
-            client=self.client,
+            client=client,
             downloader=downloader,
-            cache_dir=self.cache,
+            cache_dir=cache or self.cache,
             metrics=self.metrics,
             on_refused=lambda error: self.refused.append(str(error)),
         )
@@ -161,7 +164,7 @@ async def test_a_receiver_that_was_restarted_goes_on_from_its_cache(site: Site) 
     await site.fetch()
     await site.publish()
     async with Downloader() as downloader:
-        site.fetcher = site.new_fetcher(downloader)
+        site.fetcher = site.new_fetcher(site.client, downloader)
         assert (await site.fetch())[0].way is Way.DELTA
 
 
@@ -234,3 +237,42 @@ async def test_a_chain_that_does_not_lead_anywhere_is_refused_before_it_is_fetch
     chain[0].encoding = weights_pb2.WEIGHTS_ENCODING_SAFETENSORS
     with pytest.raises(InvalidFieldError):
         check_chain(chain, run_id="r", held=held)
+
+
+async def test_one_that_joins_late_gets_what_others_of_its_site_made_of_deltas(site: Site, tmp_path: Path) -> None:
+    async with (
+        Receiver("early", tmp_path / "early", site.target, NO_SECURITY) as early,
+        Receiver("late", tmp_path / "late", site.target, NO_SECURITY) as late,
+    ):
+        site.fetcher = site.new_fetcher(early.client, early.downloader, cache=early.folder)
+        assert (await site.fetch())[0].way is Way.FULL
+        await site.publish()
+        assert (await site.fetch())[0].way is Way.DELTA
+        site.fetcher = site.new_fetcher(late.client, late.downloader, cache=late.folder)
+        fetched, whole = await site.fetch()
+        assert fetched.way is Way.FULL
+        assert (fetched.fetched_bytes, fetched.origin_bytes) == (whole.size_bytes, 0)
+        assert early.relayed_bytes == whole.size_bytes
+        # The next version crosses the link once, as a delta.
+        await site.publish()
+        origin_bytes = 0
+        for receiver in (early, late):
+            site.fetcher = site.new_fetcher(receiver.client, receiver.downloader, cache=receiver.folder)
+            fetched, whole = await site.fetch()
+            assert fetched.way is Way.DELTA
+            origin_bytes += fetched.origin_bytes
+        assert origin_bytes == fetched.fetched_bytes
+
+
+async def test_a_file_that_is_laid_out_otherwise_is_not_offered_as_the_content(site: Site, tmp_path: Path) -> None:
+    fetched, manifest = await site.fetch()
+    assert is_laid_out_alike(fetched.path, manifest)
+    data = fetched.path.read_bytes()
+    length = int.from_bytes(data[:8], "little")
+    header = json.loads(data[8 : 8 + length])
+    turned = json.dumps(dict(reversed(header.items())), separators=(",", ":")).encode().ljust(length)
+    for text in (turned, turned + b" " * 8):
+        path = tmp_path / "other"
+        path.write_bytes(len(text).to_bytes(8, "little") + text + data[8 + length :])
+        assert manifest_digest(safetensors_digests(path)) == manifest.digest
+        assert not is_laid_out_alike(path, manifest)
