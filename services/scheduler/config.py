@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from penstock.config import StrictModel
 
@@ -18,6 +19,12 @@ class LengthsConfig(StrictModel):
     """JSON lines of prompts and lengths that a new run begins with, a recording of an earlier run for example."""
     state_dir: Path | None = None
     """Where what was learned is kept over restarts; nowhere when null."""
+
+    @model_validator(mode="after")
+    def _models_have_a_place(self) -> Self:
+        if self.model_path is not None and self.state_dir is None:
+            raise ValueError("state_dir: needed with model_path, for the models that are fitted")
+        return self
 
 
 class SchedulerConfig(StrictModel):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 
 import structlog
 from prometheus_client import REGISTRY, CollectorRegistry
@@ -14,10 +15,12 @@ from penstock.telemetry import serve_metrics
 from penstock.v1 import scheduler_pb2_grpc
 from services.scheduler.config import LengthsConfig, SchedulerConfig
 from services.scheduler.lengths.forecaster import LengthForecaster
+from services.scheduler.lengths.learner import Learner
 from services.scheduler.lengths.metrics import LengthMetrics
 from services.scheduler.lengths.pairs_file import read_pairs
 from services.scheduler.lengths.ridge import RidgeLearner
 from services.scheduler.lengths.state_files import StateFiles
+from services.scheduler.lengths.transformer import TransformerLearner
 from services.scheduler.service import SchedulerServicer
 
 SERVICE_NAME = "penstock.v1.SchedulerService"
@@ -29,8 +32,12 @@ _log = structlog.get_logger()
 
 def make_forecaster(config: LengthsConfig, *, clock: Clock, registry: CollectorRegistry) -> LengthForecaster:
     """The forecaster of a scheduler. Raises ConfigError when its file of pairs cannot be used."""
+    learners: list[Learner] = [RidgeLearner()]
+    if config.model_path is not None:
+        assert config.state_dir is not None
+        learners.insert(0, TransformerLearner(config.model_path, config.state_dir / "transformer"))
     return LengthForecaster(
-        learners=[RidgeLearner()],
+        learners=learners,
         first_pairs=read_pairs(config.pairs_file) if config.pairs_file is not None else (),
         files=StateFiles(config.state_dir) if config.state_dir is not None else None,
         clock=clock,
@@ -60,7 +67,7 @@ async def serve(config: SchedulerConfig) -> None:
     try:
         await run_until_stopped(
             server,
-            loops=[end_streams, lengths.refresh_forever],
+            loops=[end_streams, *(partial(lengths.refresh_forever, learner) for learner in lengths.learners)],
             on_started=lambda: _log.info("scheduler listens", listen=config.listen),
         )
     finally:

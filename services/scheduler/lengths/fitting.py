@@ -1,8 +1,8 @@
 """Fits a model to a run's prompts and lengths, and finds out how wrong it is. Pure but for the learner.
 
 Prompts are split 7:1:2 by their key, as StreamRL section 5.2 does: fitted to, chosen with, tested on. The test's
-numbers are those of a model that saw 70 %; the model in use is then fitted to everything. Newer prompts weigh more,
-since the policy that makes the lengths changes.
+numbers are those of a model that saw 70 %. A learner that has a choice is then fitted to everything for use; one that
+has none is slow, and what was tested is used. Newer prompts weigh more: the policy that makes the lengths changes.
 """
 
 from __future__ import annotations

@@ -20,6 +20,7 @@ from penstock.v1 import scheduler_pb2 as pb
 from services.scheduler.lengths.fitting import Fit, fit_lengths
 from services.scheduler.lengths.learner import FitFailedError, Learner
 from services.scheduler.lengths.metrics import LengthMetrics
+from services.scheduler.lengths.ngrams import Floats
 from services.scheduler.lengths.pairs_file import MAX_LENGTH_TOKENS, Row
 from services.scheduler.lengths.prompts import PromptLengths, PromptView, read_prompt
 from services.scheduler.lengths.run_lengths import Predicted, RunLengths
@@ -55,7 +56,7 @@ class LengthForecaster:
         metrics: LengthMetrics,
         refresh_interval_s: float,
     ) -> None:
-        self._learners = tuple(learners)
+        self.learners = tuple(learners)
         self._first_pairs = first_pairs
         self._files = files
         self._clock = clock
@@ -63,6 +64,8 @@ class LengthForecaster:
         self._refresh_interval_s = refresh_interval_s
         self._keeps_text = any(learner.needs_text for learner in learners)
         self._runs: OrderedDict[str, RunLengths] = OrderedDict()
+        self._late: asyncio.Future[Floats] | None = None
+        """A slow model's answer that nobody waits for any more."""
         for saved in reversed(files.load_all() if files is not None else []):
             self._run(saved.run_id, first_pairs=()).restore(saved)
 
@@ -72,7 +75,7 @@ class LengthForecaster:
         """One forecast a query, in order, and the run. Raises InvalidFieldError."""
         run = self._run(run_id)
         prompts = [run.known(query.group_id, self._read(query)) for query in queries]
-        predicted = await _predicted(run.fits, prompts) if prompts else None
+        predicted = await self._predicted(run.fits, prompts) if prompts else None
         name = predicted.fit.model.name if predicted is not None else "means"
         self._metrics.count_forecasts(name, len(prompts))
         return run.forecast([query.group_id for query in queries], prompts, predicted), run
@@ -99,23 +102,27 @@ class LengthForecaster:
             raise UnknownRunError(f"run_id: no length of {run_id!r} was asked for or reported", run_id=run_id)
         return run.describe()
 
-    async def refresh_forever(self) -> None:
-        """Fit what is due, until cancelled."""
+    async def refresh_forever(self, learner: Learner) -> None:
+        """Fit what is due with one of the learners, until cancelled; a slow one does not keep the light one waiting."""
         while True:
             await asyncio.sleep(self._refresh_interval_s)
-            await self.refresh()
+            await self._refresh_with(learner)
 
     async def refresh(self) -> None:
-        """Fit every run of which a fit is due, one after the other."""
-        for run in [run for run in self._runs.values() if run.is_fit_due]:
-            pairs = run.begin_fit()
-            for learner in reversed(self._learners):
-                await self._fit(run, learner, pairs)
+        """Fit what is due with every learner, the light one first."""
+        for learner in reversed(self.learners):
+            await self._refresh_with(learner)
+
+    async def _refresh_with(self, learner: Learner) -> None:
+        for run in [run for run in self._runs.values() if run.is_fit_due(learner.name)]:
+            await self._fit(run, learner, run.begin_fit(learner.name))
             self._metrics.observe(run.run_id, run.describe())
             await self._save(run)
 
     async def close(self) -> None:
-        """Keep what was learned since the last fit."""
+        """Keep what was learned since the last fit; learners' processes end."""
+        for learner in self.learners:
+            learner.close()
         for run in self._runs.values():
             await self._save(run)
 
@@ -129,7 +136,7 @@ class LengthForecaster:
             _log.warning("lengths were not fitted", run_id=run.run_id, learner=learner.name, error=str(error))
             return
         now_s = self._clock.now_s()
-        run.install(fit, preference=[each.name for each in self._learners], now_s=now_s, duration_s=now_s - started_s)
+        run.install(fit, preference=[each.name for each in self.learners], now_s=now_s, duration_s=now_s - started_s)
         self._metrics.count_fit("installed")
         _log.info(
             "lengths fitted",
@@ -167,15 +174,33 @@ class LengthForecaster:
         self._runs.move_to_end(run_id)
         return run
 
-
-async def _predicted(fits: Sequence[Fit], prompts: Sequence[PromptView]) -> Predicted | None:
-    """What the first fit says that answers in time; None where there is none."""
-    for fit in fits:
-        try:
-            async with asyncio.timeout(SLOW_TIMEOUT_S if fit is not fits[-1] else None):
-                logs = await asyncio.to_thread(fit.model.predict, prompts)
+    async def _predicted(self, fits: Sequence[Fit], prompts: Sequence[PromptView]) -> Predicted | None:
+        """What the first fit says that answers in time; None where there is none."""
+        for fit in fits:
+            logs = await self._answer(fit, prompts, is_slow=fit.model.name != self.learners[-1].name)
+            if logs is not None:
                 baseline_logs = await asyncio.to_thread(fit.baseline.predict, prompts)
                 return Predicted(fit=fit, logs=logs, baseline_logs=baseline_logs)
-        except (TimeoutError, FitFailedError):
-            _log.debug("a model does not answer; the next is asked", model=fit.model.name)
-    return None
+        return None
+
+    async def _answer(self, fit: Fit, prompts: Sequence[PromptView], *, is_slow: bool) -> Floats | None:
+        if is_slow and self._late is not None and not self._late.done():
+            # One thread at most waits for a slow model; the light one must always find one.
+            return None
+        answer = asyncio.ensure_future(asyncio.to_thread(fit.model.predict, prompts))
+        await asyncio.wait([answer], timeout=SLOW_TIMEOUT_S if is_slow else None)
+        if not answer.done():
+            self._late = answer
+            answer.add_done_callback(_forget)
+            return None
+        error = answer.exception()
+        if isinstance(error, FitFailedError):
+            _log.warning("a model does not answer; the next is asked", model=fit.model.name, error=str(error))
+            return None
+        return answer.result()
+
+
+def _forget(answer: asyncio.Future[Floats]) -> None:
+    """Retrieved, so that an error nobody looked at any more is not reported as lost."""
+    if not answer.cancelled():
+        answer.exception()

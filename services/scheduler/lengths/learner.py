@@ -57,6 +57,10 @@ class Learner(Protocol):
         """What to try; the best on prompts that were not fitted to is taken."""
         ...
 
+    def close(self) -> None:
+        """Let go of what it holds; a fit under way fails. Idempotent."""
+        ...
+
 
 def log_tokens(num_tokens: float) -> float:
     """The logarithm that models work with; an empty completion counts as one token."""

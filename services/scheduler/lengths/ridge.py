@@ -92,6 +92,9 @@ class RidgeLearner:
             name=self.name, kept=kept, weights=solution[: len(kept)], length_weights=solution[len(kept) :]
         )
 
+    def close(self) -> None:
+        """Holds nothing."""
+
 
 BASELINE = RidgeLearner(name=PROMPT_LENGTH, max_ngrams=0)
 

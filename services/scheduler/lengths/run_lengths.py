@@ -22,7 +22,7 @@ from services.scheduler.lengths.learner import log_tokens
 from services.scheduler.lengths.ngrams import Floats
 from services.scheduler.lengths.prompts import PromptLengths, PromptView
 from services.scheduler.lengths.quality import measure
-from services.scheduler.lengths.ridge import PROMPT_LENGTH
+from services.scheduler.lengths.ridge import PROMPT_LENGTH, RIDGE
 from services.scheduler.lengths.state_files import SavedLengths
 
 MAX_GROUPS = 16_384
@@ -103,7 +103,9 @@ class RunLengths:
         self._groups: OrderedDict[str, _Group] = OrderedDict()
         self._seen: OrderedDict[bytes, _Seen] = OrderedDict()
         self._tested: deque[tuple[_Forecast, float]] = deque(maxlen=MAX_TESTED)
-        self._num_new = 0
+        self._num_learned = 0
+        self._num_learned_at_fit: dict[str, int] = {}
+        """When the newest fit of each learner was begun."""
 
     # -- forecasts -----------------------------------------------------------------------------------------------------
 
@@ -178,7 +180,7 @@ class RunLengths:
         seen = self._seen.setdefault(prompt.key, _Seen(prompt=prompt))
         seen.logs.append(log)
         self._seen.move_to_end(prompt.key)
-        self._num_new += prompt.has_content
+        self._num_learned += prompt.has_content
         if len(self._seen) > MAX_PROMPTS:
             self._seen.popitem(last=False)
 
@@ -192,15 +194,15 @@ class RunLengths:
             if seen.prompt.has_content
         ]
 
-    @property
-    def is_fit_due(self) -> bool:
-        """Whether enough has come since the last fit was begun."""
+    def is_fit_due(self, learner: str) -> bool:
+        """Whether enough has come since this learner's last fit was begun."""
         num_prompts = len(self._seen)
-        return num_prompts >= MIN_PROMPTS and self._num_new >= max(MIN_NEW_LENGTHS, NEW_SHARE * num_prompts)
+        num_new = self._num_learned - self._num_learned_at_fit.get(learner, 0)
+        return num_prompts >= MIN_PROMPTS and num_new >= max(MIN_NEW_LENGTHS, NEW_SHARE * num_prompts)
 
-    def begin_fit(self) -> list[PromptLengths]:
+    def begin_fit(self, learner: str) -> list[PromptLengths]:
         """`pairs`, after which a fit is due only when more has come, whether this one succeeds or not."""
-        self._num_new = 0
+        self._num_learned_at_fit[learner] = self._num_learned
         return self.pairs()
 
     def install(self, fit: Fit, *, preference: Sequence[str], now_s: float, duration_s: float) -> None:
@@ -219,7 +221,7 @@ class RunLengths:
             fit_time_s=self.fit_time_s,
             fit_duration_s=self.fit_duration_s,
             pairs=tuple(self.pairs()),
-            fit=self.fits[-1] if self.fits else None,
+            fit=next((fit for fit in self.fits if fit.model.name == RIDGE), None),
         )
 
     def restore(self, saved: SavedLengths) -> None:
@@ -231,7 +233,7 @@ class RunLengths:
         self.num_observations, self.model_version = saved.num_observations, saved.model_version
         self.fit_time_s, self.fit_duration_s = saved.fit_time_s, saved.fit_duration_s
         self.fits = (saved.fit,) if saved.fit is not None else ()
-        self._num_new = 0 if self.fits else self._num_new
+        self._num_learned_at_fit = {fit.model.name: self._num_learned for fit in self.fits}
 
     # -- quality -------------------------------------------------------------------------------------------------------
 

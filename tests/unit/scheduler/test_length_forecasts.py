@@ -183,6 +183,9 @@ class Broken:
             raise FitFailedError("no memory")
         return self
 
+    def close(self):
+        pass
+
     def predict(self, prompts):
         if self.can_fit and len(prompts) == len(TESTED):
             raise FitFailedError("gone")
