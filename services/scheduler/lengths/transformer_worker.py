@@ -50,6 +50,9 @@ def main() -> None:
     """`fit` or `score`."""
     logging.disable(logging.CRITICAL)
     answers, sys.stdout = sys.stdout, sys.stderr
+    if "OMP_NUM_THREADS" not in os.environ:
+        # More threads than free cores wait for each other; whoever has cores to spare says how many.
+        torch.set_num_threads(1)
     if sys.argv[1] == "fit":
         request = json.loads(sys.stdin.readline())
         threading.Thread(target=_end_with_parent, daemon=True).start()
@@ -59,7 +62,9 @@ def main() -> None:
 
 
 def _end_with_parent() -> None:
-    sys.stdin.read()
+    # Not through sys.stdin, whose lock would be held when the interpreter ends.
+    while os.read(0, 4096):
+        pass
     os._exit(1)
 
 
