@@ -36,7 +36,8 @@ async def running_origin(folder: Path) -> AsyncIterator[str]:
     assert process.stdout is not None
     try:
         async with asyncio.timeout(START_TIMEOUT_S):
-            yield (await process.stdout.readline()).decode().strip()
+            url = (await process.stdout.readline()).decode().strip()
+        yield url
     finally:
         process.terminate()
         await process.wait()

@@ -14,8 +14,10 @@ from penstock.transfer.partial import PartialContent
 from penstock.transfer.rate import ByteRate
 from penstock.transfer.serving import serving_contents
 
-MAX_CONTENTS = 4
-"""Files are kept open, and so on the disk, until as many newer contents have come."""
+MAX_CONTENTS = 16
+MAX_LARGEST = 3
+"""All contents together are at most as many times the size of the largest: two versions whole, and the deltas around
+them. Until then files are kept open, and so on the disk."""
 
 _ANY_ADDRESS = ("0.0.0.0", "::", "", None)
 
@@ -83,7 +85,7 @@ class Relay:
         """Serve a content, whole or under way, from now on; the oldest one is forgotten for it."""
         self.withdraw(run_id, content_id)
         self._contents[run_id, content_id] = content.hold()
-        while len(self._contents) > MAX_CONTENTS:
+        while self._is_too_much():
             self._contents.popitem(last=False)[1].close()
 
     def withdraw(self, run_id: str, content_id: str) -> None:
@@ -91,6 +93,10 @@ class Relay:
         content = self._contents.pop((run_id, content_id), None)
         if content is not None:
             content.close()
+
+    def _is_too_much(self) -> bool:
+        sizes = [content.size_bytes for content in self._contents.values()]
+        return len(sizes) > MAX_CONTENTS or sum(sizes) > MAX_LARGEST * max(sizes)
 
     def _find(self, run_id: str, name: str) -> PartialContent | None:
         return self._contents.get((run_id, name))

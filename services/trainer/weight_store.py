@@ -63,6 +63,8 @@ class Holding:
     policy_version: int
     swap_pause_s: float
     fetched_bytes: int
+    origin_bytes: int
+    """Those of them that did not come from a relay of the receiver's site."""
     relay_url: str
 
 
@@ -268,6 +270,7 @@ class WeightStoreService(weights_pb2_grpc.WeightStoreServiceServicer):
             policy_version=request.policy_version,
             swap_pause_s=request.swap_pause_s,
             fetched_bytes=request.fetched_bytes,
+            origin_bytes=request.origin_bytes,
             relay_url=request.relay_url,
         )
         self._store.record_holding(request.run_id, request.receiver_id, holding, digest=request.digest)

@@ -8,9 +8,12 @@ import time
 import aiohttp
 import pytest
 
+from penstock.clients.downloads import Downloader
 from penstock.clients.weights import content_id
+from penstock.errors import ServiceUnavailableError
 from penstock.security import Security
 from penstock.transfer import partial
+from tests.helpers.certificates import make_security
 from tests.helpers.sites import CHUNK_BYTES, site
 from tests.helpers.waiting import until
 
@@ -22,6 +25,12 @@ MB = 1_000_000
 @pytest.fixture(autouse=True)
 def _no_waiting_between_tries(monkeypatch):
     monkeypatch.setattr("penstock.transfer.sources.backoff_s", lambda: iter([0.01] * 100))
+
+
+async def status(session, url, **headers):
+    async with session.get(url, headers=headers) as response:
+        await response.read()
+        return response.status
 
 
 async def test_a_fetch_takes_as_long_as_the_link_needs(tmp_path):
@@ -166,13 +175,41 @@ async def test_a_relay_asks_for_the_token_and_refuses_nonsense(tmp_path):
         await receiver.fetch(manifest)
         url = receiver.relay.url("r", content_id(manifest))
         async with aiohttp.ClientSession() as session:
-            assert (await session.get(url)).status == 401
+            assert await status(session, url) == 401
             token = {"Authorization": "Bearer secret"}
-            for asked, status in (
+            for asked, expected in (
                 ("bytes=0-9", 206),
                 (f"bytes={2 * MB}-", 416),
                 ("bytes=9-1", 416),
                 ("lines=1-2", 416),
             ):
-                assert (await session.get(url, headers={"Range": asked, **token})).status == status
-            assert (await session.get(url + "x", headers=token)).status == 404
+                assert await status(session, url, Range=asked, **token) == expected
+            assert await status(session, url + "x", **token) == 404
+
+
+async def test_origin_and_relays_show_certificates_and_ask_for_them(tmp_path):
+    async with site(tmp_path, security=make_security(tmp_path, token="secret")) as made:
+        manifest = made.publish(size_bytes=1 * MB)
+        first, second = await made.receiver("a"), await made.receiver("b")
+        assert (await first.fetch(manifest)).origin_bytes == manifest.size_bytes
+        download = await second.fetch(manifest)
+        assert (download.origin_bytes, download.fetched_bytes) == (0, manifest.size_bytes)
+        for url in (manifest.urls[0], first.relay.url("r", content_id(manifest))):
+            assert url.startswith("https://")
+            stranger = Downloader(security=Security(ca_file=tmp_path / "cert.pem", token="secret"))
+            async with stranger:
+                manifest.urls[:] = [url]
+                with pytest.raises(ServiceUnavailableError, match=r"certificate|ClientOSError|Disconnected"):
+                    await stranger.fetch(manifest, tmp_path / "stranger")
+
+
+async def test_a_relay_keeps_two_versions_and_what_is_small_and_lets_the_oldest_go(tmp_path):
+    async with site(tmp_path) as made:
+        receiver = await made.receiver("a")
+        manifests = []
+        for version, size_bytes in enumerate([400_000, 20_000, 400_000, 20_000, 400_000]):
+            manifests.append(made.publish(version, size_bytes=size_bytes))
+            await receiver.downloader.offer(manifests[-1], tmp_path / f"v{version}")
+        async with aiohttp.ClientSession() as session:
+            statuses = [await status(session, receiver.relay.url("r", content_id(each))) for each in manifests]
+    assert statuses == [404, 206, 206, 206, 206]

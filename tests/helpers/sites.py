@@ -30,8 +30,8 @@ class Site:
     def __init__(self, folder: Path, store: WeightStore, target: str, link: ShapedLink, security: Security) -> None:
         self.folder = folder
         self.link = link
-        self._store = store
-        self._target = target
+        self.store = store
+        self.target = target
         self._security = security
         self._resources = AsyncExitStack()
 
@@ -39,13 +39,14 @@ class Site:
         path = self.folder / f"v{policy_version}"
         rng = np.random.default_rng(policy_version)
         save_file({"w": rng.integers(0, 255, size_bytes, dtype=np.uint8)}, path)
-        url = f"http://127.0.0.1:{self.link.port}/weights/r/{path.name}"
+        scheme = "http" if self._security.cert_file is None else "https"
+        url = f"{scheme}://127.0.0.1:{self.link.port}/weights/r/{path.name}"
         manifest = make_manifest(path, policy_version=policy_version, url=url, chunk_bytes=CHUNK_BYTES)
-        self._store.add(PublishedVersion(manifest=manifest, path=path))
+        self.store.add(PublishedVersion(manifest=manifest, path=path))
         return manifest
 
     async def receiver(self, name: str, **settings: object) -> Receiver:
-        made = Receiver(name, self.folder / f"cache-{name}", self._target, self._security, **settings)
+        made = Receiver(name, self.folder / f"cache-{name}", self.target, self._security, **settings)
         return await self._resources.enter_async_context(made)
 
     async def close(self) -> None:
@@ -93,7 +94,7 @@ async def site(folder: Path, *, security: Security = NO_SECURITY, **shape: float
     async with (
         serving_weights(store, listen="127.0.0.1:0", security=security) as url,
         link_to(int(url.rpartition(":")[2]), **shape) as link,
-        serving(service) as (_, target),
+        serving(service, security=security) as (_, target),
     ):
         made = Site(folder, store, target, link, security)
         try:
