@@ -109,7 +109,7 @@ async def _forecast(forecaster: LengthForecaster, prompts: Sequence[PromptView],
 async def _held_out(data: DataSet, learners: Sequence[Learner]) -> tuple[LengthForecaster, Result, Result, Result]:
     num_fitted = len(data.prompts) * 4 // 5
     forecaster = _make_forecaster(learners)
-    forecaster.observe(
+    await forecaster.observe(
         _RUN,
         [
             pb.LengthObservation(query=_query(prompt, f"f{index}"), num_completion_tokens=int(data.lengths[index, 0]))
@@ -154,7 +154,7 @@ async def _speed(forecaster: LengthForecaster, data: DataSet) -> Result:
         started_s = time.perf_counter()
         await _forecast(forecaster, data.prompts[:_CALL_PROMPTS], "s")
         calls_ms.append(1000 * (time.perf_counter() - started_s))
-    forecaster.observe(
+    await forecaster.observe(
         _RUN,
         [
             pb.LengthObservation(query=_query(prompt, ""), num_completion_tokens=int(data.lengths[index, 0]))
@@ -184,7 +184,7 @@ async def _prequential(data: DataSet, learners: Sequence[Learner]) -> Result:
         names = f"step{step}-"
         await _forecast(forecaster, [data.prompts[index] for index in indices], names)
         groups = [pb.LengthQuery(group_id=f"{names}{place}") for place in range(_PROMPTS_PER_STEP)]
-        forecaster.observe(
+        await forecaster.observe(
             _RUN,
             [
                 pb.LengthObservation(query=group, num_completion_tokens=int(length))

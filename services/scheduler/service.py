@@ -99,7 +99,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
     async def ReportLengths(self, request: pb.ReportLengthsRequest, context: Context) -> pb.ReportLengthsResponse:
         """Learn from completions that were seen."""
         _check_count("observations", len(request.observations), MAX_OBSERVATIONS)
-        self.lengths.observe(request.run_id, request.observations)
+        await self.lengths.observe(request.run_id, request.observations)
         return pb.ReportLengthsResponse()
 
     async def GetLengthModel(self, request: pb.GetLengthModelRequest, context: Context) -> pb.GetLengthModelResponse:

@@ -27,10 +27,20 @@ def test_a_model_learns_and_its_checkpoint_loads(task, tmp_path):
     assert summary["eval_accuracy_end"] >= summary["eval_accuracy_start"] + 0.08
     assert 0 < summary["max_staleness_seen"] <= summary["max_staleness"] == 1
     assert summary["overlap_ratio"] > 0.3
+    assert_lengths_were_foreseen(summary["lengths"])
     assert [step["policy_version"] for step in run.metrics()] == list(range(1, NUM_STEPS + 1))
     assert_readable_offline(run.folder.report.read_text())
     prompt = json.loads(task.eval_path.read_text().splitlines()[0])["prompt"]
     assert_loads_with_transformers(run.folder.checkpoints / f"step_{NUM_STEPS}", prompt)
+
+
+def assert_lengths_were_foreseen(lengths):
+    assert lengths["model"] == "ridge"
+    assert lengths["num_observations"] >= NUM_STEPS * 32 * 8
+    tests = {(each["forecaster"], each["test"]): each for each in lengths["qualities"]}
+    names = {(name, test) for name in ("ridge", "prompt_length") for test in ("held_out", "prequential")}
+    assert set(tests) == names
+    assert tests["ridge", "prequential"]["recall_longest_20_percent"] > 0.5
 
 
 def assert_readable_offline(report):

@@ -108,7 +108,7 @@ async def test_the_scheduler_forecasts_with_it_and_with_ridge_where_it_is_late(
     prompts, logs = made()
     queries = [pb.LengthQuery(group_id=f"g{index}", prompt_text=each.text) for index, each in enumerate(prompts)]
     lengths = np.round(np.exp(logs)).astype(int)
-    forecaster.observe(
+    await forecaster.observe(
         "r",
         [
             pb.LengthObservation(query=query, num_completion_tokens=int(length))

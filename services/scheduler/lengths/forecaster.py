@@ -30,6 +30,7 @@ MAX_RUNS = 16
 MAX_RUN_ID_CHARACTERS = 256
 SLOW_TIMEOUT_S = 0.3
 """A broker waits half a second for forecasts, the way there and back included."""
+MAX_BYTES_AT_ONCE = 65_536
 
 _log = structlog.get_logger()
 
@@ -74,13 +75,14 @@ class LengthForecaster:
     ) -> tuple[list[pb.LengthForecast], RunLengths]:
         """One forecast a query, in order, and the run. Raises InvalidFieldError."""
         run = self._run(run_id)
-        prompts = [run.known(query.group_id, self._read(query)) for query in queries]
+        read = await self._read(queries)
+        prompts = [run.known(query.group_id, prompt) for query, prompt in zip(queries, read, strict=True)]
         predicted = await self._predicted(run.fits, prompts) if prompts else None
         name = predicted.fit.model.name if predicted is not None else "means"
         self._metrics.count_forecasts(name, len(prompts))
         return run.forecast([query.group_id for query in queries], prompts, predicted), run
 
-    def observe(self, run_id: str, observations: Sequence[pb.LengthObservation]) -> None:
+    async def observe(self, run_id: str, observations: Sequence[pb.LengthObservation]) -> None:
         """Learn from completions that were seen. Raises InvalidFieldError, and then learns from none of them."""
         for index, observation in enumerate(observations):
             if observation.num_completion_tokens > MAX_LENGTH_TOKENS:
@@ -89,7 +91,7 @@ class LengthForecaster:
                     f"at most {MAX_LENGTH_TOKENS} are believed",
                     field="observations.num_completion_tokens",
                 )
-        prompts = [self._read(observation.query) for observation in observations]
+        prompts = await self._read([observation.query for observation in observations])
         run = self._run(run_id)
         for observation, prompt in zip(observations, prompts, strict=True):
             run.observe(observation.query.group_id, prompt, observation.num_completion_tokens)
@@ -156,9 +158,16 @@ class LengthForecaster:
         except OSError as error:
             _log.warning("lengths were not saved", run_id=run.run_id, error=str(error))
 
-    def _read(self, query: pb.LengthQuery) -> PromptView:
-        prompt = read_prompt(query)
-        return prompt if self._keeps_text else replace(prompt, text="")
+    async def _read(self, queries: Sequence[pb.LengthQuery]) -> list[PromptView]:
+        """The prompts; of much content in a thread, since millions of characters take seconds to read."""
+        num_bytes = sum(len(query.prompt_token_ids) + len(query.prompt_text) for query in queries)
+        if num_bytes > MAX_BYTES_AT_ONCE:
+            return await asyncio.to_thread(self._read_all, queries)
+        return self._read_all(queries)
+
+    def _read_all(self, queries: Sequence[pb.LengthQuery]) -> list[PromptView]:
+        prompts = [read_prompt(query) for query in queries]
+        return prompts if self._keeps_text else [replace(prompt, text="") for prompt in prompts]
 
     def _run(self, run_id: str, *, first_pairs: Sequence[Row] | None = None) -> RunLengths:
         run = self._runs.get(run_id)

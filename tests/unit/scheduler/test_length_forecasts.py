@@ -44,7 +44,7 @@ async def forecasts(forecaster, queries):
 
 async def taught(made=FITTED, **options):
     forecaster = make(**options)
-    forecaster.observe("r", [seen(f"g{index}", each.length, each.prompt) for index, each in enumerate(made)])
+    await forecaster.observe("r", [seen(f"g{index}", each.length, each.prompt) for index, each in enumerate(made)])
     await forecaster.refresh()
     return forecaster
 
@@ -57,7 +57,7 @@ async def asked_of(forecaster):
 async def test_before_there_is_a_model_means_are_forecast():
     forecaster = make()
     assert not (await forecasts(forecaster, [query("a")]))[0].HasField("expected_tokens")
-    forecaster.observe("r", [seen("a", 10), seen("a", 30), seen("b", 80)])
+    await forecaster.observe("r", [seen("a", 10), seen("a", 30), seen("b", 80)])
     own, overall = await forecasts(forecaster, [query("a"), query("c")])
     assert own.expected_tokens == pytest.approx(20)
     assert own.deviation_tokens == pytest.approx(np.std([10, 30], ddof=1))
@@ -70,7 +70,7 @@ async def test_before_there_is_a_model_means_are_forecast():
 async def test_lengths_that_come_by_group_are_learned_for_the_prompt_that_was_asked_about():
     forecaster, prompt = make(), FITTED[0].prompt
     await forecasts(forecaster, [query("step-1", prompt)])
-    forecaster.observe("r", [seen("step-1", 50), seen("step-2", 10)])
+    await forecaster.observe("r", [seen("step-1", 50), seen("step-2", 10)])
     (again,) = await forecasts(forecaster, [query("step-9", prompt)])
     assert again.expected_tokens == pytest.approx(50)
     assert forecaster.describe("r").num_prompts == 1
@@ -110,7 +110,7 @@ async def test_when_lengths_double_the_order_suffers_less_than_the_tokens():
 async def test_forecasts_are_tested_by_what_comes_after_them():
     forecaster = await taught()
     answers = await forecasts(forecaster, [query(f"t{index}", each.prompt) for index, each in enumerate(TESTED)])
-    forecaster.observe("r", [seen(f"t{index}", each.length) for index, each in enumerate(TESTED)])
+    await forecaster.observe("r", [seen(f"t{index}", each.length) for index, each in enumerate(TESTED)])
     # Asked about again, once lengths are known: the first forecast is the one that is tested.
     await forecasts(forecaster, [query(f"t{index}", each.prompt) for index, each in enumerate(TESTED)])
     after = [each for each in forecaster.describe("r").qualities if each.test == pb.LENGTH_TEST_PREQUENTIAL]
@@ -126,7 +126,7 @@ async def test_own_lengths_of_a_prompt_correct_the_model():
     forecaster, prompt = await taught(), TESTED[0].prompt
     (fresh,) = await forecasts(forecaster, [query("a", prompt)])
     long = round(4 * fresh.expected_tokens)
-    forecaster.observe("r", [seen("a", long) for _ in range(8)])
+    await forecaster.observe("r", [seen("a", long) for _ in range(8)])
     (corrected,) = await forecasts(forecaster, [query("b", prompt)])
     assert fresh.expected_tokens * 2 < corrected.expected_tokens <= long * 1.2
     assert corrected.deviation_tokens / corrected.expected_tokens < fresh.deviation_tokens / fresh.expected_tokens
@@ -163,7 +163,7 @@ async def test_a_fit_waits_until_enough_is_new():
     forecaster = await taught(FITTED[:100])
     await forecaster.refresh()
     assert forecaster.describe("r").model_version == 1
-    forecaster.observe("r", [seen("more", 5, each.prompt) for each in FITTED[:64]])
+    await forecaster.observe("r", [seen("more", 5, each.prompt) for each in FITTED[:64]])
     await forecaster.refresh()
     assert forecaster.describe("r").model_version == 2
 
@@ -204,11 +204,11 @@ async def test_runs_and_impossible_lengths_are_bounded(monkeypatch):
     monkeypatch.setattr(forecaster_module, "MAX_RUNS", 2)
     forecaster = make()
     for run_id in ("a", "b", "c"):
-        forecaster.observe(run_id, [seen("g", 1)])
+        await forecaster.observe(run_id, [seen("g", 1)])
     with pytest.raises(UnknownRunError):
         forecaster.describe("a")
     with pytest.raises(InvalidFieldError):
-        forecaster.observe("b", [seen("g", 1), seen("g", 1 << 25)])
+        await forecaster.observe("b", [seen("g", 1), seen("g", 1 << 25)])
     assert forecaster.describe("b").num_observations == 1
     with pytest.raises(InvalidFieldError):
-        forecaster.observe("x" * 300, [])
+        await forecaster.observe("x" * 300, [])
