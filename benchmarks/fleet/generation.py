@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 from pathlib import Path
 
 from benchmarks.broker.processes import Child, Stage, free_port
@@ -57,11 +58,12 @@ class Step:
 class Runs:
     """Runs that are open together, and the samples of each: one shared by all generators, or one each."""
 
-    def __init__(self, name: str, workload: Workload, *, num_runs: int, seed: int) -> None:
-        self.ids = [f"{name}-{index}" for index in range(num_runs)]
+    def __init__(self, name: str, workload: Workload, *, shares: Sequence[float], seed: int) -> None:
+        self.ids = [f"{name}-{index}" for index in range(len(shares))]
         indices = list(range(len(workload.lengths)))
         random.Random(seed).shuffle(indices)
-        self.indices = [indices[index::num_runs] for index in range(num_runs)]
+        ends = [round(len(indices) * end / sum(shares)) for end in accumulate(shares, initial=0.0)]
+        self.indices = [indices[first:last] for first, last in pairwise(ends)]
 
     async def open(self, client: BrokerClient, *, dispatch: str) -> None:
         """Open them all, for one step."""
@@ -134,14 +136,16 @@ async def measure(
         name: Unique among the measurements.
         machines: The fleet.
         workload: The samples.
-        dispatch: A policy of the broker; or `random`, which deals the samples to the generators beforehand, evenly and
-            at random, each of which then takes its own in order (StreamRL's baseline).
+        dispatch: A policy of the broker; or `random`, which deals the samples to the generators beforehand, at random,
+            as many as their rates bear, each of which then takes its own in order (StreamRL's baseline, where all
+            are alike and have as many).
         forecast: Whose forecasts the scheduler gives.
         pace: How fast.
         seed: Of the order of submission.
     """
     is_dealt = dispatch == "random"
-    runs = Runs(name, workload, num_runs=len(machines) if is_dealt else 1, seed=seed)
+    shares = [machine.tokens_per_second for machine in machines] if is_dealt else [1.0]
+    runs = Runs(name, workload, shares=shares, seed=seed)
     for run_id in runs.ids:
         around.scheduler.tell(run_id, workload.forecasts[forecast])
     lengths = around.folder / f"{name}.lengths"

@@ -181,7 +181,7 @@ class _Step:
         around = self._around
         store = RedisStore.from_url(around.stage.redis_url)
         stack.push_async_callback(store.close)
-        runs = Runs(name, self._workload, num_runs=1, seed=0)
+        runs = Runs(name, self._workload, shares=[1.0], seed=0)
         (run_id,) = runs.ids
         around.scheduler.tell(run_id, self._workload.forecasts["oracle"])
         client = await stack.enter_async_context(BrokerClient(around.stage.brokers[0][1]))

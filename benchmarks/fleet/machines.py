@@ -9,7 +9,7 @@ from typing import Any
 
 from benchmarks.fleet.workload import MAX_NEW_TOKENS, NUM_PROMPT_TOKENS
 from services.generator.pretend.hardware import GPUS, MODELS
-from services.generator.pretend.steps import Roofline
+from services.generator.pretend.steps import STREAMRL_TABLE, Roofline, TableSteps
 
 FLEETS: dict[str, Sequence[str]] = {
     "alike": ("H800",) * 8,
@@ -31,6 +31,12 @@ class Machine:
     gpu: str
     max_samples: int
     slowdown: float
+
+    @property
+    def tokens_per_second(self) -> float:
+        """With every slot filled."""
+        times = TableSteps(table=STREAMRL_TABLE, slowdown=self.slowdown)
+        return self.max_samples / times.step_s(self.max_samples, 0.0)
 
     def instance(self, *, run_id: str, lengths: Path, time_scale: float, tick_s: float) -> dict[str, Any]:
         """Its entry among the instances of a generator process."""

@@ -121,6 +121,7 @@ async def _dispatch(around: Surroundings, plan: Plan, progress: Callable[[str], 
                 pace=Pace(time_scale=time_scale),
                 seed=repetition,
             )
+            progress(f"{table}, {arm}: {step.generation_s:.1f} pretended seconds in {step.wall_s:.1f}")
             found.setdefault(table, {}).setdefault(arm, []).append(step.generation_s)
     result: Result = {table: _summary(times) for table, times in found.items()}
     result["ranker"] = _recalls(workloads)
