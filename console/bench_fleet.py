@@ -12,7 +12,7 @@ from penstock.telemetry import configure_logging
 
 _PAPER = {"ranker": "0.90, 0.82, 0.79", "oracle": "0.82, 0.67, 0.69"}
 """StreamRL (Zhong et al. 2025), Figure 9: 7B, 32B, 72B."""
-_OTHERS = ("ranker", "kill")
+_OTHERS = ("ranker", "trained_ranker", "kill")
 
 
 def bench_fleet_command(*, is_json: bool, is_quick: bool) -> int:

@@ -10,6 +10,7 @@ import json
 import os
 import socket
 import sys
+from collections.abc import Sequence
 from contextlib import AsyncExitStack, closing
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -127,11 +128,15 @@ class Stage:
         self._stack.push_async_callback(child.stop)
         return child
 
-    async def start_broker(self) -> tuple[Child, str]:
-        """Start a broker as `penstock serve broker` does; returns it and its address."""
+    async def start_broker(self, settings: Sequence[str] | None = None) -> tuple[Child, str]:
+        """Start a broker as `penstock serve broker` does; returns it and its address.
+
+        `settings` are in place of `broker_settings`.
+        """
+        settings = self.broker_settings if settings is None else settings
         address = f"127.0.0.1:{free_port()}"
         child = await self.start(
-            *(sys.executable, "-m", "console", "serve", "broker", f"redis_url={self.redis_url}", *self.broker_settings),
+            *(sys.executable, "-m", "console", "serve", "broker", f"redis_url={self.redis_url}", *settings),
             *("--listen", address),
         )
         if not await rpc.wait_until_serving(address, timeout_s=START_TIMEOUT_S):

@@ -22,9 +22,9 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.broker.processes import Child
-from benchmarks.fleet.generation import STEP_TIMEOUT_S, Pace, Runs, Surroundings, start_generators
+from benchmarks.fleet.generation import REAL_PACE, STEP_TIMEOUT_S, Runs, Surroundings, start_generators
 from benchmarks.fleet.machines import machines
-from benchmarks.fleet.workload import Workload, group_id, prompts
+from benchmarks.fleet.workload import VOCAB_SIZE, Workload, group_id
 from penstock.clients.broker import BrokerClient
 from penstock.codec import int32_array
 from penstock.rpc import call, open_channel
@@ -183,8 +183,8 @@ class _Step:
         stack.push_async_callback(store.close)
         runs = Runs(name, self._workload, shares=[1.0], seed=0)
         (run_id,) = runs.ids
-        around.scheduler.tell(run_id, self._workload.forecasts["oracle"])
-        client = await stack.enter_async_context(BrokerClient(around.stage.brokers[0][1]))
+        await around.foresee(run_id, self._workload.forecasts["oracle"])
+        client = await stack.enter_async_context(BrokerClient(around.broker))
         await runs.open(client, dispatch="auto")
         generators = await _start_fleet(around, stack, name=name, run_id=run_id, lengths=self._lengths)
         await runs.wait_for_generators(client, num_generators=len(generators))
@@ -196,13 +196,13 @@ class _Step:
             EngineConfig(engine="emulated", max_context_tokens=1 << 16),
             EmulatedConfig(lengths=self._lengths),
             model_context_tokens=None,
-            vocab_size=None,
+            vocab_size=VOCAB_SIZE,
             seed=0,
         )
         count = len(self._workload.lengths)
         stored = await store.chunks(run_id, [(group_id(index), 0) for index in range(count)])
         num_wrong = 0
-        for index, (prompt, chunks) in enumerate(zip(prompts(range(count)), stored, strict=True)):
+        for index, (prompt, chunks) in enumerate(zip(self._workload.prompts(range(count)), stored, strict=True)):
             parts = [int32_array(types_pb2.TokenChunk.FromString(chunk).token_ids, "token_ids") for chunk in chunks]
             tokens = np.concatenate([np.empty(0, np.int32), *parts])
             num_wrong += not np.array_equal(tokens, script_of(spec, _request(index, prompt))[: len(tokens)])
@@ -222,12 +222,13 @@ def _request(index: int, prompt: types_pb2.Prompt) -> GenerateRequest:
 async def _start_fleet(
     around: Surroundings, stack: AsyncExitStack, *, name: str, run_id: str, lengths: Path
 ) -> list[_Generator]:
-    pace = Pace(time_scale=1.0, flush_interval_s=0.2)
     generators: list[_Generator] = []
     for index, machine in enumerate(machines("alike", "kv_limited")):
         own = f"{name}-g{index}"
-        instance = machine.instance(run_id=run_id, lengths=lengths, time_scale=1.0, tick_s=pace.tick_s)
-        process = await start_generators(around, name=own, instances=[instance], pace=pace)
+        instance = machine.instance(
+            run_id=run_id, lengths=lengths, time_scale=REAL_PACE.time_scale, tick_s=REAL_PACE.tick_s
+        )
+        process = await start_generators(around, name=own, instances=[instance], pace=REAL_PACE)
         stack.push_async_callback(process.stop)
         config = json.loads((around.folder / f"{own}.yaml").read_text(encoding="utf-8"))
         generators.append(_Generator(name=own, process=process, address=config["listen"]))

@@ -27,7 +27,7 @@ class ToldScheduler(scheduler_pb2_grpc.SchedulerServiceServicer):
     def __init__(self) -> None:
         self._told: dict[str, dict[str, float]] = {}
 
-    def tell(self, run_id: str, forecasts: Sequence[float | None]) -> None:
+    async def tell(self, run_id: str, forecasts: Sequence[float | None]) -> None:
         """Forecast i is of sample i; None is no forecast."""
         self._told[run_id] = {group_id(index): value for index, value in enumerate(forecasts) if value is not None}
 

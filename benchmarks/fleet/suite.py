@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.broker.processes import Stage
-from benchmarks.fleet import kill
-from benchmarks.fleet.generation import Pace, Surroundings, measure
+from benchmarks.fleet import kill, trained
+from benchmarks.fleet.generation import Pace, Surroundings, measure_undisturbed
 from benchmarks.fleet.machines import machines
 from benchmarks.fleet.services import serving_surroundings
-from benchmarks.fleet.workload import TAIL_SHARES, Workload, make_workload
+from benchmarks.fleet.workload import TAIL_SHARES, Workload, make_workload, recall
 
 Result = dict[str, Any]
 
@@ -48,6 +48,8 @@ class Plan:
     time_scale: float
     other_time_scale: float | None
     """SCALING_ARMS are measured at this one, too."""
+    trained_cells: Sequence[tuple[str, str]]
+    """Where the forecasts of a real scheduler are tried."""
     kill_samples: int
     kill_tokens: int
     kill_after_s: float
@@ -59,8 +61,9 @@ FULL = Plan(
     length_scale=1.0,
     cells=(("alike", "kv_limited"), ("alike", "roomy"), ("unlike", "kv_limited"), ("unlike", "roomy")),
     arms=ARMS,
-    time_scale=20.0,
-    other_time_scale=8.0,
+    time_scale=10.0,
+    other_time_scale=5.0,
+    trained_cells=(("alike", "kv_limited"), ("unlike", "kv_limited")),
     kill_samples=96,
     kill_tokens=2_000,
     kill_after_s=9.0,
@@ -73,6 +76,7 @@ QUICK = Plan(
     arms=(BASELINE, ("streamrl", "oracle")),
     time_scale=20.0,
     other_time_scale=None,
+    trained_cells=(),
     kill_samples=0,
     kill_tokens=0,
     kill_after_s=0.0,
@@ -87,8 +91,11 @@ async def run(plan: Plan, *, redis_server: Path, progress: Callable[[str], None]
             serving_surroundings(folder) as (scheduler, address),
             Stage(folder, redis_server, broker_settings=(f"scheduler={address}",)) as stage,
         ):
-            around = Surroundings(stage=stage, scheduler=scheduler, address=address, folder=folder)
+            around = Surroundings(
+                stage=stage, broker=stage.brokers[0][1], weights=address, foresee=scheduler.tell, folder=folder
+            )
             result = await _dispatch(around, plan, progress)
+            result |= await _trained(around, plan, progress)
             if plan.kill_samples:
                 result["kill"] = await kill.compare(
                     around,
@@ -111,21 +118,35 @@ async def _dispatch(around: Surroundings, plan: Plan, progress: Callable[[str], 
         for table, fleet, regime, (dispatch, forecast), time_scale in _measurements(plan, repetition):
             arm = _arm(dispatch, forecast)
             progress(f"{table}, {arm}: repetition {repetition + 1} of {plan.num_repetitions}")
-            step = await measure(
+            step = await measure_undisturbed(
                 around,
+                progress=progress,
                 name=f"{table}-{arm}-{repetition}",
                 machines=machines(fleet, regime),
                 workload=workload,
                 dispatch=dispatch,
                 forecast=forecast,
-                pace=Pace(time_scale=time_scale),
+                pace=Pace.scaled(time_scale),
                 seed=repetition,
             )
-            progress(f"{table}, {arm}: {step.generation_s:.1f} pretended seconds in {step.wall_s:.1f}")
             found.setdefault(table, {}).setdefault(arm, []).append(step.generation_s)
     result: Result = {table: _summary(times) for table, times in found.items()}
     result["ranker"] = _recalls(workloads)
     return result
+
+
+async def _trained(around: Surroundings, plan: Plan, progress: Callable[[str], None]) -> Result:
+    found = await trained.compare(
+        around,
+        num_samples=plan.num_samples,
+        cells=plan.trained_cells,
+        num_repetitions=plan.num_repetitions,
+        time_scale=plan.time_scale,
+        progress=progress,
+    )
+    recalls = found.pop("recall", {})
+    result: Result = {table: _summary(times) for table, times in found.items()}
+    return result | ({"trained_ranker": trained.recalls(recalls)} if recalls else {})
 
 
 def _measurements(plan: Plan, repetition: int) -> Iterator[tuple[str, str, str, tuple[str, str], float]]:
@@ -164,6 +185,8 @@ def _summary(times: dict[str, list[float]]) -> Result:
 
 def _recalls(workloads: Sequence[Workload]) -> Result:
     return {
-        f"recall_of_longest_{share:.0%}": statistics.fmean(workload.recall(share) for workload in workloads)
+        f"recall_of_longest_{share:.0%}": statistics.fmean(
+            recall(workload.lengths, workload.forecasts["ranker"], share) for workload in workloads
+        )
         for share in TAIL_SHARES
     }

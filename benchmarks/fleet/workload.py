@@ -12,12 +12,14 @@ from penstock.codec import int32_bytes
 from penstock.v1 import types_pb2
 from services.generator.pretend.lengths import STREAMRL_BIN_TOKENS, STREAMRL_FIRST_TOKENS, STREAMRL_HISTOGRAM
 
+VOCAB_SIZE = 4_096
 NUM_PROMPT_TOKENS = 128
 MAX_NEW_TOKENS = 20_480
 STOP_TOKEN_ID = 0
 RANKER_SIGMA = 0.25
 """Standard deviation of the logarithm of forecast over length: as good as StreamRL's rankers (recall in the result)."""
 TAIL_SHARES = (0.2, 0.1, 0.05)
+_SAME_TOKEN_IDS = int32_bytes(np.arange(1, NUM_PROMPT_TOKENS + 1) % 64)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,17 +29,35 @@ class Workload:
     lengths: Sequence[int]
     forecasts: dict[str, Sequence[float | None]]
     """By who makes them: `oracle`, `ranker`, `none`."""
+    prompt_token_ids: Sequence[bytes] | None = None
+    """int32[] each; unset gives all prompts the same tokens, for nothing is learned from them."""
 
     def write_lengths(self, path: Path) -> None:
         """For the emulated engines to replay."""
         path.write_text("".join(f"{length}\n" for length in self.lengths), encoding="utf-8")
 
-    def recall(self, share: float) -> float:
-        """Part of the longest `share` of the samples that the ranker puts among its longest."""
-        count = max(1, round(share * len(self.lengths)))
-        true = set(np.argsort(self.lengths)[-count:].tolist())
-        said = set(np.argsort(np.asarray(self.forecasts["ranker"], float))[-count:].tolist())
-        return len(true & said) / count
+    def prompts(self, indices: Sequence[int]) -> list[types_pb2.Prompt]:
+        """Prompts whose one sample each replays the length of that index."""
+        return [
+            types_pb2.Prompt(
+                group_id=group_id(index),
+                token_ids=self.prompt_token_ids[index] if self.prompt_token_ids is not None else _SAME_TOKEN_IDS,
+                group_size=1,
+                sampling=types_pb2.SamplingParams(
+                    max_new_tokens=MAX_NEW_TOKENS, temperature=1.0, seed=index, stop_token_ids=[STOP_TOKEN_ID]
+                ),
+                purpose=types_pb2.PURPOSE_TRAIN,
+            )
+            for index in indices
+        ]
+
+
+def recall(lengths: Sequence[int], forecasts: Sequence[float | None], share: float) -> float:
+    """Part of the longest `share` of the samples that the forecasts put among their longest."""
+    count = max(1, round(share * len(lengths)))
+    true = set(np.argsort(lengths)[-count:].tolist())
+    said = set(np.argsort(np.asarray(forecasts, float))[-count:].tolist())
+    return len(true & said) / count
 
 
 def make_workload(*, num_samples: int, scale: float, seed: int) -> Workload:
@@ -60,20 +80,3 @@ def make_workload(*, num_samples: int, scale: float, seed: int) -> Workload:
 def group_id(index: int) -> str:
     """The group of sample `index`."""
     return f"s{index}"
-
-
-def prompts(indices: Sequence[int]) -> list[types_pb2.Prompt]:
-    """Prompts whose one sample each replays the length of that index."""
-    token_ids = int32_bytes(np.arange(1, NUM_PROMPT_TOKENS + 1) % 64)
-    return [
-        types_pb2.Prompt(
-            group_id=group_id(index),
-            token_ids=token_ids,
-            group_size=1,
-            sampling=types_pb2.SamplingParams(
-                max_new_tokens=MAX_NEW_TOKENS, temperature=1.0, seed=index, stop_token_ids=[STOP_TOKEN_ID]
-            ),
-            purpose=types_pb2.PURPOSE_TRAIN,
-        )
-        for index in indices
-    ]
