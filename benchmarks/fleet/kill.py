@@ -223,12 +223,11 @@ async def _start_fleet(
     around: Surroundings, stack: AsyncExitStack, *, name: str, run_id: str, lengths: Path
 ) -> list[_Generator]:
     generators: list[_Generator] = []
+    pace = REAL_PACE
     for index, machine in enumerate(machines("alike", "kv_limited")):
         own = f"{name}-g{index}"
-        instance = machine.instance(
-            run_id=run_id, lengths=lengths, time_scale=REAL_PACE.time_scale, tick_s=REAL_PACE.tick_s
-        )
-        process = await start_generators(around, name=own, instances=[instance], pace=REAL_PACE)
+        instance = machine.instance(run_id=run_id, lengths=lengths, time_scale=pace.time_scale, tick_s=pace.tick_s)
+        process = await start_generators(around, name=own, instances=[instance], pace=pace)
         stack.push_async_callback(process.stop)
         config = json.loads((around.folder / f"{own}.yaml").read_text(encoding="utf-8"))
         generators.append(_Generator(name=own, process=process, address=config["listen"]))

@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from penstock.config import ConfigError, validate
+from penstock.config import ConfigError, read_document, validate
 from services.generator.config import GeneratorConfig
 from services.generator.instances import expand
+from services.generator.pretend.build import build_spec
 
 
 def config(**rest: object) -> GeneratorConfig:
@@ -56,3 +57,16 @@ def test_free_ports_are_free_for_each() -> None:
 def test_what_cannot_share_a_process_is_refused(rest: dict[str, object], complaint: str) -> None:
     with pytest.raises(ConfigError, match=complaint):
         config(**rest)
+
+
+def test_the_example_of_a_pretend_fleet_can_be_built() -> None:
+    path = Path(__file__).parents[3] / "examples" / "pretend_fleet.yaml"
+    members = expand(validate(GeneratorConfig, read_document(path), source=str(path)))
+    specs = [
+        build_spec(one.engine, one.emulated, model_context_tokens=None, vocab_size=None, seed=one.seed)
+        for one in members
+    ]
+    assert len(specs) == 7
+    assert len({one.generator_id for one in members}) == 7
+    h800, l40s = specs[0], specs[4]
+    assert l40s.step_times().step_s(1, 0) > 3 * h800.step_times().step_s(1, 0)
