@@ -76,8 +76,6 @@ class FileDigest:
 
     size_bytes: int
     """Its length."""
-    sha256: str
-    """SHA-256, hex, of all its bytes."""
     chunks: tuple[ChunkDigest, ...]
     """Its pieces in order, without gaps; none for an empty file."""
 
@@ -139,7 +137,7 @@ def manifest_digest(tensors: Iterable[TensorDigest]) -> str:
 
 
 def file_digest(path: Path, *, chunk_bytes: int = DEFAULT_CHUNK_BYTES) -> FileDigest:
-    """The digest of a file and of its consecutive chunks of `chunk_bytes` (the last may be shorter).
+    """The size of a file and the digests of its consecutive chunks of `chunk_bytes` (the last may be shorter).
 
     Raises:
         ValueError: `chunk_bytes` is not positive.
@@ -147,16 +145,14 @@ def file_digest(path: Path, *, chunk_bytes: int = DEFAULT_CHUNK_BYTES) -> FileDi
     """
     if chunk_bytes <= 0:
         raise ValueError(f"chunk_bytes must be positive, not {chunk_bytes}")
-    whole = hashlib.sha256()
     chunks: list[ChunkDigest] = []
     offset = 0
     with path.open("rb") as file:
         while piece := file.read(chunk_bytes):
-            whole.update(piece)
             sha256 = hashlib.sha256(piece).hexdigest()
             chunks.append(ChunkDigest(offset=offset, size_bytes=len(piece), sha256=sha256))
             offset += len(piece)
-    return FileDigest(size_bytes=offset, sha256=whole.hexdigest(), chunks=tuple(chunks))
+    return FileDigest(size_bytes=offset, chunks=tuple(chunks))
 
 
 def safetensors_shapes(path: Path) -> dict[str, tuple[int, ...]]:
