@@ -40,12 +40,14 @@ from penstock.weights import TensorDigest, TensorPlace, WeightsMismatchError, ch
 BLOCK_BYTES = 4 * 1024 * 1024
 """Of a tensor; a multiple of every element's width."""
 
+TEMPORARY_SUFFIX = ".tmp"
+"""Of what is being written; a process that was killed leaves it behind."""
+
 _MAGIC = b"PSDELTA1"
 _DIGEST_BYTES = 32
 _HEADER_BYTES = len(_MAGIC) + 2 * _DIGEST_BYTES
 # Tensor, block, coding; then for positions and for values: packing, plain bytes, stored bytes.
 _BLOCK = struct.Struct("<IIBBIIBII")
-_TEMPORARY_SUFFIX = ".tmp"
 _Bytes = npt.NDArray[np.uint8]
 
 
@@ -71,7 +73,7 @@ def write_delta(base: Path, new: Path, target: Path, *, base_digest: str, digest
     old_places, new_places = safetensors_places(base), safetensors_places(new)
     if [_kind(place) for place in old_places] != [_kind(place) for place in new_places]:
         return None
-    temporary = target.with_name(target.name + _TEMPORARY_SUFFIX)
+    temporary = target.with_name(target.name + TEMPORARY_SUFFIX)
     whole = hashlib.sha256()
     size_bytes = 0
     try:
@@ -119,7 +121,7 @@ def apply_deltas(
     chain = [base_digest, *(hex_digest for content in contents for hex_digest in _ends(content)), digest]
     if any(before != after for before, after in zip(chain[::2], chain[1::2], strict=True)):
         raise WeightsMismatchError(f"deltas lead {' '.join(end[:16] for end in chain)}: the ends do not meet")
-    temporary = target.with_name(target.name + _TEMPORARY_SUFFIX)
+    temporary = target.with_name(target.name + TEMPORARY_SUFFIX)
     try:
         found = _write_result(base, [_BlockReader(content) for content in contents], temporary)
         check_tensors(found, tensors=tensors, digest=digest, holder=f"{base.name} with its deltas")

@@ -28,7 +28,7 @@ import structlog
 from penstock.clients.contents import verify_content
 from penstock.clients.downloads import PARTIAL_SUFFIX, Downloader
 from penstock.clients.weights import VersionName, WeightsClient, tensor_digests
-from penstock.deltas.content import apply_deltas
+from penstock.deltas.content import TEMPORARY_SUFFIX, apply_deltas
 from penstock.errors import PenstockError
 from penstock.v1 import weights_pb2
 from penstock.weights import MalformedWeightsError, WeightsMismatchError
@@ -118,8 +118,9 @@ class WeightFetcher:
         older = [path for path in complete if path != newest]
         for path in [*older[: -(MAX_KEPT_FILES - 1)], *deltas[:-MAX_KEPT_DELTAS]]:
             path.unlink(missing_ok=True)
-        for path in self._cache_dir.glob(f"v*{PARTIAL_SUFFIX}"):
-            path.unlink(missing_ok=True)
+        for suffix in (PARTIAL_SUFFIX, TEMPORARY_SUFFIX):
+            for path in self._cache_dir.glob(f"v*{suffix}"):
+                path.unlink(missing_ok=True)
 
     async def _make_from_older(self, manifest: weights_pb2.WeightsManifest, path: Path) -> Way | None:
         """Make the version of what is in the cache; None where that cannot be done."""
