@@ -1,4 +1,4 @@
-"""One step of a run under a dispatch policy, on a virtual clock: how long until every sample is decoded.
+"""A step or a few of a run under a dispatch policy, on a virtual clock: how long until every sample is decoded.
 
 The queue is a real `RunState`; leases are chosen by `generation.lease` through the policies and the picture of the
 fleet (`services.broker.fleet`) that a broker uses; only the generators pretend. Admission is kept out of the way.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean, pstdev
@@ -16,6 +17,7 @@ from penstock.v1 import broker_pb2, types_pb2
 from services.broker import generation, moves, submission
 from services.broker.chunks import ChunkFacts
 from services.broker.dispatch.latency import LatencyModel
+from services.broker.dispatch.moving import MOVE_COST_S
 from services.broker.dispatch.registry import make_policy
 from services.broker.fleet import Fleet, GeneratorStatus, SeenLengths
 from services.broker.generation import Choice, GeneratorFacts, Grant
@@ -31,7 +33,7 @@ _MAX_CONTEXT_TOKENS = 1 << 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scenario:
-    """A fleet and the samples of one step."""
+    """A fleet and the samples of a step, or of several."""
 
     name: str
     generators: Sequence[PretendGenerator]
@@ -39,6 +41,10 @@ class Scenario:
     """True completion lengths, by group and sample; every group has as many."""
     forecasts: Sequence[float | None]
     """By group."""
+    after_ended: Sequence[int] = ()
+    """By group, rising: it is submitted once so many samples have ended. Empty where all are submitted at once."""
+    groups_per_step: int | None = None
+    """None where all groups are one step's."""
     num_prompt_tokens: int = 128
     tick_s: float = 1.0
     """How often generators report tokens, policies are reviewed and idle generators look for work to take over."""
@@ -85,11 +91,14 @@ class _Simulation:
         self._last_end_s = 0.0
         self._lengths = {f"g{index}": group for index, group in enumerate(scenario.lengths)}
         self._state = _open(scenario, policy_name)
+        self._num_ended = 0
+        self._unsubmitted = deque(enumerate(scenario.after_ended or [0] * len(scenario.lengths)))
 
     def run(self) -> Report:
         """To the last token."""
         now_s, next_tick_s = 0.0, 0.0
         while True:
+            self._submit(now_s)
             if now_s >= next_tick_s:
                 self._flush(now_s)
                 self._review(now_s)
@@ -110,11 +119,25 @@ class _Simulation:
             num_moves=self._num_moves,
         )
 
+    def _submit(self, now_s: float) -> None:
+        due: list[int] = []
+        while self._unsubmitted and self._unsubmitted[0][1] <= self._num_ended:
+            due.append(self._unsubmitted.popleft()[0])
+        if due:
+            scenario = self._scenario
+            prompts = [_prompt(scenario, index, self._state.limits.max_completion_tokens) for index in due]
+            forecasts = {f"g{index}": value for index in due if (value := scenario.forecasts[index])}
+            errors = submission.submit(self._state, prompts, retired=(), now_s=now_s, forecasts=forecasts)
+            if errors:
+                raise ValueError(f"scenario {scenario.name}: {errors[0].message}")
+            self._state.settle()
+
     def _advance(self, now_s: float) -> None:
         for name, engine in self._engines.items():
             ended = engine.advance(now_s)
             if ended:
                 self._last_end_s = now_s
+                self._num_ended += len(ended)
                 tokens = [(grant, self._lengths[grant.sample[0]][grant.sample[1]]) for grant in ended]
                 self._accept(name, tokens, now_s, finish_reason=types_pb2.FINISH_REASON_STOP)
 
@@ -187,7 +210,7 @@ class _Simulation:
                 self._num_moves += 1
                 for other in self._engines.values():
                     other.abort(grant.sample)
-                self._begin(engine, grant, delay_s=moves.MOVE_COST_S)
+                self._begin(engine, grant, delay_s=MOVE_COST_S)
 
     def _begin(self, engine: Engine, grant: Grant, *, delay_s: float = 0.0) -> None:
         group_id, index = grant.sample
@@ -256,34 +279,30 @@ def _facts(generator_id: str) -> GeneratorFacts:
 
 
 def _open(scenario: Scenario, policy_name: str) -> RunState:
-    """A run whose first step is the scenario, everything admitted."""
+    """A run with room for the scenario, and nothing that admission would hold back."""
     state = RunState()
-    group_size = len(scenario.lengths[0])
+    groups_per_step = scenario.groups_per_step or len(scenario.lengths)
     longest = max(length for group in scenario.lengths for length in group)
     limits = broker_pb2.RunLimits(
-        groups_per_step=len(scenario.lengths),
-        group_size=group_size,
-        max_staleness=0,
+        groups_per_step=groups_per_step,
+        group_size=len(scenario.lengths[0]),
+        max_staleness=math.ceil(len(scenario.lengths) / groups_per_step) - 1,
         max_queued_groups=len(scenario.lengths),
-        max_completion_tokens=longest,
+        # A limit that says nothing of how long the longest sample is.
+        max_completion_tokens=1 << longest.bit_length(),
     )
     # Leases never expire here: nobody dies.
     limits.generation_lease.FromSeconds(3600)
     policy = broker_pb2.RunPolicy(dispatch=policy_name)
     create_run(state, broker_pb2.OpenRunRequest(run_id="simulated", limits=limits, policy=policy), 0.0)
-    prompts = [
-        types_pb2.Prompt(
-            group_id=f"g{index}",
-            token_ids=bytes(4 * scenario.num_prompt_tokens),
-            group_size=group_size,
-            sampling=types_pb2.SamplingParams(max_new_tokens=longest, temperature=1.0),
-            purpose=types_pb2.PURPOSE_TRAIN,
-        )
-        for index in range(len(scenario.lengths))
-    ]
-    forecasts = {f"g{index}": value for index, value in enumerate(scenario.forecasts) if value}
-    errors = submission.submit(state, prompts, retired=(), now_s=0.0, forecasts=forecasts)
-    if errors:
-        raise ValueError(f"scenario {scenario.name}: {errors[0].message}")
-    state.settle()
     return state
+
+
+def _prompt(scenario: Scenario, index: int, max_new_tokens: int) -> types_pb2.Prompt:
+    return types_pb2.Prompt(
+        group_id=f"g{index}",
+        token_ids=bytes(4 * scenario.num_prompt_tokens),
+        group_size=len(scenario.lengths[index]),
+        sampling=types_pb2.SamplingParams(max_new_tokens=max_new_tokens, temperature=1.0),
+        purpose=types_pb2.PURPOSE_TRAIN,
+    )

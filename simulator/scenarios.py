@@ -1,4 +1,7 @@
-"""Scenarios of dispatch: unlike fleets, long-tailed lengths, forecasts of every quality. Everything from a seed."""
+"""Scenarios of dispatch: unlike fleets, long-tailed lengths, forecasts of every quality. Everything from a seed.
+
+Two sets: the grid that dispatch was made on, and a fresh one (`fresh_scenarios`) on which nothing was tuned.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Play every scenario of the grid under every policy and print a table.
 
-python -m benchmarks.dispatch [--groups N] [--group-size N] [--seeds N] [--only WORD] [--json]
+python -m benchmarks.dispatch [--fresh] [--groups N] [--group-size N] [--seeds N] [--only WORD] [--json]
 
 Times are of the simulator's virtual clock and say how policies compare, not how fast a fleet is. Each cell is the sum
 of the makespans over the seeds, relative to the best of the policies but auto; `bound` is the best one's over a lower
@@ -13,9 +13,12 @@ import argparse
 import json
 import sys
 import time
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
+from functools import partial
 
-from simulator.dispatch import lower_bound_s, simulate
+from simulator import fresh_scenarios
+from simulator.dispatch import Scenario, lower_bound_s, simulate
 from simulator.scenarios import FORECASTS, fleets, make_scenario, workload_names
 
 POLICIES = ("fifo", "least_loaded", "lpt", "streamrl", "auto")
@@ -37,16 +40,13 @@ def main() -> int:
     options = _options()
     cells: list[Cell] = []
     if not options.json:
-        print("| fleet, workload, forecast | bound | fifo, no moves | " + " | ".join(POLICIES) + " | moves |")
+        print("| scenario | bound | fifo, no moves | " + " | ".join(POLICIES) + " | moves |")
         print("|---" * (len(POLICIES) + 4) + "|")
-    for fleet in fleets():
-        for workload in workload_names():
-            for forecast in FORECASTS:
-                name = f"{fleet}, {workload}, {forecast}"
-                if options.only in name:
-                    cells.append(_measure(fleet, workload, forecast, options))
-                    if not options.json:
-                        print(_row(cells[-1]), flush=True)
+    for name, make in _scenarios(options):
+        if options.only in name:
+            cells.append(_measure(name, make, options.seeds))
+            if not options.json:
+                print(_row(cells[-1]), flush=True)
     worst = max(cells, key=lambda cell: cell.ratios["auto"])
     if options.json:
         print(json.dumps([asdict(cell) for cell in cells]))
@@ -58,19 +58,44 @@ def main() -> int:
     return 0
 
 
-def _measure(fleet: str, workload: str, forecast: str, options: argparse.Namespace) -> Cell:
+def _scenarios(options: argparse.Namespace) -> Iterator[tuple[str, Callable[[int], Scenario]]]:
+    """Name, and what makes the scenario of a seed."""
+    if options.fresh:
+        for fleet, lengths, forecast, arrival in fresh_scenarios.names():
+            yield (
+                f"{fleet}, {lengths}, {forecast}, {arrival}",
+                partial(_fresh, fleet, lengths, forecast, arrival),
+            )
+        return
+    for fleet in fleets():
+        for workload in workload_names():
+            for forecast in FORECASTS:
+                yield f"{fleet}, {workload}, {forecast}", partial(_of_grid, options, fleet, workload, forecast)
+
+
+def _of_grid(options: argparse.Namespace, fleet: str, workload: str, forecast: str, seed: int) -> Scenario:
+    return make_scenario(
+        fleet=fleet,
+        workload=workload,
+        forecast=forecast,
+        num_groups=options.groups,
+        group_size=options.group_size,
+        seed=seed,
+    )
+
+
+def _fresh(fleet: str, lengths: str, forecast: str, arrival: str, seed: int) -> Scenario:
+    return fresh_scenarios.make_fresh_scenario(
+        fleet=fleet, lengths=lengths, forecast=forecast, arrival=arrival, seed=seed
+    )
+
+
+def _measure(name: str, make: Callable[[int], Scenario], num_seeds: int) -> Cell:
     started_s = time.perf_counter()
     makespans = dict.fromkeys(("fifo, no moves", *POLICIES), 0.0)
     bound_s, num_moves = 0.0, 0
-    for seed in range(options.seeds):
-        scenario = make_scenario(
-            fleet=fleet,
-            workload=workload,
-            forecast=forecast,
-            num_groups=options.groups,
-            group_size=options.group_size,
-            seed=seed,
-        )
+    for seed in range(num_seeds):
+        scenario = make(seed)
         bound_s += lower_bound_s(scenario)
         makespans["fifo, no moves"] += simulate(scenario, "fifo", can_move=False).makespan_s
         for policy in POLICIES:
@@ -78,9 +103,9 @@ def _measure(fleet: str, workload: str, forecast: str, options: argparse.Namespa
             makespans[policy] += report.makespan_s
             num_moves += report.num_moves if policy == "auto" else 0
     best = min(makespans[policy] for policy in POLICIES if policy != "auto")
-    print(f"{fleet}, {workload}, {forecast}: {time.perf_counter() - started_s:.1f} s", file=sys.stderr)
+    print(f"{name}: {time.perf_counter() - started_s:.1f} s", file=sys.stderr)
     return Cell(
-        scenario=f"{fleet}, {workload}, {forecast}",
+        scenario=name,
         bound_ratio=best / bound_s,
         ratios={policy: makespan / best for policy, makespan in makespans.items()},
         num_moves=num_moves,
@@ -94,8 +119,9 @@ def _row(cell: Cell) -> str:
 
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.dispatch", description=__doc__)
-    parser.add_argument("--groups", type=int, default=32, help="prompts of the step")
-    parser.add_argument("--group-size", type=int, default=8, help="samples a prompt")
+    parser.add_argument("--fresh", action="store_true", help="the scenarios on which nothing was tuned")
+    parser.add_argument("--groups", type=int, default=32, help="prompts of the step, of the grid")
+    parser.add_argument("--group-size", type=int, default=8, help="samples a prompt, of the grid")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--only", default="", help="scenarios whose name holds this")
     parser.add_argument("--json", action="store_true")

@@ -1,15 +1,15 @@
 """Work that moves to an idle generator. Pure operations on a RunState.
 
-A generator that finds nothing to lease looks at what the others hold: first leases that were never begun, then the
-sample that will be done last of all. It is taken over when the latency model says that it is done sooner here by a
-stated gain, prefill of its prompt and prefix included.
+A generator that finds nothing to lease looks at what the others hold: first leases that were never begun, then
+samples that may well be done last of all. One is taken over when the latency model says that it is done sooner here by
+a stated gain, prefill of its prompt and prefix included.
 
 Fencing: the old lease ends in the same commit in which the new one is given, at the last stored chunk. What the old
 generator decoded beyond it is refused with LEASE_LOST and thrown away (less than its flush interval, usually 0.2 s), so
 no token is stored twice and none that was stored is lost. The old generator is told by a revocation, or by the refusal.
 
-Hysteresis: a sample moves at most once in MIN_STAY_S, and never for less than MIN_GAIN_S and MIN_GAIN. Moves do not
-count against `max_leases_per_sample`: nothing went wrong with the sample.
+Hysteresis: a sample moves at most once in MIN_STAY_S, and only for the gain that `dispatch.moving` asks for. Moves
+do not count against `max_leases_per_sample`: nothing went wrong with the sample.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from penstock.v1 import broker_pb2
 from services.broker import generation
 from services.broker.dispatch.latency import kv_reads
 from services.broker.dispatch.lengths import remaining_tokens
+from services.broker.dispatch.moving import is_worth_moving, late_generators
 from services.broker.dispatch.types import Situation
 from services.broker.generation import GeneratorFacts, Grant
 from services.broker.records_pb2 import SampleRecord
@@ -28,11 +29,6 @@ from services.broker.run_state import RunState
 from services.broker.store import SampleId
 
 MIN_STAY_S = 10.0
-MIN_GAIN_S = 1.0
-MIN_GAIN = 0.2
-"""Of the time the sample would still take where it is."""
-MOVE_COST_S = 0.3
-"""Hand-over and the tokens thrown away."""
 MIN_WAIT_S = 1.0
 """A lease without tokens counts as never begun after this long: its first chunk may be on its way."""
 MAX_MOVES = 8
@@ -90,6 +86,7 @@ class _Taker:
         self._state, self._generator, self._now_s = state, generator, now_s
         self._mean_tokens = situation.mean_tokens
         self._has_speeds = situation.has_speeds
+        self._length_error = situation.length_error
         self._asking = situation.loads[situation.asking]
         self._donors = {name: load for name, load in situation.loads.items() if name != situation.asking}
         self._num_waiting = dict(num_waiting)
@@ -122,15 +119,15 @@ class _Taker:
         return None
 
     def _last_to_end(self) -> tuple[str, _Held] | None:
-        """The longest sample of the generator that is done last: only that one shortens the step."""
-        if not self._has_speeds or not self._donors:
+        """The longest sample of a generator that may well be done last: only such a one shortens the step."""
+        if not self._has_speeds:
             return None
-        name = max(self._donors, key=lambda name: self._donors[name].finish_s())
-        begun = [item for item in self._held_by(name) if item.is_begun]
-        item = max(begun, key=lambda item: item.remaining, default=None)
-        if item is None or not self._gains(self._donors[name].finish_s(), item):
-            return None
-        return name, item
+        for name in late_generators(self._asking, self._donors, length_error=self._length_error):
+            begun = [item for item in self._held_by(name) if item.is_begun]
+            item = max(begun, key=lambda item: item.remaining, default=None)
+            if item is not None and self._gains(self._donors[name].finish_s(), item):
+                return name, item
+        return None
 
     def _held_by(self, name: str) -> list[_Held]:
         if name not in self._held:
@@ -139,8 +136,7 @@ class _Taker:
 
     def _gains(self, there_s: float, item: _Held) -> bool:
         """Whether the sample is done here sooner by enough."""
-        here_s = MOVE_COST_S + self._asking.sample_s(item.remaining, item.context)
-        return there_s - here_s >= max(MIN_GAIN_S, MIN_GAIN * there_s)
+        return is_worth_moving(self._asking, item.remaining, item.context, there_s=there_s)
 
     def _shift(self, name: str, item: _Held) -> None:
         """Note a move in the loads."""

@@ -7,20 +7,27 @@ generators, and only among one step's groups, so that short prompts are never pu
 
 from __future__ import annotations
 
-from services.broker.dispatch.placing import EarliestFinish
+from services.broker.dispatch.placing import USUAL_RISK, EarliestFinish
 from services.broker.dispatch.types import Order, Situation
 
 
 class LongestFirst:
-    """See the module."""
+    """See the module.
+
+    Args:
+        risk: See `EarliestFinish`.
+    """
 
     name = "lpt"
     order = Order.LENGTH
     needs_situation = True
+
+    def __init__(self, *, risk: float = USUAL_RISK) -> None:
+        self._risk = risk
 
     def review(self, situation: Situation) -> None:
         """Nothing to think about."""
 
     def decide(self, situation: Situation) -> EarliestFinish:
         """Place everything, longest first."""
-        return EarliestFinish.over_fleet(situation)
+        return EarliestFinish.over_fleet(situation, risk=self._risk)

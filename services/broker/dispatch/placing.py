@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from services.broker.dispatch.latency import Load, level_s, token_s
 from services.broker.dispatch.types import Situation, Work
 
-RISK = 2.0
+USUAL_RISK = 2.0
 """Standard deviations: with a hundred samples a few are that much longer than forecast."""
 MIN_SPEED_UP = 0.1
 """Generators that differ by less are taken for alike."""
@@ -28,12 +28,21 @@ class EarliestFinish:
         asking: The load of the generator that asks.
         others: The loads of the rest. Both are filled up.
         queued_tokens: Tokens of everything that is queued.
-        length_error: Standard deviation of the logarithm of true length over forecast. Samples are placed as if they
-            were that much longer: one that turns out long must not do so on a slow generator.
+        length_error: Standard deviation of the logarithm of true length over forecast.
+        risk: Samples are placed as if they were that many standard deviations longer than forecast: one that turns out
+            long must not do so on a slow generator.
     """
 
-    def __init__(self, asking: Load, others: Iterable[Load], *, queued_tokens: float, length_error: float) -> None:
-        self._risk = math.exp(RISK * length_error)
+    def __init__(
+        self,
+        asking: Load,
+        others: Iterable[Load],
+        *,
+        queued_tokens: float,
+        length_error: float,
+        risk: float = USUAL_RISK,
+    ) -> None:
+        self._risk = math.exp(risk * length_error)
         self._asking = asking
         self._others = [load for load in others if load.max_samples > 0]
         self._open = [load for load in self._others if load.room]
@@ -42,7 +51,7 @@ class EarliestFinish:
         self._faster_level_s = level_s(self._faster, queued_tokens)
 
     @classmethod
-    def over_fleet(cls, situation: Situation) -> EarliestFinish:
+    def over_fleet(cls, situation: Situation, *, risk: float = USUAL_RISK) -> EarliestFinish:
         """Over every generator and the whole queue; uses the situation's loads up."""
         asking = situation.loads[situation.asking]
         others = [load for load in situation.loads.values() if load is not asking]
@@ -51,6 +60,7 @@ class EarliestFinish:
             others,
             queued_tokens=situation.queue.sum_tokens(situation.mean_tokens),
             length_error=situation.length_error,
+            risk=risk,
         )
 
     @property

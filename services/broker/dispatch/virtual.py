@@ -1,40 +1,26 @@
 """A look ahead: when a policy would be done with the situation at hand, by the latency model, on a virtual clock. Pure.
 
-Samples of like length are bundled, and each bundle is spread over the quantiles of the error that forecasts showed so
-far, so that a policy is not preferred for trusting its forecasts too much. The policy under test sees forecasts only,
-and answers through `decide` as it does for real generators.
+Plays a draw of true lengths (`draws`). The policy under test sees forecasts only and answers through `decide` and
+`review` as it does for real generators; idle generators take work over by the rule of real ones (`moving`).
 """
 
 from __future__ import annotations
 
 import heapq
 import math
-import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
+from services.broker.dispatch.draws import Item
 from services.broker.dispatch.latency import Load
-from services.broker.dispatch.lengths import LengthCounts
+from services.broker.dispatch.lengths import LengthCounts, remaining_tokens
+from services.broker.dispatch.moving import MOVE_COST_S, is_worth_moving, late_generators
 from services.broker.dispatch.types import DispatchPolicy, Order, Situation, Work
 
-MAX_ROUNDS = 8
-"""A longer queue is shortened in proportion to this many fillings of the fleet: its end is too far to plan for."""
-MIN_ERROR = 0.02
-_QUANTILES = (-1.383, -0.674, -0.21, 0.21, 0.674, 1.383)
-"""Of the normal distribution, in the middle of each sixth."""
-_BUNDLES_PER_DOUBLING = 3
+NUM_TICKS = 24
+"""Times in a look ahead at which the policy is reviewed and idle generators look for work to take over."""
 LEFT_FOR_EVENTS = 16
-"""A generator that was left without work is asked again after so many samples or bundles ended."""
-
-
-@dataclass(slots=True)
-class _Bundle:
-    """Samples of one forecast and one true length."""
-
-    predicted: float
-    """0 where there is none."""
-    tokens: float
-    count: int
+"""A generator that was left without work is asked again after so many samples ended."""
 
 
 @dataclass(slots=True)
@@ -43,96 +29,158 @@ class _Generator:
 
     load: Load
     """Model and room; what it holds is below."""
-    context_tokens: float
-    """KV tokens of a sample, on average."""
     step: float = 0.0
     clock_s: float = 0.0
     num_samples: int = 0
+    kv_tokens: float = 0.0
+    """Of what it holds, each at the middle of its life."""
+    step_s: float = 0.0
+    """Time of a decode step with what it holds."""
     events_left: int = 0
     """Ends until it is asked again."""
-    ends: list[tuple[float, int, int, float]] = field(default_factory=list)
-    """Heap of true end step, a number that breaks ties, count, forecast end step."""
+    running: dict[int, Item] = field(default_factory=dict)
+    cached: Load = field(init=False)
+    cached_s: float = -math.inf
+    ends: list[tuple[float, int]] = field(default_factory=list)
+    """Heap of end step and number; what moved away is still in it."""
 
-    def begin(self, tokens: float, expected: float, count: int, number: int) -> None:
-        """Take samples."""
-        heapq.heappush(self.ends, (self.step + tokens, number, count, self.step + expected))
+    def __post_init__(self) -> None:
+        self.cached = self._measured()
+
+    def begin(self, number: int, item: Item, count: int, *, num_done: float = 0.0, delay_s: float = 0.0) -> None:
+        """Take some samples of an item."""
+        self._hold(count, item)
+        delay = delay_s / self.step_s if delay_s else 0.0
+        mine = Item(
+            predicted=item.predicted,
+            expected=item.expected,
+            tokens=item.tokens,
+            count=count,
+            begin_step=self.step + delay - num_done,
+            has_moved=item.has_moved,
+        )
+        self.running[number] = mine
+        heapq.heappush(self.ends, (mine.begin_step + item.tokens, number))
+
+    def remove(self, number: int) -> Item:
+        """Let go of an item."""
+        item = self.running.pop(number)
+        self._hold(-item.count, item)
+        return item
+
+    def _hold(self, count: int, item: Item) -> None:
         self.num_samples += count
-
-    @property
-    def step_s(self) -> float:
-        """Time of a decode step with what it holds."""
-        return self.load.model.step_s(self.num_samples, self.num_samples * self.context_tokens)
+        self.kv_tokens += count * item.tokens / 2
+        self.step_s = self.load.model.step_s(self.num_samples, self.kv_tokens)
 
     @property
     def next_end_s(self) -> float:
         """When its next sample ends; infinite when it holds none."""
-        return self.clock_s + (self.ends[0][0] - self.step) * self.step_s if self.ends else math.inf
+        while self.ends and self.ends[0][1] not in self.running:
+            heapq.heappop(self.ends)
+        return self.clock_s + max(0.0, self.ends[0][0] - self.step) * self.step_s if self.ends else math.inf
 
     def advance(self, now_s: float) -> None:
         """Decode until then, and let go of what is done."""
-        if self.ends:
+        if self.running:
             self.step += (now_s - self.clock_s) / self.step_s
         self.clock_s = now_s
-        while self.ends and self.ends[0][0] <= self.step + 1e-6:
-            self.num_samples -= heapq.heappop(self.ends)[2]
+        while self.next_end_s <= now_s + 1e-9:
+            self.remove(heapq.heappop(self.ends)[1])
 
-    def seen(self) -> Load:
-        """Its load by the forecasts."""
-        to_go = [(max(end - self.step, 1.0), count) for _, _, count, end in self.ends]
-        sum_tokens = sum(tokens * count for tokens, count in to_go)
-        return replace(
-            self.load,
-            num_samples=self.num_samples,
-            max_leases=self.load.max_samples - self.num_samples,
-            longest_tokens=max((tokens for tokens, _ in to_go), default=0.0),
-            shortest_tokens=min((tokens for tokens, _ in to_go), default=0.0),
-            sum_tokens=sum_tokens,
-            sum_kv_tokens=sum_tokens * self.context_tokens,
-        )
+    def to_go(self, item: Item) -> float:
+        """Tokens an item is expected to decode still."""
+        return remaining_tokens(item.expected, max(0.0, self.step - item.begin_step))
+
+    def seen(self, max_age_s: float = 0.0) -> Load:
+        """Its load by the forecasts; lengths may be older, numbers not, as `Fleet` has it."""
+        if self.cached.num_samples != self.num_samples or self.clock_s - self.cached_s > max_age_s:
+            self.cached = self._measured()
+            self.cached_s = self.clock_s
+        return self.cached.copy()
+
+    def _measured(self) -> Load:
+        load = Load(model=self.load.model, max_samples=self.load.max_samples, max_leases=0)
+        load.max_context_tokens = self.load.max_context_tokens
+        for item in self.running.values():
+            num_done = max(0.0, self.step - item.begin_step)
+            load.add(remaining_tokens(item.expected, num_done), num_done, item.count)
+        load.max_leases = self.load.max_samples - self.num_samples
+        return load
 
 
-def finish_s(policy: DispatchPolicy, situation: Situation) -> float:
-    """When everything queued and under way would be done under a policy: seconds from now."""
-    return _Run(policy, situation).finish_s()
+def finish_s(policy: DispatchPolicy, situation: Situation, items: Sequence[Item]) -> float:
+    """When everything queued and under way would be done under a policy: seconds from now.
+
+    Args:
+        policy: A fresh one; it is reviewed.
+        situation: Now, scaled down.
+        items: Its queue, in order of arrival.
+    """
+    return _Run(policy, situation, items).finish_s()
 
 
 class _Run:
     """One look ahead."""
 
-    def __init__(self, policy: DispatchPolicy, situation: Situation) -> None:
+    def __init__(self, policy: DispatchPolicy, situation: Situation, items: Sequence[Item]) -> None:
         self._policy = policy
         self._situation = situation
         self._number = 0
-        context_tokens = situation.mean_tokens / 2
+        self._now_s = 0.0
+        self._refresh_s = 0.0
+        self._queue = [replace(item) for item in items]
+        if policy.order is Order.LENGTH:
+            self._queue.sort(key=lambda item: -item.predicted)
+        self._lengths = LengthCounts()
+        for item in self._queue:
+            self._lengths.add(item.predicted, item.count)
         self._generators: dict[str, _Generator] = {}
         for name, load in situation.loads.items():
-            generator = self._generators[name] = _Generator(load, context_tokens)
+            generator = self._generators[name] = _Generator(load)
             for tokens, count in _held(load):
-                self._begin(generator, _Bundle(tokens, tokens, count), count)
-        self._queue = _bundles(situation)
-        if policy.order is Order.LENGTH:
-            self._queue.sort(key=lambda bundle: -bundle.predicted)
-        else:
-            random.Random(0).shuffle(self._queue)
+                self._begin(generator, Item(predicted=tokens, expected=tokens, tokens=tokens), count)
 
     def finish_s(self) -> float:
-        now_s = 0.0
         generators = list(self._generators.values())
+        tick_s = self._tick_s()
+        self._refresh_s = tick_s / 4
+        next_tick_s = 0.0
         while True:
+            if self._now_s >= next_tick_s:
+                self._tick()
+                next_tick_s = self._now_s + tick_s
             self._lease()
             end_s = min(generator.next_end_s for generator in generators)
             if end_s == math.inf:
                 if not self._queue:
-                    return now_s
+                    return self._now_s
                 if all(generator.events_left == LEFT_FOR_EVENTS for generator in generators):
                     # Nothing under way, and nobody takes what is left.
                     return math.inf
                 for generator in generators:
                     generator.events_left = 0
                 continue
-            now_s = end_s
+            self._now_s = min(end_s, next_tick_s)
             for generator in generators:
-                generator.advance(now_s)
+                generator.advance(self._now_s)
+
+    def _tick_s(self) -> float:
+        """Time between ticks, from the least time that everything can take."""
+        loads = [generator.load for generator in self._generators.values()]
+        longest = max((item.tokens for item in self._queue), default=1.0)
+        fastest_s = min(load.model.step_s(1) for load in loads)
+        rate = sum(load.tokens_per_second for load in loads)
+        return max(longest * fastest_s, sum(item.tokens * item.count for item in self._queue) / rate) / NUM_TICKS
+
+    def _tick(self) -> None:
+        if self._queue:
+            self._policy.review(self._seen(next(iter(self._generators))))
+        elif self._now_s:
+            loads = {name: generator.seen() for name, generator in self._generators.items()}
+            for name in self._generators:
+                while self._take_over(name, loads):
+                    pass
 
     def _lease(self) -> None:
         for name, generator in self._generators.items():
@@ -145,70 +193,61 @@ class _Run:
     def _lease_to(self, name: str, generator: _Generator) -> None:
         room = room_before = generator.load.max_samples - generator.num_samples
         decision = self._policy.decide(self._seen(name))
-        for bundle in list(self._queue):
+        is_changed = False
+        for item in self._queue:
             if decision.is_done or room == 0:
                 break
-            expected = bundle.predicted or self._situation.mean_tokens
             work = Work(
-                num_samples=bundle.count,
+                num_samples=item.count,
                 context_tokens=0.0,
-                length_tokens=bundle.predicted,
-                remaining_tokens=expected,
+                length_tokens=item.predicted,
+                remaining_tokens=item.expected,
             )
             num_taken = decision.take(work, room)
             if num_taken:
                 room -= num_taken
-                self._begin(generator, bundle, num_taken)
-                bundle.count -= num_taken
+                self._begin(generator, item, num_taken)
+                item.count -= num_taken
+                self._lengths.add(item.predicted, -num_taken)
+                is_changed = is_changed or not item.count
         if room == room_before:
             generator.events_left = LEFT_FOR_EVENTS
-        self._queue = [bundle for bundle in self._queue if bundle.count]
+        if is_changed:
+            self._queue = [item for item in self._queue if item.count]
 
-    def _begin(self, generator: _Generator, bundle: _Bundle, count: int) -> None:
+    def _begin(self, generator: _Generator, item: Item, count: int) -> None:
         self._number += 1
-        generator.begin(bundle.tokens, bundle.predicted or self._situation.mean_tokens, count, self._number)
+        generator.begin(self._number, item, count)
 
     def _seen(self, asking: str) -> Situation:
-        queue = LengthCounts()
-        for bundle in self._queue:
-            queue.add(bundle.predicted, bundle.count)
-        loads = {name: generator.seen() for name, generator in self._generators.items()}
-        return replace(self._situation, asking=asking, loads=loads, queue=queue)
+        loads = {name: generator.seen(self._refresh_s) for name, generator in self._generators.items()}
+        return replace(self._situation, asking=asking, loads=loads, queue=self._lengths)
 
+    def _take_over(self, name: str, loads: dict[str, Load]) -> bool:
+        """Move one item that may be done last to a generator that has room, if that is sooner; see `moves`."""
+        here = loads[name]
+        if not here.room:
+            return False
+        donors = {other: load for other, load in loads.items() if other != name and load.num_samples}
+        for donor in late_generators(here, donors, length_error=self._situation.length_error):
+            there = self._generators[donor]
+            number = max(there.running, key=lambda key: there.to_go(there.running[key]))
+            item = there.running[number]
+            num_done = max(0.0, there.step - item.begin_step)
+            if item.has_moved or item.count > here.room:
+                continue
+            if is_worth_moving(here, there.to_go(item), num_done, there_s=loads[donor].finish_s()):
+                self._move(there, number, self._generators[name], num_done)
+                loads[donor], loads[name] = there.seen(), self._generators[name].seen()
+                return True
+        return False
 
-def _bundles(situation: Situation) -> list[_Bundle]:
-    """The queue, shortened to MAX_ROUNDS, its forecasts spread over their error."""
-    capacity = sum(load.max_samples for load in situation.loads.values())
-    share = min(1.0, MAX_ROUNDS * capacity / max(1, situation.queue.num_samples))
-    bundles: list[_Bundle] = []
-    for predicted, count in _coarse(situation.queue):
-        parts = _spread(max(1, round(share * count)))
-        for quantile, part in parts:
-            expected = predicted or situation.mean_tokens
-            tokens = expected * math.exp(quantile * situation.length_error)
-            bundles.append(_Bundle(predicted, max(1.0, min(tokens, situation.max_tokens)), part))
-    return bundles
-
-
-def _coarse(counts: LengthCounts) -> Iterator[tuple[float, int]]:
-    """The lengths in fewer steps, each at the mean of its samples."""
-    sums: dict[int, tuple[float, int]] = {}
-    for length, count in counts.items():
-        key = round(_BUNDLES_PER_DOUBLING * math.log2(length)) if length else -1
-        total, number = sums.get(key, (0.0, 0))
-        sums[key] = (total + length * count, number + count)
-    for total, number in sums.values():
-        yield total / number, number
-
-
-def _spread(count: int) -> Sequence[tuple[float, int]]:
-    """Quantiles, and how many of `count` samples stand for each."""
-    if count >= len(_QUANTILES):
-        sizes = [count // len(_QUANTILES) + (index < count % len(_QUANTILES)) for index in range(len(_QUANTILES))]
-        return list(zip(_QUANTILES, sizes, strict=True))
-    # Evenly over the quantiles, so that few samples are neither all short nor all long.
-    stride = len(_QUANTILES) / count
-    return [(_QUANTILES[int((index + 0.5) * stride)], 1) for index in range(count)]
+    def _move(self, donor: _Generator, number: int, taker: _Generator, num_done: float) -> None:
+        item = donor.remove(number)
+        item.has_moved = True
+        self._number += 1
+        delay_s = MOVE_COST_S + taker.load.model.prefill_s(num_done)
+        taker.begin(self._number, item, item.count, num_done=num_done, delay_s=delay_s)
 
 
 def _held(load: Load) -> Iterator[tuple[float, int]]:

@@ -4,13 +4,13 @@ from collections.abc import Sequence
 
 import pytest
 
-from services.broker.dispatch.auto import MIN_GAIN, Auto
+from services.broker.dispatch import auto as auto_module
+from services.broker.dispatch.auto import ALIKE, MIN_GAIN, Auto, Candidates, looks_ahead
 from services.broker.dispatch.latency import LatencyModel, Load
 from services.broker.dispatch.lengths import LengthCounts
 from services.broker.dispatch.registry import make_policy
 from services.broker.dispatch.streamrl import StreamRl
 from services.broker.dispatch.types import DispatchPolicy, Order, QueuedGroup, Situation, Work
-from services.broker.dispatch.virtual import finish_s
 from services.broker.policy import DISPATCH_NAMES
 
 FAST = LatencyModel(base_s=0.01, per_sample_s=0.0001)
@@ -154,25 +154,58 @@ def test_auto_is_fifo_while_nothing_is_known() -> None:
     )
 
 
-def test_auto_sets_the_long_tail_apart_where_that_is_sooner() -> None:
-    loads = {name: load_of(max_samples=256) for name in "abcd"}
-    situation = situation_of(loads, [1000.0] * 4 + [100.0] * 600)
-    auto = Auto()
+def picked_by(auto: Auto, situation: Situation) -> str:
     auto.review(situation)
     assert auto.picked is not None
-    assert auto.picked.name == "streamrl"
-    assert finish_s(StreamRl(), situation) < (1 - MIN_GAIN) * finish_s(make_policy("lpt"), situation)
+    return auto.picked.name
 
 
-def test_auto_does_not_set_apart_what_bad_forecasts_or_unlike_generators_would_spoil() -> None:
-    lengths = [1000.0] * 4 + [100.0] * 600
-    alike = {name: load_of(max_samples=256) for name in "abcd"}
-    unlike = alike | {"d": load_of(SLOW, max_samples=256)}
-    for situation in (situation_of(alike, lengths, error=1.0), situation_of(unlike, lengths)):
-        auto = Auto()
-        auto.review(situation)
-        assert auto.picked is not None
-        assert auto.picked.name == "lpt"
+def test_auto_sets_the_long_tail_apart_where_that_is_sooner() -> None:
+    loads = {name: load_of(max_samples=256) for name in "abcd"}
+    situation = situation_of(loads, [1000.0] * 4 + [100.0] * 240)
+    assert picked_by(Auto(), situation) == "streamrl"
+    times_s = looks_ahead(situation, ALIKE)
+    assert times_s["streamrl"] < (1 - MIN_GAIN) * times_s["lpt"]
+
+
+def test_auto_trusts_forecasts_as_far_as_they_were_right() -> None:
+    slow = FAST.scaled(2.5)
+    loads = {"a": FAST, "b": FAST, "c": slow, "d": slow}
+    lengths = [300.0] * 8 + [60.0] * 200
+
+    def pick(error: float) -> str:
+        situation = situation_of(
+            {name: load_of(model, max_samples=64) for name, model in loads.items()}, lengths, error=error
+        )
+        return picked_by(Auto(), situation)
+
+    assert (pick(0.0), pick(0.8)) == ("streamrl", "lpt")
+
+
+def test_auto_keeps_its_policy_where_another_is_no_better() -> None:
+    auto = Auto()
+    loads = {name: load_of(max_samples=256) for name in "abcd"}
+    assert picked_by(auto, situation_of(loads, [1000.0] * 4 + [100.0] * 240)) == "streamrl"
+    # All are the same here; a fresh one takes lpt.
+    alike = situation_of(loads, [100.0] * 40)
+    assert (picked_by(auto, alike), picked_by(Auto(), alike)) == ("streamrl", "lpt")
+
+
+def test_auto_looks_ahead_when_the_queue_or_the_fleet_has_changed(monkeypatch: pytest.MonkeyPatch) -> None:
+    looks: list[int] = []
+
+    def look(situation: Situation, candidates: Candidates) -> dict[str, float]:
+        looks.append(situation.queue.num_samples)
+        return dict.fromkeys(candidates, 1.0)
+
+    monkeypatch.setattr(auto_module, "looks_ahead", look)
+    auto = Auto()
+    loads = {"a": load_of(), "b": load_of()}
+    for num_queued in (100, 80, 60, 40, 30, 70):
+        auto.review(situation_of(loads, [10.0] * num_queued))
+    assert looks == [100, 40, 70]
+    auto.review(situation_of(loads | {"c": load_of()}, [10.0] * 70))
+    assert looks == [100, 40, 70, 70]
 
 
 def test_auto_stays_with_lpt_where_nothing_is_sooner() -> None:
