@@ -15,6 +15,7 @@ from typing import Any, Literal, Self
 import yaml
 from pydantic import Field, field_validator, model_validator
 
+from penstock.collective.backend import Transport
 from penstock.config import Document, StrictModel, Targets, apply_overrides, read_document, validate
 from penstock.targets import split_targets
 from services.broker.redis_address import parse_redis_url
@@ -57,6 +58,13 @@ class BrokerSection(StrictModel):
         if value is not None:
             parse_redis_url(value)
         return value
+
+
+class WeightsSection(StrictModel):
+    """How weights get from the trainer to generators that are started here."""
+
+    transport: Transport = Transport.HTTP
+    """http, or broadcasts between processors (gloo) or GPUs (nccl), with HTTP for what they do not bring."""
 
 
 class SchedulerSection(StrictModel):
@@ -158,6 +166,8 @@ class RunConfig(StrictModel):
     """The reward model; a plain string is its name."""
     broker: BrokerSection = BrokerSection()
     """The broker's store."""
+    weights: WeightsSection = WeightsSection()
+    """The way of weights."""
     scheduler: SchedulerSection = SchedulerSection()
     """The scheduler."""
     endpoints: EndpointsSection = EndpointsSection()

@@ -81,12 +81,13 @@ def reward_config(config: RunConfig, addresses: Addresses) -> RewardConfig:
     )
 
 
-def trainer_config(addresses: Addresses) -> TrainerConfig:
+def trainer_config(config: RunConfig, addresses: Addresses) -> TrainerConfig:
     """The trainer process' configuration."""
     return TrainerConfig(
         listen=addresses.trainer.listen or "",
         weights_listen=addresses.weights_listen or "",
         weights_url=addresses.weights_url,
+        weights_transport=config.weights.transport,
     )
 
 
@@ -106,6 +107,7 @@ def generator_config(config: RunConfig, addresses: Addresses, folder: RunFolder,
         engine=engine,
         flush_interval_s=section.flush_interval_s,
         cache_dir=folder.cache / f"generator-{index}",
+        weights_transport=config.weights.transport,
     )
 
 

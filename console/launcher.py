@@ -87,7 +87,7 @@ class Launcher:
             scheduler = scheduler_config(config, addresses, self._folder)
             self._launch_service("scheduler", "scheduler", scheduler, addresses.scheduler, SCHEDULER)
         if addresses.trainer.is_local:
-            self._launch_service("trainer", "trainer", trainer_config(addresses), addresses.trainer, TRAINER)
+            self._launch_service("trainer", "trainer", trainer_config(config, addresses), addresses.trainer, TRAINER)
         if addresses.reward.is_local:
             self._launch_service("reward", "reward", reward_config(config, addresses), addresses.reward, REWARD)
         for index, endpoint in enumerate(addresses.generators):

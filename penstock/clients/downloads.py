@@ -27,6 +27,7 @@ import structlog
 
 from penstock.clients.contents import is_laid_out_alike, verify_content
 from penstock.clients.weights import content_id
+from penstock.collective.receiver import BroadcastReceiver
 from penstock.errors import DigestMismatchError, PenstockError
 from penstock.security import NO_SECURITY, Security
 from penstock.transfer.fetching import Fetching
@@ -55,7 +56,7 @@ class Download:
     num_refused: int
     """Pieces whose digest did not match on the way."""
     origin_bytes: int = 0
-    """Those of `fetched_bytes` that came from the manifest's addresses, not from a relay."""
+    """Those of `fetched_bytes` that came from the manifest's addresses, not from a relay or a broadcast."""
 
 
 class Downloader:
@@ -63,6 +64,7 @@ class Downloader:
 
     Args:
         security: The token to show, the authorities to trust, the certificate to show.
+        broadcasts: Asked for a content before it is fetched; what it does not bring is.
         relay: Where what is fetched is offered to others; entered already.
         find_relays: Asks the weight store where to fetch; None: always from the manifest's addresses.
         num_connections: Ranges of one content fetched at once.
@@ -74,6 +76,7 @@ class Downloader:
         self,
         *,
         security: Security = NO_SECURITY,
+        broadcasts: BroadcastReceiver | None = None,
         relay: Relay | None = None,
         find_relays: FindRelays | None = None,
         num_connections: int = NUM_CONNECTIONS,
@@ -82,6 +85,7 @@ class Downloader:
     ) -> None:
         self._headers = {} if security.token is None else {"Authorization": f"Bearer {security.token}"}
         self._tls = _client_tls(security)
+        self._broadcasts = broadcasts
         self._relay = relay
         self._find_relays = find_relays
         self._num_connections = num_connections
@@ -129,7 +133,10 @@ class Downloader:
         partial_path = target.with_name(target.name + PARTIAL_SUFFIX)
         content = await PartialContent.open(partial_path, manifest.chunks)
         self._offer(manifest, content)
+        broadcast_bytes = 0
         try:
+            if self._broadcasts is not None and not content.is_complete:
+                broadcast_bytes = await self._broadcasts.receive(manifest, content, on_refused)
             fetching = await self._fetch_missing(manifest, content, on_refused)
             await asyncio.to_thread(os.replace, partial_path, target)
         except BaseException as error:
@@ -140,7 +147,7 @@ class Downloader:
             content.close()
         return Download(
             path=target,
-            fetched_bytes=sum(fetching.fetched_bytes.values()),
+            fetched_bytes=broadcast_bytes + sum(fetching.fetched_bytes.values()),
             num_refused=fetching.num_refused,
             origin_bytes=fetching.fetched_bytes[SourceKind.ORIGIN],
         )

@@ -35,6 +35,8 @@ MAX_URLS = 64
 MAX_CHAIN = 64
 """Deltas in one offer."""
 REPORT_PATIENCE_S = 20.0
+JOIN_TIMEOUT_S = 20.0
+"""Longest wait for a broadcast to begin."""
 
 _FULL = (weights_pb2.WEIGHTS_KIND_FULL, weights_pb2.WEIGHTS_ENCODING_SAFETENSORS)
 _DELTA = (weights_pb2.WEIGHTS_KIND_DELTA, weights_pb2.WEIGHTS_ENCODING_CHANGED_BLOCKS)
@@ -162,6 +164,8 @@ class WeightsClient:
         self._run_id = run_id
         self._receiver_id = receiver_id
         self._site = site
+        self.joins_broadcasts = False
+        """Whether the store is told to wait for this receiver before it broadcasts; set before `watch`."""
 
     async def __aenter__(self) -> Self:
         """The client itself."""
@@ -214,7 +218,12 @@ class WeightsClient:
         """
         delays = backoff_s()
         last_error = ""
-        request = weights_pb2.WatchManifestsRequest(run_id=self._run_id, receiver_id=self._receiver_id, site=self._site)
+        request = weights_pb2.WatchManifestsRequest(
+            run_id=self._run_id,
+            receiver_id=self._receiver_id,
+            site=self._site,
+            joins_broadcasts=self.joins_broadcasts,
+        )
         while True:
             try:
                 # No deadline: nothing is said between two versions. A dead peer is found by the channel's keepalive.
@@ -260,6 +269,25 @@ class WeightsClient:
             _log.info("the weight store names no relay; fetching from the origin", error=str(error))
             return ()
         return [url for url in response.relay_urls[:MAX_URLS] if url.startswith(("http://", "https://"))]
+
+    async def join_broadcast(
+        self, content: str, *, backend: weights_pb2.BroadcastBackend.ValueType, open_group_id: str
+    ) -> weights_pb2.JoinBroadcastResponse:
+        """A place in the next broadcast of a content, once that begins; not checked. Raises PenstockError: none.
+
+        Args:
+            content: As `content_id` names it.
+            backend: The library to use.
+            open_group_id: The group whose connections are still open; empty if none.
+        """
+        request = weights_pb2.JoinBroadcastRequest(
+            run_id=self._run_id,
+            receiver_id=self._receiver_id,
+            content_id=content,
+            backend=backend,
+            open_group_id=open_group_id,
+        )
+        return await call(self._stub.JoinBroadcast, request, peer=self.peer, timeout_s=JOIN_TIMEOUT_S)
 
     async def report_holding(
         self, *, policy_version: int, digest: str, swap_pause_s: float, fetched_bytes: int, origin_bytes: int = 0

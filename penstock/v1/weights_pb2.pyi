@@ -561,7 +561,7 @@ class JoinBroadcastResponse(_message.Message):
     """
     sequence: _builtins.int
     """Number of this broadcast in its group, from 0. When it is over for a receiver, well or not, it sets the key
-    "<group_id>/<sequence>/<rank>" in the store to "ok" or "failed".
+    "<group_id>/end/<sequence>/<rank>" in the store to "ok" or "failed".
     """
     rank: _builtins.int
     """The receiver's rank; the sender is 0."""

@@ -7,6 +7,7 @@ from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
+from penstock.collective.backend import Transport
 from penstock.config import StrictModel, Targets
 from services.generator.engine import UpdateMode
 
@@ -152,6 +153,9 @@ class GeneratorConfig(StrictModel):
     port."""
     relay_url: str | None = Field(default=None, pattern=r"^https?://")
     """Base address under which its site reaches that server; made from the address it listens on when unset."""
+    weights_transport: Transport = Transport.HTTP
+    """Whether it takes part in the trainer's broadcasts, over gloo or nccl as the trainer is told; only on the
+    trainer's own fast network. What they do not bring is fetched over HTTP."""
     max_fetch_bytes_per_second: float | None = Field(default=None, gt=0)
     """Most bytes of weights fetched a second; no limit when unset."""
     max_relay_bytes_per_second: float | None = Field(default=None, gt=0)

@@ -24,6 +24,8 @@ from penstock.clients.leases import LeaseSession
 from penstock.clients.tokens import TokenSession
 from penstock.clients.weights import WeightsClient
 from penstock.clock import SystemClock
+from penstock.collective.backend import Transport
+from penstock.collective.receiver import BroadcastReceiver
 from penstock.errors import NotOfferedError, PenstockError, ServiceUnavailableError
 from penstock.rpc import open_channel
 from penstock.security import NO_SECURITY, Security
@@ -124,8 +126,10 @@ class Generator:
             security=security,
         )
         self._relay = _relay(config, metrics, security) if config.site else None
+        self._broadcasts = _broadcasts(config, metrics, self._store)
         self._downloader = Downloader(
             security=security,
+            broadcasts=self._broadcasts,
             relay=self._relay,
             find_relays=self._store.find_relays,
             max_bytes_per_second=config.max_fetch_bytes_per_second,
@@ -152,6 +156,8 @@ class Generator:
         await self._resources.enter_async_context(self._store)
         if self._relay is not None:
             await self._resources.enter_async_context(self._relay)
+        if self._broadcasts is not None:
+            await self._resources.enter_async_context(self._broadcasts)
         await self._resources.enter_async_context(self._downloader)
         self._resources.push_async_callback(self._stop_engine)
         return self
@@ -363,6 +369,18 @@ class Generator:
             is_empty = self._rollouts.is_empty
             return generator_pb2.GENERATOR_STATE_DRAINED if is_empty else generator_pb2.GENERATOR_STATE_DRAINING
         return generator_pb2.GENERATOR_STATE_PAUSED if self._is_paused else generator_pb2.GENERATOR_STATE_SERVING
+
+
+def _broadcasts(config: GeneratorConfig, metrics: GeneratorMetrics, store: WeightsClient) -> BroadcastReceiver | None:
+    if config.weights_transport is Transport.HTTP:
+        return None
+    store.joins_broadcasts = True
+    return BroadcastReceiver(
+        store,
+        backend=config.weights_transport,
+        on_received=metrics.fetched_bytes.labels("broadcast").inc,
+        on_end=lambda outcome: metrics.broadcasts.labels(outcome).inc(),
+    )
 
 
 def _relay(config: GeneratorConfig, metrics: GeneratorMetrics, security: Security) -> Relay:

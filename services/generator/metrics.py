@@ -44,8 +44,14 @@ class GeneratorMetrics:
         )
         self.fetched_bytes = Counter(
             "penstock_generator_fetched_bytes",
-            "Bytes of weights fetched, from the origin or from a relay of the same site.",
+            "Bytes of weights that came, from the origin, a relay of the same site or a broadcast.",
             ["source"],
+            registry=registry,
+        )
+        self.broadcasts = Counter(
+            "penstock_generator_broadcasts",
+            "Broadcasts of weights taken part in, by outcome.",
+            ["outcome"],
             registry=registry,
         )
         self.relayed_bytes = Counter(

@@ -7,6 +7,7 @@ from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
+from penstock.collective.backend import Transport
 from penstock.config import StrictModel, Targets
 
 MAX_SAMPLES_PER_GROUP = 1024
@@ -21,6 +22,16 @@ class TrainerConfig(StrictModel):
     """Address of the HTTP server that hands out weights, host:port."""
     weights_url: str | None = None
     """Base address under which generators reach that server; http://<weights_listen> when unset."""
+    weights_transport: Transport = Transport.HTTP
+    """Whether weights are broadcast to generators on this machine's own fast network that are told the same: gloo
+    between processors, nccl between GPUs. Neither is encrypted."""
+    broadcast_listen: str | None = None
+    """Address at which members of a broadcast find each other, host:port; unset: the host of `weights_listen`, any free
+    port."""
+    broadcast_gather_s: float = Field(default=2.0, gt=0, le=15)
+    """Longest wait of a broadcast for generators that are expected."""
+    broadcast_stall_s: float = Field(default=10.0, gt=0, le=600)
+    """A broadcast that makes no progress for so long is given up; what is missing is fetched over HTTP."""
     metrics_port: int | None = Field(default=None, ge=1, le=65535)
     """Port of the Prometheus endpoint; none when unset."""
 

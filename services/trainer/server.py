@@ -7,6 +7,7 @@ from penstock.rpc import Server, Service, run_until_stopped
 from penstock.security import Security
 from penstock.telemetry import serve_metrics
 from penstock.v1 import trainer_pb2_grpc, weights_pb2_grpc
+from services.trainer.broadcast_server import broadcasting
 from services.trainer.config import TrainerConfig, TrainingConfig
 from services.trainer.context import Policy, RunSpec
 from services.trainer.run import TrainingRun
@@ -27,18 +28,28 @@ async def serve(config: TrainerConfig) -> None:
     security = Security.from_environment()
     store = WeightStore()
     serve_metrics(config.metrics_port)
-    async with serving_weights(store, listen=config.weights_listen, security=security) as url:
-        await _serve_grpc(config, store=store, weights_url=config.weights_url or url, security=security)
+    async with (
+        serving_weights(store, listen=config.weights_listen, security=security) as url,
+        broadcasting(config, store=store, weights_url=config.weights_url or url) as broadcasts,
+    ):
+        await _serve_grpc(
+            config,
+            store=store,
+            weights=WeightStoreService(store, broadcasts=broadcasts),
+            weights_url=config.weights_url or url,
+            security=security,
+        )
 
 
-async def _serve_grpc(config: TrainerConfig, *, store: WeightStore, weights_url: str, security: Security) -> None:
+async def _serve_grpc(
+    config: TrainerConfig, *, store: WeightStore, weights: WeightStoreService, weights_url: str, security: Security
+) -> None:
     def make_run(spec: RunSpec) -> TrainingRun:
         return TrainingRun(
             spec, store=store, weights_url=weights_url, load_policy=_load_policy, security=security, clock=SystemClock()
         )
 
     trainer = TrainerService(make_run=make_run, weights_url=weights_url)
-    weights = WeightStoreService(store)
     server = Server(
         listen=config.listen,
         services=[

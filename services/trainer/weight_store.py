@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 from collections import OrderedDict
 from collections.abc import AsyncIterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from typing import Any
 import grpc
 import structlog
 
+from penstock.clients.weights import content_id
 from penstock.errors import (
     DigestMismatchError,
     InvalidFieldError,
@@ -30,6 +32,7 @@ from penstock.errors import (
     UnknownVersionError,
 )
 from penstock.v1 import weights_pb2, weights_pb2_grpc
+from services.trainer.broadcasts import Broadcasts
 from services.trainer.delta_shelf import DeltaShelf, PublishedDelta
 from services.trainer.relays import SiteRelays
 
@@ -37,6 +40,8 @@ SERVICE_NAME = "penstock.v1.WeightStoreService"
 MAX_KEPT_VERSIONS = 3
 MAX_KNOWN_DIGESTS = 256
 MAX_HOLDINGS = 4096
+MAX_NAMED_CONTENTS = 64
+"""More than the versions and deltas that are kept."""
 MAX_NAME_CHARACTERS = 128
 MAX_URL_CHARACTERS = 2048
 STREAM_CHUNK_BYTES = 1024 * 1024
@@ -76,6 +81,7 @@ class WeightStore:
         self._run_id = ""
         self._kept: OrderedDict[str, PublishedVersion] = OrderedDict()
         self._deltas = DeltaShelf()
+        self._names: OrderedDict[str, str] = OrderedDict()
         self._digests: OrderedDict[int, str] = OrderedDict()
         self._grown = asyncio.Event()
         self.holdings: OrderedDict[str, Holding] = OrderedDict()
@@ -86,6 +92,7 @@ class WeightStore:
         self._run_id = run_id
         self._kept.clear()
         self._deltas.clear()
+        self._names.clear()
         self._digests.clear()
         self.holdings.clear()
         self.relays.clear()
@@ -95,8 +102,12 @@ class WeightStore:
         manifest = version.manifest
         self._kept[version.path.name] = version
         self._kept.move_to_end(version.path.name)
+        self._names[content_id(manifest)] = version.path.name
         if version.delta is not None:
             self._deltas.add(version.delta)
+            self._names[content_id(version.delta.manifest)] = version.delta.path.name
+        while len(self._names) > MAX_NAMED_CONTENTS:
+            self._names.popitem(last=False)
         self._digests[manifest.policy_version] = manifest.digest
         self._digests.move_to_end(manifest.policy_version)
         while len(self._digests) > MAX_KNOWN_DIGESTS:
@@ -131,6 +142,11 @@ class WeightStore:
             return None
         version = self._kept.get(name)
         return version.path if version is not None else self._deltas.content(name)
+
+    def find_content(self, run_id: str, content_id: str) -> Path | None:
+        """Where the content with that id lies; None when it is not offered."""
+        name = self._names.get(content_id)
+        return None if name is None else self.content(run_id, name)
 
     def offer(
         self, run_id: str, policy_version: int | None, *, held_version: int, held_digest: str
@@ -189,10 +205,11 @@ class WeightStore:
 class WeightStoreService(weights_pb2_grpc.WeightStoreServiceServicer):
     """Offers a WeightStore over gRPC."""
 
-    def __init__(self, store: WeightStore) -> None:
+    def __init__(self, store: WeightStore, *, broadcasts: Broadcasts | None = None) -> None:
         self.stopping = asyncio.Event()
         """Set when the server drains; whoever builds the server puts its own event here."""
         self._store = store
+        self._broadcasts = broadcasts
 
     async def GetManifest(
         self, request: weights_pb2.GetManifestRequest, context: grpc.aio.ServicerContext[Any, Any]
@@ -213,10 +230,11 @@ class WeightStoreService(weights_pb2_grpc.WeightStoreServiceServicer):
     ) -> AsyncIterator[weights_pb2.WatchManifestsResponse]:
         """Manifests as they are published; one that was replaced before it was sent is skipped."""
         seen: weights_pb2.WeightsManifest | None = None
-        while not self.stopping.is_set():
-            if await self._store.wait_for_newer(seen, timeout_s=WATCH_POLL_S):
-                seen = self._store.newest(request.run_id).manifest
-                yield weights_pb2.WatchManifestsResponse(manifest=seen)
+        with self._attended_by(request):
+            while not self.stopping.is_set():
+                if await self._store.wait_for_newer(seen, timeout_s=WATCH_POLL_S):
+                    seen = self._store.newest(request.run_id).manifest
+                    yield weights_pb2.WatchManifestsResponse(manifest=seen)
         raise ServiceUnavailableError("the weight store is draining; reconnect")
 
     async def StreamContent(
@@ -241,8 +259,7 @@ class WeightStoreService(weights_pb2_grpc.WeightStoreServiceServicer):
         """Where the receiver fetches a content from: a relay of its site, or the manifest's urls."""
         self._store.require_run(request.run_id)
         _check_receiver(request.receiver_id)
-        if not _is_sha256(request.content_id):
-            raise InvalidFieldError("content_id: must be a SHA-256, 64 hex digits", field="content_id")
+        _check_content_id(request.content_id)
         if len(request.site) > MAX_NAME_CHARACTERS:
             raise InvalidFieldError(f"site: must have at most {MAX_NAME_CHARACTERS} characters", field="site")
         _check_url("relay_url", request.relay_url)
@@ -258,8 +275,13 @@ class WeightStoreService(weights_pb2_grpc.WeightStoreServiceServicer):
     async def JoinBroadcast(
         self, request: weights_pb2.JoinBroadcastRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> weights_pb2.JoinBroadcastResponse:
-        """A place in the next broadcast of a content."""
-        raise NotOfferedError("this weight store broadcasts nothing; fetch the content")
+        """A place in the next broadcast of a content, once it begins."""
+        self._store.require_run(request.run_id)
+        _check_receiver(request.receiver_id)
+        _check_content_id(request.content_id)
+        if self._broadcasts is None:
+            raise NotOfferedError("this weight store broadcasts nothing; fetch the content")
+        return await self._broadcasts.join(request)
 
     async def ReportHolding(
         self, request: weights_pb2.ReportHoldingRequest, context: grpc.aio.ServicerContext[Any, Any]
@@ -277,6 +299,12 @@ class WeightStoreService(weights_pb2_grpc.WeightStoreServiceServicer):
         newest = self._store.newest(request.run_id).manifest
         return weights_pb2.ReportHoldingResponse(newest_version=newest.policy_version)
 
+    def _attended_by(self, request: weights_pb2.WatchManifestsRequest) -> AbstractContextManager[None]:
+        if self._broadcasts is None or not request.joins_broadcasts:
+            return nullcontext()
+        _check_receiver(request.receiver_id)
+        return self._broadcasts.attended_by(request.receiver_id)
+
 
 def _check_receiver(receiver_id: str) -> None:
     if not 1 <= len(receiver_id) <= MAX_NAME_CHARACTERS:
@@ -291,5 +319,6 @@ def _check_url(field: str, url: str) -> None:
         )
 
 
-def _is_sha256(text: str) -> bool:
-    return len(text) == 64 and set(text) <= set("0123456789abcdef")
+def _check_content_id(content: str) -> None:
+    if len(content) != 64 or not set(content) <= set("0123456789abcdef"):
+        raise InvalidFieldError("content_id: must be a SHA-256, 64 hex digits", field="content_id")

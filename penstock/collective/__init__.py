@@ -1,0 +1,1 @@
+"""Broadcasts of weights inside a site, over torch.distributed's NCCL and gloo."""
