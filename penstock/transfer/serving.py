@@ -5,16 +5,18 @@ Promises:
 - A content is looked up by run and name in what the process offers; no part of a request ever becomes a path.
 - A content under way is served as far as it is there, and further as it arrives; where it stops arriving the connection
   is closed, so that the receiver goes elsewhere.
-- At most `max_requests` are served at once; further ones are answered 503.
+- At most `max_requests` are served at once; further ones are answered 503. A receiver that takes nothing for
+  SILENT_RECEIVER_S is given up.
 """
 
 from __future__ import annotations
 
 import asyncio
 import hmac
+import socket
 import ssl
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import AbstractContextManager, asynccontextmanager, closing, contextmanager
 from pathlib import Path
 
 import structlog
@@ -30,6 +32,7 @@ from penstock.transfer.rate import ByteRate
 from penstock.v1 import weights_pb2
 
 MAX_REQUESTS = 256
+SILENT_RECEIVER_S = 60.0
 PIECE_BYTES = 256 * 1024
 HTTP_SHUTDOWN_S = 2.0
 _HTTP_OK, _HTTP_PARTIAL = 200, 206
@@ -92,11 +95,16 @@ class _ContentHandler:
         found = self._find(request.match_info["run_id"], request.match_info["name"])
         if found is None:
             raise _not_found()
+        _limit_silence(request)
+        if isinstance(found, PartialContent):
+            return await self._stream(request, found.hold())
+        return await self._send_file(request, found)
+
+    @contextmanager
+    def _counted(self) -> Iterator[None]:
         self._num_requests += 1
         try:
-            if isinstance(found, PartialContent):
-                return await self._stream(request, found.hold())
-            return await self._send_file(request, found)
+            yield
         finally:
             self._num_requests -= 1
 
@@ -108,10 +116,10 @@ class _ContentHandler:
             except FileNotFoundError as error:
                 raise _not_found() from error
             return await self._stream(request, content)
-        return _CountedFile(path, self._on_served)
+        return _CountedFile(path, self._on_served, self._counted)
 
     async def _stream(self, request: web.Request, content: PartialContent) -> web.StreamResponse:
-        try:
+        with closing(content), self._counted():
             begin, end = _range(request, content.size_bytes)
             try:
                 until = await content.available_until(begin)
@@ -133,8 +141,6 @@ class _ContentHandler:
                 if request.transport is not None:
                     request.transport.close()
             return response
-        finally:
-            content.close()
 
     async def _send(
         self, response: web.StreamResponse, content: PartialContent, offset: int, end: int, until: int
@@ -151,17 +157,31 @@ class _ContentHandler:
 
 
 class _CountedFile(web.FileResponse):
-    """Sent by the kernel, and counted once it is sent: where the receiver breaks off nothing is."""
+    """Sent by the kernel, after the handler has returned; its bytes count once all are sent."""
 
-    def __init__(self, path: Path, on_served: Callable[[int], None]) -> None:
+    def __init__(
+        self,
+        path: Path,
+        on_served: Callable[[int], None],
+        counted: Callable[[], AbstractContextManager[None]],
+    ) -> None:
         super().__init__(path, headers={"Content-Type": "application/octet-stream"})
         self._on_served = on_served
+        self._counted = counted
 
     async def prepare(self, request: web.BaseRequest) -> AbstractStreamWriter | None:
-        writer = await super().prepare(request)
+        with self._counted():
+            writer = await super().prepare(request)
         if self.status in (_HTTP_OK, _HTTP_PARTIAL):
             self._on_served(self.content_length or 0)
         return writer
+
+
+def _limit_silence(request: web.Request) -> None:
+    """Let the kernel end the connection of a receiver that takes nothing any more."""
+    connection = request.transport.get_extra_info("socket") if request.transport is not None else None
+    if connection is not None and hasattr(socket, "TCP_USER_TIMEOUT"):
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(SILENT_RECEIVER_S * 1000))
 
 
 def _not_found() -> web.HTTPNotFound:

@@ -11,8 +11,11 @@ import pytest
 from penstock.clients.downloads import Downloader
 from penstock.clients.weights import content_id
 from penstock.errors import ServiceUnavailableError
-from penstock.security import Security
+from penstock.security import NO_SECURITY, Security
 from penstock.transfer import partial
+from penstock.transfer import serving as serving_module
+from penstock.transfer.partial import PartialContent
+from penstock.v1 import weights_pb2
 from tests.helpers.certificates import make_security
 from tests.helpers.sites import CHUNK_BYTES, site
 from tests.helpers.waiting import until
@@ -213,3 +216,29 @@ async def test_a_relay_keeps_two_versions_and_what_is_small_and_lets_the_oldest_
         async with aiohttp.ClientSession() as session:
             statuses = [await status(session, receiver.relay.url("r", content_id(each))) for each in manifests]
     assert statuses == [404, 206, 206, 206, 206]
+
+
+@pytest.mark.parametrize("is_file", [True, False])
+async def test_requests_at_once_are_bounded_and_one_who_takes_nothing_is_given_up(tmp_path, monkeypatch, is_file):
+    monkeypatch.setattr(serving_module, "SILENT_RECEIVER_S", 0.5)
+    path = tmp_path / "c"
+    path.write_bytes(b"x" * 64 * MB)
+    whole = await PartialContent.whole(path, [weights_pb2.ChunkInfo(size_bytes=64 * MB)])
+    async with (
+        serving_module.serving_contents(
+            lambda *_: path if is_file else whole,
+            listen="127.0.0.1:0",
+            setting="listen",
+            security=NO_SECURITY,
+            max_requests=1,
+        ) as base,
+        aiohttp.ClientSession(read_bufsize=1024) as session,
+        aiohttp.ClientSession() as other,
+    ):
+        url = f"{base}/weights/r/c"
+        async with session.get(url):
+            assert await status(other, url, Range="bytes=0-9") == 503
+            async with asyncio.timeout(10):
+                while await status(other, url, Range="bytes=0-9") != 206:  # noqa: ASYNC110 -- no event
+                    await asyncio.sleep(0.05)
+    whole.close()
