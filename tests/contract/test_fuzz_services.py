@@ -31,6 +31,7 @@ from penstock.v1 import (
     weights_pb2,
     weights_pb2_grpc,
 )
+from services.generator.engine import UpdateMode
 from services.generator.server import SERVICE_NAME as GENERATOR_NAME
 from services.generator.service import GeneratorServicer
 from services.reward.models.build import build_model
@@ -61,6 +62,8 @@ SERVICES = [
 
 class StillGenerator:
     """A generator that does nothing: what is tested is what stands before it."""
+
+    update_mode = UpdateMode.KEEP
 
     def view(self) -> generator_pb2.GetGeneratorResponse:
         return generator_pb2.GetGeneratorResponse()
