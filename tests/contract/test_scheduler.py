@@ -1,5 +1,7 @@
 import asyncio
 import json
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -149,3 +151,9 @@ async def _until_listed(channel, name):
             if any(view.node.node_id == name and view.rates for view in nodes):
                 return
             await asyncio.sleep(0)
+
+
+def test_a_scheduler_process_loads_neither_torch_nor_transformers():
+    program = "import sys, services.scheduler.server; print({'torch', 'transformers'} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=50, check=True)
+    assert done.stdout.strip() == "set()"

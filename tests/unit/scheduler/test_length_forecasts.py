@@ -111,8 +111,6 @@ async def test_forecasts_are_tested_by_what_comes_after_them():
     forecaster = await taught()
     answers = await forecasts(forecaster, [query(f"t{index}", each.prompt) for index, each in enumerate(TESTED)])
     await forecaster.observe("r", [seen(f"t{index}", each.length) for index, each in enumerate(TESTED)])
-    # Asked about again, once lengths are known: the first forecast is the one that is tested.
-    await forecasts(forecaster, [query(f"t{index}", each.prompt) for index, each in enumerate(TESTED)])
     after = [each for each in forecaster.describe("r").qualities if each.test == pb.LENGTH_TEST_PREQUENTIAL]
     assert [each.forecaster for each in after] == ["ridge", "prompt_length"]
     assert after[0].num_samples == len(TESTED)
@@ -129,7 +127,20 @@ async def test_own_lengths_of_a_prompt_correct_the_model():
     await forecaster.observe("r", [seen("a", long) for _ in range(8)])
     (corrected,) = await forecasts(forecaster, [query("b", prompt)])
     assert fresh.expected_tokens * 2 < corrected.expected_tokens <= long * 1.2
-    assert corrected.deviation_tokens / corrected.expected_tokens < fresh.deviation_tokens / fresh.expected_tokens
+    uncertainty = [each.deviation_tokens / each.expected_tokens for each in (fresh, corrected)]
+    assert uncertainty[1] < uncertainty[0] / 2
+
+
+async def test_a_group_that_is_asked_about_again_is_tested_by_its_first_forecast():
+    forecaster, prompt = await taught(), TESTED[0].prompt
+    (first,) = await forecasts(forecaster, [query("a", prompt)])
+    long = round(4 * first.expected_tokens)
+    await forecaster.observe("r", [seen("a", long)] * 8)
+    (second,) = await forecasts(forecaster, [query("a", prompt)])
+    assert second.expected_tokens > 2 * first.expected_tokens
+    await forecaster.observe("r", [seen("a", long)])
+    quality = next(e for e in forecaster.describe("r").qualities if e.test == pb.LENGTH_TEST_PREQUENTIAL)
+    assert (quality.num_samples, quality.mean_absolute_error_tokens) == (9, pytest.approx(long - first.expected_tokens))
 
 
 async def test_what_was_learned_outlives_the_process(tmp_path):

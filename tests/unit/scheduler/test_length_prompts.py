@@ -46,9 +46,9 @@ def test_queries_that_cannot_be_read_are_refused(query):
 
 
 def test_ngrams_are_single_words_and_pairs_of_one_prompt():
-    both = ngrams([make_prompt(ids(5, 6, 5), ""), make_prompt(ids(6, 5), ""), make_prompt(ids(), "")])
-    first, second = ngrams([make_prompt(ids(5, 6, 5), "")]), ngrams([make_prompt(ids(6, 5), "")])
-    # 5 (twice), 6, 5-6, 6-5; then 6, 5, 6-5: the pair across the border of two prompts is none.
+    both = ngrams([make_prompt(ids(5, 6, 5), ""), make_prompt(ids(5, 6), ""), make_prompt(ids(), "")])
+    first, second = ngrams([make_prompt(ids(5, 6, 5), "")]), ngrams([make_prompt(ids(5, 6), "")])
+    # 5 (twice), 6, 5-6, 6-5; then 5, 6, 5-6: the pair across the border of two prompts, 5-5, is none.
     assert len(first.buckets) == 4
     assert sorted(first.values)[-1] == pytest.approx(np.log(3))
     assert set(second.buckets) <= set(first.buckets)
