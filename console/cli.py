@@ -312,7 +312,7 @@ def stop(run_dir: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="A run 
 
 @app.command()
 def bench(
-    what: Annotated[str, typer.Argument(metavar="WHAT", help="broker, ranker, weights or fleet.")],
+    what: Annotated[str, typer.Argument(metavar="WHAT", help="broker, generator, ranker, weights or fleet.")],
     json_output: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     quick: Annotated[bool, typer.Option("--quick", help="A smoke run; its numbers mean nothing.")] = False,
 ) -> None:
@@ -322,6 +322,7 @@ def bench(
     Examples:
       penstock bench broker
       penstock bench broker --json
+      penstock bench generator
       penstock bench ranker
       penstock bench weights
       penstock bench fleet
@@ -330,12 +331,14 @@ def bench(
     def work() -> int:
         from console.bench import bench_command
         from console.bench_fleet import bench_fleet_command
+        from console.bench_generator import bench_generator_command
         from console.bench_ranker import bench_ranker_command
         from console.bench_weights import bench_weights_command
         from penstock.config import ConfigError
 
         commands = {
             "broker": bench_command,
+            "generator": bench_generator_command,
             "ranker": bench_ranker_command,
             "weights": bench_weights_command,
             "fleet": bench_fleet_command,

@@ -82,6 +82,16 @@ WORKLOADS = (
 )
 
 
+SMALL_WORKLOAD = Workload(
+    name="small",
+    lengths=LogNormalLengths(mean_tokens=300, sigma=0.6),
+    prompt_tokens=100,
+    max_new_tokens=2048,
+    kv_capacity_tokens=24_000,
+    num_samples=1200,
+)
+
+
 def simulate(workload: Workload, *, fixed: int | None, seed: int = 0) -> Outcome:
     """Decode the whole workload; with so many samples at once, or as the KV room says where None."""
     steps = Roofline(gpu=GPUS["H800"], model=MODELS["qwen2.5-7b"])

@@ -2,9 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.generator.concurrency import Workload, simulate
+from benchmarks.generator.concurrency import SMALL_WORKLOAD, simulate
 from services.generator.kv_room import MAX_MARGIN, HeldSample, KvRoom
-from services.generator.pretend.lengths import LogNormalLengths
 
 
 def held(num_new=0, *, prompt=100, limit=1000):
@@ -82,16 +81,8 @@ def test_the_margin_grows_with_preemptions_and_shrinks_without():
 
 
 def test_it_decodes_faster_than_any_fixed_setting_that_preempts_as_little():
-    workload = Workload(
-        name="small",
-        lengths=LogNormalLengths(mean_tokens=300, sigma=0.6),
-        prompt_tokens=100,
-        max_new_tokens=2048,
-        kv_capacity_tokens=24_000,
-        num_samples=1200,
-    )
-    adaptive = simulate(workload, fixed=None)
-    swept = [simulate(workload, fixed=number) for number in (16, 32, 48, 64, 80, 96, 128)]
+    adaptive = simulate(SMALL_WORKLOAD, fixed=None)
+    swept = [simulate(SMALL_WORKLOAD, fixed=number) for number in (16, 32, 48, 64, 80, 96, 128)]
     assert adaptive.preempted_share < 0.04
     calm = [outcome for outcome in swept if outcome.preempted_share <= adaptive.preempted_share]
     assert 1 <= len(calm) < len(swept)

@@ -1,0 +1,49 @@
+"""`penstock bench generator`: updates in flight on a real vLLM engine, and concurrency. Progress goes to stderr."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from typing import Any
+
+from penstock.telemetry import configure_logging
+
+_TARGETS = {
+    "throughput_ratio": ">= 0.9",
+    "cpu_ratio": ">= 0.9",
+    "num_lost": "0",
+    "max_logprob_difference": "<= 1e-4",
+    "ratio_to_best_fixed": ">= 0.95",
+    "preempted_share": "<= 0.02",
+}
+
+
+def bench_generator_command(*, is_json: bool, is_quick: bool) -> int:
+    """Benchmark the generator's engine; returns the exit status."""
+    from benchmarks.generator import suite
+
+    configure_logging("bench", level="warning")
+    plan = suite.QUICK if is_quick else suite.FULL
+    result = asyncio.run(suite.run(plan, progress=lambda text: print(text, file=sys.stderr)))
+    if is_json:
+        print(json.dumps(result, indent=2))
+    else:
+        _print_table(result)
+    return 0
+
+
+def _print_table(result: dict[str, Any]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title="Generator: updates in flight by mode, and concurrency by workload")
+    for heading in ("subject", "number", "value", "target"):
+        table.add_column(heading, justify="right" if heading == "value" else "left")
+    subjects = {mode: result[mode] for mode in ("keep", "recompute")} | result["concurrency"]
+    for subject, numbers in subjects.items():
+        for name, value in numbers.items():
+            if isinstance(value, int | float):
+                table.add_row(subject, name, f"{value:,.4g}", _TARGETS.get(name, ""))
+        table.add_section()
+    Console().print(table)
