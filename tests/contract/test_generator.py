@@ -10,6 +10,7 @@ import pytest
 from google.protobuf import duration_pb2
 from prometheus_client import CollectorRegistry
 
+from penstock.clients import tokens
 from penstock.errors import (
     InvalidFieldError,
     NotOfferedError,
@@ -307,6 +308,26 @@ async def test_a_broker_that_restarts_loses_nothing(bench):
         bench.broker.break_lease_stream()
         await until(lambda: bench.broker.num_finished == len(samples), timeout_s=20)
     assert all(sample.num_leases == 1 for sample in samples)
+
+
+async def test_a_broker_that_takes_nothing_slows_decoding_and_memory_does_not_grow(bench):
+    samples = [s for g in range(12) for s in bench.broker.submit(prompt(f"g{g}", group_size=8, max_new_tokens=4000))]
+    await bench.store.publish(0)
+    bench.broker.is_acknowledging = False
+    async with bench.running(emulated(token_s=1e-6, mean_tokens=1e6, length_sigma=0, max_num_seqs=64)):
+        session = bench.generator._tokens
+        await until(lambda: not session.has_room)
+        seen = [0]
+        while seen[-1] != bench.generator.view().num_tokens_generated:
+            seen.append(bench.generator.view().num_tokens_generated)
+            await asyncio.sleep(0.3)
+        assert len(seen) < 5, "decoding goes on"
+        # Beyond the bound no more than what each of the 8 slots holds.
+        assert session._buffered_bytes <= tokens.MAX_BUFFERED_BYTES + 8 * 4000 * 8
+        assert len(bench.generator._rollouts.lease_ids) < len(samples)
+        bench.broker.is_acknowledging = True
+        await until(lambda: bench.broker.num_finished == len(samples), timeout_s=20)
+    assert all(len(sample.token_ids) == 4000 and sample.num_leases == 1 for sample in samples)
 
 
 async def test_a_sample_the_store_half_forgot_is_given_back_and_decoded_again(bench):

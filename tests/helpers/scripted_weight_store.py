@@ -89,7 +89,12 @@ class ScriptedWeightStore(weights_pb2_grpc.WeightStoreServiceServicer):
         """Make a version and announce it, or leave it to be asked for."""
         name = f"v{policy_version}h{history}.safetensors"
         path = write_weights(self.directory / name, seed=policy_version if seed is None else seed)
-        manifest = make_manifest(path, policy_version=policy_version, history=history, url=f"{self._base_url}/{name}")
+        return await self.publish_file(path, policy_version=policy_version, history=history, is_announced=is_announced)
+
+    async def publish_file(self, path: Path, *, policy_version: int, history: int = 0, is_announced: bool = True):
+        """Make a version of a file in the store's directory."""
+        url = f"{self._base_url}/{path.name}"
+        manifest = make_manifest(path, policy_version=policy_version, history=history, url=url)
         async with self._changed:
             self.manifests.append(manifest)
             if is_announced:
