@@ -8,6 +8,7 @@ from contextlib import aclosing
 import numpy as np
 import pytest
 
+from penstock.weights import manifest_digest, safetensors_digests
 from services.generator.emulated_engine import EmulatedEngine, EmulatedSpec
 from services.generator.engine import (
     FinishReason,
@@ -15,7 +16,9 @@ from services.generator.engine import (
     RequestRefusedError,
     SamplingSettings,
     TokenSpan,
+    WeightUpdate,
 )
+from tests.helpers.scripted_weight_store import write_weights
 from tests.helpers.waiting import until
 
 EOS = 2
@@ -125,6 +128,26 @@ async def test_a_sample_that_is_aborted_keeps_what_it_has_and_frees_its_slot() -
     second.cancel()
     await asyncio.gather(second, return_exceptions=True)
     await engine.stop()
+
+
+async def test_tokens_carry_the_version_that_decoded_them_even_when_they_come_out_after_an_update(tmp_path) -> None:
+    path = write_weights(tmp_path / "new.safetensors", seed=1)
+    tensors = safetensors_digests(path)
+    update = WeightUpdate(policy_version=1, path=path, tensors=tensors, digest=manifest_digest(tensors))
+    # Left to itself it would yield nothing for an hour.
+    engine = EmulatedEngine(EmulatedSpec(token_s=0.001, tick_s=3600.0, mean_tokens=1_000_000, max_model_len=1 << 21))
+    await engine.start()
+    spans = engine.generate(make_request(limit=1_000_000))
+    first = asyncio.create_task(anext(spans))
+    await until(lambda: engine.stats().num_running == 1)
+    await asyncio.sleep(0.02)
+    await engine.update_weights(update)
+    span = await first
+    assert span.policy_version == 0
+    assert len(span.token_ids) >= 20
+    await engine.stop()
+    assert (await anext(spans)).policy_version == 1
+    await spans.aclose()
 
 
 async def test_kv_room_is_used_preempts_and_never_changes_what_is_said() -> None:

@@ -136,3 +136,16 @@ def test_what_is_removed_makes_room() -> None:
     batch.remove(first)
     batch.advance(1.0)
     assert (first.position, second.position) == (0, 10)
+
+
+def test_who_was_sent_back_begins_again_before_those_that_never_began() -> None:
+    first, second, third, fourth = (sample(400, context=10) for _ in range(4))
+    batch = batch_of(first, second, third, fourth, slots=2, room=480)
+    while first.position < first.length:
+        batch.advance(0.1)
+    assert batch.num_preemptions == 1
+    assert 200 < second.position < 260
+    stood = second.position
+    batch.advance(0.1)
+    assert second.position > stood
+    assert third.position > fourth.position == 0
