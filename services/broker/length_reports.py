@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Self
 
 import structlog
 
@@ -50,11 +49,6 @@ class LengthReporter:
         self._channel = open_channel(target, security) if target else None
         self._on_report = on_report
         self._kept: deque[Length] = deque()
-
-    @classmethod
-    def absent(cls) -> Self:
-        """Where there is no scheduler."""
-        return cls(None, security=Security())
 
     def note(self, run_id: str, group_id: str, num_tokens: int) -> None:
         """A sample of this group was finished with so many completion tokens."""
