@@ -35,7 +35,7 @@ from penstock.weights import MalformedWeightsError, WeightsMismatchError
 from services.generator.metrics import GeneratorMetrics
 
 MAX_KEPT_FILES = 2
-MAX_KEPT_DELTAS = 8
+MAX_KEPT_DELTAS = 2
 
 _FILE_NAME = re.compile(r"v(\d{8,})-([0-9a-f]{64})\.safetensors")
 _log = structlog.get_logger()

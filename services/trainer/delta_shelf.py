@@ -4,7 +4,8 @@ Every version but the first has at most one delta, against the version published
 takes several. So all receivers of a site fetch the same few contents, whatever each of them holds, and a relay serves
 them all. Promises:
 
-- At most `max_kept` deltas are kept, the oldest go first; a chain is never longer.
+- At most `max_kept` deltas are kept, the oldest go first; a chain is never longer. Those that together take as many
+  bytes as the full content are of no use and go before, but for the MIN_KEPT_DELTAS newest: they may be on their way.
 - A chain is offered only to whom holds its very base, by version and digest, and only where it takes fewer bytes than
   the full content.
 """
@@ -18,6 +19,7 @@ from pathlib import Path
 from penstock.v1 import weights_pb2
 
 MAX_KEPT_DELTAS = 8
+MIN_KEPT_DELTAS = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,11 +42,18 @@ class DeltaShelf:
         """Offer nothing; the files are left to whoever wrote them."""
         self._kept.clear()
 
-    def add(self, delta: PublishedDelta) -> None:
-        """Offer a delta to the version published last; deletes the contents of those no longer kept."""
+    def add(self, delta: PublishedDelta, *, full_bytes: int) -> None:
+        """Offer a delta to the version published last; deletes the contents of those no longer kept.
+
+        Args:
+            delta: What is offered.
+            full_bytes: Size of the full content of that version.
+        """
         self._kept[delta.manifest.policy_version] = delta
-        while len(self._kept) > self._max_kept:
+        num_bytes = sum(kept.manifest.size_bytes for kept in self._kept.values())
+        while len(self._kept) > self._max_kept or (num_bytes >= full_bytes and len(self._kept) > MIN_KEPT_DELTAS):
             _, oldest = self._kept.popitem(last=False)
+            num_bytes -= oldest.manifest.size_bytes
             oldest.path.unlink(missing_ok=True)
 
     def content(self, name: str) -> Path | None:

@@ -104,7 +104,7 @@ class WeightStore:
         self._kept.move_to_end(version.path.name)
         self._names[content_id(manifest)] = version.path.name
         if version.delta is not None:
-            self._deltas.add(version.delta)
+            self._deltas.add(version.delta, full_bytes=manifest.size_bytes)
             self._names[content_id(version.delta.manifest)] = version.delta.path.name
         while len(self._names) > MAX_NAMED_CONTENTS:
             self._names.popitem(last=False)

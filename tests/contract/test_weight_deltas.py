@@ -20,6 +20,7 @@ from penstock.rpc import Service
 from penstock.security import NO_SECURITY
 from penstock.v1 import weights_pb2, weights_pb2_grpc
 from penstock.weights import manifest_digest, safetensors_digests
+from services.generator import weight_fetcher
 from services.generator.metrics import GeneratorMetrics
 from services.generator.weight_fetcher import Fetched, Way, WeightFetcher
 from services.trainer.delta_shelf import MAX_KEPT_DELTAS
@@ -204,14 +205,14 @@ async def test_a_delta_that_is_gone_is_no_reason_to_stay_behind(site: Site) -> N
 
 
 async def test_the_cache_stays_small(site: Site) -> None:
-    for _ in range(MAX_KEPT_DELTAS + 3):
+    for _ in range(weight_fetcher.MAX_KEPT_DELTAS + 3):
         fetched, _ = await site.fetch()
         (site.cache / "v00000000-killed.safetensors.tmp").touch()
         site.fetcher.clean(fetched.path)
         await site.publish()
     assert len(list(site.cache.glob("*.safetensors"))) == 2
-    assert len(list(site.cache.glob("*.delta"))) == MAX_KEPT_DELTAS
-    assert len(list(site.cache.iterdir())) == 2 + MAX_KEPT_DELTAS
+    assert len(list(site.cache.glob("*.delta"))) == weight_fetcher.MAX_KEPT_DELTAS
+    assert len(list(site.cache.iterdir())) == 2 + weight_fetcher.MAX_KEPT_DELTAS
 
 
 async def test_no_delta_without_the_digest_of_what_is_held(site: Site) -> None:

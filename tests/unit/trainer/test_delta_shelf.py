@@ -16,6 +16,7 @@ def full(version: int, *, size_bytes: int = 1000) -> weights_pb2.WeightsManifest
 
 def shelf_of(folder: Path, versions: list[int], *, size_bytes: int = 100, max_kept: int = 8) -> DeltaShelf:
     """A shelf with the delta to each of `versions` from the version before it."""
+    folder.mkdir(exist_ok=True)
     shelf = DeltaShelf(max_kept=max_kept)
     for version in versions:
         path = folder / f"v{version}.delta"
@@ -27,7 +28,7 @@ def shelf_of(folder: Path, versions: list[int], *, size_bytes: int = 100, max_ke
             base_digest=f"d{version - 1}",
             size_bytes=size_bytes,
         )
-        shelf.add(PublishedDelta(manifest=manifest, path=path))
+        shelf.add(PublishedDelta(manifest=manifest, path=path), full_bytes=1000)
     return shelf
 
 
@@ -62,3 +63,11 @@ def test_the_oldest_deltas_and_their_files_go_first(tmp_path: Path) -> None:
     assert shelf.content("v1.delta") is None
     assert shelf.content("v2.delta") == tmp_path / "v2.delta"
     assert shelf.chain(full(3), held_version=0, held_digest="d0") == []
+
+
+def test_deltas_that_together_are_no_saving_go_first_but_for_the_newest(tmp_path: Path) -> None:
+    shelf = shelf_of(tmp_path, [1, 2, 3, 4, 5, 6], size_bytes=240)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["v3.delta", "v4.delta", "v5.delta", "v6.delta"]
+    assert versions_of(shelf.chain(full(6), held_version=2, held_digest="d2")) == [3, 4, 5, 6]
+    shelf_of(tmp_path / "large", [1, 2, 3, 4, 5], size_bytes=800)
+    assert sorted(path.name for path in (tmp_path / "large").iterdir()) == ["v3.delta", "v4.delta", "v5.delta"]
