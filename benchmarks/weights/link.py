@@ -81,6 +81,9 @@ class ShapedLink:
         loop = asyncio.get_running_loop()
         while (due := await pieces.get())[1]:
             await asyncio.sleep(due[0] - loop.time())
+            await self.is_open.wait()
+            if writer.is_closing():
+                break
             writer.write(due[1])
             self.delivered_bytes += len(due[1])
             await writer.drain()

@@ -60,9 +60,14 @@ class Receiver:
         self.folder = folder
         self.client = WeightsClient(target, run_id="r", receiver_id=name, site="s", security=security)
         self.relayed_bytes = 0
+        self.fetched_bytes = 0
         self.relay = Relay(listen="127.0.0.1:0", security=security, on_served=self._count)
         self.downloader = Downloader(
-            security=security, relay=self.relay, find_relays=self.client.find_relays, **settings
+            security=security,
+            relay=self.relay,
+            find_relays=self.client.find_relays,
+            on_fetched=self._count_fetched,
+            **settings,
         )
 
     async def __aenter__(self) -> Receiver:
@@ -77,6 +82,9 @@ class Receiver:
 
     async def fetch(self, manifest: weights_pb2.WeightsManifest, **settings: object) -> Download:
         return await self.downloader.fetch(manifest, self.folder / f"v{manifest.policy_version}", **settings)
+
+    def _count_fetched(self, _kind: object, num_bytes: int) -> None:
+        self.fetched_bytes += num_bytes
 
     def _count(self, num_bytes: int) -> None:
         self.relayed_bytes += num_bytes
