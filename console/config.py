@@ -44,6 +44,13 @@ class GeneratorSection(EngineConfig):
     """Generators started here; ignored when endpoints.generators names others. 0 for a run that is replayed."""
     flush_interval_s: float = Field(default=0.2, gt=0, le=10)
     """Longest time a decoded token waits before it is sent."""
+    openai_listen: str | None = None
+    """Address of the OpenAI-compatible endpoint of the first generator, host:port; the others take the ports behind."""
+
+    @field_validator("openai_listen")
+    @classmethod
+    def _is_an_address(cls, value: str | None) -> str | None:
+        return None if value is None else checked_address(value)
 
 
 class BrokerSection(StrictModel):

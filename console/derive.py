@@ -9,7 +9,7 @@ from console.config import RunConfig
 from console.folder import RunFolder
 from penstock.config import StrictModel, validate
 from services.broker.config import BrokerConfig
-from services.generator.config import EngineConfig, GeneratorConfig
+from services.generator.config import EngineConfig, GeneratorConfig, OpenAIConfig
 from services.reward.config import RewardConfig
 from services.scheduler.config import LengthsConfig, SchedulerConfig
 from services.trainer.config import TrainerConfig, TrainingConfig
@@ -94,7 +94,7 @@ def trainer_config(config: RunConfig, addresses: Addresses) -> TrainerConfig:
 def generator_config(config: RunConfig, addresses: Addresses, folder: RunFolder, index: int) -> GeneratorConfig:
     """The configuration of generator `index`, counted from 0."""
     section = config.generator
-    engine = EngineConfig.model_validate(section.model_dump(exclude={"count", "flush_interval_s"}))
+    engine = EngineConfig.model_validate(section.model_dump(include=set(EngineConfig.model_fields)))
     return GeneratorConfig(
         listen=addresses.generators[index].listen or "",
         generator_id=f"gen-{index}",
@@ -108,6 +108,18 @@ def generator_config(config: RunConfig, addresses: Addresses, folder: RunFolder,
         flush_interval_s=section.flush_interval_s,
         cache_dir=folder.cache / f"generator-{index}",
         weights_transport=config.weights.transport,
+        openai=_openai_config(config, index),
+    )
+
+
+def _openai_config(config: RunConfig, index: int) -> OpenAIConfig:
+    first, reward = config.generator.openai_listen, config.reward.model
+    host, _, port = (first or "").rpartition(":")
+    return OpenAIConfig(
+        listen=None if first is None else f"{host}:{int(port) + index}",
+        reward=reward.removeprefix("grpc://") if reward.startswith("grpc://") else None,
+        temperature=config.sampling.temperature,
+        top_p=config.sampling.top_p,
     )
 
 

@@ -147,12 +147,16 @@ def _port_problems(config: RunConfig) -> list[str]:
         ("trainer", listen.trainer, endpoints.trainer),
         ("weights", listen.weights, endpoints.trainer),
     )
-    local = [(name, address) for name, address, elsewhere in wanted if address is not None and elsewhere is None]
-    problems = [f"listen.{name}: {problem}" for name, address in local if (problem := listen_problem(address))]
+    local = [
+        (f"listen.{name}", address) for name, address, elsewhere in wanted if address is not None and elsewhere is None
+    ]
+    if config.generator.openai_listen is not None and endpoints.generators is None:
+        local.append(("generator.openai_listen", config.generator.openai_listen))
+    problems = [f"{name}: {problem}" for name, address in local if (problem := listen_problem(address))]
     seen: dict[str, str] = {}
     for name, address in local:
         if address in seen:
-            problems.append(f"listen.{name}: {address} is also listen.{seen[address]}; give each service its own")
+            problems.append(f"{name}: {address} is also {seen[address]}; give each service its own")
         seen[address] = name
     return problems
 

@@ -33,6 +33,12 @@ class Guests:
         held = self.held.current
         return None if held is None else held.history
 
+    @property
+    def policy_version(self) -> int | None:
+        """The version that is held; None before the first."""
+        held = self.held.current
+        return None if held is None else held.policy_version
+
     async def decode(self, request: GenerateRequest, *, wait_s: float) -> AsyncGenerator[TokenSpan, None]:
         """Decode one sample; close the iteration (`contextlib.aclosing`) to give it up.
 

@@ -27,6 +27,7 @@ from services.generator.openai_groups import BookLimits, SessionBook
 from services.generator.openai_metrics import OpenAIMetrics
 from services.generator.openai_protocol import ChatRequest, CompletionRequest, Message, SamplingRequest, transcript
 from services.generator.openai_put import GroupPutter
+from services.generator.openai_room import GroupRoom
 from services.generator.openai_sampling import Answer, Piece, take_answer
 from services.generator.openai_sessions import History, Session, Turn, token_ids_of
 from services.generator.openai_text import ConversationTokenizer
@@ -89,6 +90,9 @@ class Agents:
         self._config = config
         self._metrics = metrics
         self._book: SessionBook | None = None
+        self._room = GroupRoom(
+            putter.get_run, version=lambda: guests.policy_version, transit=putter.transit, now_s=clock.now_s
+        )
 
     async def book(self) -> SessionBook:
         """The sessions; raises ApiError while the run is not known."""
@@ -243,7 +247,18 @@ class Agents:
             return None
         prompt = np.asarray(prepared.prompt_token_ids, "<i4").tobytes()
         task = labels.task or f"prompt-{hashlib.blake2b(prompt, digest_size=12).hexdigest()}"
-        return (await self.book()).enter(labels.session_id, task, self.clock.now_s())
+        book = await self.book()
+        if book.begins_group(labels.session_id, task):
+            await self._wait_for_room(book, labels.session_id, task)
+        return book.enter(labels.session_id, task, self.clock.now_s())
+
+    async def _wait_for_room(self, book: SessionBook, session_id: str, task: str) -> None:
+        try:
+            await self._room.wait(
+                num_held=lambda: book.num_groups, is_needed=lambda: book.begins_group(session_id, task)
+            )
+        except PenstockError as error:
+            raise unavailable(f"the broker does not answer: {error}") from error
 
     async def _sample(self, prepared: Prepared, index: int, emit: Callable[[Piece], Awaitable[None]]) -> Answer:
         sampling = prepared.sampling

@@ -98,6 +98,16 @@ class SessionBook:
         """Sessions that go on, wait for their siblings, or wait to be taken."""
         return len(self._open) + sum(len(group.finished) for group in (*self._waiting, *self._ready))
 
+    @property
+    def num_groups(self) -> int:
+        """Groups that have members here."""
+        return len({id(group) for group in (*self._groups.values(), *self._waiting, *self._ready)})
+
+    def begins_group(self, session_id: str, task: str) -> bool:
+        """Whether this session is new, and the first of a group."""
+        newest = self._newest.get(task)
+        return session_id not in self._open and (newest is None or newest.size >= self.limits.group_size)
+
     def find(self, session_id: str) -> Session | None:
         """An open session; None for one that is new. Raises ApiError for one that is over."""
         if session_id in self._over:

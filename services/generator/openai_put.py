@@ -12,9 +12,10 @@ from penstock.clients.broker import BrokerClient
 from penstock.clients.trajectories import TrajectorySession
 from penstock.errors import InvalidFieldError, PenstockError
 from penstock.security import Security
-from penstock.v1 import types_pb2
+from penstock.v1 import broker_pb2, types_pb2
 from services.generator.openai_groups import SessionBook, SessionGroup
 from services.generator.openai_metrics import OpenAIMetrics
+from services.generator.openai_room import Transit
 from services.generator.openai_trajectories import GroupNames, RunShape, to_group
 
 POLL_S = 0.5
@@ -45,15 +46,21 @@ class GroupPutter:
         self._metrics = metrics
         self._shape: RunShape | None = None
         self._instance = uuid.uuid4().hex[:8]
+        self.transit = Transit()
+        """Groups on their way to the books."""
         self._news = asyncio.Event()
         self._idle = asyncio.Event()
 
     async def shape(self) -> RunShape:
         """What the run takes; asked once. Raises PenstockError while the broker does not know."""
         if self._shape is None:
-            limits = (await self._client.get_run(self._run_id)).limits
+            limits = (await self.get_run()).limits
             self._shape = RunShape(group_size=limits.group_size, max_completion_tokens=limits.max_completion_tokens)
         return self._shape
+
+    async def get_run(self) -> broker_pb2.GetRunResponse:
+        """The run's limits and books; raises PenstockError."""
+        return await self._client.get_run(self._run_id)
 
     def notify(self) -> None:
         """A session was finished: look now."""
@@ -79,7 +86,11 @@ class GroupPutter:
                         book.expire(now_s())
                         while (group := book.take()) is not None:
                             self._idle.clear()
-                            await self._put(session, group, text_of=text_of, run_history=run_history())
+                            self.transit.num_taken += 1
+                            try:
+                                await self._put(session, group, text_of=text_of, run_history=run_history())
+                            finally:
+                                self.transit.num_settled += 1
                         self._metrics.follow(book)
                         self._idle.set()
                         await self._wait_for_news()

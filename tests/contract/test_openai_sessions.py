@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 
 import numpy as np
@@ -9,6 +10,8 @@ import openai
 import pytest
 
 from penstock.codec import decode_versions, float32_array, int32_array
+from services.generator.held import Held
+from tests.helpers.broker import Trainer
 from tests.helpers.openai_endpoint import END, endpoint_bench, save_chat_model
 from tests.helpers.waiting import until
 
@@ -168,11 +171,10 @@ async def test_the_first_prompts_of_siblings_may_differ(model):
 
 
 async def test_a_group_whose_time_is_up_is_put_without_those_that_still_go_on(model):
-    async with endpoint_bench(model, limits={"group_size": 3}, group_timeout_s=0.5) as bench:
+    async with endpoint_bench(model, limits={"group_size": 3}, group_timeout_s=2) as bench:
         for session in ("s1", "s2", "late"):
             await ask(bench.client(session, "task"), [user("go")])
-        await bench.reward("s1", 1.0)
-        await bench.reward("s2", 0.0)
+        await asyncio.gather(bench.reward("s1", 1.0), bench.reward("s2", 0.0))
         (group,) = await bench.groups(1)
         assert len(group.trajectories) == 2
         await bench.reward("late", 1.0)
@@ -206,8 +208,6 @@ async def test_weights_that_change_between_turns_show_in_the_versions(model):
 
 
 async def test_sessions_of_weights_that_a_rewind_took_back_are_dropped(model):
-    from services.generator.held import Held
-
     async with endpoint_bench(model) as bench:
         await ask(bench.client("s1", "task"), [user("go")])
         await bench.held.attest(Held(policy_version=0, history=1, digest="d"))
@@ -236,3 +236,17 @@ async def test_complete_groups_are_put_when_the_process_stops(model):
         await bench.endpoint.stop()
         assert bench.metrics.outcomes == {"shutdown": 1, "put": 2}
         assert (await bench.broker.audit()).submitted == 2
+
+
+async def test_agents_that_are_ahead_of_the_trainer_wait_and_siblings_of_a_begun_group_do_not(model):
+    async with endpoint_bench(model, limits={"groups_per_step": 1, "max_staleness": 0}) as bench:
+        await ask(bench.client("a1", "a"), [user("go")])
+        ahead = asyncio.create_task(ask(bench.client("b1", "b"), [user("go")]))
+        await ask(bench.client("a2", "a"), [user("go")])
+        for session in ("a1", "a2"):
+            await bench.reward(session, 1.0)
+        (group,) = await bench.groups(1)
+        assert not ahead.done()
+        await Trainer.connect(bench.broker.channel).ack([group.prompt.group_id], 1)
+        await bench.held.attest(Held(policy_version=1, history=0, digest="d"))
+        await ahead

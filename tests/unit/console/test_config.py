@@ -132,6 +132,20 @@ def test_service_configurations_agree_on_addresses(tmp_path: Path) -> None:
     assert addresses.weights_url == f"http://{addresses.weights_listen}"
 
 
+def test_agents_are_sampled_as_the_run_trains_and_each_generator_has_a_port_of_its_own(tmp_path: Path) -> None:
+    agents = config(
+        generator={"count": 2, "openai_listen": "127.0.0.1:8000"},
+        sampling={"temperature": 0.8},
+        reward="grpc://judge:7310",
+        data={"train": None},
+    )
+    addresses = choose_addresses(agents)
+    made = [generator_config(agents, addresses, RunFolder(tmp_path), index).openai for index in range(2)]
+    assert [one.listen for one in made] == ["127.0.0.1:8000", "127.0.0.1:8001"]
+    assert {(one.temperature, one.top_p, one.reward) for one in made} == {(0.8, 1.0, "judge:7310")}
+    assert "must be host:port" in problem(generator={"openai_listen": "here"})
+
+
 def test_listening_on_all_addresses_is_called_on_loopback() -> None:
     assert local_endpoint("0.0.0.0:7301").target == "127.0.0.1:7301"
     addresses = choose_addresses(config(listen={"weights": "0.0.0.0:7305", "public_host": "gpu-box"}))

@@ -1,0 +1,105 @@
+"""When agents may begin another group: no earlier than the trainer will have use for it.
+
+The broker's own rule (AReaL, arXiv 2505.24298, section 5.1), applied where a group begins: a generator that holds
+version m begins the n-th group of the run only if n <= (m + max_staleness + 1) * groups_per_step. A slow trainer holds
+agents back, instead of samples growing too old in the queue. Advice only: the broker decides when the group is put.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+
+from penstock.v1 import broker_pb2
+
+POLL_S = 0.25
+"""How often the books are asked while somebody waits."""
+
+
+def has_room(limits: broker_pb2.RunLimits, *, version: int, num_begun: int) -> bool:
+    """Whether another group may begin where `num_begun` have; groups that were dropped do not count."""
+    return num_begun < (version + limits.max_staleness + 1) * limits.groups_per_step
+
+
+@dataclass(slots=True)
+class Transit:
+    """Groups between this process and the books."""
+
+    num_taken: int = 0
+    """Groups taken from the sessions so far, to be put."""
+    num_settled: int = 0
+    """Those of which the broker has answered."""
+
+
+class GroupRoom:
+    """Lets groups begin.
+
+    Args:
+        get_run: Asks the broker.
+        version: The version that this generator holds; None before the first.
+        transit: Kept up by whoever puts groups.
+        now_s: The time.
+    """
+
+    def __init__(
+        self,
+        get_run: Callable[[], Awaitable[broker_pb2.GetRunResponse]],
+        *,
+        version: Callable[[], int | None],
+        transit: Transit,
+        now_s: Callable[[], float],
+    ) -> None:
+        self._get_run = get_run
+        self._version = version
+        self._transit = transit
+        self._now_s = now_s
+        self._asking = asyncio.Lock()
+        self._view: _View | None = None
+
+    async def wait(self, *, num_held: Callable[[], int], is_needed: Callable[[], bool]) -> None:
+        """Returns when another group may begin, or none is needed any more; the caller sets the deadline.
+
+        The caller begins it at once, without awaiting anything: whoever else waits counts it then.
+
+        Args:
+            num_held: Groups that have members here.
+            is_needed: False once a sibling has begun the group.
+
+        Raises PenstockError where the broker does not answer.
+        """
+        while is_needed():
+            view = await self._current()
+            version = self._version()
+            num_begun = view.num_begun + self._transit.num_taken - view.num_settled + num_held()
+            held_version = view.policy_version if version is None else version
+            if has_room(view.limits, version=held_version, num_begun=num_begun):
+                return
+            await asyncio.sleep(POLL_S)
+
+    async def _current(self) -> _View:
+        async with self._asking:
+            if self._view is None or self._now_s() - self._view.asked_s >= POLL_S:
+                asked_s, num_settled = self._now_s(), self._transit.num_settled
+                run = await self._get_run()
+                num_samples = run.audit.trained + run.audit.in_flight
+                self._view = _View(
+                    limits=run.limits,
+                    policy_version=run.policy_version,
+                    num_begun=-(-num_samples // run.limits.group_size),
+                    num_settled=num_settled,
+                    asked_s=asked_s,
+                )
+            return self._view
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _View:
+    """What the books said."""
+
+    limits: broker_pb2.RunLimits
+    policy_version: int
+    num_begun: int
+    num_settled: int
+    """Groups that were settled when it was asked for: later ones may not be in it."""
+    asked_s: float
