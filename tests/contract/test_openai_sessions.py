@@ -183,10 +183,10 @@ async def test_a_group_whose_time_is_up_is_put_without_those_that_still_go_on(mo
 
 
 async def test_idle_and_abandoned_sessions_are_dropped_and_counted(model):
-    async with endpoint_bench(model, session_idle_s=0.2) as bench:
-        await ask(bench.client("idle"), [user("go")])
+    async with endpoint_bench(model, session_idle_s=2.5) as bench:
         await ask(bench.client("left"), [user("go")])
         assert (await bench.client().delete("/sessions/left", cast_to=object))["deleted"]
+        await ask(bench.client("idle"), [user("go")])
         await until(lambda: bench.metrics.outcomes == {"idle": 1, "abandoned": 1})
 
 
