@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import signal
 import statistics
 import sys
 import tempfile
@@ -95,12 +97,14 @@ async def _run_engine(model_path: Path, result_path: Path, plan: Plan, index: in
         *(sys.executable, "-m", "benchmarks.generator.engine_process", *arguments),
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.STDOUT,
+        start_new_session=True,
     )
     try:
         async with asyncio.timeout(START_AND_END_TIMEOUT_S + (3 * plan.num_cycles + 1) * plan.window_s):
             output, _ = await process.communicate()
     except BaseException:
-        process.kill()
+        # With the engine's own process, which would go on without its parent.
+        os.killpg(process.pid, signal.SIGKILL)
         await process.wait()
         raise
     if process.returncode:
