@@ -62,6 +62,7 @@ async def test_who_is_waited_for_in_vain_fetches_later_and_is_not_waited_for_aga
     async with broadcasting(tmp_path, gather_s=0.5) as origin:
         punctual, late = await origin.receiver("punctual"), await origin.receiver("late")
         await fetch_all(origin, 1, [punctual])
+        assert origin.broadcasts._attendance.expected(now_s=time.monotonic()) == {"punctual"}
         await fetch_all(origin, 2, [punctual])
         manifest = origin.publish(3)
         await punctual.fetch(manifest)
