@@ -28,7 +28,7 @@ from services.generator.model_folder import load_text_decoder
 from services.generator.service import GeneratorServicer
 
 if TYPE_CHECKING:
-    from services.generator.openai_server import OpenAIEndpoint
+    from services.generator.openai.server import OpenAIEndpoint
 
 SERVICE_NAME = generator_pb2.DESCRIPTOR.services_by_name["GeneratorService"].full_name
 
@@ -118,8 +118,8 @@ def _endpoint(config: GeneratorConfig, generator: Generator, security: Security)
     if config.openai.listen is None:
         return None
     # Imported here: it brings transformers, which other generators do without.
-    from services.generator.openai_metrics import OpenAIMetrics
-    from services.generator.openai_server import OpenAIEndpoint
+    from services.generator.openai.metrics import OpenAIMetrics
+    from services.generator.openai.server import OpenAIEndpoint
 
     try:
         return OpenAIEndpoint(config, guests=generator.guests(), security=security, metrics=OpenAIMetrics())

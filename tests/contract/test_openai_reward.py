@@ -63,7 +63,7 @@ async def test_the_reward_server_judges_the_last_answer_and_abstaining_drops_the
 
 
 async def test_a_session_outlives_a_reward_server_that_is_away(model, monkeypatch):
-    monkeypatch.setattr("services.generator.openai_reward.SCORE_PATIENCE_S", 0.2)
+    monkeypatch.setattr("services.generator.openai.reward.SCORE_PATIENCE_S", 0.2)
     async with endpoint_bench(model, reward="127.0.0.1:1") as bench:
         await ask(bench, "s1")
         with pytest.raises(openai.InternalServerError, match="does not answer"):

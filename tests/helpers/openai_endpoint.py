@@ -26,8 +26,8 @@ from services.generator.guests import Guests
 from services.generator.held import Held, HeldWeights
 from services.generator.metrics import GeneratorMetrics
 from services.generator.model_folder import IdText, end_token_ids
-from services.generator.openai_metrics import OpenAIMetrics
-from services.generator.openai_server import OpenAIEndpoint
+from services.generator.openai.metrics import OpenAIMetrics
+from services.generator.openai.server import OpenAIEndpoint
 from services.generator.rollout import RolloutParts, Rollouts
 from tests.helpers.broker import RUN, RunningBroker, Trainer, serving
 

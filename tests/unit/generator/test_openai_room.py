@@ -7,8 +7,8 @@ import asyncio
 import pytest
 
 from penstock.v1 import broker_pb2
-from services.generator import openai_room
-from services.generator.openai_room import GroupRoom, Transit, has_room
+from services.generator.openai import room as openai_room
+from services.generator.openai.room import GroupRoom, Transit, has_room
 
 
 def limits(**changes):

@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 
 from penstock.codec import decode_versions, int32_array, pack_groups
 from services.broker.put_reading import read_put
-from services.generator.openai_errors import ApiError
-from services.generator.openai_groups import BookLimits, SessionBook
-from services.generator.openai_sessions import Sampled, Session, Turn, token_ids_of
-from services.generator.openai_trajectories import GroupNames, RunShape, to_group
+from services.generator.openai.errors import ApiError
+from services.generator.openai.groups import BookLimits, SessionBook
+from services.generator.openai.sessions import Sampled, Session, Turn, token_ids_of
+from services.generator.openai.trajectories import GroupNames, RunShape, to_group
 
 
 def sampled(*token_ids, version=0, truncated=False):

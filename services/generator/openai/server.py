@@ -16,13 +16,13 @@ from penstock.rpc import PortUnavailableError
 from penstock.security import Security
 from services.generator.config import GeneratorConfig
 from services.generator.guests import Guests
-from services.generator.openai_agents import Agents
-from services.generator.openai_errors import ApiError
-from services.generator.openai_http import OpenAIRoutes
-from services.generator.openai_metrics import OpenAIMetrics
-from services.generator.openai_put import RETRY_S, GroupPutter
-from services.generator.openai_reward import SessionRewards
-from services.generator.openai_text import ConversationTokenizer
+from services.generator.openai.agents import Agents
+from services.generator.openai.app import OpenAIRoutes
+from services.generator.openai.errors import ApiError
+from services.generator.openai.metrics import OpenAIMetrics
+from services.generator.openai.put import RETRY_S, GroupPutter
+from services.generator.openai.reward import SessionRewards
+from services.generator.openai.text import ConversationTokenizer
 
 HTTP_SHUTDOWN_S = 2.0
 PUT_AT_STOP_S = 3.0

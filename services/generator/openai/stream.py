@@ -6,9 +6,9 @@ from typing import Any
 
 from aiohttp import web
 
-from services.generator.openai_agents import Agents, Prepared
-from services.generator.openai_responses import END_OF_STREAM, Form, event
-from services.generator.openai_sampling import Answer, Piece
+from services.generator.openai.agents import Agents, Prepared
+from services.generator.openai.responses import END_OF_STREAM, Form, event
+from services.generator.openai.sampling import Answer, Piece
 
 
 class EventStream:

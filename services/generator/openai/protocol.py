@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal, Self, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from services.generator.openai_errors import ApiError, invalid
+from services.generator.openai.errors import ApiError, invalid
 
 MAX_MESSAGES = 4096
 MAX_CHOICES = 128

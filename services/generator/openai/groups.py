@@ -14,8 +14,8 @@ from __future__ import annotations
 from collections import Counter, OrderedDict, deque
 from dataclasses import dataclass, field
 
-from services.generator.openai_errors import ApiError
-from services.generator.openai_sessions import Session
+from services.generator.openai.errors import ApiError
+from services.generator.openai.sessions import Session
 
 MAX_SESSION_BYTES = 16 * 1024 * 1024
 MAX_HELD_BYTES = 512 * 1024 * 1024

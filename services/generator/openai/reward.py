@@ -10,10 +10,10 @@ from penstock.rewards.wire import MAX_METADATA_BYTES, check_score
 from penstock.rpc import call_with_retry, open_channel
 from penstock.security import Security
 from penstock.v1 import reward_pb2, reward_pb2_grpc, types_pb2
-from services.generator.openai_agents import Agents
-from services.generator.openai_errors import ApiError, invalid, unavailable
-from services.generator.openai_protocol import RewardRequest
-from services.generator.openai_sessions import Session
+from services.generator.openai.agents import Agents
+from services.generator.openai.errors import ApiError, invalid, unavailable
+from services.generator.openai.protocol import RewardRequest
+from services.generator.openai.sessions import Session
 
 SCORE_TIMEOUT_S = 60.0
 SCORE_PATIENCE_S = 120.0

@@ -18,7 +18,7 @@ from jinja2 import TemplateError
 from tokenizers.decoders import DecodeStream
 from transformers import AutoTokenizer
 
-from services.generator.openai_errors import ApiError
+from services.generator.openai.errors import ApiError
 
 _T = TypeVar("_T")
 Messages = Sequence[dict[str, Any]]

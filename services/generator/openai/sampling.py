@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from services.generator.engine import FinishReason, GenerateRequest, TokenSpan
-from services.generator.openai_sessions import Sampled
-from services.generator.openai_text import ConversationTokenizer
-from services.generator.openai_tools import OPENING, ToolCall, find_tool_calls
+from services.generator.openai.sessions import Sampled
+from services.generator.openai.text import ConversationTokenizer
+from services.generator.openai.tools import OPENING, ToolCall, find_tool_calls
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

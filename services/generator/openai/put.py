@@ -13,10 +13,10 @@ from penstock.clients.trajectories import TrajectorySession
 from penstock.errors import InvalidFieldError, PenstockError
 from penstock.security import Security
 from penstock.v1 import broker_pb2, types_pb2
-from services.generator.openai_groups import SessionBook, SessionGroup
-from services.generator.openai_metrics import OpenAIMetrics
-from services.generator.openai_room import Transit
-from services.generator.openai_trajectories import GroupNames, RunShape, to_group
+from services.generator.openai.groups import SessionBook, SessionGroup
+from services.generator.openai.metrics import OpenAIMetrics
+from services.generator.openai.room import Transit
+from services.generator.openai.trajectories import GroupNames, RunShape, to_group
 
 POLL_S = 0.5
 """How often idle sessions and groups whose time is up are looked for."""

@@ -22,15 +22,15 @@ from penstock.errors import PenstockError
 from services.generator.config import OpenAIConfig
 from services.generator.engine import GenerateRequest, SamplingSettings
 from services.generator.guests import Guests
-from services.generator.openai_errors import ApiError, invalid, unavailable
-from services.generator.openai_groups import BookLimits, SessionBook
-from services.generator.openai_metrics import OpenAIMetrics
-from services.generator.openai_protocol import ChatRequest, CompletionRequest, Message, SamplingRequest, transcript
-from services.generator.openai_put import GroupPutter
-from services.generator.openai_room import GroupRoom
-from services.generator.openai_sampling import Answer, Piece, take_answer
-from services.generator.openai_sessions import History, Session, Turn, token_ids_of
-from services.generator.openai_text import ConversationTokenizer
+from services.generator.openai.errors import ApiError, invalid, unavailable
+from services.generator.openai.groups import BookLimits, SessionBook
+from services.generator.openai.metrics import OpenAIMetrics
+from services.generator.openai.protocol import ChatRequest, CompletionRequest, Message, SamplingRequest, transcript
+from services.generator.openai.put import GroupPutter
+from services.generator.openai.room import GroupRoom
+from services.generator.openai.sampling import Answer, Piece, take_answer
+from services.generator.openai.sessions import History, Session, Turn, token_ids_of
+from services.generator.openai.text import ConversationTokenizer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

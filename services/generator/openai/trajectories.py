@@ -16,8 +16,8 @@ from google.protobuf import timestamp_pb2
 
 from penstock.codec import Int32, encode_versions, float32_bytes, int32_bytes
 from penstock.v1 import types_pb2
-from services.generator.openai_groups import Finished, SessionGroup
-from services.generator.openai_sessions import Branch
+from services.generator.openai.groups import Finished, SessionGroup
+from services.generator.openai.sessions import Branch
 
 MAX_TEXT_CHARACTERS = 256 * 1024
 """Of an exported completion; it is at most 1 MiB as UTF-8."""

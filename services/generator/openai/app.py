@@ -23,14 +23,14 @@ import structlog
 from aiohttp import web
 
 from services.generator.engine import EngineError, RequestRefusedError
-from services.generator.openai_agents import Agents, Labels, Prepared
-from services.generator.openai_errors import ApiError, invalid, unavailable
-from services.generator.openai_metrics import OpenAIMetrics
-from services.generator.openai_protocol import ChatRequest, CompletionRequest, RewardRequest, SamplingRequest, read
-from services.generator.openai_responses import Form
-from services.generator.openai_reward import SessionRewards
-from services.generator.openai_sampling import Answer, AnswerAbortedError, Piece
-from services.generator.openai_stream import EventStream
+from services.generator.openai.agents import Agents, Labels, Prepared
+from services.generator.openai.errors import ApiError, invalid, unavailable
+from services.generator.openai.metrics import OpenAIMetrics
+from services.generator.openai.protocol import ChatRequest, CompletionRequest, RewardRequest, SamplingRequest, read
+from services.generator.openai.responses import Form
+from services.generator.openai.reward import SessionRewards
+from services.generator.openai.sampling import Answer, AnswerAbortedError, Piece
+from services.generator.openai.stream import EventStream
 
 SESSION_HEADER = "X-Penstock-Session"
 GROUP_HEADER = "X-Penstock-Group"

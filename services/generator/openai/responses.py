@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from services.generator.openai_agents import Prepared
-from services.generator.openai_protocol import ChatRequest, SamplingRequest
-from services.generator.openai_sampling import Answer, Piece
-from services.generator.openai_text import ConversationTokenizer
+from services.generator.openai.agents import Prepared
+from services.generator.openai.protocol import ChatRequest, SamplingRequest
+from services.generator.openai.sampling import Answer, Piece
+from services.generator.openai.text import ConversationTokenizer
 
 END_OF_STREAM = b"data: [DONE]\n\n"
 

@@ -6,7 +6,7 @@ from collections import Counter as Tally
 
 from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge
 
-from services.generator.openai_groups import SessionBook
+from services.generator.openai.groups import SessionBook
 
 _PREFIX = "penstock_generator_openai"
 
