@@ -30,6 +30,12 @@ class Credit:
             room.note_usage(held, stats.kv_cache_usage)
         return room.num_more(held, most=most)
 
+    def note_begun(self, sample: HeldSample) -> None:
+        """A sample begins."""
+        room = self._known_room()
+        if room is not None:
+            room.note_begun(sample)
+
     def note_finished(self, num_new_tokens: int) -> None:
         """A completion ended by itself or at its limit, after so many tokens."""
         room = self._known_room()

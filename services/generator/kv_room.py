@@ -75,6 +75,10 @@ class KvRoom:
         """Standard deviations kept free."""
         return self._margin
 
+    def note_begun(self, sample: HeldSample) -> None:
+        """A sample begins: short ones are over before anybody asks how many more are borne."""
+        self._learn_limits([sample])
+
     def note_finished(self, num_new_tokens: int) -> None:
         """A completion ended by itself or at its limit, after so many tokens."""
         self._finished.append(num_new_tokens)

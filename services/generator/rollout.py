@@ -168,6 +168,7 @@ class Rollouts:
         if not self._is_accepting:
             self._give_back(work)
             return
+        self._credit.note_begun(_to_held(work, self._parts.engine.max_model_len))
         work.task = asyncio.create_task(self._run(work, work.stream))
         self._tasks.add(work.task)
         work.task.add_done_callback(self._tasks.discard)

@@ -247,6 +247,7 @@ async def test_agents_that_are_ahead_of_the_trainer_wait_and_siblings_of_a_begun
             await bench.reward(session, 1.0)
         (group,) = await bench.groups(1)
         assert not ahead.done()
-        await Trainer.connect(bench.broker.channel).ack([group.prompt.group_id], 1)
+        group_id = group.prompt.group_id
+        await Trainer.connect(bench.broker.channel, held=[group_id]).ack([group_id], 1)
         await bench.held.attest(Held(policy_version=1, history=0, digest="d"))
         await ahead

@@ -22,6 +22,13 @@ def test_one_is_begun_to_see_how_large_samples_are():
     assert KvRoom(10).num_more([], most=64) == 1
 
 
+def test_samples_that_are_over_before_anybody_asks_are_learned_from():
+    room = KvRoom(11_000)
+    room.note_begun(held())
+    room.note_finished(200)
+    assert room.num_more([], most=64) > 8
+
+
 def test_before_any_has_finished_every_sample_is_taken_to_reach_its_limit():
     room = KvRoom(11_000)
     assert room.num_more([held()], most=64) == pytest.approx(9, abs=1)
