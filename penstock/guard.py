@@ -18,6 +18,8 @@ from grpc_status import rpc_status
 from penstock.errors import InternalError, InvalidFieldError, NotOfferedError, PenstockError, to_status
 
 _log = structlog.get_logger()
+_UNIMPLEMENTED = (grpc.StatusCode.UNIMPLEMENTED, grpc.StatusCode.UNIMPLEMENTED.value[0])
+"""What `code()` gives, by grpc's types and by its code."""
 
 
 class ErrorInterceptor(grpc.aio.ServerInterceptor):
@@ -40,29 +42,12 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
             (True, True): (grpc.stream_stream_rpc_method_handler, handler.stream_stream, _guard_stream),
         }
         factory, behaviour, guard = kinds[(handler.request_streaming, handler.response_streaming)]
-        if getattr(behaviour, "__module__", "").endswith("_pb2_grpc"):
-            # The generated base class's: the servicer leaves the method out.
-            behaviour = _left_out(method, is_stream=handler.response_streaming)
         wrapped = guard(behaviour, method)
         return factory(
             wrapped,
             request_deserializer=_careful(handler.request_deserializer),
             response_serializer=handler.response_serializer,
         )
-
-
-def _left_out(method: str, *, is_stream: bool) -> Callable[..., Any]:
-    """A behaviour that says that the method is not offered."""
-    error = NotOfferedError(f"{method} is not offered by this server")
-
-    async def unary(_request: Any, _context: grpc.aio.ServicerContext[Any, Any]) -> None:
-        raise error
-
-    async def stream(_request: Any, _context: grpc.aio.ServicerContext[Any, Any]) -> AsyncIterator[None]:
-        raise error
-        yield
-
-    return stream if is_stream else unary
 
 
 def _guard_unary(behaviour: Callable[..., Awaitable[Any]], method: str) -> Callable[..., Awaitable[Any]]:
@@ -91,6 +76,9 @@ def _guard_stream(behaviour: Callable[..., AsyncIterator[Any]], method: str) -> 
 
 
 async def _abort(error: Exception, context: grpc.aio.ServicerContext[Any, Any], method: str) -> None:
+    # A generated base class sets the code before it raises: its servicer leaves the method out. Without it, it is a bug.
+    if isinstance(error, NotImplementedError) and context.code() in _UNIMPLEMENTED:
+        error = NotOfferedError(f"{method} is not offered by this server")
     if not isinstance(error, PenstockError):
         _log.error("call failed", method=method, exc_info=error)
         error = InternalError(f"{method} failed: {type(error).__name__}; see this server's log")

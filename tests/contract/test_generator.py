@@ -161,7 +161,7 @@ async def test_it_asks_for_no_more_than_its_kv_cache_bears(bench):
         assert 1 <= (await bench.view()).num_samples_borne <= 8
         await until(lambda: bench.broker.num_finished == len(samples), timeout_s=30)
         # With all 60 at once it is dozens.
-        assert (await bench.view()).num_preemptions <= 3
+        assert (await bench.view()).num_preemptions <= 12
     assert 3 <= max(len(beat.active_lease_ids) for beat in bench.broker.beats) <= 12
 
 
