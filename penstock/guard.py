@@ -76,7 +76,7 @@ def _guard_stream(behaviour: Callable[..., AsyncIterator[Any]], method: str) -> 
 
 
 async def _abort(error: Exception, context: grpc.aio.ServicerContext[Any, Any], method: str) -> None:
-    # A generated base class sets the code before it raises: its servicer leaves the method out. Without it, it is a bug.
+    # A generated base class sets the code before it raises: its servicer leaves the method out. Without, it is a bug.
     if isinstance(error, NotImplementedError) and context.code() in _UNIMPLEMENTED:
         error = NotOfferedError(f"{method} is not offered by this server")
     if not isinstance(error, PenstockError):
