@@ -8,8 +8,8 @@ import pytest
 
 from console.quickstart.prepare import Prepared, prepare
 
-# Kept between test runs; on a clean checkout the first test makes it.
-TASK_DIR = Path(__file__).resolve().parents[2] / ".penstock" / "tests"
+# Where `penstock quickstart` keeps its own: kept between test runs, and on a clean checkout made once, not twice.
+TASK_DIR = Path(__file__).resolve().parents[2] / ".penstock" / "quickstart"
 
 
 @pytest.fixture(scope="session")
