@@ -8,6 +8,7 @@ from tests.helpers.broker_model.process import MemoryBacking
 from tests.helpers.broker_model.profile import TIMEOUT_S, check_invariants
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(TIMEOUT_S)
 def test_the_invariants_hold_whatever_happens() -> None:
     check_invariants(MemoryBacking, max_examples=80)

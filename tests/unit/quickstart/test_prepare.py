@@ -4,8 +4,12 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
+
 from console.quickstart.prepare import Prepared, PrepareSettings, prepare
 from console.quickstart.warm_start import AccuracyBand, WarmStartSettings
+
+pytestmark = pytest.mark.slow
 
 ANY_ACCURACY = AccuracyBand(min_sampled=0.0, max_sampled=1.0, min_greedy=0.0)
 QUICK = PrepareSettings(

@@ -9,6 +9,8 @@ from console.quickstart.arithmetic import sample_distinct_problems
 from console.quickstart.model import build_model, build_tokenizer
 from console.quickstart.warm_start import AccuracyBand, WarmStartResult, WarmStartSettings, warm_start
 
+pytestmark = pytest.mark.slow
+
 SHORT = WarmStartSettings(
     max_batch_tokens=512, num_curriculum_steps=40, num_decay_steps=20, max_steps=24, check_every_steps=4
 )
