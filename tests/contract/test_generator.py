@@ -158,7 +158,7 @@ async def test_it_asks_for_no_more_than_its_kv_cache_bears(bench):
     engine = emulated(mean_tokens=150, length_sigma=0, max_num_seqs=64, max_model_len=256, kv_capacity_tokens=1100)
     async with bench.running(engine, max_concurrent_samples=64):
         await until(lambda: any(beat.active_lease_ids for beat in bench.broker.beats))
-        assert 1 <= (await bench.view()).num_samples_borne <= 8
+        assert 1 <= (await bench.view()).num_samples_borne <= 12
         await until(lambda: bench.broker.num_finished == len(samples), timeout_s=30)
         # With all 60 at once it is dozens.
         assert (await bench.view()).num_preemptions <= 12

@@ -67,11 +67,14 @@ class ScriptedBroker(broker_pb2_grpc.BrokerServiceServicer):
                     yield broker_pb2.StreamScoringResponse(leases=leases)
                 try:
                     async with asyncio.timeout(0.02):
-                        yield await replies.get()
+                        reply = await replies.get()
                 except TimeoutError:
                     if reader.done():
                         reader.result()
                         return
+                else:
+                    # Not inside the timeout: it would cut a write that takes long.
+                    yield reply
         finally:
             reader.cancel()
             await asyncio.gather(reader, return_exceptions=True)
