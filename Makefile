@@ -10,6 +10,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 PYTEST := $(BIN)/python -m pytest
+# A test of real processes that fails is run once more and shown as "R". Those that search for a broken invariant never are.
+RERUN := -raR --reruns 1
 
 .PHONY: help setup quickstart test test-fast test-unit test-contract test-integration test-vllm test-e2e lint fmt type proto proto-check lock images clean
 
@@ -43,16 +45,16 @@ test-unit: setup
 	$(PYTEST) tests/unit -q -n 2 --dist loadfile
 
 test-contract: setup
-	$(PYTEST) tests/contract -q -n 2 --dist loadfile -m "not vllm"
+	$(PYTEST) tests/contract -q $(RERUN) -n 2 --dist loadfile -m "not vllm"
 
 test-integration: setup
-	$(PYTEST) tests/integration -q
+	$(PYTEST) tests/integration -q $(RERUN)
 
 test-vllm: setup
-	$(PYTEST) tests/contract -q -m vllm
+	$(PYTEST) tests/contract -q $(RERUN) -m vllm
 
 test-e2e: setup
-	$(PYTEST) tests/e2e -q
+	$(PYTEST) tests/e2e -q $(RERUN)
 
 lint: setup proto-check  ## ruff, mypy, import-linter, buf, codespell
 	$(BIN)/ruff check .

@@ -31,7 +31,7 @@ SETTLE_S = 120.0
 """Time to take the last steps once nothing breaks any more."""
 NUM_LAST_STEPS = 5
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(int(FAULT_S + 2 * SETTLE_S))]
+pytestmark = [pytest.mark.e2e, pytest.mark.flaky(reruns=0), pytest.mark.timeout(int(FAULT_S + 2 * SETTLE_S))]
 
 
 def test_the_same_seed_gives_the_same_schedule() -> None:

@@ -6,7 +6,7 @@ import pytest
 
 from tests.e2e.runs import RUN_ID, assert_balanced, penstock, running, small_run
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.e2e, pytest.mark.flaky(reruns=0), pytest.mark.timeout(600)]
 
 
 def test_killed_services_come_back_and_the_audit_balances(task, tmp_path):

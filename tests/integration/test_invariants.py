@@ -9,6 +9,7 @@ from tests.helpers.broker_model.profile import TIMEOUT_S, check_invariants
 from tests.helpers.stores import RedisServers
 
 
+@pytest.mark.flaky(reruns=0)
 @pytest.mark.timeout(TIMEOUT_S)
 def test_the_invariants_hold_on_redis_whatever_happens(servers: RedisServers) -> None:
     check_invariants(lambda: RedisBacking(servers.emptied("redis")), max_examples=25)
