@@ -34,7 +34,7 @@ class _WeightsKindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_WeightsKi
     WEIGHTS_KIND_DELTA: _WeightsKind.ValueType  # 2
     """Changes against `base_version`; lossless."""
     WEIGHTS_KIND_ADAPTER: _WeightsKind.ValueType  # 3
-    """A LoRA adapter over the initial model."""
+    """Every tensor of a LoRA adapter over the initial model; AdapterInfo says how it is applied."""
 
 class WeightsKind(_WeightsKind, metaclass=_WeightsKindEnumTypeWrapper):
     """What the content of a manifest is."""
@@ -46,7 +46,7 @@ WEIGHTS_KIND_FULL: WeightsKind.ValueType  # 1
 WEIGHTS_KIND_DELTA: WeightsKind.ValueType  # 2
 """Changes against `base_version`; lossless."""
 WEIGHTS_KIND_ADAPTER: WeightsKind.ValueType  # 3
-"""A LoRA adapter over the initial model."""
+"""Every tensor of a LoRA adapter over the initial model; AdapterInfo says how it is applied."""
 Global___WeightsKind: _TypeAlias = WeightsKind  # noqa: Y015
 
 class _WeightsEncoding:
@@ -172,6 +172,49 @@ class ChunkInfo(_message.Message):
 Global___ChunkInfo: _TypeAlias = ChunkInfo  # noqa: Y015
 
 @_typing.final
+class AdapterInfo(_message.Message):
+    """How the tensors of a LoRA adapter are applied.
+
+    They are named as PEFT names them: for each adapted layer of the model, base_model.model.LAYER.lora_A.weight, [rank,
+    inputs], and base_model.model.LAYER.lora_B.weight, [outputs, rank]. Such a layer adds (alpha / rank) B A x to what it
+    computes of its input x; all others are as in the base.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    BASE_DIGEST_FIELD_NUMBER: _builtins.int
+    RANK_FIELD_NUMBER: _builtins.int
+    ALPHA_FIELD_NUMBER: _builtins.int
+    TARGET_MODULES_FIELD_NUMBER: _builtins.int
+    base_digest: _builtins.str
+    """Digest, as WeightsManifest.digest is made, of all tensors in the safetensors files of the base model. A receiver whose
+    engine holds another base must refuse the version.
+    """
+    rank: _builtins.int
+    """Rank of every adapted layer, >= 1."""
+    alpha: _builtins.float
+    """Scale of the adapter, divided by the rank where it is applied; > 0."""
+    @_builtins.property
+    def target_modules(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """The last parts of the adapted layers' names, sorted: k_proj, q_proj ... At least one."""
+
+    def __init__(
+        self,
+        *,
+        base_digest: _builtins.str = ...,
+        rank: _builtins.int = ...,
+        alpha: _builtins.float = ...,
+        target_modules: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["alpha", b"alpha", "base_digest", b"base_digest", "rank", b"rank", "target_modules", b"target_modules"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AdapterInfo: _TypeAlias = AdapterInfo  # noqa: Y015
+
+@_typing.final
 class WeightsManifest(_message.Message):
     """Everything a receiver must know to fetch a version and to prove that it holds it."""
 
@@ -190,6 +233,7 @@ class WeightsManifest(_message.Message):
     URLS_FIELD_NUMBER: _builtins.int
     PUBLISH_TIME_FIELD_NUMBER: _builtins.int
     BASE_DIGEST_FIELD_NUMBER: _builtins.int
+    ADAPTER_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     """The run that trains this policy."""
     policy_version: _builtins.int
@@ -224,6 +268,12 @@ class WeightsManifest(_message.Message):
     def publish_time(self) -> _timestamp_pb2.Timestamp:
         """When it was published."""
 
+    @_builtins.property
+    def adapter(self) -> Global___AdapterInfo:
+        """Set if and only if the version is an adapter: kind is ADAPTER, or DELTA between two adapters. `tensors` and `digest`
+        are then the adapter's.
+        """
+
     def __init__(
         self,
         *,
@@ -240,10 +290,11 @@ class WeightsManifest(_message.Message):
         urls: _abc.Iterable[_builtins.str] | None = ...,
         publish_time: _timestamp_pb2.Timestamp | None = ...,
         base_digest: _builtins.str = ...,
+        adapter: Global___AdapterInfo | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_base_version", b"_base_version", "base_version", b"base_version", "publish_time", b"publish_time"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_base_version", b"_base_version", "adapter", b"adapter", "base_version", b"base_version", "publish_time", b"publish_time"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_base_version", b"_base_version", "base_digest", b"base_digest", "base_version", b"base_version", "chunks", b"chunks", "digest", b"digest", "encoding", b"encoding", "history", b"history", "kind", b"kind", "policy_version", b"policy_version", "publish_time", b"publish_time", "run_id", b"run_id", "size_bytes", b"size_bytes", "tensors", b"tensors", "urls", b"urls"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_base_version", b"_base_version", "adapter", b"adapter", "base_digest", b"base_digest", "base_version", b"base_version", "chunks", b"chunks", "digest", b"digest", "encoding", b"encoding", "history", b"history", "kind", b"kind", "policy_version", b"policy_version", "publish_time", b"publish_time", "run_id", b"run_id", "size_bytes", b"size_bytes", "tensors", b"tensors", "urls", b"urls"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__base_version: _TypeAlias = _typing.Literal["base_version"]  # noqa: Y015
     _WhichOneofArgType__base_version: _TypeAlias = _typing.Literal["_base_version", b"_base_version"]  # noqa: Y015
