@@ -9,7 +9,7 @@ import pytest
 import structlog
 
 from services.broker.store import Store
-from tests.helpers.stores import STORES, RedisServers, opened_store, redis_servers
+from tests.helpers.stores import GROUPED_STORES, STORES, RedisServers, opened_store, redis_servers
 
 
 @pytest.fixture(autouse=True)
@@ -26,7 +26,7 @@ def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServers]:
         yield running
 
 
-@pytest.fixture(params=STORES)
+@pytest.fixture(params=[pytest.param(kind, marks=[pytest.mark.slow] * (kind in GROUPED_STORES)) for kind in STORES])
 async def store(request: pytest.FixtureRequest, servers: RedisServers) -> AsyncIterator[Store]:
     """An empty store; the test runs once for each kind."""
     async with opened_store(request.param, servers) as opened:

@@ -15,7 +15,9 @@ from services.broker.store import Store
 from tests.helpers.redis_groups import ClusterGroup, SentinelGroup
 from tests.helpers.redis_server import flush, shared_redis
 
-STORES = ("memory", "redis", "sentinel", "cluster")
+GROUPED_STORES = ("sentinel", "cluster")
+"""Of several processes each, which take their time."""
+STORES = ("memory", "redis", *GROUPED_STORES)
 
 
 class RedisServers:
