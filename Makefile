@@ -12,6 +12,9 @@ STAMP := $(VENV)/.installed
 PYTEST := $(BIN)/python -m pytest
 # A test of real processes that fails is run once more and shown as "R". Those that search for a broken invariant never are.
 RERUN := -raR --reruns 1
+# Two test processes on two cores: threads of PyTorch beside them would only wait for each other.
+PARALLEL := -n 2 --dist loadfile
+ONE_THREAD := OMP_NUM_THREADS=1
 
 .PHONY: help setup quickstart test test-fast test-unit test-contract test-integration test-vllm test-e2e lint fmt type proto proto-check lock images clean
 
@@ -39,13 +42,13 @@ test: setup lint test-unit test-contract test-integration test-vllm test-e2e  ##
 	@echo "all tests passed"
 
 test-fast: setup lint  ## The quick part, under two minutes
-	$(PYTEST) tests/unit tests/contract -q -n 2 --dist loadfile -m "not vllm and not slow"
+	$(ONE_THREAD) $(PYTEST) tests/unit tests/contract -q $(PARALLEL) -m "not vllm and not slow"
 
 test-unit: setup
-	$(PYTEST) tests/unit -q -n 2 --dist loadfile
+	$(ONE_THREAD) $(PYTEST) tests/unit -q $(PARALLEL)
 
 test-contract: setup
-	$(PYTEST) tests/contract -q $(RERUN) -n 2 --dist loadfile -m "not vllm"
+	$(ONE_THREAD) $(PYTEST) tests/contract -q $(RERUN) $(PARALLEL) -m "not vllm"
 
 test-integration: setup
 	$(PYTEST) tests/integration -q $(RERUN)
