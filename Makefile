@@ -15,6 +15,8 @@ RERUN := -raR --reruns 1
 # Two test processes on two cores: threads of PyTorch beside them would only wait for each other.
 PARALLEL := -n 2 --dist loadfile
 ONE_THREAD := OMP_NUM_THREADS=1
+# Threads of PyTorch that wait for each other must not spin: others need the core.
+export OMP_WAIT_POLICY := PASSIVE
 
 .PHONY: help setup quickstart test test-fast test-unit test-contract test-integration test-vllm test-e2e lint fmt type proto proto-check lock images clean
 
