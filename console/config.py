@@ -183,6 +183,9 @@ class RunConfig(StrictModel):
     """Where services started here listen."""
     log: LogSection = LogSection()
     """Logs."""
+    site: str = Field(default="", max_length=128)
+    """Where this machine stands; generators that are started here fetch one copy of each version and relay it to each
+    other, which pays where the trainer is elsewhere. Without a name each fetches its own."""
     record: bool | Path = False
     """Record what is trained on: true for trajectories.jsonl in the run folder, or a .jsonl or .parquet file."""
 

@@ -98,6 +98,7 @@ def generator_config(config: RunConfig, addresses: Addresses, folder: RunFolder,
     return GeneratorConfig(
         listen=addresses.generators[index].listen or "",
         generator_id=f"gen-{index}",
+        site=config.site,
         run_id=config.run.id,
         broker=addresses.broker.target,
         weights=addresses.trainer.target,

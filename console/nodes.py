@@ -21,7 +21,8 @@ async def report_machine(config: RunConfig, addresses: Addresses, view: RunView,
     roles = local_roles(addresses)
     if not roles:
         return
-    node = this_machine(node_id=f"{platform.node() or 'local'}-{os.getpid()}", roles=roles)
+    node_id = f"{platform.node() or 'local'}-{os.getpid()}"
+    node = this_machine(node_id=node_id, site=config.site, roles=roles)
     await report_node(addresses.scheduler.target, node, measure=lambda: measured_rates(view, roles), security=security)
 
 

@@ -1,4 +1,4 @@
-"""The identity of a set of weights: digests of tensors, of a whole version, and of the file that carries it.
+"""The identity of a set of weights: digests of tensors and of a whole version.
 
 Shared by whoever publishes weights and whoever takes them; needs hashlib and nothing heavier. Promises:
 
@@ -21,7 +21,6 @@ from pathlib import Path
 
 from penstock.errors import DigestMismatchError
 
-DEFAULT_CHUNK_BYTES = 1024 * 1024
 MAX_HEADER_BYTES = 100_000_000
 """The safetensors format's own limit on its header."""
 MAX_NAME_CHARACTERS = 1024
@@ -56,28 +55,6 @@ class TensorDigest:
     """SHA-256, hex, of the little-endian row-major bytes."""
     size_bytes: int
     """Number of those bytes."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ChunkDigest:
-    """One piece of a file."""
-
-    offset: int
-    """Where it begins."""
-    size_bytes: int
-    """Its length; all chunks but the last have the same."""
-    sha256: str
-    """SHA-256, hex, of its bytes."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FileDigest:
-    """A file as it travels."""
-
-    size_bytes: int
-    """Its length."""
-    chunks: tuple[ChunkDigest, ...]
-    """Its pieces in order, without gaps; none for an empty file."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,25 +111,6 @@ def manifest_digest(tensors: Iterable[TensorDigest]) -> str:
         shape = "x".join(str(size) for size in tensor.shape)
         digest.update(f"{tensor.name}\t{tensor.dtype}\t{shape}\t{tensor.sha256}\n".encode())
     return digest.hexdigest()
-
-
-def file_digest(path: Path, *, chunk_bytes: int = DEFAULT_CHUNK_BYTES) -> FileDigest:
-    """The size of a file and the digests of its consecutive chunks of `chunk_bytes` (the last may be shorter).
-
-    Raises:
-        ValueError: `chunk_bytes` is not positive.
-        OSError: The file cannot be read.
-    """
-    if chunk_bytes <= 0:
-        raise ValueError(f"chunk_bytes must be positive, not {chunk_bytes}")
-    chunks: list[ChunkDigest] = []
-    offset = 0
-    with path.open("rb") as file:
-        while piece := file.read(chunk_bytes):
-            sha256 = hashlib.sha256(piece).hexdigest()
-            chunks.append(ChunkDigest(offset=offset, size_bytes=len(piece), sha256=sha256))
-            offset += len(piece)
-    return FileDigest(size_bytes=offset, chunks=tuple(chunks))
 
 
 def safetensors_shapes(path: Path) -> dict[str, tuple[int, ...]]:

@@ -15,8 +15,9 @@ from safetensors.numpy import save_file
 
 from benchmarks.fleet.workload import group_id
 from penstock.rpc import Server, Service
+from penstock.transfer.chunks import chunks_of
 from penstock.v1 import scheduler_pb2, scheduler_pb2_grpc, weights_pb2, weights_pb2_grpc
-from penstock.weights import file_digest, manifest_digest, safetensors_digests
+from penstock.weights import manifest_digest, safetensors_digests
 
 _Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -46,7 +47,7 @@ class OneVersion(weights_pb2_grpc.WeightStoreServiceServicer):
     """Version 0 of whatever run is asked for."""
 
     def __init__(self, path: Path, url: str) -> None:
-        tensors, content = safetensors_digests(path), file_digest(path)
+        tensors = safetensors_digests(path)
         self._manifest = weights_pb2.WeightsManifest(
             kind=weights_pb2.WEIGHTS_KIND_FULL,
             encoding=weights_pb2.WEIGHTS_ENCODING_SAFETENSORS,
@@ -56,12 +57,9 @@ class OneVersion(weights_pb2_grpc.WeightStoreServiceServicer):
                 )
                 for item in tensors
             ],
-            chunks=[
-                weights_pb2.ChunkInfo(offset=item.offset, size_bytes=item.size_bytes, sha256=item.sha256)
-                for item in content.chunks
-            ],
+            chunks=chunks_of(path),
             digest=manifest_digest(tensors),
-            size_bytes=content.size_bytes,
+            size_bytes=path.stat().st_size,
             urls=[url],
         )
 

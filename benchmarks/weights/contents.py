@@ -9,8 +9,9 @@ from pathlib import Path
 import numpy as np
 from safetensors.numpy import save_file
 
+from penstock.transfer.chunks import chunks_of
 from penstock.v1 import weights_pb2
-from penstock.weights import file_digest, manifest_digest, safetensors_digests
+from penstock.weights import manifest_digest, safetensors_digests
 
 RUN_ID = "bench"
 NUM_TENSORS = 8
@@ -27,7 +28,7 @@ def write_weights(path: Path, *, size_bytes: int, seed: int = 0) -> None:
 
 def make_manifest(path: Path, *, url: str, policy_version: int = 0) -> weights_pb2.WeightsManifest:
     """The manifest of a full version, with chunks of the size that a trainer makes."""
-    infos, content = safetensors_digests(path), file_digest(path)
+    infos = safetensors_digests(path)
     return weights_pb2.WeightsManifest(
         run_id=RUN_ID,
         policy_version=policy_version,
@@ -39,12 +40,9 @@ def make_manifest(path: Path, *, url: str, policy_version: int = 0) -> weights_p
             )
             for info in infos
         ],
-        chunks=[
-            weights_pb2.ChunkInfo(offset=chunk.offset, size_bytes=chunk.size_bytes, sha256=chunk.sha256)
-            for chunk in content.chunks
-        ],
+        chunks=chunks_of(path),
         digest=manifest_digest(infos),
-        size_bytes=content.size_bytes,
+        size_bytes=path.stat().st_size,
         urls=[url],
     )
 

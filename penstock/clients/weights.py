@@ -26,11 +26,11 @@ from penstock.errors import (
 )
 from penstock.rpc import backoff_s, call, call_with_retry, open_channel
 from penstock.security import NO_SECURITY, Security
+from penstock.transfer.chunks import MAX_CHUNK_BYTES
 from penstock.v1 import weights_pb2, weights_pb2_grpc
 from penstock.weights import TensorDigest, manifest_digest
 
 MAX_CONTENT_BYTES = 4 * 1024**4
-MAX_CHUNK_BYTES = 64 * 1024**2
 MAX_URLS = 64
 MAX_CHAIN = 64
 """Deltas in one offer."""

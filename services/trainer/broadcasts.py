@@ -37,14 +37,15 @@ from prometheus_client import Counter
 from penstock.collective.backend import BACKENDS, Transport
 from penstock.collective.group import BroadcastError, BroadcastGroup, GroupPlace, Rendezvous
 from penstock.errors import NotOfferedError, ServiceUnavailableError, UnknownVersionError
+from penstock.transfer.chunks import chunk_bytes_for
 from penstock.v1 import weights_pb2
 from services.trainer.attendance import Attendance
 
 MAX_MEMBERS = 1000
 MAX_CONTENTS_REMEMBERED = 256
 MAX_GATHERINGS = 16
-PIECE_BYTES = 8 * 1024**2
-"""A whole number of chunks."""
+MIN_PIECE_BYTES = 8 * 1024**2
+"""Of what travels at a time; as much as a chunk where that is larger, so that pieces end where chunks do."""
 _WORD_POLL_S = 0.005
 
 BROADCASTS = Counter("penstock_trainer_broadcasts", "Broadcasts of weights, by outcome.", ["outcome"])
@@ -239,8 +240,9 @@ class Broadcasts:
 
     def _place(self, gathering: _Gathering, members: list[str]) -> GroupPlace:
         """The group for these members: the one that is open where they are in it, each in its place."""
-        group = self._group
-        if group is not None and group.is_usable and members == self._members:
+        group, piece_bytes = self._group, max(MIN_PIECE_BYTES, chunk_bytes_for(gathering.path.stat().st_size))
+        is_long_enough = group is not None and group.place.piece_bytes >= piece_bytes
+        if group is not None and group.is_usable and is_long_enough and members == self._members:
             open_groups = {gathering.open_groups[receiver_id] for receiver_id in members}
             if open_groups == {group.place.group_id}:
                 self._sequence += 1
@@ -253,7 +255,7 @@ class Broadcasts:
             num_ranks=len(members) + 1,
             backend=self._settings.backend,
             stall_s=self._settings.stall_s,
-            piece_bytes=PIECE_BYTES,
+            piece_bytes=piece_bytes,
         )
 
     def _send(self, rendezvous: Rendezvous, place: GroupPlace, path: Path) -> str | None:

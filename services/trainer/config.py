@@ -22,6 +22,8 @@ class TrainerConfig(StrictModel):
     """Address of the HTTP server that hands out weights, host:port."""
     weights_url: str | None = None
     """Base address under which generators reach that server; http://<weights_listen> when unset."""
+    max_weights_bytes_per_second: float | None = Field(default=None, gt=0)
+    """Most bytes of weights that server sends a second, to all receivers together; no limit when unset."""
     weights_transport: Transport = Transport.HTTP
     """Whether weights are broadcast to generators on this machine's own fast network that are told the same: gloo
     between processors, nccl between GPUs. Neither is encrypted."""

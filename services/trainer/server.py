@@ -29,7 +29,12 @@ async def serve(config: TrainerConfig) -> None:
     store = WeightStore()
     serve_metrics(config.metrics_port)
     async with (
-        serving_weights(store, listen=config.weights_listen, security=security) as url,
+        serving_weights(
+            store,
+            listen=config.weights_listen,
+            security=security,
+            max_bytes_per_second=config.max_weights_bytes_per_second,
+        ) as url,
         broadcasting(config, store=store, weights_url=config.weights_url or url) as broadcasts,
     ):
         await _serve_grpc(

@@ -24,17 +24,22 @@ from prometheus_client import Counter
 from penstock.clients.broker import timestamp
 from penstock.clock import Clock
 from penstock.deltas.content import write_delta
+from penstock.errors import InvalidFieldError
+from penstock.rpc import MAX_MESSAGE_BYTES
 from penstock.security import Security
+from penstock.transfer.chunks import chunks_of
 from penstock.transfer.rate import ByteRate
 from penstock.transfer.serving import serving_contents
 from penstock.v1 import weights_pb2
-from penstock.weights import file_digest, manifest_digest, safetensors_digests
+from penstock.weights import manifest_digest, safetensors_digests
 from services.trainer.delta_shelf import PublishedDelta
 from services.trainer.weight_store import PublishedVersion, WeightStore
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+MAX_MANIFEST_BYTES = MAX_MESSAGE_BYTES - 1024**2
+"""As a message, with room for what stands around it."""
 MAX_DELTA_SHARE = 0.9
 """Of the full content's bytes; a larger delta would cost more time to make and apply than it saves on the way."""
 SERVED_BYTES = Counter("penstock_trainer_weights_served_bytes", "Bytes of weights sent to receivers")
@@ -59,12 +64,16 @@ class WeightPublisher:
         self._store.reset(self._run_id)
 
     async def publish(self, tensors: Mapping[str, Tensor], *, policy_version: int, history: int) -> float:
-        """Write, digest and offer a version; returns the seconds it took. Raises OSError where the disk refuses.
+        """Write, digest and offer a version; returns the seconds it took.
 
         Args:
             tensors: Hugging Face names to CPU tensors that nobody changes meanwhile.
             policy_version: The version they are.
             history: The run's history counter.
+
+        Raises:
+            InvalidFieldError: The list of its tensors and chunks fits no message.
+            OSError: The disk refuses.
         """
         start = time.monotonic()
         version = await asyncio.to_thread(self._prepare, tensors, policy_version, history)
@@ -92,6 +101,12 @@ class WeightPublisher:
             publish_time=timestamp(self._clock.now_s()),
         )
         self._describe_content(manifest, path)
+        if manifest.ByteSize() > MAX_MANIFEST_BYTES:
+            raise InvalidFieldError(
+                f"the manifest of {len(infos)} tensors and {len(manifest.chunks)} chunks has {manifest.ByteSize()} "
+                f"bytes, at most {MAX_MANIFEST_BYTES} can be sent; store the model with fewer, larger tensors",
+                field="manifest",
+            )
         return PublishedVersion(manifest=manifest, path=path, delta=self._prepare_delta(manifest, path))
 
     def _prepare_delta(self, full: weights_pb2.WeightsManifest, path: Path) -> PublishedDelta | None:
@@ -121,13 +136,9 @@ class WeightPublisher:
 
     def _describe_content(self, manifest: weights_pb2.WeightsManifest, path: Path) -> None:
         """Fill in what travels: size, chunks and address of the file at `path`."""
-        content = file_digest(path)
         del manifest.chunks[:]
-        manifest.chunks.extend(
-            weights_pb2.ChunkInfo(offset=chunk.offset, size_bytes=chunk.size_bytes, sha256=chunk.sha256)
-            for chunk in content.chunks
-        )
-        manifest.size_bytes = content.size_bytes
+        manifest.chunks.extend(chunks_of(path))
+        manifest.size_bytes = path.stat().st_size
         manifest.urls[:] = [f"{self._base_url}/weights/{self._run_id}/{path.name}"]
 
 

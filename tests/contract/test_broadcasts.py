@@ -36,7 +36,7 @@ async def fetch_all(origin: Origin, version: int, receivers: list[Receiver], **s
 async def test_one_broadcast_brings_a_version_to_all_receivers_and_nothing_is_fetched(origin):
     receivers = [await origin.receiver(f"x{index}") for index in range(3)]
     # More than two pieces, the last one short.
-    size_bytes = 2 * broadcasts_module.PIECE_BYTES + 12_345
+    size_bytes = 2 * broadcasts_module.MIN_PIECE_BYTES + 12_345
     await fetch_all(origin, 1, receivers, size_bytes=size_bytes)
     for receiver in receivers:
         assert (receiver.outcomes, receiver.http_bytes) == (["ok"], 0)

@@ -23,6 +23,7 @@ from penstock.weights import manifest_digest, safetensors_digests
 from services.generator import weight_fetcher
 from services.generator.metrics import GeneratorMetrics
 from services.generator.weight_fetcher import Fetched, Way, WeightFetcher
+from services.trainer import weight_publisher
 from services.trainer.delta_shelf import MAX_KEPT_DELTAS
 from services.trainer.weight_publisher import WeightPublisher, serving_weights
 from services.trainer.weight_store import SERVICE_NAME, WeightStore, WeightStoreService
@@ -279,3 +280,10 @@ async def test_a_file_that_is_laid_out_otherwise_is_not_offered_as_the_content(s
         path.write_bytes(len(text).to_bytes(8, "little") + text + data[8 + length :])
         assert manifest_digest(safetensors_digests(path)) == manifest.digest
         assert not is_laid_out_alike(path, manifest)
+
+
+async def test_a_manifest_that_fits_no_message_is_refused_before_anybody_waits_for_it(site: Site, monkeypatch) -> None:
+    monkeypatch.setattr(weight_publisher, "MAX_MANIFEST_BYTES", 100)
+    with pytest.raises(InvalidFieldError, match="2 tensors and 1 chunks"):
+        await site.publish()
+    assert site.store.newest("r").manifest.policy_version == 0

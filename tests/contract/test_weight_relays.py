@@ -14,7 +14,9 @@ from penstock.errors import ServiceUnavailableError
 from penstock.security import NO_SECURITY, Security
 from penstock.transfer import partial
 from penstock.transfer import serving as serving_module
+from penstock.transfer.fetching import Fetching
 from penstock.transfer.partial import PartialContent
+from penstock.transfer.rate import BURST_S
 from penstock.v1 import weights_pb2
 from tests.helpers.certificates import make_security
 from tests.helpers.sites import CHUNK_BYTES, site
@@ -36,19 +38,23 @@ async def status(session, url, **headers):
         return response.status
 
 
-async def test_a_fetch_takes_as_long_as_the_link_needs(tmp_path):
-    times_s = []
-    async with site(tmp_path, bytes_per_second=8 * MB, delay_s=0.03) as made:
+async def test_a_fetch_keeps_its_connections_busy_and_waits_for_few_round_trips(tmp_path, monkeypatch):
+    """What keeps a fetch near size over bandwidth; how near, `penstock bench weights` measures."""
+    spans = []
+    fetch_span = Fetching._fetch_span
+
+    async def counted(self, source, span):
+        spans.append(span)
+        await fetch_span(self, source, span)
+
+    monkeypatch.setattr(Fetching, "_fetch_span", counted)
+    async with site(tmp_path, bytes_per_second=20 * MB, delay_s=0.03) as made:
         receiver = await made.receiver("a")
-        # Other work of this machine may disturb one try.
-        for version in range(3):
-            manifest = made.publish(version, size_bytes=10 * MB)
-            begun_s = time.monotonic()
-            await receiver.fetch(manifest)
-            times_s.append(time.monotonic() - begun_s)
-            if times_s[-1] <= 1.2 * 10 / 8:
-                break
-    assert 0.95 * 10 / 8 <= min(times_s) <= 1.2 * 10 / 8
+        manifest = made.publish(size_bytes=10 * MB)
+        begun_s = time.monotonic()
+        await receiver.fetch(manifest)
+        assert time.monotonic() - begun_s >= 0.9 * 10 / 20
+        assert made.link.num_connects == len(spans) == 3
 
 
 async def test_after_a_cut_nothing_is_sent_twice(tmp_path):
@@ -72,17 +78,16 @@ async def test_after_a_cut_nothing_is_sent_twice(tmp_path):
 async def test_a_process_that_ends_leaves_what_the_next_one_need_not_fetch(tmp_path):
     async with site(tmp_path, bytes_per_second=20 * MB) as made:
         manifest = made.publish(size_bytes=8 * MB)
-        fetch = asyncio.create_task((await made.receiver("a")).fetch(manifest))
-        await until(lambda: made.link.delivered_bytes > 0.5 * manifest.size_bytes)
+        ending = await made.receiver("a")
+        fetch = asyncio.create_task(ending.fetch(manifest))
+        await until(lambda: ending.fetched_bytes > 0.5 * manifest.size_bytes)
         fetch.cancel()
         await asyncio.gather(fetch, return_exceptions=True)
-        delivered_bytes = made.link.delivered_bytes
         again = await made.receiver("a")
         download = await again.fetch(manifest)
-    lost_bytes = delivered_bytes + download.fetched_bytes - manifest.size_bytes
-    # Four unfinished chunks, and what lay in the sockets' buffers: more where the receiver lagged behind the link.
-    assert lost_bytes <= 0.3 * manifest.size_bytes
-    assert download.fetched_bytes < 0.8 * manifest.size_bytes
+    lost_bytes = ending.fetched_bytes + download.fetched_bytes - manifest.size_bytes
+    # Up to one unfinished chunk, and one being checked, for each of four connections.
+    assert 0 <= lost_bytes <= 4 * 2 * CHUNK_BYTES
 
 
 async def test_one_copy_crosses_the_link_however_many_receivers_the_site_has(tmp_path):
@@ -172,6 +177,19 @@ async def test_a_cap_holds_for_all_connections_together(tmp_path):
         begun_s = time.monotonic()
         await receiver.fetch(manifest)
         assert time.monotonic() - begun_s >= (3 - 4 * 0.25 - 1) / 4
+
+
+async def test_a_cap_of_the_origin_holds_for_all_receivers_together(tmp_path):
+    async with site(tmp_path, origin_bytes_per_second=4 * MB) as made:
+        manifest = made.publish(size_bytes=1 * MB)
+        receivers = [Downloader() for _ in range(3)]
+        begun_s = time.monotonic()
+        for number, receiver in enumerate(receivers):
+            async with receiver:
+                await receiver.fetch(manifest, tmp_path / f"fetched-{number}")
+        # What passes at once after a pause, and the last piece of each connection, do not count.
+        assert time.monotonic() - begun_s >= (3 - 4 * BURST_S - 1) / 4
+        assert all((tmp_path / f"fetched-{number}").read_bytes() == (tmp_path / "v1").read_bytes() for number in (0, 2))
 
 
 async def test_a_relay_asks_for_the_token_and_refuses_nonsense(tmp_path):

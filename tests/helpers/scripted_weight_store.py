@@ -13,8 +13,9 @@ from safetensors.numpy import save_file
 
 from penstock.errors import DigestMismatchError, UnknownVersionError
 from penstock.rpc import Service
+from penstock.transfer.chunks import chunks_of
 from penstock.v1 import weights_pb2, weights_pb2_grpc
-from penstock.weights import file_digest, manifest_digest, safetensors_digests
+from penstock.weights import manifest_digest, safetensors_digests
 
 
 def write_weights(path: Path, *, seed: int, num_values: int = 4096) -> Path:
@@ -34,7 +35,7 @@ def make_manifest(
     path: Path, *, policy_version: int, url: str, history: int = 0, chunk_bytes: int = 4096, run_id: str = "r"
 ) -> weights_pb2.WeightsManifest:
     """The true manifest of a file."""
-    tensors, content = safetensors_digests(path), file_digest(path, chunk_bytes=chunk_bytes)
+    tensors = safetensors_digests(path)
     return weights_pb2.WeightsManifest(
         run_id=run_id,
         policy_version=policy_version,
@@ -47,12 +48,9 @@ def make_manifest(
             )
             for item in tensors
         ],
-        chunks=[
-            weights_pb2.ChunkInfo(offset=item.offset, size_bytes=item.size_bytes, sha256=item.sha256)
-            for item in content.chunks
-        ],
+        chunks=chunks_of(path, chunk_bytes=chunk_bytes),
         digest=manifest_digest(tensors),
-        size_bytes=content.size_bytes,
+        size_bytes=path.stat().st_size,
         urls=[url],
     )
 

@@ -91,7 +91,9 @@ class Receiver:
 
 
 @asynccontextmanager
-async def site(folder: Path, *, security: Security = NO_SECURITY, **shape: float) -> AsyncIterator[Site]:
+async def site(
+    folder: Path, *, security: Security = NO_SECURITY, origin_bytes_per_second: float | None = None, **shape: float
+) -> AsyncIterator[Site]:
     store = WeightStore()
     store.reset("r")
     service = Service(
@@ -100,7 +102,9 @@ async def site(folder: Path, *, security: Security = NO_SECURITY, **shape: float
         servicer=WeightStoreService(store),
     )
     async with (
-        serving_weights(store, listen="127.0.0.1:0", security=security) as url,
+        serving_weights(
+            store, listen="127.0.0.1:0", security=security, max_bytes_per_second=origin_bytes_per_second
+        ) as url,
         link_to(int(url.rpartition(":")[2]), **shape) as link,
         serving(service, security=security) as (_, target),
     ):

@@ -119,7 +119,8 @@ def test_exponents_without_a_point_are_numbers(tmp_path: Path) -> None:
 
 
 def test_service_configurations_agree_on_addresses(tmp_path: Path) -> None:
-    resolved = resolve(config(generator={"count": 2, "engine": "emulated"}, run={"seed": 5}), now_s=0.0)
+    generator = {"count": 2, "engine": "emulated"}
+    resolved = resolve(config(generator=generator, run={"seed": 5}, site="frankfurt"), now_s=0.0)
     addresses = choose_addresses(resolved)
     folder = RunFolder(tmp_path)
     generators = [generator_config(resolved, addresses, folder, index) for index in range(2)]
@@ -128,6 +129,7 @@ def test_service_configurations_agree_on_addresses(tmp_path: Path) -> None:
     assert [one.seed for one in generators] == [5, 6]
     assert generators[0].weights == addresses.trainer.target
     assert generators[0].engine.engine == "emulated"
+    assert {one.site for one in generators} == {"frankfurt"}
     assert broker_config(addresses, "unix:///x").listen == reward_config(resolved, addresses).broker
     assert addresses.weights_url == f"http://{addresses.weights_listen}"
 

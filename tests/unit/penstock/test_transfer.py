@@ -13,6 +13,7 @@ from penstock.transfer.partial import PartialContent
 from penstock.transfer.rate import BURST_S, ByteRate
 from penstock.transfer.sources import MAX_FAILURES, SourceKind, Sources
 from penstock.v1 import weights_pb2
+from tests.helpers.virtual_time import VirtualLoop
 
 CHUNK = 4096
 BROKEN = ServiceUnavailableError("broke off")
@@ -50,6 +51,29 @@ def test_a_rate_holds_over_any_stretch_of_time_but_for_a_short_burst():
     assert [rate.delay_s(50) for _ in range(3)] == [0.0] * 3
     assert rate.delay_s(10_000) == 0.0
     assert rate.delay_s(1) == pytest.approx(10 - BURST_S + 0.15)
+
+
+def test_those_who_take_at_once_share_the_rate():
+    loop = VirtualLoop()
+    rate = ByteRate(1000, now_s=loop.time)
+    passed: list[tuple[float, int]] = []
+
+    async def take(num_bytes: int) -> None:
+        for _ in range(20):
+            await rate.take(num_bytes)
+            passed.append((loop.time(), num_bytes))
+
+    async def take_all() -> None:
+        await asyncio.gather(*(take(num_bytes) for num_bytes in (10, 50, 100)))
+
+    loop.run_until_complete(take_all())
+    num_bytes, total_bytes = 0, 20 * (10 + 50 + 100)
+    for time_s, piece_bytes in passed:
+        num_bytes += piece_bytes
+        assert num_bytes <= 1000 * (time_s + BURST_S) + 100
+    assert num_bytes == total_bytes
+    assert passed[-1][0] <= total_bytes / 1000
+    loop.shut_down()
 
 
 def test_without_a_cap_nothing_waits_and_a_cap_of_nothing_is_refused():

@@ -14,7 +14,6 @@ from penstock.weights import (
     TensorDigest,
     WeightsMismatchError,
     check_layout,
-    file_digest,
     manifest_digest,
     safetensors_digests,
     safetensors_shapes,
@@ -124,17 +123,6 @@ def test_a_tensor_name_cannot_forge_a_manifest_line(tmp_path: Path) -> None:
     path = write_safetensors(tmp_path / "bad", {"a\tF32\t1": ARRAYS["a"]})
     with pytest.raises(MalformedWeightsError, match="name"):
         safetensors_digests(path)
-
-
-def test_file_chunks_cover_the_file_without_gaps(tmp_path: Path) -> None:
-    path = tmp_path / "content"
-    path.write_bytes(bytes(range(250)))
-    digest = file_digest(path, chunk_bytes=100)
-    assert digest.size_bytes == 250
-    assert [(chunk.offset, chunk.size_bytes) for chunk in digest.chunks] == [(0, 100), (100, 100), (200, 50)]
-    assert digest.chunks[2].sha256 == hashlib.sha256(bytes(range(200, 250))).hexdigest()
-    with pytest.raises(ValueError, match="positive"):
-        file_digest(path, chunk_bytes=0)
 
 
 def test_a_layout_must_agree_but_for_optional_names() -> None:

@@ -1,0 +1,47 @@
+"""A content cut into chunks: the pieces that are checked one by one on the way.
+
+Promises:
+
+- The size of a chunk follows from that of the content: there are never more than a manifest can list in one message.
+- It is a power of two, so that a larger chunk ends where smaller ones do.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+from penstock.v1 import weights_pb2
+
+MIN_CHUNK_BYTES, MAX_CHUNK_BYTES = 1024**2, 64 * 1024**2
+MANY_CHUNKS = 4096
+"""With more than that the chunks grow, as long as they may: a list of 2 TB takes 2.4 MB of a manifest."""
+
+
+def chunk_bytes_for(size_bytes: int) -> int:
+    """The size of a chunk, in bytes: 1 MiB for a content of up to 4 GiB, doubling with it to 64 MiB."""
+    chunk_bytes = MIN_CHUNK_BYTES
+    while chunk_bytes < MAX_CHUNK_BYTES and size_bytes > chunk_bytes * MANY_CHUNKS:
+        chunk_bytes *= 2
+    return chunk_bytes
+
+
+def chunks_of(path: Path, *, chunk_bytes: int | None = None) -> list[weights_pb2.ChunkInfo]:
+    """The consecutive chunks of a file; the last may be shorter, an empty file has none.
+
+    Args:
+        path: The file.
+        chunk_bytes: Size of a chunk, > 0; where None it follows from the file's.
+
+    Raises:
+        OSError: The file cannot be read.
+    """
+    size = chunk_bytes or chunk_bytes_for(path.stat().st_size)
+    chunks: list[weights_pb2.ChunkInfo] = []
+    offset = 0
+    with path.open("rb") as file:
+        while piece := file.read(size):
+            sha256 = hashlib.sha256(piece).hexdigest()
+            chunks.append(weights_pb2.ChunkInfo(offset=offset, size_bytes=len(piece), sha256=sha256))
+            offset += len(piece)
+    return chunks
