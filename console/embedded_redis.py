@@ -18,6 +18,7 @@ from pathlib import Path
 from console.folder import RunFolder
 from console.processes import ServiceSpec
 from penstock.config import ConfigError
+from penstock.memory import REDIS_ENVIRONMENT
 
 # A unix socket's path may have 107 bytes; longer ones get a short folder of their own.
 _MAX_SOCKET_PATH_BYTES = 100
@@ -80,7 +81,7 @@ def redis_spec(folder: RunFolder, *, env: dict[str, str]) -> ServiceSpec:
         name="redis",
         argv=(*child, str(executable), *arguments),
         address="",
-        env=env,
+        env=REDIS_ENVIRONMENT | env,
         log_path=folder.log_of("redis"),
         is_ready=lambda: _answers(path),
     )

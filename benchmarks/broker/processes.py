@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from penstock import rpc
+from penstock.memory import REDIS_ENVIRONMENT
 
 START_TIMEOUT_S = 30.0
 ANSWER_TIMEOUT_S = 600.0
@@ -109,7 +110,7 @@ class Stage:
         settings |= {"appendonly": "yes", "appendfsync": "everysec", "maxmemory-policy": "noeviction"}
         settings |= {"auto-aof-rewrite-min-size": "512mb"}
         options = [text for key, value in settings.items() for text in (f"--{key}", str(value))]
-        self.redis = await self.start(str(self.redis_server), *options)
+        self.redis = await self.start(str(self.redis_server), *options, env=REDIS_ENVIRONMENT)
         self.redis_url = f"unix://{socket_path}?db=0"
         self.brokers.append(await self.start_broker())
         return self
@@ -118,11 +119,11 @@ class Stage:
         """End everything."""
         await self._stack.aclose()
 
-    async def start(self, *command: str) -> Child:
-        """Start a process whose output goes to a log file in the folder."""
+    async def start(self, *command: str, env: dict[str, str] | None = None) -> Child:
+        """Start a process whose output goes to a log file in the folder; `env` is added to the environment."""
         with (self.folder / "processes.log").open("ab") as log:
             process = await asyncio.create_subprocess_exec(
-                *command, stdout=log, stderr=log, env=os.environ | _ENVIRONMENT
+                *command, stdout=log, stderr=log, env=os.environ | _ENVIRONMENT | (env or {})
             )
         child = Child(process)
         self._stack.push_async_callback(child.stop)

@@ -15,6 +15,7 @@ from typing import Any
 import uvloop
 
 from penstock.memory import keep_large_buffers
+from penstock.telemetry import configure_logging
 
 Ready = Callable[[], Awaitable[None]]
 """To be awaited once a role is set up: returns when everybody is."""
@@ -44,6 +45,8 @@ def _write(message: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
+    # To stderr: stdout is for answers only.
+    configure_logging("worker", level="warning")
     if "--plain" in sys.argv[1:]:
         asyncio.run(_play())
     else:

@@ -21,10 +21,11 @@ from typing import Any, TypeVar, cast
 import structlog
 from redis.asyncio import Redis, RedisCluster
 from redis.asyncio.cluster import ClusterNode
+from redis.asyncio.connection import AbstractConnection
 from redis.asyncio.retry import Retry
 from redis.asyncio.sentinel import Sentinel
 from redis.backoff import NoBackoff
-from redis.exceptions import NoScriptError
+from redis.exceptions import NoScriptError, ResponseError
 
 from penstock.errors import ServiceUnavailableError
 from penstock.rpc import backoff_s
@@ -77,8 +78,6 @@ async def confirmed(redis: Redis, num_replicas: int, *command: _Arg, ahead: Sequ
     The commands `ahead` run before it.
     """
     if not num_replicas:
-        if not ahead:
-            return await redis.execute_command(*command)  # type: ignore[no-untyped-call]
         return (await _pipelined(redis, [*ahead, command]))[-1]
     # WAIT counts what its own connection saw: a pipeline keeps both on one.
     wait = ("WAIT", num_replicas, round(REPLICATION_TIMEOUT_S * 1000))
@@ -91,15 +90,41 @@ async def confirmed(redis: Redis, num_replicas: int, *command: _Arg, ahead: Sequ
 
 
 async def _pipelined(redis: Redis, commands: Sequence[Sequence[_Arg]]) -> list[Any]:
-    """The answers to commands sent together, in order; raises the first error among them."""
-    pipeline = redis.pipeline(transaction=False)
-    for command in commands:
-        pipeline.execute_command(*command)
-    answers: list[Any] = await pipeline.execute(raise_on_error=False)
+    """The answers to commands sent together, in order; raises the first error among them, once all are read."""
+    if not isinstance(redis, RedisCluster):
+        answers = await _exchange(redis, commands)
+    elif len(commands) == 1:
+        answers = [await redis.execute_command(*commands[0])]
+    else:
+        pipeline = redis.pipeline(transaction=False)
+        for command in commands:
+            pipeline.execute_command(*command)
+        answers = await pipeline.execute(raise_on_error=False)
     for answer in answers:
         if isinstance(answer, Exception):
             raise answer
     return answers
+
+
+async def _exchange(redis: Redis, commands: Sequence[Sequence[_Arg]]) -> list[Any]:
+    """The answers to commands, errors among them, over one connection.
+
+    What a pipeline of redis-py does, without its bookkeeping, which takes as long as all the rest (290 against 180
+    microseconds for a commit with one short trajectory). A connection that fails here closes itself.
+    """
+    connection: AbstractConnection = await redis.connection_pool.get_connection()  # type: ignore[no-untyped-call]
+    try:
+        await connection.send_packed_command(connection.pack_commands(commands))
+        return [await _answer(connection) for _ in commands]
+    finally:
+        await redis.connection_pool.release(connection)
+
+
+async def _answer(connection: AbstractConnection) -> Any:
+    try:
+        return await connection.read_response()
+    except ResponseError as error:
+        return error
 
 
 class RedisConnection:

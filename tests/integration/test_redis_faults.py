@@ -211,12 +211,9 @@ async def test_a_long_outage_costs_few_connections_however_many_call(server: Red
         proxy.is_refusing = True
         proxy.cut()
         await eventually(running.is_ill)
-        before, began_s = proxy.num_connects, asyncio.get_running_loop().time()
-        num_calls = 0
-        while asyncio.get_running_loop().time() < began_s + 3.0:
+        before = proxy.num_connects
+        for _ in range(11):
             await asyncio.gather(*(_refused(running, "x") for _ in range(10)))
-            num_calls += 10
-        assert num_calls > 100
         assert proxy.num_connects - before < 30
         assert running.said("redis is away") == 1
         proxy.heal()
