@@ -8,12 +8,13 @@ line each on stderr, with exit status 2 and no traceback.
 
 from __future__ import annotations
 
+import signal
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from console.cli_common import Broker, RunArgument, RunsDir, exit_with
+from console.cli_common import Broker, RunArgument, RunsDir, exit_with, interrupt
 from console.cli_recording import register as register_recording
 
 app = typer.Typer(
@@ -345,6 +346,7 @@ def bench(
         }
         if what not in commands:
             raise ConfigError(f"bench: {what!r} is not known; there is: {', '.join(commands)}")
+        signal.signal(signal.SIGTERM, interrupt)
         return commands[what](is_json=json_output, is_quick=quick)
 
     exit_with(work)

@@ -19,6 +19,11 @@ RunsDir = Annotated[Path, typer.Option("--dir", help="Folder that holds run fold
 Broker = Annotated[str | None, typer.Option("--broker", metavar="HOST:PORT,...", help="Broker to ask; or several.")]
 
 
+def interrupt(_number: int, _frame: object) -> NoReturn:
+    """A handler of SIGTERM: the command ends, and cleans up, as after Ctrl-C."""
+    raise KeyboardInterrupt
+
+
 def exit_with(work: Callable[[], int]) -> NoReturn:
     """Run a command and end the process with its status; a mistake of the user is told in a line each."""
     # gRPC's core writes lines of its own to stderr whenever a peer goes away; that is told in our words.

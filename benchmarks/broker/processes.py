@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
+from benchmarks.bound_child import bound
 from penstock import rpc
 from penstock.memory import REDIS_ENVIRONMENT
 
@@ -123,7 +124,7 @@ class Stage:
         """Start a process whose output goes to a log file in the folder; `env` is added to the environment."""
         with (self.folder / "processes.log").open("ab") as log:
             process = await asyncio.create_subprocess_exec(
-                *command, stdout=log, stderr=log, env=os.environ | _ENVIRONMENT | (env or {})
+                *bound(*command), stdout=log, stderr=log, env=os.environ | _ENVIRONMENT | (env or {})
             )
         child = Child(process)
         self._stack.push_async_callback(child.stop)
@@ -148,7 +149,7 @@ class Stage:
         """Start a worker; a plain one is without our tuning of event loop and memory."""
         with (self.folder / "processes.log").open("ab") as log:
             process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-m", "benchmarks.broker.worker", *(["--plain"] if is_plain else [])),
+                *bound(sys.executable, "-m", "benchmarks.broker.worker", *(["--plain"] if is_plain else [])),
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
                 stderr=log,

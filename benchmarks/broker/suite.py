@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import statistics
-import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +13,7 @@ import redis.asyncio
 
 from benchmarks.broker import bare, latency, memory, queue_depth, throughput, token_stream
 from benchmarks.broker.processes import Stage, Worker, free_port
+from benchmarks.scratch import scratch_folder
 
 REWRITE_TIMEOUT_S = 60.0
 Result = dict[str, Any]
@@ -57,8 +57,8 @@ QUICK = Plan(
 
 async def run(plan: Plan, *, redis_server: Path, progress: Callable[[str], None]) -> Result:
     """Measure everything; `progress` hears what is going on."""
-    with tempfile.TemporaryDirectory(prefix="penstock-bench-") as folder:
-        async with Stage(Path(folder), redis_server) as stage:
+    with scratch_folder() as folder:
+        async with Stage(folder, redis_server) as stage:
             workers = [await stage.start_worker() for _ in range(3)]
             result = await _throughputs(stage, workers, plan, progress)
             result["latency"] = await _latency(stage, workers[:2], plan, progress)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import statistics
-import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +14,7 @@ from benchmarks.fleet.generation import Pace, Surroundings, measure_undisturbed
 from benchmarks.fleet.machines import machines
 from benchmarks.fleet.services import serving_surroundings
 from benchmarks.fleet.workload import TAIL_SHARES, Workload, make_workload, recall
+from benchmarks.scratch import scratch_folder
 
 Result = dict[str, Any]
 
@@ -85,8 +85,7 @@ QUICK = Plan(
 
 async def run(plan: Plan, *, redis_server: Path, progress: Callable[[str], None]) -> Result:
     """Measure everything; `progress` hears what is going on."""
-    with tempfile.TemporaryDirectory(prefix="penstock-bench-") as name:
-        folder = Path(name)
+    with scratch_folder() as folder:
         async with (
             serving_surroundings(folder) as (scheduler, address),
             Stage(folder, redis_server, broker_settings=(f"scheduler={address}",)) as stage,

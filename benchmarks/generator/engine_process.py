@@ -23,6 +23,7 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.bound_child import end_group_with_parent
 from benchmarks.generator.model import VOCAB_SIZE
 from penstock.weights import manifest_digest, safetensors_digests
 from services.generator.engine import GenerateRequest, SamplingSettings, UpdateMode, WeightUpdate
@@ -183,5 +184,6 @@ async def run(model_path: Path, plan: EnginePlan) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
+    end_group_with_parent()
     document = asyncio.run(run(Path(sys.argv[1]), EnginePlan(**json.loads(sys.argv[3]))))
     Path(sys.argv[2]).write_text(json.dumps(document), encoding="utf-8")

@@ -8,7 +8,6 @@ import os
 import signal
 import statistics
 import sys
-import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -19,6 +18,7 @@ import numpy as np
 from benchmarks.generator import concurrency
 from benchmarks.generator.engine_process import EnginePlan
 from benchmarks.generator.model import UPDATE_SCALE, make_model
+from benchmarks.scratch import scratch_folder
 from services.generator.engine import UpdateMode
 
 Result = dict[str, Any]
@@ -66,12 +66,12 @@ QUICK = Plan(
 async def run(plan: Plan, *, progress: Progress) -> Result:
     """Measure everything; `progress` hears what is going on."""
     result: Result = {"settings": {**asdict(plan), "workloads": [workload.name for workload in plan.workloads]}}
-    with tempfile.TemporaryDirectory(prefix="penstock-bench-") as folder:
-        model_path = Path(folder) / "model"
+    with scratch_folder() as folder:
+        model_path = folder / "model"
         await asyncio.to_thread(make_model, model_path, num_versions=NUM_VERSION_FILES)
         seconds = plan.num_cycles * 3 * plan.window_s
         progress(f"updates: {plan.num_engines} engines, about {seconds:.0f} s")
-        engines = [_run_engine(model_path, Path(folder) / f"engine-{index}.json", plan, index) for index in _of(plan)]
+        engines = [_run_engine(model_path, folder / f"engine-{index}.json", plan, index) for index in _of(plan)]
         documents = await asyncio.gather(*engines)
         for mode in (UpdateMode.KEEP, UpdateMode.RECOMPUTE):
             progress(f"replaying samples that were updated in mode {mode}")

@@ -15,12 +15,12 @@ import json
 import shutil
 import socket
 import statistics
-import tempfile
 import time
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
 
+from benchmarks.scratch import scratch_folder
 from benchmarks.weights.contents import RUN_ID, make_manifest, write_weights
 from penstock.clients.downloads import Downloader
 from penstock.clients.weights import WeightsClient
@@ -103,9 +103,9 @@ class _Site:
 async def measure(*, size_bytes: int, num_receivers: int, num_repetitions: int) -> dict[str, object]:
     """Medians of both ways, their ratio in each repetition, and its least and greatest."""
     times_s: dict[str, list[float]] = {"http": [], "gloo": []}
-    with tempfile.TemporaryDirectory(prefix="penstock-bench-") as folder:
+    with scratch_folder() as folder:
         async with AsyncExitStack() as stack:
-            site = _Site(Path(folder))
+            site = _Site(folder)
             await site.open(stack, num_receivers=num_receivers)
             await site.bring(site.publish(WARM_UP_BYTES), "gloo")
             for repetition in range(num_repetitions):

@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -20,6 +19,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from benchmarks.scratch import scratch_folder
 from penstock.deltas.content import apply_deltas, write_delta
 from penstock.weights import manifest_digest, safetensors_digests
 
@@ -64,8 +64,8 @@ def measure(*, size_bytes: int, num_repetitions: int) -> dict[str, Any]:
     """
     result: dict[str, Any] = {"size_bytes": size_bytes, "num_repetitions": num_repetitions}
     for name, (dtype, change) in CHANGES.items():
-        with tempfile.TemporaryDirectory(prefix="penstock-bench-") as folder:
-            result[name] = _measure(Path(folder), dtype, change, size_bytes, num_repetitions)
+        with scratch_folder() as folder:
+            result[name] = _measure(folder, dtype, change, size_bytes, num_repetitions)
     return result
 
 

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import shutil
-import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks.scratch import MEMORY_FOLDER, scratch_folder
 from benchmarks.weights import delta, full, site, swap
 
 MB = 1_000_000
-MEMORY_FOLDER = Path("/dev/shm")
 ROOM_FACTOR = 3
 """Of the largest content: at the origin, and twice where it is fetched to."""
 
@@ -62,8 +61,7 @@ QUICK = Plan(
 
 async def run(plan: Plan, *, progress: Callable[[str], None]) -> dict[str, Any]:
     """Measure everything; `progress` hears what is going on."""
-    with tempfile.TemporaryDirectory(prefix="penstock-bench-", dir=_place(plan)) as name:
-        folder = Path(name)
+    with scratch_folder(_place(plan)) as folder:
         result: dict[str, Any] = {
             "full": await full.measure(folder, sizes_bytes=plan.full_sizes_bytes, progress=progress)
         }

@@ -1,0 +1,103 @@
+"""A benchmark that is ended or killed leaves nothing behind: no process, and no folder once the next has started."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from benchmarks.scratch import PREFIX, remove_abandoned, scratch_folder
+from tests.helpers.waiting import until
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+TIMEOUT_S = 60.0
+BENCHMARK = """
+import pathlib, shutil, subprocess, sys
+from benchmarks.bound_child import bound
+from benchmarks.scratch import scratch_folder
+with scratch_folder(pathlib.Path(sys.argv[1])):
+    child = subprocess.Popen(bound(shutil.which("sleep"), "600"))
+    print(child.pid, flush=True)
+    child.wait()
+"""
+
+
+@pytest.fixture
+def root() -> Iterator[Path]:
+    # Not pytest's own: the name of a Unix socket has 107 characters at most.
+    with tempfile.TemporaryDirectory() as folder:
+        yield Path(folder)
+
+
+def processes() -> dict[int, tuple[str, int]]:
+    """Who is there: process id to state and parent."""
+    found = {}
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = path.read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
+        except OSError:
+            continue
+        found[int(path.parent.name)] = (fields[0], int(fields[1]))
+    return found
+
+
+def children_of(parent: int) -> set[int]:
+    return {pid for pid, (_, ppid) in processes().items() if ppid == parent}
+
+
+def is_running(pid: int) -> bool:
+    return processes().get(pid, ("Z", 0))[0] != "Z"
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    asyncio.run(until(condition, timeout_s=TIMEOUT_S))
+
+
+def test_a_benchmark_that_is_terminated_cleans_up(root: Path) -> None:
+    command = [sys.executable, "-m", "console", "bench", "broker"]
+    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    process = subprocess.Popen(command, env=os.environ | {"TMPDIR": str(root)}, **quiet)
+    children: set[int] = set()
+    try:
+        wait_until(lambda: len(children_of(process.pid)) > 0)
+        children = children_of(process.pid)
+        assert len(list(root.glob(f"{PREFIX}*"))) == 1
+    finally:
+        process.terminate()
+    process.wait(TIMEOUT_S)
+    wait_until(lambda: not any(map(is_running, children)))
+    assert list(root.iterdir()) == []
+
+
+def test_nothing_outlives_a_benchmark_that_is_killed(root: Path) -> None:
+    process = subprocess.Popen([sys.executable, "-c", BENCHMARK, str(root)], stdout=subprocess.PIPE, text=True)
+    child = 0
+    try:
+        assert process.stdout is not None
+        child = int(process.stdout.readline())
+        # Until it is the command it is not bound yet.
+        wait_until(lambda: Path(f"/proc/{child}/comm").read_text().strip() == "sleep")
+        assert len(list(root.glob(f"{PREFIX}*"))) == 1
+    finally:
+        process.kill()
+    process.communicate(timeout=TIMEOUT_S)
+    wait_until(lambda: not is_running(child))
+    remove_abandoned(root)
+    assert list(root.iterdir()) == []
+
+
+def test_only_folders_that_nobody_uses_are_removed(root: Path) -> None:
+    other = root / f"{PREFIX}of-something-else"
+    other.mkdir()
+    with scratch_folder(root) as first, scratch_folder(root) as second:
+        (first / "content").write_bytes(b"1")
+        remove_abandoned(root)
+        assert first.is_dir()
+        assert second.is_dir()
+    assert list(root.iterdir()) == [other]
