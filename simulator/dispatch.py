@@ -11,7 +11,6 @@ import math
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from statistics import fmean, pstdev
 
 from penstock.v1 import broker_pb2, types_pb2
 from services.broker import generation, moves, submission
@@ -19,7 +18,8 @@ from services.broker.chunks import ChunkFacts
 from services.broker.dispatch.latency import LatencyModel
 from services.broker.dispatch.moving import MOVE_COST_S
 from services.broker.dispatch.registry import make_policy
-from services.broker.fleet import Fleet, GeneratorStatus, SeenLengths
+from services.broker.dispatch.types import Situation
+from services.broker.fleet import Fleet, GeneratorStatus, SeenLengths, lengths_seen
 from services.broker.generation import Choice, GeneratorFacts, Grant
 from services.broker.opening import create_run
 from services.broker.run_state import RunState
@@ -45,6 +45,8 @@ class Scenario:
     """By group, rising: it is submitted once so many samples have ended. Empty where all are submitted at once."""
     groups_per_step: int | None = None
     """None where all groups are one step's."""
+    before: Sequence[tuple[float, Sequence[int]]] = ()
+    """Forecast, 0 for none, and true lengths of the prompts of the step before. Where empty, as in this one."""
     num_prompt_tokens: int = 128
     tick_s: float = 1.0
     """How often generators report tokens, policies are reviewed and idle generators look for work to take over."""
@@ -63,6 +65,11 @@ class Report:
 def simulate(scenario: Scenario, policy_name: str, *, can_move: bool = True) -> Report:
     """Run a scenario to its end, with or without moves of leased work."""
     return _Simulation(scenario, policy_name, can_move=can_move).run()
+
+
+def first_situation(scenario: Scenario) -> Situation:
+    """What a policy that looks at a scenario sees first: everything queued that is submitted at once."""
+    return _Simulation(scenario, "lpt", can_move=False).situation_now()
 
 
 def lower_bound_s(scenario: Scenario) -> float:
@@ -85,7 +92,7 @@ class _Simulation:
         self._ask_again_s: dict[str, float] = {}
         self._scenario = scenario
         self._policy = make_policy(policy_name)
-        self._fleet = Fleet(_seen_before(scenario))
+        self._fleet = Fleet(_seen_before(scenario), look_s=scenario.tick_s)
         self._engines = {item.generator_id: Engine(item.model) for item in scenario.generators}
         self._numbers = itertools.count()
         self._last_end_s = 0.0
@@ -118,6 +125,13 @@ class _Simulation:
             busy_share=busy_s / (self._last_end_s * len(self._engines)),
             num_moves=self._num_moves,
         )
+
+    def situation_now(self) -> Situation:
+        """Before anything is leased."""
+        self._submit(0.0)
+        self._fleet.measure(self._state)
+        statuses = self._statuses()
+        return self._fleet.situation(self._state, statuses, min(statuses), 0.0)
 
     def _submit(self, now_s: float) -> None:
         due: list[int] = []
@@ -258,15 +272,8 @@ def _chunk(grant: Grant, stored: int, num_tokens: int, finish_reason: types_pb2.
 
 def _seen_before(scenario: Scenario) -> SeenLengths:
     """What a broker knows of lengths from the steps before: the same distribution."""
-    pairs = [
-        (length, forecast or 1.0)
-        for group, forecast in zip(scenario.lengths, scenario.forecasts, strict=True)
-        for length in group
-    ]
-    return SeenLengths(
-        mean_tokens=fmean(length for length, _ in pairs),
-        error=pstdev(math.log(length / forecast) for length, forecast in pairs),
-    )
+    here = [(forecast or 0.0, group) for forecast, group in zip(scenario.forecasts, scenario.lengths, strict=True)]
+    return lengths_seen(scenario.before or here)
 
 
 def _facts(generator_id: str) -> GeneratorFacts:

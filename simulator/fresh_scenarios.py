@@ -49,20 +49,28 @@ def make_fresh_scenario(*, fleet: str, lengths: str, forecast: str, arrival: str
     name = f"{fleet}, {lengths}, {forecast}, {arrival}"
     rng = random.Random(f"{name}/{FIRST_SEED + seed}")
     num_groups = 3 * STEP_GROUPS if arrival == "three steps" else NUM_GROUPS
-    samples = [_group(rng, _prompt_length(rng, lengths)) for _ in range(num_groups)]
-    bias, sigma = FORECASTS[forecast]
+    samples, forecasts = _step(rng, lengths, forecast, num_groups)
+    before = _step(random.Random(f"before {name}/{FIRST_SEED + seed}"), lengths, forecast, NUM_GROUPS)
     return Scenario(
         name=name,
         generators=[
             PretendGenerator(generator_id=f"gen-{index:02}", model=model) for index, model in enumerate(FLEETS[fleet])
         ],
         lengths=samples,
-        forecasts=[bias * sum(group) / len(group) * rng.lognormvariate(0.0, sigma) for group in samples],
+        forecasts=forecasts,
+        before=[(value, group) for group, value in zip(*before, strict=True)],
         after_ended=_after_ended(arrival),
         groups_per_step=STEP_GROUPS if arrival == "three steps" else None,
         num_prompt_tokens=256,
         tick_s=TICK_S,
     )
+
+
+def _step(rng: random.Random, lengths: str, forecast: str, num_groups: int) -> tuple[list[list[int]], list[float]]:
+    """Lengths by group and sample, and forecasts by group."""
+    samples = [_group(rng, _prompt_length(rng, lengths)) for _ in range(num_groups)]
+    bias, sigma = FORECASTS[forecast]
+    return samples, [bias * sum(group) / len(group) * rng.lognormvariate(0.0, sigma) for group in samples]
 
 
 def _prompt_length(rng: random.Random, lengths: str) -> float:

@@ -95,19 +95,29 @@ FORECASTS: dict[str, float | None] = {"exact": 0.0, "good": 0.25, "poor": 0.7, "
 
 def make_scenario(*, fleet: str, workload: str, forecast: str, num_groups: int, group_size: int, seed: int) -> Scenario:
     """One scenario of the grid."""
-    rng = random.Random(f"{fleet}/{workload}/{forecast}/{seed}")
-    lengths = workloads(rng, num_groups=num_groups, group_size=group_size)[workload]
-    sigma = FORECASTS[forecast]
-    forecasts = [
-        None if sigma is None else sum(group) / len(group) * rng.lognormvariate(0.0, sigma) for group in lengths
-    ]
+    name = f"{fleet}/{workload}/{forecast}/{seed}"
+    lengths, forecasts = _step(random.Random(name), workload, forecast, num_groups, group_size)
+    before = _step(random.Random(f"before {name}"), workload, forecast, num_groups, group_size)
     return Scenario(
         name=f"{fleet}, {workload}, {forecast}",
         generators=fleets()[fleet],
         lengths=lengths,
         forecasts=forecasts,
+        before=[(value or 0.0, group) for group, value in zip(*before, strict=True)],
         tick_s=TICK_S[workload],
     )
+
+
+def _step(
+    rng: random.Random, workload: str, forecast: str, num_groups: int, group_size: int
+) -> tuple[list[list[int]], list[float | None]]:
+    """Lengths by group and sample, and forecasts by group."""
+    lengths = workloads(rng, num_groups=num_groups, group_size=group_size)[workload]
+    sigma = FORECASTS[forecast]
+    forecasts = [
+        None if sigma is None else sum(group) / len(group) * rng.lognormvariate(0.0, sigma) for group in lengths
+    ]
+    return lengths, forecasts
 
 
 def workload_names() -> Sequence[str]:

@@ -17,6 +17,7 @@ import time
 
 from penstock.v1 import broker_pb2, types_pb2
 from services.broker import generation, submission
+from services.broker.dispatch.calibration import normal
 from services.broker.dispatch.latency import LatencyModel
 from services.broker.dispatch.registry import make_policy
 from services.broker.dispatch.types import DispatchPolicy
@@ -40,7 +41,9 @@ class Queue:
         self._state = _state_of(num_samples // GROUP_SIZE)
         self._now_s = 0.0
         self._suffixes = (f"{number:06x}" for number in itertools.count())
-        self._fleet = Fleet(SeenLengths(mean_tokens=1500.0, error=0.3))
+        self._fleet = Fleet(
+            SeenLengths(mean_tokens=1500.0, error=0.3, calibration=normal(shared_error=0.2, own_error=0.22))
+        )
         model = LatencyModel(max_samples=256)
         self._statuses = {
             f"gen-{index}": GeneratorStatus(

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from statistics import pstdev
 
 from penstock.v1 import types_pb2
+from services.broker.dispatch.calibration import Calibration, calibrated, normal
 from services.broker.dispatch.latency import LatencyModel, Load
 from services.broker.dispatch.lengths import LengthCounts, remaining_tokens
 from services.broker.dispatch.types import Situation
@@ -21,6 +22,8 @@ UNSEEN_FORECAST_ERROR = 0.35
 """Error of forecasts while none was tested; StreamRL's ranker is about as good."""
 UNSEEN_LENGTH_ERROR = 0.8
 """Spread of lengths that are not forecast, while none was seen."""
+UNSEEN_CALIBRATION = normal(shared_error=0.25, own_error=0.25)
+"""While none was tested: the same error, half of its square shared by the samples of a prompt."""
 UNSEEN_SHARE = 0.25
 """Part of the most tokens allowed that a completion counts as while none was seen."""
 
@@ -45,12 +48,20 @@ class SeenLengths:
     mean_tokens: float
     error: float
     """Standard deviation of the logarithm of true length over forecast, of the length itself where there is none."""
+    calibration: Calibration
+    """From samples with a forecast."""
 
 
 class Fleet:
-    """Keeps the loads between one lease decision and the next; a hint, made anew from the records at any time."""
+    """Keeps the loads between one lease decision and the next; a hint, made anew from the records at any time.
 
-    def __init__(self, seen: SeenLengths | None = None) -> None:
+    Args:
+        seen: What is known of lengths before anything has ended.
+        look_s: See `Situation`.
+    """
+
+    def __init__(self, seen: SeenLengths | None = None, *, look_s: float = 1.0) -> None:
+        self._look_s = look_s
         self._loads: dict[str, Load] = {}
         self._under_way = LengthCounts()
         self._refreshed_s = -math.inf
@@ -96,6 +107,9 @@ class Fleet:
             has_speeds=any(status.is_speed_known for status in statuses.values()),
             max_tokens=state.limits.max_completion_tokens,
             length_error=self._seen.error if self._seen else unseen_error,
+            calibration=self._seen.calibration if self._seen else UNSEEN_CALIBRATION,
+            group_size=state.limits.group_size,
+            look_s=self._look_s,
         )
 
 
@@ -138,13 +152,20 @@ def _held_lengths(
 
 def seen_lengths(state: RunState, group_ids: Iterable[str]) -> SeenLengths | None:
     """Lengths among these groups, a bounded number of them; None when there are none."""
-    lengths: list[int] = []
-    errors: list[float] = []
+    prompts: list[tuple[float, list[int]]] = []
     for group_id in islice(group_ids, MAX_GROUPS_MEASURED):
-        for sample in state.groups[group_id].samples:
-            if sample.num_tokens and sample.finish_reason:
-                lengths.append(sample.num_tokens)
-                errors.append(math.log(sample.num_tokens / (sample.predicted_tokens or 1.0)))
-    if not lengths:
-        return None
-    return SeenLengths(mean_tokens=sum(lengths) / len(lengths), error=pstdev(errors))
+        samples = state.groups[group_id].samples
+        ended = [sample.num_tokens for sample in samples if sample.num_tokens and sample.finish_reason]
+        if ended:
+            prompts.append((samples[0].predicted_tokens, ended))
+    return lengths_seen(prompts) if prompts else None
+
+
+def lengths_seen(prompts: Sequence[tuple[float, Sequence[int]]]) -> SeenLengths:
+    """What these lengths tell, by prompt; a forecast of 0 is none. At least one prompt, with at least one length."""
+    everything = [length for _, lengths in prompts for length in lengths]
+    return SeenLengths(
+        mean_tokens=sum(everything) / len(everything),
+        error=pstdev(math.log(length / (forecast or 1.0)) for forecast, lengths in prompts for length in lengths),
+        calibration=calibrated((forecast, lengths) for forecast, lengths in prompts if forecast),
+    )

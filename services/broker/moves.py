@@ -21,18 +21,15 @@ from penstock.v1 import broker_pb2
 from services.broker import generation
 from services.broker.dispatch.latency import kv_reads
 from services.broker.dispatch.lengths import remaining_tokens
-from services.broker.dispatch.moving import is_worth_moving, late_generators
+from services.broker.dispatch.moving import MAX_MOVES, MIN_STAY_S, is_worth_moving, late_generators
 from services.broker.dispatch.types import Situation
 from services.broker.generation import GeneratorFacts, Grant
 from services.broker.records_pb2 import SampleRecord
 from services.broker.run_state import RunState
 from services.broker.store import SampleId
 
-MIN_STAY_S = 10.0
 MIN_WAIT_S = 1.0
 """A lease without tokens counts as never begun after this long: its first chunk may be on its way."""
-MAX_MOVES = 8
-"""At once; the loads are guesses, and the next look is a second away."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

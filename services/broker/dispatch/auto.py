@@ -13,9 +13,9 @@ has changed, and while more is queued than under way: what decided most of a ste
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from statistics import fmean
+from statistics import fmean, stdev
 
 from services.broker.dispatch.draws import drawn, scaled_down
 from services.broker.dispatch.fifo import Fifo
@@ -30,15 +30,19 @@ MIN_GAIN = 0.005
 """Of the best policy's time: the present one is kept if it is no worse than that."""
 MIN_CHANGE = 0.5
 """Of the queue: after a smaller change of it the last answer still holds."""
-NUM_DRAWS = 4
-"""Of true lengths, in each of which every policy is tried."""
-HOPELESS = 0.05
-"""A policy this much worse than the best one in the first draw is not tried again; half of it after two, and so on."""
+MAX_DRAWS = 16
+"""Of true lengths, in each of which every policy is tried that may still be the best."""
+MIN_DRAWS = 6
+"""Before anything is said of how differences between policies are spread."""
+SURE = 2.5
+"""Standard errors by which a policy must be worse than the best one to be given up."""
+HOPELESS = 0.1
+"""A policy this much worse than the best one is given up at once."""
 MIN_SPREAD = 1.1
 """The slowest generator's time for a token over the fastest one's, from which on caution matters."""
 
 Candidates = Mapping[str, Callable[[], DispatchPolicy]]
-"""The first of those that are as good as each other is taken."""
+"""By name; of equals the first is taken."""
 
 ALIKE: Candidates = {
     "lpt": LongestFirst,
@@ -51,10 +55,7 @@ UNLIKE: Candidates = {
     **ALIKE,
     "bold lpt": partial(LongestFirst, risk=1.0),
 }
-"""Where generators differ: how much longer than forecast a sample may turn out is also tried; of equals, the cautious.
-
-A prompt's samples turn out long together, which a look ahead does not know.
-"""
+"""Where generators differ: how much longer than forecast a sample may turn out is also tried."""
 
 
 class Auto:
@@ -105,27 +106,70 @@ class Auto:
     def _pick(self, situation: Situation) -> None:
         candidates = UNLIKE if _spread(situation) > MIN_SPREAD else ALIKE
         times_s = looks_ahead(situation, candidates)
-        good_s = (1 + MIN_GAIN) * min(times_s.values())
-        best = next(name for name in (self._candidate, *candidates) if times_s.get(name, math.inf) <= good_s)
-        if best != self._candidate:
+        best = min((name for name in candidates if name in times_s), key=lambda name: times_s[name])
+        if times_s.get(self._candidate, math.inf) > (1 + MIN_GAIN) * times_s[best]:
             picked = candidates[best]()
             picked.review(situation)
             self.picked, self._candidate = picked, best
 
 
 def looks_ahead(situation: Situation, candidates: Candidates) -> dict[str, float]:
-    """When each policy would be done, on average over the draws: seconds from now; without those that are hopeless."""
+    """When each policy would be done, on average over the draws: seconds from now; without those given up.
+
+    A race: the draws are the same for all, so that a difference between two is known far better than either's time. A
+    policy leaves when it is worse than the best one for sure; the race ends when what is left is as good.
+    """
     situation = scaled_down(situation)
     times_s: dict[str, list[float]] = {name: [] for name in candidates}
-    for seed in range(NUM_DRAWS if situation.length_error else 1):
-        items = drawn(situation, seed)
+    twins: dict[str, str] = {}
+    for seed in range(MAX_DRAWS if situation.length_error else 1):
+        groups = drawn(situation, seed)
         for name, found in times_s.items():
-            found.append(finish_s(candidates[name](), situation, items))
-        most_s = min(map(fmean, times_s.values())) * (1 + HOPELESS / (seed + 1))
-        times_s = {name: found for name, found in times_s.items() if fmean(found) <= most_s}
-        if len(times_s) == 1:
+            found.append(finish_s(candidates[name](), situation, groups))
+        if seed + 1 == MIN_DRAWS:
+            twins = _twins(times_s)
+            times_s = {name: found for name, found in times_s.items() if name not in twins}
+        times_s = _still_good(times_s)
+        if len(times_s) == 1 or _are_as_good(times_s):
             break
-    return {name: fmean(found) for name, found in times_s.items()}
+    means_s = {name: fmean(found) for name, found in times_s.items()}
+    return means_s | {name: means_s[twin] for name, twin in twins.items() if twin in means_s}
+
+
+def _twins(times_s: Mapping[str, Sequence[float]]) -> dict[str, str]:
+    """Policies that did as an earlier one in every draw, and which."""
+    first: dict[tuple[float, ...], str] = {}
+    found: dict[str, str] = {}
+    for name, times in times_s.items():
+        if first.setdefault(tuple(times), name) != name:
+            found[name] = first[tuple(times)]
+    return found
+
+
+def _still_good(times_s: Mapping[str, list[float]]) -> dict[str, list[float]]:
+    """The policies that may be the best one."""
+    best = min(times_s.values(), key=fmean)
+    num_draws = len(best)
+    if num_draws < MIN_DRAWS:
+        most_s = fmean(best) * (1 + HOPELESS)
+        return {name: times for name, times in times_s.items() if fmean(times) <= most_s}
+    return {name: times for name, times in times_s.items() if times is best or _least_difference(times, best) <= 0}
+
+
+def _are_as_good(times_s: Mapping[str, Sequence[float]]) -> bool:
+    """Whether none can turn out better than the best one by enough to matter."""
+    best = min(times_s.values(), key=fmean)
+    if len(best) < MIN_DRAWS:
+        return False
+    return all(_least_difference(times, best) >= -MIN_GAIN * fmean(best) for times in times_s.values())
+
+
+def _least_difference(times_s: Sequence[float], best_s: Sequence[float]) -> float:
+    """By how much a policy is worse than the best one at the least, in seconds; negative where it may be better."""
+    if math.inf in times_s:
+        return math.inf
+    differences = [one - other for one, other in zip(times_s, best_s, strict=True)]
+    return fmean(differences) - SURE * stdev(differences) / math.sqrt(len(differences))
 
 
 def _spread(situation: Situation) -> float:

@@ -1,13 +1,15 @@
 """What a look ahead plays: the queue at hand, scaled down, and draws of how long its samples may turn out. Pure.
 
-Lengths are drawn around the forecasts with the error that forecasts showed so far, the same ones for every policy that
-is compared, so that a policy is not preferred for trusting its forecasts too much.
+Lengths are drawn from the forecasts as true ones followed from them so far (`calibration`), the same for every policy
+that is compared, so that a policy is not preferred for trusting its forecasts too much. What the samples of a prompt
+share is drawn once a prompt: they turn out long together.
 """
 
 from __future__ import annotations
 
 import math
 import random
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from statistics import NormalDist
 
@@ -33,7 +35,8 @@ class Item:
     """As long as it turns out."""
     count: int = 1
     begin_step: float = 0.0
-    has_moved: bool = False
+    moved_s: float = -math.inf
+    """When it moved last."""
 
 
 def scaled_down(situation: Situation) -> Situation:
@@ -50,24 +53,44 @@ def scaled_down(situation: Situation) -> Situation:
     num_items = min(MAX_ITEMS, math.ceil(num_shown / size))
     if num_items == num_queued:
         return situation
-    loads = {name: _scaled_load(load, size) for name, load in situation.loads.items()}
-    return replace(situation, loads=loads, queue=_share_of(situation.queue, num_items / num_queued))
+    return replace(
+        situation,
+        loads={name: _scaled_load(load, size) for name, load in situation.loads.items()},
+        queue=_share_of(situation.queue, num_items / num_queued),
+        group_size=max(1, round(situation.group_size / size)),
+    )
 
 
-def drawn(situation: Situation, seed: int) -> list[Item]:
-    """The queue, with one draw of how long its samples turn out, in no order."""
+def drawn(situation: Situation, seed: int) -> list[list[Item]]:
+    """The queue by prompts, with one draw of how long its samples turn out, in no order."""
     rng = random.Random(seed)
-    predictions = [length for length, count in situation.queue.items() for _ in range(count)]
-    # Even over the distribution: the same mean and spread in every draw.
-    quantiles = [_NORMAL.inv_cdf((index + rng.random()) / len(predictions)) for index in range(len(predictions))]
-    rng.shuffle(quantiles)
-    items: list[Item] = []
-    for predicted, quantile in zip(predictions, quantiles, strict=True):
+    groups = list(_groups(situation.queue, situation.group_size))
+    shared = _even_shares(rng, len(groups))
+    own = iter(_even_shares(rng, situation.queue.num_samples))
+    seen = situation.calibration
+    found: list[list[Item]] = []
+    for (predicted, count), share in zip(groups, shared, strict=True):
         expected = predicted or situation.mean_tokens
-        tokens = max(1.0, min(expected * math.exp(quantile * situation.length_error), situation.max_tokens))
-        items.append(Item(predicted=predicted, expected=expected, tokens=tokens))
-    rng.shuffle(items)
-    return items
+        usual = seen.usual_tokens(expected, share)
+        deviations = [seen.own_error * _NORMAL.inv_cdf(next(own)) for _ in range(count)]
+        lengths = [max(1.0, min(usual * math.exp(deviation), situation.max_tokens)) for deviation in deviations]
+        found.append([Item(predicted=predicted, expected=expected, tokens=tokens) for tokens in lengths])
+    rng.shuffle(found)
+    return found
+
+
+def _groups(queue: LengthCounts, group_size: int) -> Iterator[tuple[float, int]]:
+    """Forecast and number of samples of each prompt, as if what has the same forecast came in whole groups."""
+    for length, count in queue.items():
+        for first in range(0, count, group_size):
+            yield length, min(group_size, count - first)
+
+
+def _even_shares(rng: random.Random, count: int) -> list[float]:
+    """Numbers between 0 and 1, in no order, spread so evenly that what is made of them varies little between draws."""
+    found = [(index + rng.random()) / count for index in range(count)]
+    rng.shuffle(found)
+    return found
 
 
 def _scaled_load(load: Load, size: int) -> Load:

@@ -15,6 +15,10 @@ MIN_GAIN = 0.2
 """Of the time the sample would still take where it is."""
 MOVE_COST_S = 0.3
 """Hand-over and the tokens thrown away."""
+MIN_STAY_S = 10.0
+"""A sample that moved stays so long."""
+MAX_MOVES = 8
+"""To one generator at once; the loads are guesses, and the next look is a second away."""
 RISK = 2.0
 """Standard deviations that a sample may well be longer than forecast."""
 

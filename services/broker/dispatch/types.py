@@ -7,9 +7,12 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Protocol
 
+from services.broker.dispatch.calibration import Calibration
 from services.broker.dispatch.latency import Load
 from services.broker.dispatch.lengths import LengthCounts
 
+EXACT = Calibration()
+"""Forecasts that are right."""
 Rank = tuple[int, ...]
 """Place of a group in a queue: smaller goes first, the last number is its sequence."""
 
@@ -87,6 +90,12 @@ class Situation:
     """No completion is longer."""
     length_error: float = 0.0
     """Standard deviation of the logarithm of true length over forecast, as seen so far."""
+    calibration: Calibration = EXACT
+    """How true lengths follow from forecasts, as seen so far."""
+    group_size: int = 1
+    """Samples a prompt."""
+    look_s: float = 1.0
+    """How often policies are reviewed, and idle generators look for work to take over."""
 
     def copy(self) -> Situation:
         """One that nobody else changes."""

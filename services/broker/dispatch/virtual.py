@@ -14,13 +14,37 @@ from dataclasses import dataclass, field, replace
 from services.broker.dispatch.draws import Item
 from services.broker.dispatch.latency import Load
 from services.broker.dispatch.lengths import LengthCounts, remaining_tokens
-from services.broker.dispatch.moving import MOVE_COST_S, is_worth_moving, late_generators
+from services.broker.dispatch.moving import MAX_MOVES, MIN_STAY_S, MOVE_COST_S, is_worth_moving, late_generators
 from services.broker.dispatch.types import DispatchPolicy, Order, Situation, Work
 
-NUM_TICKS = 24
+MAX_TICKS = 64
 """Times in a look ahead at which the policy is reviewed and idle generators look for work to take over."""
-LEFT_FOR_EVENTS = 16
-"""A generator that was left without work is asked again after so many samples ended."""
+MAX_LOAD_AGE = 0.25
+"""Of the time between ticks: so old the lengths in a load may be, and so long a generator is left that got no work."""
+
+
+@dataclass(slots=True)
+class _Group:
+    """The queued samples of a prompt."""
+
+    waiting: list[Item]
+    """In the order in which they are taken, from the end; the same forecast for all."""
+    is_begun: bool = False
+
+    @property
+    def predicted(self) -> float:
+        """Forecast of each sample; 0 when there is none."""
+        return self.waiting[-1].predicted
+
+    @property
+    def work(self) -> Work:
+        """As a policy sees it."""
+        return Work(
+            num_samples=len(self.waiting),
+            context_tokens=0.0,
+            length_tokens=self.predicted,
+            remaining_tokens=self.waiting[-1].expected,
+        )
 
 
 @dataclass(slots=True)
@@ -36,29 +60,25 @@ class _Generator:
     """Of what it holds, each at the middle of its life."""
     step_s: float = 0.0
     """Time of a decode step with what it holds."""
-    events_left: int = 0
-    """Ends until it is asked again."""
+    ask_again_s: float = 0.0
+    """After it was left without work."""
     running: dict[int, Item] = field(default_factory=dict)
     cached: Load = field(init=False)
     cached_s: float = -math.inf
+    longest_at_s: float | None = None
+    """When `longest_number` was found, if nothing came or went since: every generator that may take asks for it."""
+    longest_number: int | None = None
     ends: list[tuple[float, int]] = field(default_factory=list)
     """Heap of end step and number; what moved away is still in it."""
 
     def __post_init__(self) -> None:
         self.cached = self._measured()
 
-    def begin(self, number: int, item: Item, count: int, *, num_done: float = 0.0, delay_s: float = 0.0) -> None:
-        """Take some samples of an item."""
-        self._hold(count, item)
+    def begin(self, number: int, item: Item, *, num_done: float = 0.0, delay_s: float = 0.0) -> None:
+        """Take an item, of which so much is decoded."""
+        self._hold(item.count, item)
         delay = delay_s / self.step_s if delay_s else 0.0
-        mine = Item(
-            predicted=item.predicted,
-            expected=item.expected,
-            tokens=item.tokens,
-            count=count,
-            begin_step=self.step + delay - num_done,
-            has_moved=item.has_moved,
-        )
+        mine = replace(item, begin_step=self.step + delay - num_done)
         self.running[number] = mine
         heapq.heappush(self.ends, (mine.begin_step + item.tokens, number))
 
@@ -69,6 +89,7 @@ class _Generator:
         return item
 
     def _hold(self, count: int, item: Item) -> None:
+        self.longest_at_s = None
         self.num_samples += count
         self.kv_tokens += count * item.tokens / 2
         self.step_s = self.load.model.step_s(self.num_samples, self.kv_tokens)
@@ -92,6 +113,14 @@ class _Generator:
         """Tokens an item is expected to decode still."""
         return remaining_tokens(item.expected, max(0.0, self.step - item.begin_step))
 
+    def longest(self, *, moved_before_s: float) -> int | None:
+        """Number of the item with most to go among those that did not move since then."""
+        if self.longest_at_s != self.clock_s:
+            self.longest_at_s = self.clock_s
+            numbers = [number for number, item in self.running.items() if item.moved_s <= moved_before_s]
+            self.longest_number = max(numbers, key=lambda number: self.to_go(self.running[number]), default=None)
+        return self.longest_number
+
     def seen(self, max_age_s: float = 0.0) -> Load:
         """Its load by the forecasts; lengths may be older, numbers not, as `Fleet` has it."""
         if self.cached.num_samples != self.num_samples or self.clock_s - self.cached_s > max_age_s:
@@ -109,69 +138,66 @@ class _Generator:
         return load
 
 
-def finish_s(policy: DispatchPolicy, situation: Situation, items: Sequence[Item]) -> float:
+def finish_s(policy: DispatchPolicy, situation: Situation, groups: Sequence[Sequence[Item]]) -> float:
     """When everything queued and under way would be done under a policy: seconds from now.
 
     Args:
         policy: A fresh one; it is reviewed.
         situation: Now, scaled down.
-        items: Its queue, in order of arrival.
+        groups: Its queue by prompts, in order of arrival.
     """
-    return _Run(policy, situation, items).finish_s()
+    return _Run(policy, situation, groups).finish_s()
 
 
 class _Run:
     """One look ahead."""
 
-    def __init__(self, policy: DispatchPolicy, situation: Situation, items: Sequence[Item]) -> None:
+    def __init__(self, policy: DispatchPolicy, situation: Situation, groups: Sequence[Sequence[Item]]) -> None:
         self._policy = policy
         self._situation = situation
         self._number = 0
         self._now_s = 0.0
-        self._refresh_s = 0.0
-        self._queue = [replace(item) for item in items]
-        if policy.order is Order.LENGTH:
-            self._queue.sort(key=lambda item: -item.predicted)
+        self._queue = [_Group(list(reversed(group))) for group in groups]
+        self._put_in_order()
         self._lengths = LengthCounts()
-        for item in self._queue:
-            self._lengths.add(item.predicted, item.count)
+        for group in self._queue:
+            self._lengths.add(group.predicted, len(group.waiting))
         self._generators: dict[str, _Generator] = {}
         for name, load in situation.loads.items():
             generator = self._generators[name] = _Generator(load)
             for tokens, count in _held(load):
-                self._begin(generator, Item(predicted=tokens, expected=tokens, tokens=tokens), count)
+                self._begin(generator, Item(predicted=tokens, expected=tokens, tokens=tokens, count=count))
+        self._tick_s = max(situation.look_s, self._least_s() / MAX_TICKS)
 
     def finish_s(self) -> float:
         generators = list(self._generators.values())
-        tick_s = self._tick_s()
-        self._refresh_s = tick_s / 4
         next_tick_s = 0.0
         while True:
             if self._now_s >= next_tick_s:
                 self._tick()
-                next_tick_s = self._now_s + tick_s
+                next_tick_s = self._now_s + self._tick_s
             self._lease()
             end_s = min(generator.next_end_s for generator in generators)
-            if end_s == math.inf:
-                if not self._queue:
-                    return self._now_s
-                if all(generator.events_left == LEFT_FOR_EVENTS for generator in generators):
-                    # Nothing under way, and nobody takes what is left.
-                    return math.inf
+            if end_s == math.inf and self._queue:
                 for generator in generators:
-                    generator.events_left = 0
-                continue
+                    generator.ask_again_s = self._now_s
+                self._lease()
+                end_s = min(generator.next_end_s for generator in generators)
+            if end_s == math.inf:
+                # Nothing is under way. What is left, if anything, nobody takes.
+                return math.inf if self._queue else self._now_s
             self._now_s = min(end_s, next_tick_s)
             for generator in generators:
                 generator.advance(self._now_s)
 
-    def _tick_s(self) -> float:
-        """Time between ticks, from the least time that everything can take."""
+    def _least_s(self) -> float:
+        """The least time that everything queued can take."""
         loads = [generator.load for generator in self._generators.values()]
-        longest = max((item.tokens for item in self._queue), default=1.0)
+        items = [item for group in self._queue for item in group.waiting]
+        longest = max((item.tokens for item in items), default=1.0)
         fastest_s = min(load.model.step_s(1) for load in loads)
         rate = sum(load.tokens_per_second for load in loads)
-        return max(longest * fastest_s, sum(item.tokens * item.count for item in self._queue) / rate) / NUM_TICKS
+        return max(longest * fastest_s, sum(item.tokens for item in items) / rate)
 
     def _tick(self) -> None:
         if self._queue:
@@ -179,48 +205,52 @@ class _Run:
         elif self._now_s:
             loads = {name: generator.seen() for name, generator in self._generators.items()}
             for name in self._generators:
-                while self._take_over(name, loads):
-                    pass
+                num_moves = 0
+                while num_moves < MAX_MOVES and self._take_over(name, loads):
+                    num_moves += 1
 
     def _lease(self) -> None:
         for name, generator in self._generators.items():
             if not self._queue:
                 return
-            generator.events_left -= 1
-            if generator.num_samples < generator.load.max_samples and generator.events_left <= 0:
+            if generator.num_samples < generator.load.max_samples and generator.ask_again_s <= self._now_s:
                 self._lease_to(name, generator)
 
     def _lease_to(self, name: str, generator: _Generator) -> None:
         room = room_before = generator.load.max_samples - generator.num_samples
         decision = self._policy.decide(self._seen(name))
-        is_changed = False
-        for item in self._queue:
+        is_other_order = False
+        for group in self._queue:
             if decision.is_done or room == 0:
                 break
-            work = Work(
-                num_samples=item.count,
-                context_tokens=0.0,
-                length_tokens=item.predicted,
-                remaining_tokens=item.expected,
-            )
-            num_taken = decision.take(work, room)
+            num_taken = decision.take(group.work, room)
             if num_taken:
                 room -= num_taken
-                self._begin(generator, item, num_taken)
-                item.count -= num_taken
-                self._lengths.add(item.predicted, -num_taken)
-                is_changed = is_changed or not item.count
+                self._lengths.add(group.predicted, -num_taken)
+                for _ in range(num_taken):
+                    self._begin(generator, group.waiting.pop())
+                is_other_order = is_other_order or not group.is_begun
+                group.is_begun = True
         if room == room_before:
-            generator.events_left = LEFT_FOR_EVENTS
-        if is_changed:
-            self._queue = [item for item in self._queue if item.count]
+            generator.ask_again_s = self._now_s + MAX_LOAD_AGE * self._tick_s
+        else:
+            self._queue = [group for group in self._queue if group.waiting]
+        if is_other_order:
+            self._put_in_order()
 
-    def _begin(self, generator: _Generator, item: Item, count: int) -> None:
+    def _put_in_order(self) -> None:
+        """What was begun first, as the broker has it; then as the policy wants it. Stable."""
+        if self._policy.order is Order.LENGTH:
+            self._queue.sort(key=lambda group: (not group.is_begun, -group.predicted))
+        else:
+            self._queue.sort(key=lambda group: not group.is_begun)
+
+    def _begin(self, generator: _Generator, item: Item) -> None:
         self._number += 1
-        generator.begin(self._number, item, count)
+        generator.begin(self._number, item)
 
     def _seen(self, asking: str) -> Situation:
-        loads = {name: generator.seen(self._refresh_s) for name, generator in self._generators.items()}
+        loads = {name: generator.seen(MAX_LOAD_AGE * self._tick_s) for name, generator in self._generators.items()}
         return replace(self._situation, asking=asking, loads=loads, queue=self._lengths)
 
     def _take_over(self, name: str, loads: dict[str, Load]) -> bool:
@@ -231,10 +261,12 @@ class _Run:
         donors = {other: load for other, load in loads.items() if other != name and load.num_samples}
         for donor in late_generators(here, donors, length_error=self._situation.length_error):
             there = self._generators[donor]
-            number = max(there.running, key=lambda key: there.to_go(there.running[key]))
+            number = there.longest(moved_before_s=self._now_s - MIN_STAY_S)
+            if number is None:
+                continue
             item = there.running[number]
             num_done = max(0.0, there.step - item.begin_step)
-            if item.has_moved or item.count > here.room:
+            if item.count > here.room:
                 continue
             if is_worth_moving(here, there.to_go(item), num_done, there_s=loads[donor].finish_s()):
                 self._move(there, number, self._generators[name], num_done)
@@ -244,10 +276,10 @@ class _Run:
 
     def _move(self, donor: _Generator, number: int, taker: _Generator, num_done: float) -> None:
         item = donor.remove(number)
-        item.has_moved = True
+        item.moved_s = self._now_s
         self._number += 1
         delay_s = MOVE_COST_S + taker.load.model.prefill_s(num_done)
-        taker.begin(self._number, item, item.count, num_done=num_done, delay_s=delay_s)
+        taker.begin(self._number, item, num_done=num_done, delay_s=delay_s)
 
 
 def _held(load: Load) -> Iterator[tuple[float, int]]:

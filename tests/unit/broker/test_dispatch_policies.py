@@ -1,13 +1,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import pytest
 
 from services.broker.dispatch import auto as auto_module
 from services.broker.dispatch.auto import ALIKE, MIN_GAIN, Auto, Candidates, looks_ahead
+from services.broker.dispatch.calibration import normal
+from services.broker.dispatch.draws import Item
 from services.broker.dispatch.latency import LatencyModel, Load
 from services.broker.dispatch.lengths import LengthCounts
+from services.broker.dispatch.lpt import LongestFirst
 from services.broker.dispatch.registry import make_policy
 from services.broker.dispatch.streamrl import StreamRl
 from services.broker.dispatch.types import DispatchPolicy, Order, QueuedGroup, Situation, Work
@@ -39,6 +43,7 @@ def situation_of(loads: dict[str, Load], lengths: Sequence[float], *, error: flo
         has_forecasts=any(lengths),
         has_speeds=True,
         length_error=error,
+        calibration=normal(shared_error=0.0, own_error=error),
     )
 
 
@@ -180,6 +185,28 @@ def test_auto_trusts_forecasts_as_far_as_they_were_right() -> None:
         return picked_by(Auto(), situation)
 
     assert (pick(0.0), pick(0.8)) == ("streamrl", "lpt")
+
+
+def test_a_race_gives_up_what_is_worse_for_sure_and_plays_on_where_it_is_close(monkeypatch: pytest.MonkeyPatch) -> None:
+    plays: dict[str, int] = {}
+
+    class Named(LongestFirst):
+        def __init__(self, name: str) -> None:
+            super().__init__()
+            self.name = name
+
+    def play(policy: DispatchPolicy, situation: Situation, groups: Sequence[Sequence[Item]]) -> float:
+        """Seconds that vary much from draw to draw, for all together; `close` is as often better as it is worse."""
+        plays[policy.name] = number = plays.get(policy.name, 0) + 1
+        worse = {"good": 0.0, "twin": 0.0, "close": (-1) ** number, "worse": 2.0 + 0.1 * number, "hopeless": 40.0}
+        return 100.0 + 10.0 * (number % 3) + worse[policy.name]
+
+    monkeypatch.setattr(auto_module, "finish_s", play)
+    candidates = {name: partial(Named, name) for name in ("good", "twin", "close", "worse", "hopeless")}
+    times_s = looks_ahead(situation_of({"a": load_of()}, [100.0] * 8, error=0.5), candidates)
+    assert plays == {"good": 16, "twin": 6, "close": 16, "worse": 6, "hopeless": 1}
+    assert times_s["twin"] == times_s["good"] == pytest.approx(times_s["close"])
+    assert times_s.keys() == {"good", "twin", "close"}
 
 
 def test_auto_keeps_its_policy_where_another_is_no_better() -> None:

@@ -5,6 +5,7 @@ import pytest
 from penstock.v1 import broker_pb2
 from services.broker import generation, moves
 from services.broker.dispatch.latency import LatencyModel
+from services.broker.dispatch.moving import MIN_STAY_S
 from services.broker.fleet import Fleet, GeneratorStatus
 from services.broker.generation import Grant
 from services.broker.run_state import RunState
@@ -109,8 +110,8 @@ def test_a_sample_does_not_go_back_and_forth() -> None:
         situation = Fleet().situation(state, statuses, "gen-1", now_s)
         return moves.take_over(state, facts(0), situation, num_waiting={}, now_s=now_s, make_suffix=suffix)
 
-    assert take_back(20.0 + moves.MIN_STAY_S - 1) == []
-    assert len(take_back(20.0 + moves.MIN_STAY_S)) == 1
+    assert take_back(20.0 + MIN_STAY_S - 1) == []
+    assert len(take_back(20.0 + MIN_STAY_S)) == 1
 
 
 def test_a_lease_that_waits_in_a_full_engine_moves() -> None:

@@ -1,0 +1,102 @@
+"""How true lengths follow from forecasts, learned from prompts whose samples have ended. Pure.
+
+    log(length) = offset + slope * log(forecast) + what the samples of a prompt share + what is each one's own
+
+A forecaster that is off by a factor shows in the offset. One that exaggerates shows in the slope: where forecasts are
+noisy the longest of them are long by luck too, and their samples turn out shorter (regression to the mean). What a
+prompt's samples share is spread as it was among the prompts seen with forecasts like this one, for its spread is
+seldom normal and seldom the same for all: no sample is as long as the longest forecast that is far too long.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from statistics import NormalDist, fmean, linear_regression, pstdev, pvariance
+
+MIN_PROMPTS = 8
+"""With fewer a slope is a guess: it is then taken to be 1."""
+MAX_SLOPE = 2.0
+MIN_BANDWIDTH = 0.05
+"""Forecasts that differ by 5 % are alike."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Calibration:
+    """See the module."""
+
+    offset: float = 0.0
+    slope: float = 1.0
+    shared: tuple[tuple[float, float], ...] = ((0.0, 0.0),)
+    """Of prompts seen, the logarithm of the forecast and what their samples shared, rising in the latter."""
+    bandwidth: float = math.inf
+    """Standard deviation of the kernel over logarithms of forecasts: which are like each other."""
+    own_error: float = 0.0
+    """Standard deviation of what is each sample's own."""
+
+    def usual_tokens(self, forecast: float, share: float) -> float:
+        """Median length of a prompt's samples; `share`, 0 to 1, of the prompts with this forecast stay below it."""
+        place = math.log(forecast)
+        exponents = [-(((place - x) / self.bandwidth) ** 2) / 2 for x, _ in self.shared]
+        # Relative to the nearest: of a forecast far from all seen, none would have any weight.
+        nearest = max(exponents)
+        sums = list(accumulate(math.exp(exponent - nearest) for exponent in exponents))
+        index = min(bisect_left(sums, share * sums[-1]), len(sums) - 1)
+        return math.exp(self.offset + self.slope * place + self.shared[index][1])
+
+
+def normal(*, shared_error: float, own_error: float) -> Calibration:
+    """Forecasts that are right on average, with normal errors."""
+    deviations = NormalDist().quantiles(n=20)
+    return Calibration(shared=tuple((0.0, shared_error * deviation) for deviation in deviations), own_error=own_error)
+
+
+def calibrated(prompts: Iterable[tuple[float, Sequence[int]]]) -> Calibration:
+    """Least squares over prompts: the forecast, more than 0, and the lengths of at least one sample, more than 0.
+
+    Source: bandwidth by Scott (1992), Multivariate Density Estimation, section 6.3: 1.06 times the standard deviation
+    times the number to the power of -1/5.
+    """
+    places: list[float] = []
+    logs: list[list[float]] = []
+    for forecast, lengths in prompts:
+        places.append(math.log(forecast))
+        logs.append([math.log(length) for length in lengths])
+    if not logs:
+        return Calibration()
+    means = [fmean(group) for group in logs]
+    slope = _slope(places, means)
+    offset = fmean(means) - slope * fmean(places)
+    deviations = [mean - offset - slope * place for mean, place in zip(means, places, strict=True)]
+    own_variance = _own_variance(logs)
+    # A mean over few samples deviates by their own errors too.
+    between = pvariance(deviations)
+    noise = own_variance * fmean(1 / len(group) for group in logs)
+    shrunk = math.sqrt(max(0.0, 1 - noise / between)) if between else 0.0
+    return Calibration(
+        offset=offset,
+        slope=slope,
+        shared=tuple(
+            sorted(
+                ((place, shrunk * deviation) for place, deviation in zip(places, deviations, strict=True)),
+                key=lambda item: item[1],
+            )
+        ),
+        bandwidth=max(MIN_BANDWIDTH, 1.06 * pstdev(places) * len(places) ** -0.2),
+        own_error=math.sqrt(own_variance),
+    )
+
+
+def _slope(places: Sequence[float], means: Sequence[float]) -> float:
+    if len(means) < MIN_PROMPTS or max(places) - min(places) < MIN_BANDWIDTH:
+        return 1.0
+    return min(max(linear_regression(places, means).slope, 0.0), MAX_SLOPE)
+
+
+def _own_variance(logs: Sequence[Sequence[float]]) -> float:
+    """Variance inside the prompts (one-way analysis of variance)."""
+    num_free = sum(len(group) for group in logs) - len(logs)
+    return sum(len(group) * pvariance(group) for group in logs) / num_free if num_free else 0.0
