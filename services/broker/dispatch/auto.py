@@ -42,7 +42,7 @@ MIN_SPREAD = 1.1
 """The slowest generator's time for a token over the fastest one's, from which on caution matters."""
 
 Candidates = Mapping[str, Callable[[], DispatchPolicy]]
-"""By name; of equals the first is taken."""
+"""By name; the first of those that are as good as each other is taken."""
 
 ALIKE: Candidates = {
     "lpt": LongestFirst,
@@ -51,8 +51,8 @@ ALIKE: Candidates = {
     "fifo": Fifo,
 }
 UNLIKE: Candidates = {
-    "wary lpt": partial(LongestFirst, risk=4.0),
     **ALIKE,
+    "wary lpt": partial(LongestFirst, risk=4.0),
     "bold lpt": partial(LongestFirst, risk=1.0),
 }
 """Where generators differ: how much longer than forecast a sample may turn out is also tried."""
@@ -106,8 +106,9 @@ class Auto:
     def _pick(self, situation: Situation) -> None:
         candidates = UNLIKE if _spread(situation) > MIN_SPREAD else ALIKE
         times_s = looks_ahead(situation, candidates)
-        best = min((name for name in candidates if name in times_s), key=lambda name: times_s[name])
-        if times_s.get(self._candidate, math.inf) > (1 + MIN_GAIN) * times_s[best]:
+        good_s = (1 + MIN_GAIN) * min(times_s.values())
+        best = next(name for name in (self._candidate, *candidates) if times_s.get(name, math.inf) <= good_s)
+        if best != self._candidate:
             picked = candidates[best]()
             picked.review(situation)
             self.picked, self._candidate = picked, best
