@@ -1,0 +1,1 @@
+"""What a plan would achieve. Pure functions of a problem and a plan."""

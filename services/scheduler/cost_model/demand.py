@@ -1,0 +1,89 @@
+"""What one sample asks of the machines: bytes read, operations, memory. Fixed by model and workload, whatever the plan.
+
+Source: RM-1 and the conservation laws under its bounds; docs/planning.md gives the formulas.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from services.scheduler.problem import Problem
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """Work on a sample that is not generation."""
+
+    name: str
+    kind: Literal["train", "infer"]
+    flops: float
+    """Per sample."""
+
+
+@dataclass(frozen=True, slots=True)
+class Demand:
+    """Expectations over prompt and completion lengths, per sample where nothing else is said."""
+
+    samples_per_step: float
+    weight_bytes: float
+    """Of one copy of the weights."""
+    completion_tokens: float
+    trained_tokens: float
+    """Prompt and completion."""
+    longest_completion_tokens: float
+    kv_bytes_per_token: float
+    kv_read_bytes: float
+    """Keys and values read, summed over the decode steps of a sample."""
+    kv_resident_bytes: float
+    """Keys and values held, summed over the decode steps of a sample; a shared prompt counts once a group."""
+    flops_per_token: float
+    """Of a forward pass, without attention over the context."""
+    flops_per_kv_byte: float
+    """Of attention, per byte of keys and values read."""
+    prefill_flops: float
+    tasks: tuple[Task, ...]
+    gradient_bytes: float
+    """What a step's all-reduce sums up."""
+    training_state_bytes: float
+    """Weights, gradients and optimiser state of everything that the training pool holds."""
+
+
+def demand_of(problem: Problem) -> Demand:
+    """What the problem's model and workload ask for."""
+    model, workload, constants = problem.model, problem.workload, problem.cost_model
+    mean, mean_square = workload.output_len.moments()
+    prompt = workload.prompt_len
+    prompt_sharers = workload.group_size if constants.prefix_sharing else 1
+    # The input embedding is looked up, not multiplied; where it is tied, the output embedding is still multiplied.
+    matmul_params = model.params - (0 if model.tied_embeddings else model.vocab * model.hidden)
+    attention = 2.0 * model.layers * model.q_heads * model.head_dim
+    kv_bytes = 2.0 * model.layers * model.kv_heads * model.head_dim * model.kv_bytes
+    prompt_kv = kv_bytes * prompt * mean
+    own_kv = kv_bytes * (mean_square + mean) / 2
+    total_square = prompt**2 + 2 * prompt * mean + mean_square
+    forward = 2.0 * matmul_params * (prompt + mean) + attention * total_square
+    state = sum(
+        (constants.train_bytes_per_param if task.kind == "train" else 2.0) * model.params * task.scale
+        for task in workload.train_tasks
+        if not task.shares_weights
+    )
+    return Demand(
+        samples_per_step=float(workload.prompts_per_step * workload.group_size),
+        weight_bytes=model.params * model.weight_bytes,
+        completion_tokens=mean,
+        trained_tokens=prompt + mean,
+        longest_completion_tokens=workload.output_len.longest,
+        kv_bytes_per_token=kv_bytes,
+        kv_read_bytes=prompt_kv + own_kv,
+        kv_resident_bytes=prompt_kv / prompt_sharers + own_kv,
+        flops_per_token=2.0 * matmul_params,
+        flops_per_kv_byte=2 * attention / kv_bytes,
+        prefill_flops=(2.0 * matmul_params * prompt + attention * prompt**2) / prompt_sharers,
+        tasks=tuple(
+            Task(task.name, task.kind, forward * task.scale * task.epochs * (3 if task.kind == "train" else 1))
+            for task in workload.train_tasks
+        ),
+        gradient_bytes=2.0 * model.params,
+        training_state_bytes=state,
+    )

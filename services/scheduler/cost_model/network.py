@@ -1,0 +1,27 @@
+"""Links between regions."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from services.scheduler.problem import Link
+
+
+class Network:
+    """Bandwidth and latency between regions, the same in both directions; nothing where there is no link."""
+
+    def __init__(self, links: Iterable[Link]) -> None:
+        self._links: dict[frozenset[str], tuple[float, float]] = {
+            frozenset((link.a, link.b)): (link.bw_Gbps * 1e9 / 8, link.latency_ms * 1e-3) for link in links
+        }
+
+    def bytes_per_second(self, one: str, other: str) -> float:
+        """Each way; 0 when they are not connected."""
+        return self._links.get(frozenset((one, other)), (0.0, 0.0))[0]
+
+    def transfer_s(self, sources: Iterable[str], target: str, num_bytes: float) -> float | None:
+        """Seconds to bring bytes to a region from the source with the fastest link; None when there is none."""
+        bytes_per_second, latency_s = max(
+            (self._links.get(frozenset((source, target)), (0.0, 0.0)) for source in sources), default=(0.0, 0.0)
+        )
+        return num_bytes / bytes_per_second + latency_s if bytes_per_second > 0 else None

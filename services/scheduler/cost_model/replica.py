@@ -1,0 +1,105 @@
+"""One generation replica in steady state: how many sequences it decodes at once, and how fast.
+
+A decode step reads the weights and the cache of the whole batch, or computes, whichever takes longer; then come a fixed
+overhead and, with tensor parallelism, two all-reduces a layer. Source: RM-1, "Decode" and "Replica rate".
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from services.scheduler.cost_model.demand import Demand
+from services.scheduler.problem import NodeClass, Problem
+
+MAX_TENSOR_PARALLEL = 16
+_WEIGHTS_HEADROOM = 1.02
+"""Below 2 % of room beside the weights there is no cache worth the name."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaState:
+    """A replica at a batch size."""
+
+    batch: int
+    """Sequences decoded at once."""
+    step_s: float
+    """Of one decode step, a token for each sequence."""
+    samples_per_second: float
+    """While it is not paused."""
+    pause_s: float
+    """How long a weight update stops it."""
+
+
+class ReplicaModel:
+    """Replicas of `tp` GPUs of one machine."""
+
+    def __init__(self, problem: Problem, demand: Demand, node: NodeClass, tp: int) -> None:
+        gpu, constants, model = problem.gpu_types[node.gpu], problem.cost_model, problem.model
+        peak = tp * gpu.tflops_bf16 * 1e12
+        self._demand = demand
+        self._read_bytes_per_second = tp * gpu.hbm_GBps * 1e9 * constants.eta_bw
+        self._decode_flops_per_second = peak * constants.eta_fl
+        self._prefill_flops_per_second = peak * constants.eta_prefill
+        # More GPUs than KV heads hold copies of some.
+        self._kv_copies = max(1.0, tp / model.kv_heads)
+        self._step_overhead_s = constants.step_overhead_s
+        self._reduce_s_per_sequence = 0.0
+        if tp > 1:
+            self._step_overhead_s += 2 * model.layers * gpu.ar_latency_us * 1e-6
+            reduced_bytes = 2.0 * (tp - 1) / tp * model.hidden * 2
+            self._reduce_s_per_sequence = 2 * model.layers * reduced_bytes / (gpu.ar_bus_GBps * 1e9)
+        self._pause_s = constants.sync_pause_s
+        self._recomputes = constants.kv_recompute_on_update
+        self._measured_samples_per_second = next(
+            (
+                rate.tokens_per_second / demand.completion_tokens
+                for rate in problem.measured_rates
+                if rate.role == "generator" and (rate.gpu, rate.tp) == (node.gpu, tp)
+            ),
+            None,
+        )
+        free_bytes = tp * usable_bytes(problem, node) - demand.weight_bytes
+        resident_bytes = self._kv_copies * demand.kv_resident_bytes / demand.completion_tokens
+        self.max_batch = min(free_bytes / resident_bytes, float(constants.max_num_seqs))
+        """Sequences that fit, not rounded."""
+
+    def at(self, batch_share: float) -> ReplicaState | None:
+        """The replica at this share of its largest batch; None when not one sequence is left."""
+        batch = math.floor(self.max_batch * batch_share)
+        if batch < 1:
+            return None
+        demand = self._demand
+        read_per_sequence = demand.kv_read_bytes / demand.completion_tokens
+        read_s = (demand.weight_bytes + self._kv_copies * batch * read_per_sequence) / self._read_bytes_per_second
+        flops = batch * (demand.flops_per_token + demand.flops_per_kv_byte * read_per_sequence)
+        compute_s = flops / self._decode_flops_per_second
+        step_s = max(read_s, compute_s) + self._step_overhead_s + batch * self._reduce_s_per_sequence
+        prefill_s = demand.prefill_flops / self._prefill_flops_per_second
+        samples_per_second = 1 / (demand.completion_tokens * step_s / batch + prefill_s)
+        if self._measured_samples_per_second is not None:
+            samples_per_second = self._measured_samples_per_second * batch / math.floor(self.max_batch)
+        pause_s = self._pause_s
+        if self._recomputes:
+            context_tokens = read_per_sequence / demand.kv_bytes_per_token
+            pause_s += batch * context_tokens * demand.flops_per_token / self._prefill_flops_per_second
+        return ReplicaState(batch, step_s, samples_per_second, pause_s)
+
+
+def usable_bytes(problem: Problem, node: NodeClass) -> float:
+    """Memory of one GPU that weights, cache and training state may take."""
+    constants = problem.cost_model
+    return (problem.gpu_types[node.gpu].hbm_GB * constants.mem_util - constants.reserve_GB) * 1e9
+
+
+def tensor_parallel_degrees(problem: Problem, demand: Demand, node: NodeClass) -> tuple[int, ...]:
+    """Degrees that replicas can have: powers of two that divide the machine and the query heads and hold the model."""
+    most = min(node.gpus, problem.constraints.max_tp, MAX_TENSOR_PARALLEL)
+    return tuple(
+        tp
+        for tp in (1, 2, 4, 8, 16)
+        if tp <= most
+        and node.gpus % tp == 0
+        and problem.model.q_heads % tp == 0
+        and tp * usable_bytes(problem, node) > demand.weight_bytes * _WEIGHTS_HEADROOM
+    )

@@ -1,0 +1,57 @@
+import json
+
+import pytest
+
+from penstock.config import ConfigError, validate
+from services.scheduler.problem import Problem, parse_problem, read_problem
+from tests.helpers.planning import INSTANCES, document
+
+
+def test_a_problem_reads_the_same_from_json_and_from_yaml(tmp_path):
+    as_yaml = tmp_path / "problem.yaml"
+    as_yaml.write_text((INSTANCES / "tiny_04.json").read_text())
+
+    assert read_problem(INSTANCES / "tiny_04.json") == read_problem(as_yaml)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "told"),
+    [
+        (["workload.stalenes=1"], "workload.stalenes: unknown key; did you mean 'staleness'?"),
+        (["model.params=-1"], "model.params: Input should be greater than 0 (got -1)"),
+        (["workload.output_len={type: gamma}"], "workload.output_len: Input tag 'gamma'"),
+        (["gpu_types={L4: {tflops_bf16: 1, hbm_GB: 1, hbm_GBps: 1, ar_bus_GBps: 1}}"], "nodes.0.gpu: 'A100-80'"),
+        (["links=[{a: r0, b: moon, bw_Gbps: 1}]"], "links.0.b: no node is in region 'moon'"),
+        (["cost_model.mfu_train={H800: 0.4}"], "cost_model.mfu_train: needs the key 'default'"),
+        (["constraints.gen_pp=2"], "constraints.gen_pp: Input should be 1"),
+    ],
+)
+def test_what_is_wrong_is_told_by_field_and_value(overrides, told):
+    with pytest.raises(ConfigError) as caught:
+        validate(Problem, document("tiny_04", *overrides), source="problem")
+
+    assert told in str(caught.value)
+
+
+def test_two_node_entries_of_one_name_are_refused():
+    twice = document("tiny_04")
+    twice["nodes"][1]["name"] = "a100"
+
+    with pytest.raises(ConfigError, match=r"nodes\.1\.name: 'a100' is used twice"):
+        parse_problem(json.dumps(twice), source="problem")
+
+
+@pytest.mark.parametrize("text", ["{", "[]", "[" * 100_000])
+def test_a_text_that_is_no_problem_is_one_clear_line(text):
+    with pytest.raises(ConfigError, match=r"^problem: ") as caught:
+        parse_problem(text, source="problem")
+
+    assert len(str(caught.value).splitlines()) == 1
+
+
+def test_constants_that_are_not_given_are_those_of_the_reference_model():
+    without = {key: value for key, value in document("tiny_04").items() if key != "cost_model"}
+
+    assert (
+        parse_problem(json.dumps(without), source="p").cost_model == read_problem(INSTANCES / "tiny_04.json").cost_model
+    )
