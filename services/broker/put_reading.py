@@ -10,8 +10,10 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 from google.protobuf.message import DecodeError
 
 from penstock.codec import group_slices
@@ -24,6 +26,8 @@ MAX_GROUPS = 1_024
 MAX_BYTES = 4 * 1024 * 1024
 _OK = types_pb2.SCORE_STATUS_OK
 _FINISHED = frozenset((types_pb2.FINISH_REASON_STOP, types_pb2.FINISH_REASON_LENGTH))
+_LARGE_BYTES = 16 * 1024
+"""From this size on, looking at an array by itself costs less than copying it together with others."""
 _INT32, _INT64, _FLOAT32 = np.dtype("<i4"), np.dtype("<i8"), np.dtype("<f4")
 
 
@@ -158,7 +162,7 @@ def _check_arrays(samples: Sequence[types_pb2.Trajectory]) -> list[int]:
             is_good = len(mask) == size // 4 and not mask.strip(b"\0\1")
             _require(is_good, "loss_mask", len(mask), "empty, or a byte of 0 or 1 a token")
     if any(sizes):
-        least = int(np.frombuffer(b"".join(token_ids), _INT32).min())
+        least = int(min(values.min() for values in _arrays(token_ids, _INT32)))
         _require(least >= 0, "token_ids", least, "no negative token ids")
         # A NaN makes either of them NaN, which compares false.
         least_logprob, most_logprob = _range(logprobs)
@@ -172,8 +176,17 @@ def _check_arrays(samples: Sequence[types_pb2.Trajectory]) -> list[int]:
 
 
 def _range(parts: Sequence[bytes]) -> tuple[float, float]:
-    values = np.frombuffer(b"".join(parts), _FLOAT32)
-    return float(values.min()), float(values.max())
+    """The least and the largest value; NaN where any is."""
+    arrays = _arrays(parts, _FLOAT32)
+    least, most = [values.min() for values in arrays], [values.max() for values in arrays]
+    return float(np.min(least)), float(np.max(most))
+
+
+def _arrays(parts: Sequence[bytes], dtype: np.dtype[Any]) -> list[npt.NDArray[Any]]:
+    """Arrays with all values of `parts`, which are not all empty: few of small parts, no copies of large ones."""
+    if sum(map(len, parts)) < len(parts) * _LARGE_BYTES:
+        return [np.frombuffer(b"".join(parts), dtype)]
+    return [np.frombuffer(part, dtype) for part in parts if part]
 
 
 def _check_versions(samples: Sequence[types_pb2.Trajectory], num_tokens: Sequence[int]) -> tuple[list[int], list[int]]:

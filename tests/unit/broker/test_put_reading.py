@@ -10,6 +10,7 @@ import pytest
 from penstock.codec import encode_versions, float32_bytes, group_slices, int32_bytes, pack_groups
 from penstock.errors import InvalidFieldError
 from penstock.v1 import types_pb2
+from services.broker import put_reading
 from services.broker.put_reading import read_put
 from tests.helpers.trajectories import group, groups
 
@@ -30,6 +31,14 @@ def test_facts_of_a_request_are_read() -> None:
     assert [(one.start, one.end), (two.start, two.end)] == group_slices(packed)
 
 
+@pytest.fixture(params=["joined", "apart"])
+def _small_and_large_arrays(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Large arrays are looked at one by one; here all of them are."""
+    if request.param == "apart":
+        monkeypatch.setattr(put_reading, "_LARGE_BYTES", 1)
+
+
+@pytest.mark.usefixtures("_small_and_large_arrays")
 def test_a_sample_without_tokens_is_as_old_as_it_says() -> None:
     made = group("a", version=4)
     empty = made.trajectories[0]
@@ -97,6 +106,7 @@ FAULTS: dict[str, tuple[Callable[[Group], None], str]] = {
 }
 
 
+@pytest.mark.usefixtures("_small_and_large_arrays")
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_malformed_group_is_named_and_its_neighbours_are_not_hurt(name: str) -> None:
     spoil, field = FAULTS[name]
