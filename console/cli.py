@@ -15,6 +15,7 @@ from typing import Annotated
 import typer
 
 from console.cli_common import Broker, RunArgument, RunsDir, exit_with, interrupt
+from console.cli_merge import register as register_merge
 from console.cli_recording import register as register_recording
 
 app = typer.Typer(
@@ -235,6 +236,7 @@ def audit(
 
 
 register_recording(app)
+register_merge(app)
 
 
 @app.command()

@@ -25,6 +25,7 @@ from services.trainer.config import (
     AlgorithmConfig,
     ComputeConfig,
     DataConfig,
+    LoraSection,
     ModelConfig,
     OptimizerConfig,
     RunSettings,
@@ -155,6 +156,8 @@ class RunConfig(StrictModel):
     """The run itself."""
     model: ModelConfig
     """The policy."""
+    lora: LoraSection | None = None
+    """Train a LoRA adapter over the model; null trains all weights."""
     data: DataConfig
     """Prompts."""
     sampling: SamplingConfig = SamplingConfig()

@@ -95,6 +95,8 @@ def generator_config(config: RunConfig, addresses: Addresses, folder: RunFolder,
     """The configuration of generator `index`, counted from 0."""
     section = config.generator
     engine = EngineConfig.model_validate(section.model_dump(include=set(EngineConfig.model_fields)))
+    if config.lora is not None and engine.max_lora_rank is None:
+        engine = engine.model_copy(update={"max_lora_rank": config.lora.rank})
     return GeneratorConfig(
         listen=addresses.generators[index].listen or "",
         generator_id=f"gen-{index}",
@@ -128,6 +130,7 @@ def training_config(config: RunConfig, *, broker: str, source: str) -> TrainingC
     """The document of StartRun; raises ConfigError where the trainer would refuse it."""
     names = ("run", "model", "data", "sampling", "algorithm", "policy", "optimizer", "trainer")
     document = {name: getattr(config, name).model_dump() for name in names}
+    document["lora"] = None if config.lora is None else config.lora.model_dump()
     return validate(TrainingConfig, {**document, "broker": broker}, source=source)
 
 

@@ -13,7 +13,7 @@ from penstock.weights import MalformedWeightsError, safetensors_places, verify_s
 
 
 def verify_content(path: Path, manifest: weights_pb2.WeightsManifest) -> None:
-    """Returns if the file is the manifest's content: a full one tensor by tensor, a delta chunk by chunk.
+    """Returns if the file is the manifest's content: a full one or an adapter tensor by tensor, a delta chunk by chunk.
 
     What a delta makes of its base is proved when it is applied (`penstock.deltas`).
 
@@ -22,7 +22,7 @@ def verify_content(path: Path, manifest: weights_pb2.WeightsManifest) -> None:
         OSError: It cannot be read.
     """
     try:
-        if manifest.kind == weights_pb2.WEIGHTS_KIND_FULL:
+        if manifest.kind != weights_pb2.WEIGHTS_KIND_DELTA:
             verify_safetensors(path, tensors=tensor_digests(manifest), digest=manifest.digest)
         else:
             _verify_chunks(path, manifest.chunks)
@@ -37,7 +37,7 @@ def is_laid_out_alike(path: Path, manifest: weights_pb2.WeightsManifest) -> bool
 
     That follows from its size and the chunks its header lies in: the tensors are proved, and fill the rest.
     """
-    places = safetensors_places(path) if manifest.kind == weights_pb2.WEIGHTS_KIND_FULL else ()
+    places = safetensors_places(path) if manifest.kind != weights_pb2.WEIGHTS_KIND_DELTA else ()
     header_bytes = min((place.begin for place in places), default=manifest.size_bytes)
     filled_bytes = header_bytes + sum(place.end - place.begin for place in places)
     if path.stat().st_size != manifest.size_bytes or filled_bytes != manifest.size_bytes:

@@ -15,6 +15,7 @@ from typing import NamedTuple, Self
 import grpc
 import structlog
 
+from penstock.adapters import adapter_of
 from penstock.errors import (
     BadTokenError,
     DigestMismatchError,
@@ -39,6 +40,7 @@ JOIN_TIMEOUT_S = 20.0
 """Longest wait for a broadcast to begin."""
 
 _FULL = (weights_pb2.WEIGHTS_KIND_FULL, weights_pb2.WEIGHTS_ENCODING_SAFETENSORS)
+_ADAPTER = (weights_pb2.WEIGHTS_KIND_ADAPTER, weights_pb2.WEIGHTS_ENCODING_SAFETENSORS)
 _DELTA = (weights_pb2.WEIGHTS_KIND_DELTA, weights_pb2.WEIGHTS_ENCODING_CHANGED_BLOCKS)
 _PERMANENT_ERRORS = (InvalidFieldError, BadTokenError, NotOfferedError)
 _log = structlog.get_logger()
@@ -72,7 +74,7 @@ def content_id(manifest: weights_pb2.WeightsManifest) -> str:
 
 
 def check_manifest(manifest: weights_pb2.WeightsManifest, *, run_id: str) -> None:
-    """Refuse what cannot be fetched or proved: a full version, or a delta with the tensors of its result.
+    """Refuse what cannot be fetched or proved: a full version, an adapter, or a delta with the tensors of its result.
 
     Raises:
         InvalidFieldError: A field is missing, out of bounds, or of another run.
@@ -121,11 +123,12 @@ def _check_content(manifest: weights_pb2.WeightsManifest, *, run_id: str) -> Non
         raise InvalidFieldError(
             f"policy version {manifest.policy_version} is negative", field="manifest.policy_version"
         )
-    if (manifest.kind, manifest.encoding) not in (_FULL, _DELTA):
+    if (manifest.kind, manifest.encoding) not in (_FULL, _ADAPTER, _DELTA):
         raise NotOfferedError(
             f"weights of kind {manifest.kind} in encoding {manifest.encoding} are not understood; "
-            "only full ones as safetensors and deltas as changed blocks are"
+            "only full ones and adapters as safetensors and deltas as changed blocks are"
         )
+    _check_adapter(manifest)
     _check_chunks(manifest)
     if not 1 <= len(manifest.urls) <= MAX_URLS:
         raise InvalidFieldError(f"{len(manifest.urls)} urls, expected 1 to {MAX_URLS}", field="manifest.urls")
@@ -133,8 +136,18 @@ def _check_content(manifest: weights_pb2.WeightsManifest, *, run_id: str) -> Non
         raise InvalidFieldError("an address of the content is neither http nor https", field="manifest.urls")
 
 
-def _require_full(manifest: weights_pb2.WeightsManifest) -> None:
-    if manifest.kind != weights_pb2.WEIGHTS_KIND_FULL:
+def _check_adapter(manifest: weights_pb2.WeightsManifest) -> None:
+    is_adapter = adapter_of(manifest) is not None
+    if manifest.kind != weights_pb2.WEIGHTS_KIND_DELTA and is_adapter != (
+        manifest.kind == weights_pb2.WEIGHTS_KIND_ADAPTER
+    ):
+        raise InvalidFieldError(
+            f"adapter is {'' if is_adapter else 'not '}set where the kind is {manifest.kind}", field="manifest.adapter"
+        )
+
+
+def _require_whole(manifest: weights_pb2.WeightsManifest) -> None:
+    if manifest.kind == weights_pb2.WEIGHTS_KIND_DELTA:
         raise NotOfferedError(f"version {manifest.policy_version} came as a delta, which was not asked for")
 
 
@@ -180,11 +193,11 @@ class WeightsClient:
         await self._channel.close()
 
     async def get_manifest(self, policy_version: int | None = None) -> weights_pb2.WeightsManifest:
-        """The full manifest of a version, the newest where None; checked. Raises PenstockError."""
+        """The manifest of a version, the newest where None, that needs no other; checked. Raises PenstockError."""
         request = weights_pb2.GetManifestRequest(run_id=self._run_id, policy_version=policy_version)
         response = await call(self._stub.GetManifest, request, peer=self.peer)
         check_manifest(response.manifest, run_id=self._run_id)
-        _require_full(response.manifest)
+        _require_whole(response.manifest)
         if policy_version is not None and response.manifest.policy_version != policy_version:
             raise UnknownVersionError(f"{self.peer}: asked for {policy_version}, got another version")
         return response.manifest
@@ -203,7 +216,7 @@ class WeightsClient:
             held_digest=held.digest,
         )
         response = await call(self._stub.GetManifest, request, peer=self.peer)
-        if response.manifest.kind == weights_pb2.WEIGHTS_KIND_FULL:
+        if response.manifest.kind != weights_pb2.WEIGHTS_KIND_DELTA:
             return ()
         chain = (*response.preceding, response.manifest)
         check_chain(chain, run_id=self._run_id, held=held)
@@ -231,7 +244,7 @@ class WeightsClient:
                     delays, last_error = backoff_s(), ""
                     try:
                         check_manifest(response.manifest, run_id=self._run_id)
-                        _require_full(response.manifest)
+                        _require_whole(response.manifest)
                     except PenstockError as refusal:
                         on_refused(refusal)
                     else:

@@ -7,6 +7,7 @@ from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
+from penstock.adapters import MAX_RANK
 from penstock.collective.backend import Transport
 from penstock.config import StrictModel, Targets
 from services.generator.engine import UpdateMode
@@ -65,6 +66,8 @@ class EngineConfig(StrictModel):
     everything back and ends, to be started afresh."""
     update_mode: UpdateMode = UpdateMode.KEEP
     """Samples under way when a version is taken: keep (go on over the old KV cache), recompute (it first), drain."""
+    max_lora_rank: int | None = Field(default=None, ge=1, le=MAX_RANK)
+    """Highest rank of the LoRA adapters it is sent, for runs that train one; unset: whole models."""
     emulated_tokens_per_second: float = Field(default=2000.0, gt=0)
     """Speed of an emulated engine, all samples together."""
     emulated_mean_tokens: int = Field(default=45, ge=1)

@@ -26,6 +26,7 @@ from typing import Protocol, Self
 import numpy as np
 import numpy.typing as npt
 
+from penstock.adapters import AdapterSpec
 from penstock.weights import TensorDigest
 
 MAX_REQUEST_ID_CHARACTERS = 256
@@ -167,6 +168,8 @@ class WeightUpdate:
     """What the file must hold, and what the engine must hold afterwards."""
     digest: str
     """`penstock.weights.manifest_digest` of the tensors."""
+    adapter: AdapterSpec | None = None
+    """How the file is applied where it holds a LoRA adapter."""
     is_recomputing: bool = False
     """Whether samples under way compute their KV cache again under these weights, or keep it."""
 

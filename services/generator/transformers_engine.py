@@ -15,7 +15,7 @@ import asyncio
 import threading
 import time
 from collections import deque
-from collections.abc import AsyncGenerator, Iterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,9 +23,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from safetensors import safe_open
 
+from penstock.adapters import model_digest
 from penstock.weights import check_layout, mismatch_error, verify_safetensors
+from services.generator.adapters import AdapterBase, check_update
 from services.generator.engine import (
     TIED_HEAD,
     EngineError,
@@ -43,6 +44,7 @@ from services.generator.engine import (
     max_tokens_left,
 )
 from services.generator.transformers_decoder import BatchDecoder, Row
+from services.generator.transformers_weights import install_adapter, install_weights, mismatched_base
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,6 +63,8 @@ class TransformersSettings:
     """Longest prompt + completion; the model's own limit where unset."""
     max_num_seqs: int = 64
     """Most samples decoded at once."""
+    max_lora_rank: int | None = None
+    """Highest rank of the adapters it takes; None: it takes whole models."""
     num_threads: int = 1
     """torch's threads, of the whole process."""
     seed: int = 0
@@ -82,6 +86,7 @@ class TransformersEngine:
         self._max_model_len = 0
         self._vocab_size = 0
         self._model: Any = None
+        self._base: AdapterBase | None = None
         self._decoder: BatchDecoder | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
@@ -111,6 +116,7 @@ class TransformersEngine:
         self._loop = asyncio.get_running_loop()
         try:
             self._model = await asyncio.to_thread(_load_model, self._settings)
+            self._base = await asyncio.to_thread(_adapter_base, self._model, self._settings)
         except (OSError, ValueError, RuntimeError) as error:
             raise EngineError(f"transformers cannot load {self._settings.model_path}: {error}") from error
         self._max_model_len = self._settings.max_model_len or self._model.config.max_position_embeddings
@@ -166,8 +172,10 @@ class TransformersEngine:
         """See `Engine.update_weights`."""
         self._check_running()
         await asyncio.to_thread(verify_safetensors, update.path, tensors=update.tensors, digest=update.digest)
-        layout = {name: tuple(tensor.shape) for name, tensor in self._model.state_dict().items()}
-        check_layout(layout, update.tensors, optional=(TIED_HEAD,) if self._model.config.tie_word_embeddings else ())
+        check_update(update, self._base)
+        if update.adapter is None:
+            optional = (TIED_HEAD,) if self._model.config.tie_word_embeddings else ()
+            check_layout(_layout(self._model), update.tensors, optional=optional)
         done: Future[UpdateReport] = Future()
         self._tell(self._updates, (update, done))
         try:
@@ -271,7 +279,7 @@ class TransformersEngine:
         self._post([(row.request_id, self._take_span(row)) for row in decoder.rows if row.new_token_ids])
         self._is_untrusted = True
         try:
-            mismatched = _install(self._model, update.path)
+            mismatched = _install(self._model, update)
         except (OSError, KeyError, ValueError, RuntimeError) as error:
             done.set_exception(EngineError(f"version {update.policy_version} cannot be loaded: {error}"))
             return
@@ -341,23 +349,21 @@ def _load_model(settings: TransformersSettings) -> Any:
     return model.to(settings.device).eval()
 
 
-def _install(model: Any, path: Path) -> list[str]:
-    """Copies a safetensors file into the model in place; returns the names of tensors that are not held afterwards."""
-    held: dict[str, torch.Tensor] = model.state_dict()
-    mismatched: set[str] = set()
-    written: set[int] = set()
-    with torch.inference_mode():
-        for name, tensor in _tensors(path):
-            held[name].copy_(tensor)
-            written.add(held[name].data_ptr())
-        for name, tensor in _tensors(path):
-            if not torch.equal(held[name], tensor.to(held[name])):
-                mismatched.add(name)
-    # A tied tensor is written through the name it shares memory with.
-    return sorted(mismatched | {name for name, tensor in held.items() if tensor.data_ptr() not in written})
+def _adapter_base(model: Any, settings: TransformersSettings) -> AdapterBase | None:
+    """What adapters will be applied to, proved to be what the folder holds; None where none are taken."""
+    if settings.max_lora_rank is None:
+        return None
+    mismatched = mismatched_base(model, settings.model_path)
+    if mismatched:
+        raise ValueError(str(mismatch_error("the model does not hold its own folder's weights", mismatched)))
+    return AdapterBase(digest=model_digest(settings.model_path), layout=_layout(model), max_rank=settings.max_lora_rank)
 
 
-def _tensors(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
-    with safe_open(path, framework="pt") as file:
-        for name in file.keys():  # noqa: SIM118 (not a mapping)
-            yield name, file.get_tensor(name)
+def _layout(model: Any) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+
+
+def _install(model: Any, update: WeightUpdate) -> list[str]:
+    if update.adapter is None:
+        return install_weights(model, update.path)
+    return install_adapter(model, update.path, update.adapter)

@@ -11,6 +11,8 @@ Owns the vLLM engine process and the order of a weight update:
   the update never see old KV: the prefix cache is salted with the number of the installation.
 - An update that recomputes has vLLM preempt every running sample and forget its cache (`reset_prefix_cache`), so the
   first step afterwards prefills them all under the new weights, what is decoded included.
+- An adapter goes into vLLM's one LoRA slot, beside the base, under one name for all versions: samples under way take it
+  as they take whole weights (`vllm_adapters`). The base was attested when the engine started, and is not touched.
 - If attestation fails, the engine stays paused. One that was told to pause stays so over an update.
 
 vLLM is imported only once the engine starts: see `vllm_setup`.
@@ -19,11 +21,15 @@ vLLM is imported only once the engine starts: see `vllm_setup`.
 from __future__ import annotations
 
 import asyncio
+import shutil
 import time
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing, asynccontextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
+from penstock.adapters import model_digest
 from penstock.weights import (
     WeightsMismatchError,
     check_layout,
@@ -31,6 +37,7 @@ from penstock.weights import (
     safetensors_shapes,
     verify_safetensors,
 )
+from services.generator.adapters import AdapterBase, check_update, write_peft_folder
 from services.generator.engine import (
     TIED_HEAD,
     EngineError,
@@ -51,6 +58,7 @@ from services.generator.vllm_requests import sampling_params, to_spans, version_
 from services.generator.vllm_setup import VllmSettings, build_engine, can_seed_samples
 
 if TYPE_CHECKING:
+    from vllm.lora.request import LoRARequest
     from vllm.v1.engine.async_llm import AsyncLLM
     from vllm.v1.engine.output_processor import RequestState
 
@@ -64,6 +72,9 @@ class VllmEngine:
         self._llm: Any = None
         self._recorder: Any = None
         self._layout: dict[str, tuple[int, ...]] = {}
+        self._base: AdapterBase | None = None
+        self._adapters: TemporaryDirectory[str] | None = None
+        self._adapter_request: LoRARequest | None = None
         self._optional: tuple[str, ...] = ()
         self._live: set[str] = set()
         self._aborted: set[str] = set()
@@ -107,6 +118,7 @@ class VllmEngine:
                     what = "vLLM does not hold the model's own weights, or not in a known layout"
                     raise mismatch_error(what, mismatched)
                 await self._decode_one_token(llm)
+            await self._make_ready_for_adapters()
         except (RuntimeError, ValueError, OSError, TimeoutError, EngineError, WeightsMismatchError) as error:
             await self.stop()
             raise EngineError(f"vLLM did not start with {self._settings.model_path}: {error}") from error
@@ -161,7 +173,9 @@ class VllmEngine:
             llm = self._running()
             await asyncio.to_thread(verify_safetensors, update.path, tensors=update.tensors, digest=update.digest)
             # Before vLLM is touched: a load that breaks off half-way leaves it beyond repair.
-            check_layout(self._layout, update.tensors, optional=self._optional)
+            check_update(update, self._base)
+            if update.adapter is None:
+                check_layout(self._layout, update.tensors, optional=self._optional)
             started_s = time.monotonic()
             async with self._deadline(f"installing version {update.policy_version}"):
                 num_recomputed_tokens = await self._install(llm, update)
@@ -198,6 +212,8 @@ class VllmEngine:
     async def stop(self) -> None:
         """See `Engine.stop`."""
         llm, self._llm = self._llm, None
+        if self._adapters is not None:
+            self._adapters.cleanup()
         if llm is None:
             return
         self._aborted |= self._live
@@ -236,7 +252,7 @@ class VllmEngine:
         await self._hold(llm)
         self._num_installs += 1
         self._is_trusted = False
-        mismatched = await self._call_workers("penstock_install", str(update.path))
+        mismatched = await self._load(update)
         if mismatched:
             raise mismatch_error(f"vLLM does not hold version {update.policy_version} after loading it", mismatched)
         num_dropped_tokens = await self._drop_kv(llm) if update.is_recomputing else 0
@@ -251,6 +267,29 @@ class VllmEngine:
             await self._recorder.sampled.wait()
         return num_dropped_tokens
 
+    async def _load(self, update: WeightUpdate) -> list[str]:
+        """Gives the workers what the file holds; the names of tensors that they do not hold afterwards."""
+        if update.adapter is None or self._adapters is None:
+            return await self._call_workers("penstock_install", str(update.path))
+        from services.generator.vllm_adapters import adapter_request
+
+        folder = Path(self._adapters.name) / f"install-{self._num_installs}"
+        write_peft_folder(folder, path=update.path, adapter=update.adapter)
+        try:
+            mismatched = await self._call_workers("penstock_install_adapter", str(folder), update.adapter.scaling)
+        finally:
+            shutil.rmtree(folder)
+        # Named alike for all versions: it is in the slot, and never looked for in a folder again.
+        self._adapter_request = adapter_request(self._adapters.name)
+        return mismatched
+
+    async def _make_ready_for_adapters(self) -> None:
+        if self._settings.max_lora_rank is None:
+            return
+        digest = await asyncio.to_thread(model_digest, self._settings.model_path)
+        self._base = AdapterBase(digest=digest, layout=self._layout, max_rank=self._settings.max_lora_rank)
+        self._adapters = TemporaryDirectory(prefix="penstock-adapters-")
+
     async def _drop_kv(self, llm: AsyncLLM) -> int:
         """Makes running samples compute their KV again; of how many tokens."""
         states = [state for state in llm.output_processor.request_states.values() if _num_decoded(state)]
@@ -259,10 +298,10 @@ class VllmEngine:
         # The last token of each is not in the cache yet.
         return sum(state.prompt_len + _num_decoded(state) - 1 for state in states)
 
-    async def _call_workers(self, method: str, argument: object) -> list[str]:
+    async def _call_workers(self, method: str, *arguments: object) -> list[str]:
         """Calls every worker; the tensor names they answer with, together."""
         try:
-            answers: list[list[str]] = await self._running().collective_rpc(method, args=(argument,))
+            answers: list[list[str]] = await self._running().collective_rpc(method, args=arguments)
         except Exception as error:
             # vLLM answers whatever went wrong in a worker with a bare Exception.
             raise EngineError(f"vLLM's workers could not do {method}: {error}") from error
@@ -287,7 +326,7 @@ class VllmEngine:
         params = sampling_params(request, max_tokens=max_tokens, is_seeded=self._can_seed)
         is_finished = False
         try:
-            queue = await llm.add_request(request.request_id, prompt, params)
+            queue = await llm.add_request(request.request_id, prompt, params, lora_request=self._adapter_request)
             state = llm.output_processor.request_states.get(queue.request_id)
             if request.request_id in self._aborted:
                 await llm.abort(request.request_id)

@@ -9,7 +9,7 @@ import json
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, get_args
 
 if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
@@ -41,6 +41,8 @@ class VllmSettings:
     """Part of each GPU's memory the engine may take."""
     tensor_parallel: int = 1
     """GPUs one model replica is spread over."""
+    max_lora_rank: int | None = None
+    """Highest rank of the adapters it takes; None: it takes whole models."""
     seed: int = 0
     """Seed of samples that bring none."""
     stream_interval: int = 16
@@ -89,8 +91,21 @@ def build_engine(settings: VllmSettings) -> AsyncLLM:
         generation_config="vllm",
         worker_extension_cls=_WORKER_EXTENSION,
         disable_log_stats=True,
+        **_lora_arguments(settings),
     )
     return AsyncLLM.from_engine_args(args, stat_loggers=[StatsRecorder])
+
+
+def _lora_arguments(settings: VllmSettings) -> dict[str, Any]:
+    """One slot for adapters: all samples decode with the newest version."""
+    rank = settings.max_lora_rank
+    if rank is None:
+        return {}
+    from vllm.config.lora import MaxLoRARanks
+
+    # vLLM knows some ranks only; an adapter of a lower one is padded with zeros.
+    room = min(known for known in get_args(MaxLoRARanks) if known >= rank)
+    return {"enable_lora": True, "max_lora_rank": room, "max_loras": 1, "max_cpu_loras": 1}
 
 
 def whole_prefill_tokens(settings: VllmSettings) -> int | None:

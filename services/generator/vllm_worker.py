@@ -28,6 +28,8 @@ from vllm.model_executor.layers.linear import (
 )
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 
+from services.generator.vllm_adapters import install_adapter
+
 PROBE_FLOPS = 500_000_000
 """Arithmetic one packed layer's probe may cost; a layer that needs more is sampled, by columns drawn anew each time."""
 MIN_PROBE_COLUMNS = 16
@@ -70,6 +72,10 @@ class PenstockWorkerExtension:
             self.reload_weights(weights_iterator=_with_aliases(checkpoint, aliases))
         return self.penstock_attest([path])
 
+    def penstock_install_adapter(self, folder: str, scaling: float) -> list[str]:
+        """Takes the adapter of one PEFT folder; returns the names of tensors that are not held afterwards."""
+        return install_adapter(self, folder, scaling)
+
     def penstock_attest(self, paths: Sequence[str]) -> list[str]:
         """The names of tensors in which the model and the checkpoint differ; none if it holds the checkpoint."""
         model: nn.Module = self.model_runner.get_model()
@@ -85,11 +91,17 @@ class PenstockWorkerExtension:
             return sorted(mismatched | (checkpoint.keys() - seen))
 
 
+def _named_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Modules by the names they have where no adapters are taken: vLLM wraps the layers that may be adapted."""
+    for name, module in model.named_modules():
+        yield name.removesuffix(".base_layer"), module
+
+
 def held_tensors(model: nn.Module) -> Iterator[HeldTensor]:
     """Every parameter of the model as the checkpoint names it; fused layers yield one part for each original."""
     packed: dict[str, list[str]] = getattr(model, "packed_modules_mapping", {})
     tied = _tied_heads(model)
-    for module_name, module in model.named_modules():
+    for module_name, module in _named_modules(model):
         if isinstance(module, LinearBase):
             yield from _held_by_linear(module_name, module, packed)
         elif isinstance(module, VocabParallelEmbedding):
@@ -175,7 +187,7 @@ def _tied_heads(model: nn.Module) -> dict[str, str]:
     """Output heads that share an embedding's parameter: the head's weight name to the embedding's."""
     embeddings: dict[int, str] = {}
     heads: dict[str, str] = {}
-    for name, module in model.named_modules():
+    for name, module in _named_modules(model):
         if isinstance(module, ParallelLMHead):
             if id(module.weight) in embeddings:
                 heads[f"{name}.weight"] = embeddings[id(module.weight)]

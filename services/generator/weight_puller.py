@@ -21,6 +21,7 @@ from pathlib import Path
 
 import structlog
 
+from penstock.adapters import adapter_of
 from penstock.clients.downloads import Downloader
 from penstock.clients.weights import WeightsClient, tensor_digests
 from penstock.errors import DigestMismatchError, PenstockError, UnknownVersionError
@@ -186,6 +187,7 @@ class WeightPuller:
             path=path,
             tensors=tensor_digests(manifest),
             digest=manifest.digest,
+            adapter=adapter_of(manifest),
             is_recomputing=mode is UpdateMode.RECOMPUTE,
         )
         try:

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from penstock.adapters import AdapterSpec
 from services.trainer.packing import Pack
 
 if TYPE_CHECKING:
@@ -105,6 +106,10 @@ class Backend(Protocol):
     def max_sequence_length(self) -> int:
         """Most tokens of one trajectory."""
 
+    @property
+    def adapter(self) -> AdapterSpec | None:
+        """How `state_tensors` are applied where they are a LoRA adapter; None where they are all weights."""
+
     def forward_backward(self, pack: Pack) -> LossTotals:
         """Adds a pack's gradient of the summed loss.
 
@@ -131,12 +136,16 @@ class Backend(Protocol):
         """Forgets what was accumulated."""
 
     def state_tensors(self) -> dict[str, Tensor]:
-        """The weights by their Hugging Face names, tied ones once; live views, valid until the next step or load."""
+        """The trained weights by their Hugging Face names, tied ones once, or an adapter's by those of PEFT.
+
+        Live views, valid until the next step or load.
+        """
 
     def save(self, directory: Path) -> None:
         """Writes a Hugging Face model directory, and in its `resume/` folder what training needs to continue.
 
-        That is safetensors, configuration and tokenizer; and optimiser, random state and step count.
+        That is safetensors, configuration and tokenizer; and optimiser, random state and step count. Of an adapter it
+        is the directory that PEFT reads.
         """
 
     def load(self, directory: Path) -> None:

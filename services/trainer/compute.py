@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, ParamSpec, TypeVar
 import numpy as np
 import numpy.typing as npt
 
+from penstock.adapters import AdapterSpec
 from penstock.clock import Clock
 from services.trainer.backend import Backend, BackendError, LossTotals, StepMetrics
 from services.trainer.background import uninterrupted
@@ -87,6 +88,11 @@ class InterruptibleBackend:
     def max_sequence_length(self) -> int:
         """See `Backend`."""
         return self._backend.max_sequence_length
+
+    @property
+    def adapter(self) -> AdapterSpec | None:
+        """See `Backend`."""
+        return self._backend.adapter
 
     def forward_backward(self, pack: Pack) -> LossTotals:
         """See `Backend`; raises InterruptedComputeError after `interrupt`."""

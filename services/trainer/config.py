@@ -5,8 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
+from penstock.adapters import MAX_RANK, MAX_TARGET_MODULES, MODULE_NAME
 from penstock.collective.backend import Transport
 from penstock.config import StrictModel, Targets
 
@@ -66,6 +67,37 @@ class ModelConfig(StrictModel):
     """Hugging Face directory of a causal language model and its tokenizer."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Element type of the trained weights; auto keeps the model's own on GPUs and float32 on CPUs."""
+
+
+class LoraSection(StrictModel):
+    """A LoRA adapter is trained, published and saved; the model itself stays as it is."""
+
+    rank: int = Field(default=16, ge=1, le=MAX_RANK)
+    """Rank of every adapted layer."""
+    alpha: float = Field(default=32.0, gt=0)
+    """Scale: what the adapter adds is multiplied by alpha / rank."""
+    target_modules: tuple[str, ...] = (
+        "q_proj",
+        "k_proj",
+        "v_proj",
+        "o_proj",
+        "gate_proj",
+        "up_proj",
+        "down_proj",
+    )
+    """Last parts of the names of the linear layers that are adapted."""
+    dropout: float = Field(default=0.0, ge=0, lt=1)
+    """Dropout of the adapter's input while gradients are computed. Above 0 the loss sees noisier log-probs than those
+    of the published policy."""
+
+    @field_validator("target_modules")
+    @classmethod
+    def _are_inner_layers(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        if not value or len(value) > MAX_TARGET_MODULES or not all(MODULE_NAME.fullmatch(name) for name in value):
+            raise ValueError("name at least one layer by the last part of its name, for example q_proj")
+        if {"lm_head", "embed_tokens"} & set(value):
+            raise ValueError("the embedding and the output head cannot be adapted; name layers between them")
+        return value
 
 
 class DataConfig(StrictModel):
@@ -172,6 +204,8 @@ class TrainingConfig(StrictModel):
     """The run itself."""
     model: ModelConfig
     """The policy."""
+    lora: LoraSection | None = None
+    """Train an adapter over the model instead of the model; null trains all weights."""
     data: DataConfig
     """Prompts."""
     sampling: SamplingConfig = SamplingConfig()

@@ -35,6 +35,7 @@ def load_policy(config: TrainingConfig) -> Policy:
         backend = SingleProcessBackend(
             model=ModelSettings(
                 path=config.model.path,
+                lora=config.lora,
                 dtype=config.model.dtype,
                 device=config.trainer.device,
                 num_threads=config.trainer.num_threads,

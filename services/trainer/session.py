@@ -161,7 +161,10 @@ class RunSession:
         """Copy the present weights, then write and offer them beside whatever comes next."""
         version = self.context.progress.policy_version
         tensors = await self.compute.run(_copied, self.backend)
-        return asyncio.ensure_future(self.publisher.publish(tensors, policy_version=version, history=self._history))
+        publishing = self.publisher.publish(
+            tensors, policy_version=version, history=self._history, adapter=self.backend.adapter
+        )
+        return asyncio.ensure_future(publishing)
 
     def _say_waiting(self, reason: str) -> None:
         """Tell what is waited for; as an event only now and then."""

@@ -1,7 +1,7 @@
 """The backend for one process and one device: a Hugging Face causal LM, AdamW, no parallelism.
 
 Invariants:
-- Dropout is off, so log-probs are those of the policy that was published.
+- Dropout is off, so log-probs are those of the policy that was published; only an adapter's own can be asked for.
 - Weights, optimiser moments and their exported files have one element type: a checkpoint is exactly what was trained.
 - Nothing is read from the network and nothing is unpickled: weights and optimiser state are safetensors.
 """
@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from penstock.adapters import AdapterSpec
 from services.trainer.attention import PACKED_ATTENTION, register_packed_attention
 from services.trainer.backend import (
     CheckpointMismatchError,
@@ -30,7 +31,7 @@ from services.trainer.backend import (
     StepMetrics,
     UnsupportedModelError,
 )
-from services.trainer.config import OptimizerConfig
+from services.trainer.config import LoraSection, OptimizerConfig
 from services.trainer.losses import LossFunction, PolicyLossInputs, PolicyLossOutputs
 from services.trainer.model_files import (
     OPTIMIZER_FILE,
@@ -40,6 +41,7 @@ from services.trainer.model_files import (
     read_weights,
 )
 from services.trainer.packing import Pack, Trajectory, pack_trajectories
+from services.trainer.trained_model import TrainedModel, WholeModel
 
 MIN_DECAY = 0.1
 PROBE_TOKENS = 8
@@ -64,6 +66,8 @@ class ModelSettings:
     temperature: float = 1.0
     """Sampling temperature: log-probs are of logits / temperature, as behaviour log-probs are. Nucleus and top-k cuts
     are not modelled."""
+    lora: LoraSection | None = None
+    """Train an adapter over the model; unset trains all weights."""
     keep_reference: bool = False
     """Keep the model as loaded from `path`, for a loss that needs reference log-probs."""
 
@@ -85,9 +89,10 @@ class SingleProcessBackend:
         self._optimizer_config = optimizer
         self._loss = loss
         self._device = _resolve_device(model.device)
-        self._model = self._load_model()
-        self._reference = self._load_model().requires_grad_(False) if model.keep_reference else None
-        self._parameters = dict(self._model.named_parameters())
+        self._trained = self._load_trained()
+        self._model = self._trained.network
+        named = self._model.named_parameters()
+        self._parameters = {name: parameter for name, parameter in named if parameter.requires_grad}
         self._optimizer = torch.optim.AdamW(
             self._parameters.values(),
             lr=optimizer.learning_rate,
@@ -99,6 +104,11 @@ class SingleProcessBackend:
         for parameter in self._parameters.values():
             parameter.grad = torch.zeros_like(parameter)
         self._check_packing()
+
+    @property
+    def adapter(self) -> AdapterSpec | None:
+        """See `Backend`."""
+        return self._trained.adapter
 
     @property
     def vocab_size(self) -> int:
@@ -114,16 +124,15 @@ class SingleProcessBackend:
         """See `Backend`."""
         if pack.num_loss_tokens == 0:
             return LossTotals()
-        logprobs = self._logprobs(self._model, pack)
-        with torch.no_grad():
-            reference = self._logprobs(self._reference, pack) if self._reference is not None else None
+        with self._trained.training():
+            logprobs = self._logprobs(self._model, pack)
         outputs = self._loss(
             PolicyLossInputs(
                 trainer_logprobs=logprobs,
                 behavior_logprobs=self._tensor(pack.behavior_logprobs),
                 advantages=self._tensor(pack.advantages),
                 segments=self._tensor(pack.target_segments),
-                reference_logprobs=reference,
+                reference_logprobs=self._reference_logprobs(pack),
             )
         )
         loss, totals = _totals(outputs, num_tokens=pack.num_loss_tokens)
@@ -164,17 +173,11 @@ class SingleProcessBackend:
 
     def state_tensors(self) -> dict[str, Tensor]:
         """See `Backend`."""
-        tensors: dict[str, Tensor] = {}
-        seen: set[int] = set()
-        for name, tensor in self._model.state_dict().items():
-            if tensor.data_ptr() not in seen:
-                seen.add(tensor.data_ptr())
-                tensors[name] = tensor.detach()
-        return tensors
+        return self._trained.state_tensors()
 
     def save(self, directory: Path) -> None:
         """See `Backend`. `directory` exists and is empty."""
-        self._model.save_pretrained(directory)
+        self._trained.save(directory)
         copy_tokenizer(self._settings.path, directory)
         state = {
             _STEP_COUNT: torch.tensor(self._num_optimizer_steps, dtype=torch.int64),
@@ -188,6 +191,7 @@ class SingleProcessBackend:
 
     def load(self, directory: Path) -> None:
         """See `Backend`."""
+        self._trained.check_saved(directory)
         weights = read_weights(directory)
         state = load_file(directory / OPTIMIZER_FILE)
         num_steps = int(state[_STEP_COUNT])
@@ -204,6 +208,15 @@ class SingleProcessBackend:
         torch.set_rng_state(state[_RANDOM_STATE])
         self._num_optimizer_steps = num_steps
         self.discard_gradients()
+
+    def _load_trained(self) -> TrainedModel:
+        settings = self._settings
+        if settings.lora is None:
+            return WholeModel(self._load_model(), reference=self._load_model() if settings.keep_reference else None)
+        # Imported here: PEFT takes a second, and most runs have no adapter.
+        from services.trainer.lora import LoraModel
+
+        return LoraModel(self._load_model(), path=settings.path, config=settings.lora)
 
     def _load_model(self) -> PreTrainedModel:
         dtype = self._settings.dtype
@@ -236,7 +249,13 @@ class SingleProcessBackend:
                 f"{self._settings.path}: samples packed in one row change each other's log-probs by {difference:.3g}"
             )
 
-    def _logprobs(self, model: PreTrainedModel, pack: Pack) -> Tensor:
+    def _reference_logprobs(self, pack: Pack) -> Tensor | None:
+        if not self._settings.keep_reference:
+            return None
+        with torch.no_grad(), self._trained.as_reference() as model:
+            return self._logprobs(model, pack)
+
+    def _logprobs(self, model: Any, pack: Pack) -> Tensor:
         """Log-probs of the loss tokens, float32[N]; logits exist for those positions only."""
         logits_1nv = model(
             input_ids=self._tensor(pack.token_ids)[None],

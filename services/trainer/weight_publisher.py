@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING
 
 from prometheus_client import Counter
 
+from penstock.adapters import AdapterSpec, to_message
 from penstock.clients.broker import timestamp
 from penstock.clock import Clock
 from penstock.deltas.content import write_delta
@@ -63,25 +64,35 @@ class WeightPublisher:
         self._last = None
         self._store.reset(self._run_id)
 
-    async def publish(self, tensors: Mapping[str, Tensor], *, policy_version: int, history: int) -> float:
+    async def publish(
+        self,
+        tensors: Mapping[str, Tensor],
+        *,
+        policy_version: int,
+        history: int,
+        adapter: AdapterSpec | None = None,
+    ) -> float:
         """Write, digest and offer a version; returns the seconds it took.
 
         Args:
-            tensors: Hugging Face names to CPU tensors that nobody changes meanwhile.
+            tensors: Hugging Face names (an adapter's: those of PEFT) to CPU tensors that nobody changes meanwhile.
             policy_version: The version they are.
             history: The run's history counter.
+            adapter: How the tensors are applied where they are an adapter.
 
         Raises:
             InvalidFieldError: The list of its tensors and chunks fits no message.
             OSError: The disk refuses.
         """
         start = time.monotonic()
-        version = await asyncio.to_thread(self._prepare, tensors, policy_version, history)
+        version = await asyncio.to_thread(self._prepare, tensors, policy_version, history, adapter)
         self._store.add(version)
         self._last = version
         return time.monotonic() - start
 
-    def _prepare(self, tensors: Mapping[str, Tensor], policy_version: int, history: int) -> PublishedVersion:
+    def _prepare(
+        self, tensors: Mapping[str, Tensor], policy_version: int, history: int, adapter: AdapterSpec | None
+    ) -> PublishedVersion:
         path = self._directory / f"v{policy_version}-h{history}.safetensors"
         write_safetensors(tensors, path)
         infos = safetensors_digests(path)
@@ -89,7 +100,7 @@ class WeightPublisher:
             run_id=self._run_id,
             policy_version=policy_version,
             history=history,
-            kind=weights_pb2.WEIGHTS_KIND_FULL,
+            kind=weights_pb2.WEIGHTS_KIND_FULL if adapter is None else weights_pb2.WEIGHTS_KIND_ADAPTER,
             encoding=weights_pb2.WEIGHTS_ENCODING_SAFETENSORS,
             tensors=[
                 weights_pb2.TensorInfo(
@@ -99,6 +110,7 @@ class WeightPublisher:
             ],
             digest=manifest_digest(infos),
             publish_time=timestamp(self._clock.now_s()),
+            adapter=None if adapter is None else to_message(adapter),
         )
         self._describe_content(manifest, path)
         if manifest.ByteSize() > MAX_MANIFEST_BYTES:

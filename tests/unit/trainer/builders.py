@@ -74,6 +74,7 @@ class RecordingBackend:
 
     vocab_size = VOCAB_SIZE
     max_sequence_length = 32
+    adapter = None
 
     def __init__(self, *, poison_token: int | None = None, gradient: float = 1.0) -> None:
         self.packs: list[Pack] = []

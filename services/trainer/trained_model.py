@@ -1,0 +1,86 @@
+"""What a backend trains: all weights of a model, or a LoRA adapter over weights that stay as they are."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Protocol
+
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from penstock.adapters import AdapterSpec
+
+
+class TrainedModel(Protocol):
+    """The model that computes log-probs, and which of its tensors are trained, published and saved."""
+
+    @property
+    def network(self) -> Any:
+        """The module to call; in evaluation mode."""
+
+    @property
+    def adapter(self) -> AdapterSpec | None:
+        """How what is published is applied; None where it is all weights."""
+
+    def state_tensors(self) -> dict[str, Tensor]:
+        """What is published, by name, tied tensors once; live views."""
+
+    @contextmanager
+    def training(self) -> Iterator[None]:
+        """While gradients are computed."""
+
+    @contextmanager
+    def as_reference(self) -> Iterator[Any]:
+        """The module with the weights that training began with; raises ValueError where they were not kept."""
+
+    def save(self, directory: Path) -> None:
+        """Writes what is published, with its configuration."""
+
+    def check_saved(self, directory: Path) -> None:
+        """Raises CheckpointMismatchError where what `save` wrote there belongs to something else."""
+
+
+class WholeModel:
+    """Every weight is trained.
+
+    Args:
+        network: The model.
+        reference: The same as it was before training, if it is needed.
+    """
+
+    adapter = None
+
+    def __init__(self, network: PreTrainedModel, *, reference: PreTrainedModel | None) -> None:
+        self.network = network
+        self._reference = reference.requires_grad_(False) if reference is not None else None
+
+    def state_tensors(self) -> dict[str, Tensor]:
+        """See `TrainedModel`."""
+        tensors: dict[str, Tensor] = {}
+        seen: set[int] = set()
+        for name, tensor in self.network.state_dict().items():
+            if tensor.data_ptr() not in seen:
+                seen.add(tensor.data_ptr())
+                tensors[name] = tensor.detach()
+        return tensors
+
+    @contextmanager
+    def training(self) -> Iterator[None]:
+        """See `TrainedModel`; dropout stays off."""
+        yield
+
+    @contextmanager
+    def as_reference(self) -> Iterator[Any]:
+        """See `TrainedModel`."""
+        if self._reference is None:
+            raise ValueError("no reference model was kept")
+        yield self._reference
+
+    def save(self, directory: Path) -> None:
+        """See `TrainedModel`."""
+        self.network.save_pretrained(directory)
+
+    def check_saved(self, directory: Path) -> None:
+        """See `TrainedModel`; names and shapes say enough."""

@@ -1,0 +1,51 @@
+"""LoRA adapters over the tiny model: made by the trainer's own backend, given to engines."""
+
+from __future__ import annotations
+
+import dataclasses
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from penstock.adapters import AdapterSpec
+from services.generator.engine import WeightUpdate
+from services.trainer.config import LoraSection, OptimizerConfig
+from services.trainer.lora import ADAPTER_FILE
+from services.trainer.losses import PolicyLossSettings, policy_loss
+from services.trainer.single_process_backend import ModelSettings, SingleProcessBackend
+from tests.helpers.tiny_model import make_update
+
+LORA = LoraSection(rank=4, alpha=12.0, target_modules=("q_proj", "k_proj", "o_proj", "gate_proj", "down_proj"))
+
+
+def make_backend(model_path: Path, lora: LoraSection = LORA) -> SingleProcessBackend:
+    """A trainer's backend with an adapter."""
+    return SingleProcessBackend(
+        model=ModelSettings(path=model_path, lora=lora),
+        optimizer=OptimizerConfig(learning_rate=1e-2),
+        loss=partial(policy_loss, settings=PolicyLossSettings()),
+        seed=0,
+    )
+
+
+def fill(backend: SingleProcessBackend, *, seed: int) -> None:
+    """Give the adapter numbers that change what the model says."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for tensor in backend.state_tensors().values():
+            tensor.copy_(0.15 * torch.randn(tensor.shape, generator=generator))
+
+
+def adapter_update(backend: SingleProcessBackend, folder: Path, *, policy_version: int) -> WeightUpdate:
+    """The backend's adapter as an update, saved below `folder`."""
+    target = folder / f"adapter-{policy_version}"
+    target.mkdir()
+    backend._trained.save(target)
+    update = make_update(target / ADAPTER_FILE, policy_version=policy_version)
+    return dataclasses.replace(update, adapter=backend.adapter)
+
+
+def another_base(adapter: AdapterSpec) -> AdapterSpec:
+    """The same over another base."""
+    return dataclasses.replace(adapter, base_digest="0" * 64)
