@@ -95,8 +95,6 @@ def generator_config(config: RunConfig, addresses: Addresses, folder: RunFolder,
     """The configuration of generator `index`, counted from 0."""
     section = config.generator
     engine = EngineConfig.model_validate(section.model_dump(include=set(EngineConfig.model_fields)))
-    if config.lora is not None and engine.max_lora_rank is None:
-        engine = engine.model_copy(update={"max_lora_rank": config.lora.rank})
     return GeneratorConfig(
         listen=addresses.generators[index].listen or "",
         generator_id=f"gen-{index}",
@@ -106,6 +104,7 @@ def generator_config(config: RunConfig, addresses: Addresses, folder: RunFolder,
         weights=addresses.trainer.target,
         model_path=config.model.path,
         dtype=config.model.dtype,
+        max_lora_rank=None if config.lora is None else config.lora.rank,
         seed=config.run.seed + index,
         engine=engine,
         flush_interval_s=section.flush_interval_s,

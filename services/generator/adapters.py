@@ -40,13 +40,13 @@ def check_update(update: WeightUpdate, base: AdapterBase | None) -> None:
     if base is None:
         if adapter is not None:
             what = f"version {update.policy_version} is a LoRA adapter of rank {adapter.rank}"
-            raise EngineError(f"{what}; start the engine with engine.max_lora_rank={adapter.rank} or higher")
+            raise EngineError(f"{what}; start the engine with max_lora_rank={adapter.rank} or higher")
         return
     if adapter is None:
         what = f"version {update.policy_version} is a whole model, this engine was started for LoRA adapters"
-        raise EngineError(f"{what}; leave engine.max_lora_rank unset")
+        raise EngineError(f"{what}; leave max_lora_rank unset")
     if adapter.rank > base.max_rank:
-        what = f"version {update.policy_version} has rank {adapter.rank}, engine.max_lora_rank is {base.max_rank}"
+        what = f"version {update.policy_version} has rank {adapter.rank}, max_lora_rank is {base.max_rank}"
         raise EngineError(f"{what}; raise it")
     check_base(adapter, held_digest=base.digest)
     check_layout(adapter_layout(base.layout, adapter), update.tensors)

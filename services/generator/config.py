@@ -66,8 +66,6 @@ class EngineConfig(StrictModel):
     everything back and ends, to be started afresh."""
     update_mode: UpdateMode = UpdateMode.KEEP
     """Samples under way when a version is taken: keep (go on over the old KV cache), recompute (it first), drain."""
-    max_lora_rank: int | None = Field(default=None, ge=1, le=MAX_RANK)
-    """Highest rank of the LoRA adapters it is sent, for runs that train one; unset: whole models."""
     emulated_tokens_per_second: float = Field(default=2000.0, gt=0)
     """Speed of an emulated engine, all samples together."""
     emulated_mean_tokens: int = Field(default=45, ge=1)
@@ -138,6 +136,8 @@ class GeneratorConfig(StrictModel):
     """Hugging Face directory of the initial model and its tokenizer."""
     dtype: DtypeName = "auto"
     """Element type of the engine's weights."""
+    max_lora_rank: int | None = Field(default=None, ge=1, le=MAX_RANK)
+    """Highest rank of the LoRA adapters it is sent, for runs that train one; unset: whole models."""
     seed: int = 0
     """Seed of the engine's own sampling, used where a prompt brings none."""
     engine: EngineConfig = EngineConfig()

@@ -59,7 +59,7 @@ def _vllm(config: GeneratorConfig) -> Engine:
             max_model_len=engine.max_context_tokens,
             max_num_seqs=engine.max_concurrent_samples,
             num_threads=engine.num_threads,
-            max_lora_rank=engine.max_lora_rank,
+            max_lora_rank=config.max_lora_rank,
             kv_cache_gib=engine.kv_cache_gib,
             gpu_memory_utilization=engine.gpu_memory_utilization,
             tensor_parallel=engine.tensor_parallel,
@@ -79,7 +79,7 @@ def _transformers(config: GeneratorConfig) -> Engine:
             max_model_len=engine.max_context_tokens,
             max_num_seqs=engine.max_concurrent_samples,
             num_threads=engine.num_threads,
-            max_lora_rank=engine.max_lora_rank,
+            max_lora_rank=config.max_lora_rank,
             seed=config.seed,
         )
     )
