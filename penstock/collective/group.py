@@ -19,41 +19,17 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 from datetime import timedelta
 from io import RawIOBase
 from typing import Any
 
 from penstock.collective.backend import Transport
-from penstock.errors import ServiceUnavailableError
+from penstock.collective.forming import make_group
+from penstock.collective.place import BroadcastError, GroupPlace
 
 _MAX_WORD_BYTES = 64
 _POLL_FIRST_S = 0.0002
 _POLL_MOST_S = 0.002
-_NCCL_TIMEOUT_FACTOR = 10
-"""NCCL's own watchdog ends the process when an operation exceeds its time-out: ours must be long over by then."""
-
-
-class BroadcastError(ServiceUnavailableError):
-    """The broadcast did not come about or broke off; the content is to be fetched."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GroupPlace:
-    """A process's place in a group."""
-
-    group_id: str
-    """Names the group in the store."""
-    rank: int
-    """0 sends."""
-    num_ranks: int
-    """Members, the sender included."""
-    backend: Transport
-    """The library, GLOO or NCCL; the same for all members."""
-    stall_s: float
-    """Longest time that forming the group, or one piece, may take."""
-    piece_bytes: int
-    """Bytes that travel at a time."""
 
 
 class Rendezvous:
@@ -99,11 +75,11 @@ class Rendezvous:
         return cls(store, host=host, port=port)
 
     def form(self, place: GroupPlace, *, bind_host: str) -> BroadcastGroup:
-        """Meet the other members; blocks up to `stall_s`. Raises BroadcastError: not all came."""
+        """Meet the other members; blocks up to twice `stall_s`. Raises BroadcastError: not all came."""
         from torch.distributed import PrefixStore
 
         try:
-            group = _make_group(PrefixStore(place.group_id, self._store), place, bind_host)
+            group = make_group(PrefixStore(place.group_id, self._store), place, bind_host=bind_host)
         except (RuntimeError, ValueError) as error:
             raise BroadcastError(f"group {place.group_id} did not form: {_first_line(error)}") from error
         return BroadcastGroup(group, place)
@@ -263,21 +239,6 @@ class _Buffer:
         import torch
 
         return contextlib.nullcontext() if self._device is None else torch.cuda.device(self._device)
-
-
-def _make_group(store: Any, place: GroupPlace, bind_host: str) -> Any:
-    if place.backend is Transport.NCCL:
-        from torch.distributed import ProcessGroupNCCL
-
-        nccl = ProcessGroupNCCL.Options()
-        nccl._timeout = timedelta(seconds=place.stall_s * _NCCL_TIMEOUT_FACTOR)
-        return ProcessGroupNCCL(store, place.rank, place.num_ranks, nccl)
-    from torch.distributed import ProcessGroupGloo
-
-    gloo = ProcessGroupGloo._Options()
-    gloo._devices = [ProcessGroupGloo.create_device(hostname=bind_host)]
-    gloo._timeout = timedelta(seconds=place.stall_s)
-    return ProcessGroupGloo(store, place.rank, place.num_ranks, gloo)
 
 
 def _let_go(group: Any, works: list[Any]) -> None:

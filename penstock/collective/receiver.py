@@ -20,14 +20,8 @@ import structlog
 
 from penstock.clients.weights import WeightsClient, content_id
 from penstock.collective.backend import BACKENDS, Transport
-from penstock.collective.group import (
-    BroadcastError,
-    BroadcastGroup,
-    GroupPlace,
-    Rendezvous,
-    load_library,
-    split_address,
-)
+from penstock.collective.group import BroadcastGroup, Rendezvous, load_library, split_address
+from penstock.collective.place import BroadcastError, GroupPlace
 from penstock.errors import DigestMismatchError, NotOfferedError, PenstockError
 from penstock.transfer.partial import PartialContent
 from penstock.v1 import weights_pb2

@@ -35,7 +35,8 @@ from google.protobuf.duration_pb2 import Duration
 from prometheus_client import Counter
 
 from penstock.collective.backend import BACKENDS, Transport
-from penstock.collective.group import BroadcastError, BroadcastGroup, GroupPlace, Rendezvous
+from penstock.collective.group import BroadcastGroup, Rendezvous
+from penstock.collective.place import BroadcastError, GroupPlace
 from penstock.errors import NotOfferedError, ServiceUnavailableError, UnknownVersionError
 from penstock.transfer.chunks import chunk_bytes_for
 from penstock.v1 import weights_pb2
