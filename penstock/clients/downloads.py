@@ -69,6 +69,7 @@ class Downloader:
         find_relays: Asks the weight store where to fetch; None: always from the manifest's addresses.
         num_connections: Ranges of one content fetched at once.
         max_bytes_per_second: Cap on what this process fetches; none where None.
+        compresses: Whether origins are asked to compress full contents; deltas are made small already.
         on_fetched: Told how many bytes came, as they come, and from what kind of source.
     """
 
@@ -81,6 +82,7 @@ class Downloader:
         find_relays: FindRelays | None = None,
         num_connections: int = NUM_CONNECTIONS,
         max_bytes_per_second: float | None = None,
+        compresses: bool = False,
         on_fetched: Callable[[SourceKind, int], None] = lambda _kind, _num_bytes: None,
     ) -> None:
         self._headers = {} if security.token is None else {"Authorization": f"Bearer {security.token}"}
@@ -90,6 +92,7 @@ class Downloader:
         self._find_relays = find_relays
         self._num_connections = num_connections
         self._rate = ByteRate(max_bytes_per_second)
+        self._compresses = compresses
         self._on_fetched = on_fetched
         self._session: aiohttp.ClientSession | None = None
 
@@ -188,6 +191,7 @@ class Downloader:
             rate=self._rate,
             on_fetched=self._on_fetched,
             on_refused=on_refused,
+            is_compressed=self._compresses and manifest.kind == weights_pb2.WEIGHTS_KIND_FULL,
         )
         await fetching.run(num_connections=self._num_connections)
         return fetching

@@ -17,6 +17,7 @@ from typing import TypeAlias
 import aiohttp
 
 from penstock.errors import DigestMismatchError, PenstockError, ServiceUnavailableError, UnknownVersionError
+from penstock.transfer.coding import CODING_HEADER, ZSTD, read_frame
 from penstock.transfer.partial import PartialContent
 from penstock.transfer.rate import ByteRate
 from penstock.transfer.sources import Source, SourceKind, Sources
@@ -50,6 +51,7 @@ class Fetching:
         rate: Cap on what comes.
         on_fetched: Told how many bytes came, and from what kind of source.
         on_refused: Told of each chunk that is not what it must be.
+        is_compressed: Whether the origin is asked to compress what it sends.
     """
 
     def __init__(
@@ -61,6 +63,7 @@ class Fetching:
         rate: ByteRate,
         on_fetched: Callable[[SourceKind, int], None],
         on_refused: Callable[[DigestMismatchError], None],
+        is_compressed: bool = False,
     ) -> None:
         self.fetched_bytes = dict.fromkeys(SourceKind, 0)
         self.num_refused = 0
@@ -70,6 +73,7 @@ class Fetching:
         self._rate = rate
         self._on_fetched = on_fetched
         self._on_refused = on_refused
+        self._is_compressed = is_compressed
         self._span_bytes = MIN_SPAN_BYTES
         self._spans: deque[range] = deque()
         self._begun: dict[int, list[_Piece]] = {}
@@ -102,16 +106,20 @@ class Fetching:
     async def _fetch_span(self, source: Source, span: range) -> None:
         begin = self._content.chunk(span[0]).offset + _size(self._begun.get(span[0], ()))
         end = self._content.chunk(span[-1]).offset + self._content.chunk(span[-1]).size_bytes
+        headers = {"Range": f"bytes={begin}-{end - 1}"}
+        if self._is_compressed and source.kind is SourceKind.ORIGIN:
+            headers[CODING_HEADER] = ZSTD
         silence_s = RELAY_SILENCE_S if source.kind is SourceKind.RELAY else ORIGIN_SILENCE_S
         try:
             async with self._session.get(
                 source.url,
-                headers={"Range": f"bytes={begin}-{end - 1}"},
+                headers=headers,
                 allow_redirects=False,
                 timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S, sock_read=silence_s),
             ) as response:
                 self._check_answer(response, begin, end)
-                await self._read_chunks(response.content, source.kind, span)
+                is_coded = response.headers.get(CODING_HEADER) == ZSTD
+                await self._read_chunks(_Pieces(response.content, is_coded=is_coded), source.kind, span)
         except (aiohttp.ClientError, TimeoutError) as error:
             raise ServiceUnavailableError(f"{source.url}: {type(error).__name__}: {error}") from error
 
@@ -129,9 +137,8 @@ class Fetching:
                 f"{response.url}: sent range {content_range!r:.80}, asked for {begin}-{end - 1}"
             )
 
-    async def _read_chunks(self, reader: aiohttp.StreamReader, kind: SourceKind, span: range) -> None:
+    async def _read_chunks(self, incoming: _Pieces, kind: SourceKind, span: range) -> None:
         """Read chunk after chunk; while one is checked and written the next one is read."""
-        incoming = _Pieces(reader)
         storing: asyncio.Task[None] | None = None
         try:
             for index in span:
@@ -147,13 +154,13 @@ class Fetching:
         pieces = self._begun.setdefault(index, [])
         missing_bytes = self._content.chunk(index).size_bytes - _size(pieces)
         while missing_bytes:
-            piece = await incoming.next(missing_bytes)
+            piece, came_bytes = await incoming.next(missing_bytes)
             pieces.append(piece)
             missing_bytes -= len(piece)
-            self.fetched_bytes[kind] += len(piece)
-            self._content.note_received(len(piece))
-            self._on_fetched(kind, len(piece))
-            await self._rate.take(len(piece))
+            self.fetched_bytes[kind] += came_bytes
+            self._content.note_received(came_bytes)
+            self._on_fetched(kind, came_bytes)
+            await self._rate.take(came_bytes)
         return self._begun.pop(index)
 
     async def _store(self, index: int, pieces: Sequence[_Piece]) -> None:
@@ -178,25 +185,36 @@ class Fetching:
 
 
 class _Pieces:
-    """A body in the pieces it came in, cut where a chunk ends: nothing is copied."""
+    """A body in the pieces it came in, or was compressed in, cut where a chunk ends: nothing is copied."""
 
-    def __init__(self, reader: aiohttp.StreamReader) -> None:
+    def __init__(self, reader: aiohttp.StreamReader, *, is_coded: bool) -> None:
         self._reader = reader
+        self._is_coded = is_coded
         self._rest: _Piece = b""
 
-    async def next(self, max_bytes: int) -> _Piece:
-        """The next bytes; raises ServiceUnavailableError at the end of the body."""
-        piece = self._rest
+    async def next(self, max_bytes: int) -> tuple[_Piece, int]:
+        """The next bytes, and how many came over the network for them now.
+
+        Raises:
+            ServiceUnavailableError: The body ended, or is not coded as it says.
+        """
+        piece, came_bytes = self._rest, 0
         while not piece:
-            piece, is_end = await self._reader.readchunk()
-            if not piece and (not is_end or self._reader.at_eof()):
-                raise ServiceUnavailableError("the source broke off")
+            piece, came_bytes = await (read_frame(self._reader) if self._is_coded else self._read())
+        if not self._is_coded:
+            came_bytes = min(len(piece), max_bytes)
         if len(piece) <= max_bytes:
             self._rest = b""
-            return piece
+            return piece, came_bytes
         view = memoryview(piece)
         self._rest = view[max_bytes:]
-        return view[:max_bytes]
+        return view[:max_bytes], came_bytes
+
+    async def _read(self) -> tuple[_Piece, int]:
+        piece, is_end = await self._reader.readchunk()
+        if not piece and (not is_end or self._reader.at_eof()):
+            raise ServiceUnavailableError("the source broke off")
+        return piece, len(piece)
 
 
 def _size(pieces: Iterable[_Piece]) -> int:

@@ -27,6 +27,7 @@ from aiohttp.typedefs import Middleware
 from penstock.errors import ServiceUnavailableError
 from penstock.rpc import PortUnavailableError
 from penstock.security import Security
+from penstock.transfer.coding import CODING_HEADER, MAX_PLAIN_BYTES, ZSTD, encode_frame
 from penstock.transfer.partial import PartialContent
 from penstock.transfer.rate import ByteRate
 from penstock.v1 import weights_pb2
@@ -98,7 +99,9 @@ class _ContentHandler:
         _limit_silence(request)
         if isinstance(found, PartialContent):
             return await self._stream(request, found.hold())
-        return await self._send_file(request, found)
+        if self._rate is not None or _is_coded(request):
+            return await self._stream_file(request, found)
+        return _CountedFile(found, self._on_served, self._counted)
 
     @contextmanager
     def _counted(self) -> Iterator[None]:
@@ -108,15 +111,13 @@ class _ContentHandler:
         finally:
             self._num_requests -= 1
 
-    async def _send_file(self, request: web.Request, path: Path) -> web.StreamResponse:
-        if self._rate is not None:
-            try:
-                size_bytes = (await asyncio.to_thread(path.stat)).st_size
-                content = await PartialContent.whole(path, [weights_pb2.ChunkInfo(size_bytes=size_bytes)])
-            except FileNotFoundError as error:
-                raise _not_found() from error
-            return await self._stream(request, content)
-        return _CountedFile(path, self._on_served, self._counted)
+    async def _stream_file(self, request: web.Request, path: Path) -> web.StreamResponse:
+        try:
+            size_bytes = (await asyncio.to_thread(path.stat)).st_size
+            content = await PartialContent.whole(path, [weights_pb2.ChunkInfo(size_bytes=size_bytes)])
+        except FileNotFoundError as error:
+            raise _not_found() from error
+        return await self._stream(request, content)
 
     async def _stream(self, request: web.Request, content: PartialContent) -> web.StreamResponse:
         with closing(content), self._counted():
@@ -125,17 +126,18 @@ class _ContentHandler:
                 until = await content.available_until(begin)
             except ServiceUnavailableError as error:
                 raise web.HTTPServiceUnavailable(text=f"{error}\n") from error
+            is_coded = _is_coded(request)
             response = web.StreamResponse(
                 status=_HTTP_PARTIAL,
                 headers={
                     "Content-Type": "application/octet-stream",
-                    "Content-Length": str(end - begin),
                     "Content-Range": f"bytes {begin}-{end - 1}/{content.size_bytes}",
+                    **({CODING_HEADER: ZSTD} if is_coded else {"Content-Length": str(end - begin)}),
                 },
             )
             await response.prepare(request)
             try:
-                await self._send(response, content, begin, end, until)
+                await self._send(response, content, range(begin, end), until, is_coded=is_coded)
             except ServiceUnavailableError as error:
                 _log.info("a content under way stands still", name=request.match_info["name"], error=str(error))
                 if request.transport is not None:
@@ -143,17 +145,19 @@ class _ContentHandler:
             return response
 
     async def _send(
-        self, response: web.StreamResponse, content: PartialContent, offset: int, end: int, until: int
+        self, response: web.StreamResponse, content: PartialContent, asked: range, until: int, *, is_coded: bool
     ) -> None:
-        while offset < end:
+        offset, most_bytes = asked.start, MAX_PLAIN_BYTES if is_coded else PIECE_BYTES
+        while offset < asked.stop:
             if offset >= until:
                 until = await content.available_until(offset)
-            piece = await asyncio.to_thread(content.read, offset, min(PIECE_BYTES, until - offset, end - offset))
+            num_bytes = min(most_bytes, until - offset, asked.stop - offset)
+            piece = await asyncio.to_thread(_read, content, offset, num_bytes, is_coded=is_coded)
             if self._rate is not None:
                 await self._rate.take(len(piece))
             await response.write(piece)
             self._on_served(len(piece))
-            offset += len(piece)
+            offset += num_bytes
 
 
 class _CountedFile(web.FileResponse):
@@ -175,6 +179,17 @@ class _CountedFile(web.FileResponse):
         if self.status in (_HTTP_OK, _HTTP_PARTIAL):
             self._on_served(self.content_length or 0)
         return writer
+
+
+def _read(content: PartialContent, offset: int, num_bytes: int, *, is_coded: bool) -> bytes:
+    plain = content.read(offset, num_bytes)
+    if len(plain) != num_bytes:
+        raise ServiceUnavailableError("the file ends before its content does")
+    return encode_frame(plain) if is_coded else plain
+
+
+def _is_coded(request: web.Request) -> bool:
+    return request.headers.get(CODING_HEADER) == ZSTD
 
 
 def _limit_silence(request: web.Request) -> None:

@@ -159,6 +159,8 @@ class GeneratorConfig(StrictModel):
     weights_transport: Transport = Transport.HTTP
     """Whether it takes part in the trainer's broadcasts, over gloo or nccl as the trainer is told; only on the
     trainer's own fast network. What they do not bring is fetched over HTTP."""
+    compresses_fetches: bool = False
+    """Whether full weights come compressed from the trainer; pays where the link is slower than a core, 300 MB/s."""
     max_fetch_bytes_per_second: float | None = Field(default=None, gt=0)
     """Most bytes of weights fetched a second; no limit when unset."""
     max_relay_bytes_per_second: float | None = Field(default=None, gt=0)

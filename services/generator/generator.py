@@ -133,6 +133,7 @@ class Generator:
             relay=self._relay,
             find_relays=self._store.find_relays,
             max_bytes_per_second=config.max_fetch_bytes_per_second,
+            compresses=config.compresses_fetches,
             on_fetched=lambda kind, num_bytes: metrics.fetched_bytes.labels(kind).inc(num_bytes),
         )
         self._puller = WeightPuller(

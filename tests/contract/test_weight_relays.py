@@ -6,7 +6,9 @@ import asyncio
 import time
 
 import aiohttp
+import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 from penstock.clients.downloads import Downloader
 from penstock.clients.weights import content_id
@@ -14,11 +16,14 @@ from penstock.errors import ServiceUnavailableError
 from penstock.security import NO_SECURITY, Security
 from penstock.transfer import partial
 from penstock.transfer import serving as serving_module
+from penstock.transfer.coding import MAX_PLAIN_BYTES
 from penstock.transfer.fetching import Fetching
 from penstock.transfer.partial import PartialContent
 from penstock.transfer.rate import BURST_S
 from penstock.v1 import weights_pb2
+from services.trainer.weight_store import PublishedVersion
 from tests.helpers.certificates import make_security
+from tests.helpers.scripted_weight_store import make_manifest
 from tests.helpers.sites import CHUNK_BYTES, site
 from tests.helpers.waiting import until
 
@@ -177,6 +182,41 @@ async def test_a_cap_holds_for_all_connections_together(tmp_path):
         begun_s = time.monotonic()
         await receiver.fetch(manifest)
         assert time.monotonic() - begun_s >= (3 - 4 * 0.25 - 1) / 4
+
+
+def publish_bfloat16(made, *, num_values):
+    """As weights are: their exponents repeat, their mantissas do not."""
+    values = np.random.default_rng(0).standard_normal(num_values, np.float32) * np.float32(0.02)
+    path = made.folder / "v1"
+    save_file({"w": (values.view(np.uint32) >> 16).astype(np.uint16)}, path)
+    url = f"http://127.0.0.1:{made.link.port}/weights/r/{path.name}"
+    manifest = make_manifest(path, policy_version=1, url=url, chunk_bytes=CHUNK_BYTES)
+    made.store.add(PublishedVersion(manifest=manifest, path=path))
+    return manifest
+
+
+async def test_what_is_compressed_on_the_way_arrives_plain_checked_and_resumed_after_a_cut(tmp_path):
+    async with site(tmp_path, bytes_per_second=20 * MB) as made:
+        manifest = publish_bfloat16(made, num_values=4 * MB)
+        first, second = await made.receiver("a", compresses=True), await made.receiver("b", compresses=True)
+        fetch = asyncio.create_task(first.fetch(manifest))
+        await until(lambda: first.fetched_bytes > 0.3 * manifest.size_bytes)
+        made.link.cut()
+        download = await fetch
+        plain = (tmp_path / "v1").read_bytes()
+        assert download.path.read_bytes() == plain
+        # What was cut off comes twice: a frame for each of four connections, and what lay in the sockets.
+        assert download.origin_bytes < 0.85 * manifest.size_bytes + 4 * MAX_PLAIN_BYTES
+        # Inside the site it goes as it is.
+        relayed = await second.fetch(manifest)
+        assert (relayed.fetched_bytes, relayed.origin_bytes) == (manifest.size_bytes, 0)
+        assert relayed.path.read_bytes() == plain
+    alone = tmp_path / "alone"
+    async with site(tmp_path) as made, Downloader(compresses=True) as downloader:
+        manifest = publish_bfloat16(made, num_values=4 * MB)
+        assert (await downloader.fetch(manifest, alone)).fetched_bytes < 0.85 * manifest.size_bytes
+        assert made.link.delivered_bytes < 0.85 * manifest.size_bytes
+    assert alone.read_bytes() == plain
 
 
 async def test_a_cap_of_the_origin_holds_for_all_receivers_together(tmp_path):

@@ -1,0 +1,70 @@
+"""Contents compressed on the way, for links that are slower than a processor: the bytes of a range as frames.
+
+    stored bytes u32, little-endian | one zstd frame that states its content size, at most MAX_PLAIN_BYTES
+
+A receiver asks with the header `Penstock-Coding: zstd`, and the answer carries it where it is coded so. Offsets and
+digests are always of the plain bytes, as is what is kept. What it saves is in `docs/weights.md`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Protocol
+
+import zstandard
+
+from penstock.errors import ServiceUnavailableError
+
+CODING_HEADER, ZSTD = "Penstock-Coding", "zstd"
+MAX_PLAIN_BYTES = 1024**2
+MAX_STORED_BYTES = MAX_PLAIN_BYTES + 64 * 1024
+"""More than zstd makes of what it cannot compress."""
+LEVEL = 1
+_LENGTH_BYTES = 4
+
+
+class ReadsExactly(Protocol):
+    """What is read from: the body of an HTTP answer."""
+
+    async def readexactly(self, n: int) -> bytes:
+        """The next `n` bytes; raises asyncio.IncompleteReadError at the end."""
+
+
+def encode_frame(plain: bytes) -> bytes:
+    """One frame, with its length; `plain` has 1 to MAX_PLAIN_BYTES bytes."""
+    stored = zstandard.ZstdCompressor(level=LEVEL).compress(plain)
+    return len(stored).to_bytes(_LENGTH_BYTES, "little") + stored
+
+
+def decode_frame(stored: bytes) -> bytes:
+    """The plain bytes of a frame without its length, never more than MAX_PLAIN_BYTES.
+
+    Raises:
+        ServiceUnavailableError: It is no such frame; another source may send a better one.
+    """
+    try:
+        num_bytes = zstandard.frame_content_size(stored)
+        if not 1 <= num_bytes <= MAX_PLAIN_BYTES:
+            raise ServiceUnavailableError(f"a frame states {num_bytes} bytes, expected 1 to {MAX_PLAIN_BYTES}")
+        plain = zstandard.ZstdDecompressor().decompress(stored, max_output_size=num_bytes)
+    except zstandard.ZstdError as error:
+        raise ServiceUnavailableError(f"a frame does not unpack: {error}") from error
+    if len(plain) != num_bytes:
+        raise ServiceUnavailableError(f"a frame holds {len(plain)} bytes and states {num_bytes}")
+    return plain
+
+
+async def read_frame(reader: ReadsExactly) -> tuple[bytes, int]:
+    """The plain bytes of the next frame, and how many came for them.
+
+    Raises:
+        ServiceUnavailableError: The body ended, or is not made of frames.
+    """
+    try:
+        length = int.from_bytes(await reader.readexactly(_LENGTH_BYTES), "little")
+        if not 1 <= length <= MAX_STORED_BYTES:
+            raise ServiceUnavailableError(f"a frame of {length} bytes, expected 1 to {MAX_STORED_BYTES}")
+        stored = await reader.readexactly(length)
+    except asyncio.IncompleteReadError as error:
+        raise ServiceUnavailableError("the source broke off") from error
+    return await asyncio.to_thread(decode_frame, stored), _LENGTH_BYTES + length
