@@ -1,0 +1,93 @@
+"""How equal machines can be divided between replicas and the training pool.
+
+Machines of one entry are alike and stand in one region, so a plan's score depends on the sums over them only: replicas
+of each degree, GPUs that train, and how many machines they are spread over. Divisions with equal sums are one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import product
+
+from services.scheduler.cost_model.rm1 import Rm1
+from services.scheduler.plan_document import PlanDocument, Replicas, TrainShare
+from services.scheduler.problem import NodeClass
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """What one machine does."""
+
+    replicas: tuple[int, ...]
+    """How many replicas of each of the entry's tensor-parallel degrees."""
+    train_gpus: int
+
+
+@dataclass(frozen=True, slots=True)
+class Division:
+    """What the machines of one entry do, machine by machine."""
+
+    node: NodeClass
+    splits: tuple[Split, ...]
+
+    @property
+    def train_gpus(self) -> int:
+        """GPUs in the training pool."""
+        return sum(split.train_gpus for split in self.splits)
+
+    @property
+    def train_nodes(self) -> int:
+        """Machines with a GPU in the training pool."""
+        return sum(split.train_gpus > 0 for split in self.splits)
+
+
+def machine_splits(rm1: Rm1, node: NodeClass) -> list[Split]:
+    """Every way to divide one machine that leaves no room for one more replica."""
+    degrees = rm1.degrees[node.name]
+    smallest = min(degrees, default=node.gpus + 1)
+    found = []
+    for train_gpus in range(node.gpus + 1):
+        left = node.gpus - train_gpus
+        for replicas in product(*(range(left // degree + 1) for degree in degrees)):
+            idle = left - sum(count * degree for count, degree in zip(replicas, degrees, strict=True))
+            if 0 <= idle < smallest:
+                found.append(Split(replicas, train_gpus))
+    return found
+
+
+def divisions(rm1: Rm1, node: NodeClass, *, most: int) -> list[Division] | None:
+    """Every division of an entry's machines, one for each sum; None when they are more than `most`."""
+    splits = machine_splits(rm1, node)
+    found: dict[tuple[int, ...], tuple[Split, ...]] = {(): ()}
+    for _ in range(node.count):
+        longer: dict[tuple[int, ...], tuple[Split, ...]] = {}
+        for sums, chosen in found.items():
+            for split in splits:
+                added = (*split.replicas, split.train_gpus, int(split.train_gpus > 0))
+                key = tuple(map(sum, zip(sums, added, strict=True))) if sums else added
+                longer.setdefault(key, (*chosen, split))
+            if len(longer) > most:
+                return None
+        found = longer
+    return [Division(node, chosen) for chosen in found.values()]
+
+
+def plan_of(rm1: Rm1, parts: Sequence[Division]) -> PlanDocument:
+    """The plan in which each entry's machines are divided so."""
+    return PlanDocument(gen=tuple(_gen(rm1, parts)), train=tuple(_train(parts)))
+
+
+def _gen(rm1: Rm1, parts: Sequence[Division]) -> Iterator[Replicas]:
+    for part in parts:
+        for index, split in enumerate(part.splits):
+            for degree, count in zip(rm1.degrees[part.node.name], split.replicas, strict=True):
+                if count:
+                    yield Replicas(node=f"{part.node.name}-{index}", tp=degree, count=count)
+
+
+def _train(parts: Sequence[Division]) -> Iterator[TrainShare]:
+    for part in parts:
+        for index, split in enumerate(part.splits):
+            if split.train_gpus:
+                yield TrainShare(node=f"{part.node.name}-{index}", gpus=split.train_gpus)

@@ -1,0 +1,114 @@
+"""Exhaustive search: the truth on small problems.
+
+Every plan that differs from others in what the cost model sees gets an upper bound from sums that are cheap to add up;
+plans are scored from the highest bound down, until the next bound is not above the best score. What is left then cannot
+be better, so the best is optimal.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from services.scheduler.cost_model.rm1 import Infeasible, Rm1, Score
+from services.scheduler.plan_document import PlanDocument
+from services.scheduler.solvers.divisions import Division, divisions, plan_of
+from services.scheduler.solvers.interface import IsOver, ProblemTooLargeError, Solution, infeasibility
+
+MAX_PLANS = 6_000_000
+"""Plans that are bounded; each takes some 50 bytes at the peak."""
+_MAX_DIVISIONS = 200_000
+
+_Array = npt.NDArray[np.float64]
+
+
+class ExhaustiveSolver:
+    """Looks at every plan."""
+
+    name = "exhaustive"
+
+    def solve(self, rm1: Rm1, *, is_over: IsOver, seed: int) -> Solution:
+        """The best plan there is; or, when time runs out, the best so far and a bound on the rest."""
+        if (reason := infeasibility(rm1)) is not None:
+            return Solution(None, Infeasible(reason), 0.0, True, 0, self.name)
+        choices = _choices(rm1)
+        bounds = _upper_bounds(rm1, choices)
+        candidates = np.flatnonzero(bounds > 0)
+        candidates = candidates[np.argsort(-bounds[candidates], kind="stable")]
+        shape = tuple(len(options) for options in choices)
+        best: tuple[PlanDocument | None, Score | Infeasible] = (None, Infeasible("no plan's memory suffices"))
+        for num_evaluated, candidate in enumerate(candidates):
+            bound = float(bounds[candidate])
+            if bound <= best[1].samples_per_second:
+                return Solution(*best, best[1].samples_per_second, True, num_evaluated, self.name)
+            if is_over():
+                return Solution(*best, bound, False, num_evaluated, self.name)
+            indices = np.unravel_index(candidate, shape)
+            plan = plan_of(rm1, [options[index] for options, index in zip(choices, indices, strict=True)])
+            score = rm1.score(plan)
+            if isinstance(score, Score):
+                best = max(best, (plan, score), key=lambda each: each[1].samples_per_second)
+            elif best[0] is None:
+                best = (None, score)
+        return Solution(*best, best[1].samples_per_second, True, len(candidates), self.name)
+
+
+def _choices(rm1: Rm1) -> list[list[Division]]:
+    choices, num_plans = [], 1
+    for node in rm1.problem.nodes:
+        options = divisions(rm1, node, most=_MAX_DIVISIONS)
+        num_plans *= _MAX_DIVISIONS if options is None else len(options)
+        if options is None or num_plans > MAX_PLANS:
+            raise ProblemTooLargeError(
+                f"exhaustive: more than {MAX_PLANS:,} plans, which is too many to look at each; use --solver milp"
+            )
+        choices.append(options)
+    return choices
+
+
+def _upper_bounds(rm1: Rm1, choices: list[list[Division]]) -> _Array:
+    """Throughput that no plan exceeds, flat in row-major order of the choices; 0 where it cannot run.
+
+    Batches as large as memory allows, every sample fresh, the shortest pause, the fastest NIC.
+    """
+    problem, demand = rm1.problem, rm1.demand
+    made = _sums([[_made(rm1, part) for part in options] for options in choices])
+    made /= 1 + made * problem.cost_model.sync_pause_s / demand.samples_per_step
+    trained = _sums(
+        [[part.train_gpus * rm1.gpu_training_rate[part.node.name] for part in options] for options in choices]
+    )
+    nodes = _sums([[part.train_nodes for part in options] for options in choices])
+    with np.errstate(divide="ignore"):
+        compute_s = demand.samples_per_step / trained
+        nic = max(node.nic_Gbps for node in problem.nodes) * 1e9 / 8
+        allreduce_s = 2 * np.maximum(0.0, 1 - 1 / nodes) * demand.gradient_bytes / nic
+        exposed_s = np.maximum(0.0, allreduce_s - problem.cost_model.dp_overlap * compute_s)
+        step_s = compute_s + np.where(trained > 0, exposed_s, 0.0) + problem.cost_model.train_overhead_s
+        bounds: _Array = np.minimum(made, demand.samples_per_step / step_s)
+    offered = _sums([[part.train_gpus * rm1.usable_bytes[part.node.name] for part in options] for options in choices])
+    bounds[(offered < demand.training_state_bytes) | (trained <= 0)] = 0
+    if problem.constraints.train_single_region:
+        regions = sorted({node.region for node in problem.nodes})
+        trains_in = [
+            _sums([[part.train_gpus * (part.node.region == region) for part in options] for options in choices]) > 0
+            for region in regions
+        ]
+        bounds[np.sum(trains_in, axis=0) > 1] = 0
+    # Sums in another order than the score's may round below it.
+    return bounds * (1 + 1e-12)
+
+
+def _made(rm1: Rm1, part: Division) -> float:
+    total = 0.0
+    for split in part.splits:
+        for degree, count in zip(rm1.degrees[part.node.name], split.replicas, strict=True):
+            state = rm1.replica(part.node, degree)
+            total += count * state.samples_per_second if state is not None else 0.0
+    return total
+
+
+def _sums(values: list[list[float]] | list[list[int]]) -> _Array:
+    total: _Array = np.zeros(1)
+    for each in values:
+        total = (total[:, np.newaxis] + np.asarray(each, dtype=np.float64)).ravel()
+    return total
