@@ -79,7 +79,7 @@ class StepMetrics:
     """One optimiser step."""
 
     grad_norm: float
-    """L2 norm of the whole gradient, per token of the step, before clipping."""
+    """L2 norm of the whole gradient, divided as the algorithm divides it, before clipping."""
     learning_rate: float
     """The rate the step was taken with."""
     num_optimizer_steps: int
@@ -120,13 +120,13 @@ class Backend(Protocol):
     def forward_logprobs(self, pack: Pack) -> npt.NDArray[np.float32]:
         """Log-probs of the pack's loss tokens under the current weights, float32[N], nats."""
 
-    def optimizer_step(self, *, num_tokens: int) -> StepMetrics:
-        """Divides the gradient by `num_tokens`, clips its norm, steps and clears it.
+    def optimizer_step(self, *, divisor: int) -> StepMetrics:
+        """Divides the gradient by `divisor`, clips its norm, steps and clears it.
 
         With nothing accumulated this is a step with a zero gradient, as for a batch whose advantages are all zero.
 
         Args:
-            num_tokens: loss tokens of the whole step, at least 1, those of skipped zero-advantage samples included.
+            divisor: of the whole step (`algorithms.base.divisor`), at least 1, skipped zero-advantage samples included.
 
         Raises:
             NonFiniteGradientError: no step was taken.

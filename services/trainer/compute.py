@@ -104,9 +104,9 @@ class InterruptibleBackend:
         """See `Backend`."""
         return self._backend.forward_logprobs(pack)
 
-    def optimizer_step(self, *, num_tokens: int) -> StepMetrics:
+    def optimizer_step(self, *, divisor: int) -> StepMetrics:
         """See `Backend`."""
-        return self._backend.optimizer_step(num_tokens=num_tokens)
+        return self._backend.optimizer_step(divisor=divisor)
 
     def discard_gradients(self) -> None:
         """See `Backend`."""

@@ -10,8 +10,11 @@ from pydantic import Field, field_validator, model_validator
 from penstock.adapters import MAX_RANK, MAX_TARGET_MODULES, MODULE_NAME
 from penstock.collective.backend import Transport
 from penstock.config import StrictModel, Targets
+from services.trainer.algorithms.base import Normalization
 
 MAX_SAMPLES_PER_GROUP = 1024
+AlgorithmName = Literal["grpo", "dr_grpo", "dapo", "gspo", "cispo", "rloo", "reinforce_plus_plus"]
+"""Keys of `algorithms.registry.ALGORITHMS`, which brings torch in and is not imported here."""
 
 
 class TrainerConfig(StrictModel):
@@ -127,24 +130,36 @@ class SamplingConfig(StrictModel):
 class AlgorithmConfig(StrictModel):
     """What is optimised."""
 
-    name: Literal["grpo"] = "grpo"
-    """GRPO with DAPO's token-level loss."""
+    name: AlgorithmName = "grpo"
+    """How samples are credited, and how far the policy may move on them: services/trainer/algorithms."""
+    normalization: Normalization | None = None
+    """What the loss is averaged over: tokens of the step, a sample's tokens and then samples, samples (sequences), or
+    max_tokens and samples; the algorithm's own when unset."""
     group_size: int = Field(default=8, ge=2, le=1024)
     """Samples of one prompt that are trained on."""
     prompts_per_step: int = Field(default=32, ge=1)
     """Prompts (groups) in one optimiser step."""
     max_staleness: int = Field(default=1, ge=0, le=1000)
     """Most policy versions a sample may lag; 0 is on-policy."""
-    clip_low: float = Field(default=0.2, gt=0, lt=1)
-    """Lower clip of the probability ratio: 1 - clip_low."""
-    clip_high: float = Field(default=0.2, gt=0, le=10)
-    """Upper clip of the probability ratio: 1 + clip_high."""
+    clip_low: float | None = Field(default=None, gt=0, le=1)
+    """Lower clip of the probability ratio: 1 - clip_low; the algorithm's own when unset."""
+    clip_high: float | None = Field(default=None, gt=0, le=10)
+    """Upper clip of the probability ratio: 1 + clip_high; the algorithm's own when unset."""
     kl_coefficient: float = Field(default=0.0, ge=0)
     """Weight of the KL term against the initial model; 0 keeps no reference model."""
-    normalize_std: bool = True
-    """Divide group advantages by the group's standard deviation (GRPO); off is Dr. GRPO."""
-    correction: Literal["none", "truncated", "decoupled"] = "truncated"
-    """Correction for samples of older versions."""
+    kl_estimator: Literal["k1", "k2", "k3"] = "k3"
+    """How that KL is estimated from sampled tokens (Schulman)."""
+    overlong_buffer_tokens: int = Field(default=0, ge=0)
+    """The reward falls linearly by up to 1 over the last so many of sampling.max_new_tokens (DAPO); 0 is off."""
+    correction: Literal["none", "decoupled", "truncated", "masked"] = "truncated"
+    """Correction for samples of older versions: none, importance weights (decoupled), weights cut at
+    max_importance_weight (truncated), or tokens beyond it left out (masked)."""
+    correction_level: Literal["token", "sequence"] = "token"
+    """Whether each token is corrected, or the completion as a whole."""
+    max_importance_weight: float = Field(default=2.0, ge=1)
+    """Bound of truncated and masked."""
+    allow_uncorrected: bool = False
+    """Allow correction none with max_staleness > 0: for comparisons."""
 
 
 class SamplePolicyConfig(StrictModel):
@@ -223,10 +238,20 @@ class TrainingConfig(StrictModel):
 
     @model_validator(mode="after")
     def _stale_data_needs_a_correction(self) -> Self:
-        if self.algorithm.max_staleness > 0 and self.algorithm.correction == "none":
+        algorithm = self.algorithm
+        if algorithm.max_staleness > 0 and algorithm.correction == "none" and not algorithm.allow_uncorrected:
             raise ValueError(
                 "algorithm.correction: 'none' is refused with max_staleness > 0, where samples come from older "
-                "versions; choose truncated or decoupled, or set max_staleness to 0"
+                "versions; choose truncated, masked or decoupled, set max_staleness to 0, or say allow_uncorrected"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _the_overlong_buffer_fits(self) -> Self:
+        if self.algorithm.overlong_buffer_tokens > self.sampling.max_new_tokens:
+            raise ValueError(
+                f"algorithm.overlong_buffer_tokens: {self.algorithm.overlong_buffer_tokens} is more than "
+                f"sampling.max_new_tokens ({self.sampling.max_new_tokens}); lower it"
             )
         return self
 

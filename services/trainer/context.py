@@ -9,6 +9,7 @@ from pathlib import Path
 from penstock.clients.broker import BrokerClient
 from penstock.clock import Clock
 from penstock.v1 import broker_pb2
+from services.trainer.algorithms.base import Algorithm
 from services.trainer.backend import Backend
 from services.trainer.config import SamplePolicyConfig, TrainingConfig
 from services.trainer.data import Tokenizer
@@ -24,6 +25,7 @@ class Policy:
 
     backend: Backend
     tokenizer: Tokenizer
+    algorithm: Algorithm
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -30,6 +30,7 @@ from penstock.errors import (
     VersionConflictError,
 )
 from penstock.v1 import types_pb2
+from services.trainer.algorithms.base import Algorithm
 from services.trainer.background import uninterrupted
 from services.trainer.compute import ComputeThread, InterruptibleBackend
 from services.trainer.context import RunContext
@@ -73,11 +74,18 @@ class StepLoop:
     """Takes the steps of one run."""
 
     def __init__(
-        self, *, context: RunContext, compute: ComputeThread, backend: InterruptibleBackend, hooks: StepHooks
+        self,
+        *,
+        context: RunContext,
+        compute: ComputeThread,
+        backend: InterruptibleBackend,
+        algorithm: Algorithm,
+        hooks: StepHooks,
     ) -> None:
         self._context = context
         self._compute = compute
         self._backend = backend
+        self._algorithm = algorithm
         self._hooks = hooks
         self._received: deque[types_pb2.TrajectoryGroup] = deque()
         self._publishing: asyncio.Future[float] | None = None
@@ -111,7 +119,10 @@ class StepLoop:
                     policy_version=context.progress.policy_version,
                     max_staleness=settings.max_staleness,
                     max_pack_tokens=context.config.trainer.tokens_per_pack,
-                    normalize_std=settings.normalize_std,
+                    algorithm=self._algorithm,
+                    normalization=settings.normalization or self._algorithm.normalization,
+                    max_new_tokens=context.config.sampling.max_new_tokens,
+                    overlong_buffer_tokens=settings.overlong_buffer_tokens,
                     skip_zero_advantages=settings.kl_coefficient == 0,
                 ),
             ),

@@ -7,9 +7,13 @@ from functools import partial
 from transformers.utils.logging import disable_progress_bar
 
 from penstock.config import ConfigError
+from services.trainer.algorithms.base import Algorithm, Clip
+from services.trainer.algorithms.correction import Correction, CorrectionLevel
+from services.trainer.algorithms.kl import KlEstimator
+from services.trainer.algorithms.loss import LossSettings, policy_loss
+from services.trainer.algorithms.registry import algorithm_of
 from services.trainer.config import TrainingConfig
 from services.trainer.context import Policy
-from services.trainer.losses import Correction, PolicyLossSettings, policy_loss
 from services.trainer.single_process_backend import ModelSettings, SingleProcessBackend
 from services.trainer.tokenizer import HuggingFaceTokenizer
 
@@ -23,13 +27,7 @@ def load_policy(config: TrainingConfig) -> Policy:
     """
     # A service's log is read by people and programs; bars that redraw themselves spoil it.
     disable_progress_bar()
-    algorithm = config.algorithm
-    loss_settings = PolicyLossSettings(
-        clip_low=algorithm.clip_low,
-        clip_high=algorithm.clip_high,
-        kl_beta=algorithm.kl_coefficient,
-        correction=Correction(algorithm.correction),
-    )
+    algorithm = algorithm_of(config.algorithm.name)
     tokenizer = HuggingFaceTokenizer(config.model.path)
     try:
         backend = SingleProcessBackend(
@@ -40,12 +38,29 @@ def load_policy(config: TrainingConfig) -> Policy:
                 device=config.trainer.device,
                 num_threads=config.trainer.num_threads,
                 temperature=config.sampling.temperature,
-                keep_reference=algorithm.kl_coefficient > 0,
+                keep_reference=config.algorithm.kl_coefficient > 0,
             ),
             optimizer=config.optimizer,
-            loss=partial(policy_loss, settings=loss_settings),
+            loss=partial(policy_loss, algorithm=algorithm, settings=_loss_settings(config, algorithm)),
             seed=config.run.seed,
         )
     except OSError as error:
         raise ConfigError(f"model.path: {config.model.path}: no usable model: {error}") from error
-    return Policy(backend=backend, tokenizer=tokenizer)
+    return Policy(backend=backend, tokenizer=tokenizer, algorithm=algorithm)
+
+
+def _loss_settings(config: TrainingConfig, algorithm: Algorithm) -> LossSettings:
+    settings = config.algorithm
+    return LossSettings(
+        clip=Clip(
+            low=algorithm.clip.low if settings.clip_low is None else settings.clip_low,
+            high=algorithm.clip.high if settings.clip_high is None else settings.clip_high,
+        ),
+        normalization=settings.normalization or algorithm.normalization,
+        max_new_tokens=config.sampling.max_new_tokens,
+        kl_coefficient=settings.kl_coefficient,
+        kl_estimator=KlEstimator(settings.kl_estimator),
+        correction=Correction(settings.correction),
+        correction_level=CorrectionLevel(settings.correction_level),
+        max_importance_weight=settings.max_importance_weight,
+    )

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import structlog
 
 from penstock.v1 import trainer_pb2
+from services.trainer.algorithms.base import Algorithm
 from services.trainer.background import run_beside
 from services.trainer.compute import ComputeThread, InterruptibleBackend
 from services.trainer.context import RunContext
@@ -43,6 +44,7 @@ class RunSession:
     context: RunContext
     compute: ComputeThread
     backend: InterruptibleBackend
+    algorithm: Algorithm
     meter: OverlapMeter
     publisher: WeightPublisher
     events: RunEvents
@@ -99,7 +101,13 @@ class RunSession:
         config = self.context.config
         loops = [monitor.run] if feeder is None else [feeder.run, monitor.run]
         hooks = StepHooks(on_waiting=self._say_waiting, on_step=self._note_step, publish=self._publish)
-        loop = StepLoop(context=self.context, compute=self.compute, backend=self.backend, hooks=hooks)
+        loop = StepLoop(
+            context=self.context,
+            compute=self.compute,
+            backend=self.backend,
+            algorithm=self.algorithm,
+            hooks=hooks,
+        )
         if config.run.checkpoint_every_steps > config.policy.num_retained_steps:
             _log.warning(
                 "the broker keeps the samples of the last steps only; a checkpoint older than that cannot be resumed",

@@ -22,6 +22,7 @@ from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from penstock.adapters import AdapterSpec
+from services.trainer.algorithms.loss import LossFunction, LossInputs, LossOutputs
 from services.trainer.attention import PACKED_ATTENTION, register_packed_attention
 from services.trainer.backend import (
     CheckpointMismatchError,
@@ -32,7 +33,6 @@ from services.trainer.backend import (
     UnsupportedModelError,
 )
 from services.trainer.config import LoraSection, OptimizerConfig
-from services.trainer.losses import LossFunction, PolicyLossInputs, PolicyLossOutputs
 from services.trainer.model_files import (
     OPTIMIZER_FILE,
     adamw_moments,
@@ -127,7 +127,7 @@ class SingleProcessBackend:
         with self._trained.training():
             logprobs = self._logprobs(self._model, pack)
         outputs = self._loss(
-            PolicyLossInputs(
+            LossInputs(
                 trainer_logprobs=logprobs,
                 behavior_logprobs=self._tensor(pack.behavior_logprobs),
                 advantages=self._tensor(pack.advantages),
@@ -147,18 +147,18 @@ class SingleProcessBackend:
             result: npt.NDArray[np.float32] = self._logprobs(self._model, pack).cpu().numpy()
         return result
 
-    def optimizer_step(self, *, num_tokens: int) -> StepMetrics:
+    def optimizer_step(self, *, divisor: int) -> StepMetrics:
         """See `Backend`."""
-        if num_tokens < 1:
-            raise ValueError(f"a step needs at least one token, not {num_tokens}")
+        if divisor < 1:
+            raise ValueError(f"a step needs at least one token or sample, not {divisor}")
         gradients = self._gradients()
-        norm = float(torch.nn.utils.get_total_norm(gradients)) / num_tokens
+        norm = float(torch.nn.utils.get_total_norm(gradients)) / divisor
         if not math.isfinite(norm):
             self.discard_gradients()
-            raise NonFiniteGradientError(f"the gradient norm over {num_tokens} tokens is {norm}; no step was taken")
-        # One pass over the gradients: the division by the step's tokens and the clipping together.
+            raise NonFiniteGradientError(f"the gradient norm is {norm}; no step was taken")
+        # One pass over the gradients: the division and the clipping together.
         clip = min(1.0, self._optimizer_config.max_grad_norm / (norm + 1e-6))
-        torch._foreach_mul_(gradients, clip / num_tokens)
+        torch._foreach_mul_(gradients, clip / divisor)
         learning_rate = self._learning_rate(self._num_optimizer_steps)
         for group in self._optimizer.param_groups:
             group["lr"] = learning_rate
@@ -302,7 +302,7 @@ def _resolve_device(name: Literal["auto", "cpu", "cuda"]) -> torch.device:
     return torch.device(name)
 
 
-def _totals(outputs: PolicyLossOutputs, *, num_tokens: int) -> tuple[float, LossTotals]:
+def _totals(outputs: LossOutputs, *, num_tokens: int) -> tuple[float, LossTotals]:
     """The loss and the report as numbers, with one transfer from the device."""
     scalars = [outputs.loss.detach(), *outputs.sums.values(), *outputs.maxima.values()]
     loss, *values = torch.stack([scalar.float() for scalar in scalars]).tolist()

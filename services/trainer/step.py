@@ -6,7 +6,8 @@
 Invariants:
 - A sample is trained on only if it is scored, well formed, within the staleness bound and its group is new to this
   step; whatever is left out is named with its reason, never silently dropped.
-- Advantages use exactly the samples of the group that are trained on.
+- Advantages use exactly the samples of the group (for some algorithms: of the step) that are trained on. Where they use
+  the step, the forward passes are made in `finish`.
 - The gradient is that of the whole step's tokens at once, however the groups were split over `add_groups` calls.
 - A zero advantage contributes nothing to the gradient when no KL term does, so such samples skip the forward pass but
   count as trained: the same update for less work. Loss metrics then cover the other samples' tokens only.
@@ -20,8 +21,10 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 import numpy as np
+import numpy.typing as npt
 
-from services.trainer.advantages import group_advantages
+from services.trainer.algorithms.base import Advantages, Algorithm, Normalization, divisor
+from services.trainer.algorithms.overlong import overlong_penalties
 from services.trainer.backend import Backend, BackendError, LossTotals, StepMetrics
 from services.trainer.packing import Trajectory, pack_trajectories
 from services.trainer.samples import TrainingSample, is_well_formed, trajectory_of
@@ -56,8 +59,14 @@ class StepSettings:
     """Most versions a sample's oldest token may lag behind `policy_version`."""
     max_pack_tokens: int
     """Token budget of one forward pass."""
-    normalize_std: bool = True
-    """Divide advantages by the group's standard deviation."""
+    algorithm: Algorithm
+    """How rewards become advantages."""
+    normalization: Normalization
+    """What the gradient is divided by."""
+    max_new_tokens: int = 1
+    """Most completion tokens that sampling allows; read where `overlong_buffer_tokens` is set."""
+    overlong_buffer_tokens: int = 0
+    """The reward falls over the last so many of them; 0 punishes no length."""
     skip_zero_advantages: bool = True
     """Must be False when the loss has a term without advantages (a KL to a reference)."""
 
@@ -85,7 +94,7 @@ class StepReport:
     num_prompt_tokens: int
     num_completion_tokens: int
     num_loss_tokens: int
-    """What the gradient was divided by."""
+    """Completion tokens that the loss covers, of skipped zero advantages too."""
     num_forward_tokens: int
     """Tokens that went through the model: prompts included, skipped zero advantages not."""
     num_packs: int
@@ -121,6 +130,7 @@ class TrainingStep:
         self._is_open = True
         self._group_ids: set[str] = set()
         self._samples: list[_Accepted] = []
+        self._held: list[TrainingSample] = []
         self._skipped: list[SkippedSample] = []
         self._num_zero_advantage_groups = 0
         self._num_forward_tokens = 0
@@ -144,21 +154,21 @@ class TrainingStep:
         """
         self._require_open()
         trajectories: list[Trajectory] = []
-        num_trained, num_skipped = len(self._samples), len(self._skipped)
+        num_trained, num_skipped = len(self._samples) + len(self._held), len(self._skipped)
+        estimate = self._settings.algorithm.group_advantages
         for group in groups:
-            trajectories += self._accept_group(group)
-        packs = pack_trajectories(trajectories, max_pack_tokens=self._settings.max_pack_tokens)
-        for pack in packs:
-            try:
-                self._totals = self._totals.merged(self._backend.forward_backward(pack))
-            except BackendError:
-                self.abandon()
-                raise
-            self._num_forward_tokens += pack.num_tokens
-        self._num_packs += len(packs)
+            usable = self._usable(group)
+            if not usable:
+                continue
+            if estimate is None:
+                self._held += usable
+            else:
+                credits = estimate(self._rewards(usable))
+                self._num_zero_advantage_groups += not credits.any()
+                trajectories += self._credited(usable, credits)
         return MicrobatchReport(
-            num_trained=len(self._samples) - num_trained,
-            num_packs=len(packs),
+            num_packs=self._forward_backward(trajectories),
+            num_trained=len(self._samples) + len(self._held) - num_trained,
             skipped=tuple(self._skipped[num_skipped:]),
         )
 
@@ -171,12 +181,19 @@ class TrainingStep:
             StepClosedError: the step is over.
         """
         self._require_open()
+        self._credit_held()
         num_loss_tokens = sum(sample.num_loss_tokens for sample in self._samples)
         if num_loss_tokens == 0:
             self.abandon()
             raise EmptyStepError(f"none of {len(self._group_ids)} groups had a token to train on")
         try:
-            metrics = self._backend.optimizer_step(num_tokens=num_loss_tokens)
+            metrics = self._backend.optimizer_step(
+                divisor=divisor(
+                    self._settings.normalization,
+                    num_tokens=num_loss_tokens,
+                    num_samples=sum(sample.num_loss_tokens > 0 for sample in self._samples),
+                )
+            )
         except BackendError:
             self.abandon()
             raise
@@ -193,8 +210,8 @@ class TrainingStep:
         if not self._is_open:
             raise StepClosedError("this step was finished or abandoned")
 
-    def _accept_group(self, group: Sequence[TrainingSample]) -> list[Trajectory]:
-        """Admits the samples of one group; returns those that need a forward pass."""
+    def _usable(self, group: Sequence[TrainingSample]) -> list[TrainingSample]:
+        """The samples of one group that can be trained on; the others are noted with their reasons."""
         if not group:
             return []
         group_id = group[0].group_id
@@ -209,13 +226,42 @@ class TrainingStep:
                 self._skipped.append(
                     SkippedSample(group_id=sample.group_id, sample_index=sample.sample_index, reason=reason)
                 )
-        if not usable:
-            return []
-        rewards = np.array([sample.reward for sample in usable], dtype=np.float64)
-        credits = group_advantages(rewards, normalize_std=self._settings.normalize_std)
-        self._num_zero_advantage_groups += not credits.any()
+        return usable
+
+    def _rewards(self, samples: Sequence[TrainingSample]) -> npt.NDArray[np.float64]:
+        """What the credit of samples is made from, float64[len(samples)]."""
+        rewards = np.array([sample.reward for sample in samples], dtype=np.float64)
+        penalties: npt.NDArray[np.float64] = overlong_penalties(
+            np.array([sample.completion_token_ids.size for sample in samples], dtype=np.int64),
+            max_tokens=self._settings.max_new_tokens,
+            buffer_tokens=self._settings.overlong_buffer_tokens,
+        )
+        return rewards + penalties
+
+    def _credit_held(self) -> None:
+        """Runs forward and backward on samples whose credit depends on the whole step."""
+        held, self._held = self._held, []
+        estimate = self._settings.algorithm.step_advantages
+        if estimate is not None and held:
+            self._forward_backward(self._credited(held, estimate(self._rewards(held))))
+
+    def _forward_backward(self, trajectories: Sequence[Trajectory]) -> int:
+        """Accumulates their gradient; returns the forward passes made. A backend error abandons the step."""
+        packs = pack_trajectories(trajectories, max_pack_tokens=self._settings.max_pack_tokens)
+        for pack in packs:
+            try:
+                self._totals = self._totals.merged(self._backend.forward_backward(pack))
+            except BackendError:
+                self.abandon()
+                raise
+            self._num_forward_tokens += pack.num_tokens
+        self._num_packs += len(packs)
+        return len(packs)
+
+    def _credited(self, samples: Sequence[TrainingSample], credits: Advantages) -> list[Trajectory]:
+        """Counts samples as trained; returns those that need a forward pass."""
         trajectories: list[Trajectory] = []
-        for sample, credit in zip(usable, credits.tolist(), strict=True):
+        for sample, credit in zip(samples, credits.tolist(), strict=True):
             trajectory = trajectory_of(sample, credit)
             self._samples.append(_accepted(sample, trajectory))
             used = trajectory.advantages[trajectory.loss_mask]

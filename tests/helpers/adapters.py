@@ -10,9 +10,10 @@ import torch
 
 from penstock.adapters import AdapterSpec
 from services.generator.engine import WeightUpdate
+from services.trainer.algorithms.dapo import DAPO
+from services.trainer.algorithms.loss import LossSettings, policy_loss
 from services.trainer.config import LoraSection, OptimizerConfig
 from services.trainer.lora import ADAPTER_FILE
-from services.trainer.losses import PolicyLossSettings, policy_loss
 from services.trainer.single_process_backend import ModelSettings, SingleProcessBackend
 from tests.helpers.tiny_model import make_update
 
@@ -24,7 +25,7 @@ def make_backend(model_path: Path, lora: LoraSection = LORA) -> SingleProcessBac
     return SingleProcessBackend(
         model=ModelSettings(path=model_path, lora=lora),
         optimizer=OptimizerConfig(learning_rate=1e-2),
-        loss=partial(policy_loss, settings=PolicyLossSettings()),
+        loss=partial(policy_loss, algorithm=DAPO, settings=LossSettings(clip=DAPO.clip)),
         seed=0,
     )
 

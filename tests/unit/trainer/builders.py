@@ -92,10 +92,10 @@ class RecordingBackend:
     def forward_logprobs(self, pack: Pack) -> np.ndarray:
         return np.zeros(pack.num_loss_tokens, dtype=np.float32)
 
-    def optimizer_step(self, *, num_tokens: int) -> StepMetrics:
+    def optimizer_step(self, *, divisor: int) -> StepMetrics:
         if not math.isfinite(self._gradient):
             raise NonFiniteGradientError("the gradient is nan")
-        self.steps.append(num_tokens)
+        self.steps.append(divisor)
         return StepMetrics(grad_norm=self._gradient, learning_rate=0.1, num_optimizer_steps=len(self.steps))
 
     def discard_gradients(self) -> None:

@@ -11,13 +11,13 @@ from transformers import AutoModelForCausalLM
 from penstock.adapters import model_digest
 from services.trainer.backend import CheckpointMismatchError, UnsupportedModelError
 from services.trainer.config import LoraSection
-from services.trainer.losses import PolicyLossSettings
 from services.trainer.packing import pack_trajectories
 from tests.unit.trainer.builders import save_tiny_qwen2
 from tests.unit.trainer.test_single_process_backend import (
     assert_equal_tensors,
     build_backend,
     clone,
+    loss_with,
     naive_logprobs,
     random_trajectories,
     train,
@@ -108,7 +108,7 @@ def test_the_reference_is_the_base(model_directory):
         raise InterruptedError
 
     backend = build_backend(
-        model_directory, lora=LORA, keep_reference=True, loss_settings=PolicyLossSettings(kl_beta=0.1)
+        model_directory, lora=LORA, keep_reference=True, loss_settings=loss_with(kl_coefficient=0.1)
     )
     train(backend, random_trajectories())
     backend._loss = remember

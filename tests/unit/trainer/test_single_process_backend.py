@@ -8,6 +8,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, FalconMambaConfig, MambaConfig
 
+from services.trainer.algorithms.base import Clip
+from services.trainer.algorithms.correction import Correction
+from services.trainer.algorithms.dapo import DAPO
+from services.trainer.algorithms.loss import LossInputs, LossOutputs, LossSettings, policy_loss
 from services.trainer.backend import (
     CheckpointMismatchError,
     LossTotals,
@@ -16,7 +20,6 @@ from services.trainer.backend import (
     UnsupportedModelError,
 )
 from services.trainer.config import OptimizerConfig
-from services.trainer.losses import Correction, PolicyLossInputs, PolicyLossOutputs, PolicyLossSettings, policy_loss
 from services.trainer.packing import pack_trajectories
 from services.trainer.single_process_backend import ModelSettings, SingleProcessBackend
 from tests.unit.trainer.builders import build_trajectory, save_tiny_qwen2
@@ -27,11 +30,15 @@ def model_directory(tmp_path_factory):
     return save_tiny_qwen2(tmp_path_factory.mktemp("model"))
 
 
+def loss_with(**changes):
+    return LossSettings(clip=Clip(low=0.2, high=0.2), **changes)
+
+
 def build_backend(directory, *, loss=None, loss_settings=None, optimizer=None, **model):
     return SingleProcessBackend(
         model=ModelSettings(path=directory, **model),
         optimizer=OptimizerConfig(**({"learning_rate": 1e-2} | (optimizer or {}))),
-        loss=loss or partial(policy_loss, settings=loss_settings or PolicyLossSettings()),
+        loss=loss or partial(policy_loss, algorithm=DAPO, settings=loss_settings or loss_with()),
         seed=0,
     )
 
@@ -51,7 +58,7 @@ def gradients(backend):
 def train(backend, trajectories, *, max_pack_tokens=64):
     for pack in pack_trajectories(trajectories, max_pack_tokens=max_pack_tokens):
         backend.forward_backward(pack)
-    return backend.optimizer_step(num_tokens=sum(int(item.loss_mask.sum()) for item in trajectories))
+    return backend.optimizer_step(divisor=sum(int(item.loss_mask.sum()) for item in trajectories))
 
 
 def clone(tensors):
@@ -88,7 +95,7 @@ def test_packed_logprobs_equal_those_of_each_sequence_alone(tmp_path, changes, t
 
 @pytest.mark.parametrize("correction", list(Correction))
 def test_gradients_do_not_depend_on_how_trajectories_are_packed(model_directory, correction):
-    backend = build_backend(model_directory, loss_settings=PolicyLossSettings(correction=correction))
+    backend = build_backend(model_directory, loss_settings=loss_with(correction=correction))
     trajectories = random_trajectories()
     found = []
     for budget in (10_000, 40, 1):
@@ -104,7 +111,7 @@ def test_gradients_do_not_depend_on_how_trajectories_are_packed(model_directory,
 
 def test_masked_tokens_get_no_gradient_whatever_stands_beside_them(model_directory):
     """A tool's output between two turns is read, never learned: its log-probs and advantages are not even looked at."""
-    backend = build_backend(model_directory, loss_settings=PolicyLossSettings(correction=Correction.TRUNCATED))
+    backend = build_backend(model_directory, loss_settings=loss_with(correction=Correction.TRUNCATED))
     trajectory = build_trajectory(np.random.default_rng(3), num_prompt=3, num_completion=12)
     trajectory.loss_mask[7:11] = False
     found = []
@@ -124,7 +131,7 @@ def test_masked_tokens_get_no_gradient_whatever_stands_beside_them(model_directo
 
 
 def test_zero_advantage_samples_add_nothing_to_the_gradient(model_directory):
-    backend = build_backend(model_directory, loss_settings=PolicyLossSettings(correction=Correction.TRUNCATED))
+    backend = build_backend(model_directory, loss_settings=loss_with(correction=Correction.TRUNCATED))
     trajectory = random_trajectories(count=1)[0]
     trajectory.advantages[:] = 0
     for pack in pack_trajectories([trajectory], max_pack_tokens=64):
@@ -145,7 +152,7 @@ def test_a_step_is_adamw_on_the_clipped_mean_gradient(model_directory):
     for name, parameter in backend._model.named_parameters():
         gradient = mean[name] * min(1.0, 0.05 / (norm + 1e-6))
         expected[name] = parameter.detach() * (1 - 3e-3 * 0.1) - 3e-3 * gradient / (gradient.abs() + 1e-8)
-    metrics = backend.optimizer_step(num_tokens=num_tokens)
+    metrics = backend.optimizer_step(divisor=num_tokens)
     assert metrics.grad_norm == pytest.approx(norm, rel=1e-5)
     assert norm > 0.05
     for name, parameter in backend._model.named_parameters():
@@ -164,13 +171,13 @@ def test_training_on_rewarded_tokens_raises_their_logprobs(model_directory):
         backend.forward_backward(
             type(pack)(**{**{name: getattr(pack, name) for name in pack.__slots__}, "behavior_logprobs": item_logprobs})
         )
-        backend.optimizer_step(num_tokens=pack.num_loss_tokens)
+        backend.optimizer_step(divisor=pack.num_loss_tokens)
     assert backend.forward_logprobs(pack).mean() > before + 0.5
 
 
 def test_the_learning_rate_warms_up_linearly_and_stays(model_directory):
     backend = build_backend(model_directory, optimizer={"learning_rate": 0.3, "warmup_steps": 3})
-    rates = [backend.optimizer_step(num_tokens=1).learning_rate for _ in range(5)]
+    rates = [backend.optimizer_step(divisor=1).learning_rate for _ in range(5)]
     assert rates == pytest.approx([0.1, 0.2, 0.3, 0.3, 0.3])
 
 
@@ -178,19 +185,19 @@ def test_a_step_without_gradients_still_moves_by_momentum(model_directory):
     backend = build_backend(model_directory)
     train(backend, random_trajectories())
     before = clone(backend.state_tensors())
-    metrics = backend.optimizer_step(num_tokens=7)
+    metrics = backend.optimizer_step(divisor=7)
     assert metrics.grad_norm == 0
     assert any(not torch.equal(before[name], tensor) for name, tensor in backend.state_tensors().items())
 
 
-def poisoned_loss(inputs: PolicyLossInputs, *, forward: bool, backward: bool) -> PolicyLossOutputs:
+def poisoned_loss(inputs: LossInputs, *, forward: bool, backward: bool) -> LossOutputs:
     loss = inputs.trainer_logprobs.sum()
     if backward:
         # sqrt at zero: a finite value with an infinite slope.
         loss = loss + torch.sqrt(inputs.trainer_logprobs - inputs.trainer_logprobs.detach()).sum()
     if forward:
         loss = loss * float("nan")
-    return PolicyLossOutputs(loss=loss, sums={}, maxima={})
+    return LossOutputs(loss=loss, sums={}, maxima={})
 
 
 def test_a_loss_that_is_not_finite_raises_and_adds_no_gradient(model_directory):
@@ -207,10 +214,10 @@ def test_a_gradient_that_is_not_finite_raises_and_takes_no_step(model_directory)
     (pack,) = pack_trajectories(random_trajectories(count=2), max_pack_tokens=10_000)
     backend.forward_backward(pack)
     with pytest.raises(NonFiniteGradientError, match="no step was taken"):
-        backend.optimizer_step(num_tokens=pack.num_loss_tokens)
+        backend.optimizer_step(divisor=pack.num_loss_tokens)
     assert_equal_tensors(backend.state_tensors(), before)
     assert not any(bool(gradient.any()) for gradient in gradients(backend).values())
-    assert backend.optimizer_step(num_tokens=1).num_optimizer_steps == 1
+    assert backend.optimizer_step(divisor=1).num_optimizer_steps == 1
 
 
 def test_a_pack_without_loss_tokens_adds_nothing(model_directory):
@@ -222,7 +229,7 @@ def test_a_pack_without_loss_tokens_adds_nothing(model_directory):
 
 
 def test_a_reference_model_is_kept_as_loaded(model_directory):
-    settings = PolicyLossSettings(kl_beta=0.1)
+    settings = loss_with(kl_coefficient=0.1)
     backend = build_backend(model_directory, loss_settings=settings, keep_reference=True)
     trajectories = random_trajectories()
     (pack,) = pack_trajectories(trajectories, max_pack_tokens=10_000)

@@ -3,6 +3,10 @@
 import numpy as np
 import pytest
 
+from services.trainer.algorithms.base import Normalization
+from services.trainer.algorithms.dapo import DAPO
+from services.trainer.algorithms.dr_grpo import DR_GRPO
+from services.trainer.algorithms.reinforce_plus_plus import REINFORCE_PLUS_PLUS
 from services.trainer.backend import NonFiniteGradientError, NonFiniteLossError
 from services.trainer.step import EmptyStepError, SkipReason, StepClosedError, StepSettings, TrainingStep
 from tests.unit.trainer.builders import VOCAB_SIZE, RecordingBackend, build_group, build_sample
@@ -10,7 +14,8 @@ from tests.unit.trainer.builders import VOCAB_SIZE, RecordingBackend, build_grou
 
 def open_step(backend=None, **changes):
     backend = backend or RecordingBackend()
-    settings = {"policy_version": 3, "max_staleness": 3, "max_pack_tokens": 64} | changes
+    settings = {"policy_version": 3, "max_staleness": 3, "max_pack_tokens": 64}
+    settings |= {"algorithm": DAPO, "normalization": Normalization.TOKENS} | changes
     return backend, TrainingStep(backend, StepSettings(**settings))
 
 
@@ -30,7 +35,7 @@ def test_a_step_divides_by_the_loss_tokens_of_all_microbatches():
 
 
 def test_advantages_are_those_of_the_samples_own_group():
-    backend, step = open_step(normalize_std=False)
+    backend, step = open_step(algorithm=DR_GRPO)
     step.add_groups([build_group("a", [0.0, 1.0]), build_group("b", [10.0, 14.0])])
     found = {
         float(pack.advantages[pack.target_segments == segment][0])
@@ -38,6 +43,41 @@ def test_advantages_are_those_of_the_samples_own_group():
         for segment in range(len(pack.segment_lengths))
     }
     assert found == {-0.5, 0.5, -2.0, 2.0}
+
+
+@pytest.mark.parametrize(
+    ("normalization", "divisor"),
+    [
+        (Normalization.TOKENS, 9),
+        (Normalization.SAMPLES, 2),
+        (Normalization.SEQUENCES, 2),
+        (Normalization.MAX_TOKENS, 2),
+    ],
+)
+def test_a_step_divides_as_the_algorithm_says(normalization, divisor):
+    backend, step = open_step(normalization=normalization)
+    step.add_groups([build_group("a", [0.0, 1.0])])
+    step.finish()
+    assert backend.steps == [divisor]
+
+
+def test_credits_of_the_whole_step_wait_for_its_last_group():
+    backend, step = open_step(algorithm=REINFORCE_PLUS_PLUS)
+    first = step.add_groups([build_group("a", [0.0, 0.0])])
+    second = step.add_groups([build_group("b", [1.0, 1.0])])
+    assert (first.num_trained, second.num_trained, first.num_packs) == (2, 2, 0)
+    assert backend.packs == []
+    report = step.finish()
+    assert (report.num_samples, report.num_groups, backend.steps) == (4, 2, [18])
+    found = [float(value) for pack in backend.packs for value in pack.advantages]
+    assert sorted(set(found)) == pytest.approx([-1.0, 1.0], abs=1e-5)
+
+
+def test_answers_near_the_limit_lose_reward_where_that_is_asked_for():
+    backend, step = open_step(algorithm=DR_GRPO, max_new_tokens=6, overlong_buffer_tokens=2)
+    step.add_groups([[build_sample(index=index, reward=1.0, num_tokens=num) for index, num in enumerate((4, 5, 6))]])
+    assert step.finish().reward_mean == 1.0
+    assert sorted({float(value) for pack in backend.packs for value in pack.advantages}) == [-0.5, 0.5]
 
 
 def test_groups_of_equal_rewards_count_as_trained_without_a_forward_pass():

@@ -1,0 +1,112 @@
+"""What makes an algorithm: its advantages, what a token contributes to the loss, and what the sum is divided by.
+
+Axes: G samples of a group, B samples of a step, N loss tokens of a pack, S samples (segments) of a pack.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+Rewards = npt.NDArray[np.float64]
+Advantages = npt.NDArray[np.float32]
+
+
+class Normalization(StrEnum):
+    """What the sum over tokens is divided by: known per sample or per step, so microbatches may be split in any way."""
+
+    TOKENS = "tokens"
+    """All tokens of the step: long samples weigh more (DAPO)."""
+    SAMPLES = "samples"
+    """A sample's own tokens, then the samples of the step: every sample weighs the same (GRPO)."""
+    SEQUENCES = "sequences"
+    """The samples of the step: a completion is one action, its log-prob the sum of its tokens' (RLOO)."""
+    MAX_TOKENS = "max_tokens"
+    """The most completion tokens allowed, then the samples of the step: no length weighs more (Dr. GRPO)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenTerms:
+    """What a surrogate reads of one pack; each [N]."""
+
+    logprobs: Tensor
+    """Under the weights being trained, nats; carries the gradient."""
+    log_ratios: Tensor
+    """`logprobs` minus the anchor's (the behaviour or the proximal policy's); carries the gradient."""
+    advantages: Tensor
+    segments: Tensor
+    """int64[N], the sample of each token within the pack, counted from 0."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Clip:
+    """How far the ratio to the anchor may go."""
+
+    low: float
+    """A ratio below 1 - low earns nothing more."""
+    high: float
+    """A ratio above 1 + high earns nothing more."""
+
+    def __post_init__(self) -> None:
+        """Refuses ranges that have no meaning.
+
+        Raises:
+            ValueError: `low` outside [0, 1], or `high` negative.
+        """
+        if not 0.0 <= self.low <= 1.0 or self.high < 0.0:
+            raise ValueError(f"clip_low must lie in [0, 1] and clip_high must not be negative: {self.low}, {self.high}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Surrogate:
+    """What the tokens of a pack contribute, before importance weights and normalisation."""
+
+    losses: Tensor
+    """[N], with gradient; smaller is better."""
+    is_clipped: Tensor
+    """bool[N], tokens whose ratio went too far to count."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Algorithm:
+    """One way to learn from scored sample groups."""
+
+    name: str
+    surrogate: Callable[[TokenTerms, Clip], Surrogate]
+    clip: Clip
+    """Its usual range; a run may set another."""
+    normalization: Normalization
+    """Its usual one; a run may set another."""
+    group_advantages: Callable[[Rewards], Advantages] | None = None
+    """From the rewards float64[G] of one group to float32[G]; None where `step_advantages` is set."""
+    step_advantages: Callable[[Rewards], Advantages] | None = None
+    """From the rewards float64[B] of the whole step to float32[B]. The step's forward passes then begin when its last
+    group has come, because the credit of a sample depends on all."""
+
+    def __post_init__(self) -> None:
+        """Exactly one estimator.
+
+        Raises:
+            ValueError: none or both are set.
+        """
+        if (self.group_advantages is None) == (self.step_advantages is None):
+            raise ValueError(f"{self.name}: one of group_advantages and step_advantages must be set")
+
+
+def divisor(normalization: Normalization, *, num_tokens: int, num_samples: int) -> int:
+    """What the gradient of a whole step is divided by.
+
+    Args:
+        normalization: The run's.
+        num_tokens: loss tokens of the step.
+        num_samples: samples of the step that have any.
+    """
+    return num_tokens if normalization is Normalization.TOKENS else num_samples

@@ -1,0 +1,32 @@
+"""Soft punishment of answers that come near the length limit (DAPO)."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+
+def overlong_penalties(
+    num_tokens: npt.NDArray[np.int64], *, max_tokens: int, buffer_tokens: int
+) -> npt.NDArray[np.float64]:
+    """What is added to the reward of samples of these lengths, float64[G]: 0 down to -1.
+
+    Nothing up to `max_tokens - buffer_tokens`, from there linearly to -1 at `max_tokens`.
+
+    Args:
+        num_tokens: int64[G], completion tokens.
+        max_tokens: most completion tokens that sampling allows.
+        buffer_tokens: how long before that the punishment begins; 0 punishes nothing.
+
+    Raises:
+        ValueError: `buffer_tokens` does not lie in [0, max_tokens].
+
+    Source: DAPO (arXiv 2503.14476) eq. 13.
+    """
+    if not 0 <= buffer_tokens <= max_tokens:
+        raise ValueError(f"overlong_buffer_tokens must lie in [0, {max_tokens}], not {buffer_tokens}")
+    if buffer_tokens == 0:
+        return np.zeros(num_tokens.shape)
+    over = num_tokens.astype(np.float64) - (max_tokens - buffer_tokens)
+    penalties: npt.NDArray[np.float64] = -np.clip(over / buffer_tokens, 0.0, 1.0)
+    return penalties

@@ -1,0 +1,23 @@
+"""The algorithms by the names that a configuration uses."""
+
+from __future__ import annotations
+
+from services.trainer.algorithms.base import Algorithm
+from services.trainer.algorithms.cispo import CISPO
+from services.trainer.algorithms.dapo import DAPO
+from services.trainer.algorithms.dr_grpo import DR_GRPO
+from services.trainer.algorithms.grpo import GRPO
+from services.trainer.algorithms.gspo import GSPO
+from services.trainer.algorithms.reinforce_plus_plus import REINFORCE_PLUS_PLUS
+from services.trainer.algorithms.rloo import RLOO
+
+ALGORITHMS = {each.name: each for each in (GRPO, DR_GRPO, DAPO, GSPO, CISPO, RLOO, REINFORCE_PLUS_PLUS)}
+
+
+def algorithm_of(name: str) -> Algorithm:
+    """The algorithm of that name.
+
+    Raises:
+        KeyError: there is none.
+    """
+    return ALGORITHMS[name]

@@ -1,0 +1,48 @@
+"""Every algorithm trains a real tiny model for a step, with the settings that a run may give."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from penstock.v1 import trainer_pb2
+from services.trainer.algorithms.registry import ALGORITHMS
+from tests.helpers.scripted_training_broker import ScriptedTrainingBroker
+from tests.helpers.serving import serving
+from tests.helpers.tiny_model import make_tiny_model
+from tests.helpers.training import run_document, running_trainer
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.mark.parametrize("name", list(ALGORITHMS))
+async def test_a_step_of_every_algorithm_changes_the_weights(tmp_path: Path, model: Path, name: str) -> None:
+    document = run_document(tmp_path, model, "", num_steps=1, num_eval_prompts=0)
+    document["algorithm"] |= {
+        "name": name,
+        "correction": "masked",
+        "correction_level": "sequence",
+        "max_importance_weight": 1e6,
+        "kl_coefficient": 0.01,
+        "kl_estimator": "k2",
+        "overlong_buffer_tokens": 4,
+    }
+    async with serving(ScriptedTrainingBroker().service()) as (_, target), running_trainer() as trainer:
+        run_dir = Path(await trainer.start(document | {"broker": target}))
+        finished = (await trainer.events())[-1].finished
+    assert finished.outcome == trainer_pb2.RUN_OUTCOME_COMPLETED, finished.message
+    [line] = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    assert line["optimizer/grad_norm"] > 0
+    assert line["loss/importance_weight"] > 0
+    assert line["step/samples"] == 8
