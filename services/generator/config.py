@@ -60,7 +60,9 @@ class EngineConfig(StrictModel):
     gpu_memory_utilization: float = Field(default=0.9, gt=0, le=1)
     """Part of each GPU's memory the engine may take."""
     tensor_parallel: int = Field(default=1, ge=1, le=1024)
-    """GPUs one model replica is spread over."""
+    """GPUs one model replica, or one pipeline stage of it, is spread over."""
+    pipeline_parallel: int = Field(default=1, ge=1, le=1024)
+    """Pipeline stages of one model replica, each of `tensor_parallel` GPUs; vllm only."""
     max_silence_s: float = Field(default=120.0, gt=0, le=3600)
     """An engine that samples no token for so long, while samples are waited for, counts as hung: the process gives
     everything back and ends, to be started afresh."""
@@ -70,6 +72,13 @@ class EngineConfig(StrictModel):
     """Speed of an emulated engine, all samples together."""
     emulated_mean_tokens: int = Field(default=45, ge=1)
     """Mean completion length of an emulated engine."""
+
+    @model_validator(mode="after")
+    def _only_vllm_has_pipeline_stages(self) -> Self:
+        if self.pipeline_parallel > 1 and self.engine != "vllm":
+            stages = self.pipeline_parallel
+            raise ValueError(f"pipeline_parallel: {stages} stages need the vllm engine, not {self.engine}; leave it 1")
+        return self
 
 
 class InstanceConfig(StrictModel):

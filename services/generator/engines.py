@@ -52,6 +52,10 @@ def _vllm(config: GeneratorConfig) -> Engine:
     from services.generator.vllm_setup import VllmSettings
 
     engine = config.engine
+    num_layers = model_size(config.model_path, "num_hidden_layers")
+    if num_layers is not None and engine.pipeline_parallel > num_layers:
+        stages = engine.pipeline_parallel
+        raise ValueError(f"engine.pipeline_parallel: {stages} stages for {num_layers} layers; at most one a layer")
     return VllmEngine(
         VllmSettings(
             model_path=config.model_path,
@@ -63,6 +67,7 @@ def _vllm(config: GeneratorConfig) -> Engine:
             kv_cache_gib=engine.kv_cache_gib,
             gpu_memory_utilization=engine.gpu_memory_utilization,
             tensor_parallel=engine.tensor_parallel,
+            pipeline_parallel=engine.pipeline_parallel,
             seed=config.seed,
         )
     )

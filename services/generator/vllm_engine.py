@@ -23,8 +23,8 @@ from __future__ import annotations
 import asyncio
 import shutil
 import time
-from collections.abc import AsyncGenerator, AsyncIterator
-from contextlib import aclosing, asynccontextmanager
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Iterator, Sequence
+from contextlib import aclosing, asynccontextmanager, contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
@@ -112,8 +112,9 @@ class VllmEngine:
                 self._layout.update(safetensors_shapes(path))
             self._optional = (TIED_HEAD,) if llm.model_config.hf_config.tie_word_embeddings else ()
             async with asyncio.timeout(self._settings.start_timeout_s):
+                await self._begin_transfers(llm)
                 await llm.update_weight_version(str(self._policy_version))
-                mismatched = await self._call_workers("penstock_attest", [str(path) for path in weights])
+                mismatched = await self._attest(weights, self._layout)
                 if mismatched:
                     what = "vLLM does not hold the model's own weights, or not in a known layout"
                     raise mismatch_error(what, mismatched)
@@ -270,18 +271,22 @@ class VllmEngine:
     async def _load(self, update: WeightUpdate) -> list[str]:
         """Gives the workers what the file holds; the names of tensors that they do not hold afterwards."""
         if update.adapter is None or self._adapters is None:
-            return await self._call_workers("penstock_install", str(update.path))
+            await self._transfer(self._running(), update.path)
+            return await self._attest([update.path], [tensor.name for tensor in update.tensors])
         from services.generator.vllm_adapters import adapter_request
 
         folder = Path(self._adapters.name) / f"install-{self._num_installs}"
         write_peft_folder(folder, path=update.path, adapter=update.adapter)
         try:
-            mismatched = await self._call_workers("penstock_install_adapter", str(folder), update.adapter.scaling)
+            with _worker_errors("take an adapter"):
+                answers: list[list[str]] = await self._running().collective_rpc(
+                    "penstock_install_adapter", args=(str(folder), update.adapter.scaling)
+                )
         finally:
             shutil.rmtree(folder)
         # Named alike for all versions: it is in the slot, and never looked for in a folder again.
         self._adapter_request = adapter_request(self._adapters.name)
-        return mismatched
+        return sorted({name for mismatched in answers for name in mismatched})
 
     async def _make_ready_for_adapters(self) -> None:
         if self._settings.max_lora_rank is None:
@@ -298,14 +303,29 @@ class VllmEngine:
         # The last token of each is not in the cache yet.
         return sum(state.prompt_len + _num_decoded(state) - 1 for state in states)
 
-    async def _call_workers(self, method: str, *arguments: object) -> list[str]:
-        """Calls every worker; the tensor names they answer with, together."""
-        try:
-            answers: list[list[str]] = await self._running().collective_rpc(method, args=arguments)
-        except Exception as error:
-            # vLLM answers whatever went wrong in a worker with a bare Exception.
-            raise EngineError(f"vLLM's workers could not do {method}: {error}") from error
-        return sorted({name for answer in answers for name in answer})
+    async def _begin_transfers(self, llm: AsyncLLM) -> None:
+        from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
+
+        await llm.init_weight_transfer_engine(WeightTransferInitRequest())
+
+    async def _transfer(self, llm: AsyncLLM, path: Path) -> None:
+        """Has vLLM take a file's weights through our transfer engine (`vllm_transfer`), in every worker."""
+        from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
+
+        with _worker_errors(f"take {path}"):
+            await llm.start_weight_update()
+            await llm.update_weights(WeightTransferUpdateRequest(update_info={"path": str(path)}))
+            # The version is set once it is proved.
+            await llm.finish_weight_update()
+
+    async def _attest(self, paths: Sequence[Path], names: Iterable[str]) -> list[str]:
+        """The names of tensors in which the model and the checkpoint differ; none if it holds the checkpoint."""
+        with _worker_errors("prove what they hold"):
+            found: list[dict[str, list[str]]] = await self._running().collective_rpc(
+                "penstock_attest", args=([str(path) for path in paths],)
+            )
+        differing = {name for worker in found for name in worker["differing"]}
+        return sorted(differing | (set(names) - {name for worker in found for name in worker["equal"]}))
 
     async def _decode_one_token(self, llm: AsyncLLM) -> None:
         """Meets now what vLLM would otherwise die of at the first sample, such as a head size its kernels lack."""
@@ -344,6 +364,15 @@ class VllmEngine:
         finally:
             if not is_finished:
                 await llm.abort(request.request_id)
+
+
+@contextmanager
+def _worker_errors(what: str) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:
+        # vLLM answers whatever went wrong in a worker with a bare Exception.
+        raise EngineError(f"vLLM's workers could not {what}: {error}") from error
 
 
 def _num_decoded(state: RequestState) -> int:

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
 # About a second of a tiny model's prefill; a larger model on a CPU goes without seeds.
 _MAX_WHOLE_PREFILL_TOKENS = 2**18
+TRANSFER_BACKEND = "penstock"
+"""What vLLM calls the weight-transfer engine that `vllm_worker` registers."""
 _WORKER_EXTENSION = "services.generator.vllm_worker.PenstockWorkerExtension"
 
 
@@ -40,7 +42,9 @@ class VllmSettings:
     gpu_memory_utilization: float = 0.9
     """Part of each GPU's memory the engine may take."""
     tensor_parallel: int = 1
-    """GPUs one model replica is spread over."""
+    """GPUs one pipeline stage is spread over."""
+    pipeline_parallel: int = 1
+    """Pipeline stages of one model replica."""
     max_lora_rank: int | None = None
     """Highest rank of the adapters it takes; None: it takes whole models."""
     seed: int = 0
@@ -66,6 +70,7 @@ def build_engine(settings: VllmSettings) -> AsyncLLM:
     is_cpu = current_platform.is_cpu()
     if is_cpu:
         os.environ.update(_cpu_environment(settings.num_threads))
+    from vllm.config import WeightTransferConfig
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM
 
@@ -82,6 +87,7 @@ def build_engine(settings: VllmSettings) -> AsyncLLM:
         max_num_seqs=settings.max_num_seqs,
         max_num_batched_tokens=whole_prefill_tokens(settings) if is_cpu else None,
         tensor_parallel_size=settings.tensor_parallel,
+        pipeline_parallel_size=settings.pipeline_parallel,
         gpu_memory_utilization=settings.gpu_memory_utilization,
         kv_cache_memory_bytes=int(settings.kv_cache_gib * 2**30) if is_cpu else None,
         enforce_eager=is_cpu,
@@ -90,6 +96,7 @@ def build_engine(settings: VllmSettings) -> AsyncLLM:
         logprobs_mode="processed_logprobs",
         generation_config="vllm",
         worker_extension_cls=_WORKER_EXTENSION,
+        weight_transfer_config=WeightTransferConfig(backend=TRANSFER_BACKEND),
         disable_log_stats=True,
         **_lora_arguments(settings),
     )

@@ -203,7 +203,7 @@ async def test_one_flipped_bit_in_the_engines_adapter_is_refused_and_the_next_on
     await take(engine, backend, tmp_path)
     name = next(name for name in backend.state_tensors() if name.endswith("layers.1.mlp.gate_proj.lora_B.weight"))
     if isinstance(engine, VllmEngine):
-        await engine._call_workers("penstock_flip_next", name)
+        await engine._llm.collective_rpc("penstock_flip_next", args=(name,))
     else:
         flip_next(monkeypatch, name)
     with pytest.raises(WeightsMismatchError, match=r"layers\.1\.mlp\.gate_proj\.lora_B"):

@@ -16,6 +16,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from penstock.weights import WeightsMismatchError
+from services.generator import vllm_setup
 from services.generator.emulated_engine import EmulatedEngine, EmulatedSpec
 from services.generator.engine import (
     Engine,
@@ -55,7 +56,9 @@ def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest_asyncio.fixture(scope="module", loop_scope="module", params=ENGINES)
 async def engine(request: pytest.FixtureRequest, model_path: Path) -> AsyncIterator[Engine]:
     built = build_engine(request.param, model_path)
-    await built.start()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(vllm_setup, "_WORKER_EXTENSION", "tests.helpers.layerwise_worker.LayerwiseWorkerExtension")
+        await built.start()
     yield built
     await built.stop()
 
@@ -457,12 +460,12 @@ async def test_vllm_attestation_names_each_tensor_that_differs(
         pytest.skip("vLLM's own attestation")
     weights = load_file(model_path / "model.safetensors")
     assert len(weights) == 26
-    path = str(tmp_path / "one_off.safetensors")
+    path = tmp_path / "one_off.safetensors"
     for name, tensor in weights.items():
         one_off = tensor.clone()
         one_off.view(-1)[-1] += 1e-6
         save_file({**weights, name: one_off}, path)
-        differing = await engine._call_workers("penstock_attest", [path])
+        differing = await engine._attest([path], weights)
         tied = {"lm_head.weight"} if name == "model.embed_tokens.weight" else set()
         assert set(differing) == {name} | tied
 
@@ -474,10 +477,26 @@ async def test_vllm_attestation_notices_that_its_own_reload_leaves_a_tied_head_b
         pytest.skip("vLLM's own attestation")
     make_tiny_model(tmp_path, seed=77)
     await engine._llm.collective_rpc("reload_weights", kwargs={"weights_path": str(tmp_path)})
-    differing = await engine._call_workers("penstock_attest", [str(tmp_path / "model.safetensors")])
-    assert differing == ["lm_head.weight"]
+    names = load_file(tmp_path / "model.safetensors")
+    assert await engine._attest([tmp_path / "model.safetensors"], names) == ["lm_head.weight"]
     await take_initial(engine, model_path)
-    assert not await engine._call_workers("penstock_attest", [str(model_path / "model.safetensors")])
+    assert not await engine._attest([model_path / "model.safetensors"], names)
+
+
+async def test_vllm_takes_versions_layer_by_layer_where_it_cannot_refill(
+    engine: Engine, model_path: Path, tmp_path: Path
+) -> None:
+    if not isinstance(engine, VllmEngine):
+        pytest.skip("vLLM's own reload")
+    await engine._llm.collective_rpc("penstock_reload_layerwise", args=(True,))
+    for _ in range(2):
+        path = await take_perturbed(engine, model_path, tmp_path)
+        spans = await collect(engine, make_request())
+        np.testing.assert_allclose(
+            logprobs_of(spans), recompute(model_path, tokens_of(spans), weights=path), rtol=0, atol=1e-4
+        )
+    await engine._llm.collective_rpc("penstock_reload_layerwise", args=(False,))
+    await take_initial(engine, model_path)
 
 
 async def test_truncated_and_greedy_logprobs_are_those_of_what_was_sampled_from(

@@ -23,7 +23,7 @@ from penstock.weights import mismatch_error
 from services.generator import weight_puller
 from services.generator.config import EngineConfig, GeneratorConfig
 from services.generator.emulated_engine import EmulatedEngine, EmulatedSpec
-from services.generator.engine import EngineStoppedError, FinishReason
+from services.generator.engine import EngineStoppedError, FinishReason, GenerateRequest, SamplingSettings
 from services.generator.generator import Generator, GeneratorFailedError
 from services.generator.metrics import GeneratorMetrics
 from services.generator.model_folder import IdText
@@ -257,6 +257,25 @@ async def test_a_hung_decode_is_noticed_and_gives_all_samples_back_with_their_to
             await asyncio.wait_for(asyncio.shield(bench.tasks[0]), 5)
     assert [sample.finish_reason for sample in (first, second)] == [types_pb2.FINISH_REASON_ABORTED] * 2
     assert (first.token_ids, second.token_ids) == (list(range(5, 15)), [])
+
+
+async def test_a_hung_decode_is_noticed_where_only_a_guest_waits(bench):
+    engine = ScriptedEngine()
+    await bench.store.publish(0)
+    async with bench.running(engine, max_silence_s=0.4):
+        await until(lambda: bench.generator.view().state == generator_pb2.GENERATOR_STATE_SERVING)
+        request = GenerateRequest(
+            request_id="guest", prompt_token_ids=(5,), sampling=SamplingSettings(max_new_tokens=9)
+        )
+        spans = bench.generator.guests().decode(request, wait_s=20)
+        token = asyncio.create_task(anext(spans))
+        await until(lambda: "guest" in engine.requests)
+        assert bench.broker.num_finished == 0
+        with pytest.raises(GeneratorFailedError, match="no token for"):
+            await asyncio.wait_for(asyncio.shield(bench.tasks[0]), 20)
+        token.cancel()
+        await asyncio.gather(token, return_exceptions=True)
+        await spans.aclose()
 
 
 async def test_an_engine_that_stands_still_on_purpose_is_not_hung(bench):

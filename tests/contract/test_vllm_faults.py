@@ -78,7 +78,7 @@ async def test_one_flipped_byte_in_the_engine_is_refused_and_the_run_goes_on(ben
     async with running(bench) as engine:
         await until(lambda: all(len(sample.token_ids) > 4 for sample in samples), timeout_s=120)
         # A packed layer: what is read back is what its kernel multiplies by.
-        await engine._call_workers("penstock_flip_next", "model.layers.1.mlp.down_proj.weight")
+        await engine._llm.collective_rpc("penstock_flip_next", args=("model.layers.1.mlp.down_proj.weight",))
         manifest = await publish(bench, 1)
         await until(lambda: bench.generator._held.is_trusted is False)
         assert [report.policy_version for report in bench.store.reports] == [0]
@@ -114,3 +114,18 @@ async def test_a_killed_and_a_hung_engine_give_samples_back_and_a_fresh_one_goes
         assert sample.token_ids[: len(prefix)] == prefix
         assert set(sample.versions[: len(prefix)]) == {0}
         assert set(sample.versions[len(prefix) :]) == {1}
+
+
+async def test_an_engine_out_of_memory_gives_its_samples_back_with_their_tokens(bench, monkeypatch):
+    monkeypatch.setattr(vllm_setup, "_WORKER_EXTENSION", "tests.helpers.exhausted_worker.ExhaustedWorkerExtension")
+    samples = submit_long(bench)
+    await publish(bench, 0)
+    async with running(bench) as engine:
+        await until(lambda: all(len(sample.token_ids) > 4 for sample in samples), timeout_s=120)
+        # A step that got what it asked for would go on, and nothing below would happen.
+        await engine._llm.collective_rpc("penstock_exhaust")
+        with pytest.raises(GeneratorFailedError, match="the vLLM engine process died"):
+            await asyncio.wait_for(asyncio.shield(bench.tasks[0]), 60)
+        assert (await bench.view()).state == generator_pb2.GENERATOR_STATE_FAILED
+    assert [sample.finish_reason for sample in samples] == [ABORTED] * NUM_SAMPLES
+    assert all(len(sample.token_ids) > 4 for sample in samples)

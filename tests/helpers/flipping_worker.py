@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from vllm.lora import lora_model
 
-from services.generator import vllm_worker
+from services.generator.vllm_transfer import Checkpoint
 from services.generator.vllm_worker import PenstockWorkerExtension
 
 
@@ -16,18 +16,17 @@ class FlippingWorkerExtension(PenstockWorkerExtension):
 
     def penstock_flip_next(self, name):
         self._flipped_name = name
-        return []
+        true_read = Checkpoint.read
 
-    def penstock_install(self, path):
-        name, self._flipped_name = self._flipped_name, None
-        if name is None:
-            return super().penstock_install(path)
-        true_tensors = vllm_worker._with_aliases
-        vllm_worker._with_aliases = lambda *arguments: _flipping(true_tensors(*arguments), name)
-        try:
-            return super().penstock_install(path)
-        finally:
-            vllm_worker._with_aliases = true_tensors
+        def read(checkpoint, asked):
+            tensor = true_read(checkpoint, asked)
+            if asked != self._flipped_name:
+                return tensor
+            self._flipped_name = None
+            Checkpoint.read = true_read
+            return _flipped(tensor)
+
+        Checkpoint.read = read
 
     def penstock_install_adapter(self, folder, scaling):
         name, self._flipped_name = self._flipped_name, None
@@ -36,7 +35,7 @@ class FlippingWorkerExtension(PenstockWorkerExtension):
         true_load = lora_model.LoRAModel.from_lora_tensors.__func__
 
         def load(cls, *arguments, tensors, **settings):
-            return true_load(cls, *arguments, tensors=dict(_flipping(tensors.items(), name)), **settings)
+            return true_load(cls, *arguments, tensors={**tensors, name: _flipped(tensors[name])}, **settings)
 
         lora_model.LoRAModel.from_lora_tensors = classmethod(load)
         try:
@@ -45,9 +44,7 @@ class FlippingWorkerExtension(PenstockWorkerExtension):
             lora_model.LoRAModel.from_lora_tensors = classmethod(true_load)
 
 
-def _flipping(tensors, name):
-    for other, tensor in tensors:
-        if other == name:
-            tensor = tensor.clone()
-            tensor.view(torch.uint8).view(-1)[1001] ^= 1
-        yield other, tensor
+def _flipped(tensor):
+    tensor = tensor.clone()
+    tensor.view(torch.uint8).view(-1)[1001] ^= 1
+    return tensor

@@ -1,0 +1,170 @@
+"""What a vLLM model decodes with, tensor by tensor, as the checkpoint names it; fused layers are taken apart again.
+
+On CPU vLLM packs linear weights into oneDNN handles and drops the originals, so what a kernel holds is read by sending
+unit vectors through it: multiplying by 1 and adding zeros is exact, so the answer is the weight itself. Nothing is
+assumed about vLLM's own loading being right: this walks the modules, not the loader's mapping.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import nn
+from vllm.model_executor.layers.linear import (
+    ColumnParallelLinear,
+    LinearBase,
+    QKVParallelLinear,
+    RowParallelLinear,
+)
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
+
+PROBE_FLOPS = 500_000_000
+"""Arithmetic one packed layer's probe may cost; a layer that needs more is sampled, by columns drawn anew each time."""
+MIN_PROBE_COLUMNS = 16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class HeldTensor:
+    """Numbers the model decodes with, and which part of which checkpoint tensor they must equal."""
+
+    name: str
+    """Name in the Hugging Face state dict."""
+    tied_name: str | None = None
+    """The tensor that stands for it where the checkpoint leaves it out as tied."""
+    first_row: int = 0
+    """Where the held rows begin in the checkpoint's tensor."""
+    columns: torch.Tensor | None = None
+    """The checkpoint columns held; all where unset."""
+    values: torch.Tensor
+    """[rows] or [rows, columns]."""
+
+    def matches(self, expected: torch.Tensor) -> bool:
+        """Whether the values equal their part of the checkpoint's tensor, cast to the type that is held."""
+        part = expected.narrow(0, self.first_row, self.values.shape[0]) if expected.dim() else expected
+        if self.columns is not None:
+            part = part[:, self.columns]
+        return bool(torch.equal(part.to(device=self.values.device, dtype=self.values.dtype), self.values))
+
+
+def named_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Modules by the names they have where no adapters are taken: vLLM wraps the layers that may be adapted."""
+    for name, module in model.named_modules():
+        yield name.removesuffix(".base_layer"), module
+
+
+def held_tensors(model: nn.Module) -> Iterator[HeldTensor]:
+    """Every parameter of the model as the checkpoint names it; fused layers yield one part for each original."""
+    packed: dict[str, list[str]] = getattr(model, "packed_modules_mapping", {})
+    tied = tied_heads(model)
+    for module_name, module in named_modules(model):
+        if isinstance(module, LinearBase):
+            yield from _held_by_linear(module_name, module, packed)
+        elif isinstance(module, VocabParallelEmbedding):
+            yield _held_by_vocabulary(module_name, module, tied)
+        else:
+            for name, parameter in module.named_parameters(recurse=False):
+                yield HeldTensor(name=f"{module_name}.{name}", values=parameter.data)
+
+
+def linear_parts(module_name: str, module: LinearBase, packed: dict[str, list[str]]) -> list[tuple[str, int]]:
+    """The checkpoint's layers that this one is fused of, with the rows each has here, in order."""
+    parent, _, own_name = module_name.rpartition(".")
+    parts = [f"{parent}.{part}" for part in packed.get(own_name, [own_name])]
+    sizes: list[int] = list(module.output_partition_sizes)
+    if len(sizes) != len(parts):
+        return [(module_name, sum(sizes))]
+    return list(zip(parts, sizes, strict=True))
+
+
+def _held_by_linear(module_name: str, module: LinearBase, packed: dict[str, list[str]]) -> Iterator[HeldTensor]:
+    weight, columns = _weight_of_kernel(module)
+    if isinstance(module, RowParallelLinear) and module.tp_size > 1:
+        offset = module.tp_rank * module.input_size_per_partition
+        columns = offset + (torch.arange(weight.shape[1], device=weight.device) if columns is None else columns)
+    bias = getattr(module, "bias", None)
+    begin = 0
+    for index, (part, size) in enumerate(linear_parts(module_name, module, packed)):
+        first_row = _shard_index(module, index) * size
+        rows = slice(begin, begin + size)
+        yield HeldTensor(name=f"{part}.weight", first_row=first_row, columns=columns, values=weight[rows])
+        if bias is not None:
+            # Some CPU kernels keep the bias in float32, rounded to the layer's type before.
+            values = bias.data[rows].to(module.params_dtype)
+            yield HeldTensor(name=f"{part}.bias", first_row=first_row, values=values)
+        begin += size
+
+
+def _shard_index(module: LinearBase, part: int) -> int:
+    if isinstance(module, QKVParallelLinear) and part > 0:
+        return int(module.tp_rank // module.num_kv_head_replicas)
+    return int(module.tp_rank) if isinstance(module, ColumnParallelLinear) else 0
+
+
+def _held_by_vocabulary(module_name: str, module: VocabParallelEmbedding, tied: dict[str, str]) -> HeldTensor:
+    name = f"{module_name}.weight"
+    weight, columns = _weight_of_kernel(module) if isinstance(module, ParallelLMHead) else (module.weight.data, None)
+    shard = module.shard_indices
+    num_rows = shard.org_vocab_end_index - shard.org_vocab_start_index
+    return HeldTensor(
+        name=name,
+        tied_name=tied.get(name),
+        first_row=shard.org_vocab_start_index,
+        columns=columns,
+        values=weight[:num_rows],
+    )
+
+
+def _weight_of_kernel(module: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """What the layer multiplies by, [rows, columns], and which columns those are (all where None)."""
+    if not hasattr(module, "cpu_linear"):
+        return module.weight.data, None
+    num_rows, num_columns = sum(_row_sizes(module)), _num_inputs(module)
+    num_probed = max(MIN_PROBE_COLUMNS, PROBE_FLOPS // (2 * num_rows * num_columns))
+    columns = None
+    probe = torch.eye(num_columns, dtype=module.params_dtype) if num_probed >= num_columns else None
+    if probe is None:
+        # Fresh randomness of its own: the global generator belongs to the sampler.
+        generator = torch.Generator().manual_seed(int.from_bytes(os.urandom(7), "little"))
+        columns = torch.randperm(num_columns, generator=generator)[:num_probed]
+        probe = torch.zeros(num_probed, num_columns, dtype=module.params_dtype)
+        probe[torch.arange(num_probed), columns] = 1.0
+    return module.quant_method.apply(module, probe, None).t(), columns
+
+
+def _row_sizes(module: Any) -> list[int]:
+    if isinstance(module, VocabParallelEmbedding):
+        return [module.num_embeddings_per_partition]
+    return list(module.output_partition_sizes)
+
+
+def _num_inputs(module: Any) -> int:
+    if isinstance(module, VocabParallelEmbedding):
+        return int(module.embedding_dim)
+    return int(module.input_size_per_partition)
+
+
+def tied_heads(model: nn.Module) -> dict[str, str]:
+    """Output heads that share an embedding's parameter: the head's weight name to the embedding's."""
+    embeddings: dict[int, str] = {}
+    heads: dict[str, str] = {}
+    for name, module in named_modules(model):
+        if isinstance(module, ParallelLMHead):
+            if id(module.weight) in embeddings:
+                heads[f"{name}.weight"] = embeddings[id(module.weight)]
+        elif isinstance(module, VocabParallelEmbedding):
+            embeddings[id(module.weight)] = f"{name}.weight"
+    return heads
+
+
+@contextlib.contextmanager
+def open_checkpoint(paths: Sequence[str]) -> Iterator[dict[str, Any]]:
+    """Tensor names to the open file that holds each; tensors are read when asked for."""
+    with contextlib.ExitStack() as stack:
+        files = [stack.enter_context(safe_open(path, framework="pt")) for path in paths]
+        yield {name: file for file in files for name in file.keys()}  # noqa: SIM118 (not a mapping)
