@@ -16,6 +16,7 @@ import typer
 
 from console.cli_common import Broker, RunArgument, RunsDir, exit_with, interrupt
 from console.cli_merge import register as register_merge
+from console.cli_planning import register as register_planning
 from console.cli_recording import register as register_recording
 
 app = typer.Typer(
@@ -236,6 +237,7 @@ def audit(
 
 
 register_recording(app)
+register_planning(app)
 register_merge(app)
 
 

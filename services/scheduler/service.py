@@ -3,23 +3,28 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator
 from typing import Any
 
 import grpc
 
 from penstock.clock import Clock
-from penstock.errors import InvalidFieldError, NotOfferedError, ServiceUnavailableError, UnknownRunError
+from penstock.errors import InvalidFieldError, QueueFullError, ServiceUnavailableError, UnknownRunError
 from penstock.v1 import scheduler_pb2 as pb
 from penstock.v1 import scheduler_pb2_grpc
 from services.scheduler.inventory import Inventory
 from services.scheduler.lengths.forecaster import LengthForecaster
 from services.scheduler.plan import SOLVER, first_fit
+from services.scheduler.problem_plan import checked_problem, plan_problem
 
 MAX_QUERIES = 1024
 MAX_OBSERVATIONS = 4096
 MAX_GENERATORS = 10_000
 MAX_PLANS = 1_000
+MAX_SOLVING = 2
+"""Problems that are solved at once; each takes a core."""
+DEFAULT_BUDGET_S, MAX_BUDGET_S = 10.0, 600.0
 _SOLVERS = ("", "auto", SOLVER)
 
 Context = grpc.aio.ServicerContext[Any, Any]
@@ -36,6 +41,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         self.lengths = lengths
         self._plans: dict[str, pb.Plan] = {}
         self._plan_changed = asyncio.Event()
+        self._num_solving = 0
 
     async def RegisterNode(self, request: pb.RegisterNodeRequest, context: Context) -> pb.RegisterNodeResponse:
         """Add or replace a machine."""
@@ -62,12 +68,15 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         return pb.GetPlanResponse(plan=self._plan_of(request.run_id))
 
     async def CreatePlan(self, request: pb.CreatePlanRequest, context: Context) -> pb.CreatePlanResponse:
-        """Plan a run over the machines that are alive."""
+        """Plan a run: over the machines of its problem, or first fit over those that are alive."""
         _check_plan_request(request)
+        if request.problem_json:
+            plan = await self._solved(request)
+        else:
+            views = self._inventory.views(now_s=self._clock.now_s())
+            plan = first_fit(views, run_id=request.run_id, num_generators=request.num_generators)
         if request.run_id not in self._plans and len(self._plans) >= MAX_PLANS:
             self._plans.pop(next(iter(self._plans)))
-        views = self._inventory.views(now_s=self._clock.now_s())
-        plan = first_fit(views, run_id=request.run_id, num_generators=request.num_generators)
         plan.revision = self._plans[request.run_id].revision + 1 if request.run_id in self._plans else 1
         plan.create_time.FromMilliseconds(int(self._clock.now_s() * 1000))
         self._plans[request.run_id] = plan
@@ -106,6 +115,29 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         """What forecasts lengths now."""
         return self.lengths.describe(request.run_id)
 
+    async def _solved(self, request: pb.CreatePlanRequest) -> pb.Plan:
+        problem, solver = checked_problem(request.problem_json, request.solver)
+        if self._num_solving >= MAX_SOLVING:
+            raise QueueFullError(f"{MAX_SOLVING} problems are being solved; ask again later", queue="plans")
+        budget_s = request.budget.ToNanoseconds() / 1e9 if request.HasField("budget") else DEFAULT_BUDGET_S
+        end_s = time.monotonic() + budget_s
+
+        def time_left() -> float:
+            return 0.0 if self.stopping.is_set() else end_s - time.monotonic()
+
+        self._num_solving += 1
+        solving = asyncio.create_task(
+            asyncio.to_thread(plan_problem, problem, run_id=request.run_id, solver=solver, time_left=time_left)
+        )
+        # The thread goes on until its time is over though nobody waits for it any more; until then its place is taken.
+        solving.add_done_callback(self._solving_ended)
+        return await asyncio.shield(solving)
+
+    def _solving_ended(self, solving: asyncio.Task[pb.Plan]) -> None:
+        self._num_solving -= 1
+        if not solving.cancelled():
+            solving.exception()
+
     def _plan_of(self, run_id: str) -> pb.Plan:
         plan = self._plans.get(run_id)
         if plan is None:
@@ -117,12 +149,17 @@ def _check_plan_request(request: pb.CreatePlanRequest) -> None:
     if not request.run_id:
         raise InvalidFieldError("run_id: required", field="run_id")
     _check_count("num_generators", request.num_generators, MAX_GENERATORS)
-    if request.problem_json:
-        raise NotOfferedError(
-            "problem_json: this scheduler plans by first fit only; leave it empty", field="problem_json"
+    if request.HasField("budget") and not 0 < request.budget.ToNanoseconds() <= MAX_BUDGET_S * 1e9:
+        raise InvalidFieldError(f"budget: must be above 0 and at most {MAX_BUDGET_S:.0f} s", field="budget")
+    if request.problem_json and request.num_generators:
+        raise InvalidFieldError(
+            "num_generators: a problem_json states the machines, and the plan says how many generate; leave it 0",
+            field="num_generators",
         )
-    if request.solver not in _SOLVERS:
-        raise InvalidFieldError(f"solver: {request.solver!r} is unknown; use auto or {SOLVER}", field="solver")
+    if not request.problem_json and request.solver not in _SOLVERS:
+        raise InvalidFieldError(
+            f"solver: {request.solver!r} needs a problem_json; without one there is auto and {SOLVER}", field="solver"
+        )
 
 
 def _check_count(name: str, count: int, most: int) -> None:

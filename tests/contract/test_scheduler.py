@@ -2,22 +2,27 @@ import asyncio
 import json
 import subprocess
 import sys
+import threading
 
 import numpy as np
 import pytest
+from google.protobuf.duration_pb2 import Duration
 from prometheus_client import CollectorRegistry
 
 from console.lengths import fetch_lengths, length_lines, lengths_table
 from penstock.clients.inventory import report_node, this_machine
 from penstock.clock import ManualClock
-from penstock.errors import InvalidFieldError, NotOfferedError, PenstockError, UnknownRunError
+from penstock.errors import InvalidFieldError, PenstockError, QueueFullError, UnknownRunError
 from penstock.rpc import call, open_channel, wait_until_serving
 from penstock.security import NO_SECURITY
 from penstock.v1 import scheduler_pb2 as pb
 from penstock.v1 import scheduler_pb2_grpc
+from services.scheduler import service as scheduler_service
 from services.scheduler.config import LengthsConfig
+from services.scheduler.cost_model.rm1 import Rm1
 from services.scheduler.server import SERVICE_NAME, make_forecaster, make_service
 from services.scheduler.service import MAX_QUERIES, SchedulerServicer
+from tests.helpers.planning import document, problem
 from tests.helpers.serving import channel_to, serving
 
 
@@ -29,6 +34,10 @@ def scheduler(interval_s=5.0):
 
 async def ask(channel, method, request):
     return await call(getattr(scheduler_pb2_grpc.SchedulerServiceStub(channel), method), request, peer="scheduler")
+
+
+def problem_request(name, *overrides):
+    return pb.CreatePlanRequest(run_id="r", problem_json=json.dumps(document(name, *overrides)))
 
 
 async def test_a_registered_machine_is_listed_and_planned_for():
@@ -63,7 +72,13 @@ async def test_watching_a_plan_gives_the_one_in_force_and_then_revisions():
         ("GetPlan", pb.GetPlanRequest(run_id="nobody"), UnknownRunError),
         ("CreatePlan", pb.CreatePlanRequest(), InvalidFieldError),
         ("CreatePlan", pb.CreatePlanRequest(run_id="r", solver="oracle"), InvalidFieldError),
-        ("CreatePlan", pb.CreatePlanRequest(run_id="r", problem_json="{}"), NotOfferedError),
+        ("CreatePlan", pb.CreatePlanRequest(run_id="r", solver="exhaustive"), InvalidFieldError),
+        ("CreatePlan", pb.CreatePlanRequest(run_id="r", problem_json="{}"), InvalidFieldError),
+        ("CreatePlan", pb.CreatePlanRequest(run_id="r", problem_json="{}", solver="first_fit"), InvalidFieldError),
+        ("CreatePlan", pb.CreatePlanRequest(run_id="r", problem_json="{}", num_generators=1), InvalidFieldError),
+        ("CreatePlan", pb.CreatePlanRequest(run_id="r", problem_json=" " * (2 << 20)), InvalidFieldError),
+        ("CreatePlan", pb.CreatePlanRequest(run_id="r", budget=Duration(seconds=-1)), InvalidFieldError),
+        ("CreatePlan", pb.CreatePlanRequest(run_id="r", budget=Duration(seconds=3600)), InvalidFieldError),
         ("RegisterNode", pb.RegisterNodeRequest(), InvalidFieldError),
         (
             "ForecastLengths",
@@ -77,6 +92,52 @@ async def test_bad_requests_are_refused_with_a_reason(method, request_, error):
     async with channel_to(scheduler()) as channel:
         with pytest.raises(error):
             await ask(channel, method, request_)
+
+
+async def test_a_problem_is_answered_with_the_plan_that_is_best_for_its_machines():
+    async with channel_to(scheduler()) as channel:
+        plan = (await ask(channel, "CreatePlan", problem_request("tiny_02"))).plan
+        read = (await ask(channel, "GetPlan", pb.GetPlanRequest(run_id="r"))).plan
+
+    rm1 = Rm1(problem("tiny_02"))
+    assert read == plan
+    assert (plan.revision, plan.solver) == (1, "exhaustive")
+    assert plan.expected_tokens_per_second == pytest.approx(13.170059514017444 * rm1.demand.completion_tokens)
+    assert plan.bound_tokens_per_second == pytest.approx(plan.expected_tokens_per_second)
+    used = {}
+    for each in plan.assignments:
+        used.setdefault(each.node_id, []).extend(each.accelerator_indices)
+    assert used == {name: list(range(8)) for name in ("h800-0", "h20-0")}
+    for role in (pb.ROLE_GENERATOR, pb.ROLE_TRAINER):
+        assert sum(each.share for each in plan.assignments if each.role == role) == pytest.approx(1)
+
+
+async def test_a_problem_that_no_plan_solves_is_answered_with_the_reason():
+    async with channel_to(scheduler()) as channel:
+        with pytest.raises(PenstockError, match=r"no plan can run: training needs 960 GB.*\(r0\) offers 890 GB"):
+            await ask(channel, "CreatePlan", problem_request("tiny_04", "model.params=60e9"))
+        with pytest.raises(UnknownRunError):
+            await ask(channel, "GetPlan", pb.GetPlanRequest(run_id="r"))
+
+
+async def test_more_problems_at_once_than_cores_are_set_aside_for_are_refused(monkeypatch):
+    begun, may_end = threading.Semaphore(0), threading.Event()
+
+    def plan_slowly(problem, *, run_id, solver, time_left):
+        begun.release()
+        assert may_end.wait(timeout=30)
+        return pb.Plan(run_id=run_id)
+
+    monkeypatch.setattr(scheduler_service, "plan_problem", plan_slowly)
+    async with channel_to(scheduler()) as channel:
+        asked = [asyncio.create_task(ask(channel, "CreatePlan", problem_request("tiny_02"))) for _ in range(2)]
+        for _ in asked:
+            assert await asyncio.to_thread(begun.acquire, timeout=30)
+        with pytest.raises(QueueFullError):
+            await ask(channel, "CreatePlan", problem_request("tiny_02"))
+        may_end.set()
+        await asyncio.gather(*asked)
+        await ask(channel, "CreatePlan", problem_request("tiny_02"))
 
 
 async def test_lengths_reported_are_forecast():

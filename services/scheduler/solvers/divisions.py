@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import product
+from itertools import islice
 
 from services.scheduler.cost_model.rm1 import Rm1
 from services.scheduler.plan_document import PlanDocument, Replicas, TrainShare
@@ -42,23 +42,28 @@ class Division:
         return sum(split.train_gpus > 0 for split in self.splits)
 
 
-def machine_splits(rm1: Rm1, node: NodeClass) -> list[Split]:
+def machine_splits(rm1: Rm1, node: NodeClass) -> Iterator[Split]:
     """Every way to divide one machine that leaves no room for one more replica."""
-    degrees = rm1.degrees[node.name]
-    smallest = min(degrees, default=node.gpus + 1)
-    found = []
     for train_gpus in range(node.gpus + 1):
-        left = node.gpus - train_gpus
-        for replicas in product(*(range(left // degree + 1) for degree in degrees)):
-            idle = left - sum(count * degree for count, degree in zip(replicas, degrees, strict=True))
-            if 0 <= idle < smallest:
-                found.append(Split(replicas, train_gpus))
-    return found
+        for replicas in _filled(rm1.degrees[node.name], node.gpus - train_gpus):
+            yield Split(replicas, train_gpus)
+
+
+def _filled(degrees: tuple[int, ...], gpus: int) -> Iterator[tuple[int, ...]]:
+    """Replicas of each degree, ascending, that leave fewer GPUs idle than the smallest takes."""
+    if not degrees:
+        yield ()
+    elif len(degrees) == 1:
+        yield (gpus // degrees[0],)
+    else:
+        for count in range(gpus // degrees[-1] + 1):
+            for smaller in _filled(degrees[:-1], gpus - count * degrees[-1]):
+                yield (*smaller, count)
 
 
 def divisions(rm1: Rm1, node: NodeClass, *, most: int) -> list[Division] | None:
     """Every division of an entry's machines, one for each sum; None when they are more than `most`."""
-    splits = machine_splits(rm1, node)
+    splits = list(islice(machine_splits(rm1, node), most + 1))
     found: dict[tuple[int, ...], tuple[Split, ...]] = {(): ()}
     for _ in range(node.count):
         longer: dict[tuple[int, ...], tuple[Split, ...]] = {}

@@ -13,7 +13,7 @@ import numpy.typing as npt
 from services.scheduler.cost_model.rm1 import Infeasible, Rm1, Score
 from services.scheduler.plan_document import PlanDocument
 from services.scheduler.solvers.divisions import Division, divisions, plan_of
-from services.scheduler.solvers.interface import IsOver, ProblemTooLargeError, Solution, infeasibility
+from services.scheduler.solvers.interface import ProblemTooLargeError, Solution, TimeLeft, infeasibility
 
 MAX_PLANS = 6_000_000
 """Plans that are bounded; each takes some 50 bytes at the peak."""
@@ -27,7 +27,7 @@ class ExhaustiveSolver:
 
     name = "exhaustive"
 
-    def solve(self, rm1: Rm1, *, is_over: IsOver, seed: int) -> Solution:
+    def solve(self, rm1: Rm1, *, time_left: TimeLeft, seed: int) -> Solution:
         """The best plan there is; or, when time runs out, the best so far and a bound on the rest."""
         if (reason := infeasibility(rm1)) is not None:
             return Solution(None, Infeasible(reason), 0.0, True, 0, self.name)
@@ -41,7 +41,7 @@ class ExhaustiveSolver:
             bound = float(bounds[candidate])
             if bound <= best[1].samples_per_second:
                 return Solution(*best, best[1].samples_per_second, True, num_evaluated, self.name)
-            if is_over():
+            if time_left() <= 0:
                 return Solution(*best, bound, False, num_evaluated, self.name)
             indices = np.unravel_index(candidate, shape)
             plan = plan_of(rm1, [options[index] for options, index in zip(choices, indices, strict=True)])

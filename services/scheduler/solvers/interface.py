@@ -1,7 +1,7 @@
 """What every solver takes and gives.
 
-A solver is deterministic in its seed where its time does not run out. It owns no clock: it asks whether its time is
-over, and then answers with the best it has. Infeasible is an answer.
+A solver is deterministic in its seed where its time does not run out. It owns no clock: it asks how much time is left,
+and when none is, it answers with the best it has. Infeasible is an answer.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from typing import Protocol
 from services.scheduler.cost_model.rm1 import Infeasible, Rm1, Score
 from services.scheduler.plan_document import PlanDocument
 
-IsOver = Callable[[], bool]
+TimeLeft = Callable[[], float]
+"""Seconds left; not above 0 when the time is over."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +39,7 @@ class Solver(Protocol):
     def name(self) -> str:
         """What people call it."""
 
-    def solve(self, rm1: Rm1, *, is_over: IsOver, seed: int) -> Solution:
+    def solve(self, rm1: Rm1, *, time_left: TimeLeft, seed: int) -> Solution:
         """The best plan it finds until its time is over. Raises ProblemTooLargeError."""
 
 

@@ -11,8 +11,8 @@ from services.scheduler.solvers.interface import ProblemTooLargeError
 from tests.helpers.planning import problem
 
 
-def never():
-    return False
+def forever():
+    return 1.0
 
 
 @pytest.mark.parametrize(
@@ -21,7 +21,7 @@ def never():
 )
 def test_the_optimum_is_that_of_an_independent_enumeration(name, optimum):
     rm1 = Rm1(problem(name))
-    solution = ExhaustiveSolver().solve(rm1, is_over=never, seed=0)
+    solution = ExhaustiveSolver().solve(rm1, time_left=forever, seed=0)
 
     assert solution.is_optimal
     assert solution.score.samples_per_second == pytest.approx(optimum, rel=1e-9)
@@ -35,7 +35,7 @@ def test_bounds_leave_nothing_better_out():
     best = max(rm1.score(plan_of(rm1, parts)).samples_per_second for parts in itertools.product(*choices))
 
     assert best > 0
-    assert ExhaustiveSolver().solve(rm1, is_over=never, seed=0).score.samples_per_second == best
+    assert ExhaustiveSolver().solve(rm1, time_left=forever, seed=0).score.samples_per_second == best
 
 
 def test_splits_of_a_machine_fit_it_and_leave_no_room_for_another_replica():
@@ -43,7 +43,7 @@ def test_splits_of_a_machine_fit_it_and_leave_no_room_for_another_replica():
     node = rm1.nodes["l4-0"]
     degrees = rm1.degrees["l4"]
 
-    splits = machine_splits(rm1, node)
+    splits = list(machine_splits(rm1, node))
     assert degrees == (1, 2, 4, 8)
     assert len(set(splits)) == len(splits) == 36
     for split in splits:
@@ -51,9 +51,9 @@ def test_splits_of_a_machine_fit_it_and_leave_no_room_for_another_replica():
 
 
 def test_at_its_deadline_it_answers_with_the_best_so_far_and_a_bound_on_the_rest():
-    answers = itertools.chain([False] * 3, itertools.repeat(True))
+    answers = itertools.chain([1.0] * 3, itertools.repeat(0.0))
     rm1 = Rm1(problem("tiny_04"))
-    solution = ExhaustiveSolver().solve(rm1, is_over=lambda: next(answers), seed=0)
+    solution = ExhaustiveSolver().solve(rm1, time_left=lambda: next(answers), seed=0)
 
     assert not solution.is_optimal
     assert solution.num_evaluated == 3
@@ -71,7 +71,7 @@ def test_at_its_deadline_it_answers_with_the_best_so_far_and_a_bound_on_the_rest
 )
 def test_infeasible_is_an_answer_with_its_reason(override, told):
     stated = problem("tiny_04", override)
-    solution = ExhaustiveSolver().solve(Rm1(stated), is_over=never, seed=0)
+    solution = ExhaustiveSolver().solve(Rm1(stated), time_left=forever, seed=0)
 
     assert (solution.plan is None) == (told is not None)
     if told is not None:
@@ -83,4 +83,4 @@ def test_a_problem_with_too_many_plans_is_refused(monkeypatch):
     monkeypatch.setattr(exhaustive, "MAX_PLANS", 1000)
 
     with pytest.raises(ProblemTooLargeError, match="too many to look at each"):
-        ExhaustiveSolver().solve(Rm1(problem("tiny_04")), is_over=never, seed=0)
+        ExhaustiveSolver().solve(Rm1(problem("tiny_04")), time_left=forever, seed=0)

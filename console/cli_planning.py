@@ -1,0 +1,42 @@
+"""The commands that plan: names, options and help. Imports nothing but typer until one runs."""
+
+# ruff: noqa: D301 - a backspace is click's mark for a paragraph that is not wrapped anew, so no docstring here is raw.
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from console.cli_common import exit_with
+
+
+def register(app: typer.Typer) -> None:
+    """Add the commands."""
+    app.command()(plan)
+
+
+def plan(
+    problem: Annotated[Path, typer.Argument(metavar="PROBLEM", help="Cluster, model and workload: .yaml or .json.")],
+    solver: Annotated[str, typer.Option("--solver", help="auto, exhaustive.")] = "auto",
+    budget_s: Annotated[float, typer.Option("--budget-s", min=0.1, max=86_400, help="Time to search, seconds.")] = 30,
+    seed: Annotated[int, typer.Option("--seed", min=0, help="Of the search.")] = 0,
+    json_output: Annotated[bool, typer.Option("--json", help="Print JSON; docs/planning.md describes it.")] = False,
+) -> None:
+    """Plan who generates and who trains on unlike machines, and say what that would achieve.
+
+    Nothing is started. Exit status 1 when no plan can run; the reason is told.
+
+    \b
+    Examples:
+      penstock plan examples/two_sites.yaml
+      penstock plan examples/two_sites.yaml --solver exhaustive --json
+    """
+
+    def work() -> int:
+        from console.plan import plan_command
+
+        return plan_command(problem, solver=solver, budget_s=budget_s, seed=seed, is_json=json_output)
+
+    exit_with(work)

@@ -1,0 +1,69 @@
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from console.cli import app
+from services.scheduler.cost_model.rm1 import Rm1
+from services.scheduler.plan_document import PlanDocument
+from services.scheduler.problem import read_problem
+from tests.helpers.console import ROOT
+from tests.helpers.planning import INSTANCES, document
+
+EXAMPLE = str(ROOT / "examples" / "two_sites.yaml")
+
+
+def plan(*arguments):
+    return CliRunner().invoke(app, ["plan", *arguments])
+
+
+def test_the_example_is_planned_and_shown_to_people():
+    result = plan(EXAMPLE)
+
+    assert result.exit_code == 0, result.output
+    for words in ("a100-0", "l40s-0 and 1 like it", "train, 8 of 8 GPUs", "samples/s", "an hour", "optimal"):
+        assert words in result.output
+
+
+def test_programs_get_the_plan_and_its_numbers():
+    result = plan(str(INSTANCES / "tiny_02.json"), "--json")
+    answer = json.loads(result.output)
+
+    rm1 = Rm1(read_problem(INSTANCES / "tiny_02.json"))
+    score = rm1.score(PlanDocument.model_validate(answer["rm1_plan"]))
+    assert answer["samples_per_second"] == pytest.approx(score.samples_per_second)
+    assert answer["tokens_per_second"] == pytest.approx(score.samples_per_second * rm1.demand.completion_tokens)
+    assert answer["usd_per_hour"] == pytest.approx(8 * 5.28 + 8 * 1.85)
+    assert answer["usd_per_million_tokens"] == pytest.approx(
+        answer["usd_per_hour"] / (answer["tokens_per_second"] * 3600 / 1e6)
+    )
+    assert answer["gap"] == 0
+    assert answer["is_optimal"]
+    assert answer["upper_bound_samples_per_second"] == answer["samples_per_second"]
+
+
+def test_a_cluster_that_is_too_small_ends_with_status_1_and_the_reason(tmp_path):
+    path = tmp_path / "large.json"
+    path.write_text(json.dumps(document("tiny_04", "model.params=60e9")))
+
+    told = plan(str(path))
+    assert told.exit_code == 1
+    assert "training needs 960 GB" in told.output
+    answer = json.loads(plan(str(path), "--json").output)
+    assert (answer["is_feasible"], answer["rm1_plan"]) == (False, None)
+    assert "training needs 960 GB" in answer["reason"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        ([EXAMPLE, "--solver", "oracle"], "--solver: 'oracle' is unknown; there is: auto, exhaustive"),
+        (["nowhere.yaml"], "nowhere.yaml: no such file"),
+        (["nowhere.json"], "nowhere.json: cannot be read"),
+    ],
+)
+def test_mistakes_are_told_in_a_line(arguments, told):
+    result = plan(*arguments)
+
+    assert result.exit_code == 2
+    assert told in result.output
