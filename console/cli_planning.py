@@ -19,7 +19,7 @@ def register(app: typer.Typer) -> None:
 
 def plan(
     problem: Annotated[Path, typer.Argument(metavar="PROBLEM", help="Cluster, model and workload: .yaml or .json.")],
-    solver: Annotated[str, typer.Option("--solver", help="auto, exhaustive.")] = "auto",
+    solver: Annotated[str, typer.Option("--solver", help="auto, exhaustive or milp.")] = "auto",
     budget_s: Annotated[float, typer.Option("--budget-s", min=0.1, max=86_400, help="Time to search, seconds.")] = 30,
     seed: Annotated[int, typer.Option("--seed", min=0, help="Of the search.")] = 0,
     json_output: Annotated[bool, typer.Option("--json", help="Print JSON; docs/planning.md describes it.")] = False,

@@ -3,23 +3,51 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 from services.scheduler.cost_model.rm1 import Infeasible, Rm1, Score
 from services.scheduler.problem import Problem
 from services.scheduler.solvers.exhaustive import ExhaustiveSolver
-from services.scheduler.solvers.interface import Solution, Solver, TimeLeft
+from services.scheduler.solvers.interface import ProblemTooLargeError, Solution, Solver, TimeLeft
+from services.scheduler.solvers.milp import MilpSolver
 
 AUTO = "auto"
-SOLVERS: dict[str, Solver] = {solver.name: solver for solver in (ExhaustiveSolver(),)}
+SOLVERS: dict[str, Solver] = {solver.name: solver for solver in (ExhaustiveSolver(), MilpSolver())}
 COST_MODEL = "rm1"
+_AUTO_SHARE = 0.5
+"""Of the time, left for the search after exhaustive search began."""
 
 Document = dict[str, Any]
 
 
 def solve(rm1: Rm1, solver: str, *, time_left: TimeLeft, seed: int = 0) -> Solution:
     """The plan of a solver by name (`auto`, or a key of SOLVERS). Raises ProblemTooLargeError."""
-    return SOLVERS["exhaustive" if solver == AUTO else solver].solve(rm1, time_left=time_left, seed=seed)
+    if solver != AUTO:
+        return SOLVERS[solver].solve(rm1, time_left=time_left, seed=seed)
+    whole_s = time_left()
+    first: Solution | None = None
+    try:
+        # Small problems are proved in a moment; of large ones the search finds more in the same time.
+        first = SOLVERS["exhaustive"].solve(rm1, time_left=lambda: time_left() - _AUTO_SHARE * whole_s, seed=seed)
+        if first.is_optimal:
+            return first
+    except ProblemTooLargeError:
+        pass
+    second = SOLVERS["milp"].solve(rm1, time_left=time_left, seed=seed)
+    return second if first is None else _better(first, second)
+
+
+def _better(one: Solution, other: Solution) -> Solution:
+    best = max((one, other), key=lambda each: each.score.samples_per_second)
+    bounds = [
+        each.upper_bound_samples_per_second for each in (one, other) if each.upper_bound_samples_per_second is not None
+    ]
+    return replace(
+        best,
+        upper_bound_samples_per_second=min(bounds, default=None),
+        num_evaluated=one.num_evaluated + other.num_evaluated,
+    )
 
 
 def plan_document(rm1: Rm1, solution: Solution, *, solve_s: float) -> Document:

@@ -32,6 +32,12 @@ class Division:
     splits: tuple[Split, ...]
 
     @property
+    def sums(self) -> tuple[int, ...]:
+        """What of it the score depends on: replicas of each degree, GPUs that train, machines with one of those."""
+        replicas = (sum(counts) for counts in zip(*(split.replicas for split in self.splits), strict=True))
+        return (*replicas, self.train_gpus, self.train_nodes)
+
+    @property
     def train_gpus(self) -> int:
         """GPUs in the training pool."""
         return sum(split.train_gpus for split in self.splits)

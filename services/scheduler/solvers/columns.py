@@ -1,0 +1,114 @@
+"""The integer program over columns: how many machines of each entry are divided in which way.
+
+It maximises the smaller of what generators make and what trainers take. Pauses and the fixed time of a training step
+make both concave in the sums of rates; tangents bound them from above, so the solver's own bound bounds every plan.
+Slow links to generators, all-reduce inside a region and the staleness bound, which only take away, are left out.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+
+from ortools.math_opt.python import mathopt
+
+from services.scheduler.cost_model.rm1 import Rm1
+from services.scheduler.problem import NodeClass
+from services.scheduler.solvers.divisions import Division, Split
+
+_NUM_TANGENTS = 16
+_GAP = 1e-4
+
+
+@dataclass(frozen=True, slots=True)
+class ColumnSolution:
+    """What the program answers for one place of training."""
+
+    parts: list[Division] | None
+    """None when time ended before anything was found, or nothing fits."""
+    upper_bound: float | None
+    """Samples per second that no plan exceeds which trains there; None when the solver proved none."""
+
+
+def solve_columns(
+    rm1: Rm1, columns: Mapping[str, Sequence[Split]], home: str | None, *, limit_s: float, seed: int
+) -> ColumnSolution:
+    """The best sums of rates with training in region `home` only, or spanning regions when it is None."""
+    problem, demand = rm1.problem, rm1.demand
+    model = mathopt.Model(name="columns")
+    counts: list[tuple[NodeClass, list[tuple[Split, mathopt.Variable]]]] = []
+    for node in problem.nodes:
+        allowed = [split for split in columns[node.name] if home in (None, node.region) or split.train_gpus == 0]
+        chosen = [(split, model.add_integer_variable(lb=0, ub=node.count)) for split in allowed]
+        counts.append((node, chosen))
+        model.add_linear_constraint(mathopt.fast_sum(count for _, count in chosen) == node.count)
+    made = mathopt.fast_sum(made_by(rm1, node, split) * count for node, chosen in counts for split, count in chosen)
+    trained = mathopt.fast_sum(
+        split.train_gpus * rm1.gpu_training_rate[node.name] * count
+        for node, chosen in counts
+        for split, count in chosen
+    )
+    # In GB, beside rates of like size.
+    memory = mathopt.fast_sum(
+        split.train_gpus * rm1.usable_bytes[node.name] / 1e9 * count
+        for node, chosen in counts
+        for split, count in chosen
+    )
+    model.add_linear_constraint(memory >= demand.training_state_bytes / 1e9)
+    throughput = model.add_variable(lb=0, ub=math.inf if home is not None else _spanning_ceiling(rm1))
+    for rate, most, lost_s in (
+        (made, _most_made(rm1, columns), problem.cost_model.sync_pause_s),
+        (trained, _most_trained(rm1), problem.cost_model.train_overhead_s),
+    ):
+        for value, slope, at in _tangents(most, lost_s / demand.samples_per_step):
+            model.add_linear_constraint(throughput <= value + slope * (rate - at))
+    model.maximize(throughput)
+    parameters = mathopt.SolveParameters(
+        time_limit=timedelta(seconds=limit_s), relative_gap_tolerance=_GAP, random_seed=seed % 2**31
+    )
+    result = mathopt.solve(model, mathopt.SolverType.HIGHS, params=parameters)
+    bound = result.termination.objective_bounds.dual_bound
+    parts = None
+    if result.has_primal_feasible_solution():
+        values = result.variable_values()
+        parts = [
+            Division(node, tuple(split for split, count in chosen for _ in range(round(values[count]))))
+            for node, chosen in counts
+        ]
+    if result.termination.reason == mathopt.TerminationReason.INFEASIBLE:
+        return ColumnSolution(None, 0.0)
+    return ColumnSolution(parts, bound if math.isfinite(bound) else None)
+
+
+def made_by(rm1: Rm1, node: NodeClass, split: Split) -> float:
+    """Samples per second of one machine's replicas at their largest batch, all fresh."""
+    states = [rm1.replica(node, degree) for degree in rm1.degrees[node.name]]
+    rates = [state.samples_per_second if state is not None else 0.0 for state in states]
+    return sum(count * rate for count, rate in zip(split.replicas, rates, strict=True))
+
+
+def _spanning_ceiling(rm1: Rm1) -> float:
+    """Samples per second of a pool that spans regions: gradients cross the fastest link once a step, at least."""
+    links = [link.bw_Gbps * 1e9 / 8 for link in rm1.problem.links if link.a != link.b]
+    allreduce_s = rm1.demand.gradient_bytes / max(links)
+    return rm1.demand.samples_per_step / (allreduce_s + rm1.problem.cost_model.train_overhead_s)
+
+
+def _most_made(rm1: Rm1, columns: Mapping[str, Sequence[Split]]) -> float:
+    return sum(
+        node.count * max(made_by(rm1, node, split) for split in columns[node.name]) for node in rm1.problem.nodes
+    )
+
+
+def _most_trained(rm1: Rm1) -> float:
+    return sum(node.count * node.gpus * rm1.gpu_training_rate[node.name] for node in rm1.problem.nodes)
+
+
+def _tangents(most: float, lost_per_sample_s: float) -> list[tuple[float, float, float]]:
+    """Of rate / (1 + lost rate) at rates up to `most`: value, slope and where; one line where nothing is lost."""
+    num_tangents = _NUM_TANGENTS if lost_per_sample_s > 0 else 1
+    points = [most * index / num_tangents for index in range(num_tangents)]
+    kept = [1 / (1 + lost_per_sample_s * point) for point in points]
+    return [(point * share, share**2, point) for point, share in zip(points, kept, strict=True)]

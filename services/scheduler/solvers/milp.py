@@ -1,0 +1,174 @@
+"""An integer program, then a local search: for clusters too large to look at every plan.
+
+The program (`columns`) gives a first plan and an upper bound. It does not see slow links, all-reduce and the staleness
+bound, so the search goes on under the true score, from its plans and from plain divisions: whole entries or single
+machines are divided anew; from the best, random changes of two machines begin again. Ends when those stop helping.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from itertools import islice
+from random import Random
+
+from services.scheduler.cost_model.rm1 import Infeasible, Rm1, Score
+from services.scheduler.problem import NodeClass
+from services.scheduler.solvers.columns import solve_columns
+from services.scheduler.solvers.divisions import Division, Split, machine_splits, plan_of
+from services.scheduler.solvers.interface import ProblemTooLargeError, Solution, TimeLeft, infeasibility
+
+MAX_COLUMNS = 20_000
+"""Ways to divide one machine of each entry, in all."""
+_PROGRAM_SHARE = 0.3
+"""Of the time, for the integer programs."""
+_MAX_KICKS = 40
+"""Random changes in a row that did not help, after which the search ends."""
+_BETTER = 1 + 1e-9
+
+_Parts = tuple[Division, ...]
+
+
+class MilpSolver:
+    """Columns, then local search."""
+
+    name = "milp"
+
+    def solve(self, rm1: Rm1, *, time_left: TimeLeft, seed: int) -> Solution:
+        """A good plan, and an upper bound where every integer program proved one."""
+        if (reason := infeasibility(rm1)) is not None:
+            return Solution(None, Infeasible(reason), 0.0, True, 0, self.name)
+        columns = {node.name: list(islice(machine_splits(rm1, node), MAX_COLUMNS)) for node in rm1.problem.nodes}
+        if sum(map(len, columns.values())) >= MAX_COLUMNS:
+            raise ProblemTooLargeError(f"milp: machines can be divided in more than {MAX_COLUMNS:,} ways; lower max_tp")
+        search = _Search(rm1, columns, time_left, Random(seed))
+        bound = self._programs(rm1, columns, search, time_left, seed)
+        for start in search.plain_starts():
+            search.climb(start)
+        search.kick()
+        is_optimal = bound is not None and search.best_rate >= bound / (1 + 1e-4)
+        if search.best is None:
+            return Solution(None, search.answer, bound, False, search.num_evaluated, self.name)
+        plan = plan_of(rm1, search.best)
+        return Solution(plan, search.answer, bound, is_optimal, search.num_evaluated, self.name)
+
+    @staticmethod
+    def _programs(
+        rm1: Rm1, columns: dict[str, list[Split]], search: _Search, time_left: TimeLeft, seed: int
+    ) -> float | None:
+        """Climb from each program's plan; the bound over all places of training, None when one proved none."""
+        regions = sorted({node.region for node in rm1.problem.nodes})
+        homes: list[str | None] = [*regions]
+        if not rm1.problem.constraints.train_single_region and any(link.a != link.b for link in rm1.problem.links):
+            homes.append(None)
+        limit_s = _PROGRAM_SHARE * time_left() / len(homes)
+        bounds: list[float | None] = []
+        for home in homes:
+            if time_left() <= 0:
+                return None
+            solved = solve_columns(rm1, columns, home, limit_s=limit_s, seed=seed)
+            bounds.append(solved.upper_bound)
+            if solved.parts is not None:
+                search.climb(tuple(solved.parts))
+        return None if None in bounds else max(bound for bound in bounds if bound is not None)
+
+
+class _Search:
+    """The best plan so far, and the ways to a better one."""
+
+    def __init__(self, rm1: Rm1, columns: dict[str, list[Split]], time_left: TimeLeft, random: Random) -> None:
+        self._rm1, self._columns, self._time_left, self._random = rm1, columns, time_left, random
+        self._known: dict[tuple[tuple[int, ...], ...], float] = {}
+        self.best: _Parts | None = None
+        self.best_rate = 0.0
+        self.answer: Score | Infeasible = Infeasible("no plan was found in this time")
+        self.num_evaluated = 0
+
+    def climb(self, parts: _Parts) -> None:
+        """Go to better neighbours until there is none, or no time."""
+        rate = self._rate(parts)
+        is_better = True
+        while is_better:
+            is_better = False
+            for neighbour in self._neighbours(parts):
+                if self._time_left() <= 0:
+                    return
+                if (found := self._rate(neighbour)) > rate * _BETTER:
+                    parts, rate, is_better = neighbour, found, True
+                    break
+
+    def kick(self) -> None:
+        """Change two machines of the best at random and climb, until that stopped helping."""
+        fruitless = 0
+        while self.best is not None and fruitless < _MAX_KICKS and self._time_left() > 0:
+            before, kicked = self.best_rate, self.best
+            for _ in range(2):
+                kicked = self._changed(kicked)
+            self.climb(kicked)
+            fruitless = 0 if self.best_rate > before * _BETTER else fruitless + 1
+
+    def plain_starts(self) -> Iterator[_Parts]:
+        """Each place of training: a share of its machines' GPUs, or whole entries, train."""
+        nodes = self._rm1.problem.nodes
+        for home in sorted({node.region for node in nodes}):
+            for share in (0.25, 0.5, 0.75, 1.0):
+                yield tuple(
+                    self._uniform(node, round(share * node.gpus * node.count) if node.region == home else 0, 0)
+                    for node in nodes
+                )
+        for chosen in nodes:
+            yield tuple(self._uniform(node, node.gpus * node.count if node is chosen else 0, 0) for node in nodes)
+
+    def _rate(self, parts: _Parts) -> float:
+        """Samples per second; 0 when it cannot run."""
+        key = tuple(part.sums for part in parts)
+        if key not in self._known:
+            score = self._rm1.score(plan_of(self._rm1, parts))
+            self.num_evaluated += 1
+            self._known[key] = score.samples_per_second
+            if score.samples_per_second > self.best_rate or self.best is None:
+                self.answer = score
+            if score.samples_per_second > self.best_rate:
+                self.best, self.best_rate = parts, score.samples_per_second
+        return self._known[key]
+
+    def _neighbours(self, parts: _Parts) -> Iterator[_Parts]:
+        moves: list[tuple[int, Callable[[], Division]]] = []
+        for index, part in enumerate(parts):
+            node = part.node
+            for degree in range(max(1, len(self._rm1.degrees[node.name]))):
+                gpu_counts = range(node.gpus * node.count + 1)
+                moves += [(index, partial(self._uniform, node, gpus, degree)) for gpus in gpu_counts]
+            for old in set(part.splits):
+                new_splits = (new for new in self._columns[node.name] if new != old)
+                moves += [(index, partial(_replaced, part, old, new)) for new in new_splits]
+        self._random.shuffle(moves)
+        return (_with(parts, index, divided()) for index, divided in moves)
+
+    def _changed(self, parts: _Parts) -> _Parts:
+        index = self._random.randrange(len(parts))
+        part = parts[index]
+        old, new = self._random.choice(part.splits), self._random.choice(self._columns[part.node.name])
+        return _with(parts, index, _replaced(part, old, new))
+
+    def _uniform(self, node: NodeClass, train_gpus: int, degree: int) -> Division:
+        """Machines train in order until `train_gpus` do; the rest generates at one degree, smaller where it must."""
+        splits, left = [], train_gpus
+        degrees = self._rm1.degrees[node.name]
+        for _ in range(node.count):
+            trains = min(left, node.gpus)
+            left -= trains
+            free, replicas = node.gpus - trains, [0] * len(degrees)
+            for index in reversed(range(min(degree + 1, len(degrees)))):
+                replicas[index], free = divmod(free, degrees[index])
+            splits.append(Split(tuple(replicas), trains))
+        return Division(node, tuple(splits))
+
+
+def _with(parts: _Parts, index: int, part: Division) -> _Parts:
+    return (*parts[:index], part, *parts[index + 1 :])
+
+
+def _replaced(part: Division, old: Split, new: Split) -> Division:
+    position = part.splits.index(old)
+    return Division(part.node, (*part.splits[:position], new, *part.splits[position + 1 :]))

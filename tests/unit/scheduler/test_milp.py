@@ -1,0 +1,98 @@
+import itertools
+import random
+
+import pytest
+
+from services.scheduler.cost_model.rm1 import Infeasible, Rm1, Score
+from services.scheduler.planning import plan_document, solve
+from services.scheduler.problem import Problem
+from services.scheduler.solvers import exhaustive
+from services.scheduler.solvers.exhaustive import ExhaustiveSolver
+from services.scheduler.solvers.milp import MilpSolver
+from tests.helpers.planning import document, problem
+
+OPTIMA = {"tiny_02": 13.170059514017444, "tiny_04": 28.532045676101724, "str_01": 11.394779396221843}
+
+
+def ample():
+    return 1000.0
+
+
+def drawn(seed: int) -> Problem:
+    """A small cluster of unlike machines in two regions, some with slow links, tails, or pools that span regions."""
+    rng = random.Random(seed)
+    stated = document("tiny_04")
+    for node in stated["nodes"]:
+        node["gpus"] = rng.choice([2, 4])
+        node["count"] = 1
+    stated["links"][0]["bw_Gbps"] = rng.choice([0.2, 1, 10])
+    stated["model"]["params"] = rng.choice([1e9, 4e9])
+    stated["workload"]["staleness"] = rng.randint(0, 4)
+    stated["constraints"]["tail_blocking"] = rng.random() < 0.5
+    stated["constraints"]["train_single_region"] = rng.random() < 0.5
+    stated["cost_model"]["train_overhead_s"] = rng.choice([0, 10])
+    return Problem.model_validate(stated)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "optimum"), OPTIMA.items())
+def test_it_finds_the_optimum_of_small_problems_and_its_bound_is_above(name, optimum):
+    solution = MilpSolver().solve(Rm1(problem(name)), time_left=ample, seed=0)
+
+    assert solution.score.samples_per_second == pytest.approx(optimum, rel=0.005)
+    assert solution.upper_bound_samples_per_second >= optimum * (1 - 1e-9)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_it_agrees_with_exhaustive_search_on_drawn_problems(seed):
+    rm1 = Rm1(drawn(seed))
+    truth = ExhaustiveSolver().solve(rm1, time_left=ample, seed=0)
+    found = MilpSolver().solve(rm1, time_left=ample, seed=seed)
+
+    assert truth.is_optimal
+    assert isinstance(truth.score, Score)
+    assert found.score.samples_per_second == pytest.approx(truth.score.samples_per_second, rel=0.005)
+    assert found.upper_bound_samples_per_second >= truth.score.samples_per_second * (1 - 1e-9)
+
+
+def test_the_same_seed_gives_the_same_plan():
+    first, second = (MilpSolver().solve(Rm1(problem("tiny_02")), time_left=ample, seed=3) for _ in range(2))
+
+    assert first == second
+
+
+def test_a_bound_on_throughput_is_not_claimed_when_time_ended_before_it_was_proved():
+    answers = itertools.chain([1.0], itertools.repeat(0.0))
+    solution = MilpSolver().solve(Rm1(problem("tiny_04")), time_left=lambda: next(answers), seed=0)
+
+    assert solution.upper_bound_samples_per_second is None
+    assert not solution.is_optimal
+
+
+def test_infeasible_is_an_answer():
+    solution = MilpSolver().solve(Rm1(problem("tiny_04", "model.params=60e9")), time_left=ample, seed=0)
+
+    assert solution.plan is None
+    assert isinstance(solution.score, Infeasible)
+
+
+def test_auto_proves_what_is_small_and_searches_what_is_not(monkeypatch):
+    rm1 = Rm1(problem("tiny_02"))
+    assert solve(rm1, "auto", time_left=ample).solver == "exhaustive"
+
+    monkeypatch.setattr(exhaustive, "MAX_PLANS", 10)
+    searched = solve(rm1, "auto", time_left=ample)
+    assert searched.solver == "milp"
+    assert searched.score.samples_per_second == pytest.approx(OPTIMA["tiny_02"])
+
+
+@pytest.mark.slow
+def test_auto_keeps_the_best_plan_and_the_lowest_bound_of_both():
+    rm1 = Rm1(problem("tiny_04"))
+    # Exhaustive search has time for a few plans, the other for all it wants.
+    answers = itertools.chain([1000.0] + [1000.0] * 5, [400.0], itertools.repeat(1000.0))
+    solution = solve(rm1, "auto", time_left=lambda: next(answers))
+
+    assert solution.score.samples_per_second == pytest.approx(OPTIMA["tiny_04"], rel=0.005)
+    assert OPTIMA["tiny_04"] <= solution.upper_bound_samples_per_second <= 33
+    assert 0 < plan_document(rm1, solution, solve_s=1)["gap"] < 0.2
