@@ -68,7 +68,8 @@ def solve_columns(
     parameters = mathopt.SolveParameters(
         time_limit=timedelta(seconds=limit_s), relative_gap_tolerance=_GAP, random_seed=seed % 2**31
     )
-    result = mathopt.solve(model, mathopt.SolverType.HIGHS, params=parameters)
+    # Not HiGHS: it prints a line of its own to the standard output now and then, where JSON is expected.
+    result = mathopt.solve(model, mathopt.SolverType.GSCIP, params=parameters)
     bound = result.termination.objective_bounds.dual_bound
     parts = None
     if result.has_primal_feasible_solution():

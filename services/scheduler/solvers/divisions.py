@@ -13,6 +13,7 @@ from itertools import islice
 from services.scheduler.cost_model.rm1 import Rm1
 from services.scheduler.plan_document import PlanDocument, Replicas, TrainShare
 from services.scheduler.problem import NodeClass
+from services.scheduler.solvers.interface import TimeLeft
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +50,12 @@ class Division:
 
 
 def machine_splits(rm1: Rm1, node: NodeClass) -> Iterator[Split]:
-    """Every way to divide one machine that leaves no room for one more replica."""
+    """Every way to divide one machine that leaves no room for one more replica, and to leave it idle.
+
+    It may be better idle: where staleness bounds the samples under way, a slow machine takes some from faster ones.
+    """
+    if rm1.degrees[node.name]:
+        yield Split((0,) * len(rm1.degrees[node.name]), 0)
     for train_gpus in range(node.gpus + 1):
         for replicas in _filled(rm1.degrees[node.name], node.gpus - train_gpus):
             yield Split(replicas, train_gpus)
@@ -67,8 +73,8 @@ def _filled(degrees: tuple[int, ...], gpus: int) -> Iterator[tuple[int, ...]]:
                 yield (*smaller, count)
 
 
-def divisions(rm1: Rm1, node: NodeClass, *, most: int) -> list[Division] | None:
-    """Every division of an entry's machines, one for each sum; None when they are more than `most`."""
+def divisions(rm1: Rm1, node: NodeClass, *, most: int, time_left: TimeLeft) -> list[Division] | None:
+    """Every division of an entry's machines, one for each sum; None when they are more than `most`, or time is over."""
     splits = list(islice(machine_splits(rm1, node), most + 1))
     found: dict[tuple[int, ...], tuple[Split, ...]] = {(): ()}
     for _ in range(node.count):
@@ -78,7 +84,7 @@ def divisions(rm1: Rm1, node: NodeClass, *, most: int) -> list[Division] | None:
                 added = (*split.replicas, split.train_gpus, int(split.train_gpus > 0))
                 key = tuple(map(sum, zip(sums, added, strict=True))) if sums else added
                 longer.setdefault(key, (*chosen, split))
-            if len(longer) > most:
+            if len(longer) > most or time_left() <= 0:
                 return None
         found = longer
     return [Division(node, chosen) for chosen in found.values()]

@@ -17,7 +17,7 @@ from services.scheduler.solvers.interface import ProblemTooLargeError, Solution,
 
 MAX_PLANS = 6_000_000
 """Plans that are bounded; each takes some 50 bytes at the peak."""
-_MAX_DIVISIONS = 200_000
+_MAX_DIVISIONS = 100_000
 
 _Array = npt.NDArray[np.float64]
 
@@ -31,7 +31,7 @@ class ExhaustiveSolver:
         """The best plan there is; or, when time runs out, the best so far and a bound on the rest."""
         if (reason := infeasibility(rm1)) is not None:
             return Solution(None, Infeasible(reason), 0.0, True, 0, self.name)
-        choices = _choices(rm1)
+        choices = _choices(rm1, time_left)
         bounds = _upper_bounds(rm1, choices)
         candidates = np.flatnonzero(bounds > 0)
         candidates = candidates[np.argsort(-bounds[candidates], kind="stable")]
@@ -53,14 +53,15 @@ class ExhaustiveSolver:
         return Solution(*best, best[1].samples_per_second, True, len(candidates), self.name)
 
 
-def _choices(rm1: Rm1) -> list[list[Division]]:
+def _choices(rm1: Rm1, time_left: TimeLeft) -> list[list[Division]]:
     choices, num_plans = [], 1
     for node in rm1.problem.nodes:
-        options = divisions(rm1, node, most=_MAX_DIVISIONS)
+        options = divisions(rm1, node, most=_MAX_DIVISIONS, time_left=time_left)
         num_plans *= _MAX_DIVISIONS if options is None else len(options)
         if options is None or num_plans > MAX_PLANS:
             raise ProblemTooLargeError(
-                f"exhaustive: more than {MAX_PLANS:,} plans, which is too many to look at each; use --solver milp"
+                f"exhaustive: more than {MAX_PLANS:,} plans, or more than could be listed in this time, which is too "
+                "many to look at each; use --solver milp"
             )
         choices.append(options)
     return choices

@@ -22,7 +22,7 @@ MAX_COLUMNS = 20_000
 """Ways to divide one machine of each entry, in all."""
 _PROGRAM_SHARE = 0.3
 """Of the time, for the integer programs."""
-_MAX_KICKS = 40
+MAX_KICKS = 40
 """Random changes in a row that did not help, after which the search ends."""
 _BETTER = 1 + 1e-9
 
@@ -85,7 +85,9 @@ class _Search:
         self.num_evaluated = 0
 
     def climb(self, parts: _Parts) -> None:
-        """Go to better neighbours until there is none, or no time."""
+        """Go to better neighbours until there is none, or no time; the first plans of all are looked at in any case."""
+        if self.best is not None and self._time_left() <= 0:
+            return
         rate = self._rate(parts)
         is_better = True
         while is_better:
@@ -100,7 +102,7 @@ class _Search:
     def kick(self) -> None:
         """Change two machines of the best at random and climb, until that stopped helping."""
         fruitless = 0
-        while self.best is not None and fruitless < _MAX_KICKS and self._time_left() > 0:
+        while self.best is not None and fruitless < MAX_KICKS and self._time_left() > 0:
             before, kicked = self.best_rate, self.best
             for _ in range(2):
                 kicked = self._changed(kicked)
@@ -108,14 +110,16 @@ class _Search:
             fruitless = 0 if self.best_rate > before * _BETTER else fruitless + 1
 
     def plain_starts(self) -> Iterator[_Parts]:
-        """Each place of training: a share of its machines' GPUs, or whole entries, train."""
+        """Each place of training: a share of its machines' GPUs, or whole entries, train; others generate or idle."""
         nodes = self._rm1.problem.nodes
         for home in sorted({node.region for node in nodes}):
             for share in (0.25, 0.5, 0.75, 1.0):
-                yield tuple(
+                here = [
                     self._uniform(node, round(share * node.gpus * node.count) if node.region == home else 0, 0)
                     for node in nodes
-                )
+                ]
+                yield tuple(here)
+                yield tuple(part if part.node.region == home else self._idle(part.node) for part in here)
         for chosen in nodes:
             yield tuple(self._uniform(node, node.gpus * node.count if node is chosen else 0, 0) for node in nodes)
 
@@ -139,6 +143,7 @@ class _Search:
             for degree in range(max(1, len(self._rm1.degrees[node.name]))):
                 gpu_counts = range(node.gpus * node.count + 1)
                 moves += [(index, partial(self._uniform, node, gpus, degree)) for gpus in gpu_counts]
+            moves.append((index, partial(self._idle, node)))
             for old in set(part.splits):
                 new_splits = (new for new in self._columns[node.name] if new != old)
                 moves += [(index, partial(_replaced, part, old, new)) for new in new_splits]
@@ -150,6 +155,9 @@ class _Search:
         part = parts[index]
         old, new = self._random.choice(part.splits), self._random.choice(self._columns[part.node.name])
         return _with(parts, index, _replaced(part, old, new))
+
+    def _idle(self, node: NodeClass) -> Division:
+        return Division(node, (Split((0,) * len(self._rm1.degrees[node.name]), 0),) * node.count)
 
     def _uniform(self, node: NodeClass, train_gpus: int, degree: int) -> Division:
         """Machines train in order until `train_gpus` do; the rest generates at one degree, smaller where it must."""
