@@ -7,6 +7,7 @@ machines are divided anew; from the best, random changes of two machines begin a
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import islice
@@ -25,6 +26,8 @@ _PROGRAM_SHARE = 0.3
 MAX_KICKS = 40
 """Random changes in a row that did not help, after which the search ends."""
 _BETTER = 1 + 1e-9
+_GOAL_GAP = 1e-4
+"""A plan this near its bound is the best."""
 
 _Parts = tuple[Division, ...]
 
@@ -43,10 +46,13 @@ class MilpSolver:
             raise ProblemTooLargeError(f"milp: machines can be divided in more than {MAX_COLUMNS:,} ways; lower max_tp")
         search = _Search(rm1, columns, time_left, Random(seed))
         bound = self._programs(rm1, columns, search, time_left, seed)
+        goal = bound / (1 + _GOAL_GAP) if bound is not None else math.inf
         for start in search.plain_starts():
-            search.climb(start)
-        search.kick()
-        is_optimal = bound is not None and search.best_rate >= bound / (1 + 1e-4)
+            if search.best_rate < goal:
+                search.climb(start)
+        if search.best_rate < goal:
+            search.kick()
+        is_optimal = search.best is not None and search.best_rate >= goal
         if search.best is None:
             return Solution(None, search.answer, bound, False, search.num_evaluated, self.name)
         plan = plan_of(rm1, search.best)
