@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from functools import partial
-from itertools import islice
+from itertools import chain, islice
 from random import Random
 
 from services.scheduler.cost_model.rm1 import Infeasible, Rm1, Score
@@ -45,9 +45,11 @@ class MilpSolver:
         if sum(map(len, columns.values())) >= MAX_COLUMNS:
             raise ProblemTooLargeError(f"milp: machines can be divided in more than {MAX_COLUMNS:,} ways; lower max_tp")
         search = _Search(rm1, columns, time_left, Random(seed))
-        bound = self._programs(rm1, columns, search, time_left, seed)
+        bound, starts = self._programs(rm1, columns, time_left, seed)
         goal = bound / (1 + _GOAL_GAP) if bound is not None else math.inf
-        for start in search.plain_starts():
+        for start in starts:
+            search.look_at(start)
+        for start in chain(starts, search.plain_starts()):
             if search.best_rate < goal:
                 search.climb(start)
         if search.best_rate < goal:
@@ -60,23 +62,24 @@ class MilpSolver:
 
     @staticmethod
     def _programs(
-        rm1: Rm1, columns: dict[str, list[Split]], search: _Search, time_left: TimeLeft, seed: int
-    ) -> float | None:
-        """Climb from each program's plan; the bound over all places of training, None when one proved none."""
+        rm1: Rm1, columns: dict[str, list[Split]], time_left: TimeLeft, seed: int
+    ) -> tuple[float | None, list[_Parts]]:
+        """The bound over all places of training, None when one proved none; and each program's plan."""
         regions = sorted({node.region for node in rm1.problem.nodes})
         homes: list[str | None] = [*regions]
         if not rm1.problem.constraints.train_single_region and any(link.a != link.b for link in rm1.problem.links):
             homes.append(None)
         limit_s = _PROGRAM_SHARE * time_left() / len(homes)
         bounds: list[float | None] = []
+        starts: list[_Parts] = []
         for home in homes:
             if time_left() <= 0:
-                return None
+                return None, starts
             solved = solve_columns(rm1, columns, home, limit_s=limit_s, seed=seed)
             bounds.append(solved.upper_bound)
             if solved.parts is not None:
-                search.climb(tuple(solved.parts))
-        return None if None in bounds else max(bound for bound in bounds if bound is not None)
+                starts.append(tuple(solved.parts))
+        return (None if None in bounds else max(bound for bound in bounds if bound is not None)), starts
 
 
 class _Search:
@@ -94,14 +97,14 @@ class _Search:
         """Go to better neighbours until there is none, or no time; the first plans of all are looked at in any case."""
         if self.best is not None and self._time_left() <= 0:
             return
-        rate = self._rate(parts)
+        rate = self.look_at(parts)
         is_better = True
         while is_better:
             is_better = False
             for neighbour in self._neighbours(parts):
                 if self._time_left() <= 0:
                     return
-                if (found := self._rate(neighbour)) > rate * _BETTER:
+                if (found := self.look_at(neighbour)) > rate * _BETTER:
                     parts, rate, is_better = neighbour, found, True
                     break
 
@@ -129,7 +132,7 @@ class _Search:
         for chosen in nodes:
             yield tuple(self._uniform(node, node.gpus * node.count if node is chosen else 0, 0) for node in nodes)
 
-    def _rate(self, parts: _Parts) -> float:
+    def look_at(self, parts: _Parts) -> float:
         """Samples per second; 0 when it cannot run."""
         key = tuple(part.sums for part in parts)
         if key not in self._known:
