@@ -2,6 +2,7 @@
 
 - Nothing known, neither lengths nor speeds: `fifo`.
 - Speeds known, lengths not: `least_loaded`; looking ahead tells nothing where all samples are alike.
+- One generator, lengths forecast: `lpt`; there is nobody to choose.
 - Lengths forecast: every candidate is played to the end by the latency model (`virtual`), in several draws of how long
   samples may turn out, given how wrong forecasts were so far; the one that is done first on average is taken. Before
   the first look, `lpt`.
@@ -79,7 +80,7 @@ class Auto:
 
     def review(self, situation: Situation) -> None:
         """Look ahead and pick, where enough is queued and has changed."""
-        if not situation.has_forecasts:
+        if not situation.has_forecasts or len(situation.loads) == 1:
             self.picked, self._candidate, self._looked_at = usual_policy(situation), "", None
             return
         if self._is_due(situation):

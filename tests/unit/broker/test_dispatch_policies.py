@@ -233,6 +233,8 @@ def test_auto_looks_ahead_when_the_queue_or_the_fleet_has_changed(monkeypatch: p
     assert looks == [100, 40, 70]
     auto.review(situation_of(loads | {"c": load_of()}, [10.0] * 70))
     assert looks == [100, 40, 70, 70]
+    assert picked_by(auto, situation_of({"a": load_of()}, [10.0] * 70)) == "lpt"
+    assert looks == [100, 40, 70, 70], "one generator leaves nothing to choose"
 
 
 def test_auto_stays_with_lpt_where_nothing_is_sooner() -> None:
