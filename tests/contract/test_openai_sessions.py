@@ -236,6 +236,9 @@ async def test_complete_groups_are_put_when_the_process_stops(model):
         await bench.endpoint.stop()
         assert bench.metrics.outcomes == {"shutdown": 1, "put": 2}
         assert (await bench.broker.audit()).submitted == 2
+        for session in ("open", "new"):
+            with pytest.raises(openai.InternalServerError, match="shuts down"):
+                await ask(bench.client(session, "task"), [user("and?")])
 
 
 async def test_agents_that_are_ahead_of_the_trainer_wait_and_siblings_of_a_begun_group_do_not(model):

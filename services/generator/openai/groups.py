@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections import Counter, OrderedDict, deque
 from dataclasses import dataclass, field
 
-from services.generator.openai.errors import ApiError
+from services.generator.openai.errors import ApiError, unavailable
 from services.generator.openai.sessions import Session
 
 MAX_SESSION_BYTES = 16 * 1024 * 1024
@@ -87,6 +87,7 @@ class SessionBook:
         self._ready: deque[SessionGroup] = deque()
         self._over: OrderedDict[str, float | None] = OrderedDict()
         self._num_groups = 0
+        self._is_closed = False
 
     @property
     def num_open(self) -> int:
@@ -109,7 +110,9 @@ class SessionBook:
         return session_id not in self._open and (newest is None or newest.size >= self.limits.group_size)
 
     def find(self, session_id: str) -> Session | None:
-        """An open session; None for one that is new. Raises ApiError for one that is over."""
+        """An open session; None for one that is new. Raises ApiError for one that is over, and once all are."""
+        if self._is_closed:
+            raise unavailable("the generator shuts down; sessions that were open are over")
         if session_id in self._over:
             raise ApiError(400, f"session {session_id!r} is over; choose another id", code="session_over")
         return self._open.get(session_id)
@@ -187,6 +190,7 @@ class SessionBook:
 
     def close_all(self) -> None:
         """Nothing more comes: what is complete enough is ready to be taken, the rest is dropped."""
+        self._is_closed = True
         for session_id in list(self._open):
             self.drop(session_id, "shutdown")
         for group in list(self._waiting):
