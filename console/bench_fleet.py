@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
-import json
-import sys
 from typing import Any
 
+from console.benching import bench
 from console.embedded_redis import redis_executable
-from penstock.telemetry import configure_logging
 
 _PAPER = {"ranker": "0.90, 0.82, 0.79", "oracle": "0.82, 0.67, 0.69"}
 """StreamRL (Zhong et al. 2025), Figure 9: 7B, 32B, 72B."""
@@ -19,16 +16,12 @@ def bench_fleet_command(*, is_json: bool, is_quick: bool) -> int:
     """Measure, and print a table or JSON; returns the exit status."""
     from benchmarks.fleet import suite
 
-    configure_logging("bench", level="warning")
     plan = suite.QUICK if is_quick else suite.FULL
-    result = asyncio.run(
-        suite.run(plan, redis_server=redis_executable(), progress=lambda text: print(text, file=sys.stderr))
+    return bench(
+        lambda progress: suite.run(plan, redis_server=redis_executable(), progress=progress),
+        _print_tables,
+        is_json=is_json,
     )
-    if is_json:
-        print(json.dumps(result, indent=2))
-    else:
-        _print_tables(result)
-    return 0
 
 
 def _print_tables(result: dict[str, Any]) -> None:

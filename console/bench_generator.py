@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
-import json
-import sys
 from typing import Any
 
-from penstock.telemetry import configure_logging
+from console.benching import bench
 
 _TARGETS = {
     "throughput_ratio": ">= 0.9",
@@ -23,14 +20,8 @@ def bench_generator_command(*, is_json: bool, is_quick: bool) -> int:
     """Benchmark the generator's engine; returns the exit status."""
     from benchmarks.generator import suite
 
-    configure_logging("bench", level="warning")
     plan = suite.QUICK if is_quick else suite.FULL
-    result = asyncio.run(suite.run(plan, progress=lambda text: print(text, file=sys.stderr)))
-    if is_json:
-        print(json.dumps(result, indent=2))
-    else:
-        _print_table(result)
-    return 0
+    return bench(lambda progress: suite.run(plan, progress=progress), _print_table, is_json=is_json)
 
 
 def _print_table(result: dict[str, Any]) -> None:

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
-import json
-import sys
 from typing import Any
 
-from penstock.telemetry import configure_logging
+from console.benching import bench
 
 _SEED = 0
 _NUM_PROMPTS, _NUM_PROMPTS_QUICK = 8_192, 320
@@ -19,18 +16,12 @@ def bench_ranker_command(*, is_json: bool, is_quick: bool) -> int:
     from benchmarks.ranker.suite import LIGHT, made_data, run
     from console.quick_lengths import quickstart_data
 
-    configure_logging("bench", level="warning")
     num_prompts = _NUM_PROMPTS_QUICK if is_quick else _NUM_PROMPTS
     datasets = {
         "made": made_data(seed=_SEED, num_prompts=num_prompts),
         "quickstart": quickstart_data(seed=_SEED, num_prompts=num_prompts),
     }
-    result = asyncio.run(run(datasets, learners=LIGHT, progress=lambda text: print(text, file=sys.stderr)))
-    if is_json:
-        print(json.dumps(result, indent=2))
-    else:
-        _print_table(result)
-    return 0
+    return bench(lambda progress: run(datasets, learners=LIGHT, progress=progress), _print_table, is_json=is_json)
 
 
 def _print_table(result: dict[str, Any]) -> None:

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
-import json
-import sys
 from collections.abc import Iterator
 from typing import Any
 
-from penstock.telemetry import configure_logging
+from console.benching import bench
 
 _TARGETS = {
     "full.ratio_to_bare_download": ">= 0.7",
@@ -22,14 +19,8 @@ def bench_weights_command(*, is_json: bool, is_quick: bool) -> int:
     """Benchmark travelling weights; returns the exit status."""
     from benchmarks.weights import suite
 
-    configure_logging("bench", level="warning")
     plan = suite.QUICK if is_quick else suite.FULL
-    result = asyncio.run(suite.run(plan, progress=lambda text: print(text, file=sys.stderr)))
-    if is_json:
-        print(json.dumps(result, indent=2))
-    else:
-        _print_table(result)
-    return 0
+    return bench(lambda progress: suite.run(plan, progress=progress), _print_table, is_json=is_json)
 
 
 def _print_table(result: dict[str, Any]) -> None:

@@ -334,7 +334,7 @@ def bench(
     """
 
     def work() -> int:
-        from console.bench import bench_command
+        from console.bench_broker import bench_broker_command
         from console.bench_fleet import bench_fleet_command
         from console.bench_generator import bench_generator_command
         from console.bench_ranker import bench_ranker_command
@@ -342,7 +342,7 @@ def bench(
         from penstock.config import ConfigError
 
         commands = {
-            "broker": bench_command,
+            "broker": bench_broker_command,
             "generator": bench_generator_command,
             "ranker": bench_ranker_command,
             "weights": bench_weights_command,

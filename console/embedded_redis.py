@@ -11,12 +11,13 @@ import hashlib
 import importlib.util
 import os
 import shutil
-import sys
+import signal
 import tempfile
 from pathlib import Path
 
 from console.folder import RunFolder
 from console.processes import ServiceSpec
+from penstock.bound_child import bound
 from penstock.config import ConfigError
 from penstock.memory import REDIS_ENVIRONMENT
 
@@ -76,10 +77,9 @@ def redis_spec(folder: RunFolder, *, env: dict[str, str]) -> ServiceSpec:
         "daemonize": "no",
     }
     arguments = [part for key, value in settings.items() for part in (f"--{key}", value)]
-    child = (sys.executable, "-P", "-m", "console.redis_child", str(os.getpid()))
     return ServiceSpec(
         name="redis",
-        argv=(*child, str(executable), *arguments),
+        argv=bound(str(executable), *arguments, ends_by=signal.SIGTERM),
         address="",
         env=REDIS_ENVIRONMENT | env,
         log_path=folder.log_of("redis"),

@@ -1,6 +1,6 @@
 """No orphans: a service started by the launcher ends when the launcher is gone, even when that was killed.
 
-Redis, which is no Python program, gets the same from the kernel: see `console.redis_child`.
+Redis, which is no Python program, gets the same from the kernel: see `penstock.bound_child`.
 """
 
 from __future__ import annotations

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import signal
 import socket
 import sys
 from collections.abc import Sequence
@@ -16,8 +17,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
-from benchmarks.bound_child import bound
 from penstock import rpc
+from penstock.bound_child import bound
 from penstock.memory import REDIS_ENVIRONMENT
 
 START_TIMEOUT_S = 30.0
@@ -124,7 +125,10 @@ class Stage:
         """Start a process whose output goes to a log file in the folder; `env` is added to the environment."""
         with (self.folder / "processes.log").open("ab") as log:
             process = await asyncio.create_subprocess_exec(
-                *bound(*command), stdout=log, stderr=log, env=os.environ | _ENVIRONMENT | (env or {})
+                *bound(*command, ends_by=signal.SIGKILL),
+                stdout=log,
+                stderr=log,
+                env=os.environ | _ENVIRONMENT | (env or {}),
             )
         child = Child(process)
         self._stack.push_async_callback(child.stop)
@@ -149,7 +153,13 @@ class Stage:
         """Start a worker; a plain one is without our tuning of event loop and memory."""
         with (self.folder / "processes.log").open("ab") as log:
             process = await asyncio.create_subprocess_exec(
-                *bound(sys.executable, "-m", "benchmarks.broker.worker", *(["--plain"] if is_plain else [])),
+                *bound(
+                    sys.executable,
+                    "-m",
+                    "benchmarks.broker.worker",
+                    *(["--plain"] if is_plain else []),
+                    ends_by=signal.SIGKILL,
+                ),
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
                 stderr=log,

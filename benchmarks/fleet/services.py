@@ -14,10 +14,9 @@ from aiohttp import web
 from safetensors.numpy import save_file
 
 from benchmarks.fleet.workload import group_id
+from benchmarks.weights.contents import make_manifest
 from penstock.rpc import Server, Service
-from penstock.transfer.chunks import chunks_of
 from penstock.v1 import scheduler_pb2, scheduler_pb2_grpc, weights_pb2, weights_pb2_grpc
-from penstock.weights import manifest_digest, safetensors_digests
 
 _Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -47,21 +46,7 @@ class OneVersion(weights_pb2_grpc.WeightStoreServiceServicer):
     """Version 0 of whatever run is asked for."""
 
     def __init__(self, path: Path, url: str) -> None:
-        tensors = safetensors_digests(path)
-        self._manifest = weights_pb2.WeightsManifest(
-            kind=weights_pb2.WEIGHTS_KIND_FULL,
-            encoding=weights_pb2.WEIGHTS_ENCODING_SAFETENSORS,
-            tensors=[
-                weights_pb2.TensorInfo(
-                    name=item.name, dtype=item.dtype, shape=item.shape, sha256=item.sha256, size_bytes=item.size_bytes
-                )
-                for item in tensors
-            ],
-            chunks=chunks_of(path),
-            digest=manifest_digest(tensors),
-            size_bytes=path.stat().st_size,
-            urls=[url],
-        )
+        self._manifest = make_manifest(path, url=url)
 
     async def GetManifest(
         self, request: weights_pb2.GetManifestRequest, _context: _Context
@@ -89,8 +74,9 @@ class OneVersion(weights_pb2_grpc.WeightStoreServiceServicer):
         return weights_pb2.ReportHoldingResponse(newest_version=0)
 
     def _of(self, run_id: str) -> weights_pb2.WeightsManifest:
-        manifest = weights_pb2.WeightsManifest(run_id=run_id)
-        manifest.MergeFrom(self._manifest)
+        manifest = weights_pb2.WeightsManifest()
+        manifest.CopyFrom(self._manifest)
+        manifest.run_id = run_id
         return manifest
 
 

@@ -23,8 +23,8 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.bound_child import end_group_with_parent
 from benchmarks.generator.model import VOCAB_SIZE
+from benchmarks.group_end import end_group_with_parent
 from penstock.weights import manifest_digest, safetensors_digests
 from services.generator.engine import GenerateRequest, SamplingSettings, UpdateMode, WeightUpdate
 from services.generator.vllm_engine import VllmEngine

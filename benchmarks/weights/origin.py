@@ -8,12 +8,13 @@ Prints its base address and serves until it is terminated.
 from __future__ import annotations
 
 import asyncio
+import signal
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
-from benchmarks.bound_child import bound
+from penstock.bound_child import bound
 from penstock.security import NO_SECURITY
 from penstock.transfer.serving import serving_contents
 
@@ -32,7 +33,7 @@ async def serve(folder: Path) -> None:
 @asynccontextmanager
 async def running_origin(folder: Path) -> AsyncIterator[str]:
     """An origin over `folder`; yields its base address."""
-    command = bound(sys.executable, "-m", "benchmarks.weights.origin", str(folder))
+    command = bound(sys.executable, "-m", "benchmarks.weights.origin", str(folder), ends_by=signal.SIGKILL)
     process = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)
     assert process.stdout is not None
     try:

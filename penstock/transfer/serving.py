@@ -14,7 +14,6 @@ from __future__ import annotations
 import asyncio
 import hmac
 import socket
-import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import AbstractContextManager, asynccontextmanager, closing, contextmanager
 from pathlib import Path
@@ -25,7 +24,7 @@ from aiohttp.abc import AbstractStreamWriter
 from aiohttp.typedefs import Middleware
 
 from penstock.errors import ServiceUnavailableError
-from penstock.rpc import PortUnavailableError
+from penstock.http_server import listen_http, server_ssl_context
 from penstock.security import Security
 from penstock.transfer.coding import CODING_HEADER, MAX_PLAIN_BYTES, ZSTD, encode_frame
 from penstock.transfer.partial import PartialContent
@@ -75,7 +74,7 @@ async def serving_contents(
     runner = web.AppRunner(app, access_log=None, shutdown_timeout=HTTP_SHUTDOWN_S)
     await runner.setup()
     try:
-        yield await _listen(runner, listen, setting, _ssl_context(security))
+        yield await listen_http(runner, listen, setting=setting, ssl_context=server_ssl_context(security))
     finally:
         await runner.cleanup()
 
@@ -214,29 +213,6 @@ def _range(request: web.Request, size_bytes: int) -> tuple[int, int]:
     if not 0 <= begin < end:
         raise web.HTTPRequestRangeNotSatisfiable(text=f"Range: the content has {size_bytes} bytes\n")
     return begin, end
-
-
-async def _listen(runner: web.AppRunner, listen: str, setting: str, ssl_context: ssl.SSLContext | None) -> str:
-    host, _, port = listen.rpartition(":")
-    try:
-        await web.TCPSite(runner, host.strip("[]"), int(port), ssl_context=ssl_context).start()
-    except (OSError, ValueError) as error:
-        raise PortUnavailableError(
-            f"cannot listen on {listen} ({setting}): {error}; stop the other process or choose another port"
-        ) from error
-    bound = runner.addresses[0][1]
-    return f"{'https' if ssl_context else 'http'}://{host}:{bound}"
-
-
-def _ssl_context(security: Security) -> ssl.SSLContext | None:
-    if security.cert_file is None or security.key_file is None:
-        return None
-    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
-    context.load_cert_chain(security.cert_file, security.key_file)
-    if security.ca_file is not None:
-        context.load_verify_locations(security.ca_file)
-        context.verify_mode = ssl.CERT_REQUIRED
-    return context
 
 
 def _token_check(token: str) -> Middleware:

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from contextlib import asynccontextmanager
 from itertools import pairwise
 
 import pytest
 from google.protobuf import duration_pb2
-from prometheus_client import CollectorRegistry
 
 from penstock.clients import tokens
 from penstock.errors import (
@@ -17,89 +15,14 @@ from penstock.errors import (
     ServiceUnavailableError,
     UnknownVersionError,
 )
-from penstock.rpc import Service, call, open_channel, wait_until_serving
-from penstock.v1 import generator_pb2, generator_pb2_grpc, types_pb2
-from penstock.weights import mismatch_error
-from services.generator import weight_puller
-from services.generator.config import EngineConfig, GeneratorConfig
-from services.generator.emulated_engine import EmulatedEngine, EmulatedSpec
-from services.generator.engine import EngineStoppedError, FinishReason, GenerateRequest, SamplingSettings
-from services.generator.generator import Generator, GeneratorFailedError
-from services.generator.metrics import GeneratorMetrics
-from services.generator.model_folder import IdText
+from penstock.rpc import call, wait_until_serving
+from penstock.v1 import generator_pb2, types_pb2
+from services.generator.engine import FinishReason
 from services.generator.server import SERVICE_NAME
-from services.generator.service import GeneratorServicer
+from tests.helpers.generator_bench import Bench, emulated
 from tests.helpers.scripted_engine import PausableScriptedEngine, ScriptedEngine, span
-from tests.helpers.scripted_generation_broker import ScriptedGenerationBroker, prompt
-from tests.helpers.scripted_weight_store import ScriptedWeightStore
-from tests.helpers.serving import serving
+from tests.helpers.scripted_generation_broker import prompt
 from tests.helpers.waiting import until
-
-
-class Bench:
-    """A generator and everything around it."""
-
-    def __init__(self, tmp_path):
-        self.tmp_path = tmp_path
-        published = tmp_path / "published"
-        published.mkdir()
-        (tmp_path / "model").mkdir()
-        self.broker = ScriptedGenerationBroker()
-        self.store = ScriptedWeightStore(published)
-        self.generator = None
-        self.stub = None
-        self.tasks = []
-
-    async def view(self):
-        return await call(self.stub.GetGenerator, generator_pb2.GetGeneratorRequest(), peer="generator")
-
-    @asynccontextmanager
-    async def running(self, engine, **settings):
-        async with serving(self.broker.service(), self.store.service()) as (_, target):
-            config = GeneratorConfig(
-                listen="127.0.0.1:0",
-                run_id="r",
-                broker=target,
-                weights=target,
-                model_path=self.tmp_path / "model",
-                cache_dir=self.tmp_path / "cache",
-                flush_interval_s=0.02,
-                engine=EngineConfig(**{"engine": "emulated", "max_concurrent_samples": 8} | settings),
-            )
-            metrics = GeneratorMetrics(CollectorRegistry())
-            self.generator = Generator(config, engine=engine, text=IdText(), metrics=metrics)
-            async with self.generator, self._serving(self.generator):
-                yield self
-
-    @asynccontextmanager
-    async def _serving(self, generator):
-        service = Service(
-            name=SERVICE_NAME,
-            add=generator_pb2_grpc.add_GeneratorServiceServicer_to_server,
-            servicer=GeneratorServicer(generator),
-        )
-
-        async def ready():
-            pass
-
-        loops = [
-            generator.run_engine(ready),
-            generator.watch_engine(),
-            generator.send_tokens(),
-            generator.watch_weights(),
-            generator.pull_weights(),
-            generator.take_leases(),
-        ]
-        async with serving(service) as (_, target), open_channel(target) as channel:
-            self.stub = generator_pb2_grpc.GeneratorServiceStub(channel)
-            self.target = target
-            self.tasks = [asyncio.create_task(loop) for loop in loops]
-            try:
-                yield
-            finally:
-                for task in self.tasks:
-                    task.cancel()
-                await asyncio.gather(*self.tasks, return_exceptions=True)
 
 
 @pytest.fixture
@@ -107,11 +30,6 @@ async def bench(tmp_path):
     made = Bench(tmp_path)
     async with made.store.serving_content():
         yield made
-
-
-def emulated(**changes):
-    spec = {"token_s": 1e-4, "mean_tokens": 12, "tick_s": 0.002, "max_num_seqs": 8} | changes
-    return EmulatedEngine(EmulatedSpec(**spec))
 
 
 async def test_samples_are_decoded_once_the_weights_are_attested(bench):
@@ -187,108 +105,6 @@ async def test_a_rewound_trainers_lower_version_replaces_a_higher_one(bench):
         await until(lambda: bench.store.reports[-1].policy_version == 5)
         # Well under the 2 s between beats: a new version is told at once.
         await until(lambda: bench.broker.beats[-1].policy_version == 5, timeout_s=1)
-
-
-async def test_corrupt_weights_are_refused_counted_and_never_served(bench):
-    bench.broker.submit(prompt("g"))
-    bench.store.corrupt_requests = 2
-    await bench.store.publish(0)
-    async with bench.running(emulated()):
-        await until(lambda: bench.broker.num_finished == 1)
-        assert (await bench.view()).num_weights_refused == 2
-    assert len(bench.store.reports) == 1
-
-
-async def test_an_engine_that_cannot_prove_a_version_takes_no_leases_until_it_can(bench):
-    engine = ScriptedEngine()
-    engine.update_errors = [mismatch_error("the engine holds something else", ["model.bias"])]
-    bench.broker.submit(prompt("g"))
-    await bench.store.publish(0)
-    async with bench.running(engine):
-        await until(lambda: len(engine.updates) == 1)
-        assert bench.broker.hellos == []
-        await until(lambda: len(engine.requests) == 1)
-        assert len(engine.updates) == 2
-        assert (await bench.view()).num_weights_refused == 1
-
-
-async def test_an_engine_that_never_proves_a_version_ends_the_process(bench, monkeypatch):
-    monkeypatch.setattr(weight_puller, "backoff_s", lambda: iter([0.0] * 100))
-    engine = ScriptedEngine()
-    engine.reported_digest = "f" * 64
-    await bench.store.publish(0)
-    async with bench.running(engine):
-        with pytest.raises(GeneratorFailedError, match="DigestMismatchError"):
-            await asyncio.wait_for(asyncio.shield(bench.tasks[0]), 10)
-        assert len(engine.updates) == weight_puller.MAX_ENGINE_MISMATCHES
-        assert bench.store.reports == []
-        assert (await bench.view()).state == generator_pb2.GENERATOR_STATE_FAILED
-
-
-async def test_an_engine_failure_gives_all_samples_back_with_their_tokens(bench):
-    engine = ScriptedEngine()
-    first, second = bench.broker.submit(prompt("g", group_size=2))
-    await bench.store.publish(0)
-    async with bench.running(engine, max_concurrent_samples=2):
-        await until(lambda: len(engine.requests) == 2)
-        engine.say("g-0-1", span(5))
-        engine.say("g-1-1", span(6, 7))
-        await until(lambda: len(first.token_ids) == 1 and len(second.token_ids) == 2)
-        engine.say("g-0-1", EngineStoppedError("died"))
-        with pytest.raises(GeneratorFailedError):
-            await asyncio.wait_for(asyncio.shield(bench.tasks[0]), 10)
-    assert [sample.finish_reason for sample in (first, second)] == [types_pb2.FINISH_REASON_ABORTED] * 2
-    assert len(bench.broker.queue) == 2
-    assert (first.token_ids, second.token_ids) == ([5], [6, 7])
-
-
-async def test_a_hung_decode_is_noticed_and_gives_all_samples_back_with_their_tokens(bench):
-    engine = ScriptedEngine()
-    first, second = bench.broker.submit(prompt("g", group_size=2))
-    await bench.store.publish(0)
-    async with bench.running(engine, max_silence_s=1.0):
-        await until(lambda: len(engine.requests) == 2)
-        for token_id in range(5, 15):
-            engine.say("g-0-1", span(token_id))
-            engine.tokens_sampled += 1
-            await asyncio.sleep(0.15)
-        assert not bench.tasks[0].done(), "one that is slow is not hung"
-        with pytest.raises(GeneratorFailedError, match="no token for"):
-            await asyncio.wait_for(asyncio.shield(bench.tasks[0]), 20)
-    assert [sample.finish_reason for sample in (first, second)] == [types_pb2.FINISH_REASON_ABORTED] * 2
-    assert (first.token_ids, second.token_ids) == (list(range(5, 15)), [])
-
-
-async def test_a_hung_decode_is_noticed_where_only_a_guest_waits(bench):
-    engine = ScriptedEngine()
-    await bench.store.publish(0)
-    async with bench.running(engine, max_silence_s=0.4):
-        await until(lambda: bench.generator.view().state == generator_pb2.GENERATOR_STATE_SERVING)
-        request = GenerateRequest(
-            request_id="guest", prompt_token_ids=(5,), sampling=SamplingSettings(max_new_tokens=9)
-        )
-        spans = bench.generator.guests().decode(request, wait_s=20)
-        token = asyncio.create_task(anext(spans))
-        await until(lambda: "guest" in engine.requests)
-        assert bench.broker.num_finished == 0
-        with pytest.raises(GeneratorFailedError, match="no token for"):
-            await asyncio.wait_for(asyncio.shield(bench.tasks[0]), 20)
-        token.cancel()
-        await asyncio.gather(token, return_exceptions=True)
-        await spans.aclose()
-
-
-async def test_an_engine_that_stands_still_on_purpose_is_not_hung(bench):
-    engine = PausableScriptedEngine()
-    bench.broker.submit(prompt("g"))
-    await bench.store.publish(0)
-    async with bench.running(engine, max_silence_s=0.1):
-        request = generator_pb2.PauseGeneratorRequest(is_paused=True)
-        await until(lambda: bench.generator.view().state == generator_pb2.GENERATOR_STATE_SERVING)
-        await call(bench.stub.PauseGenerator, request, peer="generator")
-        await until(lambda: len(engine.requests) == 1)
-        with pytest.raises(TimeoutError):
-            await asyncio.wait_for(asyncio.shield(bench.tasks[0]), 0.5)
 
 
 async def test_a_stop_returns_unfinished_samples_with_their_prefix_and_another_generator_goes_on(bench):

@@ -18,11 +18,11 @@ from tests.helpers.waiting import until
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 TIMEOUT_S = 60.0
 BENCHMARK = """
-import pathlib, shutil, subprocess, sys
-from benchmarks.bound_child import bound
+import pathlib, shutil, signal, subprocess, sys
 from benchmarks.scratch import scratch_folder
+from penstock.bound_child import bound
 with scratch_folder(pathlib.Path(sys.argv[1])):
-    child = subprocess.Popen(bound(shutil.which("sleep"), "600"))
+    child = subprocess.Popen(bound(shutil.which("sleep"), "600", ends_by=signal.SIGKILL))
     print(child.pid, flush=True)
     child.wait()
 """

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import ssl
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 
@@ -12,7 +11,7 @@ from aiohttp import web
 
 from penstock.clock import SystemClock
 from penstock.errors import PenstockError
-from penstock.rpc import PortUnavailableError
+from penstock.http_server import listen_http, server_ssl_context
 from penstock.security import Security
 from services.generator.config import GeneratorConfig
 from services.generator.guests import Guests
@@ -94,7 +93,10 @@ class OpenAIEndpoint:
             )
             await runner.setup()
             stack.push_async_callback(runner.cleanup)
-            address = await _listen(runner, self._listen, _ssl_context(self._security))
+            # OpenAI's clients bring a key, which is checked; without a token only certificates tell who may talk.
+            ssl_context = server_ssl_context(self._security, asks_for_certificates=self._security.token is None)
+            base = await listen_http(runner, self._listen, setting="openai.listen", ssl_context=ssl_context)
+            address = f"{base}/v1"
             _log.info("OpenAI-compatible endpoint", address=address)
             yield address
 
@@ -124,27 +126,3 @@ class OpenAIEndpoint:
         book.close_all()
         is_put = await self._putter.wait_until_idle(timeout_s=PUT_AT_STOP_S)
         _log.info("sessions ended", num_open_dropped=num_open, are_complete_groups_put=is_put)
-
-
-async def _listen(runner: web.AppRunner, listen: str, ssl_context: ssl.SSLContext | None) -> str:
-    host, _, port = listen.rpartition(":")
-    try:
-        await web.TCPSite(runner, host.strip("[]"), int(port), ssl_context=ssl_context).start()
-    except (OSError, ValueError) as error:
-        raise PortUnavailableError(
-            f"cannot listen on {listen} (openai.listen): {error}; stop the other process or choose another port"
-        ) from error
-    bound = runner.addresses[0][1]
-    return f"{'https' if ssl_context else 'http'}://{host}:{bound}/v1"
-
-
-def _ssl_context(security: Security) -> ssl.SSLContext | None:
-    if security.cert_file is None or security.key_file is None:
-        return None
-    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
-    context.load_cert_chain(security.cert_file, security.key_file)
-    # OpenAI's clients bring a key, which is checked; without a token only certificates tell who may talk.
-    if security.ca_file is not None and security.token is None:
-        context.load_verify_locations(security.ca_file)
-        context.verify_mode = ssl.CERT_REQUIRED
-    return context

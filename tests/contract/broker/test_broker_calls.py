@@ -142,7 +142,8 @@ async def test_a_cancelled_stream_leaves_the_run_usable(broker: RunningBroker) -
         return hub.num_listeners == 0
 
     await eventually(nobody_listens)
-    await train_step(broker, "a")
+    trainer = await train_step(broker, "a")
+    assert (await trainer.ack(["a"], 1)).num_samples == 2
 
 
 async def test_health_and_reflection_name_the_service(broker: RunningBroker) -> None:

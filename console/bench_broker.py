@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
-import json
-import sys
 from typing import Any
 
+from console.benching import bench
 from console.embedded_redis import redis_executable
-from penstock.telemetry import configure_logging
 
 _TARGETS = {
     ("short", "ratio_to_bare_stream"): ">= 0.5",
@@ -21,20 +18,16 @@ _TARGETS = {
 }
 
 
-def bench_command(*, is_json: bool, is_quick: bool) -> int:
+def bench_broker_command(*, is_json: bool, is_quick: bool) -> int:
     """Benchmark the broker; returns the exit status."""
     from benchmarks.broker import suite
 
-    configure_logging("bench", level="warning")
     plan = suite.QUICK if is_quick else suite.FULL
-    result = asyncio.run(
-        suite.run(plan, redis_server=redis_executable(), progress=lambda text: print(text, file=sys.stderr))
+    return bench(
+        lambda progress: suite.run(plan, redis_server=redis_executable(), progress=progress),
+        _print_table,
+        is_json=is_json,
     )
-    if is_json:
-        print(json.dumps(result, indent=2))
-    else:
-        _print_table(result)
-    return 0
 
 
 def _print_table(result: dict[str, Any]) -> None:

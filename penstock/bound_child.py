@@ -1,0 +1,35 @@
+"""Runs a command that ends with its parent: `python -m penstock.bound_child PARENT_PID SIGNAL COMMAND...`.
+
+For programs that are not ours. On Linux the kernel is asked to send the signal when the parent dies, which survives
+exec; elsewhere the command just runs.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+
+_PR_SET_PDEATHSIG = 1
+
+
+def bound(*command: str, ends_by: signal.Signals) -> tuple[str, ...]:
+    """The command line of a child of this process that does not outlive it; `command` begins with a path."""
+    return (sys.executable, "-P", "-m", "penstock.bound_child", str(os.getpid()), str(int(ends_by)), *command)
+
+
+def main(arguments: list[str]) -> None:
+    """Become the command."""
+    parent_pid, ends_by, command = int(arguments[0]), int(arguments[1]), arguments[2:]
+    if sys.platform == "linux":
+        if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, ends_by) != 0:
+            raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
+        # The parent may have died before the request was made.
+        if os.getppid() != parent_pid:
+            sys.exit(1)
+    os.execv(command[0], command)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,127 @@
+"""What becomes of samples and versions when weights are corrupt, or an engine fails, hangs or stands still."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from penstock.rpc import call
+from penstock.v1 import generator_pb2, types_pb2
+from penstock.weights import mismatch_error
+from services.generator import weight_puller
+from services.generator.engine import EngineStoppedError, GenerateRequest, SamplingSettings
+from services.generator.generator import GeneratorFailedError
+from tests.helpers.generator_bench import Bench, emulated
+from tests.helpers.scripted_engine import PausableScriptedEngine, ScriptedEngine, span
+from tests.helpers.scripted_generation_broker import prompt
+from tests.helpers.waiting import until
+
+
+@pytest.fixture
+async def bench(tmp_path):
+    made = Bench(tmp_path)
+    async with made.store.serving_content():
+        yield made
+
+
+async def test_corrupt_weights_are_refused_counted_and_never_served(bench):
+    bench.broker.submit(prompt("g"))
+    bench.store.corrupt_requests = 2
+    await bench.store.publish(0)
+    async with bench.running(emulated()):
+        await until(lambda: bench.broker.num_finished == 1)
+        assert (await bench.view()).num_weights_refused == 2
+    assert len(bench.store.reports) == 1
+
+
+async def test_an_engine_that_cannot_prove_a_version_takes_no_leases_until_it_can(bench):
+    engine = ScriptedEngine()
+    engine.update_errors = [mismatch_error("the engine holds something else", ["model.bias"])]
+    bench.broker.submit(prompt("g"))
+    await bench.store.publish(0)
+    async with bench.running(engine):
+        await until(lambda: len(engine.updates) == 1)
+        assert bench.broker.hellos == []
+        await until(lambda: len(engine.requests) == 1)
+        assert len(engine.updates) == 2
+        assert (await bench.view()).num_weights_refused == 1
+
+
+async def test_an_engine_that_never_proves_a_version_ends_the_process(bench, monkeypatch):
+    monkeypatch.setattr(weight_puller, "backoff_s", lambda: iter([0.0] * 100))
+    engine = ScriptedEngine()
+    engine.reported_digest = "f" * 64
+    await bench.store.publish(0)
+    async with bench.running(engine):
+        with pytest.raises(GeneratorFailedError, match="DigestMismatchError"):
+            await asyncio.wait_for(asyncio.shield(bench.tasks[0]), 10)
+        assert len(engine.updates) == weight_puller.MAX_ENGINE_MISMATCHES
+        assert bench.store.reports == []
+        assert (await bench.view()).state == generator_pb2.GENERATOR_STATE_FAILED
+
+
+async def test_an_engine_failure_gives_all_samples_back_with_their_tokens(bench):
+    engine = ScriptedEngine()
+    first, second = bench.broker.submit(prompt("g", group_size=2))
+    await bench.store.publish(0)
+    async with bench.running(engine, max_concurrent_samples=2):
+        await until(lambda: len(engine.requests) == 2)
+        engine.say("g-0-1", span(5))
+        engine.say("g-1-1", span(6, 7))
+        await until(lambda: len(first.token_ids) == 1 and len(second.token_ids) == 2)
+        engine.say("g-0-1", EngineStoppedError("died"))
+        with pytest.raises(GeneratorFailedError):
+            await asyncio.wait_for(asyncio.shield(bench.tasks[0]), 10)
+    assert [sample.finish_reason for sample in (first, second)] == [types_pb2.FINISH_REASON_ABORTED] * 2
+    assert len(bench.broker.queue) == 2
+    assert (first.token_ids, second.token_ids) == ([5], [6, 7])
+
+
+async def test_a_hung_decode_is_noticed_and_gives_all_samples_back_with_their_tokens(bench):
+    engine = ScriptedEngine()
+    first, second = bench.broker.submit(prompt("g", group_size=2))
+    await bench.store.publish(0)
+    async with bench.running(engine, max_silence_s=1.0):
+        await until(lambda: len(engine.requests) == 2)
+        for token_id in range(5, 15):
+            engine.say("g-0-1", span(token_id))
+            engine.tokens_sampled += 1
+            await asyncio.sleep(0.15)
+        assert not bench.tasks[0].done(), "one that is slow is not hung"
+        with pytest.raises(GeneratorFailedError, match="no token for"):
+            await asyncio.wait_for(asyncio.shield(bench.tasks[0]), 20)
+    assert [sample.finish_reason for sample in (first, second)] == [types_pb2.FINISH_REASON_ABORTED] * 2
+    assert (first.token_ids, second.token_ids) == (list(range(5, 15)), [])
+
+
+async def test_a_hung_decode_is_noticed_where_only_a_guest_waits(bench):
+    engine = ScriptedEngine()
+    await bench.store.publish(0)
+    async with bench.running(engine, max_silence_s=0.4):
+        await until(lambda: bench.generator.view().state == generator_pb2.GENERATOR_STATE_SERVING)
+        request = GenerateRequest(
+            request_id="guest", prompt_token_ids=(5,), sampling=SamplingSettings(max_new_tokens=9)
+        )
+        spans = bench.generator.guests().decode(request, wait_s=20)
+        token = asyncio.create_task(anext(spans))
+        await until(lambda: "guest" in engine.requests)
+        assert bench.broker.num_finished == 0
+        with pytest.raises(GeneratorFailedError, match="no token for"):
+            await asyncio.wait_for(asyncio.shield(bench.tasks[0]), 20)
+        token.cancel()
+        await asyncio.gather(token, return_exceptions=True)
+        await spans.aclose()
+
+
+async def test_an_engine_that_stands_still_on_purpose_is_not_hung(bench):
+    engine = PausableScriptedEngine()
+    bench.broker.submit(prompt("g"))
+    await bench.store.publish(0)
+    async with bench.running(engine, max_silence_s=0.1):
+        request = generator_pb2.PauseGeneratorRequest(is_paused=True)
+        await until(lambda: bench.generator.view().state == generator_pb2.GENERATOR_STATE_SERVING)
+        await call(bench.stub.PauseGenerator, request, peer="generator")
+        await until(lambda: len(engine.requests) == 1)
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(asyncio.shield(bench.tasks[0]), 0.5)

@@ -1,0 +1,92 @@
+"""A generator with a scripted broker, a scripted weight store, and whatever engine a test gives it."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import asynccontextmanager
+
+from prometheus_client import CollectorRegistry
+
+from penstock.rpc import Service, call, open_channel
+from penstock.v1 import generator_pb2, generator_pb2_grpc
+from services.generator.config import EngineConfig, GeneratorConfig
+from services.generator.emulated_engine import EmulatedEngine, EmulatedSpec
+from services.generator.generator import Generator
+from services.generator.metrics import GeneratorMetrics
+from services.generator.model_folder import IdText
+from services.generator.server import SERVICE_NAME
+from services.generator.service import GeneratorServicer
+from tests.helpers.scripted_generation_broker import ScriptedGenerationBroker
+from tests.helpers.scripted_weight_store import ScriptedWeightStore
+from tests.helpers.serving import serving
+
+
+class Bench:
+    """A generator and everything around it."""
+
+    def __init__(self, tmp_path):
+        self.tmp_path = tmp_path
+        published = tmp_path / "published"
+        published.mkdir()
+        (tmp_path / "model").mkdir()
+        self.broker = ScriptedGenerationBroker()
+        self.store = ScriptedWeightStore(published)
+        self.generator = None
+        self.stub = None
+        self.tasks = []
+
+    async def view(self):
+        return await call(self.stub.GetGenerator, generator_pb2.GetGeneratorRequest(), peer="generator")
+
+    @asynccontextmanager
+    async def running(self, engine, **settings):
+        async with serving(self.broker.service(), self.store.service()) as (_, target):
+            config = GeneratorConfig(
+                listen="127.0.0.1:0",
+                run_id="r",
+                broker=target,
+                weights=target,
+                model_path=self.tmp_path / "model",
+                cache_dir=self.tmp_path / "cache",
+                flush_interval_s=0.02,
+                engine=EngineConfig(**{"engine": "emulated", "max_concurrent_samples": 8} | settings),
+            )
+            metrics = GeneratorMetrics(CollectorRegistry())
+            self.generator = Generator(config, engine=engine, text=IdText(), metrics=metrics)
+            async with self.generator, self._serving(self.generator):
+                yield self
+
+    @asynccontextmanager
+    async def _serving(self, generator):
+        service = Service(
+            name=SERVICE_NAME,
+            add=generator_pb2_grpc.add_GeneratorServiceServicer_to_server,
+            servicer=GeneratorServicer(generator),
+        )
+
+        async def ready():
+            pass
+
+        loops = [
+            generator.run_engine(ready),
+            generator.watch_engine(),
+            generator.send_tokens(),
+            generator.watch_weights(),
+            generator.pull_weights(),
+            generator.take_leases(),
+        ]
+        async with serving(service) as (_, target), open_channel(target) as channel:
+            self.stub = generator_pb2_grpc.GeneratorServiceStub(channel)
+            self.target = target
+            self.tasks = [asyncio.create_task(loop) for loop in loops]
+            try:
+                yield
+            finally:
+                for task in self.tasks:
+                    task.cancel()
+                await asyncio.gather(*self.tasks, return_exceptions=True)
+
+
+def emulated(**changes):
+    spec = {"token_s": 1e-4, "mean_tokens": 12, "tick_s": 0.002, "max_num_seqs": 8} | changes
+    return EmulatedEngine(EmulatedSpec(**spec))
