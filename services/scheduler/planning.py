@@ -7,10 +7,12 @@ from dataclasses import replace
 from typing import Any
 
 from services.scheduler.cost_model.rm1 import Infeasible, Rm1, Score
+from services.scheduler.plan_document import PlanDocument
 from services.scheduler.problem import Problem
 from services.scheduler.solvers.exhaustive import ExhaustiveSolver
 from services.scheduler.solvers.interface import ProblemTooLargeError, Solution, Solver, TimeLeft
 from services.scheduler.solvers.milp import MilpSolver
+from services.scheduler.validate import check_plan
 
 AUTO = "auto"
 SOLVERS: dict[str, Solver] = {solver.name: solver for solver in (ExhaustiveSolver(), MilpSolver())}
@@ -22,7 +24,28 @@ Document = dict[str, Any]
 
 
 def solve(rm1: Rm1, solver: str, *, time_left: TimeLeft, seed: int = 0) -> Solution:
-    """The plan of a solver by name (`auto`, or a key of SOLVERS). Raises ProblemTooLargeError."""
+    """The plan of a solver by name (`auto`, or a key of SOLVERS), checked. Raises ProblemTooLargeError."""
+    solution = _found(rm1, solver, time_left, seed)
+    if solution.plan is None:
+        return solution
+    solution = _without_idlers(rm1, solution, solution.plan)
+    if solution.plan is not None:
+        check_plan(rm1.problem, solution.plan, solver=solution.solver)
+    return solution
+
+
+def _without_idlers(rm1: Rm1, solution: Solution, plan: PlanDocument) -> Solution:
+    """The solution without replicas that add nothing: out of the weights' reach, or left with not one sequence."""
+    if not isinstance(solution.score, Score):
+        return solution
+    idlers = [each.replicas for each in solution.score.generation if each.state is None or each.duty <= 0]
+    if not idlers:
+        return solution
+    smaller = PlanDocument(gen=tuple(each for each in plan.gen if each not in idlers), train=plan.train)
+    return replace(solution, plan=smaller, score=rm1.score(smaller))
+
+
+def _found(rm1: Rm1, solver: str, time_left: TimeLeft, seed: int) -> Solution:
     if solver != AUTO:
         return SOLVERS[solver].solve(rm1, time_left=time_left, seed=seed)
     whole_s = time_left()

@@ -1,15 +1,14 @@
 import itertools
-import random
 
 import pytest
 
 from services.scheduler.cost_model.rm1 import Infeasible, Rm1, Score
 from services.scheduler.planning import plan_document, solve
-from services.scheduler.problem import Problem
 from services.scheduler.solvers import exhaustive, milp
 from services.scheduler.solvers.exhaustive import ExhaustiveSolver
 from services.scheduler.solvers.milp import MilpSolver
-from tests.helpers.planning import counted_scores, document, problem
+from tests.helpers.drawn_problems import drawn
+from tests.helpers.planning import counted_scores, problem
 
 OPTIMA = {"tiny_02": 13.170059514017444, "tiny_04": 28.532045676101724, "str_01": 11.394779396221843}
 
@@ -21,22 +20,6 @@ def _few_kicks(monkeypatch):
 
 def ample():
     return 1000.0
-
-
-def drawn(seed: int) -> Problem:
-    """A small cluster of unlike machines in two regions, some with slow links, tails, or pools that span regions."""
-    rng = random.Random(seed)
-    stated = document("tiny_04")
-    for node in stated["nodes"]:
-        node["gpus"] = rng.choice([2, 4])
-        node["count"] = 1
-    stated["links"][0]["bw_Gbps"] = rng.choice([0.2, 1, 10])
-    stated["model"]["params"] = rng.choice([1e9, 4e9])
-    stated["workload"]["staleness"] = rng.randint(0, 4)
-    stated["constraints"]["tail_blocking"] = rng.random() < 0.5
-    stated["constraints"]["train_single_region"] = rng.random() < 0.5
-    stated["cost_model"]["train_overhead_s"] = rng.choice([0, 10])
-    return Problem.model_validate(stated)
 
 
 @pytest.mark.slow
