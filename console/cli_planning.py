@@ -20,6 +20,9 @@ def register(app: typer.Typer) -> None:
 def plan(
     problem: Annotated[Path, typer.Argument(metavar="PROBLEM", help="Cluster, model and workload: .yaml or .json.")],
     solver: Annotated[str, typer.Option("--solver", help="auto, exhaustive or milp.")] = "auto",
+    cost_model: Annotated[
+        str, typer.Option("--cost-model", help="rm1 (reference) or calibrated (fitted to published runs).")
+    ] = "rm1",
     budget_s: Annotated[float, typer.Option("--budget-s", min=0.1, max=86_400, help="Time to search, seconds.")] = 30,
     seed: Annotated[int, typer.Option("--seed", min=0, help="Of the search.")] = 0,
     json_output: Annotated[bool, typer.Option("--json", help="Print JSON; docs/planning.md describes it.")] = False,
@@ -37,6 +40,8 @@ def plan(
     def work() -> int:
         from console.plan import plan_command
 
-        return plan_command(problem, solver=solver, budget_s=budget_s, seed=seed, is_json=json_output)
+        return plan_command(
+            problem, solver=solver, cost_model=cost_model, budget_s=budget_s, seed=seed, is_json=json_output
+        )
 
     exit_with(work)

@@ -16,7 +16,6 @@ from services.scheduler.validate import check_plan
 
 AUTO = "auto"
 SOLVERS: dict[str, Solver] = {solver.name: solver for solver in (ExhaustiveSolver(), MilpSolver())}
-COST_MODEL = "rm1"
 _AUTO_SHARE = 0.5
 """Of the time, left for the search after exhaustive search began."""
 
@@ -78,7 +77,7 @@ def plan_document(rm1: Rm1, solution: Solution, *, solve_s: float) -> Document:
     problem, score = rm1.problem, solution.score
     document: Document = {
         "problem": problem.id,
-        "cost_model": COST_MODEL,
+        "cost_model": rm1.name,
         "solver": solution.solver,
         "solve_s": solve_s,
         "num_evaluated": solution.num_evaluated,

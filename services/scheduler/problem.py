@@ -129,7 +129,7 @@ _MFU_INFER = {"default": 0.45, "H20": 0.40, "L4": 0.40}
 
 
 class CostConstants(StrictModel):
-    """Constants of the cost model; the defaults are RM-1's."""
+    """Constants of the cost model; the defaults are RM-1's. Terms that RM-1 does not have are off by default."""
 
     eta_bw: Share = 0.75
     """Share of the memory bandwidth that decoding reaches."""
@@ -142,6 +142,12 @@ class CostConstants(StrictModel):
     """The same in forward passes that are not generation."""
     step_overhead_s: NotNegative = 0.002
     """Of each decode step."""
+    layer_overhead_s: NotNegative = 0.0
+    """Of each layer in a decode step: kernels begin and end."""
+    sequence_overhead_s: NotNegative = 0.0
+    """Of each sequence in a decode step: sampling, book-keeping."""
+    attention_efficiency: Share = 1.0
+    """Rate of attention over the rate of matrix products, in what is not generation."""
     mem_util: Share = 0.9
     reserve_GB: NotNegative = 2.0
     """Of each GPU, for what is neither weights nor cache."""

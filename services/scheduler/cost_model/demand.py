@@ -18,7 +18,7 @@ class Task:
     name: str
     kind: Literal["train", "infer"]
     flops: float
-    """Per sample."""
+    """Per sample, as matrix products that take as long."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +62,8 @@ def demand_of(problem: Problem) -> Demand:
     prompt_kv = kv_bytes * prompt * mean
     own_kv = kv_bytes * (mean_square + mean) / 2
     total_square = prompt**2 + 2 * prompt * mean + mean_square
-    forward = 2.0 * matmul_params * (prompt + mean) + attention * total_square
+    attended = attention * total_square / constants.attention_efficiency
+    forward = 2.0 * matmul_params * (prompt + mean) + attended
     state = sum(
         (constants.train_bytes_per_param if task.kind == "train" else 2.0) * model.params * task.scale
         for task in workload.train_tasks

@@ -43,12 +43,12 @@ class ReplicaModel:
         self._prefill_flops_per_second = peak * constants.eta_prefill
         # More GPUs than KV heads hold copies of some.
         self._kv_copies = max(1.0, tp / model.kv_heads)
-        self._step_overhead_s = constants.step_overhead_s
-        self._reduce_s_per_sequence = 0.0
+        self._step_overhead_s = constants.step_overhead_s + model.layers * constants.layer_overhead_s
+        self._overhead_s_per_sequence = constants.sequence_overhead_s
         if tp > 1:
             self._step_overhead_s += 2 * model.layers * gpu.ar_latency_us * 1e-6
             reduced_bytes = 2.0 * (tp - 1) / tp * model.hidden * 2
-            self._reduce_s_per_sequence = 2 * model.layers * reduced_bytes / (gpu.ar_bus_GBps * 1e9)
+            self._overhead_s_per_sequence += 2 * model.layers * reduced_bytes / (gpu.ar_bus_GBps * 1e9)
         self._pause_s = constants.sync_pause_s
         self._recomputes = constants.kv_recompute_on_update
         self._measured_samples_per_second = next(
@@ -64,24 +64,33 @@ class ReplicaModel:
         self.max_batch = min(free_bytes / resident_bytes, float(constants.max_num_seqs))
         """Sequences that fit, not rounded."""
 
+    @property
+    def prefill_s(self) -> float:
+        """Of one sample, where nothing else is done; a prompt that a group shares counts once."""
+        return self._demand.prefill_flops / self._prefill_flops_per_second
+
+    def step_s(self, batch: int) -> float:
+        """One decode step of so many sequences with the mean context."""
+        demand = self._demand
+        read_per_sequence = demand.kv_read_bytes / demand.completion_tokens
+        read_s = (demand.weight_bytes + self._kv_copies * batch * read_per_sequence) / self._read_bytes_per_second
+        flops = batch * (demand.flops_per_token + demand.flops_per_kv_byte * read_per_sequence)
+        compute_s = flops / self._decode_flops_per_second
+        return max(read_s, compute_s) + self._step_overhead_s + batch * self._overhead_s_per_sequence
+
     def at(self, batch_share: float) -> ReplicaState | None:
         """The replica at this share of its largest batch; None when not one sequence is left."""
         batch = math.floor(self.max_batch * batch_share)
         if batch < 1:
             return None
         demand = self._demand
-        read_per_sequence = demand.kv_read_bytes / demand.completion_tokens
-        read_s = (demand.weight_bytes + self._kv_copies * batch * read_per_sequence) / self._read_bytes_per_second
-        flops = batch * (demand.flops_per_token + demand.flops_per_kv_byte * read_per_sequence)
-        compute_s = flops / self._decode_flops_per_second
-        step_s = max(read_s, compute_s) + self._step_overhead_s + batch * self._reduce_s_per_sequence
-        prefill_s = demand.prefill_flops / self._prefill_flops_per_second
-        samples_per_second = 1 / (demand.completion_tokens * step_s / batch + prefill_s)
+        step_s = self.step_s(batch)
+        samples_per_second = 1 / (demand.completion_tokens * step_s / batch + self.prefill_s)
         if self._measured_samples_per_second is not None:
             samples_per_second = self._measured_samples_per_second * batch / math.floor(self.max_batch)
         pause_s = self._pause_s
         if self._recomputes:
-            context_tokens = read_per_sequence / demand.kv_bytes_per_token
+            context_tokens = demand.kv_read_bytes / demand.completion_tokens / demand.kv_bytes_per_token
             pause_s += batch * context_tokens * demand.flops_per_token / self._prefill_flops_per_second
         return ReplicaState(batch, step_s, samples_per_second, pause_s)
 

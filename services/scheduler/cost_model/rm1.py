@@ -20,6 +20,7 @@ from services.scheduler.cost_model.training import Pool, TrainingStep, gpu_sampl
 from services.scheduler.plan_document import PlanDocument, Replicas, node_classes, placement_error
 from services.scheduler.problem import NodeClass, Problem
 
+RM1 = "rm1"
 _BISECTIONS = 60
 _TAIL_SHRINKS_BY = 0.9
 _SMALLEST_BATCH_SHARE = 0.02
@@ -65,10 +66,16 @@ class Infeasible:
 
 
 class Rm1:
-    """The cost model of one problem. Keeps what it computed of replicas, so score many plans with one."""
+    """The cost model of one problem. Keeps what it computed of replicas, so score many plans with one.
 
-    def __init__(self, problem: Problem) -> None:
+    Args:
+        problem: With the constants to use.
+        name: What answers call it: who puts other constants in the problem's place says so.
+    """
+
+    def __init__(self, problem: Problem, *, name: str = RM1) -> None:
         self.problem = problem
+        self.name = name
         self.demand = demand_of(problem)
         self.network = Network(problem.links)
         self.nodes = node_classes(problem)

@@ -1,0 +1,1 @@
+"""The planner and the simulator next to what others published."""
