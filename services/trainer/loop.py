@@ -37,7 +37,7 @@ from services.trainer.context import RunContext
 from services.trainer.decoding import training_samples
 from services.trainer.metrics import Line, StepTimes, count_step, step_line
 from services.trainer.samples import TrainingSample
-from services.trainer.step import MicrobatchReport, SkipReason, StepReport, StepSettings, TrainingStep
+from services.trainer.step import MicrobatchReport, SkipReason, StepReport, TrainingStep, step_settings
 
 CONSUMER_ID = "trainer-0"
 MAX_SILENCE_S = 1800.0
@@ -115,16 +115,7 @@ class StepLoop:
         open_step = _OpenStep(
             step=TrainingStep(
                 self._backend,
-                StepSettings(
-                    policy_version=context.progress.policy_version,
-                    max_staleness=settings.max_staleness,
-                    max_pack_tokens=context.config.trainer.tokens_per_pack,
-                    algorithm=self._algorithm,
-                    normalization=settings.normalization or self._algorithm.normalization,
-                    max_new_tokens=context.config.sampling.max_new_tokens,
-                    overlong_buffer_tokens=settings.overlong_buffer_tokens,
-                    skip_zero_advantages=settings.kl_coefficient == 0,
-                ),
+                step_settings(context.config, self._algorithm, policy_version=context.progress.policy_version),
             ),
             started_s=context.clock.now_s(),
             busy_before_s=self._compute.busy_s,

@@ -26,6 +26,7 @@ import numpy.typing as npt
 from services.trainer.algorithms.base import Advantages, Algorithm, Normalization, divisor
 from services.trainer.algorithms.overlong import overlong_penalties
 from services.trainer.backend import Backend, BackendError, LossTotals, StepMetrics
+from services.trainer.config import TrainingConfig
 from services.trainer.packing import Trajectory, pack_trajectories
 from services.trainer.samples import TrainingSample, is_well_formed, trajectory_of
 
@@ -69,6 +70,21 @@ class StepSettings:
     """The reward falls over the last so many of them; 0 punishes no length."""
     skip_zero_advantages: bool = True
     """Must be False when the loss has a term without advantages (a KL to a reference)."""
+
+
+def step_settings(config: TrainingConfig, algorithm: Algorithm, *, policy_version: int) -> StepSettings:
+    """A run's settings for the step from `policy_version`."""
+    settings = config.algorithm
+    return StepSettings(
+        policy_version=policy_version,
+        max_staleness=settings.max_staleness,
+        max_pack_tokens=config.trainer.tokens_per_pack,
+        algorithm=algorithm,
+        normalization=settings.normalization or algorithm.normalization,
+        max_new_tokens=config.sampling.max_new_tokens,
+        overlong_buffer_tokens=settings.overlong_buffer_tokens,
+        skip_zero_advantages=settings.kl_coefficient == 0,
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,0 +1,1 @@
+"""Measurements of the trainer: what it learns, and how fast."""

@@ -1,0 +1,137 @@
+"""One training run of the convergence benchmark, in this process: the trainer's own step on samples of a stated lag."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+
+import numpy as np
+
+from benchmarks.trainer.lagging import LaggingSampler, Score
+from services.reward.models.exact_match import exact_match
+from services.trainer.backend import Backend
+from services.trainer.config import TrainingConfig
+from services.trainer.context import Policy
+from services.trainer.packing import pack_trajectories
+from services.trainer.policy import load_policy
+from services.trainer.samples import TrainingSample, trajectory_of
+from services.trainer.step import TrainingStep, step_settings
+
+PLAIN = "plain loop"
+Groups = Sequence[Sequence[TrainingSample]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cell:
+    """What is varied."""
+
+    lag: int
+    """Versions that every sample is behind, once there are so many."""
+    correction: str
+    """`algorithm.correction`, or PLAIN: a synchronous loop without any of the trainer's machinery for steps."""
+    seed: int
+
+    @property
+    def name(self) -> str:
+        """As tables say it."""
+        return PLAIN if self.correction == PLAIN else f"{self.lag}, {self.correction}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepOutcome:
+    """One step of a cell."""
+
+    reward: float
+    """Mean of the batch."""
+    digest: str
+    """Of all numbers of the batch, in order: equal digests are bit-identical batches."""
+    metrics: dict[str, float]
+    """What the loss reported; empty for the plain loop."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CellOutcome:
+    """What became of a cell."""
+
+    cell: Cell
+    steps: list[StepOutcome]
+    held_out: float
+    """Reward of one sample of each held-out prompt under the last weights."""
+
+    def document(self) -> dict[str, object]:
+        """As JSON takes it."""
+        return asdict(self)
+
+
+def run_cell(
+    config: TrainingConfig,
+    cell: Cell,
+    *,
+    on_step: Callable[[int, StepOutcome], None],
+    score: Score = exact_match,
+) -> CellOutcome:
+    """Train, then measure; `config` is that of the cell's seed but for lag and correction."""
+    config = _configured(config, cell)
+    policy = load_policy(config)
+    sampler = LaggingSampler(config, lag=cell.lag, score=score)
+    outcomes: list[StepOutcome] = []
+    take_step = _plain_step if cell.correction == PLAIN else _trainer_step
+    for version in range(config.run.num_steps):
+        sampler.note_version(version, policy.backend.state_tensors())
+        groups = sampler.groups_at(version)
+        metrics = take_step(policy, config, version, groups)
+        outcomes.append(StepOutcome(reward=_mean_reward(groups), digest=digest_of(groups), metrics=metrics))
+        on_step(version, outcomes[-1])
+    held_out = sampler.held_out_reward(policy.backend.state_tensors())
+    return CellOutcome(cell=cell, steps=outcomes, held_out=held_out)
+
+
+def digest_of(groups: Groups) -> str:
+    """SHA-256 over tokens, log-probs, versions and rewards of a batch."""
+    digest = hashlib.sha256()
+    for sample in (sample for group in groups for sample in group):
+        digest.update(f"{sample.group_id}/{sample.sample_index}={sample.reward}".encode())
+        for array in (
+            sample.prompt_token_ids,
+            sample.completion_token_ids,
+            sample.behavior_logprobs,
+            sample.policy_versions,
+        ):
+            digest.update(array.tobytes())
+    return digest.hexdigest()
+
+
+def _configured(config: TrainingConfig, cell: Cell) -> TrainingConfig:
+    document = config.model_dump()
+    document["run"]["seed"] = cell.seed
+    document["algorithm"]["max_staleness"] = cell.lag
+    document["algorithm"]["correction"] = "none" if cell.correction == PLAIN else cell.correction
+    document["algorithm"]["allow_uncorrected"] = True
+    return TrainingConfig.model_validate(document)
+
+
+def _trainer_step(policy: Policy, config: TrainingConfig, version: int, groups: Groups) -> dict[str, float]:
+    step = TrainingStep(policy.backend, step_settings(config, policy.algorithm, policy_version=version))
+    step.add_groups(groups)
+    return step.finish().loss_metrics
+
+
+def _plain_step(policy: Policy, config: TrainingConfig, version: int, groups: Groups) -> dict[str, float]:
+    """Advantages, gradient, optimiser step: what `TrainingStep` comes to when nothing is late, odd or left out."""
+    backend: Backend = policy.backend
+    assert policy.algorithm.group_advantages is not None
+    trajectories = []
+    for group in groups:
+        rewards = np.array([sample.reward for sample in group], dtype=np.float64)
+        credits = policy.algorithm.group_advantages(rewards)
+        # A sample without credit has no gradient; left out, as the trainer leaves it out, packs are the same.
+        trajectories += [trajectory_of(sample, credit) for sample, credit in zip(group, credits, strict=True) if credit]
+    for pack in pack_trajectories(trajectories, max_pack_tokens=config.trainer.tokens_per_pack):
+        backend.forward_backward(pack)
+    backend.optimizer_step(divisor=sum(sample.completion_token_ids.size for group in groups for sample in group))
+    return {}
+
+
+def _mean_reward(groups: Groups) -> float:
+    return float(np.mean([sample.reward for group in groups for sample in group]))

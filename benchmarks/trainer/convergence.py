@@ -1,0 +1,178 @@
+"""Does it learn as a plain synchronous loop does, with samples that are 0, 1, 4, 8 versions old?
+
+python -m benchmarks.trainer.convergence PREPARED --out results.jsonl [--lags 0 1 4 8] [--corrections none truncated]
+    [--seeds 0 1 2] [--steps 40] [--prompts 16] [--group 8] [--plot plot.png]
+
+PREPARED is a folder of the quick start (runs/quickstart/current): model, train.jsonl, eval.jsonl. One process and one
+thread. The step is the trainer's own; samples come from weights that are exactly so many versions old, decoded in this
+process, so the lag is what is stated and not what a machine's speed makes of it. Outcomes are appended to the file as
+they come; cells that it holds are not run again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.trainer.cells import PLAIN, Cell, StepOutcome, run_cell
+from services.trainer.config import TrainingConfig
+
+NUM_LAST_STEPS = 5
+Document = dict[str, Any]
+
+
+def main() -> int:
+    options = _options()
+    done = read_outcomes(options.out)
+    for cell in _cells(options):
+        if not any(_is_of(document, cell, options) for document in done):
+            done.append(_measured(cell, options))
+            with options.out.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(done[-1]) + "\n")
+    wanted = [document for document in done if document["settings"] == _settings(options)]
+    print("\n".join(table(wanted)))
+    if options.plot is not None:
+        plot(wanted, options.plot)
+    return 0
+
+
+def read_outcomes(path: Path) -> list[Document]:
+    """What was measured before."""
+    if not path.exists():
+        return []
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def table(documents: Sequence[Document]) -> Iterator[str]:
+    """Markdown: each lag and correction over its seeds."""
+    yield f"| lag, correction | seeds | reward, last {NUM_LAST_STEPS} steps | held out, at the end | clipped tokens |"
+    yield "|---|---|---|---|---|"
+    for name, group in _by_name(documents).items():
+        last = [statistics.fmean(step["reward"] for step in one["steps"][-NUM_LAST_STEPS:]) for one in group]
+        held_out = [one["held_out"] for one in group]
+        clipped = [step["metrics"].get("clip_fraction") for one in group for step in one["steps"]]
+        known = [value for value in clipped if value is not None]
+        share = f"{statistics.fmean(known):.3f}" if known else "-"
+        yield f"| {name} | {len(group)} | {_spread(last)} | {_spread(held_out)} | {share} |"
+
+
+def plot(documents: Sequence[Document], path: Path) -> None:
+    """Mean reward of the batch over steps, averaged over seeds and five steps."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(7, 4))
+    for name, group in _by_name(documents).items():
+        curve = _smooth([statistics.fmean(rewards) for rewards in zip(*map(_rewards, group), strict=True)])
+        axes.plot(curve, label=name, linestyle="--" if name.endswith("none") else "-")
+    axes.set_xlabel("optimiser step")
+    axes.set_ylabel("mean reward of the batch")
+    axes.legend(title="lag, correction", fontsize="small")
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+
+
+def _cells(options: argparse.Namespace) -> Iterator[Cell]:
+    """Seeds outermost: a run that is cut short has whole comparisons."""
+    for seed in options.seeds:
+        yield Cell(lag=0, correction=PLAIN, seed=seed)
+        for lag in options.lags:
+            for correction in options.corrections:
+                yield Cell(lag=lag, correction=correction, seed=seed)
+
+
+def _measured(cell: Cell, options: argparse.Namespace) -> Document:
+    started_s = time.monotonic()
+
+    def tell(version: int, outcome: StepOutcome) -> None:
+        seconds = time.monotonic() - started_s
+        print(f"{cell.name} seed {cell.seed}: step {version} {outcome.reward:.3f} {seconds:.0f} s", file=sys.stderr)
+
+    outcome = run_cell(_config(options), cell, on_step=tell)
+    return {**outcome.document(), "settings": _settings(options), "seconds": time.monotonic() - started_s}
+
+
+def _settings(options: argparse.Namespace) -> Document:
+    return {
+        "task": options.prepared.resolve().name,
+        "steps": options.steps,
+        "prompts": options.prompts,
+        "group": options.group,
+        "learning_rate": options.learning_rate,
+    }
+
+
+def _is_of(document: Document, cell: Cell, options: argparse.Namespace) -> bool:
+    keys = {"lag": cell.lag, "correction": cell.correction, "seed": cell.seed}
+    return bool(document["cell"] == keys and document["settings"] == _settings(options))
+
+
+def _config(options: argparse.Namespace) -> TrainingConfig:
+    """The quick start's, but for what the options say."""
+    return TrainingConfig.model_validate(
+        {
+            "run": {"num_steps": options.steps, "num_eval_prompts": 256},
+            "model": {"path": options.prepared / "model", "dtype": "float32"},
+            "data": {
+                "train": options.prepared / "train.jsonl",
+                "eval": options.prepared / "eval.jsonl",
+                "max_prompt_tokens": 128,
+            },
+            "sampling": {"max_new_tokens": 256},
+            "algorithm": {
+                "name": "dr_grpo",
+                "normalization": "tokens",
+                "group_size": options.group,
+                "prompts_per_step": options.prompts,
+            },
+            "optimizer": {"learning_rate": options.learning_rate},
+            "trainer": {"num_threads": 1, "device": "cpu"},
+        }
+    )
+
+
+def _by_name(documents: Sequence[Document]) -> dict[str, list[Document]]:
+    groups: dict[str, list[Document]] = defaultdict(list)
+    for document in documents:
+        groups[Cell(**document["cell"]).name].append(document)
+    return groups
+
+
+def _rewards(document: Document) -> list[float]:
+    return [step["reward"] for step in document["steps"]]
+
+
+def _smooth(values: Sequence[float], *, width: int = 5) -> list[float]:
+    return [statistics.fmean(values[max(0, index - width + 1) : index + 1]) for index in range(len(values))]
+
+
+def _spread(values: Sequence[float]) -> str:
+    return f"{statistics.fmean(values):.3f} ({min(values):.3f} to {max(values):.3f})"
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("prepared", type=Path, help="a prepared folder of the quick start")
+    parser.add_argument("--out", type=Path, required=True, help="JSON lines of outcomes; grows")
+    parser.add_argument("--lags", type=int, nargs="*", default=[0, 1, 4, 8])
+    parser.add_argument("--corrections", nargs="*", default=["none", "truncated"])
+    parser.add_argument("--seeds", type=int, nargs="*", default=[0, 1, 2])
+    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--prompts", type=int, default=16, help="groups of a step")
+    parser.add_argument("--group", type=int, default=8, help="samples of a group")
+    parser.add_argument("--learning-rate", type=float, default=4e-4)
+    parser.add_argument("--plot", type=Path, default=None, help="a picture; needs matplotlib")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
