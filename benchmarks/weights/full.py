@@ -49,7 +49,7 @@ async def bare_download(url: str, target: Path, *, size_bytes: int) -> None:
 
 
 async def measure(folder: Path, *, sizes_bytes: dict[int, int], progress: Callable[[str], None]) -> dict[str, Any]:
-    """For each size, with its number of repetitions: bytes a second of both, and the ratio.
+    """For each size, with its number of repetitions: bytes a second of both, their ratio, CPU seconds of this process.
 
     `ratio_to_bare_download` of the whole is that of the size where it is lowest.
     """
@@ -81,14 +81,17 @@ async def _pair(manifest: weights_pb2.WeightsManifest, folder: Path, *, is_bare_
             await downloader.fetch(manifest, folder / "ours")
 
     times_s: dict[str, float] = {}
+    cpu_s: dict[str, float] = {}
     ways: list[tuple[str, Callable[[], Awaitable[None]]]] = [("bare", bare), ("ours", ours)]
     for name, way in ways if is_bare_first else reversed(ways):
-        begun_s = time.perf_counter()
+        begun_s, begun_cpu_s = time.perf_counter(), time.process_time()
         await way()
-        times_s[name] = time.perf_counter() - begun_s
+        times_s[name], cpu_s[name] = time.perf_counter() - begun_s, time.process_time() - begun_cpu_s
         (folder / name).unlink()
     return {
         "mb_per_second": manifest.size_bytes / MB / times_s["ours"],
         "bare_mb_per_second": manifest.size_bytes / MB / times_s["bare"],
         "ratio_to_bare_download": times_s["bare"] / times_s["ours"],
+        "cpu_s": cpu_s["ours"],
+        "bare_cpu_s": cpu_s["bare"],
     }

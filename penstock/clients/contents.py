@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterable
 from pathlib import Path
 
 from penstock.clients.weights import tensor_digests
 from penstock.errors import DigestMismatchError
+from penstock.transfer.chunks import is_chunk
 from penstock.v1 import weights_pb2
 from penstock.weights import MalformedWeightsError, safetensors_places, verify_safetensors
 
@@ -53,5 +53,5 @@ def is_laid_out_alike(path: Path, manifest: weights_pb2.WeightsManifest) -> bool
 def _verify_chunks(path: Path, chunks: Iterable[weights_pb2.ChunkInfo]) -> None:
     with path.open("rb") as file:
         for chunk in chunks:
-            if hashlib.sha256(file.read(chunk.size_bytes)).hexdigest() != chunk.sha256:
+            if not is_chunk(chunk, [file.read(chunk.size_bytes)]):
                 raise DigestMismatchError(f"{path.name}: the chunk at byte {chunk.offset} has another digest")

@@ -27,7 +27,7 @@ from penstock.errors import (
 )
 from penstock.rpc import backoff_s, call, call_with_retry, open_channel
 from penstock.security import NO_SECURITY, Security
-from penstock.transfer.chunks import MAX_CHUNK_BYTES
+from penstock.transfer.chunks import MAX_CHUNK_BYTES, chunk_digest
 from penstock.v1 import weights_pb2, weights_pb2_grpc
 from penstock.weights import TensorDigest, manifest_digest
 
@@ -70,7 +70,7 @@ def tensor_digests(manifest: weights_pb2.WeightsManifest) -> tuple[TensorDigest,
 
 def content_id(manifest: weights_pb2.WeightsManifest) -> str:
     """What names a content everywhere: SHA-256, hex, over its chunks' digests, each followed by a line feed."""
-    return hashlib.sha256("".join(f"{chunk.sha256}\n" for chunk in manifest.chunks).encode()).hexdigest()
+    return hashlib.sha256("".join(f"{chunk_digest(chunk)}\n" for chunk in manifest.chunks).encode()).hexdigest()
 
 
 def check_manifest(manifest: weights_pb2.WeightsManifest, *, run_id: str) -> None:
@@ -158,6 +158,8 @@ def _check_chunks(manifest: weights_pb2.WeightsManifest) -> None:
             raise InvalidFieldError(
                 f"chunk at {chunk.offset} of {chunk.size_bytes} bytes does not follow {end}", field="manifest.chunks"
             )
+        if bool(chunk.blake3) == bool(chunk.sha256):
+            raise InvalidFieldError(f"chunk at {chunk.offset} must state one digest", field="manifest.chunks")
         end += chunk.size_bytes
     if end != manifest.size_bytes or not 1 <= end <= MAX_CONTENT_BYTES:
         raise InvalidFieldError(

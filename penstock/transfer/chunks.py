@@ -1,5 +1,8 @@
 """A content cut into chunks: the pieces that are checked one by one on the way.
 
+They are hashed with BLAKE3, which here takes a quarter of the time that SHA-256 does where the processor has
+instructions for that; manifests that name SHA-256 are understood.
+
 Promises:
 
 - The size of a chunk follows from that of the content: there are never more than a manifest can list in one message.
@@ -9,7 +12,10 @@ Promises:
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterable
 from pathlib import Path
+
+from blake3 import blake3
 
 from penstock.v1 import weights_pb2
 
@@ -24,6 +30,19 @@ def chunk_bytes_for(size_bytes: int) -> int:
     while chunk_bytes < MAX_CHUNK_BYTES and size_bytes > chunk_bytes * MANY_CHUNKS:
         chunk_bytes *= 2
     return chunk_bytes
+
+
+def chunk_digest(chunk: weights_pb2.ChunkInfo) -> str:
+    """The digest a chunk must have, hex, by whichever algorithm; empty where it states none."""
+    return chunk.blake3 or chunk.sha256
+
+
+def is_chunk(chunk: weights_pb2.ChunkInfo, pieces: Iterable[bytes | memoryview]) -> bool:
+    """Whether bytes, in any number of pieces, have the digest that a chunk must have."""
+    digest = blake3() if chunk.blake3 else hashlib.sha256()
+    for piece in pieces:
+        digest.update(piece)
+    return digest.hexdigest() == chunk_digest(chunk)
 
 
 def chunks_of(path: Path, *, chunk_bytes: int | None = None) -> list[weights_pb2.ChunkInfo]:
@@ -41,7 +60,7 @@ def chunks_of(path: Path, *, chunk_bytes: int | None = None) -> list[weights_pb2
     offset = 0
     with path.open("rb") as file:
         while piece := file.read(size):
-            sha256 = hashlib.sha256(piece).hexdigest()
-            chunks.append(weights_pb2.ChunkInfo(offset=offset, size_bytes=len(piece), sha256=sha256))
+            digest = blake3(piece).hexdigest()
+            chunks.append(weights_pb2.ChunkInfo(offset=offset, size_bytes=len(piece), blake3=digest))
             offset += len(piece)
     return chunks

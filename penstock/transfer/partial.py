@@ -12,13 +12,13 @@ Promises:
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import os
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from penstock.errors import DigestMismatchError, ServiceUnavailableError
+from penstock.transfer.chunks import is_chunk
 from penstock.v1 import weights_pb2
 
 STALL_S = 10.0
@@ -134,10 +134,7 @@ class PartialContent:
 
 
 def _store(descriptor: int, chunk: weights_pb2.ChunkInfo, pieces: Sequence[bytes | memoryview]) -> None:
-    digest = hashlib.sha256()
-    for piece in pieces:
-        digest.update(piece)
-    if digest.hexdigest() != chunk.sha256:
+    if not is_chunk(chunk, pieces):
         raise DigestMismatchError(f"the chunk at byte {chunk.offset} has another digest")
     _write(descriptor, pieces, chunk.offset)
 
@@ -173,4 +170,4 @@ def _is_good(descriptor: int, chunk: weights_pb2.ChunkInfo) -> bool:
         return False
     if data_offset >= chunk.offset + chunk.size_bytes:
         return False
-    return hashlib.sha256(os.pread(descriptor, chunk.size_bytes, chunk.offset)).hexdigest() == chunk.sha256
+    return is_chunk(chunk, [os.pread(descriptor, chunk.size_bytes, chunk.offset)])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import json
 from pathlib import Path
 
@@ -12,6 +11,7 @@ import grpc
 import numpy as np
 import pytest
 import torch
+from blake3 import blake3
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -360,7 +360,7 @@ async def test_content_over_http_and_grpc_is_what_the_manifest_states(tmp_path, 
     assert parts[-1].remaining_bytes == 0
     assert len(whole) == manifest.size_bytes
     for chunk in manifest.chunks:
-        assert hashlib.sha256(whole[chunk.offset : chunk.offset + chunk.size_bytes]).hexdigest() == chunk.sha256
+        assert blake3(whole[chunk.offset : chunk.offset + chunk.size_bytes]).hexdigest() == chunk.blake3
     copy = tmp_path / "copy.safetensors"
     copy.write_bytes(whole)
     assert manifest_digest(safetensors_digests(copy)) == manifest.digest

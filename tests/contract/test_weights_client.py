@@ -198,6 +198,8 @@ def _unsorted(manifest):
         (lambda m: setattr(m, "size_bytes", m.size_bytes + 1), InvalidFieldError),
         (lambda m: setattr(m, "digest", "0" * 64), DigestMismatchError),
         (lambda m: setattr(m.tensors[0], "sha256", "0" * 64), DigestMismatchError),
+        (lambda m: setattr(m.chunks[0], "blake3", ""), InvalidFieldError),
+        (lambda m: setattr(m.chunks[0], "sha256", "0" * 64), InvalidFieldError),
         (_gap, InvalidFieldError),
         (_unsorted, InvalidFieldError),
     ],

@@ -6,21 +6,22 @@ import hashlib
 from pathlib import Path
 
 import pytest
+from blake3 import blake3
 
 from penstock.clients.weights import MAX_CONTENT_BYTES, check_manifest, tensor_digests
 from penstock.rpc import MAX_MESSAGE_BYTES
-from penstock.transfer.chunks import MAX_CHUNK_BYTES, MIN_CHUNK_BYTES, chunk_bytes_for, chunks_of
+from penstock.transfer.chunks import MAX_CHUNK_BYTES, MIN_CHUNK_BYTES, chunk_bytes_for, chunks_of, is_chunk
 from penstock.v1 import weights_pb2
 from penstock.weights import manifest_digest
 
 GB, TB = 10**9, 10**12
-SHA256 = hashlib.sha256(b"").hexdigest()
+SHA256, BLAKE3 = hashlib.sha256(b"").hexdigest(), blake3(b"").hexdigest()
 
 
 def made_chunks(size_bytes: int) -> list[weights_pb2.ChunkInfo]:
     step = chunk_bytes_for(size_bytes)
     return [
-        weights_pb2.ChunkInfo(offset=offset, size_bytes=min(step, size_bytes - offset), sha256=SHA256)
+        weights_pb2.ChunkInfo(offset=offset, size_bytes=min(step, size_bytes - offset), blake3=BLAKE3)
         for offset in range(0, size_bytes, step)
     ]
 
@@ -56,9 +57,20 @@ def test_chunks_cover_a_file_without_gaps(tmp_path: Path) -> None:
     path.write_bytes(bytes(range(250)))
     chunks = chunks_of(path, chunk_bytes=100)
     assert [(chunk.offset, chunk.size_bytes) for chunk in chunks] == [(0, 100), (100, 100), (200, 50)]
-    assert chunks[2].sha256 == hashlib.sha256(bytes(range(200, 250))).hexdigest()
+    assert chunks[2].blake3 == blake3(bytes(range(200, 250))).hexdigest()
     path.write_bytes(bytes(MIN_CHUNK_BYTES + 1))
     assert [chunk.size_bytes for chunk in chunks_of(path)] == [MIN_CHUNK_BYTES, 1]
+
+
+@pytest.mark.parametrize(
+    "digest", [{"blake3": blake3(b"abcd").hexdigest()}, {"sha256": hashlib.sha256(b"abcd").hexdigest()}]
+)
+def test_a_chunk_is_proved_by_the_digest_it_states_in_however_many_pieces(digest: dict[str, str]) -> None:
+    chunk = weights_pb2.ChunkInfo(size_bytes=4, **digest)
+    assert is_chunk(chunk, [b"abcd"])
+    assert is_chunk(chunk, [b"a", memoryview(b"bcd")])
+    assert not is_chunk(chunk, [b"abce"])
+    assert not is_chunk(weights_pb2.ChunkInfo(size_bytes=4), [b"abcd"])
 
 
 @pytest.mark.parametrize(
