@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
@@ -141,11 +142,15 @@ class Backend(Protocol):
         Live views, valid until the next step or load.
         """
 
-    def save(self, directory: Path) -> None:
-        """Writes a Hugging Face model directory, and in its `resume/` folder what training needs to continue.
+    def save(self, directory: Path) -> Future[None]:
+        """Copies everything now and writes it beside whatever comes next; the future ends when it is written.
 
-        That is safetensors, configuration and tokenizer; and optimiser, random state and step count. Of an adapter it
-        is the directory that PEFT reads.
+        That is a Hugging Face model directory of safetensors, configuration and tokenizer (of an adapter the directory
+        that PEFT reads), and in its `resume/` folder what training needs to continue: weights, optimiser, random state
+        and step count, which another number of processes can load. The future raises OSError where the disk refuses.
+
+        Args:
+            directory: Exists and is empty; every process of the trainer sees it.
         """
 
     def load(self, directory: Path) -> None:

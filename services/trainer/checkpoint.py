@@ -1,16 +1,17 @@
 """Checkpoints on disk: whole or not there.
 
-    step_N.tmp/ --(all files written and synced)--> step_N/ --(COMPLETE written)--> loadable
+    begin (copies) --> step_N.tmp/ --(finish: all files written and synced)--> step_N/ --(COMPLETE written)--> loadable
 
     step_N/  config.json *.safetensors tokenizer*     loads with `transformers`
-             resume/optimizer.safetensors             the backend's: optimiser, random state
+             resume/*.safetensors                     the backend's: weights, optimiser, random state
              resume/trainer.json                      `ResumeState`
              COMPLETE                                 names and sizes of all other files
 
 Invariants:
 - A directory without its marker, or whose files differ from the marker's list, is never loaded.
 - The marker is written last, after everything else reached the disk; deleting starts with the marker.
-- At every moment of `save` the newest complete checkpoint before it can still be loaded.
+- A save that fails leaves nothing behind: what it wrote may be what filled the disk.
+- At every moment of a save the newest complete checkpoint before it can still be loaded.
 """
 
 from __future__ import annotations
@@ -20,13 +21,14 @@ import os
 import re
 import shutil
 from collections.abc import Mapping
+from concurrent.futures import Future
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Protocol
 
 COMPLETE_MARKER = "COMPLETE"
 STATE_FILE = Path("resume") / "trainer.json"
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 MAX_JSON_BYTES = 64 * 1024 * 1024
 """Bound on what is read into memory as JSON; real states are a few kB, the broker's cursor the largest part."""
 _STEP_DIRECTORY = re.compile(r"step_(\d+)")
@@ -35,8 +37,8 @@ _STEP_DIRECTORY = re.compile(r"step_(\d+)")
 class Saveable(Protocol):
     """The part of a backend that a checkpoint needs."""
 
-    def save(self, directory: Path) -> None:
-        """Writes its files into an existing directory."""
+    def save(self, directory: Path) -> Future[None]:
+        """Begins to write its present state into an existing directory."""
 
     def load(self, directory: Path) -> None:
         """Continues from what `save` wrote."""
@@ -78,21 +80,53 @@ class CheckpointFormatError(Exception):
     """A complete checkpoint cannot be read by this version."""
 
 
-def save(root: Path, *, backend: Saveable, state: ResumeState, keep_last: int) -> Path:
-    """Writes `root/step_<num_steps>` and deletes what `keep_last` no longer keeps.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Saving:
+    """A checkpoint whose files are being written."""
+
+    state: ResumeState
+    temporary: Path
+    final: Path
+    written: Future[None]
+
+    def finish(self, *, keep_last: int) -> Path:
+        """Waits for the files, completes the checkpoint and deletes what `keep_last` no longer keeps; in any thread.
+
+        Args:
+            keep_last: Complete checkpoints kept, this one included; at least 1.
+
+        Raises:
+            OSError: The disk refused; the checkpoints before are untouched.
+        """
+        if keep_last < 1:
+            raise ValueError(f"keep_last must be at least 1, not {keep_last}")
+        try:
+            self.written.result()
+            _write_state(self.temporary / STATE_FILE, self.state)
+            sizes = _sync_tree(self.temporary)
+            self.temporary.rename(self.final)
+            _sync_directory(self.final.parent)
+            _write_marker(self.final, sizes)
+        except OSError:
+            for unfinished in (self.temporary, self.final):
+                shutil.rmtree(unfinished, ignore_errors=True)
+            raise
+        prune(self.final.parent, keep_last=keep_last)
+        return self.final
+
+
+def begin(root: Path, *, backend: Saveable, state: ResumeState) -> Saving:
+    """Begins `root/step_<num_steps>`: on return training may go on; `finish` makes it count.
 
     Args:
-        root: the run's checkpoint folder; made if missing. One process writes to it.
-        backend: writes the model and the optimiser.
-        state: where the run is; its `num_steps` names the checkpoint.
-        keep_last: complete checkpoints kept, this one included; at least 1.
+        root: The run's checkpoint folder; made if missing. One process writes to it, one checkpoint at a time.
+        backend: Writes the model and the optimiser.
+        state: Where the run is; its `num_steps` names the checkpoint.
 
     Raises:
-        CheckpointExistsError: the step was saved before.
-        OSError: the disk refused; the checkpoints before are untouched.
+        CheckpointExistsError: The step was saved before.
+        OSError: The disk refused; the checkpoints before are untouched.
     """
-    if keep_last < 1:
-        raise ValueError(f"keep_last must be at least 1, not {keep_last}")
     final = root / f"step_{state.num_steps}"
     if is_complete(final):
         raise CheckpointExistsError(f"{final} is complete already")
@@ -101,15 +135,7 @@ def save(root: Path, *, backend: Saveable, state: ResumeState, keep_last: int) -
         if leftover.exists():
             shutil.rmtree(leftover)
     temporary.mkdir(parents=True)
-    backend.save(temporary)
-    (temporary / STATE_FILE).parent.mkdir(exist_ok=True)
-    (temporary / STATE_FILE).write_text(json.dumps({"format": FORMAT_VERSION, **asdict(state)}), encoding="utf-8")
-    sizes = _sync_tree(temporary)
-    temporary.rename(final)
-    _sync_directory(root)
-    _write_marker(final, sizes)
-    prune(root, keep_last=keep_last)
-    return final
+    return Saving(state=state, temporary=temporary, final=final, written=backend.save(temporary))
 
 
 def load_latest(root: Path, *, backend: Saveable) -> ResumeState | None:
@@ -188,6 +214,11 @@ def _read_state(directory: Path) -> ResumeState:
         return ResumeState(**document)
     except (OSError, UnicodeDecodeError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointFormatError(f"{path}: cannot be read: {error}") from error
+
+
+def _write_state(path: Path, state: ResumeState) -> None:
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(json.dumps({"format": FORMAT_VERSION, **asdict(state)}), encoding="utf-8")
 
 
 def _write_marker(directory: Path, sizes: Mapping[str, int]) -> None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
@@ -116,9 +116,9 @@ class InterruptibleBackend:
         """See `Backend`."""
         return self._backend.state_tensors()
 
-    def save(self, directory: Path) -> None:
+    def save(self, directory: Path) -> Future[None]:
         """See `Backend`."""
-        self._backend.save(directory)
+        return self._backend.save(directory)
 
     def load(self, directory: Path) -> None:
         """See `Backend`."""

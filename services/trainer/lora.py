@@ -86,9 +86,8 @@ class LoraModel:
         with self.network.disable_adapter():
             yield self.network
 
-    def save(self, directory: Path) -> None:
+    def save(self, directory: Path, tensors: dict[str, Tensor]) -> None:
         """See `TrainedModel`; the directory is then one that `PeftModel.from_pretrained` reads."""
-        tensors = {name: tensor.contiguous() for name, tensor in self.state_tensors().items()}
         save_file(tensors, directory / ADAPTER_FILE, {"format": "pt", _BASE_DIGEST: self.adapter.base_digest})
         self.network.peft_config[_OWN_NAME].save_pretrained(directory)
 

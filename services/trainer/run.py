@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from pathlib import Path
 
 import structlog
 
@@ -27,9 +26,10 @@ from penstock.config import ConfigError
 from penstock.errors import PenstockError
 from penstock.security import Security
 from penstock.v1 import broker_pb2, trainer_pb2
-from services.trainer import checkpoint
 from services.trainer.backend import BackendError
 from services.trainer.background import unless_set
+from services.trainer.checkpoint import CheckpointFormatError
+from services.trainer.checkpointing import Checkpoints
 from services.trainer.compute import ComputeThread, InterruptibleBackend
 from services.trainer.config import TrainingConfig
 from services.trainer.context import Policy, RunContext, RunSpec
@@ -52,7 +52,7 @@ _EXPECTED_ERRORS = (
     PenstockError,
     BackendError,
     EmptyStepError,
-    checkpoint.CheckpointFormatError,
+    CheckpointFormatError,
     OSError,
 )
 
@@ -78,6 +78,12 @@ class TrainingRun:
         self._stop = asyncio.Event()
         self._meter = OverlapMeter()
         self._compute = ComputeThread(clock=self._clock, on_span=self._meter_span)
+        self._checkpoints = Checkpoints(
+            spec.run_dir / "checkpoints",
+            keep_last=spec.config.run.keep_checkpoints,
+            compute=self._compute,
+            on_written=lambda version, path: self.events.report_checkpoint(policy_version=version, path=str(path)),
+        )
         self._publisher = WeightPublisher(
             store=store,
             run_id=spec.run_id,
@@ -106,6 +112,7 @@ class TrainingRun:
         try:
             if is_sound:
                 await self.write_checkpoint()
+            await self._checkpoints.finish()
             audit = await self._last_words_with_broker()
             summary = write_summary(
                 self.spec.run_dir / "summary.json", build_summary(self._facts(outcome, message, audit))
@@ -167,6 +174,7 @@ class TrainingRun:
                 train_prompts=train.prompts if train else (),
                 held_out_prompts=held_out.prompts if held_out else (),
                 write_checkpoint=self.write_checkpoint,
+                watch_checkpoints=self._checkpoints.watch,
             )
             await session.run_to_completion()
         return True
@@ -193,7 +201,7 @@ class TrainingRun:
     async def _restore(self, backend: InterruptibleBackend) -> None:
         """Go on from the newest complete checkpoint, if that is asked for and there is one."""
         if self.spec.resume:
-            state = await self._compute.run(checkpoint.load_latest, self.checkpoints_dir, backend=backend)
+            state = await self._checkpoints.load_latest(backend)
             if state is not None:
                 self._progress = Progress.from_resume_state(state)
                 self._meter.restore(self._progress.overlap)
@@ -201,24 +209,12 @@ class TrainingRun:
         self._metrics.cut_after(self._progress.policy_version)
         self._evaluations.cut_after(self._progress.policy_version)
 
-    @property
-    def checkpoints_dir(self) -> Path:
-        """Where this run's checkpoints are."""
-        return self.spec.run_dir / "checkpoints"
-
     async def write_checkpoint(self) -> None:
-        """A checkpoint of the present version, unless there is one; raises OSError."""
-        version = self._progress.policy_version
-        target = self.checkpoints_dir / f"step_{version}"
-        if self._backend is None or checkpoint.is_complete(target):
-            return
-        now_s = self._clock.now_s()
-        state = self._progress.to_resume_state(wall_s=self._wall_s(), overlap=self._meter.totals(now_s))
-        keep = self.spec.config.run.keep_checkpoints
-        path = await self._compute.run(
-            checkpoint.save, self.checkpoints_dir, backend=self._backend, state=state, keep_last=keep
-        )
-        self.events.report_checkpoint(policy_version=version, path=str(path))
+        """Begin a checkpoint of the present version, unless there is one; raises OSError, also of the one before."""
+        if self._backend is not None:
+            overlap = self._meter.totals(self._clock.now_s())
+            state = self._progress.to_resume_state(wall_s=self._wall_s(), overlap=overlap)
+            await self._checkpoints.begin(self._backend, state)
 
     def _wall_s(self) -> float:
         return self._progress.wall_s + self._clock.now_s() - self._started_s

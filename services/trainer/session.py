@@ -8,7 +8,7 @@ then costs no training); leftovers dropped before the closing, so that a finishe
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -54,6 +54,9 @@ class RunSession:
     """Submitted by this run; empty where others put its groups."""
     held_out_prompts: Sequence[EncodedPrompt]
     write_checkpoint: Callable[[], Awaitable[None]]
+    """Begins one; its files are written while training goes on."""
+    watch_checkpoints: Callable[[], Coroutine[None, None, None]]
+    """Raises when one cannot be written."""
     _history: int = field(default=0, init=False)
     _last_waiting_event_s: float = field(default=0.0, init=False)
     _beside: asyncio.Task[None] | None = field(default=None, init=False)
@@ -99,7 +102,11 @@ class RunSession:
 
     async def _train_with(self, feeder: TrainingFeeder | None, monitor: RunMonitor, evaluator: Evaluator) -> None:
         config = self.context.config
-        loops = [monitor.run] if feeder is None else [feeder.run, monitor.run]
+        loops = (
+            [monitor.run, self.watch_checkpoints]
+            if feeder is None
+            else [feeder.run, monitor.run, self.watch_checkpoints]
+        )
         hooks = StepHooks(on_waiting=self._say_waiting, on_step=self._note_step, publish=self._publish)
         loop = StepLoop(
             context=self.context,

@@ -9,6 +9,7 @@ Invariants:
 from __future__ import annotations
 
 import math
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -16,7 +17,7 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors import SafetensorError
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM, PreTrainedModel
@@ -25,7 +26,6 @@ from penstock.adapters import AdapterSpec
 from services.trainer.algorithms.loss import LossFunction, LossInputs, LossOutputs
 from services.trainer.attention import PACKED_ATTENTION, register_packed_attention
 from services.trainer.backend import (
-    CheckpointMismatchError,
     LossTotals,
     NonFiniteGradientError,
     NonFiniteLossError,
@@ -33,22 +33,16 @@ from services.trainer.backend import (
     UnsupportedModelError,
 )
 from services.trainer.config import LoraSection, OptimizerConfig
-from services.trainer.model_files import (
-    OPTIMIZER_FILE,
-    adamw_moments,
-    check_same,
-    copy_tokenizer,
-    read_weights,
-)
+from services.trainer.model_files import copy_tokenizer
 from services.trainer.packing import Pack, Trajectory, pack_trajectories
+from services.trainer.resume_tensors import write_resume
 from services.trainer.trained_model import TrainedModel, WholeModel
+from services.trainer.training_state import TrainingState
 
 MIN_DECAY = 0.1
 PROBE_TOKENS = 8
 MAX_PROBE_DIFFERENCE = 0.05
 """In nats. bfloat16 rounding stays below; reading a neighbour's tokens does not."""
-_STEP_COUNT = "num_optimizer_steps"
-_RANDOM_STATE = "random_state"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,6 +95,10 @@ class SingleProcessBackend:
             fused=True,
         )
         self._num_optimizer_steps = 0
+        self._state = TrainingState(
+            weights=self._trained.state_tensors(), parameters=self._parameters, optimizer=self._optimizer
+        )
+        self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         for parameter in self._parameters.values():
             parameter.grad = torch.zeros_like(parameter)
         self._check_packing()
@@ -175,39 +173,25 @@ class SingleProcessBackend:
         """See `Backend`."""
         return self._trained.state_tensors()
 
-    def save(self, directory: Path) -> None:
-        """See `Backend`. `directory` exists and is empty."""
-        self._trained.save(directory)
-        copy_tokenizer(self._settings.path, directory)
-        state = {
-            _STEP_COUNT: torch.tensor(self._num_optimizer_steps, dtype=torch.int64),
-            _RANDOM_STATE: torch.get_rng_state(),
-        }
-        for name, parameter in self._parameters.items():
-            for part, tensor in self._optimizer.state[parameter].items():
-                state[f"{name}/{part}"] = tensor
-        (directory / OPTIMIZER_FILE).parent.mkdir()
-        save_file(state, directory / OPTIMIZER_FILE)
+    def save(self, directory: Path) -> Future[None]:
+        """See `Backend`."""
+        export = _copied(self.state_tensors())
+        resume = _copied(self._state.collect(num_optimizer_steps=self._num_optimizer_steps))
+        return self._writer.submit(self._write, directory, export, resume)
 
     def load(self, directory: Path) -> None:
         """See `Backend`."""
         self._trained.check_saved(directory)
-        weights = read_weights(directory)
-        state = load_file(directory / OPTIMIZER_FILE)
-        num_steps = int(state[_STEP_COUNT])
-        current = self.state_tensors()
-        check_same(weights, current, where=directory)
-        moments = {name: adamw_moments(state, name, parameter) for name, parameter in self._parameters.items()}
-        if num_steps > 0 and not all(moments.values()):
-            raise CheckpointMismatchError(f"{directory}: the optimiser state does not fit the model")
-        with torch.no_grad():
-            for name, tensor in current.items():
-                tensor.copy_(weights[name])
-        for name, parameter in self._parameters.items():
-            self._optimizer.state[parameter] = moments[name]
-        torch.set_rng_state(state[_RANDOM_STATE])
-        self._num_optimizer_steps = num_steps
+        self._num_optimizer_steps = self._state.restore(directory)
         self.discard_gradients()
+
+    def _write(self, directory: Path, export: dict[str, Tensor], resume: dict[str, Tensor]) -> None:
+        try:
+            self._trained.save(directory, export)
+        except SafetensorError as error:
+            raise OSError(f"{directory}: {error}") from error
+        copy_tokenizer(self._settings.path, directory)
+        write_resume(resume, directory)
 
     def _load_trained(self) -> TrainedModel:
         settings = self._settings
@@ -283,6 +267,11 @@ class SingleProcessBackend:
         if config.decay_steps:
             factor *= max(MIN_DECAY, 1.0 - (1.0 - MIN_DECAY) * num_steps_before / config.decay_steps)
         return config.learning_rate * factor
+
+
+def _copied(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """In CPU memory of their own: the next step changes the originals in place."""
+    return {name: tensor.detach().cpu().clone().contiguous() for name, tensor in tensors.items()}
 
 
 def _probe_trajectory(vocab_size: int) -> Trajectory:

@@ -35,8 +35,8 @@ class TrainedModel(Protocol):
     def as_reference(self) -> Iterator[Any]:
         """The module with the weights that training began with; raises ValueError where they were not kept."""
 
-    def save(self, directory: Path) -> None:
-        """Writes what is published, with its configuration."""
+    def save(self, directory: Path, tensors: dict[str, Tensor]) -> None:
+        """Writes copies of `state_tensors`, whole and on the CPU, with the model's configuration; in any thread."""
 
     def check_saved(self, directory: Path) -> None:
         """Raises CheckpointMismatchError where what `save` wrote there belongs to something else."""
@@ -78,9 +78,9 @@ class WholeModel:
             raise ValueError("no reference model was kept")
         yield self._reference
 
-    def save(self, directory: Path) -> None:
+    def save(self, directory: Path, tensors: dict[str, Tensor]) -> None:
         """See `TrainedModel`."""
-        self.network.save_pretrained(directory)
+        self.network.save_pretrained(directory, state_dict=tensors)
 
     def check_saved(self, directory: Path) -> None:
         """See `TrainedModel`; names and shapes say enough."""

@@ -42,7 +42,7 @@ def adapter_update(backend: SingleProcessBackend, folder: Path, *, policy_versio
     """The backend's adapter as an update, saved below `folder`."""
     target = folder / f"adapter-{policy_version}"
     target.mkdir()
-    backend._trained.save(target)
+    backend._trained.save(target, backend.state_tensors())
     update = make_update(target / ADAPTER_FILE, policy_version=policy_version)
     return dataclasses.replace(update, adapter=backend.adapter)
 

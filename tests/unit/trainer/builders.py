@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from concurrent.futures import Future
 from pathlib import Path
 
 import numpy as np
@@ -104,8 +105,11 @@ class RecordingBackend:
     def state_tensors(self) -> dict[str, torch.Tensor]:
         return {}
 
-    def save(self, directory: Path) -> None:
+    def save(self, directory: Path) -> Future[None]:
         (directory / "model.safetensors").write_bytes(b"weights")
+        written: Future[None] = Future()
+        written.set_result(None)
+        return written
 
     def load(self, directory: Path) -> None:
         self.loaded = (directory / "model.safetensors").read_bytes()

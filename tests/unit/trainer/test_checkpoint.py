@@ -12,10 +12,10 @@ from services.trainer.checkpoint import (
     CheckpointExistsError,
     CheckpointFormatError,
     ResumeState,
+    begin,
     find_latest,
     list_complete,
     load_latest,
-    save,
 )
 from tests.unit.trainer.builders import RecordingBackend
 
@@ -33,7 +33,7 @@ def state_at(step: int) -> ResumeState:
 
 
 def save_step(root: Path, step: int, *, keep_last: int = 10) -> Path:
-    return save(root, backend=RecordingBackend(), state=state_at(step), keep_last=keep_last)
+    return begin(root, backend=RecordingBackend(), state=state_at(step)).finish(keep_last=keep_last)
 
 
 class DyingError(Exception):

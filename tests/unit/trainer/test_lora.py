@@ -53,7 +53,7 @@ def test_what_is_handed_out_is_what_plain_peft_computes_with(model_directory, tm
     backend = build_backend(model_directory, lora=LORA)
     train(backend, random_trajectories())
     train(backend, random_trajectories(seed=1))
-    backend.save(tmp_path)
+    backend.save(tmp_path).result()
     base = AutoModelForCausalLM.from_pretrained(model_directory, dtype=torch.float32, attn_implementation="eager")
     plain = PeftModel.from_pretrained(base, tmp_path).eval()
     (trajectory,) = random_trajectories(seed=2, count=1)
@@ -70,7 +70,7 @@ def test_a_resumed_adapter_goes_on_bit_for_bit_with_dropout(model_directory, tmp
     lora = LORA.model_copy(update={"dropout": 0.3})
     original = build_backend(model_directory, lora=lora)
     train(original, random_trajectories())
-    original.save(tmp_path)
+    original.save(tmp_path).result()
     resumed = build_backend(model_directory, lora=lora)
     resumed.load(tmp_path)
     for backend in (resumed, original):
@@ -121,7 +121,7 @@ def test_the_reference_is_the_base(model_directory):
 
 def test_an_adapter_of_another_base_or_a_whole_model_is_not_resumed(model_directory, tmp_path):
     backend = build_backend(model_directory, lora=LORA)
-    backend.save(tmp_path)
+    backend.save(tmp_path).result()
     other = save_tiny_qwen2(tmp_path / "other", seed=5)
     before = clone(build_backend(other, lora=LORA).state_tensors())
     with pytest.raises(CheckpointMismatchError) as refusal:
@@ -130,7 +130,7 @@ def test_an_adapter_of_another_base_or_a_whole_model_is_not_resumed(model_direct
     assert model_digest(other) in str(refusal.value)
     assert_equal_tensors(stranger.state_tensors(), before)
     (tmp_path / "whole").mkdir()
-    build_backend(model_directory).save(tmp_path / "whole")
+    build_backend(model_directory).save(tmp_path / "whole").result()
     with pytest.raises(CheckpointMismatchError):
         backend.load(tmp_path / "whole")
 

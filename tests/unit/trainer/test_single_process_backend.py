@@ -245,7 +245,7 @@ def test_state_tensors_are_named_and_valued_as_in_the_exported_file(tmp_path, ti
     backend = build_backend(save_tiny_qwen2(tmp_path / "model", tie_word_embeddings=tied))
     train(backend, random_trajectories())
     (tmp_path / "out").mkdir()
-    backend.save(tmp_path / "out")
+    backend.save(tmp_path / "out").result()
     exported = load_file(tmp_path / "out" / "model.safetensors")
     assert_equal_tensors(backend.state_tensors(), exported)
     assert ("lm_head.weight" in exported) is not tied
@@ -260,7 +260,7 @@ def test_a_resumed_backend_takes_bit_identical_steps(tmp_path, model_directory, 
     original = build_backend(model_directory, optimizer=settings)
     for seed in range(steps_before):
         train(original, random_trajectories(seed))
-    original.save(tmp_path)
+    original.save(tmp_path).result()
     resumed = build_backend(model_directory, optimizer=settings)
     train(resumed, random_trajectories(99))
     resumed.load(tmp_path)
@@ -276,7 +276,7 @@ def test_a_resumed_backend_takes_bit_identical_steps(tmp_path, model_directory, 
 
 def test_a_checkpoint_of_another_model_is_refused_and_changes_nothing(tmp_path, model_directory):
     (tmp_path / "saved").mkdir()
-    build_backend(save_tiny_qwen2(tmp_path / "other", intermediate_size=64)).save(tmp_path / "saved")
+    build_backend(save_tiny_qwen2(tmp_path / "other", intermediate_size=64)).save(tmp_path / "saved").result()
     backend = build_backend(model_directory)
     before = clone(backend.state_tensors())
     with pytest.raises(CheckpointMismatchError, match="mlp"):
@@ -285,7 +285,7 @@ def test_a_checkpoint_of_another_model_is_refused_and_changes_nothing(tmp_path, 
 
 
 def test_a_checkpoint_of_another_element_type_is_refused(tmp_path, model_directory):
-    build_backend(model_directory, dtype="bfloat16").save(tmp_path)
+    build_backend(model_directory, dtype="bfloat16").save(tmp_path).result()
     with pytest.raises(CheckpointMismatchError, match="bfloat16"):
         build_backend(model_directory).load(tmp_path)
 
@@ -293,10 +293,10 @@ def test_a_checkpoint_of_another_element_type_is_refused(tmp_path, model_directo
 def test_a_checkpoint_without_its_moments_is_refused(tmp_path, model_directory):
     backend = build_backend(model_directory)
     train(backend, random_trajectories())
-    backend.save(tmp_path)
-    path = tmp_path / "resume" / "optimizer.safetensors"
+    backend.save(tmp_path).result()
+    (path,) = (tmp_path / "resume").glob("*.safetensors")
     save_file({name: tensor for name, tensor in load_file(path).items() if "norm.weight/exp_avg" not in name}, path)
-    with pytest.raises(CheckpointMismatchError, match="optimiser state"):
+    with pytest.raises(CheckpointMismatchError, match=r"holds no optimizer/.*exp_avg"):
         backend.load(tmp_path)
 
 
