@@ -8,13 +8,13 @@ line each on stderr, with exit status 2 and no traceback.
 
 from __future__ import annotations
 
-import signal
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from console.cli_common import Broker, RunArgument, RunsDir, exit_with, interrupt
+from console.cli_bench import register as register_bench
+from console.cli_common import Broker, RunArgument, RunsDir, exit_with
 from console.cli_merge import register as register_merge
 from console.cli_planning import register as register_planning
 from console.cli_recording import register as register_recording
@@ -239,6 +239,7 @@ def audit(
 register_recording(app)
 register_planning(app)
 register_merge(app)
+register_bench(app)
 
 
 @app.command()
@@ -311,47 +312,6 @@ def stop(run_dir: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="A run 
         from console.local import stop_command
 
         return stop_command(run_dir)
-
-    exit_with(work)
-
-
-@app.command()
-def bench(
-    what: Annotated[str, typer.Argument(metavar="WHAT", help="broker, generator, ranker, weights or fleet.")],
-    json_output: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
-    quick: Annotated[bool, typer.Option("--quick", help="A smoke run; its numbers mean nothing.")] = False,
-) -> None:
-    """Measure a service on this machine, with processes of its own; a few minutes.
-
-    \b
-    Examples:
-      penstock bench broker
-      penstock bench broker --json
-      penstock bench generator
-      penstock bench ranker
-      penstock bench weights
-      penstock bench fleet
-    """
-
-    def work() -> int:
-        from console.bench_broker import bench_broker_command
-        from console.bench_fleet import bench_fleet_command
-        from console.bench_generator import bench_generator_command
-        from console.bench_ranker import bench_ranker_command
-        from console.bench_weights import bench_weights_command
-        from penstock.config import ConfigError
-
-        commands = {
-            "broker": bench_broker_command,
-            "generator": bench_generator_command,
-            "ranker": bench_ranker_command,
-            "weights": bench_weights_command,
-            "fleet": bench_fleet_command,
-        }
-        if what not in commands:
-            raise ConfigError(f"bench: {what!r} is not known; there is: {', '.join(commands)}")
-        signal.signal(signal.SIGTERM, interrupt)
-        return commands[what](is_json=json_output, is_quick=quick)
 
     exit_with(work)
 

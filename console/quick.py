@@ -48,14 +48,23 @@ def quickstart_config(overrides: list[str], *, seed: int, directory: Path, task:
     return parse_run_config(apply_overrides(document, [*settings, *overrides]), source="quickstart")
 
 
-def prepare_task(directory: Path, *, seed: int) -> Task:
-    """Make the task in `directory`, or find it there; progress goes to stdout. Raises ConfigError when that fails."""
+def prepare_task(directory: Path, *, seed: int, is_stdout_free: bool = True) -> Task:
+    """Make the task in `directory`, or find it there. Raises ConfigError when that fails.
+
+    Progress goes to stdout, or to stderr where that is not free for it.
+    """
     with tempfile.TemporaryDirectory(prefix="penstock-") as scratch:
         answer = Path(scratch) / "task.json"
         environment = service_environment(os.environ, num_threads=os.cpu_count() or 1)
         arguments = ("-m", "console.prepare_child", str(directory), str(seed), str(answer))
         try:
-            subprocess.run((sys.executable, "-P", *arguments), env=environment, timeout=_PREPARE_TIMEOUT_S, check=True)
+            subprocess.run(
+                (sys.executable, "-P", *arguments),
+                stdout=None if is_stdout_free else sys.stderr,
+                env=environment,
+                timeout=_PREPARE_TIMEOUT_S,
+                check=True,
+            )
             paths = json.loads(answer.read_text(encoding="utf-8"))
         except subprocess.CalledProcessError as error:
             raise ConfigError(

@@ -63,13 +63,13 @@ class VllmSettings:
 
 def build_engine(settings: VllmSettings) -> AsyncLLM:
     """Builds the engine and its process; blocks for seconds to minutes."""
-    os.environ.update(_environment())
+    os.environ.update(quiet_environment())
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     from vllm.platforms import current_platform
 
     is_cpu = current_platform.is_cpu()
     if is_cpu:
-        os.environ.update(_cpu_environment(settings.num_threads))
+        os.environ.update(cpu_environment(settings.num_threads))
     from vllm.config import WeightTransferConfig
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM
@@ -134,7 +134,7 @@ def can_seed_samples(settings: VllmSettings) -> bool:
     return not current_platform.is_cpu() or whole_prefill_tokens(settings) is not None
 
 
-def _environment() -> dict[str, str]:
+def quiet_environment() -> dict[str, str]:
     """Keeps vLLM off the network (a model is a directory, and nobody is told that it runs) and quiet."""
     return {
         "VLLM_NO_USAGE_STATS": "1",
@@ -147,7 +147,7 @@ def _environment() -> dict[str, str]:
     }
 
 
-def _cpu_environment(num_threads: int) -> dict[str, str]:
+def cpu_environment(num_threads: int) -> dict[str, str]:
     """Settings of a CPU engine; measured with a 2 M parameter model on two shared cores."""
     return {
         "OMP_NUM_THREADS": str(num_threads),
