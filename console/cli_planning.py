@@ -19,7 +19,9 @@ def register(app: typer.Typer) -> None:
 
 def plan(
     problem: Annotated[Path, typer.Argument(metavar="PROBLEM", help="Cluster, model and workload: .yaml or .json.")],
-    solver: Annotated[str, typer.Option("--solver", help="auto, exhaustive or milp.")] = "auto",
+    solver: Annotated[
+        str, typer.Option("--solver", help="auto, exhaustive, milp, partition, multilevel or streamrl.")
+    ] = "auto",
     cost_model: Annotated[
         str, typer.Option("--cost-model", help="rm1 (reference) or calibrated (fitted to published runs).")
     ] = "rm1",

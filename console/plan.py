@@ -11,7 +11,7 @@ from typing import Any
 from penstock.config import ConfigError
 from services.scheduler.cost_model.calibrated import CALIBRATED, COST_MODELS, make_model
 from services.scheduler.cost_model.rm1 import RM1, Rm1
-from services.scheduler.planning import AUTO, SOLVERS, plan_document, solve
+from services.scheduler.planning import SOLVERS, plan_document, solve
 from services.scheduler.problem import read_problem
 from services.scheduler.solvers.interface import ProblemTooLargeError
 
@@ -29,8 +29,8 @@ _COST_MODELS = {
 
 def plan_command(path: Path, *, solver: str, cost_model: str, budget_s: float, seed: int, is_json: bool) -> int:
     """Plan, and print the plan; exit status 1 when none can run. Raises ConfigError."""
-    if solver not in (AUTO, *SOLVERS):
-        raise ConfigError(f"--solver: {solver!r} is unknown; there is: {', '.join((AUTO, *SOLVERS))}")
+    if solver not in SOLVERS:
+        raise ConfigError(f"--solver: {solver!r} is unknown; there is: {', '.join(SOLVERS)}")
     if cost_model not in COST_MODELS:
         raise ConfigError(f"--cost-model: {cost_model!r} is unknown; there is: {', '.join(COST_MODELS)}")
     rm1 = make_model(read_problem(path), cost_model)

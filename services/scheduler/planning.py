@@ -3,28 +3,42 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 from services.scheduler.cost_model.rm1 import Infeasible, Rm1, Score
 from services.scheduler.plan_document import PlanDocument
 from services.scheduler.problem import Problem
+from services.scheduler.solvers.auto import AutoSolver
 from services.scheduler.solvers.exhaustive import ExhaustiveSolver
-from services.scheduler.solvers.interface import ProblemTooLargeError, Solution, Solver, TimeLeft
+from services.scheduler.solvers.interface import Solution, Solver, TimeLeft
 from services.scheduler.solvers.milp import MilpSolver
+from services.scheduler.solvers.multilevel import MultilevelSolver
+from services.scheduler.solvers.partition import PartitionSolver
+from services.scheduler.solvers.streamrl import StreamRlSolver
 from services.scheduler.validate import check_plan
 
 AUTO = "auto"
-SOLVERS: dict[str, Solver] = {solver.name: solver for solver in (ExhaustiveSolver(), MilpSolver())}
-_AUTO_SHARE = 0.5
-"""Of the time, left for the search after exhaustive search began."""
-
+SOLVERS: dict[str, Solver] = {
+    solver.name: solver
+    for solver in (
+        AutoSolver(),
+        ExhaustiveSolver(),
+        MilpSolver(),
+        PartitionSolver(),
+        MultilevelSolver(),
+        StreamRlSolver(),
+    )
+}
 Document = dict[str, Any]
 
 
-def solve(rm1: Rm1, solver: str, *, time_left: TimeLeft, seed: int = 0) -> Solution:
-    """The plan of a solver by name (`auto`, or a key of SOLVERS), checked. Raises ProblemTooLargeError."""
-    solution = _found(rm1, solver, time_left, seed)
+def solve(
+    rm1: Rm1, solver: str, *, time_left: TimeLeft, seed: int = 0, starts: Sequence[PlanDocument] = ()
+) -> Solution:
+    """The plan of a solver by its name in SOLVERS, checked; `starts` as of Solver. Raises ProblemTooLargeError."""
+    solution = SOLVERS[solver].solve(rm1, time_left=time_left, seed=seed, starts=starts)
     if solution.plan is None:
         return solution
     solution = _without_idlers(rm1, solution, solution.plan)
@@ -42,34 +56,6 @@ def _without_idlers(rm1: Rm1, solution: Solution, plan: PlanDocument) -> Solutio
         return solution
     smaller = PlanDocument(gen=tuple(each for each in plan.gen if each not in idlers), train=plan.train)
     return replace(solution, plan=smaller, score=rm1.score(smaller))
-
-
-def _found(rm1: Rm1, solver: str, time_left: TimeLeft, seed: int) -> Solution:
-    if solver != AUTO:
-        return SOLVERS[solver].solve(rm1, time_left=time_left, seed=seed)
-    whole_s = time_left()
-    first: Solution | None = None
-    try:
-        # Small problems are proved in a moment; of large ones the search finds more in the same time.
-        first = SOLVERS["exhaustive"].solve(rm1, time_left=lambda: time_left() - _AUTO_SHARE * whole_s, seed=seed)
-        if first.is_optimal:
-            return first
-    except ProblemTooLargeError:
-        pass
-    second = SOLVERS["milp"].solve(rm1, time_left=time_left, seed=seed)
-    return second if first is None else _better(first, second)
-
-
-def _better(one: Solution, other: Solution) -> Solution:
-    best = max((one, other), key=lambda each: each.score.samples_per_second)
-    bounds = [
-        each.upper_bound_samples_per_second for each in (one, other) if each.upper_bound_samples_per_second is not None
-    ]
-    return replace(
-        best,
-        upper_bound_samples_per_second=min(bounds, default=None),
-        num_evaluated=one.num_evaluated + other.num_evaluated,
-    )
 
 
 def plan_document(rm1: Rm1, solution: Solution, *, solve_s: float) -> Document:

@@ -22,8 +22,8 @@ def checked_problem(problem_json: str, solver: str) -> tuple[Problem, str]:
             f"problem_json: {len(problem_json)} characters, at most {MAX_CONFIG_BYTES} are read", field="problem_json"
         )
     name = solver or AUTO
-    if name not in (AUTO, *SOLVERS):
-        known = ", ".join((AUTO, *SOLVERS))
+    if name not in SOLVERS:
+        known = ", ".join(SOLVERS)
         raise InvalidFieldError(f"solver: {solver!r} does not solve a problem_json; there is {known}", field="solver")
     try:
         return parse_problem(problem_json, source="problem_json"), name

@@ -17,6 +17,7 @@ from ortools.math_opt.python import mathopt
 from services.scheduler.cost_model.rm1 import Rm1
 from services.scheduler.problem import NodeClass
 from services.scheduler.solvers.divisions import Division, Split
+from services.scheduler.solvers.scored import ordered_nodes
 
 _NUM_TANGENTS = 16
 _GAP = 1e-4
@@ -39,7 +40,7 @@ def solve_columns(
     problem, demand = rm1.problem, rm1.demand
     model = mathopt.Model(name="columns")
     counts: list[tuple[NodeClass, list[tuple[Split, mathopt.Variable]]]] = []
-    for node in problem.nodes:
+    for node in ordered_nodes(problem):
         allowed = [split for split in columns[node.name] if home in (None, node.region) or split.train_gpus == 0]
         chosen = [(split, model.add_integer_variable(lb=0, ub=node.count)) for split in allowed]
         counts.append((node, chosen))

@@ -73,6 +73,27 @@ def _filled(degrees: tuple[int, ...], gpus: int) -> Iterator[tuple[int, ...]]:
                 yield (*smaller, count)
 
 
+def best_split(rm1: Rm1, node: NodeClass, train_gpus: int, *, most_degree: int | None = None) -> Split:
+    """The split with so many GPUs in the pool whose replicas make most at their largest batch.
+
+    A knapsack over replicas of one machine, small enough to look at each filling; `most_degree` bounds their degrees.
+    """
+    degrees = rm1.degrees[node.name]
+    allowed = degrees if most_degree is None else tuple(degree for degree in degrees if degree <= most_degree)
+    states = [rm1.replica(node, degree) for degree in degrees]
+    rates = [state.samples_per_second if state is not None else 0.0 for state in states]
+    fillings = ((*filled, *(0 for _ in degrees[len(allowed) :])) for filled in _filled(allowed, node.gpus - train_gpus))
+    return Split(max(fillings, key=lambda counts: sum(map(float.__mul__, map(float, counts), rates))), train_gpus)
+
+
+def packed(node: NodeClass, train_gpus: int) -> Iterator[int]:
+    """How many GPUs of each machine train when so many of the entry do, on as few machines as can be."""
+    for _ in range(node.count):
+        here = min(train_gpus, node.gpus)
+        train_gpus -= here
+        yield here
+
+
 def divisions(rm1: Rm1, node: NodeClass, *, most: int, time_left: TimeLeft) -> list[Division] | None:
     """Every division of an entry's machines, one for each sum; None when they are more than `most`, or time is over."""
     splits = list(islice(machine_splits(rm1, node), most + 1))

@@ -7,6 +7,8 @@ be better, so the best is optimal.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import numpy.typing as npt
 
@@ -14,6 +16,7 @@ from services.scheduler.cost_model.rm1 import Infeasible, Rm1, Score
 from services.scheduler.plan_document import PlanDocument
 from services.scheduler.solvers.divisions import Division, divisions, plan_of
 from services.scheduler.solvers.interface import ProblemTooLargeError, Solution, TimeLeft, infeasibility
+from services.scheduler.solvers.scored import parts_of
 
 MAX_PLANS = 6_000_000
 """Plans that are bounded; each takes some 50 bytes at the peak."""
@@ -27,7 +30,7 @@ class ExhaustiveSolver:
 
     name = "exhaustive"
 
-    def solve(self, rm1: Rm1, *, time_left: TimeLeft, seed: int) -> Solution:
+    def solve(self, rm1: Rm1, *, time_left: TimeLeft, seed: int, starts: Sequence[PlanDocument] = ()) -> Solution:
         """The best plan there is; or, when time runs out, the best so far and a bound on the rest."""
         if (reason := infeasibility(rm1)) is not None:
             return Solution(None, Infeasible(reason), 0.0, True, 0, self.name)
@@ -37,6 +40,9 @@ class ExhaustiveSolver:
         candidates = candidates[np.argsort(-bounds[candidates], kind="stable")]
         shape = tuple(len(options) for options in choices)
         best: tuple[PlanDocument | None, Score | Infeasible] = (None, Infeasible("no plan's memory suffices"))
+        for start in (plan_of(rm1, parts_of(rm1, start)) for start in starts):
+            if (score := rm1.score(start)).samples_per_second > best[1].samples_per_second:
+                best = (start, score)
         for num_evaluated, candidate in enumerate(candidates):
             bound = float(bounds[candidate])
             if bound <= best[1].samples_per_second:

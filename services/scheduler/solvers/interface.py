@@ -6,7 +6,7 @@ and when none is, it answers with the best it has. Infeasible is an answer.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -39,8 +39,11 @@ class Solver(Protocol):
     def name(self) -> str:
         """What people call it."""
 
-    def solve(self, rm1: Rm1, *, time_left: TimeLeft, seed: int) -> Solution:
-        """The best plan it finds until its time is over. Raises ProblemTooLargeError."""
+    def solve(self, rm1: Rm1, *, time_left: TimeLeft, seed: int, starts: Sequence[PlanDocument] = ()) -> Solution:
+        """The best plan it finds until its time is over, never worse than one it starts from.
+
+        `starts` are plans to begin with: of a run that is under way, or of other solvers. Raises ProblemTooLargeError.
+        """
 
 
 class ProblemTooLargeError(Exception):

@@ -8,16 +8,18 @@ machines are divided anew; from the best, random changes of two machines begin a
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import chain, islice
 from random import Random
 
-from services.scheduler.cost_model.rm1 import Infeasible, Rm1, Score
+from services.scheduler.cost_model.rm1 import Infeasible, Rm1
+from services.scheduler.plan_document import PlanDocument
 from services.scheduler.problem import NodeClass
 from services.scheduler.solvers.columns import solve_columns
-from services.scheduler.solvers.divisions import Division, Split, machine_splits, plan_of
+from services.scheduler.solvers.divisions import Division, Split, machine_splits
 from services.scheduler.solvers.interface import ProblemTooLargeError, Solution, TimeLeft, infeasibility
+from services.scheduler.solvers.scored import Parts, Scored, ordered_nodes, parts_of
 
 MAX_COLUMNS = 20_000
 """Ways to divide one machine of each entry, in all."""
@@ -29,49 +31,47 @@ _BETTER = 1 + 1e-9
 _GOAL_GAP = 1e-4
 """A plan this near its bound is the best."""
 
-_Parts = tuple[Division, ...]
-
 
 class MilpSolver:
     """Columns, then local search."""
 
     name = "milp"
 
-    def solve(self, rm1: Rm1, *, time_left: TimeLeft, seed: int) -> Solution:
+    def solve(self, rm1: Rm1, *, time_left: TimeLeft, seed: int, starts: Sequence[PlanDocument] = ()) -> Solution:
         """A good plan, and an upper bound where every integer program proved one."""
         if (reason := infeasibility(rm1)) is not None:
             return Solution(None, Infeasible(reason), 0.0, True, 0, self.name)
-        columns = {node.name: list(islice(machine_splits(rm1, node), MAX_COLUMNS)) for node in rm1.problem.nodes}
+        columns = {
+            node.name: list(islice(machine_splits(rm1, node), MAX_COLUMNS)) for node in ordered_nodes(rm1.problem)
+        }
         if sum(map(len, columns.values())) >= MAX_COLUMNS:
             raise ProblemTooLargeError(f"milp: machines can be divided in more than {MAX_COLUMNS:,} ways; lower max_tp")
         search = _Search(rm1, columns, time_left, Random(seed))
-        bound, starts = self._programs(rm1, columns, time_left, seed)
+        given = [parts_of(rm1, start) for start in starts]
+        for start in given:
+            search.scored.rate(start)
+        bound, solved = self._programs(rm1, columns, time_left, seed)
         goal = bound / (1 + _GOAL_GAP) if bound is not None else math.inf
-        for start in starts:
-            search.look_at(start)
-        for start in chain(starts, search.plain_starts()):
-            if search.best_rate < goal:
+        for start in solved:
+            search.scored.rate(start)
+        for start in chain(given, solved, search.plain_starts()):
+            if search.scored.best_rate < goal:
                 search.climb(start)
-        if search.best_rate < goal:
+        if search.scored.best_rate < goal:
             search.kick()
-        is_optimal = search.best is not None and search.best_rate >= goal
-        if search.best is None:
-            return Solution(None, search.answer, bound, False, search.num_evaluated, self.name)
-        plan = plan_of(rm1, search.best)
-        return Solution(plan, search.answer, bound, is_optimal, search.num_evaluated, self.name)
+        return search.scored.solution(self.name, bound=bound, is_optimal=search.scored.best_rate >= goal)
 
     @staticmethod
     def _programs(
         rm1: Rm1, columns: dict[str, list[Split]], time_left: TimeLeft, seed: int
-    ) -> tuple[float | None, list[_Parts]]:
+    ) -> tuple[float | None, list[Parts]]:
         """The bound over all places of training, None when one proved none; and each program's plan."""
-        regions = sorted({node.region for node in rm1.problem.nodes})
-        homes: list[str | None] = [*regions]
+        homes: list[str | None] = [*dict.fromkeys(node.region for node in ordered_nodes(rm1.problem))]
         if not rm1.problem.constraints.train_single_region and any(link.a != link.b for link in rm1.problem.links):
             homes.append(None)
         limit_s = _PROGRAM_SHARE * time_left() / len(homes)
         bounds: list[float | None] = []
-        starts: list[_Parts] = []
+        starts: list[Parts] = []
         for home in homes:
             if time_left() <= 0:
                 return None, starts
@@ -87,41 +87,37 @@ class _Search:
 
     def __init__(self, rm1: Rm1, columns: dict[str, list[Split]], time_left: TimeLeft, random: Random) -> None:
         self._rm1, self._columns, self._time_left, self._random = rm1, columns, time_left, random
-        self._known: dict[tuple[tuple[int, ...], ...], float] = {}
-        self.best: _Parts | None = None
-        self.best_rate = 0.0
-        self.answer: Score | Infeasible = Infeasible("no plan was found in this time")
-        self.num_evaluated = 0
+        self.scored = Scored(rm1)
 
-    def climb(self, parts: _Parts) -> None:
+    def climb(self, parts: Parts) -> None:
         """Go to better neighbours until there is none, or no time; the first plans of all are looked at in any case."""
-        if self.best is not None and self._time_left() <= 0:
+        if self.scored.best is not None and self._time_left() <= 0:
             return
-        rate = self.look_at(parts)
+        rate = self.scored.rate(parts)
         is_better = True
         while is_better:
             is_better = False
             for neighbour in self._neighbours(parts):
                 if self._time_left() <= 0:
                     return
-                if (found := self.look_at(neighbour)) > rate * _BETTER:
+                if (found := self.scored.rate(neighbour)) > rate * _BETTER:
                     parts, rate, is_better = neighbour, found, True
                     break
 
     def kick(self) -> None:
         """Change two machines of the best at random and climb, until that stopped helping."""
         fruitless = 0
-        while self.best is not None and fruitless < MAX_KICKS and self._time_left() > 0:
-            before, kicked = self.best_rate, self.best
+        while self.scored.best is not None and fruitless < MAX_KICKS and self._time_left() > 0:
+            before, kicked = self.scored.best_rate, self.scored.best
             for _ in range(2):
                 kicked = self._changed(kicked)
             self.climb(kicked)
-            fruitless = 0 if self.best_rate > before * _BETTER else fruitless + 1
+            fruitless = 0 if self.scored.best_rate > before * _BETTER else fruitless + 1
 
-    def plain_starts(self) -> Iterator[_Parts]:
+    def plain_starts(self) -> Iterator[Parts]:
         """Each place of training: a share of its machines' GPUs, or whole entries, train; others generate or idle."""
-        nodes = self._rm1.problem.nodes
-        for home in sorted({node.region for node in nodes}):
+        nodes = ordered_nodes(self._rm1.problem)
+        for home in dict.fromkeys(node.region for node in nodes):
             for share in (0.25, 0.5, 0.75, 1.0):
                 here = [
                     self._uniform(node, round(share * node.gpus * node.count) if node.region == home else 0, 0)
@@ -132,20 +128,7 @@ class _Search:
         for chosen in nodes:
             yield tuple(self._uniform(node, node.gpus * node.count if node is chosen else 0, 0) for node in nodes)
 
-    def look_at(self, parts: _Parts) -> float:
-        """Samples per second; 0 when it cannot run."""
-        key = tuple(part.sums for part in parts)
-        if key not in self._known:
-            score = self._rm1.score(plan_of(self._rm1, parts))
-            self.num_evaluated += 1
-            self._known[key] = score.samples_per_second
-            if score.samples_per_second > self.best_rate or self.best is None:
-                self.answer = score
-            if score.samples_per_second > self.best_rate:
-                self.best, self.best_rate = parts, score.samples_per_second
-        return self._known[key]
-
-    def _neighbours(self, parts: _Parts) -> Iterator[_Parts]:
+    def _neighbours(self, parts: Parts) -> Iterator[Parts]:
         moves: list[tuple[int, Callable[[], Division]]] = []
         for index, part in enumerate(parts):
             node = part.node
@@ -159,7 +142,7 @@ class _Search:
         self._random.shuffle(moves)
         return (_with(parts, index, divided()) for index, divided in moves)
 
-    def _changed(self, parts: _Parts) -> _Parts:
+    def _changed(self, parts: Parts) -> Parts:
         index = self._random.randrange(len(parts))
         part = parts[index]
         old, new = self._random.choice(part.splits), self._random.choice(self._columns[part.node.name])
@@ -182,7 +165,7 @@ class _Search:
         return Division(node, tuple(splits))
 
 
-def _with(parts: _Parts, index: int, part: Division) -> _Parts:
+def _with(parts: Parts, index: int, part: Division) -> Parts:
     return (*parts[:index], part, *parts[index + 1 :])
 
 

@@ -70,7 +70,7 @@ def test_auto_proves_what_is_small_and_searches_what_is_not(monkeypatch):
 
     monkeypatch.setattr(exhaustive, "MAX_PLANS", 10)
     searched = solve(rm1, "auto", time_left=ample)
-    assert searched.solver == "milp"
+    assert searched.solver != "exhaustive"
     assert searched.score.samples_per_second == pytest.approx(OPTIMA["tiny_02"])
 
 

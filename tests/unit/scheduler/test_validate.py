@@ -116,7 +116,7 @@ def test_a_solvers_invalid_plan_is_never_handed_out(monkeypatch):
     class Wrong:
         name = "wrong"
 
-        def solve(self, rm1, *, time_left, seed):
+        def solve(self, rm1, *, time_left, seed, starts):
             bad = plan([("l40s-0", 1, 8), ("l4-0", 16, 1)], [("a100-0", 8)])
             return Solution(bad, rm1.score(GOOD), None, False, 1, self.name)
 

@@ -1,0 +1,57 @@
+"""Evolution inside one arm: a few plans that train on so many GPUs of one place, bred and changed, the worst replaced.
+
+Source: HetRL, section 4.2 (swaps between task groups and inside them, evaluated by the cost model, the worst individual
+replaced), on the operators of DT-FM (crossover with repair of the sizes).
+"""
+
+from __future__ import annotations
+
+from services.scheduler.solvers.placement import Placement
+from services.scheduler.solvers.scored import Parts, Scored
+
+_POPULATION = 8
+_BREEDS = 0.25
+"""Share of the candidates that have two parents."""
+
+
+class Evolution:
+    """One arm's population."""
+
+    def __init__(
+        self, placement: Placement, scored: Scored, home: frozenset[str], num_training: int, *, has_cross_swaps: bool
+    ) -> None:
+        self._placement, self._scored = placement, scored
+        self._home, self._num_training = home, num_training
+        self._has_cross_swaps = has_cross_swaps
+        self._members: list[tuple[float, Parts]] = []
+        self._first = placement.first_plans(home, num_training)
+
+    @property
+    def best_rate(self) -> float:
+        """Samples per second of the best member; 0 before there is one that can run."""
+        return max((rate for rate, _ in self._members), default=0.0)
+
+    def step(self) -> None:
+        """One more candidate."""
+        self.add(next(self._first, ()) or self._child())
+
+    def add(self, parts: Parts) -> None:
+        """Take a plan in; where there is no more room, in place of the worst if it is not worse."""
+        rate = self._scored.rate(parts)
+        if any(parts == other for _, other in self._members):
+            return
+        if len(self._members) < _POPULATION:
+            self._members.append((rate, parts))
+            return
+        worst = min(range(_POPULATION), key=lambda index: self._members[index][0])
+        if rate >= self._members[worst][0]:
+            self._members[worst] = (rate, parts)
+
+    def _child(self) -> Parts:
+        random = self._placement.random
+        # Of two drawn the better is the parent, so that the best breed more and all breed.
+        parent = max(random.choice(self._members), random.choice(self._members), key=lambda member: member[0])[1]
+        if random.random() < _BREEDS:
+            other = random.choice(self._members)[1]
+            parent = self._placement.crossed(parent, other, self._home, self._num_training)
+        return self._placement.changed(parent, self._home, has_cross_swaps=self._has_cross_swaps)

@@ -1,0 +1,166 @@
+"""AReaL-Hex's alternation: cut the GPUs into those that train and those that generate, plan both sides, move the cut.
+
+The cut keeps fast links inside the training side and memory bandwidth on the generating side, at a share `gamma` of
+all arithmetic on the training side; `gamma` is bisected until both sides take the same time. The rollout side is the
+integer knapsack that the printed bilinear program comes to when its makespan is eliminated. Source: AReaL-Hex,
+Algorithm 1, equation 2 and the repartition phase of its section on scheduling. The paper names no solver for the cut:
+it is exact here where there are few cuts, else moves of one GPU or one machine (Fiduccia and Mattheyses) from a
+greedy one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import product
+from math import comb, prod
+
+from services.scheduler.cost_model.rm1 import Infeasible, Limit, Rm1
+from services.scheduler.plan_document import PlanDocument
+from services.scheduler.problem import NodeClass
+from services.scheduler.solvers.divisions import Division, best_split, packed
+from services.scheduler.solvers.interface import Solution, TimeLeft, infeasibility
+from services.scheduler.solvers.scored import Parts, Scored, homes_of, ordered_nodes, parts_of
+
+MAX_CUTS = 5_000
+"""Cuts that are looked at one by one; where there are more, moves are made from a greedy cut."""
+_ROUNDS = 20
+"""Bisections of gamma."""
+
+_LINK_WEIGHTS = (1.0, 0.0)
+"""Of the links in the cut's objective. It is 1 as printed, and then GPUs with fast links train though their memory is
+wanted for generation (48 H20 beside 8 H800, say); so the alternation is run once more for memory bandwidth alone."""
+
+_Cut = tuple[int, ...]
+"""GPUs that train, by entry."""
+
+
+class PartitionSolver:
+    """Graph partition and rollout knapsack in turn."""
+
+    name = "partition"
+
+    def solve(self, rm1: Rm1, *, time_left: TimeLeft, seed: int, starts: Sequence[PlanDocument] = ()) -> Solution:
+        """The best plan that the alternation passes, for each place of training."""
+        if (reason := infeasibility(rm1)) is not None:
+            return Solution(None, Infeasible(reason), 0.0, True, 0, self.name)
+        scored = Scored(rm1)
+        for start in starts:
+            scored.rate(parts_of(rm1, start))
+        for home, weight in product(homes_of(rm1.problem), _LINK_WEIGHTS):
+            _alternate(rm1, scored, _Graph(rm1, home, weight), time_left)
+        return scored.solution(self.name)
+
+
+def _alternate(rm1: Rm1, scored: Scored, graph: _Graph, time_left: TimeLeft) -> None:
+    low, high = 0.0, 1.0
+    seen: set[_Cut] = set()
+    for _ in range(_ROUNDS):
+        if time_left() <= 0 or high - low < graph.finest_share / 2:
+            return
+        gamma = (low + high) / 2
+        cut = graph.best_cut(gamma, band=max(graph.finest_share, (high - low) / 2))
+        if cut is None:
+            return
+        _, limit = scored.look_at(_planned(rm1, graph.nodes, cut))
+        generates_too_fast = limit in (Limit.TRAINING, None) and sum(cut) < graph.num_gpus
+        low, high = (gamma, high) if generates_too_fast else (low, gamma)
+        if cut in seen and high - low < graph.finest_share:
+            return
+        seen.add(cut)
+
+
+def _planned(rm1: Rm1, nodes: Sequence[NodeClass], cut: _Cut) -> Parts:
+    return tuple(
+        Division(node, tuple(best_split(rm1, node, gpus) for gpus in packed(node, train_gpus)))
+        for node, train_gpus in zip(nodes, cut, strict=True)
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Weights:
+    """Of one GPU of an entry, each as a share of the whole cluster's."""
+
+    compute: float
+    bandwidth: float
+
+
+class _Graph:
+    """The complete graph over GPUs, folded to entries: GPUs of one train on as few machines as they can."""
+
+    def __init__(self, rm1: Rm1, home: frozenset[str], link_weight: float) -> None:
+        problem = rm1.problem
+        self._problem, self._rm1, self._link_weight = problem, rm1, link_weight
+        self.nodes = ordered_nodes(problem)
+        self.num_gpus = sum(node.gpus * node.count for node in self.nodes)
+        self._most = [node.gpus * node.count if node.region in home else 0 for node in self.nodes]
+        types = [problem.gpu_types[node.gpu] for node in self.nodes]
+        flops = sum(node.gpus * node.count * gpu.tflops_bf16 for node, gpu in zip(self.nodes, types, strict=True))
+        memory = sum(node.gpus * node.count * gpu.hbm_GBps for node, gpu in zip(self.nodes, types, strict=True))
+        self._weights = [_Weights(gpu.tflops_bf16 / flops, gpu.hbm_GBps / memory) for gpu in types]
+        self.finest_share = min(weights.compute for weights in self._weights)
+        self._between = [[self._edge(one, other) for other in self.nodes] for one in self.nodes]
+        self._all_edges = self._edges(tuple(node.gpus * node.count for node in self.nodes)) or 1.0
+
+    def best_cut(self, gamma: float, *, band: float) -> _Cut | None:
+        """The cut of the highest objective whose share of the arithmetic is within `band` around gamma, or near that.
+
+        None when no machine may train.
+        """
+        if not any(self._most):
+            return None
+        if prod(most + 1 for most in self._most) <= MAX_CUTS:
+            cuts = product(*(range(most + 1) for most in self._most))
+            return max((cut for cut in cuts if any(cut)), key=lambda cut: self._objective(cut, gamma, band))
+        return self._moved(self._greedy(gamma), gamma, band)
+
+    def _greedy(self, gamma: float) -> _Cut:
+        """Entries with the most arithmetic per memory bandwidth train first."""
+        order = sorted(
+            range(len(self.nodes)), key=lambda index: -self._weights[index].compute / self._weights[index].bandwidth
+        )
+        cut, left = [0] * len(self.nodes), gamma
+        for index in order:
+            cut[index] = min(self._most[index], max(0, round(left / self._weights[index].compute)))
+            left -= cut[index] * self._weights[index].compute
+        return tuple(cut)
+
+    def _moved(self, cut: _Cut, gamma: float, band: float) -> _Cut:
+        value = self._objective(cut, gamma, band)
+        while True:
+            moves = [
+                moved
+                for index, node in enumerate(self.nodes)
+                for step in (1, -1, node.gpus, -node.gpus)
+                if 0 <= (count := cut[index] + step) <= self._most[index]
+                and any(moved := (*cut[:index], count, *cut[index + 1 :]))
+            ]
+            best = max(moves, key=lambda moved: self._objective(moved, gamma, band))
+            if (found := self._objective(best, gamma, band)) <= value * (1 + 1e-12):
+                return cut
+            cut, value = best, found
+
+    def _objective(self, cut: _Cut, gamma: float, band: float) -> float:
+        """Links on the training side and memory bandwidth on the other, less what lies out of the band around gamma."""
+        shares = list(zip(cut, self._weights, strict=True))
+        compute = sum(count * weights.compute for count, weights in shares)
+        outside = max(0.0, abs(compute - gamma) - band / 2)
+        generating = 1 - sum(count * weights.bandwidth for count, weights in shares)
+        # Both terms are at most 1, so that a cut in the band always beats one outside it by as little as this.
+        links = self._link_weight * self._edges(cut) / self._all_edges if self._link_weight else 0.0
+        return links + generating - 1e3 * outside
+
+    def _edges(self, cut: _Cut) -> float:
+        """Bandwidth over all pairs of GPUs on the training side, GB/s."""
+        total = 0.0
+        for index, (node, count) in enumerate(zip(self.nodes, cut, strict=True)):
+            inside = sum(comb(here, 2) for here in packed(node, count))
+            total += inside * self._problem.gpu_types[node.gpu].ar_bus_GBps
+            total += (comb(count, 2) - inside) * self._between[index][index]
+            total += sum(count * other * self._between[index][far] for far, other in enumerate(cut[:index]))
+        return total
+
+    def _edge(self, one: NodeClass, other: NodeClass) -> float:
+        if one.region != other.region:
+            return self._rm1.network.bytes_per_second(one.region, other.region) / 1e9
+        return min(one.nic_Gbps, other.nic_Gbps) / 8

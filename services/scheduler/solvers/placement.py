@@ -1,0 +1,163 @@
+"""Plans at random and random changes of plans: what an evolutionary search draws from."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from random import Random
+
+from services.scheduler.cost_model.rm1 import Rm1
+from services.scheduler.problem import NodeClass
+from services.scheduler.solvers.divisions import Division, Split, best_split, machine_splits, packed
+from services.scheduler.solvers.scored import Parts, ordered_nodes
+
+_MAX_SPLITS = 2_000
+"""Splits of a machine that changes draw from; where there are more, the first of them."""
+
+
+class Placement:
+    """Draws for one problem."""
+
+    def __init__(self, rm1: Rm1, random: Random) -> None:
+        self.random = random
+        self.problem = rm1.problem
+        self._rm1 = rm1
+        self._nodes = ordered_nodes(rm1.problem)
+        self._splits = {node.name: self._listed(node) for node in self._nodes}
+
+    def training_range(self, home: frozenset[str]) -> tuple[int, int]:
+        """Fewest and most GPUs of a place that can train; more than most where its memory does not suffice."""
+        here = [node for node in self._nodes if node.region in home]
+        most = sum(node.gpus * node.count for node in here)
+        needed, least = self._rm1.demand.training_state_bytes, 0
+        for node in sorted(here, key=lambda node: -self._rm1.usable_bytes[node.name]):
+            room = self._rm1.usable_bytes[node.name]
+            taken = min(node.gpus * node.count, max(0, -int(-needed // room))) if room > 0 else 0
+            needed -= taken * room
+            least += taken
+        return (max(1, least), most) if needed <= 0 else (most + 1, most)
+
+    def first_plans(self, home: frozenset[str], num_training: int) -> Iterator[Parts]:
+        """Of GPUs that train rather than generate: those best at it, those worst at generation, in any order."""
+        rates = {node.name: self._generation_rate(node) for node in self._nodes}
+        training = self._rm1.gpu_training_rate
+        orders = [
+            lambda node: -training[node.name] / (rates[node.name] or 1e-9),
+            lambda node: rates[node.name],
+            lambda node: -training[node.name],
+            lambda node: self.random.random(),
+            lambda node: self.random.random(),
+        ]
+        here = [node for node in self._nodes if node.region in home]
+        for order in orders:
+            left, trains = num_training, {}
+            for node in sorted(here, key=order):
+                trains[node.name] = min(left, node.gpus * node.count)
+                left -= trains[node.name]
+            yield tuple(self._division(node, list(packed(node, trains.get(node.name, 0)))) for node in self._nodes)
+
+    def crossed(self, one: Parts, other: Parts, home: frozenset[str], num_training: int) -> Parts:
+        """Each entry from either parent; then GPUs of random machines change sides until as many train as should."""
+        parts = tuple(self.random.choice(pair) for pair in zip(one, other, strict=True))
+        surplus = sum(part.train_gpus for part in parts) - num_training
+        while surplus:
+            machine = self._machine(parts, home, trains=surplus > 0)
+            assert machine is not None, "a place has as many GPUs as an arm trains on"
+            index, position = machine
+            split = parts[index].splits[position]
+            free = parts[index].node.gpus - split.train_gpus
+            moved = min(surplus, split.train_gpus) if surplus > 0 else -min(-surplus, free)
+            parts = self._with_training(parts, index, position, split.train_gpus - moved)
+            surplus -= moved
+        return parts
+
+    def changed(self, parts: Parts, home: frozenset[str], *, has_cross_swaps: bool) -> Parts:
+        """One of the moves that keep the number of GPUs that train."""
+        moves = [self._resplit, self._uniform, self._idled]
+        if has_cross_swaps:
+            moves += [lambda parts: self._swapped(parts, home)] * 2
+        return self.random.choice(moves)(parts)
+
+    def _swapped(self, parts: Parts, home: frozenset[str]) -> Parts:
+        """GPUs of one machine leave the pool, as many of another enter it. Level 3."""
+        giver = self._machine(parts, home, trains=True)
+        taker = self._machine(parts, home, trains=False)
+        if giver is None or taker is None or giver == taker:
+            return self._resplit(parts)
+        gives = parts[giver[0]].splits[giver[1]].train_gpus
+        takes = parts[taker[0]].splits[taker[1]].train_gpus
+        most = min(gives, parts[taker[0]].node.gpus - takes)
+        moved = self.random.choice((most, self.random.randint(1, most)))
+        return self._with_training(self._with_training(parts, *giver, gives - moved), *taker, takes + moved)
+
+    def _resplit(self, parts: Parts) -> Parts:
+        """Other replicas on one machine. Level 5."""
+        index = self.random.randrange(len(parts))
+        position = self.random.randrange(parts[index].node.count)
+        old = parts[index].splits[position]
+        return _replaced(parts, index, position, self.random.choice(self._alike(parts[index].node, old.train_gpus)))
+
+    def _uniform(self, parts: Parts) -> Parts:
+        """All machines of an entry at one degree. Level 4."""
+        index = self.random.randrange(len(parts))
+        part = parts[index]
+        degrees = self._rm1.degrees[part.node.name]
+        if not degrees:
+            return parts
+        most = self.random.choice(degrees)
+        splits = (best_split(self._rm1, part.node, split.train_gpus, most_degree=most) for split in part.splits)
+        return (*parts[:index], Division(part.node, tuple(splits)), *parts[index + 1 :])
+
+    def _idled(self, parts: Parts) -> Parts:
+        """All machines of an entry stop generating, or begin."""
+        index = self.random.randrange(len(parts))
+        part = parts[index]
+        none = (0,) * len(self._rm1.degrees[part.node.name])
+        is_idle = all(split.replicas == none for split in part.splits)
+        splits = (
+            best_split(self._rm1, part.node, split.train_gpus) if is_idle else Split(none, split.train_gpus)
+            for split in part.splits
+        )
+        return (*parts[:index], Division(part.node, tuple(splits)), *parts[index + 1 :])
+
+    def _machine(self, parts: Parts, home: frozenset[str], *, trains: bool) -> tuple[int, int] | None:
+        """A machine of the place with a GPU that trains, or with one that does not; entry and position."""
+        found = [
+            (index, position)
+            for index, part in enumerate(parts)
+            if part.node.region in home
+            for position, split in enumerate(part.splits)
+            if (split.train_gpus > 0 if trains else split.train_gpus < part.node.gpus)
+        ]
+        return self.random.choice(found) if found else None
+
+    def _with_training(self, parts: Parts, index: int, position: int, train_gpus: int) -> Parts:
+        node = parts[index].node
+        choices = [best_split(self._rm1, node, train_gpus), self.random.choice(self._alike(node, train_gpus))]
+        return _replaced(parts, index, position, self.random.choice(choices))
+
+    def _alike(self, node: NodeClass, train_gpus: int) -> list[Split]:
+        return self._splits[node.name].get(train_gpus) or [best_split(self._rm1, node, train_gpus)]
+
+    def _listed(self, node: NodeClass) -> dict[int, list[Split]]:
+        found: dict[int, list[Split]] = {}
+        for index, split in enumerate(machine_splits(self._rm1, node)):
+            if index >= _MAX_SPLITS:
+                break
+            found.setdefault(split.train_gpus, []).append(split)
+        return found
+
+    def _division(self, node: NodeClass, trains: list[int]) -> Division:
+        return Division(node, tuple(best_split(self._rm1, node, gpus) for gpus in trains))
+
+    def _generation_rate(self, node: NodeClass) -> float:
+        """Samples per second of one GPU of it at the best degree."""
+        split = best_split(self._rm1, node, 0)
+        states = [self._rm1.replica(node, degree) for degree in self._rm1.degrees[node.name]]
+        rates = [state.samples_per_second if state is not None else 0.0 for state in states]
+        return sum(map(float.__mul__, map(float, split.replicas), rates)) / node.gpus
+
+
+def _replaced(parts: Parts, index: int, position: int, split: Split) -> Parts:
+    part = parts[index]
+    splits = (*part.splits[:position], split, *part.splits[position + 1 :])
+    return (*parts[:index], Division(part.node, splits), *parts[index + 1 :])

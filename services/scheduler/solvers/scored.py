@@ -1,0 +1,116 @@
+"""Plans that were scored, each once, and the best of them: what every search keeps."""
+
+from __future__ import annotations
+
+from services.scheduler.cost_model.rm1 import Infeasible, Limit, Rm1, Score
+from services.scheduler.plan_document import PlanDocument
+from services.scheduler.problem import NodeClass, Problem
+from services.scheduler.solvers.divisions import Division, Split, plan_of
+from services.scheduler.solvers.interface import Solution
+
+Parts = tuple[Division, ...]
+"""What the machines of each entry do, one division an entry."""
+
+
+class Scored:
+    """Scores plans and remembers."""
+
+    def __init__(self, rm1: Rm1) -> None:
+        self._rm1 = rm1
+        self._known: dict[tuple[tuple[str, tuple[int, ...]], ...], tuple[float, Limit | None]] = {}
+        self.best: Parts | None = None
+        self.best_rate = 0.0
+        """Samples per second of the best."""
+        self.answer: Score | Infeasible = Infeasible("no plan was found in this time")
+        """Of the best, or why the first that was looked at cannot run."""
+        self.num_evaluated = 0
+
+    def rate(self, parts: Parts) -> float:
+        """Samples per second; 0 when it cannot run."""
+        return self.look_at(parts)[0]
+
+    def look_at(self, parts: Parts) -> tuple[float, Limit | None]:
+        """Samples per second and what limits them; 0 and None when it cannot run."""
+        key = tuple((part.node.name, part.sums) for part in parts)
+        if key not in self._known:
+            self.num_evaluated += 1
+            score = self._rm1.score(plan_of(self._rm1, parts))
+            self._known[key] = (score.samples_per_second, score.limit if isinstance(score, Score) else None)
+            if score.samples_per_second > self.best_rate or self.num_evaluated == 1:
+                self.answer = score
+            if score.samples_per_second > self.best_rate:
+                self.best, self.best_rate = parts, score.samples_per_second
+        return self._known[key]
+
+    def solution(self, solver: str, *, bound: float | None = None, is_optimal: bool = False) -> Solution:
+        """The best so far as a solver's answer."""
+        plan = plan_of(self._rm1, self.best) if self.best is not None else None
+        return Solution(plan, self.answer, bound, is_optimal and plan is not None, self.num_evaluated, solver)
+
+
+def homes_of(problem: Problem) -> list[frozenset[str]]:
+    """Regions, or sets of them, in which training can stand: each alone, and all where pools may span regions."""
+    regions = list(dict.fromkeys(node.region for node in ordered_nodes(problem)))
+    homes = [frozenset((region,)) for region in regions]
+    if len(regions) > 1 and not problem.constraints.train_single_region:
+        homes.append(frozenset(regions))
+    return homes
+
+
+def parts_of(rm1: Rm1, plan: PlanDocument) -> Parts:
+    """The plan on this problem's machines; machines it does not name idle, and what does not fit here is left out."""
+    parts = []
+    for node in ordered_nodes(rm1.problem):
+        splits = [_split_of(rm1, node, f"{node.name}-{index}", plan) for index in range(node.count)]
+        parts.append(Division(node, tuple(splits)))
+    return tuple(parts)
+
+
+def _split_of(rm1: Rm1, node: NodeClass, machine: str, plan: PlanDocument) -> Split:
+    degrees = rm1.degrees[node.name]
+    free = node.gpus
+    train_gpus = min(free, sum(share.gpus for share in plan.train if share.node == machine))
+    free -= train_gpus
+    replicas = [0] * len(degrees)
+    for each in plan.gen:
+        if each.node == machine and each.tp in degrees:
+            count = min(each.count, free // each.tp)
+            replicas[degrees.index(each.tp)] += count
+            free -= count * each.tp
+    return Split(tuple(replicas), train_gpus)
+
+
+def ordered_nodes(problem: Problem) -> list[NodeClass]:
+    """The machines' entries in an order that neither their names nor the order in the file decide.
+
+    Searches that draw at random walk through entries in it, so that renaming or reordering changes nothing.
+    """
+    alike = {node.name: _character(problem, node) for node in problem.nodes}
+    regions = {
+        region: sorted(alike[node.name] for node in problem.nodes if node.region == region)
+        for region in {node.region for node in problem.nodes}
+    }
+    links = {
+        region: sorted((link.bw_Gbps, link.latency_ms) for link in problem.links if region in (link.a, link.b))
+        for region in regions
+    }
+    return sorted(
+        problem.nodes, key=lambda node: (alike[node.name], regions[node.region], links[node.region], node.name)
+    )
+
+
+def _character(problem: Problem, node: NodeClass) -> tuple[float, ...]:
+    gpu = problem.gpu_types[node.gpu]
+    return (
+        gpu.tflops_bf16,
+        gpu.hbm_GB,
+        gpu.hbm_GBps,
+        gpu.ar_bus_GBps,
+        gpu.ar_latency_us,
+        problem.cost_model.mfu(node.gpu, "train"),
+        problem.cost_model.mfu(node.gpu, "infer"),
+        node.gpus,
+        node.count,
+        node.nic_Gbps,
+        node.price_per_gpu_hour,
+    )
