@@ -249,11 +249,15 @@ def test_a_rollback_restores_records_queues_and_counters() -> None:
     state = open_state()
     submit(state, "a", "b")
     state.settle()
-    before = (len(state.queue), dict(state.generation_leases), state.run.submitted)
+
+    def seen() -> tuple[object, ...]:
+        return len(state.queue), dict(state.generation_leases), state.run.submitted, state.num_groups_in_flight
+
+    before = seen()
     finish(state, lease(state, 3)[:1])
     submit(state, "c")
     state.rollback()
-    assert (len(state.queue), dict(state.generation_leases), state.run.submitted) == before
+    assert seen() == before
     assert not state.is_changed
     assert len(lease(state, 9)) == 4
 
