@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
+import sys
 import threading
 import time
 
@@ -23,3 +25,28 @@ def end_group_with_parent() -> None:
         os.killpg(os.getpgrp(), signal.SIGKILL)
 
     threading.Thread(target=watch, name="parent-watch", daemon=True).start()
+
+
+async def run_group(module: str, *arguments: str, timeout_s: float) -> None:
+    """Run a module, which is to call `end_group_with_parent`, as the leader of a group of its own, to its end.
+
+    Raises:
+        RuntimeError: It failed; with the last of what it printed.
+        TimeoutError: It took longer than `timeout_s`; the whole group is killed.
+    """
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", module, *arguments),
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.STDOUT,
+        start_new_session=True,
+    )
+    try:
+        async with asyncio.timeout(timeout_s):
+            output, _ = await process.communicate()
+    except BaseException:
+        # With the processes it started, which would go on without it.
+        os.killpg(process.pid, signal.SIGKILL)
+        await process.wait()
+        raise
+    if process.returncode:
+        raise RuntimeError(f"{module} failed:\n{output.decode(errors='replace')[-4000:]}")

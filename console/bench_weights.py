@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from console.benching import bench
+from penstock.config import ConfigError
 
 _TARGETS = {
     "full.ratio_to_bare_download": ">= 0.7",
@@ -15,12 +16,18 @@ _TARGETS = {
 }
 
 
-def bench_weights_command(*, is_json: bool, is_quick: bool) -> int:
-    """Benchmark travelling weights; returns the exit status."""
-    from benchmarks.weights import suite
+def bench_weights_command(*, is_json: bool, is_quick: bool, engine: str | None) -> int:
+    """Benchmark travelling weights, swapped in `engine` (transformers where None); returns the exit status.
 
+    Raises ConfigError where there is no such engine.
+    """
+    from benchmarks.weights import suite, swap
+
+    engine = engine or swap.ENGINES[0]
+    if engine not in swap.ENGINES:
+        raise ConfigError(f"--engine: {engine!r} is not known; there is: {', '.join(swap.ENGINES)}")
     plan = suite.QUICK if is_quick else suite.FULL
-    return bench(lambda progress: suite.run(plan, progress=progress), _print_table, is_json=is_json)
+    return bench(lambda progress: suite.run(plan, engine=engine, progress=progress), _print_table, is_json=is_json)
 
 
 def _print_table(result: dict[str, Any]) -> None:

@@ -28,6 +28,9 @@ def bench(
         Path | None,
         typer.Option("--trl-python", metavar="PATH", help="e2e: a Python that has TRL; one is made in runs/ without."),
     ] = None,
+    engine: Annotated[
+        str | None, typer.Option(help="weights: whose pauses are measured, transformers (default) or vllm.")
+    ] = None,
 ) -> None:
     """Measure a service, or with e2e a whole run next to TRL, with processes of its own; minutes.
 
@@ -38,6 +41,7 @@ def bench(
       penstock bench generator
       penstock bench ranker
       penstock bench weights
+      penstock bench weights --engine vllm
       penstock bench fleet
       penstock bench e2e
       penstock bench e2e --trl-python /opt/trl/bin/python --json
@@ -56,7 +60,7 @@ def bench(
             "broker": bench_broker_command,
             "generator": bench_generator_command,
             "ranker": bench_ranker_command,
-            "weights": bench_weights_command,
+            "weights": partial(bench_weights_command, engine=engine),
             "fleet": bench_fleet_command,
             "e2e": partial(bench_e2e_command, trl_python=trl_python),
         }
@@ -64,6 +68,8 @@ def bench(
             raise ConfigError(f"bench: {what!r} is not known; there is: {', '.join(commands)}")
         if trl_python is not None and what != "e2e":
             raise ConfigError(f"bench: --trl-python has no meaning for {what}")
+        if engine is not None and what != "weights":
+            raise ConfigError(f"bench: --engine has no meaning for {what}")
         signal.signal(signal.SIGTERM, interrupt)
         return commands[what](is_json=json_output, is_quick=quick)
 

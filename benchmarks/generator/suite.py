@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
-import signal
 import statistics
-import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -18,6 +15,7 @@ import numpy as np
 from benchmarks.generator import concurrency
 from benchmarks.generator.engine_process import EnginePlan
 from benchmarks.generator.model import UPDATE_SCALE, make_model
+from benchmarks.group_end import run_group
 from benchmarks.scratch import scratch_folder
 from services.generator.engine import UpdateMode
 
@@ -93,22 +91,8 @@ async def _run_engine(model_path: Path, result_path: Path, plan: Plan, index: in
         num_cycles=plan.num_cycles, window_s=plan.window_s, update_interval_s=plan.update_interval_s, seed=index
     )
     arguments = [str(model_path), str(result_path), json.dumps(asdict(engine_plan))]
-    process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "benchmarks.generator.engine_process", *arguments),
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.STDOUT,
-        start_new_session=True,
-    )
-    try:
-        async with asyncio.timeout(START_AND_END_TIMEOUT_S + (3 * plan.num_cycles + 1) * plan.window_s):
-            output, _ = await process.communicate()
-    except BaseException:
-        # With the engine's own process, which would go on without its parent.
-        os.killpg(process.pid, signal.SIGKILL)
-        await process.wait()
-        raise
-    if process.returncode:
-        raise RuntimeError(f"engine {index} failed:\n{output.decode(errors='replace')[-4000:]}")
+    timeout_s = START_AND_END_TIMEOUT_S + (3 * plan.num_cycles + 1) * plan.window_s
+    await run_group("benchmarks.generator.engine_process", *arguments, timeout_s=timeout_s)
     document: Result = json.loads(await asyncio.to_thread(result_path.read_text, encoding="utf-8"))
     return document
 

@@ -59,8 +59,8 @@ QUICK = Plan(
 )
 
 
-async def run(plan: Plan, *, progress: Callable[[str], None]) -> dict[str, Any]:
-    """Measure everything; `progress` hears what is going on."""
+async def run(plan: Plan, *, engine: str, progress: Callable[[str], None]) -> dict[str, Any]:
+    """Measure everything, swaps in `engine` (one of swap.ENGINES); `progress` hears what is going on."""
     with scratch_folder(_place(plan)) as folder:
         result: dict[str, Any] = {
             "full": await full.measure(folder, sizes_bytes=plan.full_sizes_bytes, progress=progress)
@@ -76,9 +76,10 @@ async def run(plan: Plan, *, progress: Callable[[str], None]) -> dict[str, Any]:
             delay_s=plan.site_delay_s,
             num_repetitions=plan.site_repetitions,
         )
-        progress("swap: new weights while samples are decoded")
+        progress(f"swap: new weights while samples are decoded with {engine}")
         result["swap"] = await swap.measure(
             folder,
+            engine=engine,
             hidden_size=plan.swap_hidden_size,
             num_layers=plan.swap_num_layers,
             num_updates=plan.swap_num_updates,

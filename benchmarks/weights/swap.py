@@ -1,35 +1,50 @@
-"""How long decoding stands still while new weights are put into a real engine (transformers, on the CPU).
+"""How long decoding stands still while new weights are put into a real engine, on the CPU in float32.
 
-The version lies in a file already: fetching it is measured elsewhere, and does not keep decoding still.
+The version lies in a file already: fetching it is measured elsewhere, and does not keep decoding still. The engine
+has a process of its own: `python -m benchmarks.weights.swap MODEL_DIR ENGINE NUM_UPDATES RESULT.json`.
 """
 
 from __future__ import annotations
 
 import asyncio
+import json
+import sys
 from contextlib import aclosing
 from pathlib import Path
 from typing import Any
 
+from benchmarks.group_end import end_group_with_parent, run_group
 from benchmarks.weights.contents import median_and_spread
 from penstock.weights import manifest_digest, safetensors_digests
-from services.generator.engine import GenerateRequest, SamplingSettings, WeightUpdate
+from services.generator.engine import Engine, GenerateRequest, SamplingSettings, WeightUpdate
 
+ENGINES = ("transformers", "vllm")
+NUM_SAMPLES = 2
 VOCAB_SIZE, MAX_CONTEXT = 256, 4096
 START_TIMEOUT_S = 120.0
+UPDATE_TIMEOUT_S = 30.0
 
 
-async def measure(folder: Path, *, hidden_size: int, num_layers: int, num_updates: int) -> dict[str, Any]:
+async def measure(folder: Path, *, engine: str, hidden_size: int, num_layers: int, num_updates: int) -> dict[str, Any]:
     """Pause of each update while samples are decoded, milliseconds, with the size of what is swapped."""
-    # Imported here: torch takes seconds, and the other benchmarks need none.
-    from services.generator.transformers_engine import TransformersEngine, TransformersSettings
+    model_path, result_path = folder / "model", folder / "swap.json"
+    await asyncio.to_thread(_make_model, model_path, hidden_size, num_layers)
+    await run_group(
+        *("benchmarks.weights.swap", str(model_path), engine, str(num_updates), str(result_path)),
+        timeout_s=2 * START_TIMEOUT_S + num_updates * UPDATE_TIMEOUT_S,
+    )
+    result: dict[str, Any] = json.loads(await asyncio.to_thread(result_path.read_text, encoding="utf-8"))
+    return result
 
-    model_path = await asyncio.to_thread(_make_model, folder / "model", hidden_size, num_layers)
+
+async def swap(model_path: Path, *, engine_name: str, num_updates: int) -> dict[str, Any]:
+    """The same in this process, over a model that is there."""
     path = model_path / "model.safetensors"
     tensors = safetensors_digests(path)
-    engine = TransformersEngine(TransformersSettings(model_path=model_path, dtype="float32", stream_interval=1))
+    engine = _build_engine(engine_name, model_path)
     await engine.start()
     try:
-        decoding = [asyncio.create_task(_decode(engine, f"sample-{number}")) for number in range(2)]
+        decoding = [asyncio.create_task(_decode(engine, f"sample-{number}")) for number in range(NUM_SAMPLES)]
         async with asyncio.timeout(START_TIMEOUT_S):
             while engine.stats().tokens_generated == 0:  # noqa: ASYNC110 -- a counter
                 await asyncio.sleep(0.01)
@@ -47,10 +62,22 @@ async def measure(folder: Path, *, hidden_size: int, num_layers: int, num_update
         await engine.stop()
     if not is_decoding:
         raise RuntimeError("the samples ended before the updates did: their pauses would not be those of decoding")
-    return {"engine": "transformers", "size_bytes": path.stat().st_size, **median_and_spread(rows)}
+    return {"engine": engine_name, "size_bytes": path.stat().st_size, **median_and_spread(rows)}
 
 
-async def _decode(engine: Any, name: str) -> None:
+def _build_engine(name: str, model_path: Path) -> Engine:
+    # Imported here: torch takes seconds, and the other benchmarks need none.
+    if name == "vllm":
+        from services.generator.vllm_engine import VllmEngine
+        from services.generator.vllm_setup import VllmSettings
+
+        return VllmEngine(VllmSettings(model_path=model_path, dtype="float32", kv_cache_gib=0.25, stream_interval=1))
+    from services.generator.transformers_engine import TransformersEngine, TransformersSettings
+
+    return TransformersEngine(TransformersSettings(model_path=model_path, dtype="float32", stream_interval=1))
+
+
+async def _decode(engine: Engine, name: str) -> None:
     sampling = SamplingSettings(max_new_tokens=MAX_CONTEXT - 8, seed=0)
     request = GenerateRequest(request_id=name, prompt_token_ids=(3, 4, 5), sampling=sampling)
     async with aclosing(engine.generate(request)) as spans:
@@ -58,7 +85,7 @@ async def _decode(engine: Any, name: str) -> None:
             pass
 
 
-def _make_model(folder: Path, hidden_size: int, num_layers: int) -> Path:
+def _make_model(folder: Path, hidden_size: int, num_layers: int) -> None:
     import torch
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
@@ -75,4 +102,9 @@ def _make_model(folder: Path, hidden_size: int, num_layers: int) -> Path:
         dtype="float32",
     )
     Qwen2ForCausalLM(config).save_pretrained(folder)
-    return folder
+
+
+if __name__ == "__main__":
+    end_group_with_parent()
+    document = asyncio.run(swap(Path(sys.argv[1]), engine_name=sys.argv[2], num_updates=int(sys.argv[3])))
+    Path(sys.argv[4]).write_text(json.dumps(document), encoding="utf-8")

@@ -79,6 +79,20 @@ def test_a_quick_run_of_the_weights_measures_every_way_they_travel() -> None:
     assert result["swap_pause_ms"] > 0
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["broker", "--engine", "vllm"], "no meaning for broker"),
+        (["weights", "--engine", "none"], "transformers, vllm"),
+    ],
+)
+def test_an_engine_that_a_benchmark_has_not_is_a_mistake_in_one_line(arguments: list[str], message: str) -> None:
+    command = [sys.executable, "-m", "console", "bench", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert message in done.stderr
+
+
 def test_an_unknown_benchmark_is_a_mistake_in_one_line() -> None:
     command = [sys.executable, "-m", "console", "bench", "nothing"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
