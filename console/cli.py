@@ -18,6 +18,7 @@ from console.cli_common import Broker, RunArgument, RunsDir, exit_with
 from console.cli_merge import register as register_merge
 from console.cli_planning import register as register_planning
 from console.cli_recording import register as register_recording
+from console.cli_simulate import register as register_simulate
 
 app = typer.Typer(
     name="penstock",
@@ -238,6 +239,7 @@ def audit(
 
 register_recording(app)
 register_planning(app)
+register_simulate(app)
 register_merge(app)
 register_bench(app)
 

@@ -1,0 +1,193 @@
+"""Runs on a virtual clock: what they must add up to, whatever the plan, and what must be faster than what."""
+
+from dataclasses import replace
+
+import pytest
+
+from benchmarks.scheduler.settings import GRPO_TASKS, lognormal, machines, make_problem
+from penstock.v1 import broker_pb2
+from services.broker.limits import Limits
+from services.scheduler.cost_model.calibrated import CALIBRATED, make_model
+from services.scheduler.cost_model.rm1 import Limit, Rm1
+from simulator.runs.engine import Engine, GeneratorSpec
+from simulator.runs.ledger import Group, Ledger, Sample
+from simulator.runs.run import Change, Run
+from simulator.runs.setup import Mode, SetupError, TrainerSpec, colocated
+from simulator.runs.simulate import Options, document, simulate_plan, simulate_setup
+from tests.helpers.planning import plan, problem
+
+SPLIT = plan([("h20-0", 1, 8), ("h20-1", 1, 8), ("h20-2", 1, 8)], [("h800-0", 8)])
+
+
+def long_tailed(*, staleness: int = 3, group_size: int = 4, bw_Gbps: float | None = None):
+    """24 H20 generate, 8 H800 train, in one region or in two; lengths with a long tail."""
+    far = bw_Gbps is not None
+    workload = {
+        "prompts_per_step": 64,
+        "group_size": group_size,
+        "prompt_len": 200,
+        "output_len": lognormal(1500, 1.0, 16_000),
+        "staleness": staleness,
+        "train_tasks": GRPO_TASKS,
+    }
+    h20 = {**machines("H20", 3), "region": "far" if far else "r0"}
+    links = [{"a": "r0", "b": "far", "bw_Gbps": bw_Gbps, "latency_ms": 5}] if far else []
+    return make_problem("tailed", [h20, machines("H800", 1)], "qwen2.5-7b", workload=workload, links=links)
+
+
+def simulated(mode: Mode, *, seed: int = 1, given=None, num_steps: int = 8, **options):
+    model = make_model(given or long_tailed(), CALIBRATED)
+    return simulate_plan(model, SPLIT, Options(mode=mode, num_steps=num_steps, seed=seed, **options))
+
+
+def test_a_generator_decodes_as_fast_as_its_steps_say():
+    spec = GeneratorSpec(name="g", node="n", region="r", steps_s=(0.0, 0.010, 0.012), prefill_s=0.5, pause_s=0.0)
+    engine = Engine(spec)
+    engine.begin(Sample(Group(1, [100.0], 0.0), 100.0))
+    engine.begin(Sample(Group(2, [300.0], 0.0), 300.0))
+
+    assert engine.next_end_s() == pytest.approx(2 * 0.5 + 100 * 0.012)
+    engine.advance(engine.next_end_s())
+    assert engine.pop_ended().group.sequence == 1
+    assert engine.next_end_s() == pytest.approx(2.2 + 200 * 0.010)
+
+
+def test_a_lost_generator_gives_back_what_is_left_of_its_samples():
+    spec = GeneratorSpec(name="g", node="n", region="r", steps_s=(0.0, 0.01), prefill_s=0.0, pause_s=0.0)
+    engine = Engine(spec)
+    engine.begin(Sample(Group(1, [100.0], 0.0), 100.0))
+    engine.advance(0.4)
+
+    (left,) = engine.lose_all()
+
+    assert left.remaining_tokens == pytest.approx(60)
+    assert engine.num_free == 0
+
+
+@pytest.mark.parametrize("mode", list(Mode))
+@pytest.mark.parametrize("longest_first", [True, False])
+def test_books_balance_and_nothing_is_staler_than_allowed(mode, longest_first):
+    outcome = simulated(mode, longest_first=longest_first)
+    found = document(make_model(long_tailed(), CALIBRATED), outcome, predicted=None)
+
+    assert found["audit"]["is_balanced"]
+    assert found["audit"]["num_trained"] == 8 * 64
+    assert max(map(int, found["staleness"])) <= outcome.setup.staleness == mode.staleness(3)
+    assert sum(found["staleness"].values()) == 8 * 256
+    assert 0 <= found["generation_idle"] < 1
+    assert 0 <= found["training_idle"] < 1
+
+
+def test_each_way_to_overlap_is_faster_than_the_one_before():
+    rates = [
+        simulated(mode).samples_per_second
+        for mode in (Mode.DISAGGREGATED_SYNC, Mode.STREAMING, Mode.ONE_STEP, Mode.ASYNC)
+    ]
+
+    assert rates == sorted(rates)
+    assert rates[1] > 1.05 * rates[0]
+    assert rates[3] > 1.3 * rates[1]
+
+
+@pytest.mark.parametrize(
+    ("candidate", "limit"),
+    [
+        (plan([("h20-0", 1, 8)], [("h800-0", 4)]), Limit.TRAINING),
+        (plan([("h20-0", 1, 2)], [("h800-0", 8)]), Limit.GENERATION),
+    ],
+)
+def test_where_all_lengths_are_alike_it_agrees_with_the_cost_model(candidate, limit):
+    model = Rm1(problem("tiny_02", "workload.output_len={type: fixed, length: 1500}"))
+    score = model.score(candidate)
+
+    outcome = simulate_plan(model, candidate, Options(mode=Mode.ASYNC, num_steps=14, skip=6))
+
+    assert score.limit is limit
+    assert outcome.samples_per_second == pytest.approx(score.samples_per_second, rel=0.05)
+
+
+def test_the_same_seed_gives_the_same_run():
+    assert simulated(Mode.ASYNC).samples_per_second == simulated(Mode.ASYNC).samples_per_second
+    assert simulated(Mode.ASYNC).samples_per_second != simulated(Mode.ASYNC, seed=2).samples_per_second
+
+
+def test_longer_completions_are_slower_and_no_tokens_are_made_up():
+    growing, steady = simulated(Mode.ASYNC, growth_per_step=0.2), simulated(Mode.ASYNC)
+
+    assert growing.samples_per_second < 0.9 * steady.samples_per_second
+    assert growing.record.steps[-1].num_tokens > 1.5 * steady.record.steps[-1].num_tokens
+
+
+def test_a_machine_that_dies_costs_time_and_no_sample():
+    alone = simulated(Mode.ASYNC, num_steps=12)
+    dies = simulated(Mode.ASYNC, num_steps=12, changes=[Change(100.0, "h20-1", "fail")])
+
+    assert dies.run.ledger.num_returned > 0
+    assert dies.run.ledger.audit()["is_balanced"]
+    assert dies.run.ledger.num_trained == 12 * 64
+    assert dies.samples_per_second < alone.samples_per_second
+
+
+def test_a_machine_that_joins_is_used():
+    late = simulated(Mode.ASYNC, num_steps=12, changes=[Change(400.0, "h20-1", "join")])
+    never = simulated(Mode.ASYNC, num_steps=12, changes=[Change(1e8, "h20-1", "join")])
+
+    assert late.samples_per_second > never.samples_per_second
+
+
+def test_a_slow_machine_slows_the_run():
+    slow = simulated(Mode.ASYNC, changes=[Change(0.0, "h20-0", "slow", factor=4.0)])
+
+    assert slow.samples_per_second < simulated(Mode.ASYNC).samples_per_second
+
+
+def test_weights_that_travel_for_longer_than_a_step_hold_generation_up():
+    near, far = (simulated(Mode.ASYNC, given=long_tailed(bw_Gbps=bw)) for bw in (100.0, 1.0))
+
+    assert far.samples_per_second < 0.8 * near.samples_per_second
+
+
+def test_a_run_without_generators_ends_with_the_reason():
+    changes = [Change(50.0, f"h20-{index}", "fail") for index in range(3)]
+
+    with pytest.raises(RuntimeError, match="nothing goes on"):
+        simulated(Mode.ASYNC, changes=changes, look_s=10.0)
+
+
+def test_a_machine_that_is_not_there_is_named():
+    with pytest.raises(ValueError, match=r"no generator runs on 'h999-0'; there are: h20-0"):
+        simulated(Mode.ASYNC, changes=[Change(1.0, "h999-0", "fail")])
+
+
+def test_blind_to_unlike_gpus_all_wait_for_the_slowest():
+    model = make_model(long_tailed(), CALIBRATED)
+    options = Options(mode=Mode.COLOCATED_SYNC)
+
+    aware = simulate_setup(model, colocated(model), options)
+    blind = simulate_setup(model, colocated(model, is_blind=True), options)
+
+    assert blind.samples_per_second < 0.9 * aware.samples_per_second
+
+
+def test_a_plan_that_cannot_run_says_why():
+    with pytest.raises(SetupError, match="machine h20-0 has 8 GPUs, and the plan uses 9"):
+        simulate_plan(Rm1(long_tailed()), plan([("h20-0", 1, 9)], [("h800-0", 8)]), Options(mode=Mode.ASYNC))
+
+
+def test_a_sample_is_about_one_event_however_many_generators_there_are():
+    limits = Limits.from_proto(
+        broker_pb2.RunLimits(groups_per_step=2000, group_size=1, max_staleness=1, max_completion_tokens=4096)
+    )
+    given = make_model(long_tailed(group_size=1), CALIBRATED)
+    setup = simulate_plan(given, SPLIT, Options(mode=Mode.ASYNC, num_steps=3)).setup
+    many = replace(
+        setup,
+        generators=tuple(replace(setup.generators[0], name=f"g{index}") for index in range(300)),
+        trainer=TrainerSpec(sample_s=0.001, mean_tokens=1000.0, prompt_tokens=100.0, end_s=0.0),
+    )
+    ledger = Ledger(limits, lambda version: [500.0 + version], None)
+
+    record = Run(many, ledger, streams=True).play(10)
+
+    assert ledger.num_trained == 20_000
+    assert record.num_events < 1.5 * ledger.num_begun
