@@ -15,9 +15,9 @@ from services.scheduler.plan_document import PlanDocument
 from services.scheduler.planning import AUTO, solve
 from services.scheduler.problem import read_problem
 from services.scheduler.solvers.interface import ProblemTooLargeError
-from simulator.runs.run import Change
-from simulator.runs.setup import Mode, SetupError
-from simulator.runs.simulate import Options, Outcome, document, simulate_plan
+from simulator.virtual_run.run import Change
+from simulator.virtual_run.setup import Mode, SetupError
+from simulator.virtual_run.simulate import Options, Outcome, document, simulate_plan
 
 EXIT_CANNOT_RUN = 1
 PLAN_BUDGET_S = 10.0

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from html import escape
 
 from console.svg import ticks
-from simulator.runs.run import Record
+from simulator.virtual_run.run import Record
 
 _WIDTH, _LEFT, _RIGHT = 900, 70, 16
 _HELD_TOP, _HELD_HEIGHT, _BAR_TOP, _BAR_HEIGHT = 46, 150, 226, 26

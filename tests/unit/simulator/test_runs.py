@@ -9,11 +9,11 @@ from penstock.v1 import broker_pb2
 from services.broker.limits import Limits
 from services.scheduler.cost_model.calibrated import CALIBRATED, make_model
 from services.scheduler.cost_model.rm1 import Limit, Rm1
-from simulator.runs.engine import Engine, GeneratorSpec
-from simulator.runs.ledger import Group, Ledger, Sample
-from simulator.runs.run import Change, Run
-from simulator.runs.setup import Mode, SetupError, TrainerSpec, colocated
-from simulator.runs.simulate import Options, document, simulate_plan, simulate_setup
+from simulator.virtual_run.engine import Engine, GeneratorSpec
+from simulator.virtual_run.ledger import Group, Ledger, Sample
+from simulator.virtual_run.run import Change, Run
+from simulator.virtual_run.setup import Mode, SetupError, TrainerSpec, colocated
+from simulator.virtual_run.simulate import Options, document, simulate_plan, simulate_setup
 from tests.helpers.planning import plan, problem
 
 SPLIT = plan([("h20-0", 1, 8), ("h20-1", 1, 8), ("h20-2", 1, 8)], [("h800-0", 8)])

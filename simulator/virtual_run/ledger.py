@@ -1,0 +1,205 @@
+"""The books of a simulated run: which samples may begin, and which groups go to the trainer.
+
+The rules are the broker's own: `admission` decides what begins, `batching` what is trained, `staleness` until when, and
+a queued group's rank in which order. Only the bookkeeping around them is lean, so that a million samples take seconds.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from penstock.v1 import broker_pb2
+from services.broker.admission import AdmissionRule
+from services.broker.batching import ReadyGroup, StepView, choose
+from services.broker.dispatch.types import QueuedGroup
+from services.broker.limits import Limits
+from services.broker.policy import Policy
+from services.broker.staleness import deadline, staleness
+
+DrawGroup = Callable[[int], Sequence[float]]
+"""True completion lengths of a new group's samples, tokens, at a policy version."""
+Forecast = Callable[[Sequence[float]], float]
+
+
+@dataclass(slots=True)
+class Group:
+    """The samples of a prompt."""
+
+    sequence: int
+    lengths: Sequence[float]
+    forecast: float
+    min_version: int = 0
+    num_open: int = 0
+    """Samples that are not finished."""
+
+    @property
+    def num_tokens(self) -> float:
+        """Completion tokens of all."""
+        return sum(self.lengths)
+
+
+@dataclass(slots=True)
+class Sample:
+    """What a generator holds of a group."""
+
+    group: Group
+    remaining_tokens: float
+
+    def after(self, num_tokens: float) -> Sample:
+        """What is left when so many tokens more were accepted."""
+        return Sample(self.group, max(1.0, self.remaining_tokens - num_tokens))
+
+
+class Ledger:
+    """See the module.
+
+    Args:
+        limits: Groups of a step, samples of a group and staleness bound.
+        draw: Makes groups; prompts never run out.
+        forecast: What is believed of a group's lengths; None serves prompts in their order.
+    """
+
+    def __init__(self, limits: Limits, draw: DrawGroup, forecast: Forecast | None) -> None:
+        self.limits = limits
+        self._policy = Policy.from_proto(broker_pb2.RunPolicy(), limits)
+        self._draw, self._forecast = draw, forecast
+        self.version = 0
+        self.num_started = 0
+        """Groups begun and not trained."""
+        self.num_begun = 0
+        self.num_trained = 0
+        self.staleness: Counter[int] = Counter()
+        """Trained groups by how many versions old they were."""
+        self.num_returned = 0
+        """Samples that came back from generators that were lost."""
+        self._sequence = 0
+        self._queue: list[tuple[tuple[int, ...], int, Group]] = []
+        self._siblings: list[Sample] = []
+        self._due: Counter[int] = Counter()
+        self._ready: dict[str, tuple[ReadyGroup, Group]] = {}
+        self._delivered: list[Group] = []
+
+    def take(self, generator_version: int, most: int) -> list[Sample]:
+        """Up to `most` samples for a generator: what was begun first, then new groups as admission allows."""
+        taken: list[Sample] = []
+        while len(taken) < most:
+            if not self._siblings and not self._start(generator_version):
+                break
+            if self._siblings[-1].group.min_version > generator_version:
+                # Weights older than those that began it would make the group older: left to others.
+                break
+            count = min(most - len(taken), len(self._siblings))
+            taken += reversed(self._siblings[-count:])
+            del self._siblings[-count:]
+        return taken
+
+    def give_back(self, samples: Sequence[Sample]) -> None:
+        """Samples of a generator that is gone; their tokens stay."""
+        self.num_returned += len(samples)
+        self._siblings += samples
+
+    def finish(self, sample: Sample) -> None:
+        """A sample is decoded to its end."""
+        group = sample.group
+        group.num_open -= 1
+        if group.num_open == 0:
+            name = str(group.sequence)
+            ready = ReadyGroup(
+                group_id=name,
+                deadline=deadline(version=group.min_version, max_staleness=self.limits.max_staleness),
+                sequence=group.sequence,
+                num_groups=1,
+                num_tokens=round(group.num_tokens),
+            )
+            self._ready[name] = (ready, group)
+
+    @property
+    def num_ready(self) -> int:
+        """Groups that wait for the trainer."""
+        return len(self._ready)
+
+    @property
+    def num_delivered(self) -> int:
+        """Groups in the trainer's hands."""
+        return len(self._delivered)
+
+    @property
+    def num_missing(self) -> int:
+        """Groups that the step still needs."""
+        return self.limits.groups_per_step - self.num_delivered
+
+    def deliver(self, *, at_least: int) -> list[Group]:
+        """The groups that batching hands out now; none where they are fewer than `at_least`."""
+        if len(self._ready) < at_least:
+            return []
+        view = StepView(
+            limits=self.limits,
+            policy_version=self.version,
+            num_delivered=self.num_delivered,
+            num_due=self._due[self.version],
+        )
+        ready = [ready for ready, _ in self._ready.values()]
+        chosen = choose(ready, view, max_groups=self.num_missing, target_tokens=0)
+        if len(chosen) < at_least:
+            return []
+        groups = [self._ready.pop(name)[1] for name, _ in chosen]
+        for group in groups:
+            self._due[deadline(version=group.min_version, max_staleness=self.limits.max_staleness)] -= 1
+        self._delivered += groups
+        return groups
+
+    def acknowledge(self) -> None:
+        """The step is done: its groups are trained, and there is a new policy version."""
+        self.num_started -= self.num_delivered
+        self.num_trained += self.num_delivered
+        for group in self._delivered:
+            self.staleness[staleness(policy_version=self.version, version=group.min_version)] += 1
+        self._delivered.clear()
+        self.version += 1
+
+    def audit(self) -> dict[str, int | bool]:
+        """Groups begun, trained and in flight, each counted for itself; balanced where none is missing or double."""
+        in_flight = sum(self._due.values()) + self.num_delivered
+        return {
+            "num_begun": self.num_begun,
+            "num_trained": self.num_trained,
+            "num_in_flight": in_flight,
+            "is_balanced": self.num_begun == self.num_trained + in_flight and in_flight == self.num_started,
+        }
+
+    def _start(self, generator_version: int) -> bool:
+        """Begin the group that is next, if admission allows."""
+        rule = AdmissionRule(
+            limits=self.limits, policy=self._policy, policy_version=self.version, num_started=self.num_started
+        )
+        verdict = rule.judge(generator_version=generator_version, min_version=None, prompt_min_version=None)
+        if not verdict.is_allowed:
+            return False
+        group = self._next()
+        group.min_version, group.num_open = generator_version, len(group.lengths)
+        self.num_started += 1
+        self.num_begun += 1
+        self._due[deadline(version=generator_version, max_staleness=self.limits.max_staleness)] += 1
+        self._siblings = [Sample(group, length) for length in reversed(group.lengths)]
+        return True
+
+    def _next(self) -> Group:
+        if self._forecast is None:
+            return self._drawn(0.0)
+        if not self._queue:
+            for _ in range(self.limits.groups_per_step):
+                group = self._drawn(0.0)
+                group.forecast = self._forecast(group.lengths)
+                place = QueuedGroup(
+                    sequence=group.sequence, is_evaluation=False, is_started=False, predicted_tokens=group.forecast
+                )
+                rank = place.rank_by_length(self.limits.groups_per_step)
+                heapq.heappush(self._queue, (rank, group.sequence, group))
+        return heapq.heappop(self._queue)[2]
+
+    def _drawn(self, forecast: float) -> Group:
+        self._sequence += 1
+        return Group(self._sequence, self._draw(self.version), forecast)

@@ -1,0 +1,251 @@
+"""A run, event by event, on a virtual clock.
+
+Events are: a generator's next sample ends, the trainer is done with a microbatch or a step, new weights arrive in a
+region, a machine fails or joins. Generators take what the ledger lets them; the trainer takes what batching hands out.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+from simulator.virtual_run.engine import Engine
+from simulator.virtual_run.ledger import Group, Ledger, Sample
+from simulator.virtual_run.setup import Setup
+
+LEASE_S = 15.0
+"""Until the samples of a machine that fell silent go to others."""
+MICROBATCHES = 16
+"""A trainer that streams begins when this part of a step is ready: enough to fill its GPUs."""
+_SAME_TIME = 1e-9
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """A machine fails, joins (it is away before) or slows down."""
+
+    at_s: float
+    node: str
+    kind: str
+    """fail, join or slow."""
+    factor: float = 1.0
+    """How many times as long its steps take from now on."""
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One training step."""
+
+    end_s: float
+    busy_s: float
+    """The trainer's work in it."""
+    num_tokens: float
+    """Completion tokens trained on."""
+
+
+@dataclass(slots=True)
+class Record:
+    """What became of a run."""
+
+    samples_per_step: int
+    steps: list[Step] = field(default_factory=list)
+    trained: list[tuple[float, float, int]] = field(default_factory=list)
+    """When the trainer worked: from, to, seconds, and on which step."""
+    held: list[tuple[float, int]] = field(default_factory=list)
+    """Samples in generators' hands over time, once a look."""
+    generating_s: float = 0.0
+    """Sum over generators."""
+    num_generators: int = 0
+    num_events: int = 0
+
+    def samples_per_second(self, *, skip: int = 1) -> float:
+        """Over all steps but the first ones, in which nothing is under way yet."""
+        begin_s = self.steps[skip - 1].end_s if skip else 0.0
+        return self.samples_per_step * (len(self.steps) - skip) / (self.steps[-1].end_s - begin_s)
+
+    def tokens_per_second(self, *, skip: int = 1) -> float:
+        """Completion tokens, the same."""
+        begin_s = self.steps[skip - 1].end_s if skip else 0.0
+        return sum(step.num_tokens for step in self.steps[skip:]) / (self.steps[-1].end_s - begin_s)
+
+
+class Run:
+    """One run; `play` it once.
+
+    Args:
+        setup: Generators, trainer, links.
+        ledger: The broker's rules over the samples.
+        streams: Whether training begins before a step's samples are all there.
+        changes: Machines that fail, join or slow down.
+        look_s: How often the samples under way are noted; None: never.
+    """
+
+    def __init__(
+        self,
+        setup: Setup,
+        ledger: Ledger,
+        *,
+        streams: bool,
+        changes: Sequence[Change] = (),
+        look_s: float | None = None,
+    ) -> None:
+        self._setup, self._ledger, self._look_s = setup, ledger, look_s
+        self._engines = [Engine(spec) for spec in setup.generators]
+        limits = ledger.limits
+        self._at_least = max(1, limits.groups_per_step // MICROBATCHES) if streams else limits.groups_per_step
+        self._events: list[tuple[float, int, Callable[[], None]]] = []
+        self._numbers = itertools.count()
+        self._now_s = 0.0
+        self._is_training = False
+        self._step_busy_s, self._step_tokens = 0.0, 0.0
+        self._sent = dict.fromkeys(setup.transfer_s, 0)
+        self._sending: set[str] = set()
+        self.record = Record(samples_per_step=limits.groups_per_step * limits.group_size)
+        for change in changes:
+            if change.kind == "join":
+                self._members(change.node, alive=False)
+            self._at(change.at_s, partial(self._change, change))
+
+    @property
+    def ledger(self) -> Ledger:
+        """The books."""
+        return self._ledger
+
+    @property
+    def num_held(self) -> int:
+        """Samples in generators' hands."""
+        return sum(engine.num_running for engine in self._engines)
+
+    def play(self, num_steps: int, *, max_s: float = math.inf) -> Record:
+        """So many training steps. Raises RuntimeError where nothing can go on any more."""
+        for engine in self._engines:
+            self._fill(engine)
+        if self._look_s is not None:
+            self._look()
+        while self._ledger.version < num_steps:
+            if not self._events or self._events[0][0] > max_s or self._is_stuck():
+                raise RuntimeError(
+                    f"after {self._now_s:.0f} s and {self._ledger.version} steps nothing goes on: "
+                    f"{self._ledger.num_ready} groups are ready, {self.num_held} samples under way"
+                )
+            self._now_s, _, event = heapq.heappop(self._events)
+            self.record.num_events += 1
+            event()
+        for engine in self._engines:
+            engine.advance(self._now_s)
+        self.record.generating_s = sum(engine.busy_s for engine in self._engines)
+        self.record.num_generators = len(self._engines)
+        return self.record
+
+    def _is_stuck(self) -> bool:
+        """Only looks are left to come."""
+        return self._look_s is not None and len(self._events) == 1 and not self._is_training and not self.num_held
+
+    def _at(self, time_s: float, event: Callable[[], None]) -> None:
+        heapq.heappush(self._events, (time_s, next(self._numbers), event))
+
+    def _fill(self, engine: Engine) -> None:
+        """Give a generator what it may have, and foretell its next end. Its clock is now."""
+        if engine.num_free:
+            for sample in self._ledger.take(engine.version, engine.num_free):
+                engine.begin(sample)
+        engine.epoch += 1
+        if (end_s := engine.next_end_s()) < math.inf:
+            self._at(end_s, partial(self._ended, engine, engine.epoch))
+
+    def _ended(self, engine: Engine, epoch: int) -> None:
+        if engine.epoch != epoch:
+            return
+        engine.advance(self._now_s)
+        self._ledger.finish(engine.pop_ended())
+        while engine.num_running and engine.next_end_s() <= self._now_s + _SAME_TIME:
+            self._ledger.finish(engine.pop_ended())
+        self._fill(engine)
+        self._train()
+
+    def _train(self) -> None:
+        """Begin a microbatch if the trainer is free and enough is ready."""
+        ledger = self._ledger
+        if self._is_training or ledger.num_ready < (wanted := min(self._at_least, ledger.num_missing)):
+            return
+        groups = ledger.deliver(at_least=wanted)
+        if groups:
+            self._is_training = True
+            seconds = self._training_s(groups)
+            if ledger.num_missing == 0:
+                seconds += self._setup.trainer.end_s
+            self._step_busy_s += seconds
+            self._step_tokens += sum(group.num_tokens for group in groups)
+            self.record.trained.append((self._now_s, self._now_s + seconds, ledger.version))
+            self._at(self._now_s + seconds, self._trained)
+
+    def _training_s(self, groups: Sequence[Group]) -> float:
+        trainer = self._setup.trainer
+        tokens = sum(group.num_tokens + len(group.lengths) * trainer.prompt_tokens for group in groups)
+        return tokens / trainer.mean_tokens * trainer.sample_s
+
+    def _trained(self) -> None:
+        self._is_training = False
+        if self._ledger.num_missing == 0:
+            self._ledger.acknowledge()
+            self.record.steps.append(Step(self._now_s, self._step_busy_s, self._step_tokens))
+            self._step_busy_s, self._step_tokens = 0.0, 0.0
+            for region in self._setup.transfer_s:
+                self._send(region)
+        self._train()
+
+    def _send(self, region: str) -> None:
+        """The newest weights to a region, one copy at a time."""
+        seconds, version = self._setup.transfer_s[region], self._ledger.version
+        if region not in self._sending and seconds < math.inf and self._sent[region] < version:
+            self._sending.add(region)
+            self._sent[region] = version
+            self._at(self._now_s + seconds, partial(self._arrived, region, version))
+
+    def _arrived(self, region: str, version: int) -> None:
+        self._sending.discard(region)
+        for engine in self._engines:
+            if engine.spec.region == region and engine.is_alive:
+                engine.advance(self._now_s)
+                engine.version = version
+                engine.stall(engine.spec.pause_s)
+                self._fill(engine)
+        self._send(region)
+
+    def _change(self, change: Change) -> None:
+        for engine in self._members(change.node):
+            engine.advance(self._now_s)
+            if change.kind == "slow":
+                engine.slowdown = change.factor
+            elif change.kind == "join":
+                engine.is_alive, engine.version = True, self._sent[engine.spec.region]
+            else:
+                lost = engine.lose_all()
+                self._at(self._now_s + LEASE_S, partial(self._redeliver, lost))
+            self._fill(engine)
+
+    def _redeliver(self, lost: Sequence[Sample]) -> None:
+        self._ledger.give_back(lost)
+        for engine in self._engines:
+            if engine.num_free:
+                engine.advance(self._now_s)
+                self._fill(engine)
+
+    def _members(self, node: str, *, alive: bool | None = None) -> list[Engine]:
+        members = [engine for engine in self._engines if engine.spec.node == node]
+        if not members:
+            known = ", ".join(sorted({engine.spec.node for engine in self._engines}))
+            raise ValueError(f"no generator runs on {node!r}; there are: {known}")
+        if alive is not None:
+            for engine in members:
+                engine.is_alive = alive
+        return members
+
+    def _look(self) -> None:
+        self.record.held.append((self._now_s, self.num_held))
+        assert self._look_s is not None
+        self._at(self._now_s + self._look_s, self._look)

@@ -1,0 +1,107 @@
+"""Simulates a plan: a problem, a plan and a mode in, what became of it out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from penstock.v1 import broker_pb2
+from services.broker.limits import Limits
+from services.scheduler.cost_model.rm1 import Rm1
+from services.scheduler.plan_document import PlanDocument
+from simulator.virtual_run.ledger import Ledger
+from simulator.virtual_run.lengths import RANKER_ERROR, forecaster, group_source
+from simulator.virtual_run.run import Change, Record, Run
+from simulator.virtual_run.setup import Mode, Setup, colocated, from_plan
+
+Document = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """How to simulate."""
+
+    mode: Mode
+    num_steps: int = 10
+    skip: int = 2
+    """First steps that rates leave out: nothing is under way yet."""
+    seed: int = 0
+    longest_first: bool = True
+    """Whether a step's prompts begin in the order of forecast lengths, as under `lpt`; else as they came."""
+    forecast_error: float = RANKER_ERROR
+    """Standard deviation of the logarithm of forecast over length."""
+    growth_per_step: float = 0.0
+    """How much longer completions get with each step, as a share of the first ones'."""
+    changes: Sequence[Change] = ()
+    look_s: float | None = None
+    """How often the samples under way are noted, for a picture."""
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """A simulated run."""
+
+    setup: Setup
+    run: Run
+    record: Record
+    options: Options
+
+    @property
+    def samples_per_second(self) -> float:
+        """Trained, in steady state."""
+        return self.record.samples_per_second(skip=self.options.skip)
+
+
+def simulate_plan(model: Rm1, plan: PlanDocument, options: Options) -> Outcome:
+    """A run of this plan. Raises SetupError where it cannot run, RuntimeError where it gets stuck."""
+    if options.mode is Mode.COLOCATED_SYNC:
+        return simulate_setup(model, colocated(model), options)
+    return simulate_setup(model, from_plan(model, plan, options.mode), options)
+
+
+def simulate_setup(model: Rm1, setup: Setup, options: Options) -> Outcome:
+    """A run of these generators and this trainer. Raises RuntimeError where it gets stuck."""
+    workload = model.problem.workload
+    limits = Limits.from_proto(
+        broker_pb2.RunLimits(
+            groups_per_step=workload.prompts_per_step,
+            group_size=workload.group_size,
+            max_staleness=setup.staleness,
+            max_completion_tokens=1 << 20,
+        )
+    )
+    draw = group_source(workload, seed=options.seed, growth_per_step=options.growth_per_step)
+    forecast = forecaster(options.seed, options.forecast_error) if options.longest_first else None
+    ledger = Ledger(limits, draw, forecast)
+    run = Run(setup, ledger, streams=options.mode.streams, changes=options.changes, look_s=options.look_s)
+    return Outcome(setup, run, run.play(options.num_steps), options)
+
+
+def document(model: Rm1, outcome: Outcome, *, predicted: float | None) -> Document:
+    """All that is known of a simulated run, for programs; docs/planning.md describes the keys."""
+    record, ledger, skip = outcome.record, outcome.run.ledger, outcome.options.skip
+    size = model.problem.workload.group_size
+    end_s = record.steps[-1].end_s
+    counted_s = end_s - record.steps[skip - 1].end_s
+    trained_s = sum(step.busy_s for step in record.steps[skip:])
+    return {
+        "problem": model.problem.id,
+        "cost_model": model.name,
+        "mode": outcome.options.mode.value,
+        "num_steps": len(record.steps),
+        "num_skipped": skip,
+        "num_generators": record.num_generators,
+        "num_events": record.num_events,
+        "virtual_s": end_s,
+        "samples_per_second": outcome.samples_per_second,
+        "tokens_per_second": record.tokens_per_second(skip=skip),
+        "step_s": counted_s / (len(record.steps) - skip),
+        "predicted_samples_per_second": predicted,
+        "generation_idle": 1 - record.generating_s / (end_s * record.num_generators),
+        "training_idle": max(0.0, 1 - trained_s / counted_s),
+        "max_staleness": outcome.setup.staleness,
+        "staleness": {str(age): count * size for age, count in sorted(ledger.staleness.items())},
+        "num_returned": ledger.num_returned,
+        "audit": ledger.audit(),
+    }
