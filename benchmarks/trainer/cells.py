@@ -16,7 +16,8 @@ from services.trainer.context import Policy
 from services.trainer.packing import pack_trajectories
 from services.trainer.policy import load_policy
 from services.trainer.samples import TrainingSample, trajectory_of
-from services.trainer.step import TrainingStep, step_settings
+from services.trainer.step import TrainingStep
+from services.trainer.step_settings import step_settings
 
 PLAIN = "plain loop"
 Groups = Sequence[Sequence[TrainingSample]]

@@ -76,6 +76,16 @@ class LossTotals:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TokenScores:
+    """What credit needs beyond rewards, for the loss tokens of a pack."""
+
+    values: npt.NDArray[np.float32] | None
+    """float32[N], the critic's, of the state in which each token was sampled; None without a critic."""
+    log_ratios: npt.NDArray[np.float32] | None
+    """float32[N], nats: under the current weights less under the reference; None where not asked for."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StepMetrics:
     """One optimiser step."""
 
@@ -120,6 +130,16 @@ class Backend(Protocol):
 
     def forward_logprobs(self, pack: Pack) -> npt.NDArray[np.float32]:
         """Log-probs of the pack's loss tokens under the current weights, float32[N], nats."""
+
+    def token_scores(self, pack: Pack, *, with_log_ratios: bool) -> TokenScores:
+        """Values and log-ratios of the pack's loss tokens, without gradient."""
+
+    def refresh_reference(self) -> None:
+        """Makes the current weights the reference, if one is kept.
+
+        Raises:
+            UnsupportedModelError: It cannot be another than the initial model.
+        """
 
     def optimizer_step(self, *, divisor: int) -> StepMetrics:
         """Divides the gradient by `divisor`, clips its norm, steps and clears it.

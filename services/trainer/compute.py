@@ -22,7 +22,7 @@ import numpy.typing as npt
 
 from penstock.adapters import AdapterSpec
 from penstock.clock import Clock
-from services.trainer.backend import Backend, BackendError, LossTotals, StepMetrics
+from services.trainer.backend import Backend, BackendError, LossTotals, StepMetrics, TokenScores
 from services.trainer.background import uninterrupted
 from services.trainer.packing import Pack
 
@@ -103,6 +103,16 @@ class InterruptibleBackend:
     def forward_logprobs(self, pack: Pack) -> npt.NDArray[np.float32]:
         """See `Backend`."""
         return self._backend.forward_logprobs(pack)
+
+    def token_scores(self, pack: Pack, *, with_log_ratios: bool) -> TokenScores:
+        """See `Backend`; raises InterruptedComputeError after `interrupt`."""
+        if self._is_interrupted.is_set():
+            raise InterruptedComputeError("the run is being stopped")
+        return self._backend.token_scores(pack, with_log_ratios=with_log_ratios)
+
+    def refresh_reference(self) -> None:
+        """See `Backend`."""
+        self._backend.refresh_reference()
 
     def optimizer_step(self, *, divisor: int) -> StepMetrics:
         """See `Backend`."""

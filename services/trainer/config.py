@@ -13,7 +13,7 @@ from penstock.config import StrictModel, Targets
 from services.trainer.algorithms.base import Normalization
 
 MAX_SAMPLES_PER_GROUP = 1024
-AlgorithmName = Literal["grpo", "dr_grpo", "dapo", "gspo", "cispo", "rloo", "reinforce_plus_plus"]
+AlgorithmName = Literal["grpo", "dr_grpo", "dapo", "gspo", "cispo", "rloo", "reinforce_plus_plus", "ppo", "tba"]
 """Keys of `algorithms.registry.ALGORITHMS`, which brings torch in and is not imported here."""
 
 
@@ -149,6 +149,12 @@ class AlgorithmConfig(StrictModel):
     """Weight of the KL term against the initial model; 0 keeps no reference model."""
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
     """How that KL is estimated from sampled tokens (Schulman)."""
+    reference_refresh_steps: int = Field(default=0, ge=0)
+    """Every so many steps the weights of that moment become what the KL is taken against; 0 keeps the initial model."""
+    gae_lambda: float = Field(default=1.0, ge=0, le=1)
+    """Of ppo: 1 credits tokens by rewards alone, 0 by the critic's next value alone."""
+    critic_learning_rate: float | None = Field(default=None, gt=0)
+    """Of ppo: peak learning rate of the critic; ten times optimizer.learning_rate when unset."""
     overlong_buffer_tokens: int = Field(default=0, ge=0)
     """The reward falls linearly by up to 1 over the last so many of sampling.max_new_tokens (DAPO); 0 is off."""
     correction: Literal["none", "decoupled", "truncated", "masked"] = "truncated"
@@ -243,6 +249,21 @@ class TrainingConfig(StrictModel):
             raise ValueError(
                 "algorithm.correction: 'none' is refused with max_staleness > 0, where samples come from older "
                 "versions; choose truncated, masked or decoupled, set max_staleness to 0, or say allow_uncorrected"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _the_reference_can_be_kept(self) -> Self:
+        algorithm = self.algorithm
+        if algorithm.name == "tba" and algorithm.kl_coefficient == 0:
+            raise ValueError(
+                "algorithm.kl_coefficient: tba is the balance of reward and KL; set it, for example to 0.01"
+            )
+        if algorithm.reference_refresh_steps and algorithm.kl_coefficient == 0:
+            raise ValueError("algorithm.reference_refresh_steps: without kl_coefficient there is no reference")
+        if algorithm.reference_refresh_steps and self.lora is not None:
+            raise ValueError(
+                "algorithm.reference_refresh_steps: with lora the reference is the model itself; leave it 0"
             )
         return self
 

@@ -37,7 +37,8 @@ from services.trainer.context import RunContext
 from services.trainer.decoding import training_samples
 from services.trainer.metrics import Line, StepTimes, count_step, step_line
 from services.trainer.samples import TrainingSample
-from services.trainer.step import MicrobatchReport, SkipReason, StepReport, TrainingStep, step_settings
+from services.trainer.step import MicrobatchReport, SkipReason, StepReport, TrainingStep
+from services.trainer.step_settings import step_settings
 
 CONSUMER_ID = "trainer-0"
 MAX_SILENCE_S = 1800.0
@@ -133,6 +134,12 @@ class StepLoop:
         await self.wait_until_published()
         self._publishing = await self._hooks.publish()
 
+    async def _refresh_reference(self) -> None:
+        """Every `reference_refresh_steps` versions the present one becomes the reference."""
+        every = self._context.config.algorithm.reference_refresh_steps
+        if every and self._context.progress.policy_version % every == 0:
+            await self._compute.run(self._backend.refresh_reference)
+
     async def wait_until_published(self) -> None:
         """Returns when the last version is published; raises what publishing raised."""
         if self._publishing is not None:
@@ -155,6 +162,7 @@ class StepLoop:
         progress.num_response_tokens += report.num_completion_tokens
         progress.max_staleness_seen = max(progress.max_staleness_seen, report.staleness_max)
         self._hooks.on_step(self._line(open_step, report))
+        await self._refresh_reference()
 
     async def _acknowledge(self, group_ids: Sequence[str]) -> None:
         version = self._context.progress.policy_version

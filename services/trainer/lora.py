@@ -86,6 +86,14 @@ class LoraModel:
         with self.network.disable_adapter():
             yield self.network
 
+    def reference_tensors(self) -> dict[str, Tensor]:
+        """See `TrainedModel`."""
+        return {}
+
+    def refresh_reference(self) -> None:
+        """See `TrainedModel`: the base cannot become another."""
+        raise UnsupportedModelError("the reference of an adapter is its base; it cannot be refreshed")
+
     def save(self, directory: Path, tensors: dict[str, Tensor]) -> None:
         """See `TrainedModel`; the directory is then one that `PeftModel.from_pretrained` reads."""
         save_file(tensors, directory / ADAPTER_FILE, {"format": "pt", _BASE_DIGEST: self.adapter.base_digest})

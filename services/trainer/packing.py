@@ -34,6 +34,10 @@ class Trajectory:
     """float32[T], nats, of each token under the weights that sampled it; unread where the mask is false."""
     advantages: npt.NDArray[np.float32]
     """float32[T]; unread where the mask is false."""
+    values: npt.NDArray[np.float32] | None = None
+    """float32[T], what a critic thought each token's state was worth; likewise. None without a critic."""
+    returns: npt.NDArray[np.float32] | None = None
+    """float32[T], what it is to think; likewise."""
 
     def __post_init__(self) -> None:
         """Refuses arrays that do not line up.
@@ -42,7 +46,8 @@ class Trajectory:
             ValueError: lengths differ, fewer than two tokens, or the first token is a loss token.
         """
         shape = self.token_ids.shape
-        aligned = (self.loss_mask, self.behavior_logprobs, self.advantages)
+        aligned = [self.loss_mask, self.behavior_logprobs, self.advantages]
+        aligned += [array for array in (self.values, self.returns) if array is not None]
         if len(shape) != 1 or shape[0] < 2 or any(array.shape != shape for array in aligned):
             raise ValueError("the arrays of a trajectory must all have shape [T] with T >= 2")
         if self.loss_mask[0]:
@@ -69,6 +74,12 @@ class Pack:
     """float32[N], nats."""
     advantages: npt.NDArray[np.float32]
     """float32[N]."""
+    members: tuple[int, ...]
+    """[S], which of the trajectories that were packed together each segment is."""
+    values: npt.NDArray[np.float32] | None = None
+    """float32[N], as in `Trajectory`; None where any of them has none."""
+    returns: npt.NDArray[np.float32] | None = None
+    """float32[N], likewise."""
 
     @property
     def num_tokens(self) -> int:
@@ -98,7 +109,7 @@ def pack_trajectories(trajectories: Sequence[Trajectory], *, max_pack_tokens: in
     """
     lengths = [int(trajectory.token_ids.size) for trajectory in trajectories]
     bins = first_fit_decreasing(lengths, capacity=max_pack_tokens)
-    return [_concatenate([trajectories[index] for index in members]) for members in bins]
+    return [_concatenate(trajectories, members) for members in bins]
 
 
 def first_fit_decreasing(lengths: Sequence[int], *, capacity: int) -> list[list[int]]:
@@ -126,7 +137,8 @@ def first_fit_decreasing(lengths: Sequence[int], *, capacity: int) -> list[list[
     return bins
 
 
-def _concatenate(members: Sequence[Trajectory]) -> Pack:
+def _concatenate(trajectories: Sequence[Trajectory], indices: Sequence[int]) -> Pack:
+    members = [trajectories[index] for index in indices]
     lengths = np.array([member.token_ids.size for member in members], dtype=np.int64)
     starts = np.cumsum(lengths) - lengths
     token_ids = np.concatenate([member.token_ids for member in members]).astype(np.int64)
@@ -141,4 +153,14 @@ def _concatenate(members: Sequence[Trajectory]) -> Pack:
         target_segments=segments[targets],
         behavior_logprobs=np.concatenate([member.behavior_logprobs for member in members])[targets],
         advantages=np.concatenate([member.advantages for member in members])[targets],
+        members=tuple(indices),
+        values=_joined([member.values for member in members], targets),
+        returns=_joined([member.returns for member in members], targets),
     )
+
+
+def _joined(
+    arrays: Sequence[npt.NDArray[np.float32] | None], targets: npt.NDArray[np.int64]
+) -> npt.NDArray[np.float32] | None:
+    known = [array for array in arrays if array is not None]
+    return np.concatenate(known)[targets] if len(known) == len(arrays) else None

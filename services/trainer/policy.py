@@ -17,6 +17,9 @@ from services.trainer.context import Policy
 from services.trainer.single_process_backend import ModelSettings, SingleProcessBackend
 from services.trainer.tokenizer import HuggingFaceTokenizer
 
+CRITIC_RATE_FACTOR = 10.0
+"""A critic starts from nothing and learns by regression; what others use is ten to twenty times the policy's rate."""
+
 
 def load_policy(config: TrainingConfig) -> Policy:
     """The model with its optimiser, and its tokenizer.
@@ -39,6 +42,8 @@ def load_policy(config: TrainingConfig) -> Policy:
                 num_threads=config.trainer.num_threads,
                 temperature=config.sampling.temperature,
                 keep_reference=config.algorithm.kl_coefficient > 0,
+                loss_reads_reference=not algorithm.is_kl_in_reward,
+                critic_learning_rate=_critic_rate(config) if algorithm.has_critic else None,
             ),
             optimizer=config.optimizer,
             loss=partial(policy_loss, algorithm=algorithm, settings=_loss_settings(config, algorithm)),
@@ -47,6 +52,10 @@ def load_policy(config: TrainingConfig) -> Policy:
     except OSError as error:
         raise ConfigError(f"model.path: {config.model.path}: no usable model: {error}") from error
     return Policy(backend=backend, tokenizer=tokenizer, algorithm=algorithm)
+
+
+def _critic_rate(config: TrainingConfig) -> float:
+    return config.algorithm.critic_learning_rate or CRITIC_RATE_FACTOR * config.optimizer.learning_rate
 
 
 def _loss_settings(config: TrainingConfig, algorithm: Algorithm) -> LossSettings:
@@ -58,9 +67,9 @@ def _loss_settings(config: TrainingConfig, algorithm: Algorithm) -> LossSettings
         ),
         normalization=settings.normalization or algorithm.normalization,
         max_new_tokens=config.sampling.max_new_tokens,
-        kl_coefficient=settings.kl_coefficient,
+        kl_coefficient=0.0 if algorithm.is_kl_in_reward else settings.kl_coefficient,
         kl_estimator=KlEstimator(settings.kl_estimator),
-        correction=Correction(settings.correction),
+        correction=Correction.NONE if algorithm.is_off_policy else Correction(settings.correction),
         correction_level=CorrectionLevel(settings.correction_level),
         max_importance_weight=settings.max_importance_weight,
     )

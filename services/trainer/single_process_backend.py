@@ -30,9 +30,12 @@ from services.trainer.backend import (
     NonFiniteGradientError,
     NonFiniteLossError,
     StepMetrics,
+    TokenScores,
     UnsupportedModelError,
 )
+from services.trainer.companions import Companions, read_companions, write_companions
 from services.trainer.config import LoraSection, OptimizerConfig
+from services.trainer.critic import Critic
 from services.trainer.model_files import copy_tokenizer
 from services.trainer.packing import Pack, Trajectory, pack_trajectories
 from services.trainer.resume_tensors import write_resume
@@ -63,7 +66,11 @@ class ModelSettings:
     lora: LoraSection | None = None
     """Train an adapter over the model; unset trains all weights."""
     keep_reference: bool = False
-    """Keep the model as loaded from `path`, for a loss that needs reference log-probs."""
+    """Keep the model as loaded from `path`, for a loss or a credit that needs reference log-probs."""
+    loss_reads_reference: bool = True
+    """Whether the loss needs them, or only the credit (`token_scores`)."""
+    critic_learning_rate: float | None = None
+    """Train a critic beside the model, at this rate; None has none."""
 
 
 class SingleProcessBackend:
@@ -102,6 +109,8 @@ class SingleProcessBackend:
         for parameter in self._parameters.values():
             parameter.grad = torch.zeros_like(parameter)
         self._check_packing()
+        self._critic = self._make_critic()
+        self._companions = Companions(critic=self._critic, trained=self._trained)
 
     @property
     def adapter(self) -> AdapterSpec | None:
@@ -130,12 +139,14 @@ class SingleProcessBackend:
                 behavior_logprobs=self._tensor(pack.behavior_logprobs),
                 advantages=self._tensor(pack.advantages),
                 segments=self._tensor(pack.target_segments),
-                reference_logprobs=self._reference_logprobs(pack),
+                reference_logprobs=self._reference_logprobs(pack) if self._settings.loss_reads_reference else None,
             )
         )
         loss, totals = _totals(outputs, num_tokens=pack.num_loss_tokens)
         if not math.isfinite(loss):
             raise NonFiniteLossError(f"the loss of a pack of {pack.num_loss_tokens} loss tokens is {loss}")
+        if self._critic is not None and pack.returns is not None:
+            totals = totals.merged(LossTotals(sums={"value_loss": self._critic.forward_backward(pack)}))
         outputs.loss.backward()
         return totals
 
@@ -145,15 +156,31 @@ class SingleProcessBackend:
             result: npt.NDArray[np.float32] = self._logprobs(self._model, pack).cpu().numpy()
         return result
 
+    def token_scores(self, pack: Pack, *, with_log_ratios: bool) -> TokenScores:
+        """See `Backend`."""
+        with torch.no_grad():
+            values = None if self._critic is None else self._critic.values(pack).cpu().numpy()
+            reference = self._reference_logprobs(pack) if with_log_ratios else None
+            if reference is None:
+                return TokenScores(values=values, log_ratios=None)
+            log_ratios = self._logprobs(self._model, pack) - reference
+        return TokenScores(values=values, log_ratios=log_ratios.cpu().numpy())
+
+    def refresh_reference(self) -> None:
+        """See `Backend`."""
+        if self._settings.keep_reference:
+            self._companions.refresh_reference()
+
     def optimizer_step(self, *, divisor: int) -> StepMetrics:
         """See `Backend`."""
         if divisor < 1:
             raise ValueError(f"a step needs at least one token or sample, not {divisor}")
         gradients = self._gradients()
         norm = float(torch.nn.utils.get_total_norm(gradients)) / divisor
-        if not math.isfinite(norm):
+        critic_norm = 0.0 if self._critic is None else self._critic.gradient_norm()
+        if not math.isfinite(norm + critic_norm):
             self.discard_gradients()
-            raise NonFiniteGradientError(f"the gradient norm is {norm}; no step was taken")
+            raise NonFiniteGradientError(f"the gradient norm is {norm + critic_norm}; no step was taken")
         # One pass over the gradients: the division and the clipping together.
         clip = min(1.0, self._optimizer_config.max_grad_norm / (norm + 1e-6))
         torch._foreach_mul_(gradients, clip / divisor)
@@ -161,6 +188,8 @@ class SingleProcessBackend:
         for group in self._optimizer.param_groups:
             group["lr"] = learning_rate
         self._optimizer.step()
+        if self._critic is not None:
+            self._critic.step(rate_factor=learning_rate / self._optimizer_config.learning_rate)
         self.discard_gradients()
         self._num_optimizer_steps += 1
         return StepMetrics(grad_norm=norm, learning_rate=learning_rate, num_optimizer_steps=self._num_optimizer_steps)
@@ -168,6 +197,8 @@ class SingleProcessBackend:
     def discard_gradients(self) -> None:
         """See `Backend`."""
         torch._foreach_zero_(self._gradients())
+        if self._critic is not None:
+            self._critic.discard_gradients()
 
     def state_tensors(self) -> dict[str, Tensor]:
         """See `Backend`."""
@@ -177,21 +208,28 @@ class SingleProcessBackend:
         """See `Backend`."""
         export = _copied(self.state_tensors())
         resume = _copied(self._state.collect(num_optimizer_steps=self._num_optimizer_steps))
-        return self._writer.submit(self._write, directory, export, resume)
+        companions = _copied(self._companions.tensors())
+        return self._writer.submit(self._write, directory, export, resume, companions)
 
     def load(self, directory: Path) -> None:
         """See `Backend`."""
         self._trained.check_saved(directory)
+        companions = read_companions(directory)
+        self._companions.check(companions)
         self._num_optimizer_steps = self._state.restore(directory)
+        self._companions.take(companions)
         self.discard_gradients()
 
-    def _write(self, directory: Path, export: dict[str, Tensor], resume: dict[str, Tensor]) -> None:
+    def _write(
+        self, directory: Path, export: dict[str, Tensor], resume: dict[str, Tensor], companions: dict[str, Tensor]
+    ) -> None:
         try:
             self._trained.save(directory, export)
         except SafetensorError as error:
             raise OSError(f"{directory}: {error}") from error
         copy_tokenizer(self._settings.path, directory)
         write_resume(resume, directory)
+        write_companions(companions, directory)
 
     def _load_trained(self) -> TrainedModel:
         settings = self._settings
@@ -232,6 +270,18 @@ class SingleProcessBackend:
             raise UnsupportedModelError(
                 f"{self._settings.path}: samples packed in one row change each other's log-probs by {difference:.3g}"
             )
+
+    def _make_critic(self) -> Critic | None:
+        rate = self._settings.critic_learning_rate
+        if rate is None:
+            return None
+        return Critic(
+            self._settings.path,
+            dtype=next(self._model.parameters()).dtype,
+            device=self._device,
+            learning_rate=rate,
+            optimizer=self._optimizer_config,
+        )
 
     def _reference_logprobs(self, pack: Pack) -> Tensor | None:
         if not self._settings.keep_reference:

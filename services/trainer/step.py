@@ -16,19 +16,19 @@ Invariants:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import partial
 
 import numpy as np
-import numpy.typing as npt
 
-from services.trainer.algorithms.base import Advantages, Algorithm, Normalization, divisor
-from services.trainer.algorithms.overlong import overlong_penalties
+from services.trainer.algorithms.base import divisor
 from services.trainer.backend import Backend, BackendError, LossTotals, StepMetrics
-from services.trainer.config import TrainingConfig
+from services.trainer.credit import CreditedSample, Creditor
 from services.trainer.packing import Trajectory, pack_trajectories
-from services.trainer.samples import TrainingSample, is_well_formed, trajectory_of
+from services.trainer.samples import TrainingSample, is_well_formed
+from services.trainer.step_settings import StepSettings
 
 
 class SkipReason(StrEnum):
@@ -48,43 +48,6 @@ class SkippedSample:
     group_id: str
     sample_index: int
     reason: SkipReason
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepSettings:
-    """What a step needs to know besides the data."""
-
-    policy_version: int
-    """The version of the weights being trained."""
-    max_staleness: int
-    """Most versions a sample's oldest token may lag behind `policy_version`."""
-    max_pack_tokens: int
-    """Token budget of one forward pass."""
-    algorithm: Algorithm
-    """How rewards become advantages."""
-    normalization: Normalization
-    """What the gradient is divided by."""
-    max_new_tokens: int = 1
-    """Most completion tokens that sampling allows; read where `overlong_buffer_tokens` is set."""
-    overlong_buffer_tokens: int = 0
-    """The reward falls over the last so many of them; 0 punishes no length."""
-    skip_zero_advantages: bool = True
-    """Must be False when the loss has a term without advantages (a KL to a reference)."""
-
-
-def step_settings(config: TrainingConfig, algorithm: Algorithm, *, policy_version: int) -> StepSettings:
-    """A run's settings for the step from `policy_version`."""
-    settings = config.algorithm
-    return StepSettings(
-        policy_version=policy_version,
-        max_staleness=settings.max_staleness,
-        max_pack_tokens=config.trainer.tokens_per_pack,
-        algorithm=algorithm,
-        normalization=settings.normalization or algorithm.normalization,
-        max_new_tokens=config.sampling.max_new_tokens,
-        overlong_buffer_tokens=settings.overlong_buffer_tokens,
-        skip_zero_advantages=settings.kl_coefficient == 0,
-    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -143,12 +106,11 @@ class TrainingStep:
         """Opens a step; the backend must hold no gradients of another one."""
         self._backend = backend
         self._settings = settings
+        self._creditor = Creditor(backend, settings)
         self._is_open = True
         self._group_ids: set[str] = set()
         self._samples: list[_Accepted] = []
-        self._held: list[TrainingSample] = []
         self._skipped: list[SkippedSample] = []
-        self._num_zero_advantage_groups = 0
         self._num_forward_tokens = 0
         self._num_packs = 0
         self._totals = LossTotals()
@@ -169,22 +131,11 @@ class TrainingStep:
             BackendError: a loss was not finite; the step is abandoned.
         """
         self._require_open()
-        trajectories: list[Trajectory] = []
-        num_trained, num_skipped = len(self._samples) + len(self._held), len(self._skipped)
-        estimate = self._settings.algorithm.group_advantages
-        for group in groups:
-            usable = self._usable(group)
-            if not usable:
-                continue
-            if estimate is None:
-                self._held += usable
-            else:
-                credits = estimate(self._rewards(usable))
-                self._num_zero_advantage_groups += not credits.any()
-                trajectories += self._credited(usable, credits)
+        num_skipped = len(self._skipped)
+        usable = [samples for samples in map(self._usable, groups) if samples]
         return MicrobatchReport(
-            num_packs=self._forward_backward(trajectories),
-            num_trained=len(self._samples) + len(self._held) - num_trained,
+            num_packs=self._trained(partial(self._creditor.credit, usable)),
+            num_trained=sum(map(len, usable)),
             skipped=tuple(self._skipped[num_skipped:]),
         )
 
@@ -197,7 +148,7 @@ class TrainingStep:
             StepClosedError: the step is over.
         """
         self._require_open()
-        self._credit_held()
+        self._trained(self._creditor.credit_rest)
         num_loss_tokens = sum(sample.num_loss_tokens for sample in self._samples)
         if num_loss_tokens == 0:
             self.abandon()
@@ -244,41 +195,27 @@ class TrainingStep:
                 )
         return usable
 
-    def _rewards(self, samples: Sequence[TrainingSample]) -> npt.NDArray[np.float64]:
-        """What the credit of samples is made from, float64[len(samples)]."""
-        rewards = np.array([sample.reward for sample in samples], dtype=np.float64)
-        penalties: npt.NDArray[np.float64] = overlong_penalties(
-            np.array([sample.completion_token_ids.size for sample in samples], dtype=np.int64),
-            max_tokens=self._settings.max_new_tokens,
-            buffer_tokens=self._settings.overlong_buffer_tokens,
-        )
-        return rewards + penalties
+    def _trained(self, credit: Callable[[], list[CreditedSample]]) -> int:
+        """Counts credited samples as trained, and passes those through the model that need it.
 
-    def _credit_held(self) -> None:
-        """Runs forward and backward on samples whose credit depends on the whole step."""
-        held, self._held = self._held, []
-        estimate = self._settings.algorithm.step_advantages
-        if estimate is not None and held:
-            self._forward_backward(self._credited(held, estimate(self._rewards(held))))
-
-    def _forward_backward(self, trajectories: Sequence[Trajectory]) -> int:
-        """Accumulates their gradient; returns the forward passes made. A backend error abandons the step."""
-        packs = pack_trajectories(trajectories, max_pack_tokens=self._settings.max_pack_tokens)
-        for pack in packs:
-            try:
+        Returns the forward passes made for gradients. A backend error abandons the step.
+        """
+        try:
+            trajectories = self._counted(credit())
+            packs = pack_trajectories(trajectories, max_pack_tokens=self._settings.max_pack_tokens)
+            for pack in packs:
                 self._totals = self._totals.merged(self._backend.forward_backward(pack))
-            except BackendError:
-                self.abandon()
-                raise
-            self._num_forward_tokens += pack.num_tokens
+        except BackendError:
+            self.abandon()
+            raise
+        self._num_forward_tokens += sum(pack.num_tokens for pack in packs)
         self._num_packs += len(packs)
         return len(packs)
 
-    def _credited(self, samples: Sequence[TrainingSample], credits: Advantages) -> list[Trajectory]:
-        """Counts samples as trained; returns those that need a forward pass."""
+    def _counted(self, credited: Sequence[CreditedSample]) -> list[Trajectory]:
+        """Notes them for the report; returns those that have a gradient."""
         trajectories: list[Trajectory] = []
-        for sample, credit in zip(samples, credits.tolist(), strict=True):
-            trajectory = trajectory_of(sample, credit)
+        for sample, trajectory in credited:
             self._samples.append(_accepted(sample, trajectory))
             used = trajectory.advantages[trajectory.loss_mask]
             if used.size and (used.any() or not self._settings.skip_zero_advantages):
@@ -313,7 +250,7 @@ class TrainingStep:
             num_loss_tokens=num_loss_tokens,
             num_forward_tokens=self._num_forward_tokens,
             num_packs=self._num_packs,
-            num_zero_advantage_groups=self._num_zero_advantage_groups,
+            num_zero_advantage_groups=self._creditor.num_zero_advantage_groups,
             reward_mean=float(rewards.mean()),
             reward_std=float(rewards.std()),
             max_completion_tokens=max(sample.num_completion_tokens for sample in self._samples),

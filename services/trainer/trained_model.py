@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from penstock.adapters import AdapterSpec
+from services.trainer.backend import UnsupportedModelError
 
 
 class TrainedModel(Protocol):
@@ -35,6 +36,12 @@ class TrainedModel(Protocol):
     def as_reference(self) -> Iterator[Any]:
         """The module with the weights that training began with; raises ValueError where they were not kept."""
 
+    def reference_tensors(self) -> dict[str, Tensor]:
+        """The reference's weights by name, tied ones once; live views, empty where they cannot change."""
+
+    def refresh_reference(self) -> None:
+        """Makes the present weights those of `as_reference`; raises UnsupportedModelError where that cannot be."""
+
     def save(self, directory: Path, tensors: dict[str, Tensor]) -> None:
         """Writes copies of `state_tensors`, whole and on the CPU, with the model's configuration; in any thread."""
 
@@ -58,13 +65,11 @@ class WholeModel:
 
     def state_tensors(self) -> dict[str, Tensor]:
         """See `TrainedModel`."""
-        tensors: dict[str, Tensor] = {}
-        seen: set[int] = set()
-        for name, tensor in self.network.state_dict().items():
-            if tensor.data_ptr() not in seen:
-                seen.add(tensor.data_ptr())
-                tensors[name] = tensor.detach()
-        return tensors
+        return _distinct_tensors(self.network)
+
+    def reference_tensors(self) -> dict[str, Tensor]:
+        """See `TrainedModel`."""
+        return {} if self._reference is None else _distinct_tensors(self._reference)
 
     @contextmanager
     def training(self) -> Iterator[None]:
@@ -78,9 +83,25 @@ class WholeModel:
             raise ValueError("no reference model was kept")
         yield self._reference
 
+    def refresh_reference(self) -> None:
+        """See `TrainedModel`."""
+        if self._reference is None:
+            raise UnsupportedModelError("no reference model was kept that could be refreshed")
+        self._reference.load_state_dict(self.network.state_dict())
+
     def save(self, directory: Path, tensors: dict[str, Tensor]) -> None:
         """See `TrainedModel`."""
         self.network.save_pretrained(directory, state_dict=tensors)
 
     def check_saved(self, directory: Path) -> None:
         """See `TrainedModel`; names and shapes say enough."""
+
+
+def _distinct_tensors(network: PreTrainedModel) -> dict[str, Tensor]:
+    tensors: dict[str, Tensor] = {}
+    seen: set[int] = set()
+    for name, tensor in network.state_dict().items():
+        if tensor.data_ptr() not in seen:
+            seen.add(tensor.data_ptr())
+            tensors[name] = tensor.detach()
+    return tensors

@@ -46,3 +46,18 @@ async def test_a_step_of_every_algorithm_changes_the_weights(tmp_path: Path, mod
     assert line["optimizer/grad_norm"] > 0
     assert line["loss/importance_weight"] > 0
     assert line["step/samples"] == 8
+
+
+@pytest.mark.parametrize(("refresh_steps", "is_near"), [(1, True), (0, False)])
+async def test_the_kl_is_taken_against_the_version_that_was_refreshed_last(
+    tmp_path: Path, model: Path, refresh_steps: int, is_near: bool
+) -> None:
+    document = run_document(tmp_path, model, "", num_steps=3, num_eval_prompts=0)
+    document["algorithm"] |= {"kl_coefficient": 0.01, "reference_refresh_steps": refresh_steps}
+    async with serving(ScriptedTrainingBroker().service()) as (_, target), running_trainer() as trainer:
+        run_dir = Path(await trainer.start(document | {"broker": target}))
+        finished = (await trainer.events())[-1].finished
+    assert finished.outcome == trainer_pb2.RUN_OUTCOME_COMPLETED, finished.message
+    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    assert lines[0]["loss/reference_kl"] == pytest.approx(0, abs=1e-6)
+    assert (lines[2]["loss/reference_kl"] < 1e-6) is is_near

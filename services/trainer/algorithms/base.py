@@ -90,15 +90,22 @@ class Algorithm:
     step_advantages: Callable[[Rewards], Advantages] | None = None
     """From the rewards float64[B] of the whole step to float32[B]. The step's forward passes then begin when its last
     group has come, because the credit of a sample depends on all."""
+    has_critic: bool = False
+    """Each token's credit comes from a critic that is trained beside the policy; takes the place of the other two."""
+    is_kl_in_reward: bool = False
+    """The KL to the reference is taken off the rewards, of single tokens where there is a critic, instead of being a
+    term of the loss."""
+    is_off_policy: bool = False
+    """Right for samples of any policy: no importance weights, and trained samples may be trained on again."""
 
     def __post_init__(self) -> None:
         """Exactly one estimator.
 
         Raises:
-            ValueError: none or both are set.
+            ValueError: none or several are set.
         """
-        if (self.group_advantages is None) == (self.step_advantages is None):
-            raise ValueError(f"{self.name}: one of group_advantages and step_advantages must be set")
+        if [self.group_advantages is None, self.step_advantages is None, not self.has_critic].count(False) != 1:
+            raise ValueError(f"{self.name}: one of group_advantages, step_advantages and has_critic must be set")
 
 
 def divisor(normalization: Normalization, *, num_tokens: int, num_samples: int) -> int:

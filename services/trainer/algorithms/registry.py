@@ -8,10 +8,12 @@ from services.trainer.algorithms.dapo import DAPO
 from services.trainer.algorithms.dr_grpo import DR_GRPO
 from services.trainer.algorithms.grpo import GRPO
 from services.trainer.algorithms.gspo import GSPO
+from services.trainer.algorithms.ppo import PPO
 from services.trainer.algorithms.reinforce_plus_plus import REINFORCE_PLUS_PLUS
 from services.trainer.algorithms.rloo import RLOO
+from services.trainer.algorithms.tba import TBA
 
-ALGORITHMS = {each.name: each for each in (GRPO, DR_GRPO, DAPO, GSPO, CISPO, RLOO, REINFORCE_PLUS_PLUS)}
+ALGORITHMS = {each.name: each for each in (GRPO, DR_GRPO, DAPO, GSPO, CISPO, RLOO, REINFORCE_PLUS_PLUS, PPO, TBA)}
 
 
 def algorithm_of(name: str) -> Algorithm:

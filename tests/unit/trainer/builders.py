@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, Qwen2Config
 
-from services.trainer.backend import LossTotals, NonFiniteGradientError, NonFiniteLossError, StepMetrics
+from services.trainer.backend import LossTotals, NonFiniteGradientError, NonFiniteLossError, StepMetrics, TokenScores
 from services.trainer.packing import Pack, Trajectory
 from services.trainer.samples import TrainingSample
 
@@ -81,6 +81,7 @@ class RecordingBackend:
         self.packs: list[Pack] = []
         self.steps: list[int] = []
         self.num_discards = 0
+        self.num_refreshes = 0
         self._poison_token = poison_token
         self._gradient = gradient
 
@@ -92,6 +93,14 @@ class RecordingBackend:
 
     def forward_logprobs(self, pack: Pack) -> np.ndarray:
         return np.zeros(pack.num_loss_tokens, dtype=np.float32)
+
+    def token_scores(self, pack: Pack, *, with_log_ratios: bool) -> TokenScores:
+        """Every state is worth a hundredth of its token, every log-ratio is a thousandth of it."""
+        tokens = pack.target_ids.astype(np.float32)
+        return TokenScores(values=tokens / 100, log_ratios=tokens / 1000 if with_log_ratios else None)
+
+    def refresh_reference(self) -> None:
+        self.num_refreshes += 1
 
     def optimizer_step(self, *, divisor: int) -> StepMetrics:
         if not math.isfinite(self._gradient):

@@ -8,7 +8,8 @@ from services.trainer.algorithms.dapo import DAPO
 from services.trainer.algorithms.dr_grpo import DR_GRPO
 from services.trainer.algorithms.reinforce_plus_plus import REINFORCE_PLUS_PLUS
 from services.trainer.backend import NonFiniteGradientError, NonFiniteLossError
-from services.trainer.step import EmptyStepError, SkipReason, StepClosedError, StepSettings, TrainingStep
+from services.trainer.step import EmptyStepError, SkipReason, StepClosedError, TrainingStep
+from services.trainer.step_settings import StepSettings
 from tests.unit.trainer.builders import VOCAB_SIZE, RecordingBackend, build_group, build_sample
 
 

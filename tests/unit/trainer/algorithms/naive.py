@@ -42,6 +42,8 @@ def token_losses(name, sample, anchor, settings):
         constants = sample.get("anchored_ratios") or [math.exp(gap) for gap in gaps]
         bounded = [min(max(ratio, 1 - low), 1 + high) for ratio in constants]
         return [-bounded[t] * credits[t] * sample["trainer"][t] for t in range(len(gaps))]
+    if name == "tba":
+        return [-sample["trainer"][t] * credits[t] for t in range(len(gaps))]
     if name == "rloo":
         return [-math.exp(gaps[t]) * credits[t] for t in range(len(gaps))]
     return [clipped_token(math.exp(gaps[t]), credits[t], low, high) for t in range(len(gaps))]

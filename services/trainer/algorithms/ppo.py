@@ -1,0 +1,41 @@
+"""PPO with a critic: every token's credit is what its completion brought beyond what the critic expected there."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from services.trainer.algorithms.base import Algorithm, Clip, Normalization
+from services.trainer.algorithms.surrogates import clipped
+
+VALUE_CLIP = 0.2
+"""How far a value may move from what it was when the batch came."""
+
+
+def value_losses(values: Tensor, old_values: Tensor, returns: Tensor, *, clip: float = VALUE_CLIP) -> Tensor:
+    """Per token `max((V - R)^2, (clip(V, V_old - clip, V_old + clip) - R)^2) / 2`, [N].
+
+    With one optimiser step a batch V is V_old where the gradient is taken, so that nothing is clipped.
+
+    Args:
+        values: [N], the critic's, with gradient.
+        old_values: [N], its values when the batch came.
+        returns: [N], what it is to learn.
+        clip: How far a value may move.
+
+    Source: Schulman et al.'s PPO2 (OpenAI baselines); Huang et al. (2022), detail 9.
+    """
+    held = old_values + (values - old_values).clamp(-clip, clip)
+    return torch.maximum((values - returns).square(), (held - returns).square()) / 2.0
+
+
+# Source: PPO (arXiv 1707.06347) eq. 7 with GAE; the KL to the reference is taken off the token rewards, as in
+# InstructGPT (arXiv 2203.02155) eq. 2.
+PPO = Algorithm(
+    name="ppo",
+    has_critic=True,
+    is_kl_in_reward=True,
+    surrogate=clipped,
+    clip=Clip(low=0.2, high=0.2),
+    normalization=Normalization.TOKENS,
+)

@@ -1,0 +1,155 @@
+"""The critic of PPO: a network of the policy's architecture whose head says what a state is worth.
+
+Invariants:
+- It begins as the policy did, with a head of zeros: every state is worth nothing until it has learned.
+- It learns from the packs that the policy learns from, and steps when the policy steps; its gradient is always the mean
+  over the step's tokens, whatever the policy's is averaged over.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor, nn
+from transformers import AutoModel
+
+from services.trainer.algorithms.ppo import value_losses
+from services.trainer.attention import PACKED_ATTENTION
+from services.trainer.backend import NonFiniteLossError
+from services.trainer.config import OptimizerConfig
+from services.trainer.named_tensors import below, check_layout, placed
+from services.trainer.packing import Pack
+
+
+class Critic:
+    """Values of states, and the optimiser that learns them.
+
+    Args:
+        path: The policy's directory.
+        dtype: Element type of the network's weights; the head is float32.
+        device: Where it computes.
+        learning_rate: Its peak rate; it falls and warms up as the policy's does.
+        optimizer: The policy's other settings.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        learning_rate: float,
+        optimizer: OptimizerConfig,
+    ) -> None:
+        self._network: Any = AutoModel.from_pretrained(
+            path, dtype=dtype, attn_implementation=PACKED_ATTENTION, local_files_only=True
+        )
+        self._network.eval().to(device)
+        self._head: Any = nn.Linear(self._network.config.get_text_config().hidden_size, 1, device=device)
+        nn.init.zeros_(self._head.weight)
+        nn.init.zeros_(self._head.bias)
+        self._parameters: dict[str, Tensor] = {
+            f"{module}.{name}": parameter
+            for module, holder in (("network", self._network), ("head", self._head))
+            for name, parameter in holder.named_parameters()
+        }
+        self._device = device
+        self._learning_rate = learning_rate
+        self._max_grad_norm = optimizer.max_grad_norm
+        self._optimizer = torch.optim.AdamW(
+            self._parameters.values(),
+            lr=learning_rate,
+            betas=(optimizer.beta1, optimizer.beta2),
+            weight_decay=optimizer.weight_decay,
+            fused=True,
+        )
+        self._num_tokens = 0
+
+    def values(self, pack: Pack) -> Tensor:
+        """What the states before the loss tokens are worth, float32[N], with gradient where that is on."""
+        hidden_1th: Tensor = self._network(
+            input_ids=self._tensor(pack.token_ids)[None],
+            position_ids=self._tensor(pack.position_ids)[None],
+            segment_lengths=pack.segment_lengths,
+            use_cache=False,
+        ).last_hidden_state
+        worth_n1: Tensor = self._head(hidden_1th[0, self._tensor(pack.logit_positions)].float())
+        return worth_n1[:, 0]
+
+    def forward_backward(self, pack: Pack) -> float:
+        """Adds the gradient of a pack that has values and returns; gives the sum of its losses.
+
+        Raises:
+            NonFiniteLossError: Nothing was added.
+        """
+        assert pack.values is not None
+        assert pack.returns is not None
+        losses = value_losses(self.values(pack), self._tensor(pack.values), self._tensor(pack.returns))
+        total = float(losses.detach().sum())
+        if not math.isfinite(total):
+            raise NonFiniteLossError(f"the critic's loss of a pack of {pack.num_loss_tokens} loss tokens is {total}")
+        losses.sum().backward()
+        self._num_tokens += pack.num_loss_tokens
+        return total
+
+    def gradient_norm(self) -> float:
+        """Of the mean over the tokens so far."""
+        return float(torch.nn.utils.get_total_norm(self._gradients())) / max(1, self._num_tokens)
+
+    def step(self, *, rate_factor: float) -> None:
+        """Takes the optimiser step; `rate_factor` is what the schedule makes of the learning rate."""
+        clip = min(1.0, self._max_grad_norm / (self.gradient_norm() + 1e-6))
+        if self._num_tokens:
+            torch._foreach_mul_(self._gradients(), clip / self._num_tokens)
+            for group in self._optimizer.param_groups:
+                group["lr"] = self._learning_rate * rate_factor
+            self._optimizer.step()
+        self.discard_gradients()
+
+    def discard_gradients(self) -> None:
+        """Forget what was accumulated."""
+        self._optimizer.zero_grad()
+        self._num_tokens = 0
+
+    def saved_tensors(self) -> dict[str, Tensor]:
+        """What continues it: weights, moments; live views by name."""
+        tensors = {f"weights/{name}": tensor.detach() for name, tensor in self._parameters.items()}
+        for name, parameter in self._parameters.items():
+            tensors |= placed(self._optimizer.state[parameter], f"optimizer/{name}")
+        return tensors
+
+    def check_saved(self, saved: Mapping[str, Tensor]) -> None:
+        """Raises CheckpointMismatchError where `saved` is not what `saved_tensors` gives of such a critic."""
+        weights = {name: parameter.detach() for name, parameter in self._parameters.items()}
+        check_layout(below(saved, "weights"), weights, where="the checkpoint's critic")
+        moments = below(saved, "optimizer")
+        if moments:
+            wanted = {
+                f"{name}/{which}": torch.zeros(()) if which == "step" else tensor
+                for name, tensor in weights.items()
+                for which in ("step", "exp_avg", "exp_avg_sq")
+            }
+            check_layout(moments, wanted, where="the checkpoint's critic")
+
+    def load_tensors(self, saved: Mapping[str, Tensor]) -> None:
+        """Continues from what `saved_tensors` gave and `check_saved` has seen."""
+        weights, moments = below(saved, "weights"), below(saved, "optimizer")
+        with torch.no_grad():
+            for name, parameter in self._parameters.items():
+                parameter.copy_(weights[name])
+                self._optimizer.state[parameter] = {
+                    which: tensor.to(parameter.device) for which, tensor in below(moments, name).items()
+                }
+        self.discard_gradients()
+
+    def _gradients(self) -> list[Tensor]:
+        return [parameter.grad for parameter in self._parameters.values() if parameter.grad is not None]
+
+    def _tensor(self, array: npt.NDArray[np.generic]) -> Tensor:
+        return torch.from_numpy(array).to(self._device)

@@ -1,0 +1,51 @@
+"""What a step needs to know besides the data, and how it follows from a run's configuration."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from services.trainer.algorithms.base import Algorithm, Normalization
+from services.trainer.config import TrainingConfig
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepSettings:
+    """What a step needs to know besides the data."""
+
+    policy_version: int
+    """The version of the weights being trained."""
+    max_staleness: int
+    """Most versions a sample's oldest token may lag behind `policy_version`."""
+    max_pack_tokens: int
+    """Token budget of one forward pass."""
+    algorithm: Algorithm
+    """How rewards become advantages."""
+    normalization: Normalization
+    """What the gradient is divided by."""
+    max_new_tokens: int = 1
+    """Most completion tokens that sampling allows; read where `overlong_buffer_tokens` is set."""
+    overlong_buffer_tokens: int = 0
+    """The reward falls over the last so many of them; 0 punishes no length."""
+    skip_zero_advantages: bool = True
+    """Must be False when the loss has a term without advantages: a KL to a reference, a critic's."""
+    reward_kl_coefficient: float = 0.0
+    """Weight of the KL that is taken off the rewards; 0 where there is none, or where it is a term of the loss."""
+    gae_lambda: float = 1.0
+    """Of credit by a critic: 1 trusts rewards alone, 0 its next value alone."""
+
+
+def step_settings(config: TrainingConfig, algorithm: Algorithm, *, policy_version: int) -> StepSettings:
+    """A run's settings for the step from `policy_version`."""
+    settings = config.algorithm
+    return StepSettings(
+        policy_version=policy_version,
+        max_staleness=settings.max_staleness,
+        max_pack_tokens=config.trainer.tokens_per_pack,
+        algorithm=algorithm,
+        normalization=settings.normalization or algorithm.normalization,
+        max_new_tokens=config.sampling.max_new_tokens,
+        overlong_buffer_tokens=settings.overlong_buffer_tokens,
+        skip_zero_advantages=not algorithm.has_critic and (algorithm.is_kl_in_reward or settings.kl_coefficient == 0),
+        reward_kl_coefficient=settings.kl_coefficient if algorithm.is_kl_in_reward else 0.0,
+        gae_lambda=settings.gae_lambda,
+    )
