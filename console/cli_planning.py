@@ -17,7 +17,7 @@ def register(app: typer.Typer) -> None:
     app.command()(plan)
 
 
-def plan(
+def plan(  # noqa: PLR0913, PLR0917 - a command's options are its signature
     problem: Annotated[Path, typer.Argument(metavar="PROBLEM", help="Cluster, model and workload: .yaml or .json.")],
     solver: Annotated[
         str, typer.Option("--solver", help="auto, exhaustive, milp, partition, multilevel or streamrl.")
@@ -28,6 +28,13 @@ def plan(
     budget_s: Annotated[float, typer.Option("--budget-s", min=0.1, max=86_400, help="Time to search, seconds.")] = 30,
     seed: Annotated[int, typer.Option("--seed", min=0, help="Of the search.")] = 0,
     json_output: Annotated[bool, typer.Option("--json", help="Print JSON; docs/planning.md describes it.")] = False,
+    explain: Annotated[bool, typer.Option("--explain", help="Say where the time goes, and every offer.")] = False,
+    start: Annotated[
+        Path | None, typer.Option("--start", metavar="PLAN", help="A plan to begin with, such as the running one.")
+    ] = None,
+    picture: Annotated[
+        Path | None, typer.Option("--picture", metavar="FILE.svg", help="Draw placement and timeline into a file.")
+    ] = None,
 ) -> None:
     """Plan who generates and who trains on unlike machines, and say what that would achieve.
 
@@ -37,13 +44,22 @@ def plan(
     Examples:
       penstock plan examples/two_sites.yaml
       penstock plan examples/two_sites.yaml --solver exhaustive --json
+      penstock plan examples/two_sites.yaml --explain --picture plan.svg
     """
 
     def work() -> int:
-        from console.plan import plan_command
+        from console.plan import PlanOptions, plan_command
 
-        return plan_command(
-            problem, solver=solver, cost_model=cost_model, budget_s=budget_s, seed=seed, is_json=json_output
+        options = PlanOptions(
+            solver=solver,
+            cost_model=cost_model,
+            budget_s=budget_s,
+            seed=seed,
+            is_json=json_output,
+            is_explained=explain,
+            start=start,
+            picture=picture,
         )
+        return plan_command(problem, options)
 
     exit_with(work)

@@ -5,93 +5,78 @@ from __future__ import annotations
 import json
 import sys
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from penstock.config import ConfigError
-from services.scheduler.cost_model.calibrated import CALIBRATED, COST_MODELS, make_model
-from services.scheduler.cost_model.rm1 import RM1, Rm1
-from services.scheduler.planning import SOLVERS, plan_document, solve
+from console.plan_picture import plan_picture
+from console.plan_text import print_plan
+from penstock.config import ConfigError, read_document, validate
+from services.scheduler.cost_model.calibrated import COST_MODELS, make_model
+from services.scheduler.cost_model.rm1 import Rm1
+from services.scheduler.plan_document import PlanDocument
+from services.scheduler.planning import SOLVERS, advice, plan_document, solve
 from services.scheduler.problem import read_problem
 from services.scheduler.solvers.interface import ProblemTooLargeError
 
 EXIT_INFEASIBLE = 1
-_LIMITS = {
-    "generation": "generation limits: trainers wait for samples",
-    "training": "training limits: generators wait for the trainer",
-    "tail": "the longest samples limit: they must finish inside their staleness window",
-}
-_COST_MODELS = {
-    RM1: "reference cost model RM-1, which is optimistic by 1.1 to 2.2 times",
-    CALIBRATED: "calibrated cost model, 0.76 to 1.24 times what nine published runs measured",
-}
+_SOLVE_SHARE = 0.8
+"""Of the time; what is left of it looks for what to buy or give up next."""
 
 
-def plan_command(path: Path, *, solver: str, cost_model: str, budget_s: float, seed: int, is_json: bool) -> int:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanOptions:
+    """What the command line says beside the problem."""
+
+    solver: str = "auto"
+    cost_model: str = "rm1"
+    budget_s: float = 30.0
+    seed: int = 0
+    is_json: bool = False
+    is_explained: bool = False
+    start: Path | None = None
+    """A plan to begin with: of a run that is under way."""
+    picture: Path | None = None
+    """An SVG file to draw the plan into."""
+
+
+def plan_command(path: Path, options: PlanOptions) -> int:
     """Plan, and print the plan; exit status 1 when none can run. Raises ConfigError."""
-    if solver not in SOLVERS:
-        raise ConfigError(f"--solver: {solver!r} is unknown; there is: {', '.join(SOLVERS)}")
-    if cost_model not in COST_MODELS:
-        raise ConfigError(f"--cost-model: {cost_model!r} is unknown; there is: {', '.join(COST_MODELS)}")
-    rm1 = make_model(read_problem(path), cost_model)
-    began_s = time.monotonic()
+    for key, value, known in (
+        ("--solver", options.solver, tuple(SOLVERS)),
+        ("--cost-model", options.cost_model, COST_MODELS),
+    ):
+        if value not in known:
+            raise ConfigError(f"{key}: {value!r} is unknown; there is: {', '.join(known)}")
+    rm1 = make_model(read_problem(path), options.cost_model)
     try:
-        solution = solve(rm1, solver, time_left=lambda: began_s + budget_s - time.monotonic(), seed=seed)
+        document = _planned(rm1, options)
     except ProblemTooLargeError as error:
         raise ConfigError(f"{path}: {error}") from error
-    document = plan_document(rm1, solution, solve_s=time.monotonic() - began_s)
-    if is_json:
+    if document["is_feasible"] and options.picture is not None:
+        options.picture.write_text(plan_picture(rm1, document), encoding="utf-8")
+    if options.is_json:
         print(json.dumps(document, indent=2))
     elif document["is_feasible"]:
-        _print_plan(rm1, document)
+        print_plan(rm1, document, is_explained=options.is_explained)
     else:
         print(f"{document['problem']}: no plan can run: {document['reason']}", file=sys.stderr)
     return 0 if document["is_feasible"] else EXIT_INFEASIBLE
 
 
-def _print_plan(rm1: Rm1, document: dict[str, Any]) -> None:
-    from rich import box
-    from rich.console import Console
-    from rich.table import Table
+def _planned(rm1: Rm1, options: PlanOptions) -> dict[str, Any]:
+    starts = () if options.start is None else (read_plan(options.start),)
+    began_s = time.monotonic()
 
-    table = Table(title=document["problem"], box=box.SIMPLE)
-    for heading in ("machines", "GPU", "does", "sequences", "samples/s", "fresh"):
-        table.add_column(heading, justify="left" if heading in ("machines", "GPU", "does") else "right")
-    for (_, *cells), machines in _rows(rm1, document).items():
-        shown = machines[0] if len(machines) == 1 else f"{machines[0]} and {len(machines) - 1} like it"
-        table.add_row(shown, rm1.nodes[machines[0]].gpu, *cells)
-    Console(width=None if sys.stdout.isatty() else 100).print(table)
-    for line in _lines(document):
-        print(line)
+    def left_of(share: float) -> float:
+        return began_s + share * options.budget_s - time.monotonic()
+
+    solution = solve(rm1, options.solver, time_left=lambda: left_of(_SOLVE_SHARE), seed=options.seed, starts=starts)
+    document = plan_document(rm1, solution, solve_s=time.monotonic() - began_s)
+    return document | advice(rm1, solution, time_left=lambda: left_of(1.0), seed=options.seed)
 
 
-def _rows(rm1: Rm1, document: dict[str, Any]) -> dict[tuple[str, ...], list[str]]:
-    """Machines that do the same, by what they do."""
-    rows: dict[tuple[str, ...], list[str]] = {}
-    for share in document["rm1_plan"]["train"]:
-        name = rm1.nodes[share["node"]].name
-        rows.setdefault(
-            (name, f"train, {share['gpus']} of {rm1.nodes[share['node']].gpus} GPUs", "", "", ""), []
-        ).append(share["node"])
-    for each in document["generation"]:
-        does = f"generate, {each['count']} x tensor parallel {each['tp']}"
-        cells = (does, f"{each['batch']}", f"{each['samples_per_second']:.3g}", f"{each['duty']:.0%}")
-        rows.setdefault((rm1.nodes[each["node"]].name, *cells), []).append(each["node"])
-    return rows
-
-
-def _lines(document: dict[str, Any]) -> list[str]:
-    bound = document["upper_bound_samples_per_second"]
-    if document["is_optimal"]:
-        quality = "optimal: no other plan of this kind is faster"
-    else:
-        quality = f"at most {bound:.4g} samples/s is possible, gap {document['gap']:.1%}" if bound else "no bound"
-    return [
-        f"{document['samples_per_second']:.4g} samples/s, {document['tokens_per_second']:,.0f} tokens/s, "
-        f"a step in {document['step_s']:.4g} s (training {document['training']['step_s']:.4g} s)",
-        f"${document['usd_per_hour']:.2f} an hour, ${document['usd_per_million_tokens']:.3g} per million tokens",
-        f"{_LIMITS[document['limit']]}; idle: generation {document['generation_idle']:.0%}, "
-        f"training {document['training_idle']:.0%}",
-        f"{quality} ({document['solver']}, {document['num_evaluated']} plans scored, {document['solve_s']:.2f} s; "
-        f"{_COST_MODELS[document['cost_model']]})",
-    ]
+def read_plan(path: Path) -> PlanDocument:
+    """A plan from a file: a plan alone, or what `penstock plan --json` printed. Raises ConfigError."""
+    document = read_document(path)
+    return validate(PlanDocument, document.get("rm1_plan") or document, source=str(path))

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
-from services.scheduler.cost_model.rm1 import Infeasible, Rm1, Score
+from services.scheduler.cost_model.rm1 import Infeasible, Limit, Rm1, Score
+from services.scheduler.economy import alternatives, purchases, usd_per_hour
 from services.scheduler.plan_document import PlanDocument
 from services.scheduler.problem import Problem
 from services.scheduler.solvers.auto import AutoSolver
@@ -58,6 +59,29 @@ def _without_idlers(rm1: Rm1, solution: Solution, plan: PlanDocument) -> Solutio
     return replace(solution, plan=smaller, score=rm1.score(smaller))
 
 
+def advice(rm1: Rm1, solution: Solution, *, time_left: TimeLeft, seed: int = 0) -> Document:
+    """What the next dollar would buy and what fewer would, as keys of the plan's document; until time is over."""
+    if solution.plan is None:
+        return {"next_purchases": [], "alternatives": []}
+    half_s = time_left() / 2
+    bought = purchases(rm1, solution, time_left=lambda: time_left() - half_s, seed=seed)
+    front = alternatives(rm1, solution, time_left=time_left, seed=seed)
+    tokens = rm1.demand.completion_tokens
+    return {
+        "next_purchases": [asdict(each) for each in bought],
+        "alternatives": [
+            {
+                "usd_per_hour": each.usd_per_hour,
+                "samples_per_second": each.samples_per_second,
+                "usd_per_million_tokens": _usd_per_million(each.usd_per_hour, each.samples_per_second * tokens),
+                "machines": dict(each.machines),
+                "rm1_plan": each.plan.model_dump(),
+            }
+            for each in front
+        ],
+    }
+
+
 def plan_document(rm1: Rm1, solution: Solution, *, solve_s: float) -> Document:
     """All that is known of a solution, for programs; docs/planning.md describes the keys. What is unknown is null."""
     problem, score = rm1.problem, solution.score
@@ -81,11 +105,6 @@ def plan_document(rm1: Rm1, solution: Solution, *, solve_s: float) -> Document:
     return document
 
 
-def usd_per_hour(problem: Problem) -> float:
-    """What the whole cluster costs: idle GPUs are paid for too."""
-    return sum(node.price_per_gpu_hour * node.gpus * node.count for node in problem.nodes)
-
-
 def _gap(solution: Solution) -> float | None:
     bound = solution.upper_bound_samples_per_second
     return 1 - solution.score.samples_per_second / bound if bound else None
@@ -98,8 +117,32 @@ def _economy(problem: Problem, rm1: Rm1, score: Score) -> Document:
         "step_s": rm1.demand.samples_per_step / score.samples_per_second,
         "tokens_per_second": tokens_per_second,
         "usd_per_hour": price,
-        "usd_per_million_tokens": price / 3600 / tokens_per_second * 1e6,
+        "usd_per_million_tokens": _usd_per_million(price, tokens_per_second),
     }
+
+
+def _usd_per_million(usd_an_hour: float, tokens_per_second: float) -> float:
+    return usd_an_hour / 3600 / tokens_per_second * 1e6
+
+
+def bottleneck(score: Score) -> str:
+    """What to make faster first, in a few words."""
+    if score.limit is Limit.TAIL:
+        return "the longest samples: they must finish inside their staleness window"
+    if score.limit is Limit.TRAINING:
+        step = score.training
+        parts = {
+            "computation": step.compute_s,
+            "the all-reduce that computation does not hide": step.exposed_allreduce_s,
+            "the fixed time of a step": step.overhead_s,
+        }
+        longest = max(parts, key=lambda part: parts[part])
+        return f"training: {longest}, {parts[longest]:.3g} s of a step of {step.step_s:.3g} s"
+    behind = {each.replicas.node: each.duty for each in score.generation if each.duty < 1}
+    if behind:
+        slowest = min(behind, key=lambda node: behind[node])
+        return f"generation, and links: weights reach {slowest} late, {behind[slowest]:.0%} of its samples are fresh"
+    return "generation: decoding takes all the GPUs it has"
 
 
 def _stages(rm1: Rm1, score: Score) -> Document:
@@ -112,6 +155,7 @@ def _stages(rm1: Rm1, score: Score) -> Document:
     step = score.training
     return {
         "limit": score.limit.value,
+        "bottleneck": bottleneck(score),
         "generation_idle": max(0.0, 1 - score.samples_per_second / made) if made > 0 else None,
         "training_idle": max(0.0, 1 - score.samples_per_second * step.step_s / rm1.demand.samples_per_step),
         "training": {

@@ -1,4 +1,5 @@
 import json
+from xml.etree import ElementTree
 
 import pytest
 from typer.testing import CliRunner
@@ -67,3 +68,45 @@ def test_mistakes_are_told_in_a_line(arguments, told):
 
     assert result.exit_code == 2
     assert told in result.output
+
+
+def test_the_bottleneck_the_next_purchase_and_cheaper_clusters_are_told():
+    told = plan(EXAMPLE, "--explain")
+    for words in (
+        "bottleneck: training: computation",
+        "more L40S in there: +",
+        "fewer machines would bring:",
+        "1 a100: ",
+    ):
+        assert words in told.output, told.output
+
+    answer = json.loads(plan(EXAMPLE, "--json").output)
+    costs = [each["usd_per_hour"] for each in answer["alternatives"]]
+    rates = [each["samples_per_second"] for each in answer["alternatives"]]
+    assert costs[0] <= answer["usd_per_hour"]
+    assert costs == sorted(costs, reverse=True)
+    assert rates == sorted(rates, reverse=True)
+    assert all(each["gain"] > 0 for each in answer["next_purchases"])
+
+
+def test_the_picture_draws_each_machine_and_both_stages(tmp_path):
+    drawn = tmp_path / "plan.svg"
+    assert plan(EXAMPLE, "--picture", str(drawn)).exit_code == 0
+
+    root = ElementTree.fromstring(drawn.read_text())
+    texts = [element.text for element in root.iter("{http://www.w3.org/2000/svg}text")]
+    tips = [element.text for element in root.iter("{http://www.w3.org/2000/svg}title")]
+    assert {"a100-0 (A100-80)", "l40s-0 (L40S)", "l40s-1 (L40S)", "generation", "training"} <= set(texts)
+    assert tips.count("train, 8 GPUs") == 2
+    assert tips.count("generate, 1 GPUs") == 8
+
+
+def test_a_running_plan_is_where_the_search_begins(tmp_path):
+    running = tmp_path / "running.json"
+    running.write_text(plan(EXAMPLE, "--json").output)
+    begun = json.loads(plan(EXAMPLE, "--json", "--solver", "partition", "--start", str(running)).output)
+
+    assert begun["rm1_plan"] == json.loads(running.read_text())["rm1_plan"]
+    told = plan(EXAMPLE, "--start", EXAMPLE)
+    assert told.exit_code == 2
+    assert "two_sites.yaml" in told.output
