@@ -96,8 +96,13 @@ def pack_groups(groups: Iterable[types_pb2.TrajectoryGroup]) -> bytes:
     parts: list[bytes] = []
     for group in groups:
         data = group.SerializeToString()
-        parts += (b"\x0a", _varint(len(data)), data)
+        parts += (field_prefix(1, len(data)), data)
     return b"".join(parts)
+
+
+def field_prefix(number: int, size_bytes: int) -> bytes:
+    """What stands before the bytes of a protobuf field of a message's, string's or bytes' type, 1 <= number <= 15."""
+    return bytes((number << 3 | 2,)) + _varint(size_bytes)
 
 
 def _varint(value: int) -> bytes:

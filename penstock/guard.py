@@ -1,6 +1,8 @@
 """What stands between the wire and a servicer: requests that are no message, and errors that must become a status.
 
 Promise: whatever a client sends and whatever a servicer raises, the call ends with a stated code and a reason.
+
+A servicer may answer with bytes in place of a message: one that it has serialized itself, to save copies.
 """
 
 from __future__ import annotations
@@ -46,7 +48,7 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
         return factory(
             wrapped,
             request_deserializer=_careful(handler.request_deserializer),
-            response_serializer=handler.response_serializer,
+            response_serializer=_sparing(handler.response_serializer),
         )
 
 
@@ -103,6 +105,15 @@ def _careful(deserialize: Callable[[bytes], Any] | None) -> Callable[[bytes], An
             return _Undecodable(InvalidFieldError(text, field="request"))
 
     return deserialized
+
+
+def _sparing(serialize: Callable[[Any], bytes] | None) -> Callable[[Any], bytes]:
+    """A serializer that leaves alone what is serialized."""
+
+    def serialized(message: Any) -> bytes:
+        return message if serialize is None or isinstance(message, bytes) else serialize(message)
+
+    return serialized
 
 
 def _decoded(request: Any) -> Any:

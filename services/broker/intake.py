@@ -30,6 +30,9 @@ async def first_request(requests: AsyncIterator[_Request]) -> _Request:
 
 async def wait_for_event(event: asyncio.Event, timeout_s: float) -> bool:
     """Wait until `event` is set, then clear it; returns whether it was set in time."""
+    if event.is_set():
+        event.clear()
+        return True
     try:
         async with asyncio.timeout(timeout_s):
             await event.wait()

@@ -32,6 +32,8 @@ MAX_MICROBATCHES = 4
 """Handed over by one commit, where that many are ready and there is credit for them."""
 
 _Response = broker_pb2.StreamMicrobatchesResponse
+_Frame = _Response | bytes
+"""A response, or one that is serialized already."""
 _log = structlog.get_logger()
 
 
@@ -119,7 +121,7 @@ class MicrobatchStream:
         """Read the first message."""
         return cls(hubs, await first_request(requests))
 
-    async def serve(self, requests: AsyncIterator[broker_pb2.StreamMicrobatchesRequest]) -> AsyncIterator[_Response]:
+    async def serve(self, requests: AsyncIterator[broker_pb2.StreamMicrobatchesRequest]) -> AsyncIterator[_Frame]:
         """Everything the stream sends, until the run is closed or the client goes."""
         self._consumer = await self._hub.transact(self._attach)
         # Loop time, not the clock's: this paces the stream and decides nothing about the run.
@@ -164,7 +166,11 @@ class MicrobatchStream:
 
         def operation(state: RunState) -> _Delivery:
             found = _Delivery(microbatches=[], policy_version=state.run.policy_version)
-            while len(found.microbatches) < MAX_MICROBATCHES and (room := min(most, credit - found.num_groups)) > 0:
+            while (
+                len(found.microbatches) < MAX_MICROBATCHES
+                and (room := min(most, credit - found.num_groups)) > 0
+                and self._has_ready(state)
+            ):
                 names = delivery.deliver(
                     state, self._consumer, max_groups=room, target_tokens=self._hello.target_tokens
                 )
@@ -193,7 +199,7 @@ class MicrobatchStream:
             answer.exception()
         self._wake.set()
 
-    async def _microbatches(self) -> list[_Response]:
+    async def _microbatches(self) -> list[bytes]:
         if self._followed is not None:
             followed, self._followed, self._is_delivering = self._followed, None, False
             return await self._send(followed.result())
@@ -210,14 +216,14 @@ class MicrobatchStream:
             self._is_delivering = False
         return await self._send(handed_over)
 
-    async def _send(self, handed_over: _Delivery) -> list[_Response]:
+    async def _send(self, handed_over: _Delivery) -> list[bytes]:
         self._num_sent += handed_over.num_groups
         if handed_over.chosen:
             # There may be more, and nobody else's commit need ever come to say so.
             self._wake.set()
         return await self._load(handed_over)
 
-    async def _load(self, handed_over: _Delivery) -> list[_Response]:
+    async def _load(self, handed_over: _Delivery) -> list[bytes]:
         """The payload of what is handed over, in frames."""
         chosen = handed_over.chosen
         groups = await load_groups(self._hub, [record for record in chosen if isinstance(record, GroupRecord)])

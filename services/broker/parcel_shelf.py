@@ -75,6 +75,8 @@ class ParcelShelf:
         """Live groups by state of their samples."""
         self.num_ready_by_version: Counter[int] = Counter()
         """Groups that wait for the trainer, by the oldest version of their parcel."""
+        self._num_delivered_by_version: Counter[int] = Counter()
+        """Delivered parcels by their oldest version."""
         self.waiting_bytes = 0
         """Payload that waits for the trainer."""
         self.trained_bytes: Counter[int] = Counter()
@@ -121,6 +123,9 @@ class ParcelShelf:
     def older_than(self, version: int) -> list[str]:
         """Live parcels with samples of an older version."""
         ready = [parcel_name(sequence) for _oldest, sequence in takewhile(lambda key: key[0] < version, self.ready)]
+        if not any(oldest < version for oldest in self._num_delivered_by_version):
+            # As nearly always: asked with every delivery, while a whole step may be in the trainer's hands.
+            return ready
         return ready + [name for name in self.delivered if self.oldest_version(name) < version]
 
     def add(self, name: str, record: ParcelRecord) -> None:
@@ -186,7 +191,9 @@ class ParcelShelf:
         state = _DELIVERED if entry.is_delivered else _SCORED
         self.num_samples[state] += sign * entry.num_samples
         self.num_groups[state] += sign * entry.num_groups
-        if not entry.is_delivered:
+        if entry.is_delivered:
+            _add(self._num_delivered_by_version, entry.oldest, sign)
+        else:
             _add(self.num_ready_by_version, entry.oldest, sign * entry.num_groups)
             self.waiting_bytes += sign * entry.size_bytes
 

@@ -119,8 +119,7 @@ def _check_prompts(prompts: Sequence[types_pb2.Prompt]) -> tuple[list[str], list
     token_ids = [prompt.token_ids for prompt in prompts]
     sizes = list(map(len, token_ids))
     _require(min(sizes) > 0 and not any(size % 4 for size in sizes), "prompt.token_ids", sizes[0], "int32, not empty")
-    least = int(np.frombuffer(b"".join(token_ids), _INT32).min())
-    _require(least >= 0, "prompt.token_ids", least, "no negative token ids")
+    _check_token_ids("prompt.token_ids", token_ids)
     return group_ids, [size // 4 for size in sizes]
 
 
@@ -162,29 +161,28 @@ def _check_arrays(samples: Sequence[types_pb2.Trajectory]) -> list[int]:
             is_good = len(mask) == size // 4 and not mask.strip(b"\0\1")
             _require(is_good, "loss_mask", len(mask), "empty, or a byte of 0 or 1 a token")
     if any(sizes):
-        least = int(min(values.min() for values in _arrays(token_ids, _INT32)))
-        _require(least >= 0, "token_ids", least, "no negative token ids")
-        # A NaN makes either of them NaN, which compares false.
-        least_logprob, most_logprob = _range(logprobs)
-        is_good = least_logprob > -math.inf and most_logprob <= MAX_LOGPROB
-        _require(is_good, "behavior_logprobs", (least_logprob, most_logprob), "finite and at most 0, in nats")
+        _check_token_ids("token_ids", token_ids)
+        for values in _arrays(logprobs, _FLOAT32):
+            # A NaN makes either of them NaN, which compares false.
+            least, most = float(np.minimum.reduce(values)), float(np.maximum.reduce(values))
+            is_good = least > -math.inf and most <= MAX_LOGPROB
+            _require(is_good, "behavior_logprobs", (least, most), "finite and at most 0, in nats")
     if any(advantages):
-        least_advantage, most_advantage = _range(advantages)
-        is_good = least_advantage > -math.inf and most_advantage < math.inf
-        _require(is_good, "advantages", (least_advantage, most_advantage), "finite")
+        for values in _arrays(advantages, _FLOAT32):
+            least, most = float(np.minimum.reduce(values)), float(np.maximum.reduce(values))
+            _require(least > -math.inf and most < math.inf, "advantages", (least, most), "finite")
     return [size // 4 for size in sizes]
 
 
-def _range(parts: Sequence[bytes]) -> tuple[float, float]:
-    """The least and the largest value; NaN where any is."""
-    arrays = _arrays(parts, _FLOAT32)
-    least, most = [values.min() for values in arrays], [values.max() for values in arrays]
-    return float(np.min(least)), float(np.max(most))
+def _check_token_ids(field: str, parts: Sequence[bytes]) -> None:
+    for values in _arrays(parts, _INT32):
+        least = int(np.minimum.reduce(values))
+        _require(least >= 0, field, least, "no negative token ids")
 
 
 def _arrays(parts: Sequence[bytes], dtype: np.dtype[Any]) -> list[npt.NDArray[Any]]:
     """Arrays with all values of `parts`, which are not all empty: few of small parts, no copies of large ones."""
-    if sum(map(len, parts)) < len(parts) * _LARGE_BYTES:
+    if len(parts) > 1 and sum(map(len, parts)) < len(parts) * _LARGE_BYTES:
         return [np.frombuffer(b"".join(parts), dtype)]
     return [np.frombuffer(part, dtype) for part in parts if part]
 
@@ -202,9 +200,13 @@ def _check_versions(samples: Sequence[types_pb2.Trajectory], num_tokens: Sequenc
     _require(min(oldest) >= 0, "min_policy_version", min(oldest), "at least 0")
     _require(all(map(int.__le__, oldest, newest)), "max_policy_version", newest[0], "not below min_policy_version")
     versions = np.frombuffer(b"".join(parts), _INT64)
-    lengths = np.frombuffer(b"".join(lengths_parts), _INT32).astype(np.int64)
+    lengths = np.frombuffer(b"".join(lengths_parts), _INT32)
+    if versions.tolist() == oldest == newest and lengths.tolist() == num_tokens and all(num_tokens):
+        # As most often: each sample has tokens, all of one version. The rest says the same of any.
+        return oldest, newest
     if not versions.size:
         return oldest, newest
+    lengths = lengths.astype(np.int64)
     _require(int(lengths.min()) >= 1 and int(versions.min()) >= 0, "policy_versions", "", "runs >= 1, versions >= 0")
     # Where the runs of each sample that has tokens begin.
     starts = [end - size // 4 for end, size in zip(accumulate(size // 4 for size in sizes), sizes, strict=True) if size]

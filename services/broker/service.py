@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import grpc
 from google.protobuf.duration_pb2 import Duration
@@ -124,10 +124,10 @@ class BrokerService(broker_pb2_grpc.BrokerServiceServicer):
     async def StreamMicrobatches(
         self, request_iterator: AsyncIterator[broker_pb2.StreamMicrobatchesRequest], context: _Context
     ) -> AsyncIterator[broker_pb2.StreamMicrobatchesResponse]:
-        """See `microbatch_stream`."""
+        """See `microbatch_stream`. Microbatches come serialized, which the server takes too (`penstock.guard`)."""
         stream = await MicrobatchStream.open(self._hubs, request_iterator)
         async for response in stream.serve(request_iterator):
-            yield response
+            yield cast("broker_pb2.StreamMicrobatchesResponse", response)
 
     async def AckStep(self, request: broker_pb2.AckStepRequest, context: _Context) -> broker_pb2.AckStepResponse:
         """Mark a step trained; see `delivery.acknowledge`."""

@@ -18,6 +18,7 @@ from google.protobuf.message import Message
 from prometheus_client import CollectorRegistry
 
 from penstock.errors import InternalError, PenstockError, ServiceUnavailableError
+from penstock.v1 import broker_pb2
 from services.broker.keys import RunKeys
 from services.broker.memory_store import MemoryStore
 from services.broker.redis_store import RedisStore
@@ -136,6 +137,11 @@ def copied(message: _Message) -> _Message:
     return type(message).FromString(message.SerializeToString())
 
 
+def parsed(response: bytes) -> broker_pb2.StreamMicrobatchesResponse:
+    """A response of the only method that serializes its own."""
+    return broker_pb2.StreamMicrobatchesResponse.FromString(response)
+
+
 class InProcessBroker:
     """One broker; kill it and make another over the same backing."""
 
@@ -210,7 +216,7 @@ class Stream:
     async def _read(self, responses: AsyncIterator[Message]) -> None:
         try:
             async for response in responses:
-                self._on_response(copied(response))
+                self._on_response(parsed(response) if isinstance(response, bytes) else copied(response))
         except Exception as error:
             if isinstance(error, PenstockError):
                 self.error = error
