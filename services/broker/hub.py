@@ -50,6 +50,7 @@ class _Request:
     answer: asyncio.Future[Any]
     reading: Callable[[RunState, Mapping[str, int]], Any] | None = None
     """What to read instead, with the books; such a request is a batch of its own, too."""
+    is_follower: bool = False
     result: Any = None
     error: PenstockError | None = None
 
@@ -265,7 +266,7 @@ class RunHub:
             if operation is not None:
                 answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
                 answer.add_done_callback(take)
-                requests.append(_Request(operation=operation, must_verify=False, create=None, answer=answer))
+                requests.append(_Request(operation, must_verify=False, create=None, answer=answer, is_follower=True))
         return requests
 
     async def _read(self, request: _Request, reading: Callable[[RunState, Mapping[str, int]], Any]) -> None:
@@ -381,7 +382,8 @@ def _nothing(_state: RunState) -> None:
 
 
 def _answer(batch: Sequence[_Request]) -> None:
-    for request in batch:
+    """Followers first: a trainer waits for work, a producer only for its receipt."""
+    for request in sorted(batch, key=lambda request: not request.is_follower):
         if request.error is not None:
             _set_error(request.answer, request.error)
         elif not request.answer.done():

@@ -18,6 +18,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
+import hiredis
 import structlog
 from redis.asyncio import Redis, RedisCluster
 from redis.asyncio.cluster import ClusterNode
@@ -38,6 +39,7 @@ RETRY_FOR_S = 1.5
 MAX_CONNECTIONS = 32
 REPLICATION_TIMEOUT_S = 1.0
 MAX_REASON_CHARACTERS = 300
+MAX_COPIED_BYTES = 16 * 1024
 
 _log = structlog.get_logger()
 _T = TypeVar("_T")
@@ -114,10 +116,22 @@ async def _exchange(redis: Redis, commands: Sequence[Sequence[_Arg]]) -> list[An
     """
     connection: AbstractConnection = await redis.connection_pool.get_connection()  # type: ignore[no-untyped-call]
     try:
-        await connection.send_packed_command(connection.pack_commands(commands))
+        await connection.send_packed_command(_packed(connection, commands))
         return [await _answer(connection) for _ in commands]
     finally:
         await redis.connection_pool.release(connection)
+
+
+def _packed(connection: AbstractConnection, commands: Sequence[Sequence[_Arg]]) -> list[bytes]:
+    """Commands as they go over the wire: packed by hiredis, in C; by redis-py where a value is too large to copy."""
+    parts: list[bytes] = []
+    for command in commands:
+        if any(isinstance(arg, bytes) and len(arg) > MAX_COPIED_BYTES for arg in command):
+            parts += connection.pack_command(*command)
+        else:
+            arguments: tuple[Any, ...] = tuple(command)
+            parts.append(hiredis.pack_command(arguments))
+    return parts
 
 
 async def _answer(connection: AbstractConnection) -> Any:
