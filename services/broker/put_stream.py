@@ -90,18 +90,21 @@ def read_request(request: _Request) -> Put:
 
 async def _wait_for_room(hub: RunHub, put: Put) -> None:
     """Until the copy of the run, which may be behind, has room for the request and what this process stores already."""
+    if _has_room(hub, put):
+        return
     with hub.listening() as wake, suppress(TimeoutError):
         async with asyncio.timeout(HOLD_S):
-            while (
-                hub.copy is not None
-                and not hub.copy.run.is_closed
-                and (
-                    _is_too_much(hub, put)
-                    or putting.is_full(hub.copy, hub.num_groups_coming + len(put.groups), len(put.payload))
-                )
-            ):
+            while not _has_room(hub, put):
                 await wake.wait()
                 wake.clear()
+
+
+def _has_room(hub: RunHub, put: Put) -> bool:
+    """Whether there is room, or will never be."""
+    if hub.copy is None or hub.copy.run.is_closed:
+        return True
+    num_groups = hub.num_groups_coming + len(put.groups)
+    return not _is_too_much(hub, put) and not putting.is_full(hub.copy, num_groups, len(put.payload))
 
 
 def _is_too_much(hub: RunHub, put: Put) -> bool:

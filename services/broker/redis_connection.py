@@ -33,7 +33,7 @@ from penstock.rpc import backoff_s
 from services.broker.redis_address import RedisAddress, parse_redis_url
 from services.broker.redis_faults import REDIS_ERRORS, Outage, RedisFault, TooFewReplicasError, classify
 
-SOCKET_TIMEOUT_S = 3.0
+ATTEMPT_TIMEOUT_S = 3.0
 CALL_TIMEOUT_S = 6.0
 RETRY_FOR_S = 1.5
 MAX_CONNECTIONS = 32
@@ -204,7 +204,8 @@ class RedisConnection:
         give_up_s = self._monotonic_s() + RETRY_FOR_S
         for delay_s in backoff_s(first_s=0.02, most_s=0.3):
             try:
-                return await _cancellable(operation(self._redis))
+                async with asyncio.timeout(ATTEMPT_TIMEOUT_S):
+                    return await operation(self._redis)
             except REDIS_ERRORS as error:
                 fault = classify(error)
                 if is_trial or not fault.is_brief or self._monotonic_s() + delay_s > give_up_s:
@@ -238,25 +239,13 @@ class RedisConnection:
         return ServiceUnavailableError(outage.describe(self._monotonic_s()), redis_fault=outage.fault)
 
 
-async def _cancellable(work: Awaitable[_T]) -> _T:
-    """The result of `work`, unless this task was cancelled meanwhile.
-
-    redis-py sends through `asyncio.wait_for`, which up to Python 3.11 forgets a cancellation that comes together with
-    the result (bpo-37658): whoever cancels a loop over Redis and waits for its end would wait for ever.
-    """
-    task = asyncio.current_task()
-    num_before = task.cancelling() if task is not None else 0
-    result = await work
-    if task is not None and task.cancelling() > num_before:
-        raise asyncio.CancelledError
-    return result
-
-
 def _clients(address: RedisAddress) -> tuple[Redis, Sentinel | None]:
     """A client, and the Sentinels it asks, that repeat nothing by themselves: `RedisConnection` decides."""
     common: dict[str, Any] = {
-        "socket_timeout": SOCKET_TIMEOUT_S,
-        "socket_connect_timeout": SOCKET_TIMEOUT_S,
+        # Each attempt has a deadline of ours. redis-py takes `asyncio.wait_for`: a task for each command, and
+        # up to Python 3.11 a cancellation that comes together with the result is forgotten (bpo-37658).
+        "socket_timeout": None,
+        "socket_connect_timeout": ATTEMPT_TIMEOUT_S,
         # The calls under way are bounded by a semaphore, which waits where a full pool would raise.
         "max_connections": 2 * MAX_CONNECTIONS,
         "retry": Retry(NoBackoff(), 0),

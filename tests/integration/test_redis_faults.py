@@ -187,7 +187,7 @@ async def test_a_redis_that_loads_is_waited_for(server: RedisProcess) -> None:
 async def test_a_slow_redis_is_waited_for_and_one_that_hangs_is_not(
     server: RedisProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(redis_connection, "SOCKET_TIMEOUT_S", 1.0)
+    monkeypatch.setattr(redis_connection, "ATTEMPT_TIMEOUT_S", 1.0)
     async with bench(server.url) as running:
         server.command("CLIENT", "PAUSE", 400)
         assert (await running.broker.submit(prompt("slow"))).num_queued_groups == 2
