@@ -205,7 +205,7 @@ class RedisConnection:
         for delay_s in backoff_s(first_s=0.02, most_s=0.3):
             try:
                 async with asyncio.timeout(ATTEMPT_TIMEOUT_S):
-                    return await operation(self._redis)
+                    return await _cancellable(operation(self._redis))
             except REDIS_ERRORS as error:
                 fault = classify(error)
                 if is_trial or not fault.is_brief or self._monotonic_s() + delay_s > give_up_s:
@@ -239,11 +239,24 @@ class RedisConnection:
         return ServiceUnavailableError(outage.describe(self._monotonic_s()), redis_fault=outage.fault)
 
 
+async def _cancellable(work: Awaitable[_T]) -> _T:
+    """The result of `work`, unless this task was cancelled meanwhile.
+
+    redis-py asks Sentinels through `asyncio.wait_for`, which up to Python 3.11 forgets a cancellation that comes
+    together with the result (bpo-37658): whoever cancels a loop over Redis and waits for its end would wait for ever.
+    """
+    task = asyncio.current_task()
+    num_before = task.cancelling() if task is not None else 0
+    result = await work
+    if task is not None and task.cancelling() > num_before:
+        raise asyncio.CancelledError
+    return result
+
+
 def _clients(address: RedisAddress) -> tuple[Redis, Sentinel | None]:
     """A client, and the Sentinels it asks, that repeat nothing by themselves: `RedisConnection` decides."""
     common: dict[str, Any] = {
-        # Each attempt has a deadline of ours. redis-py takes `asyncio.wait_for`: a task for each command, and
-        # up to Python 3.11 a cancellation that comes together with the result is forgotten (bpo-37658).
+        # Each attempt has a deadline of ours; redis-py's own would cost a task for each command (`asyncio.wait_for`).
         "socket_timeout": None,
         "socket_connect_timeout": ATTEMPT_TIMEOUT_S,
         # The calls under way are bounded by a semaphore, which waits where a full pool would raise.
