@@ -68,9 +68,9 @@ class BrokerClient:
         )
         return await self._call(self._stub.OpenRun, request)
 
-    async def close_run(self, run_id: str) -> None:
-        """End the run: no more leases, its streams end."""
-        await self._call(self._stub.CloseRun, broker_pb2.CloseRunRequest(run_id=run_id))
+    async def close_run(self, run_id: str, *, drop_reason: str = "") -> None:
+        """End the run: no more leases, its streams end; groups in flight are dropped where there is a reason."""
+        await self._call(self._stub.CloseRun, broker_pb2.CloseRunRequest(run_id=run_id, drop_reason=drop_reason))
 
     async def submit_prompts(
         self, run_id: str, prompts: Sequence[types_pb2.Prompt]

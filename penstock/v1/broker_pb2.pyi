@@ -372,16 +372,22 @@ class CloseRunRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     RUN_ID_FIELD_NUMBER: _builtins.int
+    DROP_REASON_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     """Which run."""
+    drop_reason: _builtins.str
+    """Where it is not empty, all groups in flight are dropped for this reason, 1 to 64 characters of [a-z0-9_], as the run
+    closes: nobody will train on them. Without it they are there again when the run is opened anew.
+    """
     def __init__(
         self,
         *,
         run_id: _builtins.str = ...,
+        drop_reason: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["run_id", b"run_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["drop_reason", b"drop_reason", "run_id", b"run_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -107,6 +107,12 @@ def drop_groups(state: RunState, group_ids: Iterable[str], reason: str) -> int:
     return num_samples + parcels.drop(state, group_ids, reason)
 
 
+def drop_all(state: RunState, reason: str) -> int:
+    """Give up whatever is in flight, put groups included; returns the number of samples."""
+    put = [group_id for _name, record in state.shelf.live() for group_id in record.group_ids]
+    return drop_groups(state, [*state.live, *put], reason)
+
+
 def drop_stale(state: RunState) -> int:
     """Give up every training group that the run's version left behind, and queue its prompt anew.
 

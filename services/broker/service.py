@@ -53,10 +53,14 @@ class BrokerService(broker_pb2_grpc.BrokerServiceServicer):
         return await self._hubs.hub(request.run_id).open(request)
 
     async def CloseRun(self, request: broker_pb2.CloseRunRequest, context: _Context) -> broker_pb2.CloseRunResponse:
-        """Mark the run closed; its streams notice."""
+        """Mark the run closed, with nothing left where that is asked for; its streams notice."""
         check_run_id(request.run_id)
+        if request.drop_reason:
+            check_reason(request.drop_reason, field="drop_reason")
 
         def operation(state: RunState) -> None:
+            if request.drop_reason:
+                drops.drop_all(state, request.drop_reason)
             state.run.is_closed = True
 
         await self._hubs.hub(request.run_id).transact(operation)

@@ -46,9 +46,9 @@ def check_id(field: str, value: str) -> None:
     _require(is_good, field, value[:80], f"1 to {MAX_ID_CHARACTERS} printable characters")
 
 
-def check_reason(reason: str) -> None:
+def check_reason(reason: str, *, field: str = "reason") -> None:
     """1 to 64 characters of [a-z0-9_]."""
-    _require(_REASON.fullmatch(reason) is not None, "reason", reason[:80], "1 to 64 characters of [a-z0-9_]")
+    _require(_REASON.fullmatch(reason) is not None, field, reason[:80], "1 to 64 characters of [a-z0-9_]")
 
 
 def check_count(field: str, count: int, most: int) -> None:

@@ -19,7 +19,7 @@ from penstock.v1 import broker_pb2, types_pb2
 from services.broker import microbatch_stream, put_stream
 from services.broker.memory_store import MemoryStore
 from services.broker.store import Store
-from tests.helpers.broker import RUN, Duplex, RunningBroker, Trainer, eventually, serving
+from tests.helpers.broker import RUN, Duplex, RunningBroker, Trainer, eventually, prompt, serving
 from tests.helpers.trajectories import group, groups
 
 TIMEOUT_S = 20.0
@@ -111,7 +111,7 @@ async def test_a_request_sent_again_is_answered_and_stored_once_also_by_another_
         (late,) = await answer(two, request("1", *groups("a", "b")))
         assert late.num_samples == 0
         async with training(two) as trainer:
-            assert [group.prompt.group_id for group in await receive(trainer, 2)] == ["a", "b"]
+            assert [made.prompt.group_id for made in await receive(trainer, 2)] == ["a", "b"]
         books = await two.audit()
         assert (books.submitted, books.in_flight) == (4, 4)
 
@@ -173,7 +173,7 @@ async def test_a_stalled_trainer_slows_its_producers_down_and_nothing_is_lost(mo
             assert (await broker.audit()).in_flight == 8
             async with training(broker) as trainer:
                 for version in (1, 2, 3):
-                    names = [group.prompt.group_id for group in await receive(trainer, 4)]
+                    names = [made.prompt.group_id for made in await receive(trainer, 4)]
                     assert (await ack(broker, names, version)).num_samples == 8
                     trainer.release(names)
             assert (await sending).num_samples == 24
@@ -221,6 +221,24 @@ async def test_put_streams_end_with_the_run() -> None:
             with pytest.raises(RunClosedError):
                 await producer.put(groups("b"))
         assert (await broker.audit()).submitted == 2
+
+
+async def test_what_is_left_when_a_run_is_over_is_given_up_by_name(store: Store) -> None:
+    async with serving(store) as broker:
+        await broker.open(groups_per_step=4, max_staleness=1)
+        async with producing(broker) as producer, training(broker, max_groups=4) as trainer:
+            await producer.put(groups("a", "b", "c", "d"))
+            await ack(broker, [trained.prompt.group_id for trained in await receive(trainer, 4)], 1)
+            assert (await producer.put(groups("left"))).num_samples == 2
+        assert not (await broker.submit(prompt("prompted"))).errors
+        request = broker_pb2.CloseRunRequest(run_id=RUN, drop_reason="run_complete")
+        for _ in range(2):
+            await broker.call("CloseRun", request)
+            books = await broker.audit()
+            assert (books.submitted, books.trained, books.in_flight, books.balanced) == (12, 8, 0, True)
+            assert books.dropped == {"run_complete": 4}
+        with pytest.raises(InvalidFieldError, match="drop_reason"):
+            await broker.call("CloseRun", broker_pb2.CloseRunRequest(run_id=RUN, drop_reason="Run complete"))
 
 
 async def test_unanswered_puts_are_sent_again_to_the_broker_that_comes_back() -> None:

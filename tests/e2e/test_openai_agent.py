@@ -77,6 +77,7 @@ def test_an_agents_sessions_are_trained_on_token_by_token(tmp_path):
         audit = run.summary()["audit"]
         metrics = run.metrics()
     assert audit["balanced"]
+    assert audit["in_flight"] == 0
     assert audit["trained"] == NUM_STEPS * GROUPS_PER_STEP * GROUP_SIZE
     assert all(line["reward/mean"] == 1.5 and line["optimizer/grad_norm"] > 0 for line in metrics), metrics[0]
     rows = [json.loads(line) for line in (run.folder.path / "trajectories.jsonl").read_text().splitlines()]

@@ -92,6 +92,8 @@ class ScriptedTrainingBroker(broker_pb2_grpc.BrokerServiceServicer):
 
     async def CloseRun(self, request, context):
         self.is_closed = True
+        if request.drop_reason:
+            self.dropped |= dict.fromkeys(self._live(), request.drop_reason)
         return broker_pb2.CloseRunResponse()
 
     async def SubmitPrompts(self, request, context):
