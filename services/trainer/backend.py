@@ -98,7 +98,7 @@ class StepMetrics:
 
 
 class Backend(Protocol):
-    """Holds a causal language model and its optimiser.
+    """Holds a causal language model and its optimiser, in one process or in several that train together.
 
     Promises:
     - Gradients add up over `forward_backward` until `optimizer_step` or `discard_gradients`; the order of packs and
@@ -121,11 +121,15 @@ class Backend(Protocol):
     def adapter(self) -> AdapterSpec | None:
         """How `state_tensors` are applied where they are a LoRA adapter; None where they are all weights."""
 
-    def forward_backward(self, pack: Pack) -> LossTotals:
-        """Adds a pack's gradient of the summed loss.
+    @property
+    def shares(self) -> tuple[float, ...]:
+        """How much each of the processes that train together can take, in any unit; one number for one process."""
+
+    def forward_backward(self, *packs: Pack | None) -> LossTotals:
+        """Adds the gradient of the summed loss of one pack for each process, in the order of `shares`.
 
         Raises:
-            NonFiniteLossError: nothing was added; discard the gradients or go on without the pack.
+            NonFiniteLossError: nothing was added; discard the gradients or go on without these packs.
         """
 
     def forward_logprobs(self, pack: Pack) -> npt.NDArray[np.float32]:
@@ -156,10 +160,13 @@ class Backend(Protocol):
     def discard_gradients(self) -> None:
         """Forgets what was accumulated."""
 
+    def close(self) -> None:
+        """Lets go of other processes, which end; the last call."""
+
     def state_tensors(self) -> dict[str, Tensor]:
         """The trained weights by their Hugging Face names, tied ones once, or an adapter's by those of PEFT.
 
-        Live views, valid until the next step or load.
+        Live views or copies, valid until the next step or load.
         """
 
     def save(self, directory: Path) -> Future[None]:

@@ -94,11 +94,16 @@ class InterruptibleBackend:
         """See `Backend`."""
         return self._backend.adapter
 
-    def forward_backward(self, pack: Pack) -> LossTotals:
+    @property
+    def shares(self) -> tuple[float, ...]:
+        """See `Backend`."""
+        return self._backend.shares
+
+    def forward_backward(self, *packs: Pack | None) -> LossTotals:
         """See `Backend`; raises InterruptedComputeError after `interrupt`."""
         if self._is_interrupted.is_set():
             raise InterruptedComputeError("the run is being stopped")
-        return self._backend.forward_backward(pack)
+        return self._backend.forward_backward(*packs)
 
     def forward_logprobs(self, pack: Pack) -> npt.NDArray[np.float32]:
         """See `Backend`."""
@@ -121,6 +126,10 @@ class InterruptibleBackend:
     def discard_gradients(self) -> None:
         """See `Backend`."""
         self._backend.discard_gradients()
+
+    def close(self) -> None:
+        """See `Backend`."""
+        self._backend.close()
 
     def state_tensors(self) -> dict[str, Tensor]:
         """See `Backend`."""

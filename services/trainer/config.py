@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
@@ -216,6 +216,21 @@ class ComputeConfig(StrictModel):
     """Most groups taken from the broker at once."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where to train."""
+    num_processes: int = Field(default=1, ge=1, le=1024)
+    """Processes over which model and optimiser are sharded (FSDP2), one a GPU: started on the trainer's machine, or by
+    torchrun on many."""
+    shares: tuple[Annotated[float, Field(gt=0)], ...] | None = None
+    """How many tokens each process takes, in any unit, where their devices are unlike; all the same when unset."""
+    gradient_checkpointing: bool = False
+    """Keep less for the backward pass and compute it again: less memory, about a third more work."""
+
+    @model_validator(mode="after")
+    def _each_process_has_a_share(self) -> Self:
+        if self.shares is not None and len(self.shares) != self.num_processes:
+            raise ValueError(
+                f"shares: {len(self.shares)} numbers for {self.num_processes} processes; give one for each process"
+            )
+        return self
 
 
 class TrainingConfig(StrictModel):
@@ -264,6 +279,15 @@ class TrainingConfig(StrictModel):
         if algorithm.reference_refresh_steps and self.lora is not None:
             raise ValueError(
                 "algorithm.reference_refresh_steps: with lora the reference is the model itself; leave it 0"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _several_processes_hold_the_policy_only(self) -> Self:
+        if self.trainer.num_processes > 1 and (self.algorithm.name == "ppo" or self.algorithm.reference_refresh_steps):
+            raise ValueError(
+                "trainer.num_processes: a critic (ppo) and a refreshed reference are not sharded; leave it 1, choose "
+                "another algorithm.name, set algorithm.reference_refresh_steps to 0"
             )
         return self
 

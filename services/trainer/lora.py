@@ -61,6 +61,7 @@ class LoraModel:
         except ValueError as error:
             raise UnsupportedModelError(f"lora.target_modules: {error}") from error
         self.network.eval()
+        self.networks = (self.network,)
         self._dropouts = [module for name, module in self.network.named_modules() if ".lora_dropout." in name]
 
     def state_tensors(self) -> dict[str, Tensor]:

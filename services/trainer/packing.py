@@ -109,7 +109,7 @@ def pack_trajectories(trajectories: Sequence[Trajectory], *, max_pack_tokens: in
     """
     lengths = [int(trajectory.token_ids.size) for trajectory in trajectories]
     bins = first_fit_decreasing(lengths, capacity=max_pack_tokens)
-    return [_concatenate(trajectories, members) for members in bins]
+    return [join(trajectories, members) for members in bins]
 
 
 def first_fit_decreasing(lengths: Sequence[int], *, capacity: int) -> list[list[int]]:
@@ -137,7 +137,8 @@ def first_fit_decreasing(lengths: Sequence[int], *, capacity: int) -> list[list[
     return bins
 
 
-def _concatenate(trajectories: Sequence[Trajectory], indices: Sequence[int]) -> Pack:
+def join(trajectories: Sequence[Trajectory], indices: Sequence[int]) -> Pack:
+    """One pack of those trajectories, at least one, in the order of `indices`."""
     members = [trajectories[index] for index in indices]
     lengths = np.array([member.token_ids.size for member in members], dtype=np.int64)
     starts = np.cumsum(lengths) - lengths

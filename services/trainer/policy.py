@@ -12,8 +12,11 @@ from services.trainer.algorithms.correction import Correction, CorrectionLevel
 from services.trainer.algorithms.kl import KlEstimator
 from services.trainer.algorithms.loss import LossSettings, policy_loss
 from services.trainer.algorithms.registry import algorithm_of
+from services.trainer.backend import Backend
 from services.trainer.config import TrainingConfig
 from services.trainer.context import Policy
+from services.trainer.launching import TorchrunRuns
+from services.trainer.peers import Peers
 from services.trainer.single_process_backend import ModelSettings, SingleProcessBackend
 from services.trainer.tokenizer import HuggingFaceTokenizer
 
@@ -21,8 +24,12 @@ CRITIC_RATE_FACTOR = 10.0
 """A critic starts from nothing and learns by regression; what others use is ten to twenty times the policy's rate."""
 
 
-def load_policy(config: TrainingConfig) -> Policy:
+def load_policy(config: TrainingConfig, torchrun: TorchrunRuns | None = None) -> Policy:
     """The model with its optimiser, and its tokenizer.
+
+    Args:
+        config: Of the run.
+        torchrun: Brings the other processes where torchrun started them.
 
     Raises:
         ConfigError: The directory holds no usable model or tokenizer.
@@ -30,28 +37,44 @@ def load_policy(config: TrainingConfig) -> Policy:
     """
     # A service's log is read by people and programs; bars that redraw themselves spoil it.
     disable_progress_bar()
-    algorithm = algorithm_of(config.algorithm.name)
     tokenizer = HuggingFaceTokenizer(config.model.path)
     try:
-        backend = SingleProcessBackend(
-            model=ModelSettings(
-                path=config.model.path,
-                lora=config.lora,
-                dtype=config.model.dtype,
-                device=config.trainer.device,
-                num_threads=config.trainer.num_threads,
-                temperature=config.sampling.temperature,
-                keep_reference=config.algorithm.kl_coefficient > 0,
-                loss_reads_reference=not algorithm.is_kl_in_reward,
-                critic_learning_rate=_critic_rate(config) if algorithm.has_critic else None,
-            ),
-            optimizer=config.optimizer,
-            loss=partial(policy_loss, algorithm=algorithm, settings=_loss_settings(config, algorithm)),
-            seed=config.run.seed,
-        )
+        backend = _backend(config, torchrun)
     except OSError as error:
         raise ConfigError(f"model.path: {config.model.path}: no usable model: {error}") from error
-    return Policy(backend=backend, tokenizer=tokenizer, algorithm=algorithm)
+    return Policy(backend=backend, tokenizer=tokenizer, algorithm=algorithm_of(config.algorithm.name))
+
+
+def _backend(config: TrainingConfig, torchrun: TorchrunRuns | None) -> Backend:
+    if config.trainer.num_processes == 1:
+        return local_backend(config)
+    # Imported here: one process needs none of it.
+    from services.trainer.leading import lead
+
+    return lead(config, build=local_backend, torchrun=torchrun)
+
+
+def local_backend(config: TrainingConfig, peers: Peers | None = None) -> Backend:
+    """The backend, or this process' part of it; raises OSError, BackendError."""
+    algorithm = algorithm_of(config.algorithm.name)
+    return SingleProcessBackend(
+        model=ModelSettings(
+            path=config.model.path,
+            lora=config.lora,
+            dtype=config.model.dtype,
+            device=config.trainer.device,
+            num_threads=config.trainer.num_threads,
+            temperature=config.sampling.temperature,
+            keep_reference=config.algorithm.kl_coefficient > 0,
+            loss_reads_reference=not algorithm.is_kl_in_reward,
+            critic_learning_rate=_critic_rate(config) if algorithm.has_critic else None,
+            gradient_checkpointing=config.trainer.gradient_checkpointing,
+        ),
+        optimizer=config.optimizer,
+        loss=partial(policy_loss, algorithm=algorithm, settings=_loss_settings(config, algorithm)),
+        seed=config.run.seed,
+        peers=peers,
+    )
 
 
 def _critic_rate(config: TrainingConfig) -> float:

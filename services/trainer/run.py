@@ -94,6 +94,7 @@ class TrainingRun:
         self._metrics = JsonLines(spec.run_dir / "metrics.jsonl")
         self._evaluations = JsonLines(spec.run_dir / "evaluations.jsonl")
         self._backend: InterruptibleBackend | None = None
+        self._opened: InterruptibleBackend | None = None
         self._progress = Progress()
         self._num_skipped_rows = 0
         self._started_s = self._clock.now_s()
@@ -122,6 +123,7 @@ class TrainingRun:
             outcome = trainer_pb2.RUN_OUTCOME_FAILED
             message, summary = f"{message + '; ' if message else ''}cannot write to the run's folder: {error}", ""
         finally:
+            await self._close_backend()
             self._compute.close()
         _log.info("run ends", run_id=self.spec.run_id, message=message, steps=self._progress.policy_version)
         self.events.finish(outcome, message=message, summary_json=summary)
@@ -153,7 +155,7 @@ class TrainingRun:
         config = self.spec.config
         self.events.change_state(trainer_pb2.TRAINER_STATE_STARTING, f"loading {config.model.path}")
         policy = await self._compute.run(self._load_policy, config)
-        backend = InterruptibleBackend(policy.backend)
+        backend = self._opened = InterruptibleBackend(policy.backend)
         train, held_out = await self._compute.run(self._load_data, policy)
         self._num_skipped_rows = sum(prompts.num_skipped for prompts in (train, held_out) if prompts is not None)
         await self._restore(backend)
@@ -215,6 +217,14 @@ class TrainingRun:
             overlap = self._meter.totals(self._clock.now_s())
             state = self._progress.to_resume_state(wall_s=self._wall_s(), overlap=overlap)
             await self._checkpoints.begin(self._backend, state)
+
+    async def _close_backend(self) -> None:
+        if self._opened is None:
+            return
+        try:
+            await self._compute.run(self._opened.close)
+        except Exception as error:  # What broke is told by the run's end; here something is only let go.
+            _log.error("the trainer's processes do not end well", exc_info=error)
 
     def _wall_s(self) -> float:
         return self._progress.wall_s + self._clock.now_s() - self._started_s

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+import os
+
 from penstock.clock import SystemClock
 from penstock.rpc import Server, Service, run_until_stopped
 from penstock.security import Security
@@ -10,6 +13,7 @@ from penstock.v1 import trainer_pb2_grpc, weights_pb2_grpc
 from services.trainer.broadcast_server import broadcasting
 from services.trainer.config import TrainerConfig, TrainingConfig
 from services.trainer.context import Policy, RunSpec
+from services.trainer.launching import Place, TorchrunRuns, check_size
 from services.trainer.run import TrainingRun
 from services.trainer.service import SERVICE_NAME, TrainerService
 from services.trainer.weight_publisher import serving_weights
@@ -22,9 +26,15 @@ STOP_TIMEOUT_S = 60.0
 async def serve(config: TrainerConfig) -> None:
     """Serve until SIGTERM or SIGINT; a run under way is stopped, with a checkpoint, before the server is.
 
+    Under torchrun the first process serves; the others do their parts of its runs until it ends.
+
     Raises:
         PortUnavailableError: An address cannot be listened on.
     """
+    place = Place.read(os.environ)
+    if place is not None and place.rank > 0:
+        await _follow(place)
+        return
     security = Security.from_environment()
     store = WeightStore()
     serve_metrics(config.metrics_port)
@@ -43,15 +53,36 @@ async def serve(config: TrainerConfig) -> None:
             weights=WeightStoreService(store, broadcasts=broadcasts),
             weights_url=config.weights_url or url,
             security=security,
+            place=place,
         )
 
 
+async def _follow(place: Place) -> None:
+    from services.trainer.follower import ignore_signals
+    from services.trainer.rank_process import follow_under_torchrun
+
+    ignore_signals()
+    await asyncio.to_thread(follow_under_torchrun, place)
+
+
 async def _serve_grpc(
-    config: TrainerConfig, *, store: WeightStore, weights: WeightStoreService, weights_url: str, security: Security
+    config: TrainerConfig,
+    *,
+    store: WeightStore,
+    weights: WeightStoreService,
+    weights_url: str,
+    security: Security,
+    place: Place | None,
 ) -> None:
+    torchrun = TorchrunRuns() if place is not None else None
+
+    def load_policy(run: TrainingConfig) -> Policy:
+        check_size(place, run.trainer.num_processes)
+        return _load_policy(run, torchrun)
+
     def make_run(spec: RunSpec) -> TrainingRun:
         return TrainingRun(
-            spec, store=store, weights_url=weights_url, load_policy=_load_policy, security=security, clock=SystemClock()
+            spec, store=store, weights_url=weights_url, load_policy=load_policy, security=security, clock=SystemClock()
         )
 
     trainer = TrainerService(make_run=make_run, weights_url=weights_url)
@@ -72,11 +103,15 @@ async def _serve_grpc(
         security=security,
     )
     trainer.stopping = weights.stopping = server.stopping
-    await run_until_stopped(server, before_stop=lambda: trainer.stop(timeout_s=STOP_TIMEOUT_S))
+    try:
+        await run_until_stopped(server, before_stop=lambda: trainer.stop(timeout_s=STOP_TIMEOUT_S))
+    finally:
+        if torchrun is not None:
+            torchrun.end()
 
 
-def _load_policy(config: TrainingConfig) -> Policy:
+def _load_policy(config: TrainingConfig, torchrun: TorchrunRuns | None) -> Policy:
     # Imported when the first run begins, in the compute thread: torch takes seconds, and until then the server answers.
     from services.trainer.policy import load_policy
 
-    return load_policy(config)
+    return load_policy(config, torchrun)

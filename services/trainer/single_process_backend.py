@@ -1,6 +1,7 @@
-"""The backend for one process and one device: a Hugging Face causal LM, AdamW, no parallelism.
+"""The backend's part in one process: a Hugging Face causal LM with AdamW, whole, or a shard of it (`Peers`).
 
 Invariants:
+- One process and many run the same code; alone, what concerns the others does nothing.
 - Dropout is off, so log-probs are those of the policy that was published; only an adapter's own can be asked for.
 - Weights, optimiser moments and their exported files have one element type: a checkpoint is exactly what was trained.
 - Nothing is read from the network and nothing is unpickled: weights and optimiser state are safetensors.
@@ -37,9 +38,10 @@ from services.trainer.companions import Companions, read_companions, write_compa
 from services.trainer.config import LoraSection, OptimizerConfig
 from services.trainer.critic import Critic
 from services.trainer.model_files import copy_tokenizer
-from services.trainer.packing import Pack, Trajectory, pack_trajectories
+from services.trainer.packing import Pack, Trajectory, join, pack_trajectories
+from services.trainer.peers import Alone, Peers
 from services.trainer.resume_tensors import write_resume
-from services.trainer.trained_model import TrainedModel, WholeModel
+from services.trainer.trained_model import TrainedModel, WholeModel, checkpoint_layers
 from services.trainer.training_state import TrainingState
 
 MIN_DECAY = 0.1
@@ -70,14 +72,26 @@ class ModelSettings:
     loss_reads_reference: bool = True
     """Whether the loss needs them, or only the credit (`token_scores`)."""
     critic_learning_rate: float | None = None
-    """Train a critic beside the model, at this rate; None has none."""
+    """Train a critic beside the model, at this rate; None has none. In one process only."""
+    gradient_checkpointing: bool = False
+    """Keep only each layer's input for the backward pass, and compute the rest again."""
 
 
 class SingleProcessBackend:
     """See `Backend` for the promises."""
 
-    def __init__(self, *, model: ModelSettings, optimizer: OptimizerConfig, loss: LossFunction, seed: int) -> None:
-        """Loads the model.
+    shares = (1.0,)
+
+    def __init__(
+        self,
+        *,
+        model: ModelSettings,
+        optimizer: OptimizerConfig,
+        loss: LossFunction,
+        seed: int,
+        peers: Peers | None = None,
+    ) -> None:
+        """Loads the model; with `peers` in all processes at once.
 
         Raises:
             UnsupportedModelError: its attention cannot be replaced by the packed one.
@@ -89,8 +103,14 @@ class SingleProcessBackend:
         self._settings = model
         self._optimizer_config = optimizer
         self._loss = loss
-        self._device = _resolve_device(model.device)
+        self._peers: Peers = peers or Alone()
+        self._device = self._peers.device(model.device)
         self._trained = self._load_trained()
+        for network in self._trained.networks:
+            self._peers.shard(network)
+        if self._peers.rank > 0:
+            # The same numbers made the same weights; from here on, each process draws its own.
+            torch.manual_seed(seed + self._peers.rank)
         self._model = self._trained.network
         named = self._model.named_parameters()
         self._parameters = {name: parameter for name, parameter in named if parameter.requires_grad}
@@ -103,11 +123,15 @@ class SingleProcessBackend:
         )
         self._num_optimizer_steps = 0
         self._state = TrainingState(
-            weights=self._trained.state_tensors(), parameters=self._parameters, optimizer=self._optimizer
+            weights=self._trained.state_tensors(),
+            parameters=self._parameters,
+            optimizer=self._optimizer,
+            rank=self._peers.rank,
         )
         self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         for parameter in self._parameters.values():
             parameter.grad = torch.zeros_like(parameter)
+        self._idle_pack = join([_probe_trajectory(self.vocab_size)], [0])
         self._check_packing()
         self._critic = self._make_critic()
         self._companions = Companions(critic=self._critic, trained=self._trained)
@@ -127,10 +151,14 @@ class SingleProcessBackend:
         """What the model's configuration states."""
         return int(self._model.config.get_text_config().max_position_embeddings)
 
-    def forward_backward(self, pack: Pack) -> LossTotals:
-        """See `Backend`."""
-        if pack.num_loss_tokens == 0:
+    def forward_backward(self, *packs: Pack | None) -> LossTotals:
+        """See `Backend`; of `packs` this process' own."""
+        (given,) = packs
+        is_idle = given is None or given.num_loss_tokens == 0
+        if is_idle and self._peers.num_ranks == 1:
             return LossTotals()
+        # The others' passes need this process' shards: without work of its own it makes them with a gradient of zero.
+        pack = self._idle_pack if given is None or is_idle else given
         with self._trained.training():
             logprobs = self._logprobs(self._model, pack)
         outputs = self._loss(
@@ -143,12 +171,14 @@ class SingleProcessBackend:
             )
         )
         loss, totals = _totals(outputs, num_tokens=pack.num_loss_tokens)
-        if not math.isfinite(loss):
-            raise NonFiniteLossError(f"the loss of a pack of {pack.num_loss_tokens} loss tokens is {loss}")
+        is_finite = math.isfinite(loss)
+        if not self._peers.agree(is_finite):
+            where = "another process" if is_finite else f"a pack of {pack.num_loss_tokens} loss tokens"
+            raise NonFiniteLossError(f"the loss of {where} is {'not finite' if is_finite else loss}")
         if self._critic is not None and pack.returns is not None:
             totals = totals.merged(LossTotals(sums={"value_loss": self._critic.forward_backward(pack)}))
-        outputs.loss.backward()
-        return totals
+        (outputs.loss * 0.0 if is_idle else outputs.loss).backward()
+        return LossTotals() if is_idle else totals
 
     def forward_logprobs(self, pack: Pack) -> npt.NDArray[np.float32]:
         """See `Backend`."""
@@ -176,7 +206,7 @@ class SingleProcessBackend:
         if divisor < 1:
             raise ValueError(f"a step needs at least one token or sample, not {divisor}")
         gradients = self._gradients()
-        norm = float(torch.nn.utils.get_total_norm(gradients)) / divisor
+        norm = float(self._peers.total(torch.nn.utils.get_total_norm(gradients))) / divisor
         critic_norm = 0.0 if self._critic is None else self._critic.gradient_norm()
         if not math.isfinite(norm + critic_norm):
             self.discard_gradients()
@@ -202,7 +232,11 @@ class SingleProcessBackend:
 
     def state_tensors(self) -> dict[str, Tensor]:
         """See `Backend`."""
-        return self._trained.state_tensors()
+        return {name: self._peers.whole(tensor) for name, tensor in self._trained.state_tensors().items()}
+
+    def close(self) -> None:
+        """See `Backend`; files under way are written first."""
+        self._writer.shutdown(wait=True)
 
     def save(self, directory: Path) -> Future[None]:
         """See `Backend`."""
@@ -216,29 +250,39 @@ class SingleProcessBackend:
         self._trained.check_saved(directory)
         companions = read_companions(directory)
         self._companions.check(companions)
-        self._num_optimizer_steps = self._state.restore(directory)
+        self._num_optimizer_steps = self._state.restore(directory, group=self._peers.checkpoint_group)
         self._companions.take(companions)
         self.discard_gradients()
 
     def _write(
         self, directory: Path, export: dict[str, Tensor], resume: dict[str, Tensor], companions: dict[str, Tensor]
     ) -> None:
+        # First what all processes write: a disk that refuses one of them is then known to all.
+        write_resume(resume, directory, group=self._peers.checkpoint_group)
+        if self._peers.rank > 0:
+            return
         try:
             self._trained.save(directory, export)
         except SafetensorError as error:
             raise OSError(f"{directory}: {error}") from error
         copy_tokenizer(self._settings.path, directory)
-        write_resume(resume, directory)
         write_companions(companions, directory)
 
     def _load_trained(self) -> TrainedModel:
         settings = self._settings
         if settings.lora is None:
-            return WholeModel(self._load_model(), reference=self._load_model() if settings.keep_reference else None)
+            reference = self._load_model() if settings.keep_reference else None
+            return WholeModel(self._load_trainable(), reference=reference)
         # Imported here: PEFT takes a second, and most runs have no adapter.
         from services.trainer.lora import LoraModel
 
-        return LoraModel(self._load_model(), path=settings.path, config=settings.lora)
+        return LoraModel(self._load_trainable(), path=settings.path, config=settings.lora)
+
+    def _load_trainable(self) -> PreTrainedModel:
+        model = self._load_model()
+        if self._settings.gradient_checkpointing:
+            checkpoint_layers(model)
+        return model
 
     def _load_model(self) -> PreTrainedModel:
         dtype = self._settings.dtype
@@ -333,12 +377,6 @@ def _probe_trajectory(vocab_size: int) -> Trajectory:
         behavior_logprobs=zeros,
         advantages=zeros,
     )
-
-
-def _resolve_device(name: Literal["auto", "cpu", "cuda"]) -> torch.device:
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    return torch.device(name)
 
 
 def _totals(outputs: LossOutputs, *, num_tokens: int) -> tuple[float, LossTotals]:

@@ -26,7 +26,8 @@ import numpy as np
 from services.trainer.algorithms.base import divisor
 from services.trainer.backend import Backend, BackendError, LossTotals, StepMetrics
 from services.trainer.credit import CreditedSample, Creditor
-from services.trainer.packing import Trajectory, pack_trajectories
+from services.trainer.packing import Trajectory
+from services.trainer.rounds import deal
 from services.trainer.samples import TrainingSample, is_well_formed
 from services.trainer.step_settings import StepSettings
 
@@ -202,15 +203,16 @@ class TrainingStep:
         """
         try:
             trajectories = self._counted(credit())
-            packs = pack_trajectories(trajectories, max_pack_tokens=self._settings.max_pack_tokens)
-            for pack in packs:
-                self._totals = self._totals.merged(self._backend.forward_backward(pack))
+            rounds = deal(trajectories, max_pack_tokens=self._settings.max_pack_tokens, shares=self._backend.shares)
+            for packs in rounds:
+                self._totals = self._totals.merged(self._backend.forward_backward(*packs))
         except BackendError:
             self.abandon()
             raise
-        self._num_forward_tokens += sum(pack.num_tokens for pack in packs)
-        self._num_packs += len(packs)
-        return len(packs)
+        made = [pack for packs in rounds for pack in packs if pack is not None]
+        self._num_forward_tokens += sum(pack.num_tokens for pack in made)
+        self._num_packs += len(made)
+        return len(made)
 
     def _counted(self, credited: Sequence[CreditedSample]) -> list[Trajectory]:
         """Notes them for the report; returns those that have a gradient."""

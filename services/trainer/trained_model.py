@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 from transformers import PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from penstock.adapters import AdapterSpec
 from services.trainer.backend import UnsupportedModelError
@@ -20,6 +21,10 @@ class TrainedModel(Protocol):
     @property
     def network(self) -> Any:
         """The module to call; in evaluation mode."""
+
+    @property
+    def networks(self) -> tuple[Any, ...]:
+        """All modules that hold weights, each called on its own."""
 
     @property
     def adapter(self) -> AdapterSpec | None:
@@ -49,6 +54,17 @@ class TrainedModel(Protocol):
         """Raises CheckpointMismatchError where what `save` wrote there belongs to something else."""
 
 
+def checkpoint_layers(model: PreTrainedModel) -> None:
+    """Trade compute for memory: each layer's activations are computed again in the backward pass.
+
+    Layers do so in training mode only. They alone are set to it, not what is inside them: dropout stays off.
+    """
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    for module in model.modules():
+        if isinstance(module, GradientCheckpointingLayer):
+            module.training = True
+
+
 class WholeModel:
     """Every weight is trained.
 
@@ -62,6 +78,11 @@ class WholeModel:
     def __init__(self, network: PreTrainedModel, *, reference: PreTrainedModel | None) -> None:
         self.network = network
         self._reference = reference.requires_grad_(False) if reference is not None else None
+
+    @property
+    def networks(self) -> tuple[Any, ...]:
+        """See `TrainedModel`."""
+        return (self.network,) if self._reference is None else (self.network, self._reference)
 
     def state_tensors(self) -> dict[str, Tensor]:
         """See `TrainedModel`."""
@@ -100,8 +121,8 @@ class WholeModel:
 def _distinct_tensors(network: PreTrainedModel) -> dict[str, Tensor]:
     tensors: dict[str, Tensor] = {}
     seen: set[int] = set()
-    for name, tensor in network.state_dict().items():
-        if tensor.data_ptr() not in seen:
-            seen.add(tensor.data_ptr())
+    for name, tensor in network.state_dict(keep_vars=True).items():
+        if id(tensor) not in seen:
+            seen.add(id(tensor))
             tensors[name] = tensor.detach()
     return tensors

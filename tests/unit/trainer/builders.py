@@ -76,6 +76,7 @@ class RecordingBackend:
     vocab_size = VOCAB_SIZE
     max_sequence_length = 32
     adapter = None
+    shares = (1.0,)
 
     def __init__(self, *, poison_token: int | None = None, gradient: float = 1.0) -> None:
         self.packs: list[Pack] = []
@@ -85,7 +86,9 @@ class RecordingBackend:
         self._poison_token = poison_token
         self._gradient = gradient
 
-    def forward_backward(self, pack: Pack) -> LossTotals:
+    def forward_backward(self, *packs: Pack | None) -> LossTotals:
+        (pack,) = packs
+        assert pack is not None
         if self._poison_token is not None and self._poison_token in pack.target_ids:
             raise NonFiniteLossError("the loss is nan")
         self.packs.append(pack)
@@ -110,6 +113,9 @@ class RecordingBackend:
 
     def discard_gradients(self) -> None:
         self.num_discards += 1
+
+    def close(self) -> None:
+        pass
 
     def state_tensors(self) -> dict[str, torch.Tensor]:
         return {}

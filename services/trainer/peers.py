@@ -1,0 +1,71 @@
+"""What a backend's part in one process needs of the processes it trains with: `Peers`, and `Alone`, who has none."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal, Protocol
+
+import torch
+from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+
+class Peers(Protocol):
+    """All processes call `shard`, `whole` and `agree` in the same order: each waits for the others."""
+
+    @property
+    def rank(self) -> int:
+        """Of this process; 0 leads."""
+
+    @property
+    def num_ranks(self) -> int:
+        """Processes, this one included."""
+
+    @property
+    def checkpoint_group(self) -> ProcessGroup | None:
+        """For checkpoints, which are written beside training; None where there is one process."""
+
+    def device(self, name: Literal["auto", "cpu", "cuda"]) -> torch.device:
+        """Where this process computes."""
+
+    def shard(self, network: nn.Module) -> None:
+        """Leave each process a part of every parameter; gradients are then summed over processes."""
+
+    def whole(self, tensor: Tensor) -> Tensor:
+        """All of a tensor in process 0, on the CPU where it had to be gathered; unspecified in the others."""
+
+    def total(self, tensor: Tensor) -> Tensor:
+        """A number about sharded tensors, added up in every process."""
+
+    def agree(self, is_so: bool) -> bool:
+        """Whether it is so in every process."""
+
+
+class Alone:
+    """One process."""
+
+    rank = 0
+    num_ranks = 1
+    checkpoint_group = None
+
+    def device(self, name: Literal["auto", "cpu", "cuda"]) -> torch.device:
+        """See `Peers`."""
+        if name == "auto":
+            return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        return torch.device(name)
+
+    def shard(self, network: nn.Module) -> None:
+        """See `Peers`; nothing to do."""
+
+    def whole(self, tensor: Tensor) -> Tensor:
+        """See `Peers`; the tensor itself."""
+        return tensor
+
+    def total(self, tensor: Tensor) -> Tensor:
+        """See `Peers`."""
+        return tensor
+
+    def agree(self, is_so: bool) -> bool:
+        """See `Peers`."""
+        return is_so

@@ -1,0 +1,168 @@
+"""The backend of a run whose model is sharded over several processes: process 0 tells the others what it does itself.
+
+- Every call is made in all processes, in the same order: sent, done here, answered by all.
+- A process that ends or fails otherwise than with a BackendError breaks the group for good: no call can be made any
+  more, not even to say so. `on_lost` is called then; in a trainer it ends the process, whose restart resumes the run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from penstock.adapters import AdapterSpec
+from services.trainer.backend import Backend, BackendError, LossTotals, StepMetrics, TokenScores, UnsupportedModelError
+from services.trainer.follower import encoded
+from services.trainer.packing import Pack
+from services.trainer.rank_group import Arrays, RankGroup
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_Result = TypeVar("_Result")
+
+
+class ShardedBackend:
+    """See `Backend` for the promises.
+
+    Args:
+        group: Joined; the others follow (`follower.follow`).
+        build: Makes this process' part.
+        config_json: From which the others make theirs.
+        shares: How much each process can take.
+        on_lost: Told why the group broke.
+        on_close: Called when the group was left.
+
+    Raises:
+        BackendError: A process cannot hold its part.
+    """
+
+    def __init__(
+        self,
+        group: RankGroup,
+        *,
+        build: Callable[[RankGroup], Backend],
+        config_json: str,
+        shares: Sequence[float],
+        on_lost: Callable[[str], None],
+        on_close: Callable[[], None],
+    ) -> None:
+        self._group = group
+        self._others = range(1, group.num_ranks)
+        self._on_lost = on_lost
+        self._on_close = on_close
+        self.shares = tuple(shares)
+        try:
+            self._local, _ = self._everywhere("build", lambda: build(group), config=config_json)
+        except BackendError:
+            self._leave()
+            raise
+
+    @property
+    def vocab_size(self) -> int:
+        """See `Backend`."""
+        return self._local.vocab_size
+
+    @property
+    def max_sequence_length(self) -> int:
+        """See `Backend`."""
+        return self._local.max_sequence_length
+
+    @property
+    def adapter(self) -> AdapterSpec | None:
+        """See `Backend`."""
+        return self._local.adapter
+
+    def forward_backward(self, *packs: Pack | None) -> LossTotals:
+        """See `Backend`."""
+        arrays = [encoded(pack) for pack in packs[1:]]
+        totals, answers = self._everywhere(
+            "forward_backward", lambda: self._local.forward_backward(packs[0]), arrays=arrays
+        )
+        for answer in answers:
+            totals = totals.merged(LossTotals(**answer["totals"]))
+        return totals
+
+    def forward_logprobs(self, pack: Pack) -> npt.NDArray[np.float32]:
+        """See `Backend`; every process computes all of them."""
+        arrays = [encoded(pack)] * len(self._others)
+        return self._everywhere("forward_logprobs", lambda: self._local.forward_logprobs(pack), arrays=arrays)[0]
+
+    def token_scores(self, pack: Pack, *, with_log_ratios: bool) -> TokenScores:
+        """See `Backend`; every process computes all of them."""
+        return self._everywhere(
+            "token_scores",
+            lambda: self._local.token_scores(pack, with_log_ratios=with_log_ratios),
+            arrays=[encoded(pack)] * len(self._others),
+            with_log_ratios=with_log_ratios,
+        )[0]
+
+    def refresh_reference(self) -> None:
+        """See `Backend`; the configuration refuses it for several processes."""
+        raise UnsupportedModelError("a sharded reference cannot be refreshed; train in one process")
+
+    def optimizer_step(self, *, divisor: int) -> StepMetrics:
+        """See `Backend`."""
+        if divisor < 1:
+            raise ValueError(f"a step needs at least one token or sample, not {divisor}")
+        return self._everywhere("optimizer_step", lambda: self._local.optimizer_step(divisor=divisor), divisor=divisor)[
+            0
+        ]
+
+    def discard_gradients(self) -> None:
+        """See `Backend`."""
+        self._everywhere("discard_gradients", self._local.discard_gradients)
+
+    def state_tensors(self) -> dict[str, Tensor]:
+        """See `Backend`; gathered, on the CPU."""
+        return self._everywhere("gather", self._local.state_tensors)[0]
+
+    def save(self, directory: Path) -> Future[None]:
+        """See `Backend`; each process writes what it holds."""
+        return self._everywhere("save", lambda: self._local.save(directory), directory=str(directory))[0]
+
+    def load(self, directory: Path) -> None:
+        """See `Backend`."""
+        self._everywhere("load", lambda: self._local.load(directory), directory=str(directory))
+
+    def close(self) -> None:
+        """See `Backend`."""
+        self._local.close()
+        self._leave()
+
+    def _leave(self) -> None:
+        for rank in self._others:
+            self._group.send({"op": "close"}, to=rank)
+        self._group.close()
+        self._on_close()
+
+    def _everywhere(
+        self, op: str, here: Callable[[], _Result], *, arrays: Sequence[Arrays] | None = None, **details: Any
+    ) -> tuple[_Result, list[dict[str, Any]]]:
+        """What `here` returns, and the others' answers, in order."""
+        try:
+            for index, rank in enumerate(self._others):
+                self._group.send({"op": op, **details}, arrays[index] if arrays else None, to=rank)
+            try:
+                result = here()
+            except BackendError:
+                self._answers()
+                raise
+            answers = self._answers()
+        except BackendError:
+            raise
+        except Exception as error:
+            self._on_lost(f"the processes of this trainer lost each other in {op}: {error}")
+            raise
+        refused = [f"process {rank}: {a['refused']}" for rank, a in enumerate(answers, 1) if "refused" in a]
+        if refused:
+            raise BackendError("; ".join(refused))
+        return result, answers
+
+    def _answers(self) -> list[dict[str, Any]]:
+        return [self._group.receive(sender=rank)[0] for rank in self._others]

@@ -1,0 +1,139 @@
+"""Two processes that train one model (FSDP2 over gloo) against one process: losses, gradients, weights, checkpoints."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+
+import numpy as np
+import pytest
+import torch
+
+from services.trainer.backend import CheckpointMismatchError, NonFiniteLossError
+from services.trainer.config import TrainingConfig
+from services.trainer.leading import lead
+from services.trainer.policy import local_backend
+from services.trainer.rounds import deal
+from tests.unit.trainer.builders import build_trajectory, save_tiny_qwen2
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
+
+
+class LostError(Exception):
+    """In place of the end of the process."""
+
+
+def on_lost(reason: str) -> None:
+    raise LostError(reason)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return save_tiny_qwen2(tmp_path_factory.mktemp("model"))
+
+
+def config_of(model, *, num_processes=2, lora=False, **changes) -> TrainingConfig:
+    return TrainingConfig.model_validate(
+        {
+            "model": {"path": str(model)},
+            "data": {"train": None},
+            "algorithm": {"name": "dapo", "kl_coefficient": changes.pop("kl_coefficient", 0.0)},
+            "optimizer": {"learning_rate": 1e-3, "max_grad_norm": 1000.0},
+            "lora": {"rank": 4} if lora else None,
+            "trainer": {"device": "cpu", "num_processes": num_processes, **changes},
+        }
+    )
+
+
+@contextmanager
+def two_processes(model, **changes):
+    backend = lead(config_of(model, **changes), build=local_backend, torchrun=None, on_lost=on_lost)
+    try:
+        yield backend
+    finally:
+        backend.close()
+
+
+def alone(model, **changes):
+    changes.pop("shares", None)
+    return local_backend(config_of(model, num_processes=1, **changes))
+
+
+def random_trajectories(seed, count=11):
+    rng = np.random.default_rng(seed)
+    return [
+        build_trajectory(rng, num_prompt=int(rng.integers(1, 8)), num_completion=int(rng.integers(1, 24)))
+        for _ in range(count)
+    ]
+
+
+def train(backend, seed):
+    """A step as the trainer takes it; returns what was reported."""
+    trajectories = random_trajectories(seed)
+    totals = [
+        backend.forward_backward(*packs) for packs in deal(trajectories, max_pack_tokens=48, shares=backend.shares)
+    ]
+    merged = totals[0]
+    for other in totals[1:]:
+        merged = merged.merged(other)
+    metrics = backend.optimizer_step(divisor=merged.num_tokens)
+    return {**merged.means(), "grad_norm": metrics.grad_norm}
+
+
+def weights(backend):
+    return {name: tensor.clone() for name, tensor in backend.state_tensors().items()}
+
+
+def assert_close(found, expected):
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        torch.testing.assert_close(found[name], tensor, rtol=1e-4, atol=2e-5, msg=lambda text, n=name: f"{n}: {text}")
+
+
+CASES = {
+    "all weights": {},
+    "unlike shares and a reference": {"shares": (1.0, 2.0), "kl_coefficient": 0.1},
+    "an adapter, activations computed again": {"lora": True, "gradient_checkpointing": True},
+}
+
+
+@pytest.mark.parametrize("changes", CASES.values(), ids=CASES.keys())
+def test_two_processes_train_as_one_and_each_reads_the_other_s_checkpoint(model, tmp_path, changes):
+    one = alone(model, **changes)
+    for name in ("of_one", "of_two"):
+        (tmp_path / name).mkdir()
+    with two_processes(model, **changes) as two:
+        assert_close(weights(two), weights(one))
+        (pack,) = next(iter(deal(random_trajectories(9), max_pack_tokens=1000, shares=(1.0,))))
+        np.testing.assert_allclose(two.forward_logprobs(pack), one.forward_logprobs(pack), atol=1e-5)
+        for seed in (1, 2):
+            assert train(two, seed) == pytest.approx(train(one, seed), rel=1e-4, abs=1e-5)
+        assert_close(weights(two), weights(one))
+        one.save(tmp_path / "of_one").result()
+        written = two.save(tmp_path / "of_two")
+        # Training goes on while both processes write.
+        assert train(two, 3) == pytest.approx(train(one, 3), rel=1e-4, abs=1e-5)
+        written.result()
+        two.load(tmp_path / "of_one")
+        one.load(tmp_path / "of_two")
+        for seed in (3, 4):
+            assert train(two, seed) == pytest.approx(train(one, seed), rel=1e-4, abs=1e-5)
+        assert_close(weights(two), weights(one))
+
+
+def test_what_goes_wrong_in_one_process_is_refused_by_both(model, tmp_path):
+    (tmp_path / "other").mkdir()
+    other = save_tiny_qwen2(tmp_path / "model", intermediate_size=64)
+    alone(other).save(tmp_path / "other").result()
+    with two_processes(model) as two:
+        before = weights(two)
+        with pytest.raises(CheckpointMismatchError, match="mlp"):
+            two.load(tmp_path / "other")
+        poisoned = random_trajectories(1, count=2)
+        poisoned[1].advantages[:] = np.nan
+        (packs,) = [packs for packs in deal(poisoned, max_pack_tokens=64, shares=(1.0, 1.0))]
+        assert all(pack is not None for pack in packs)
+        with pytest.raises(NonFiniteLossError):
+            two.forward_backward(*packs)
+        two.discard_gradients()
+        assert_close(weights(two), before)
+        assert train(two, 5)["grad_norm"] > 0
