@@ -17,6 +17,9 @@ AlgorithmName = Literal["grpo", "dr_grpo", "dapo", "gspo", "cispo", "rloo", "rei
 """Keys of `algorithms.registry.ALGORITHMS`, which brings torch in and is not imported here."""
 
 
+Share = Annotated[float, Field(gt=0)]
+
+
 class TrainerConfig(StrictModel):
     """Where a trainer process listens; its work comes with StartRun."""
 
@@ -216,21 +219,16 @@ class ComputeConfig(StrictModel):
     """Most groups taken from the broker at once."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where to train."""
-    num_processes: int = Field(default=1, ge=1, le=1024)
-    """Processes over which model and optimiser are sharded (FSDP2), one a GPU: started on the trainer's machine, or by
-    torchrun on many."""
-    shares: tuple[Annotated[float, Field(gt=0)], ...] | None = None
-    """How many tokens each process takes, in any unit, where their devices are unlike; all the same when unset."""
+    processes: Annotated[int, Field(ge=1, le=1024)] | Annotated[tuple[Share, ...], Field(min_length=1)] = 1
+    """Processes over which model and optimiser are sharded (FSDP2), one a GPU, started on the trainer's machine or by
+    torchrun on many: how many; or, where devices are unlike, the tokens that each takes, in any unit: [1, 2]."""
     gradient_checkpointing: bool = False
     """Keep less for the backward pass and compute it again: less memory, about a third more work."""
 
-    @model_validator(mode="after")
-    def _each_process_has_a_share(self) -> Self:
-        if self.shares is not None and len(self.shares) != self.num_processes:
-            raise ValueError(
-                f"shares: {len(self.shares)} numbers for {self.num_processes} processes; give one for each process"
-            )
-        return self
+    @property
+    def shares(self) -> tuple[float, ...]:
+        """Of each process."""
+        return (1.0,) * self.processes if isinstance(self.processes, int) else self.processes
 
 
 class TrainingConfig(StrictModel):
@@ -284,9 +282,9 @@ class TrainingConfig(StrictModel):
 
     @model_validator(mode="after")
     def _several_processes_hold_the_policy_only(self) -> Self:
-        if self.trainer.num_processes > 1 and (self.algorithm.name == "ppo" or self.algorithm.reference_refresh_steps):
+        if len(self.trainer.shares) > 1 and (self.algorithm.name == "ppo" or self.algorithm.reference_refresh_steps):
             raise ValueError(
-                "trainer.num_processes: a critic (ppo) and a refreshed reference are not sharded; leave it 1, choose "
+                "trainer.processes: a critic (ppo) and a refreshed reference are not sharded; leave it 1, choose "
                 "another algorithm.name, set algorithm.reference_refresh_steps to 0"
             )
         return self

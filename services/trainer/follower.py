@@ -56,14 +56,8 @@ def _done(backend: Backend, call: dict[str, Any], arrays: Arrays) -> dict[str, A
     match call["op"]:
         case "forward_backward":
             return {"totals": dataclasses.asdict(backend.forward_backward(decoded(arrays)))}
-        case "forward_logprobs":
-            pack = decoded(arrays)
-            if pack is not None:
-                backend.forward_logprobs(pack)
-        case "token_scores":
-            pack = decoded(arrays)
-            if pack is not None:
-                backend.token_scores(pack, with_log_ratios=call["with_log_ratios"])
+        case "forward_logprobs" | "token_scores":
+            _score(backend, call, decoded(arrays))
         case "optimizer_step":
             backend.optimizer_step(divisor=int(call["divisor"]))
         case "discard_gradients":
@@ -78,6 +72,16 @@ def _done(backend: Backend, call: dict[str, Any], arrays: Arrays) -> dict[str, A
         case unknown:
             raise ValueError(f"the leader asks for {unknown!r}: it runs another version of Penstock")
     return {}
+
+
+def _score(backend: Backend, call: dict[str, Any], pack: Pack | None) -> None:
+    """The leader computes the same and keeps it."""
+    if pack is None:
+        raise ValueError(f"{call['op']} came without a pack")
+    if call["op"] == "forward_logprobs":
+        backend.forward_logprobs(pack)
+    else:
+        backend.token_scores(pack, with_log_ratios=bool(call["with_log_ratios"]))
 
 
 def encoded(pack: Pack | None) -> Arrays:

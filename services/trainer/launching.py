@@ -162,7 +162,7 @@ def check_size(place: Place | None, num_processes: int) -> None:
     """Refuses a run that asks for another number of processes than torchrun started; raises ConfigError."""
     if place is not None and place.num_ranks != num_processes:
         raise ConfigError(
-            f"trainer.num_processes: {num_processes}, but torchrun started this trainer with {place.num_ranks} "
+            f"trainer.processes: {num_processes}, but torchrun started this trainer with {place.num_ranks} "
             f"processes; set it to {place.num_ranks}"
         )
 

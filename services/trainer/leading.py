@@ -24,7 +24,7 @@ def lead(
     torchrun: TorchrunRuns | None,
     on_lost: Callable[[str], None] = end_process,
 ) -> ShardedBackend:
-    """The backend of a run of `config.trainer.num_processes`; call it, and all of its calls, in one thread.
+    """The backend of a run of `config.trainer.processes`; call it, and all of its calls, in one thread.
 
     Args:
         config: Of the run.
@@ -35,7 +35,7 @@ def lead(
     Raises:
         BackendError: A process cannot hold its part.
     """
-    num_ranks = config.trainer.num_processes
+    num_ranks = len(config.trainer.shares)
     started = StartedRanks(num_ranks=num_ranks, on_lost=on_lost)
     store = started.start() if torchrun is None else torchrun.begin()
     store.set(DEVICE_KEY, config.trainer.device)
@@ -43,7 +43,7 @@ def lead(
         RankGroup(store, rank=0, num_ranks=num_ranks, local_rank=0, device=config.trainer.device),
         build=lambda group: build_part(config, group, build),
         config_json=config.model_dump_json(),
-        shares=config.trainer.shares or (1.0,) * num_ranks,
+        shares=config.trainer.shares,
         on_lost=on_lost,
         on_close=started.close,
     )

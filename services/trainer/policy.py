@@ -46,7 +46,7 @@ def load_policy(config: TrainingConfig, torchrun: TorchrunRuns | None = None) ->
 
 
 def _backend(config: TrainingConfig, torchrun: TorchrunRuns | None) -> Backend:
-    if config.trainer.num_processes == 1:
+    if len(config.trainer.shares) == 1:
         return local_backend(config)
     # Imported here: one process needs none of it.
     from services.trainer.leading import lead

@@ -121,7 +121,7 @@ def _device_of(name: str, local_rank: int) -> torch.device:
         return torch.device("cpu")
     if local_rank >= torch.cuda.device_count():
         raise BackendError(
-            f"trainer.num_processes: process {local_rank} of this machine has no GPU of its own, there are "
+            f"trainer.processes: process {local_rank} of this machine has no GPU of its own, there are "
             f"{torch.cuda.device_count()}; lower it, or set trainer.device to cpu"
         )
     device = torch.device("cuda", local_rank)

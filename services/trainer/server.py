@@ -77,7 +77,7 @@ async def _serve_grpc(
     torchrun = TorchrunRuns() if place is not None else None
 
     def load_policy(run: TrainingConfig) -> Policy:
-        check_size(place, run.trainer.num_processes)
+        check_size(place, len(run.trainer.shares))
         return _load_policy(run, torchrun)
 
     def make_run(spec: RunSpec) -> TrainingRun:

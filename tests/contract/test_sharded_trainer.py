@@ -31,7 +31,7 @@ def model(tmp_path_factory):
     return save_tiny_qwen2(tmp_path_factory.mktemp("model"))
 
 
-def config_of(model, *, num_processes=2, lora=False, **changes) -> TrainingConfig:
+def config_of(model, *, processes=2, lora=False, **changes) -> TrainingConfig:
     return TrainingConfig.model_validate(
         {
             "model": {"path": str(model)},
@@ -39,7 +39,7 @@ def config_of(model, *, num_processes=2, lora=False, **changes) -> TrainingConfi
             "algorithm": {"name": "dapo", "kl_coefficient": changes.pop("kl_coefficient", 0.0)},
             "optimizer": {"learning_rate": 1e-3, "max_grad_norm": 1000.0},
             "lora": {"rank": 4} if lora else None,
-            "trainer": {"device": "cpu", "num_processes": num_processes, **changes},
+            "trainer": {"device": "cpu", "processes": processes, **changes},
         }
     )
 
@@ -54,8 +54,7 @@ def two_processes(model, **changes):
 
 
 def alone(model, **changes):
-    changes.pop("shares", None)
-    return local_backend(config_of(model, num_processes=1, **changes))
+    return local_backend(config_of(model, **{**changes, "processes": 1}))
 
 
 def random_trajectories(seed, count=11):
@@ -91,7 +90,7 @@ def assert_close(found, expected):
 
 CASES = {
     "all weights": {},
-    "unlike shares and a reference": {"shares": (1.0, 2.0), "kl_coefficient": 0.1},
+    "unlike shares and a reference": {"processes": (1.0, 2.0), "kl_coefficient": 0.1},
     "an adapter, activations computed again": {"lora": True, "gradient_checkpointing": True},
 }
 
