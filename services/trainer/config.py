@@ -154,6 +154,9 @@ class AlgorithmConfig(StrictModel):
     """How that KL is estimated from sampled tokens (Schulman)."""
     reference_refresh_steps: int = Field(default=0, ge=0)
     """Every so many steps the weights of that moment become what the KL is taken against; 0 keeps the initial model."""
+    num_replayed_groups: int = Field(default=0, ge=0, le=100_000)
+    """Of tba: groups of earlier steps that each step trains on again, recent and well rewarded ones, of those that
+    policy.num_retained_steps keeps."""
     gae_lambda: float = Field(default=1.0, ge=0, le=1)
     """Of ppo: 1 credits tokens by rewards alone, 0 by the critic's next value alone."""
     critic_learning_rate: float | None = Field(default=None, gt=0)
@@ -286,6 +289,14 @@ class TrainingConfig(StrictModel):
             raise ValueError(
                 "trainer.processes: a critic (ppo) and a refreshed reference are not sharded; leave it 1, choose "
                 "another algorithm.name, set algorithm.reference_refresh_steps to 0"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _only_off_policy_algorithms_replay(self) -> Self:
+        if self.algorithm.num_replayed_groups and self.algorithm.name != "tba":
+            raise ValueError(
+                f"algorithm.num_replayed_groups: {self.algorithm.name} trains once on a sample; choose tba or 0"
             )
         return self
 

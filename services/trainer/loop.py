@@ -36,6 +36,7 @@ from services.trainer.compute import ComputeThread, InterruptibleBackend
 from services.trainer.context import RunContext
 from services.trainer.decoding import training_samples
 from services.trainer.metrics import Line, StepTimes, count_step, step_line
+from services.trainer.replay import ReplayBuffer
 from services.trainer.samples import TrainingSample
 from services.trainer.step import MicrobatchReport, SkipReason, StepReport, TrainingStep
 from services.trainer.step_settings import step_settings
@@ -82,12 +83,14 @@ class StepLoop:
         backend: InterruptibleBackend,
         algorithm: Algorithm,
         hooks: StepHooks,
+        replay_buffer: ReplayBuffer | None = None,
     ) -> None:
         self._context = context
         self._compute = compute
         self._backend = backend
         self._algorithm = algorithm
         self._hooks = hooks
+        self._replay_buffer = replay_buffer
         self._received: deque[types_pb2.TrajectoryGroup] = deque()
         self._publishing: asyncio.Future[float] | None = None
         self._last_publish_s = 0.0
@@ -122,6 +125,7 @@ class StepLoop:
             busy_before_s=self._compute.busy_s,
         )
         try:
+            await self._replay(open_step.step)
             while len(open_step.group_ids) < settings.prompts_per_step:
                 num_missing = settings.prompts_per_step - len(open_step.group_ids)
                 await self._add(open_step, await self._next_groups(num_missing))
@@ -133,6 +137,13 @@ class StepLoop:
             await self._compute.run(open_step.step.abandon)
         await self.wait_until_published()
         self._publishing = await self._hooks.publish()
+
+    async def _replay(self, step: TrainingStep) -> None:
+        """Train on groups of earlier steps again, before the first fresh one has come; none where none are held."""
+        wanted = self._context.config.algorithm.num_replayed_groups
+        if self._replay_buffer is not None and wanted:
+            version = self._context.progress.policy_version
+            await self._compute.run(step.add_replayed, self._replay_buffer.draw(wanted, policy_version=version))
 
     async def _refresh_reference(self) -> None:
         """Every `reference_refresh_steps` versions the present one becomes the reference."""

@@ -84,6 +84,9 @@ def step_line(
         "optimizer/grad_norm": report.optimizer.grad_norm,
         "optimizer/learning_rate": report.optimizer.learning_rate,
     }
+    if report.num_replayed_samples:
+        line["step/replayed_samples"] = float(report.num_replayed_samples)
+        line["staleness/replayed_max"] = float(report.replayed_staleness_max)
     line |= {f"loss/{name}": value for name, value in report.loss_metrics.items()}
     return {name: value for name, value in line.items() if math.isfinite(value)}
 

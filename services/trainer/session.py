@@ -26,6 +26,8 @@ from services.trainer.loop import StepHooks, StepLoop
 from services.trainer.metrics import JsonLines, Line
 from services.trainer.monitor import RunMonitor
 from services.trainer.overlap import OverlapMeter
+from services.trainer.replay import ReplayBuffer
+from services.trainer.replay_feed import ReplayFeed
 from services.trainer.submission import PromptSubmitter, TrainingFeeder
 from services.trainer.weight_publisher import WeightPublisher
 
@@ -107,6 +109,10 @@ class RunSession:
             if feeder is None
             else [feeder.run, monitor.run, self.watch_checkpoints]
         )
+        replay_buffer = None
+        if config.algorithm.num_replayed_groups:
+            replay_buffer = ReplayBuffer(max_steps=config.policy.num_retained_steps, seed=config.run.seed)
+            loops.append(ReplayFeed(self.context, replay_buffer).run)
         hooks = StepHooks(on_waiting=self._say_waiting, on_step=self._note_step, publish=self._publish)
         loop = StepLoop(
             context=self.context,
@@ -114,6 +120,7 @@ class RunSession:
             backend=self.backend,
             algorithm=self.algorithm,
             hooks=hooks,
+            replay_buffer=replay_buffer,
         )
         if config.run.checkpoint_every_steps > config.policy.num_retained_steps:
             _log.warning(

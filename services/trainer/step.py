@@ -74,7 +74,11 @@ class StepReport:
     num_prompt_tokens: int
     num_completion_tokens: int
     num_loss_tokens: int
-    """Completion tokens that the loss covers, of skipped zero advantages too."""
+    """Completion tokens that the loss covers, of skipped zero advantages and of replayed samples too."""
+    num_replayed_samples: int
+    """Trained on before and again here; left out of all other numbers of samples, rewards and staleness."""
+    replayed_staleness_max: int
+    """In versions, by their oldest token; 0 without any."""
     num_forward_tokens: int
     """Tokens that went through the model: prompts included, skipped zero advantages not."""
     num_packs: int
@@ -111,6 +115,7 @@ class TrainingStep:
         self._is_open = True
         self._group_ids: set[str] = set()
         self._samples: list[_Accepted] = []
+        self._replayed: list[_Accepted] = []
         self._skipped: list[SkippedSample] = []
         self._num_forward_tokens = 0
         self._num_packs = 0
@@ -131,14 +136,21 @@ class TrainingStep:
             StepClosedError: the step is over.
             BackendError: a loss was not finite; the step is abandoned.
         """
-        self._require_open()
-        num_skipped = len(self._skipped)
-        usable = [samples for samples in map(self._usable, groups) if samples]
-        return MicrobatchReport(
-            num_packs=self._trained(partial(self._creditor.credit, usable)),
-            num_trained=sum(map(len, usable)),
-            skipped=tuple(self._skipped[num_skipped:]),
-        )
+        return self._add(groups, is_replayed=False)
+
+    def add_replayed(self, groups: Sequence[Sequence[TrainingSample]]) -> MicrobatchReport:
+        """Runs forward and backward on groups that an earlier step trained on, for an algorithm that allows it.
+
+        No staleness bounds them here: whoever keeps them does. They count in the gradient, its divisor and the numbers
+        of replayed samples, and in nothing else that the report says of samples.
+
+        Raises:
+            ValueError: the algorithm is not right for samples of any policy.
+            StepClosedError, BackendError: as `add_groups`.
+        """
+        if not self._settings.algorithm.is_off_policy:
+            raise ValueError(f"{self._settings.algorithm.name} cannot train on a sample again")
+        return self._add(groups, is_replayed=True)
 
     def finish(self) -> StepReport:
         """Takes the optimiser step over everything added.
@@ -149,8 +161,9 @@ class TrainingStep:
             StepClosedError: the step is over.
         """
         self._require_open()
-        self._trained(self._creditor.credit_rest)
-        num_loss_tokens = sum(sample.num_loss_tokens for sample in self._samples)
+        self._trained(self._creditor.credit_rest, is_replayed=False)
+        every = [*self._samples, *self._replayed]
+        num_loss_tokens = sum(sample.num_loss_tokens for sample in every)
         if num_loss_tokens == 0:
             self.abandon()
             raise EmptyStepError(f"none of {len(self._group_ids)} groups had a token to train on")
@@ -159,7 +172,7 @@ class TrainingStep:
                 divisor=divisor(
                     self._settings.normalization,
                     num_tokens=num_loss_tokens,
-                    num_samples=sum(sample.num_loss_tokens > 0 for sample in self._samples),
+                    num_samples=sum(sample.num_loss_tokens > 0 for sample in every),
                 )
             )
         except BackendError:
@@ -174,11 +187,21 @@ class TrainingStep:
             self._is_open = False
             self._backend.discard_gradients()
 
+    def _add(self, groups: Sequence[Sequence[TrainingSample]], *, is_replayed: bool) -> MicrobatchReport:
+        self._require_open()
+        num_skipped = len(self._skipped)
+        usable = [samples for group in groups if (samples := self._usable(group, is_replayed=is_replayed))]
+        return MicrobatchReport(
+            num_packs=self._trained(partial(self._creditor.credit, usable), is_replayed=is_replayed),
+            num_trained=sum(map(len, usable)),
+            skipped=tuple(self._skipped[num_skipped:]),
+        )
+
     def _require_open(self) -> None:
         if not self._is_open:
             raise StepClosedError("this step was finished or abandoned")
 
-    def _usable(self, group: Sequence[TrainingSample]) -> list[TrainingSample]:
+    def _usable(self, group: Sequence[TrainingSample], *, is_replayed: bool) -> list[TrainingSample]:
         """The samples of one group that can be trained on; the others are noted with their reasons."""
         if not group:
             return []
@@ -188,6 +211,8 @@ class TrainingStep:
         usable: list[TrainingSample] = []
         for sample in group:
             reason = SkipReason.DUPLICATE if is_duplicate else self._skip_reason(sample, group_id, usable)
+            if is_replayed and reason is SkipReason.STALE:
+                reason = None
             if reason is None:
                 usable.append(sample)
             else:
@@ -196,13 +221,13 @@ class TrainingStep:
                 )
         return usable
 
-    def _trained(self, credit: Callable[[], list[CreditedSample]]) -> int:
+    def _trained(self, credit: Callable[[], list[CreditedSample]], *, is_replayed: bool) -> int:
         """Counts credited samples as trained, and passes those through the model that need it.
 
         Returns the forward passes made for gradients. A backend error abandons the step.
         """
         try:
-            trajectories = self._counted(credit())
+            trajectories = self._counted(credit(), is_replayed=is_replayed)
             rounds = deal(trajectories, max_pack_tokens=self._settings.max_pack_tokens, shares=self._backend.shares)
             for packs in rounds:
                 self._totals = self._totals.merged(self._backend.forward_backward(*packs))
@@ -214,11 +239,11 @@ class TrainingStep:
         self._num_packs += len(made)
         return len(made)
 
-    def _counted(self, credited: Sequence[CreditedSample]) -> list[Trajectory]:
+    def _counted(self, credited: Sequence[CreditedSample], *, is_replayed: bool) -> list[Trajectory]:
         """Notes them for the report; returns those that have a gradient."""
         trajectories: list[Trajectory] = []
         for sample, trajectory in credited:
-            self._samples.append(_accepted(sample, trajectory))
+            (self._replayed if is_replayed else self._samples).append(_accepted(sample, trajectory))
             used = trajectory.advantages[trajectory.loss_mask]
             if used.size and (used.any() or not self._settings.skip_zero_advantages):
                 trajectories.append(trajectory)
@@ -250,6 +275,10 @@ class TrainingStep:
             num_prompt_tokens=sum(sample.num_prompt_tokens for sample in self._samples),
             num_completion_tokens=sum(sample.num_completion_tokens for sample in self._samples),
             num_loss_tokens=num_loss_tokens,
+            num_replayed_samples=len(self._replayed),
+            replayed_staleness_max=max(
+                (self._settings.policy_version - sample.min_policy_version for sample in self._replayed), default=0
+            ),
             num_forward_tokens=self._num_forward_tokens,
             num_packs=self._num_packs,
             num_zero_advantage_groups=self._creditor.num_zero_advantage_groups,

@@ -164,6 +164,19 @@ class ScriptedTrainingBroker(broker_pb2_grpc.BrokerServiceServicer):
                     self.ready.remove(group_id)
         return broker_pb2.DropGroupsResponse()
 
+    async def ExportTrajectories(self, request, context) -> AsyncIterator[object]:
+        self._require_run(request.run_id)
+        version = max(1, request.from_policy_version)
+        while not self.is_closed:
+            if version > self.policy_version:
+                await asyncio.sleep(POLL_S)
+                continue
+            for group_id in [g for g, trained_by in self.trained.items() if trained_by == version]:
+                group = self.make_group(self.prompts[group_id], policy_version=version - 1)
+                yield broker_pb2.ExportTrajectoriesResponse(group=group, policy_version=version, history=self.history)
+            yield broker_pb2.ExportTrajectoriesResponse(policy_version=version, history=self.history)
+            version += 1
+
     async def GetRun(self, request, context):
         self._require_run(request.run_id)
         return broker_pb2.GetRunResponse(run_id=request.run_id, audit=self.books())

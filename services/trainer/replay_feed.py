@@ -1,0 +1,58 @@
+"""What the broker retains of trained steps, followed into the replay buffer beside training.
+
+Promises:
+- After a restart the buffer holds again what the broker retains: nothing of it is the trainer's own.
+- A group that cannot be read is left out and told of; a feed that fell behind goes on with what is still retained.
+- Replaying changes no book: a replayed group was trained and acknowledged once, and is neither leased nor
+  acknowledged again.
+"""
+
+from __future__ import annotations
+
+import structlog
+
+from penstock.clients.export import StepExport
+from penstock.errors import InvalidFieldError, NotRetainedError
+from penstock.v1 import broker_pb2
+from services.trainer.context import RunContext
+from services.trainer.decoding import training_samples
+from services.trainer.replay import ReplayBuffer
+
+_log = structlog.get_logger()
+
+
+class ReplayFeed:
+    """Fills the buffer of one run."""
+
+    def __init__(self, context: RunContext, buffer: ReplayBuffer) -> None:
+        self._context = context
+        self._buffer = buffer
+        self._history: int | None = None
+
+    async def run(self) -> None:
+        """Follow until the run is closed; raises PenstockError where the broker refuses or stays away."""
+        while True:
+            try:
+                await self._follow()
+                return
+            except NotRetainedError as error:
+                _log.warning("the replay fell behind and goes on with what is retained", error=str(error))
+
+    async def _follow(self) -> None:
+        client = self._context.client
+        export = StepExport(client.channel, run_id=self._context.run_id, peer=client.peer, follow=True)
+        async for response in export.responses():
+            if response.HasField("group"):
+                self._add(response)
+
+    def _add(self, response: broker_pb2.ExportTrajectoriesResponse) -> None:
+        if self._history is not None and response.history > self._history:
+            self._buffer.forget_from(response.policy_version)
+        self._history = response.history
+        group_id = response.group.prompt.group_id
+        try:
+            samples = training_samples(response.group)
+        except InvalidFieldError as error:
+            _log.warning("a retained group cannot be read", group_id=group_id, error=str(error))
+            return
+        self._buffer.add(group_id, samples, policy_version=response.policy_version)
