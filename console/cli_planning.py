@@ -35,6 +35,17 @@ def plan(  # noqa: PLR0913, PLR0917 - a command's options are its signature
     picture: Annotated[
         Path | None, typer.Option("--picture", metavar="FILE.svg", help="Draw placement and timeline into a file.")
     ] = None,
+    deploy: Annotated[
+        Path | None,
+        typer.Option("--deploy", metavar="DIR", help="Write compose files and configurations that start it."),
+    ] = None,
+    run: Annotated[
+        Path | None,
+        typer.Option("--run", metavar="RUN.yaml", help="With --deploy: the run whose model and data it is."),
+    ] = None,
+    address: Annotated[
+        str | None, typer.Option("--address", help="With --deploy: of all machines, to try it on one.")
+    ] = None,
 ) -> None:
     """Plan who generates and who trains on unlike machines, and say what that would achieve.
 
@@ -59,6 +70,9 @@ def plan(  # noqa: PLR0913, PLR0917 - a command's options are its signature
             is_explained=explain,
             start=start,
             picture=picture,
+            deploy=deploy,
+            run=run,
+            address=address,
         )
         return plan_command(problem, options)
 

@@ -11,10 +11,10 @@ from typing import Any
 
 from console.plan_picture import plan_picture
 from console.plan_text import print_plan
-from penstock.config import ConfigError, read_document, validate
+from penstock.config import ConfigError, read_document
 from services.scheduler.cost_model.calibrated import COST_MODELS, make_model
 from services.scheduler.cost_model.rm1 import Rm1
-from services.scheduler.plan_document import PlanDocument
+from services.scheduler.plan_document import PlanDocument, read_plan
 from services.scheduler.planning import SOLVERS, advice, plan_document, solve
 from services.scheduler.problem import read_problem
 from services.scheduler.solvers.interface import ProblemTooLargeError
@@ -38,6 +38,12 @@ class PlanOptions:
     """A plan to begin with: of a run that is under way."""
     picture: Path | None = None
     """An SVG file to draw the plan into."""
+    deploy: Path | None = None
+    """A folder to write what starts the plan into."""
+    run: Path | None = None
+    """The configuration of the run that is deployed."""
+    address: str | None = None
+    """Reaches every machine of the deployment; each is reached under its own name when None."""
 
 
 def plan_command(path: Path, options: PlanOptions) -> int:
@@ -55,6 +61,8 @@ def plan_command(path: Path, options: PlanOptions) -> int:
         raise ConfigError(f"{path}: {error}") from error
     if document["is_feasible"] and options.picture is not None:
         options.picture.write_text(plan_picture(rm1, document), encoding="utf-8")
+    if document["is_feasible"] and options.deploy is not None:
+        _deploy(options.deploy, rm1, PlanDocument.model_validate(document["rm1_plan"]), options)
     if options.is_json:
         print(json.dumps(document, indent=2))
     elif document["is_feasible"]:
@@ -62,6 +70,21 @@ def plan_command(path: Path, options: PlanOptions) -> int:
     else:
         print(f"{document['problem']}: no plan can run: {document['reason']}", file=sys.stderr)
     return 0 if document["is_feasible"] else EXIT_INFEASIBLE
+
+
+def _deploy(folder: Path, rm1: Rm1, plan: PlanDocument, options: PlanOptions) -> None:
+    from console.deployment import PLAIN_RUN, write_deployment
+
+    run = read_document(options.run) if options.run is not None else PLAIN_RUN
+    written = write_deployment(folder, rm1, plan, run=run, address=options.address)
+    print(f"{len(written)} files in {folder}; docs/planning.md says how to start them", file=sys.stderr)
+    left_out = sum(share.gpus for share in plan.train[1:])
+    if left_out:
+        print(
+            f"note: the trainer runs on {plan.train[0].node} alone; {left_out} GPUs of other machines that the plan "
+            "gives to training are left out",
+            file=sys.stderr,
+        )
 
 
 def _planned(rm1: Rm1, options: PlanOptions) -> dict[str, Any]:
@@ -74,9 +97,3 @@ def _planned(rm1: Rm1, options: PlanOptions) -> dict[str, Any]:
     solution = solve(rm1, options.solver, time_left=lambda: left_of(_SOLVE_SHARE), seed=options.seed, starts=starts)
     document = plan_document(rm1, solution, solve_s=time.monotonic() - began_s)
     return document | advice(rm1, solution, time_left=lambda: left_of(1.0), seed=options.seed)
-
-
-def read_plan(path: Path) -> PlanDocument:
-    """A plan from a file: a plan alone, or what `penstock plan --json` printed. Raises ConfigError."""
-    document = read_document(path)
-    return validate(PlanDocument, document.get("rm1_plan") or document, source=str(path))

@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from penstock.config import ConfigError, read_document, validate
+from penstock.config import ConfigError
 from services.scheduler.cost_model.calibrated import COST_MODELS, make_model
 from services.scheduler.cost_model.rm1 import Rm1
-from services.scheduler.plan_document import PlanDocument
+from services.scheduler.plan_document import PlanDocument, read_plan
 from services.scheduler.planning import AUTO, solve
 from services.scheduler.problem import read_problem
 from services.scheduler.solvers.interface import ProblemTooLargeError
@@ -44,7 +44,7 @@ def simulate_command(  # noqa: PLR0913 - one argument for each option
     if mode not in tuple(Mode):
         raise ConfigError(f"--mode: {mode!r} is unknown; there is: {', '.join(Mode)}")
     model = make_model(read_problem(path), cost_model)
-    plan = _read_plan(plan_path) if plan_path is not None else _made_plan(model, path)
+    plan = read_plan(plan_path) if plan_path is not None else _made_plan(model, path)
     predicted = model.score(plan).samples_per_second
     look_s = None
     if picture is not None:
@@ -92,14 +92,6 @@ def change_of(text: str, kind: str) -> Change:
         form = "MACHINE@SECONDS:FACTOR" if is_slow else "MACHINE@SECONDS"
         raise ConfigError(f"--{kind}: {text!r} is not {form}")
     return change
-
-
-def _read_plan(path: Path) -> PlanDocument:
-    """A plan alone, or all that `penstock plan --json` prints."""
-    found = read_document(path)
-    if "rm1_plan" in found:
-        found = found["rm1_plan"] or {}
-    return validate(PlanDocument, found, source=str(path))
 
 
 def _made_plan(model: Rm1, path: Path) -> PlanDocument:

@@ -9,11 +9,12 @@
 from __future__ import annotations
 
 from collections import Counter
+from pathlib import Path
 from typing import Annotated
 
 from pydantic import Field
 
-from penstock.config import StrictModel
+from penstock.config import StrictModel, read_document, validate
 from services.scheduler.problem import MAX_NODES, NodeClass, Problem
 
 Count = Annotated[int, Field(ge=1, le=1024)]
@@ -40,6 +41,12 @@ class PlanDocument(StrictModel):
 
     gen: tuple[Replicas, ...] = Field(default=(), max_length=8 * MAX_NODES)
     train: tuple[TrainShare, ...] = Field(default=(), max_length=MAX_NODES)
+
+
+def read_plan(path: Path) -> PlanDocument:
+    """A plan from a file: a plan alone, or all that `penstock plan --json` prints. Raises ConfigError."""
+    found = read_document(path)
+    return validate(PlanDocument, found["rm1_plan"] or {} if "rm1_plan" in found else found, source=str(path))
 
 
 def node_classes(problem: Problem) -> dict[str, NodeClass]:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
-from services.scheduler.cost_model.rm1 import Infeasible, Limit, Rm1, Score
+from services.scheduler.cost_model.rm1 import Generation, Infeasible, Limit, Rm1, Score
 from services.scheduler.economy import alternatives, purchases, usd_per_hour
 from services.scheduler.plan_document import PlanDocument
 from services.scheduler.problem import Problem
@@ -142,16 +142,21 @@ def bottleneck(score: Score) -> str:
     if behind:
         slowest = min(behind, key=lambda node: behind[node])
         return f"generation, and links: weights reach {slowest} late, {behind[slowest]:.0%} of its samples are fresh"
+    made = sum(_fresh_per_second(each) for each in score.generation)
+    if score.samples_per_second < made / 2:
+        share = 1 - score.samples_per_second / made
+        return f"generation: weight updates pause it for {share:.0%} of the time, as steps are so short"
     return "generation: decoding takes all the GPUs it has"
+
+
+def _fresh_per_second(each: Generation) -> float:
+    """Samples that equal replicas make between pauses, those that will be fresh enough."""
+    return each.replicas.count * each.state.samples_per_second * each.duty if each.state is not None else 0.0
 
 
 def _stages(rm1: Rm1, score: Score) -> Document:
     """Idle shares, and who generates and trains how."""
-    made = sum(
-        each.replicas.count * each.state.samples_per_second * each.duty
-        for each in score.generation
-        if each.state is not None
-    )
+    made = sum(_fresh_per_second(each) for each in score.generation)
     step = score.training
     return {
         "limit": score.limit.value,
