@@ -1,7 +1,7 @@
 """Does it learn as a plain synchronous loop does, with samples that are 0, 1, 4, 8 versions old?
 
 python -m benchmarks.trainer.convergence PREPARED --out results.jsonl [--lags 0 1 4 8] [--corrections none truncated]
-    [--seeds 0 1 2] [--steps 40] [--prompts 16] [--group 8] [--plot plot.png]
+    [--seeds 0 1 2] [--steps 40] [--prompts 16] [--group 8] [--algorithm dr_grpo] [--plot plot.png]
 
 PREPARED is a folder of the quick start (runs/quickstart/current): model, train.jsonl, eval.jsonl. One process and one
 thread. The step is the trainer's own; samples come from weights that are exactly so many versions old, decoded in this
@@ -25,6 +25,8 @@ from benchmarks.trainer.cells import PLAIN, Cell, StepOutcome, run_cell
 from services.trainer.config import TrainingConfig
 
 NUM_LAST_STEPS = 5
+TBA_KL = 0.01
+"""Trajectory balance needs a KL; the others are run without."""
 Document = dict[str, Any]
 
 
@@ -82,9 +84,10 @@ def plot(documents: Sequence[Document], path: Path) -> None:
 
 
 def _cells(options: argparse.Namespace) -> Iterator[Cell]:
-    """Seeds outermost: a run that is cut short has whole comparisons."""
+    """Seeds outermost: a run that is cut short has whole comparisons. The plain loop is the quick start's."""
     for seed in options.seeds:
-        yield Cell(lag=0, correction=PLAIN, seed=seed)
+        if options.algorithm == "dr_grpo":
+            yield Cell(lag=0, correction=PLAIN, seed=seed)
         for lag in options.lags:
             for correction in options.corrections:
                 yield Cell(lag=lag, correction=correction, seed=seed)
@@ -108,6 +111,7 @@ def _settings(options: argparse.Namespace) -> Document:
         "prompts": options.prompts,
         "group": options.group,
         "learning_rate": options.learning_rate,
+        "algorithm": options.algorithm,
     }
 
 
@@ -129,8 +133,9 @@ def _config(options: argparse.Namespace) -> TrainingConfig:
             },
             "sampling": {"max_new_tokens": 256},
             "algorithm": {
-                "name": "dr_grpo",
-                "normalization": "tokens",
+                "name": options.algorithm,
+                "normalization": "tokens" if options.algorithm == "dr_grpo" else None,
+                "kl_coefficient": TBA_KL if options.algorithm == "tba" else 0.0,
                 "group_size": options.group,
                 "prompts_per_step": options.prompts,
             },
@@ -170,6 +175,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--prompts", type=int, default=16, help="groups of a step")
     parser.add_argument("--group", type=int, default=8, help="samples of a group")
     parser.add_argument("--learning-rate", type=float, default=4e-4)
+    parser.add_argument("--algorithm", default="dr_grpo", help="the quick start's unless given")
     parser.add_argument("--plot", type=Path, default=None, help="a picture; needs matplotlib")
     return parser.parse_args()
 

@@ -71,7 +71,7 @@ def local_backend(config: TrainingConfig, peers: Peers | None = None) -> Backend
             gradient_checkpointing=config.trainer.gradient_checkpointing,
         ),
         optimizer=config.optimizer,
-        loss=partial(policy_loss, algorithm=algorithm, settings=_loss_settings(config, algorithm)),
+        loss=partial(policy_loss, algorithm=algorithm, settings=loss_settings(config, algorithm)),
         seed=config.run.seed,
         peers=peers,
     )
@@ -81,7 +81,8 @@ def _critic_rate(config: TrainingConfig) -> float:
     return config.algorithm.critic_learning_rate or CRITIC_RATE_FACTOR * config.optimizer.learning_rate
 
 
-def _loss_settings(config: TrainingConfig, algorithm: Algorithm) -> LossSettings:
+def loss_settings(config: TrainingConfig, algorithm: Algorithm) -> LossSettings:
+    """What the loss of a run is made of."""
     settings = config.algorithm
     return LossSettings(
         clip=Clip(

@@ -1,0 +1,50 @@
+"""Settings of algorithms that contradict each other are refused, with the field to change."""
+
+import pytest
+from pydantic import ValidationError
+
+from services.trainer.algorithms.correction import Correction
+from services.trainer.algorithms.registry import ALGORITHMS
+from services.trainer.config import TrainingConfig
+from services.trainer.policy import loss_settings
+from services.trainer.step_settings import step_settings
+
+
+def config(algorithm, **sections):
+    document = {"model": {"path": "m"}, "data": {"train": "d.jsonl"}, "algorithm": algorithm}
+    return TrainingConfig.model_validate(document | sections)
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "message"),
+    [
+        ({"name": "tba"}, "algorithm.kl_coefficient: tba"),
+        ({"name": "grpo", "num_replayed_groups": 4}, "algorithm.num_replayed_groups: grpo"),
+        ({"reference_refresh_steps": 5}, "algorithm.reference_refresh_steps: without kl_coefficient"),
+    ],
+)
+def test_contradictions_are_refused(algorithm, message):
+    with pytest.raises(ValidationError, match=message):
+        config(algorithm)
+
+
+def test_an_adapters_reference_cannot_be_refreshed():
+    with pytest.raises(ValidationError, match="with lora the reference is the model itself"):
+        config({"kl_coefficient": 0.1, "reference_refresh_steps": 5}, lora={"rank": 4})
+
+
+def test_a_kl_is_either_a_term_of_the_loss_or_taken_off_the_rewards():
+    for name, is_in_reward in (("grpo", False), ("ppo", True), ("tba", True)):
+        run = config({"name": name, "kl_coefficient": 0.25})
+        algorithm = ALGORITHMS[name]
+        in_loss = loss_settings(run, algorithm).kl_coefficient
+        in_reward = step_settings(run, algorithm, policy_version=0).reward_kl_coefficient
+        assert (in_loss, in_reward) == ((0.0, 0.25) if is_in_reward else (0.25, 0.0))
+
+
+def test_trajectory_balance_is_never_corrected_and_a_critic_always_trained():
+    tba = config({"name": "tba", "kl_coefficient": 0.1, "correction": "masked"})
+    assert loss_settings(tba, ALGORITHMS["tba"]).correction is Correction.NONE
+    ppo = config({"name": "ppo"})
+    assert not step_settings(ppo, ALGORITHMS["ppo"], policy_version=0).skip_zero_advantages
+    assert step_settings(config({"name": "grpo"}), ALGORITHMS["grpo"], policy_version=0).skip_zero_advantages
