@@ -18,7 +18,7 @@ ONE_THREAD := OMP_NUM_THREADS=1
 # Threads of PyTorch that wait for each other must not spin: others need the core.
 export OMP_WAIT_POLICY := PASSIVE
 
-.PHONY: help setup quickstart test test-fast test-unit test-contract test-integration test-vllm test-e2e lint fmt type proto proto-check lock images clean
+.PHONY: help setup quickstart test test-fast test-unit test-contract test-integration test-vllm test-e2e lint fmt type proto proto-check lock results images clean
 
 help:  ## This list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 20
@@ -84,6 +84,9 @@ proto-check: setup
 
 lock: setup  ## Pin all dependencies again (requirements/*.txt)
 	$(BIN)/python scripts/lock.py
+
+results: setup  ## Simulate the papers' comparisons anew: docs/results.md
+	$(BIN)/python -m benchmarks.scheduler.results
 
 images: ## Build the container images
 	docker-compose build

@@ -122,8 +122,7 @@ class Run:
 
     def play(self, num_steps: int, *, max_s: float = math.inf) -> Record:
         """So many training steps. Raises RuntimeError where nothing can go on any more."""
-        for engine in self._engines:
-            self._fill(engine)
+        self._deal(self._engines)
         if self._look_s is not None:
             self._look()
         while self._ledger.version < num_steps:
@@ -156,6 +155,21 @@ class Run:
         engine.epoch += 1
         if (end_s := engine.next_end_s()) < math.inf:
             self._at(end_s, partial(self._ended, engine, engine.epoch))
+
+    def _deal(self, engines: Sequence[Engine]) -> None:
+        """Give several generators what they may have, in turn, so that none gets all the longest samples."""
+        free = [engine for engine in engines if engine.num_free]
+        while free:
+            again = []
+            for engine in free:
+                taken = self._ledger.take(engine.version, 1)
+                for sample in taken:
+                    engine.begin(sample)
+                if taken and engine.num_free:
+                    again.append(engine)
+            free = again
+        for engine in engines:
+            self._fill(engine)
 
     def _ended(self, engine: Engine, epoch: int) -> None:
         if engine.epoch != epoch:
@@ -208,12 +222,12 @@ class Run:
 
     def _arrived(self, region: str, version: int) -> None:
         self._sending.discard(region)
-        for engine in self._engines:
-            if engine.spec.region == region and engine.is_alive:
-                engine.advance(self._now_s)
-                engine.version = version
-                engine.stall(engine.spec.pause_s)
-                self._fill(engine)
+        there = [engine for engine in self._engines if engine.spec.region == region and engine.is_alive]
+        for engine in there:
+            engine.advance(self._now_s)
+            engine.version = version
+            engine.stall(engine.spec.pause_s)
+        self._deal(there)
         self._send(region)
 
     def _change(self, change: Change) -> None:
@@ -230,10 +244,10 @@ class Run:
 
     def _redeliver(self, lost: Sequence[Sample]) -> None:
         self._ledger.give_back(lost)
-        for engine in self._engines:
-            if engine.num_free:
-                engine.advance(self._now_s)
-                self._fill(engine)
+        free = [engine for engine in self._engines if engine.num_free]
+        for engine in free:
+            engine.advance(self._now_s)
+        self._deal(free)
 
     def _members(self, node: str, *, alive: bool | None = None) -> list[Engine]:
         members = [engine for engine in self._engines if engine.spec.node == node]

@@ -71,7 +71,7 @@ class SetupError(Exception):
 def from_plan(model: Rm1, plan: PlanDocument, mode: Mode) -> Setup:
     """Generators and trainers as the plan has them. Raises SetupError."""
     allowed = mode.staleness(model.problem.workload.staleness)
-    model = _with_staleness(model, allowed)
+    model = with_staleness(model, allowed)
     if (reason := placement_error(plan, model.nodes)) is not None:
         raise SetupError(reason)
     score = model.score(plan)
@@ -92,22 +92,24 @@ def from_plan(model: Rm1, plan: PlanDocument, mode: Mode) -> Setup:
     )
 
 
-def colocated(model: Rm1, *, is_blind: bool = False) -> Setup:
+def colocated(model: Rm1, *, is_blind: bool = False, tp: int | None = None) -> Setup:
     """Every GPU of one place does everything in turn. Raises SetupError.
 
     Args:
         model: The cost model.
         is_blind: Work is dealt evenly, as if all GPUs were alike, so all wait for the slowest.
+        tp: Tensor-parallel degree of all generators; None: each machine's best.
     """
     pool = [(node, node.gpus) for node in model.problem.nodes for _ in range(node.count)]
     specs: list[GeneratorSpec] = []
     for node in model.problem.nodes:
-        if not model.degrees[node.name]:
+        degrees = [degree for degree in model.degrees[node.name] if tp in (None, degree)]
+        if not degrees:
             raise SetupError(f"{node.name}: the model does not fit its GPUs, and all generate")
-        tp = max(model.degrees[node.name], key=partial(_rate, model, node))
+        best = max(degrees, key=partial(_rate, model, node))
         for index in range(node.count):
             name = f"{node.name}-{index}"
-            specs += [_replica(model, name, tp, number) for number in range(node.gpus // tp)]
+            specs += [_replica(model, name, best, number) for number in range(node.gpus // best)]
     step = training_step(model.problem, model.demand, model.network, pool)
     if math.isinf(step.step_s):
         raise SetupError("training on all machines spans regions that are not linked")
@@ -125,7 +127,7 @@ def colocated(model: Rm1, *, is_blind: bool = False) -> Setup:
     )
 
 
-def _with_staleness(model: Rm1, allowed: int) -> Rm1:
+def with_staleness(model: Rm1, allowed: int) -> Rm1:
     """The same for another staleness bound; batches are small enough for the longest sample to end in its window.
 
     Without a window to speak of, smaller batches would only make more rounds of a step.

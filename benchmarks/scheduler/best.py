@@ -1,0 +1,141 @@
+"""The best simulated plan of a problem in a mode: every way to let whole machines generate or train is looked at.
+
+Ours and every baseline go through the same search, so that each is shown in its best configuration.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from services.scheduler.cost_model.calibrated import CALIBRATED, make_model
+from services.scheduler.cost_model.rm1 import Rm1
+from services.scheduler.plan_document import PlanDocument
+from services.scheduler.problem import NodeClass, Problem
+from simulator.virtual_run.setup import Mode, SetupError, colocated, with_staleness
+from simulator.virtual_run.simulate import Options, Outcome, simulate_plan, simulate_setup
+
+NUM_SIMULATED = 14
+"""Plans that are simulated, of those that the cost model finds best."""
+_FINAL_STEPS, _SKIPPED = 9, 3
+
+Allowed = Callable[[Sequence[NodeClass], Sequence[int]], bool]
+"""Whether so many machines of each entry may train."""
+
+
+def anything(nodes: Sequence[NodeClass], training: Sequence[int]) -> bool:
+    """Every division is allowed."""
+    return True
+
+
+def whole_types(nodes: Sequence[NodeClass], training: Sequence[int]) -> bool:
+    """All machines with a type of GPU do the same: two groups, each of one type or several."""
+    does: dict[str, set[bool]] = {}
+    for node, count in zip(nodes, training, strict=True):
+        if 0 < count < node.count:
+            return False
+        does.setdefault(node.gpu, set()).add(count > 0)
+    return all(len(each) == 1 for each in does.values())
+
+
+@dataclass(frozen=True, slots=True)
+class Best:
+    """A configuration and what it achieves."""
+
+    samples_per_second: float
+    tokens_per_second: float
+    shown: str
+    """In a few words."""
+
+
+def best_plan(problem: Problem, options: Options, *, allowed: Allowed = anything) -> Best:
+    """The best division of machines. Raises RuntimeError where none can run."""
+    model = make_model(problem, CALIBRATED)
+    staleness = options.mode.staleness(problem.workload.staleness)
+    judge = with_staleness(model, staleness)
+    plans = sorted(_plans(model, allowed), key=lambda plan: -judge.score(plan).samples_per_second)
+    found: list[tuple[Outcome, PlanDocument]] = []
+    for plan in plans[:NUM_SIMULATED]:
+        try:
+            found.append((simulate_plan(model, plan, _final(options)), plan))
+        except (SetupError, RuntimeError):
+            continue
+    if not found:
+        raise RuntimeError(f"{problem.id}: no plan can run")
+    outcome, plan = max(found, key=lambda each: each[0].samples_per_second)
+    return _as_best(outcome, _shown(model, plan))
+
+
+def best_colocated(problem: Problem, options: Options, *, is_blind: bool = False) -> Best:
+    """All machines in turn, at the best tensor-parallel degree that all can have."""
+    model = make_model(problem, CALIBRATED)
+    outcomes = []
+    for tp in (None, 1, 2, 4, 8):
+        try:
+            setup = colocated(model, is_blind=is_blind, tp=tp)
+        except SetupError:
+            continue
+        outcomes.append((simulate_setup(model, setup, _final(options)), tp))
+    if not outcomes:
+        raise RuntimeError(f"{problem.id}: colocated, nothing can run")
+    outcome, tp = max(outcomes, key=lambda each: each[0].samples_per_second)
+    return _as_best(outcome, f"all colocated, tp {tp or 'by GPU'}")
+
+
+def _final(options: Options) -> Options:
+    # Staler runs take longer to reach their pace.
+    more = 9 if options.mode is Mode.ASYNC else 0
+    return replace(options, num_steps=_FINAL_STEPS + 2 * more, skip=_SKIPPED + more)
+
+
+def _as_best(outcome: Outcome, shown: str) -> Best:
+    tokens = outcome.record.tokens_per_second(skip=outcome.options.skip)
+    return Best(outcome.samples_per_second, tokens, shown)
+
+
+def _plans(model: Rm1, allowed: Allowed) -> Iterator[PlanDocument]:
+    nodes = model.problem.nodes
+    counts = [range(node.count + 1) for node in nodes]
+    degrees = [model.degrees[node.name] or (0,) for node in nodes]
+    if len(nodes) > 1:
+        # Where GPUs are unlike, each takes the degree at which it makes most; else all degrees are tried.
+        degrees = [(_busiest(model, node),) for node in nodes]
+    for training in itertools.product(*counts):
+        if not allowed(nodes, training):
+            continue
+        for chosen in itertools.product(*degrees):
+            plan = _plan(model, training, chosen)
+            if plan.gen and plan.train:
+                yield plan
+
+
+def _plan(model: Rm1, training: tuple[int, ...], degrees: tuple[int, ...]) -> PlanDocument:
+    gen, train = [], []
+    for node, count, tp in zip(model.problem.nodes, training, degrees, strict=True):
+        for index in range(node.count):
+            name = f"{node.name}-{index}"
+            if index < count:
+                train.append({"node": name, "gpus": node.gpus})
+            elif tp:
+                gen.append({"node": name, "tp": tp, "count": node.gpus // tp})
+    return PlanDocument.model_validate({"gen": gen, "train": train})
+
+
+def _busiest(model: Rm1, node: NodeClass) -> int:
+    def rate(tp: int) -> float:
+        state = model.replica(node, tp)
+        return state.samples_per_second / tp if state is not None else 0.0
+
+    return max(model.degrees[node.name], key=rate, default=0)
+
+
+def _shown(model: Rm1, plan: PlanDocument) -> str:
+    parts = []
+    for node in model.problem.nodes:
+        trains = sum(share.node.rpartition("-")[0] == node.name for share in plan.train)
+        tps = {each.tp for each in plan.gen if each.node.rpartition("-")[0] == node.name}
+        gens = node.count - trains
+        does = [f"{gens * node.gpus} {node.gpu} generate (tp {max(tps)})"] if tps else []
+        parts += does + ([f"{trains * node.gpus} {node.gpu} train"] if trains else [])
+    return ", ".join(parts)
