@@ -1,4 +1,4 @@
-"""The best simulated plan of a problem in a mode: every way to let whole machines generate or train is looked at.
+"""The best simulated plan of a problem in a mode: whole machines generate or train, or as the planner divides them.
 
 Ours and every baseline go through the same search, so that each is shown in its best configuration.
 """
@@ -6,18 +6,23 @@ Ours and every baseline go through the same search, so that each is shown in its
 from __future__ import annotations
 
 import itertools
+import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from services.scheduler.cost_model.calibrated import CALIBRATED, make_model
 from services.scheduler.cost_model.rm1 import Rm1
 from services.scheduler.plan_document import PlanDocument
+from services.scheduler.planning import AUTO, solve
 from services.scheduler.problem import NodeClass, Problem
 from simulator.virtual_run.setup import Mode, SetupError, colocated, with_staleness
 from simulator.virtual_run.simulate import Options, Outcome, simulate_plan, simulate_setup
 
 NUM_SIMULATED = 14
 """Plans that are simulated, of those that the cost model finds best."""
+SOLVE_S = 2.0
+"""CPU time that the planner's search may take for one more."""
 _FINAL_STEPS, _SKIPPED = 9, 3
 
 Allowed = Callable[[Sequence[NodeClass], Sequence[int]], bool]
@@ -56,7 +61,10 @@ def best_plan(problem: Problem, options: Options, *, allowed: Allowed = anything
     judge = with_staleness(model, staleness)
     plans = sorted(_plans(model, allowed), key=lambda plan: -judge.score(plan).samples_per_second)
     found: list[tuple[Outcome, PlanDocument]] = []
-    for plan in plans[:NUM_SIMULATED]:
+    candidates = plans[:NUM_SIMULATED]
+    if allowed is anything and (searched := _searched(judge)) is not None:
+        candidates.append(searched)
+    for plan in candidates:
         try:
             found.append((simulate_plan(model, plan, _final(options)), plan))
         except (SetupError, RuntimeError):
@@ -65,6 +73,12 @@ def best_plan(problem: Problem, options: Options, *, allowed: Allowed = anything
         raise RuntimeError(f"{problem.id}: no plan can run")
     outcome, plan = max(found, key=lambda each: each[0].samples_per_second)
     return _as_best(outcome, _shown(model, plan))
+
+
+def _searched(judge: Rm1) -> PlanDocument | None:
+    """The planner's own, which also divides machines."""
+    began_s = time.process_time()
+    return solve(judge, AUTO, time_left=lambda: began_s + SOLVE_S - time.process_time()).plan
 
 
 def best_colocated(problem: Problem, options: Options, *, is_blind: bool = False) -> Best:
@@ -131,11 +145,10 @@ def _busiest(model: Rm1, node: NodeClass) -> int:
 
 
 def _shown(model: Rm1, plan: PlanDocument) -> str:
-    parts = []
-    for node in model.problem.nodes:
-        trains = sum(share.node.rpartition("-")[0] == node.name for share in plan.train)
-        tps = {each.tp for each in plan.gen if each.node.rpartition("-")[0] == node.name}
-        gens = node.count - trains
-        does = [f"{gens * node.gpus} {node.gpu} generate (tp {max(tps)})"] if tps else []
-        parts += does + ([f"{trains * node.gpus} {node.gpu} train"] if trains else [])
-    return ", ".join(parts)
+    gen: Counter[str] = Counter()
+    for each in plan.gen:
+        gen[f"{model.nodes[each.node].gpu} generate (tp {each.tp})"] += each.tp * each.count
+    train: Counter[str] = Counter()
+    for share in plan.train:
+        train[f"{model.nodes[share.node].gpu} train"] += share.gpus
+    return ", ".join(f"{count} {does}" for does, count in (*gen.items(), *train.items()))

@@ -188,7 +188,10 @@ def _hex(size: str, h800: int, h20: int) -> Problem:
     if h20:
         nodes.append({**machines("H20", h20, nic_gbps=40), "region": "h20"})
         links = [{"a": "r0", "b": "h20", "bw_Gbps": 12, "latency_ms": 0.1}]
-    return areal(f"qwen2.5-{size}", nodes, prompts=20, links=links, cost_model={"sync_pause_s": 2.0})
+    constraints = {"max_tp": 8, "train_single_region": False}
+    return areal(
+        f"qwen2.5-{size}", nodes, prompts=20, links=links, cost_model={"sync_pause_s": 2.0}, constraints=constraints
+    )
 
 
 def _het(scenario: str, size: str, tasks: Sequence[Document]) -> Problem:

@@ -112,5 +112,20 @@ OutputLengths = Annotated[
 ]
 
 
+def scaled(
+    lengths: LognormalLengths | HistogramLengths | FixedLengths | EmpiricalLengths, factor: float
+) -> LognormalLengths | HistogramLengths | FixedLengths | EmpiricalLengths:
+    """The same shape with lengths times `factor`; what bounds them stays, but never below what is there."""
+    if isinstance(lengths, LognormalLengths):
+        return lengths.model_copy(update={"median": lengths.median * factor})
+    if isinstance(lengths, HistogramLengths):
+        longest = max(lengths.max, (lengths.start + lengths.width * len(lengths.fractions)) * factor)
+        stretched = {"start": lengths.start * factor, "width": lengths.width * factor, "max": longest}
+        return lengths.model_copy(update=stretched)
+    if isinstance(lengths, EmpiricalLengths):
+        return lengths.model_copy(update={"values": tuple(value * factor for value in lengths.values)})
+    return lengths.model_copy(update={"length": lengths.length * factor})
+
+
 def _normal_cdf(value: float) -> float:
     return 0.5 * (1.0 + math.erf(value / math.sqrt(2.0)))

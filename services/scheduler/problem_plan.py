@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 
 from penstock.config import MAX_CONFIG_BYTES, ConfigError
 from penstock.errors import InvalidFieldError
@@ -31,14 +32,16 @@ def checked_problem(problem_json: str, solver: str) -> tuple[Problem, str]:
         raise InvalidFieldError("; ".join(str(error).splitlines()[:8]), field="problem_json") from error
 
 
-def plan_problem(problem: Problem, *, run_id: str, solver: str, time_left: TimeLeft) -> pb.Plan:
-    """A plan over the problem's own machines: its generators and its training pool.
+def plan_problem(
+    problem: Problem, *, run_id: str, solver: str, time_left: TimeLeft, starts: Sequence[PlanDocument] = ()
+) -> pb.Plan:
+    """A plan over the problem's own machines: its generators and its training pool; `starts` as of Solver.
 
     Raises InvalidFieldError when the solver cannot treat a problem of this size, InfeasiblePlanError when none can run.
     """
     rm1 = Rm1(problem)
     try:
-        solution = solve(rm1, solver, time_left=time_left)
+        solution = solve(rm1, solver, time_left=time_left, starts=starts)
     except ProblemTooLargeError as error:
         raise InvalidFieldError(f"solver: {error}", field="solver") from error
     if solution.plan is None or not isinstance(solution.score, Score):

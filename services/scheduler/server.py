@@ -67,7 +67,11 @@ async def serve(config: SchedulerConfig) -> None:
     try:
         await run_until_stopped(
             server,
-            loops=[end_streams, *(partial(lengths.refresh_forever, learner) for learner in lengths.learners)],
+            loops=[
+                end_streams,
+                servicer.revise_forever,
+                *(partial(lengths.refresh_forever, learner) for learner in lengths.learners),
+            ],
             on_started=lambda: _log.info("scheduler listens", listen=config.listen),
         )
     finally:

@@ -13,10 +13,13 @@ from penstock.clock import Clock
 from penstock.errors import InvalidFieldError, QueueFullError, ServiceUnavailableError, UnknownRunError
 from penstock.v1 import scheduler_pb2 as pb
 from penstock.v1 import scheduler_pb2_grpc
-from services.scheduler.inventory import Inventory
+from services.scheduler.inventory import MAX_NODES, Inventory
 from services.scheduler.lengths.forecaster import LengthForecaster
+from services.scheduler.live_plans import LOOK_EVERY_S, LivePlans
 from services.scheduler.plan import SOLVER, first_fit
+from services.scheduler.problem import Problem
 from services.scheduler.problem_plan import checked_problem, plan_problem
+from services.scheduler.solvers.interface import TimeLeft
 
 MAX_QUERIES = 1024
 MAX_OBSERVATIONS = 4096
@@ -24,6 +27,7 @@ MAX_GENERATORS = 10_000
 MAX_PLANS = 1_000
 MAX_SOLVING = 2
 """Problems that are solved at once; each takes a core."""
+REVISE_BUDGET_S = 5.0
 DEFAULT_BUDGET_S, MAX_BUDGET_S = 10.0, 600.0
 _SOLVERS = ("", "auto", SOLVER)
 
@@ -42,10 +46,13 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         self._plans: dict[str, pb.Plan] = {}
         self._plan_changed = asyncio.Event()
         self._num_solving = 0
+        self._left: set[str] = set()
+        self._live = LivePlans()
 
     async def RegisterNode(self, request: pb.RegisterNodeRequest, context: Context) -> pb.RegisterNodeResponse:
         """Add or replace a machine."""
         self._inventory.register(request.node, list(request.links), now_s=self._clock.now_s())
+        self._left.discard(request.node.node_id)
         response = pb.RegisterNodeResponse()
         response.heartbeat_interval.FromMilliseconds(int(self._heartbeat_interval_s * 1000))
         return response
@@ -55,6 +62,8 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         self._inventory.report(
             request.node_id, list(request.rates), is_leaving=request.is_leaving, now_s=self._clock.now_s()
         )
+        if request.is_leaving and len(self._left) < MAX_NODES:
+            self._left.add(request.node_id)
         return pb.ReportNodeResponse()
 
     async def ListNodes(self, request: pb.ListNodesRequest, context: Context) -> pb.ListNodesResponse:
@@ -71,18 +80,40 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         """Plan a run: over the machines of its problem, or first fit over those that are alive."""
         _check_plan_request(request)
         if request.problem_json:
-            plan = await self._solved(request)
+            problem, solver = checked_problem(request.problem_json, request.solver)
+            plan = await self._solved(problem, solver, request)
+            self._live.follow(problem, solver, plan, now_s=self._clock.now_s())
         else:
+            self._live.forget(request.run_id)
             views = self._inventory.views(now_s=self._clock.now_s())
             plan = first_fit(views, run_id=request.run_id, num_generators=request.num_generators)
-        if request.run_id not in self._plans and len(self._plans) >= MAX_PLANS:
-            self._plans.pop(next(iter(self._plans)))
-        plan.revision = self._plans[request.run_id].revision + 1 if request.run_id in self._plans else 1
-        plan.create_time.FromMilliseconds(int(self._clock.now_s() * 1000))
-        self._plans[request.run_id] = plan
-        self._plan_changed.set()
-        self._plan_changed = asyncio.Event()
+        self._put_in_force(plan)
         return pb.CreatePlanResponse(plan=plan)
+
+    async def revise(self) -> None:
+        """Look again at every plan that was solved for, and put better ones in force."""
+        if self._num_solving >= MAX_SOLVING:
+            return
+
+        def make_budget() -> TimeLeft:
+            end_s = time.monotonic() + REVISE_BUDGET_S
+            return lambda: 0.0 if self.stopping.is_set() else end_s - time.monotonic()
+
+        now_s = self._clock.now_s()
+        views = self._inventory.views(now_s=now_s)
+        self._num_solving += 1
+        try:
+            plans = await self._live.revise(views, left=frozenset(self._left), now_s=now_s, make_budget=make_budget)
+        finally:
+            self._num_solving -= 1
+        for plan in plans:
+            self._put_in_force(plan)
+
+    async def revise_forever(self) -> None:
+        """Look again every few seconds."""
+        while True:
+            await asyncio.sleep(LOOK_EVERY_S)
+            await self.revise()
 
     async def WatchPlan(self, request: pb.WatchPlanRequest, context: Context) -> AsyncIterator[pb.WatchPlanResponse]:
         """The plan in force, then each revision."""
@@ -108,6 +139,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
     async def ReportLengths(self, request: pb.ReportLengthsRequest, context: Context) -> pb.ReportLengthsResponse:
         """Learn from completions that were seen."""
         _check_count("observations", len(request.observations), MAX_OBSERVATIONS)
+        self._live.saw(request.run_id, [each.num_completion_tokens for each in request.observations])
         await self.lengths.observe(request.run_id, request.observations)
         return pb.ReportLengthsResponse()
 
@@ -115,8 +147,18 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         """What forecasts lengths now."""
         return self.lengths.describe(request.run_id)
 
-    async def _solved(self, request: pb.CreatePlanRequest) -> pb.Plan:
-        problem, solver = checked_problem(request.problem_json, request.solver)
+    def _put_in_force(self, plan: pb.Plan) -> None:
+        if plan.run_id not in self._plans and len(self._plans) >= MAX_PLANS:
+            oldest = next(iter(self._plans))
+            self._plans.pop(oldest)
+            self._live.forget(oldest)
+        plan.revision = self._plans[plan.run_id].revision + 1 if plan.run_id in self._plans else 1
+        plan.create_time.FromMilliseconds(int(self._clock.now_s() * 1000))
+        self._plans[plan.run_id] = plan
+        self._plan_changed.set()
+        self._plan_changed = asyncio.Event()
+
+    async def _solved(self, problem: Problem, solver: str, request: pb.CreatePlanRequest) -> pb.Plan:
         if self._num_solving >= MAX_SOLVING:
             raise QueueFullError(f"{MAX_SOLVING} problems are being solved; ask again later", queue="plans")
         budget_s = request.budget.ToNanoseconds() / 1e9 if request.HasField("budget") else DEFAULT_BUDGET_S

@@ -1,0 +1,163 @@
+"""Plans of runs that go on: looked at again whenever machines or lengths changed, revised where that pays.
+
+A look costs nothing while nothing changed. Solving happens in a thread and takes a few seconds of one core.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import structlog
+
+from penstock.errors import PenstockError
+from penstock.v1 import scheduler_pb2 as pb
+from services.scheduler.cost_model.demand import demand_of
+from services.scheduler.cost_model.rm1 import Rm1
+from services.scheduler.live import Live, live_problem
+from services.scheduler.plan_document import PlanDocument, Replicas, TrainShare
+from services.scheduler.problem import Problem
+from services.scheduler.problem_plan import plan_problem
+from services.scheduler.revision import COOL_DOWN_S, Offer, Verdict, judge
+from services.scheduler.solvers.interface import TimeLeft
+
+LOOK_EVERY_S = 5.0
+MIN_LENGTHS = 256
+"""Completions that were seen before their lengths say anything."""
+_RECENT = 2048
+
+_log = structlog.get_logger()
+
+
+@dataclass(slots=True)
+class _Run:
+    """What a run's plan was made from."""
+
+    problem: Problem
+    solver: str
+    plan: pb.Plan
+    revised_s: float
+    num_lengths: int = 0
+    mean_tokens: float = 0.0
+    looked_at: Problem | None = field(default=None)
+    """The live problem that the plan in force was last compared on."""
+
+    @property
+    def growth(self) -> float:
+        """Mean length seen over the stated one, in tenths."""
+        if self.num_lengths < MIN_LENGTHS:
+            return 1.0
+        return max(0.1, round(self.mean_tokens / demand_of(self.problem).completion_tokens, 1))
+
+
+class LivePlans:
+    """See the module."""
+
+    def __init__(self) -> None:
+        self._runs: dict[str, _Run] = {}
+
+    def follow(self, problem: Problem, solver: str, plan: pb.Plan, *, now_s: float) -> None:
+        """A run has a plan that was solved for; the one it had before is forgotten."""
+        self._runs[plan.run_id] = _Run(problem, solver, plan, now_s, looked_at=problem)
+
+    def forget(self, run_id: str) -> None:
+        """The run's plan is not solved for any more."""
+        self._runs.pop(run_id, None)
+
+    def saw(self, run_id: str, lengths: Sequence[int]) -> None:
+        """Completions of these many tokens."""
+        if (run := self._runs.get(run_id)) is not None:
+            for length in lengths:
+                run.num_lengths += 1
+                run.mean_tokens += (length - run.mean_tokens) / min(run.num_lengths, _RECENT)
+
+    async def revise(
+        self, views: Sequence[pb.NodeView], *, left: frozenset[str], now_s: float, make_budget: Callable[[], TimeLeft]
+    ) -> list[pb.Plan]:
+        """The plans that take over now, without revision number and time."""
+        revised = []
+        for run_id, run in list(self._runs.items()):
+            live = live_problem(run.problem, views, left=left, growth=run.growth)
+            if live.problem is None or live.problem == run.looked_at:
+                continue
+            plan = await self._look(run_id, run, live, live.problem, now_s=now_s, time_left=make_budget())
+            if plan is not None:
+                revised.append(plan)
+        return revised
+
+    async def _look(
+        self, run_id: str, run: _Run, live: Live, problem: Problem, *, now_s: float, time_left: TimeLeft
+    ) -> pb.Plan | None:
+        kept = live.from_real(document_of(run.plan))
+        kept_rate = Rm1(problem).score(kept).samples_per_second
+        gone = _machines(document_of(run.plan)) - set(live.node_ids.values())
+        if kept_rate > 0 and not gone and now_s - run.revised_s < COOL_DOWN_S:
+            return None
+        try:
+            found = await asyncio.to_thread(
+                plan_problem, problem, run_id=run_id, solver=run.solver, time_left=time_left, starts=(kept,)
+            )
+        except PenstockError as error:
+            _log.warning("the plan cannot be revised", run_id=run_id, reason=str(error))
+            return None
+        if gone:
+            verdict = Verdict(True, f"{', '.join(sorted(gone)[:8])} of the plan in force: not there any more")
+        else:
+            verdict = _judge(problem, kept, kept_rate, document_of(found), now_s=now_s, revised_s=run.revised_s)
+        run.looked_at = problem
+        _log.info("the plan was looked at again", run_id=run_id, is_revised=verdict.is_revised, reason=verdict.reason)
+        if not verdict.is_revised or self._runs.get(run_id) is not run:
+            return None
+        for assignment in found.assignments:
+            assignment.node_id = live.node_ids[assignment.node_id]
+        found.explanation = f"revised: {verdict.reason}. {found.explanation}"
+        run.plan, run.revised_s = found, now_s
+        return found
+
+
+def document_of(plan: pb.Plan) -> PlanDocument:
+    """Generators and trainers of a plan that was solved for."""
+    gen = [
+        Replicas(node=each.node_id, tp=each.tensor_parallel or 1, count=each.num_replicas or 1)
+        for each in plan.assignments
+        if each.role == pb.ROLE_GENERATOR
+    ]
+    train = [
+        TrainShare(node=each.node_id, gpus=len(each.accelerator_indices))
+        for each in plan.assignments
+        if each.role == pb.ROLE_TRAINER
+    ]
+    return PlanDocument(gen=tuple(gen), train=tuple(train))
+
+
+def _machines(plan: PlanDocument) -> set[str]:
+    return {each.node for each in plan.gen} | {each.node for each in plan.train}
+
+
+def _judge(
+    problem: Problem, kept: PlanDocument, kept_rate: float, new: PlanDocument, *, now_s: float, revised_s: float
+) -> Verdict:
+    before, after = _parts(kept), _parts(new)
+    num_gpus, num_kept = sum(after.values()), sum(before.values())
+    slowest_nic = min(node.nic_Gbps for node in problem.nodes) * 1e9 / 8
+    offer = Offer(
+        rate=Rm1(problem).score(new).samples_per_second,
+        kept_rate=kept_rate,
+        num_gpus=num_gpus,
+        num_kept_gpus=num_kept,
+        migration_s=demand_of(problem).weight_bytes / slowest_nic + problem.cost_model.sync_pause_s,
+        moved_share=sum((after - before).values()) / max(1, num_gpus),
+    )
+    return judge(offer, now_s=now_s, revised_s=revised_s)
+
+
+def _parts(plan: PlanDocument) -> Counter[tuple[str, int]]:
+    """GPUs by machine and what they do: 0 trains, else the tensor-parallel degree."""
+    parts: Counter[tuple[str, int]] = Counter()
+    for each in plan.gen:
+        parts[each.node, each.tp] += each.tp * each.count
+    for share in plan.train:
+        parts[share.node, 0] += share.gpus
+    return parts

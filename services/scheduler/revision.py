@@ -1,0 +1,77 @@
+"""When a plan in force gives way to another. Pure: it is handed rates and times.
+
+StreamRL (Zhong et al. 2025), section 4.3, adds a unit when what generation lags behind training is what one more unit
+would save. Here any other plan counts by what it gains in all, with three brakes the paper does not have: a smallest
+gain, so that noise changes nothing; a time of rest; and the change itself must be earned back.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+MIN_GAIN = 0.05
+"""Of throughput."""
+MAX_LOSS = 0.01
+"""Of throughput, at which machines that are not needed are given up."""
+COOL_DOWN_S = 60.0
+HORIZON_S = 1800.0
+"""A revision must pay for itself in this time."""
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """Whether to revise, and why, for people."""
+
+    is_revised: bool
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Offer:
+    """A plan against the one in force, both scored over the machines that are there now."""
+
+    rate: float
+    """Samples per second of the new one."""
+    kept_rate: float
+    """Of the one in force; 0 when it cannot run any more."""
+    num_gpus: int
+    """Of the new one."""
+    num_kept_gpus: int
+    migration_s: float
+    """How long the machines that change do nothing: they load weights."""
+    moved_share: float
+    """Part of the GPUs that changes."""
+
+
+def judge(offer: Offer, *, now_s: float, revised_s: float) -> Verdict:
+    """Whether the new plan takes over.
+
+    Args:
+        offer: Both plans.
+        now_s: The time.
+        revised_s: When the plan in force was made.
+    """
+    if offer.rate <= 0:
+        return Verdict(False, "no plan can run on the machines that are there")
+    if offer.kept_rate <= 0:
+        return Verdict(True, "the plan in force cannot run any more")
+    rested_s = now_s - revised_s
+    if rested_s < COOL_DOWN_S:
+        return Verdict(False, f"the plan in force is {rested_s:.0f} s old, at least {COOL_DOWN_S:.0f} s are waited")
+    gain = offer.rate / offer.kept_rate - 1
+    if gain >= MIN_GAIN:
+        return _earned(offer, gain)
+    num_fewer = offer.num_kept_gpus - offer.num_gpus
+    if gain >= -MAX_LOSS and num_fewer > 0:
+        return Verdict(True, f"{num_fewer} GPUs fewer are as fast")
+    return Verdict(False, f"{gain:.1%} faster, less than {MIN_GAIN:.0%}")
+
+
+def _earned(offer: Offer, gain: float) -> Verdict:
+    """Whether a faster plan makes up for the time in which it is put in place."""
+    lost = offer.migration_s * offer.moved_share * offer.kept_rate
+    won = (offer.rate - offer.kept_rate) * (HORIZON_S - offer.migration_s)
+    cost = f"the change stops {offer.moved_share:.0%} of the GPUs for {offer.migration_s:.0f} s"
+    if won <= lost:
+        return Verdict(False, f"{gain:.0%} faster, but {cost}, which does not pay within {HORIZON_S:.0f} s")
+    return Verdict(True, f"{gain:.0%} faster; {cost}")
