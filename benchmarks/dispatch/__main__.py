@@ -1,6 +1,7 @@
 """Play every scenario of the grid under every policy and print a table.
 
-python -m benchmarks.dispatch [--fresh] [--groups N] [--group-size N] [--seeds N] [--only WORD] [--json]
+python -m benchmarks.dispatch [--fresh] [--groups N] [--group-size N] [--only WORD] [--seeds N] [--first-seed N]
+    [--json]
 
 Times are of the simulator's virtual clock and say how policies compare, not how fast a fleet is. Each cell is the sum
 of the makespans over the seeds, relative to the best of the policies but auto; `bound` is the best one's over a lower
@@ -13,7 +14,7 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from functools import partial
 
@@ -44,7 +45,7 @@ def main() -> int:
         print("|---" * (len(POLICIES) + 4) + "|")
     for name, make in _scenarios(options):
         if options.only in name:
-            cells.append(_measure(name, make, options.seeds))
+            cells.append(_measure(name, make, range(options.first_seed, options.first_seed + options.seeds)))
             if not options.json:
                 print(_row(cells[-1]), flush=True)
     worst = max(cells, key=lambda cell: cell.ratios["auto"])
@@ -90,11 +91,11 @@ def _fresh(fleet: str, lengths: str, forecast: str, arrival: str, seed: int) -> 
     )
 
 
-def _measure(name: str, make: Callable[[int], Scenario], num_seeds: int) -> Cell:
+def _measure(name: str, make: Callable[[int], Scenario], seeds: Iterable[int]) -> Cell:
     started_s = time.perf_counter()
     makespans = dict.fromkeys(("fifo, no moves", *POLICIES), 0.0)
     bound_s, num_moves = 0.0, 0
-    for seed in range(num_seeds):
+    for seed in seeds:
         scenario = make(seed)
         bound_s += lower_bound_s(scenario)
         makespans["fifo, no moves"] += simulate(scenario, "fifo", can_move=False).makespan_s
@@ -122,7 +123,8 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--fresh", action="store_true", help="the scenarios on which nothing was tuned")
     parser.add_argument("--groups", type=int, default=32, help="prompts of the step, of the grid")
     parser.add_argument("--group-size", type=int, default=8, help="samples a prompt, of the grid")
-    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--first-seed", type=int, default=0)
+    parser.add_argument("--seeds", type=int, default=3, help="how many")
     parser.add_argument("--only", default="", help="scenarios whose name holds this")
     parser.add_argument("--json", action="store_true")
     return parser.parse_args()

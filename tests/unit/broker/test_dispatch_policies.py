@@ -175,6 +175,12 @@ def test_auto_sets_the_long_tail_apart_where_that_is_sooner() -> None:
     assert times_s["streamrl"] < (1 - MIN_GAIN) * times_s["lpt"]
 
 
+def test_auto_sets_no_long_tail_apart_where_much_of_the_step_is_still_to_come() -> None:
+    loads = {name: load_of(max_samples=256) for name in "abcd"}
+    situation = situation_of(loads, [1000.0] * 4 + [100.0] * 240)
+    assert picked_by(Auto(), replace(situation, group_size=8, num_to_come=8)) == "lpt"
+
+
 def test_auto_trusts_forecasts_as_far_as_they_were_right() -> None:
     slow = FAST.scaled(2.5)
     loads = {"a": FAST, "b": FAST, "c": slow, "d": slow}
