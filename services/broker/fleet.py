@@ -109,14 +109,8 @@ class Fleet:
             length_error=self._seen.error if self._seen else unseen_error,
             calibration=self._seen.calibration if self._seen else UNSEEN_CALIBRATION,
             group_size=state.limits.group_size,
-            num_to_come=num_to_come(state),
             look_s=self._look_s,
         )
-
-
-def num_to_come(state: RunState) -> int:
-    """Training groups that the newest step still lacks: the trainer makes no step without them."""
-    return -state.num_groups_in_flight % state.limits.groups_per_step
 
 
 def leased_lengths(state: RunState) -> LengthCounts:

@@ -12,7 +12,7 @@ from google.protobuf.json_format import MessageToDict
 from google.protobuf.message import Message
 
 from penstock.errors import InvalidFieldError, RunConflictError, VersionConflictError
-from penstock.v1 import broker_pb2
+from penstock.v1 import broker_pb2, types_pb2
 from services.broker import books, delivery, drops, parcels
 from services.broker.limits import Limits
 from services.broker.policy import Policy
@@ -70,7 +70,8 @@ def reopen_run(state: RunState, request: broker_pb2.OpenRunRequest, now_s: float
         existed=True,
         num_groups_rewound=num_rewound,
         history=run.history,
-        num_groups_in_flight=state.num_groups_in_flight,
+        num_groups_in_flight=state.shelf.num_live_groups
+        + sum(state.groups[group_id].purpose == types_pb2.PURPOSE_TRAIN for group_id in state.live),
     )
 
 

@@ -48,7 +48,6 @@ class _Entry:
     generation: list[tuple[str, str]] = field(default_factory=list)
     scoring: list[tuple[str, str]] = field(default_factory=list)
     trained_version: int | None = None
-    is_live_training: bool = False
     states: Counter[broker_pb2.SampleState.ValueType] = field(default_factory=Counter)
 
 
@@ -71,8 +70,6 @@ class RunState:
         self.groups: dict[str, GroupRecord] = {}
         self.shelf = ParcelShelf()
         self.live: set[str] = set()
-        self._num_training = 0
-        """Training groups among them."""
         self.queues: dict[Order, SortedKeys[Rank]] = {order: SortedKeys() for order in Order}
         self.queued_lengths = LengthCounts()
         """Forecast lengths of the queued samples."""
@@ -132,11 +129,6 @@ class RunState:
             policy_version=self.run.policy_version,
             num_started=len(self.versions) + self.shelf.num_live_groups,
         )
-
-    @property
-    def num_groups_in_flight(self) -> int:
-        """Training groups submitted and neither trained nor dropped."""
-        return self._num_training + self.shelf.num_live_groups
 
     def num_waiting(self, purpose: int) -> int:
         """Groups of a purpose of which no sample was ever leased."""
@@ -334,8 +326,7 @@ class RunState:
             self.trained.setdefault(group.trained_version, set()).add(group_id)
             return
         self.live.add(group_id)
-        is_training = entry.is_live_training = group.purpose == types_pb2.PURPOSE_TRAIN
-        self._num_training += is_training
+        is_training = group.purpose == types_pb2.PURPOSE_TRAIN
         entry.states = _states(group)
         self._count(entry, 1)
         version = group_version(group)
@@ -411,7 +402,6 @@ class RunState:
                 del self.trained[entry.trained_version]
         self._count(entry, -1)
         self.live.discard(group_id)
-        self._num_training -= entry.is_live_training
         self.versions.pop(group_id, None)
         for groups in (*self.ready.values(), *self.delivered.values(), *self._waiting.values()):
             groups.discard(group_id)

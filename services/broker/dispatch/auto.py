@@ -124,11 +124,10 @@ def looks_ahead(situation: Situation, candidates: Candidates) -> dict[str, float
     situation = scaled_down(situation)
     times_s: dict[str, list[float]] = {name: [] for name in candidates}
     twins: dict[str, str] = {}
-    is_known = not situation.length_error and not situation.num_to_come
-    for seed in range(1 if is_known else MAX_DRAWS):
-        draw = drawn(situation, seed)
+    for seed in range(MAX_DRAWS if situation.length_error else 1):
+        groups = drawn(situation, seed)
         for name, found in times_s.items():
-            found.append(finish_s(candidates[name](), situation, draw))
+            found.append(finish_s(candidates[name](), situation, groups))
         if seed + 1 == MIN_DRAWS:
             twins = _twins(times_s)
             times_s = {name: found for name, found in times_s.items() if name not in twins}

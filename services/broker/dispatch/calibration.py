@@ -37,11 +37,6 @@ class Calibration:
     own_error: float = 0.0
     """Standard deviation of what is each sample's own."""
 
-    @property
-    def forecasts(self) -> list[float]:
-        """Those that prompts seen had, rising; empty where none was seen."""
-        return [] if math.isinf(self.bandwidth) else sorted(math.exp(place) for place, _ in self.shared)
-
     def usual_tokens(self, forecast: float, share: float) -> float:
         """Median length of a prompt's samples; `share`, 0 to 1, of the prompts with this forecast stay below it."""
         place = math.log(forecast)

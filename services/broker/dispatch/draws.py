@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from itertools import islice
 from statistics import NormalDist
 
 from services.broker.dispatch.latency import Load
@@ -40,85 +39,44 @@ class Item:
     """When it moved last."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Draw:
-    """Prompts in no order, each with its samples as long as they turn out."""
-
-    groups: Sequence[Sequence[Item]]
-    """Queued now."""
-    late: Sequence[Sequence[Item]] = ()
-    """Not submitted yet."""
-    late_after: float = 0.0
-    """Part of what is queued and under way now that has ended when they are."""
-
-
 def scaled_down(situation: Situation) -> Situation:
-    """The situation with at most MAX_ITEMS samples queued or to come, and a fleet that is as fast with them.
+    """The situation with at most MAX_ITEMS samples queued, and a fleet that is as fast with them.
 
-    Of what is more than MAX_ROUNDS fillings of the fleet, a part. Then one sample stands for several: each generator
+    Of a queue longer than MAX_ROUNDS fillings of the fleet, a part. Then one sample stands for several: each generator
     has so many times fewer slots, and a sample takes so many times longer beside others.
     """
-    num_to_come = situation.num_to_come * situation.group_size
-    num_samples = max(1, situation.queue.num_samples + num_to_come)
+    num_queued = max(1, situation.queue.num_samples)
     capacity = sum(load.max_samples for load in situation.loads.values())
     fewest_slots = max(1, min(load.max_samples for load in situation.loads.values()))
-    num_shown = min(num_samples, MAX_ROUNDS * capacity)
+    num_shown = min(num_queued, MAX_ROUNDS * capacity)
     size = min(fewest_slots, math.ceil(num_shown / MAX_ITEMS))
     num_items = min(MAX_ITEMS, math.ceil(num_shown / size))
-    if num_items == num_samples:
+    if num_items == num_queued:
         return situation
-    share = num_items / num_samples
-    group_size = max(1, round(situation.group_size / size))
     return replace(
         situation,
         loads={name: _scaled_load(load, size) for name, load in situation.loads.items()},
-        queue=_share_of(situation.queue, share),
-        group_size=group_size,
-        num_to_come=round(share * num_to_come / group_size),
+        queue=_share_of(situation.queue, num_items / num_queued),
+        group_size=max(1, round(situation.group_size / size)),
     )
 
 
-def drawn(situation: Situation, seed: int) -> Draw:
-    """One draw of how long what is queued turns out, and of what is still to come: when, and how long."""
+def drawn(situation: Situation, seed: int) -> list[list[Item]]:
+    """The queue by prompts, with one draw of how long its samples turn out, in no order."""
     rng = random.Random(seed)
-    queued = list(_groups(situation.queue, situation.group_size))
-    to_come = _to_come(situation, rng)
-    shared = _even_shares(rng, len(queued) + len(to_come))
-    own = iter(_even_shares(rng, sum(count for _, count in (*queued, *to_come))))
-    found: list[list[Item]] = []
-    for (predicted, count), share in zip((*queued, *to_come), shared, strict=True):
-        found.append(_group(situation, predicted, share, list(islice(own, count))))
-    groups, late = found[: len(queued)], found[len(queued) :]
-    rng.shuffle(groups)
-    rng.shuffle(late)
-    return Draw(groups=groups, late=late, late_after=_share_in_turn(seed))
-
-
-def _group(situation: Situation, predicted: float, share: float, own: Sequence[float]) -> list[Item]:
-    """A prompt of which so many turn out shorter; `own` says it of each of its samples among its siblings."""
+    groups = list(_groups(situation.queue, situation.group_size))
+    shared = _even_shares(rng, len(groups))
+    own = iter(_even_shares(rng, situation.queue.num_samples))
     seen = situation.calibration
-    expected = predicted or situation.mean_tokens
-    usual = seen.usual_tokens(expected, share)
-    lengths = (usual * math.exp(seen.own_error * _NORMAL.inv_cdf(place)) for place in own)
-    return [
-        Item(predicted=predicted, expected=expected, tokens=max(1.0, min(tokens, situation.max_tokens)))
-        for tokens in lengths
-    ]
-
-
-def _to_come(situation: Situation, rng: random.Random) -> list[tuple[float, int]]:
-    """Forecast and number of samples of each prompt to come: like prompts seen, or else like what is here."""
-    usual = situation.calibration.forecasts
-    if not usual:
-        here = situation.queue.merged(situation.under_way)
-        usual = [length for length, count in here.items() for _ in range(math.ceil(count / situation.group_size))]
-    places = _even_shares(rng, situation.num_to_come)
-    return [(usual[int(place * len(usual))], situation.group_size) for place in places]
-
-
-def _share_in_turn(index: int) -> float:
-    """Numbers between 0 and 1, the first few of them spread evenly already (van der Corput's sequence in base 2)."""
-    return int(f"{index + 1:b}"[::-1], 2) / float(1 << (index + 1).bit_length())
+    found: list[list[Item]] = []
+    for (predicted, count), share in zip(groups, shared, strict=True):
+        expected = predicted or situation.mean_tokens
+        usual = seen.usual_tokens(expected, share)
+        deviations = [seen.own_error * _NORMAL.inv_cdf(next(own)) for _ in range(count)]
+        lengths = [max(1.0, min(usual * math.exp(deviation), situation.max_tokens)) for deviation in deviations]
+        found.append([Item(predicted=predicted, expected=expected, tokens=tokens) for tokens in lengths])
+    rng.shuffle(found)
+    return found
 
 
 def _groups(queue: LengthCounts, group_size: int) -> Iterator[tuple[float, int]]:

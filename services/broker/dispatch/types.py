@@ -94,8 +94,6 @@ class Situation:
     """How true lengths follow from forecasts, as seen so far."""
     group_size: int = 1
     """Samples a prompt."""
-    num_to_come: int = 0
-    """Prompts of the newest step that are not submitted yet."""
     look_s: float = 1.0
     """How often policies are reviewed, and idle generators look for work to take over."""
 

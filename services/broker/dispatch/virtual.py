@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
-from services.broker.dispatch.draws import Draw, Item
+from services.broker.dispatch.draws import Item
 from services.broker.dispatch.latency import Load
 from services.broker.dispatch.lengths import LengthCounts, remaining_tokens
 from services.broker.dispatch.moving import MAX_MOVES, MIN_STAY_S, MOVE_COST_S, is_worth_moving, late_generators
@@ -138,36 +138,35 @@ class _Generator:
         return load
 
 
-def finish_s(policy: DispatchPolicy, situation: Situation, draw: Draw) -> float:
-    """When everything queued, under way and to come would be done under a policy: seconds from now.
+def finish_s(policy: DispatchPolicy, situation: Situation, groups: Sequence[Sequence[Item]]) -> float:
+    """When everything queued and under way would be done under a policy: seconds from now.
 
     Args:
         policy: A fresh one; it is reviewed.
         situation: Now, scaled down.
-        draw: Its queue, in order of arrival, and what comes later.
+        groups: Its queue by prompts, in order of arrival.
     """
-    return _Run(policy, situation, draw).finish_s()
+    return _Run(policy, situation, groups).finish_s()
 
 
 class _Run:
     """One look ahead."""
 
-    def __init__(self, policy: DispatchPolicy, situation: Situation, draw: Draw) -> None:
+    def __init__(self, policy: DispatchPolicy, situation: Situation, groups: Sequence[Sequence[Item]]) -> None:
         self._policy = policy
         self._situation = situation
         self._number = 0
         self._now_s = 0.0
-        self._queue: list[_Group] = []
+        self._queue = [_Group(list(reversed(group))) for group in groups]
+        self._put_in_order()
         self._lengths = LengthCounts()
-        self._submit(draw.groups)
-        self._late = draw.late
+        for group in self._queue:
+            self._lengths.add(group.predicted, len(group.waiting))
         self._generators: dict[str, _Generator] = {}
         for name, load in situation.loads.items():
             generator = self._generators[name] = _Generator(load)
             for tokens, count in _held(load):
                 self._begin(generator, Item(predicted=tokens, expected=tokens, tokens=tokens, count=count))
-        num_here = self._num_left()
-        self._num_left_then = num_here - draw.late_after * num_here
         self._tick_s = max(situation.look_s, self._least_s() / MAX_TICKS)
 
     def finish_s(self) -> float:
@@ -190,19 +189,6 @@ class _Run:
             self._now_s = min(end_s, next_tick_s)
             for generator in generators:
                 generator.advance(self._now_s)
-            if self._late and self._num_left() <= self._num_left_then:
-                self._submit(self._late)
-                self._late = ()
-
-    def _submit(self, groups: Sequence[Sequence[Item]]) -> None:
-        for group in groups:
-            self._queue.append(_Group(list(reversed(group))))
-            self._lengths.add(self._queue[-1].predicted, len(group))
-        self._put_in_order()
-
-    def _num_left(self) -> int:
-        """Samples that have not ended, of those submitted."""
-        return self._lengths.num_samples + sum(generator.num_samples for generator in self._generators.values())
 
     def _least_s(self) -> float:
         """The least time that everything queued can take."""

@@ -1,16 +1,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import partial
 
 import pytest
 
 from services.broker.dispatch import auto as auto_module
-from services.broker.dispatch.auto import ALIKE, MIN_DRAWS, MIN_GAIN, Auto, Candidates, looks_ahead
+from services.broker.dispatch.auto import ALIKE, MIN_GAIN, Auto, Candidates, looks_ahead
 from services.broker.dispatch.calibration import normal
-from services.broker.dispatch.draws import Draw
-from services.broker.dispatch.fifo import Fifo
+from services.broker.dispatch.draws import Item
 from services.broker.dispatch.latency import LatencyModel, Load
 from services.broker.dispatch.lengths import LengthCounts
 from services.broker.dispatch.lpt import LongestFirst
@@ -175,12 +173,6 @@ def test_auto_sets_the_long_tail_apart_where_that_is_sooner() -> None:
     assert times_s["streamrl"] < (1 - MIN_GAIN) * times_s["lpt"]
 
 
-def test_auto_sets_no_long_tail_apart_where_much_of_the_step_is_still_to_come() -> None:
-    loads = {name: load_of(max_samples=256) for name in "abcd"}
-    situation = situation_of(loads, [1000.0] * 4 + [100.0] * 240)
-    assert picked_by(Auto(), replace(situation, group_size=8, num_to_come=8)) == "lpt"
-
-
 def test_auto_trusts_forecasts_as_far_as_they_were_right() -> None:
     slow = FAST.scaled(2.5)
     loads = {"a": FAST, "b": FAST, "c": slow, "d": slow}
@@ -203,7 +195,7 @@ def test_a_race_gives_up_what_is_worse_for_sure_and_plays_on_where_it_is_close(m
             super().__init__()
             self.name = name
 
-    def play(policy: DispatchPolicy, situation: Situation, draw: Draw) -> float:
+    def play(policy: DispatchPolicy, situation: Situation, groups: Sequence[Sequence[Item]]) -> float:
         """Seconds that vary much from draw to draw, for all together; `close` is as often better as it is worse."""
         plays[policy.name] = number = plays.get(policy.name, 0) + 1
         worse = {"good": 0.0, "twin": 0.0, "close": (-1) ** number, "worse": 2.0 + 0.1 * number, "hopeless": 40.0}
@@ -215,21 +207,6 @@ def test_a_race_gives_up_what_is_worse_for_sure_and_plays_on_where_it_is_close(m
     assert plays == {"good": 16, "twin": 6, "close": 16, "worse": 6, "hopeless": 1}
     assert times_s["twin"] == times_s["good"] == pytest.approx(times_s["close"])
     assert times_s.keys() == {"good", "twin", "close"}
-
-
-def test_with_prompts_to_come_even_exact_forecasts_are_drawn_more_than_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    plays: list[Draw] = []
-
-    def play(policy: DispatchPolicy, situation: Situation, draw: Draw) -> float:
-        plays.append(draw)
-        return 1.0
-
-    monkeypatch.setattr(auto_module, "finish_s", play)
-    situation = situation_of({"a": load_of()}, [100.0] * 8)
-    looks_ahead(situation, {"lpt": LongestFirst, "fifo": Fifo})
-    assert len(plays) == 2
-    looks_ahead(replace(situation, num_to_come=2), {"lpt": LongestFirst, "fifo": Fifo})
-    assert len({draw.late_after for draw in plays[2:]}) == MIN_DRAWS
 
 
 def test_auto_keeps_its_policy_where_another_is_no_better() -> None:

@@ -10,8 +10,8 @@ from statistics import fmean, pstdev
 import pytest
 
 from services.broker.dispatch import draws
-from services.broker.dispatch.calibration import calibrated, normal
-from services.broker.dispatch.draws import Draw, Item, drawn, scaled_down
+from services.broker.dispatch.calibration import normal
+from services.broker.dispatch.draws import Item, drawn, scaled_down
 from services.broker.dispatch.latency import LatencyModel, Load
 from services.broker.dispatch.lengths import LengthCounts
 from services.broker.dispatch.moving import is_worth_moving, late_generators
@@ -44,61 +44,33 @@ def situation_of(
     )
 
 
-def draw_of(*lengths: float, forecast: float | None = None) -> Draw:
+def groups_of(*lengths: float, forecast: float | None = None) -> list[list[Item]]:
     """A prompt of one sample for each length."""
-    return Draw(
-        groups=[[Item(predicted=forecast or tokens, expected=forecast or tokens, tokens=tokens)] for tokens in lengths]
-    )
+    return [[Item(predicted=forecast or tokens, expected=forecast or tokens, tokens=tokens)] for tokens in lengths]
 
 
-def lengths_of(draw: Draw) -> list[float]:
-    return [item.tokens for group in draw.groups for item in group]
+def lengths_of(groups: Sequence[Sequence[Item]]) -> list[float]:
+    return [item.tokens for group in groups for item in group]
 
 
 def test_one_generator_takes_as_long_as_the_steps_summed_by_hand() -> None:
     model = LatencyModel(base_s=1.0, per_sample_s=0.5, max_samples=2)
     # Two slots. 4 and 6 tokens together for 4 steps of 2 s; then 6 has 2 to go, beside 3: 2 steps; then 3 has 1: 1.5 s.
     situation = situation_of({"a": model}, [4, 6, 3])
-    assert finish_s(make_policy("fifo"), situation, draw_of(4, 6, 3)) == pytest.approx(4 * 2 + 2 * 2 + 1 * 1.5)
+    assert finish_s(make_policy("fifo"), situation, groups_of(4, 6, 3)) == pytest.approx(4 * 2 + 2 * 2 + 1 * 1.5)
 
 
 def test_the_policy_sees_forecasts_and_time_passes_by_true_lengths() -> None:
     model = LatencyModel(base_s=1.0, per_sample_s=0.0, max_samples=1)
     situation = situation_of({"a": model}, [10, 10])
-    assert finish_s(make_policy("lpt"), situation, draw_of(30, 4, forecast=10)) == pytest.approx(34.0)
+    assert finish_s(make_policy("lpt"), situation, groups_of(30, 4, forecast=10)) == pytest.approx(34.0)
 
 
 def test_a_sample_stuck_on_a_slow_generator_is_taken_over() -> None:
     fast = LatencyModel(base_s=0.05, max_samples=1)
     situation = situation_of({"a-slow": fast.scaled(10.0), "b-fast": fast}, [1000, 1000])
     # First come, first served: alone the slow one takes 500 s, the fast one both in 100 s.
-    assert 50.0 < finish_s(make_policy("fifo"), situation, draw_of(1000, 1000)) < 150.0
-
-
-@pytest.mark.parametrize(("late_after", "seconds"), [(0.0, 13.5), (0.5, 13.5), (1.0, 15.5)])
-def test_prompts_to_come_are_queued_when_enough_of_the_rest_has_ended(late_after: float, seconds: float) -> None:
-    model = LatencyModel(base_s=1.0, per_sample_s=0.5, max_samples=2)
-    draw = replace(draw_of(4, 6), late=draw_of(3).groups, late_after=late_after)
-    # Two slots. Half has ended after 4 steps of 2 s; 6 then has 2 to go, beside 3, which ends 1.5 s after it.
-    # All has ended 3 s after those 4 steps, and 3 then takes 4.5 s alone.
-    assert finish_s(make_policy("lpt"), situation_of({"a": model}, [4, 6]), draw) == pytest.approx(seconds)
-
-
-def test_prompts_to_come_are_like_those_seen_and_come_at_any_time() -> None:
-    seen = calibrated((forecast, [round(2 * forecast)] * 4) for forecast in [100.0] * 10 + [1000.0] * 10)
-    situation = replace(situation_of({"a": LatencyModel()}, [50.0] * 8), calibration=seen, group_size=4, num_to_come=10)
-    draw = drawn(situation, 0)
-    assert len(draw.groups) == 2
-    assert [len(group) for group in draw.late] == [4] * 10
-    found = sorted(group[0].predicted for group in draw.late)
-    assert found == pytest.approx([100.0] * 5 + [1000.0] * 5)
-    assert all(item.tokens == pytest.approx(2 * item.predicted) for group in draw.late for item in group)
-    assert sorted(drawn(situation, seed).late_after for seed in range(7)) == [n / 8 for n in range(1, 8)]
-
-
-def test_prompts_to_come_are_like_those_here_while_none_was_seen() -> None:
-    situation = replace(situation_of({"a": LatencyModel()}, [512.0] * 8), group_size=4, num_to_come=3)
-    assert [group[0].predicted for group in drawn(situation, 0).late] == [512.0] * 3
+    assert 50.0 < finish_s(make_policy("fifo"), situation, groups_of(1000, 1000)) < 150.0
 
 
 def test_draws_are_as_wrong_as_forecasts_were_and_bounded() -> None:
@@ -119,7 +91,7 @@ def test_the_samples_of_a_prompt_turn_out_long_together() -> None:
         group_size=4,
         calibration=normal(shared_error=0.8, own_error=0.1),
     )
-    groups = [[math.log(item.tokens) for item in group] for group in drawn(situation, 0).groups]
+    groups = [[math.log(item.tokens) for item in group] for group in drawn(situation, 0)]
     assert [len(group) for group in groups] == [4] * 100
     assert 0.0 < max(map(pstdev, groups)) < 0.3
     assert pstdev(map(fmean, groups)) == pytest.approx(0.8, rel=0.15)
@@ -148,7 +120,7 @@ def test_what_was_begun_is_queued_before_what_is_longer() -> None:
     policy = TakesOne()
     situation = situation_of({"a": LatencyModel(base_s=1.0, per_sample_s=0.0)}, [3, 3, 2, 2, 1, 1])
     groups = [[Item(predicted=n, expected=n, tokens=n)] * 2 for n in (1.0, 3.0, 2.0)]
-    assert finish_s(policy, situation, Draw(groups=groups)) == math.inf
+    assert finish_s(policy, situation, groups) == math.inf
     # 2 was begun and comes first; 3 then is the second, and so on until only one prompt is left.
     assert policy.seen == [3.0]
 
@@ -171,15 +143,6 @@ def test_a_queue_of_a_million_is_looked_at_as_far_as_the_fleet_gets_soon() -> No
     situation = situation_of({"a": LatencyModel(max_samples=16)}, [])
     situation.queue.add(500.0, 1_000_000)
     assert scaled_down(situation).queue.num_samples == draws.MAX_ROUNDS * 16
-
-
-@pytest.mark.parametrize(("max_samples", "num_each", "num_slots"), [(64, 128, 32), (16, 64, 16)])
-def test_prompts_to_come_are_scaled_down_with_the_queue(max_samples: int, num_each: int, num_slots: int) -> None:
-    model = LatencyModel(max_samples=max_samples)
-    small = scaled_down(replace(situation_of({"a": model}, [500.0] * 256), group_size=8, num_to_come=32))
-    draw = drawn(small, 0)
-    assert [sum(map(len, groups)) for groups in (draw.groups, draw.late)] == [num_each] * 2
-    assert small.loads["a"].max_samples == num_slots
 
 
 def held(base_s: float, *remaining: float) -> Load:

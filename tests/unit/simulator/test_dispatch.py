@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from services.broker.dispatch.draws import Draw, Item
+from services.broker.dispatch.draws import Item
 from services.broker.dispatch.latency import LatencyModel
 from services.broker.dispatch.registry import make_policy
 from services.broker.dispatch.virtual import finish_s
@@ -104,7 +104,7 @@ def test_a_look_ahead_at_the_true_lengths_is_the_simulation(policy: str) -> None
         [Item(predicted=forecast or 0.0, expected=forecast or 0.0, tokens=length) for length in lengths]
         for forecast, lengths in zip(scenario.forecasts, scenario.lengths, strict=True)
     ]
-    assert finish_s(make_policy(policy), situation, Draw(groups=groups)) == pytest.approx(report.makespan_s, rel=0.002)
+    assert finish_s(make_policy(policy), situation, groups) == pytest.approx(report.makespan_s, rel=0.002)
     assert policy not in ("fifo", "streamrl") or report.num_moves > 0
 
 
