@@ -136,8 +136,10 @@ class Load:
         model = self.model
         sum_tokens = self.sum_tokens + remaining_tokens
         num_steps = max(self.longest_tokens, remaining_tokens * risk, sum_tokens / self.max_samples)
-        kv_tokens = self.sum_kv_tokens + kv_reads(remaining_tokens, context_tokens)
-        return model.base_s * num_steps + model.per_sample_s * sum_tokens + model.per_kv_token_s * kv_tokens
+        finish_s = model.base_s * num_steps + model.per_sample_s * sum_tokens
+        if model.per_kv_token_s:
+            finish_s += model.per_kv_token_s * (self.sum_kv_tokens + kv_reads(remaining_tokens, context_tokens))
+        return finish_s
 
     def sample_s(self, remaining_tokens: float, context_tokens: float) -> float:
         """When one more sample, begun now beside what it holds, is done at the latest."""

@@ -35,11 +35,9 @@ def late_generators(asking: Load, donors: Mapping[str, Load], *, length_error: f
         length_error: Standard deviation of the logarithm of true length over forecast.
     """
     extra = math.exp(RISK * length_error) - 1
-    end_s = max((load.finish_s() for load in donors.values()), default=0.0)
-    end_s = max(end_s, asking.finish_s())
-    may_end_s = {
-        name: load.finish_s() + extra * load.model.base_s * load.longest_tokens for name, load in donors.items()
-    }
+    ends_s = {name: load.finish_s() for name, load in donors.items()}
+    end_s = max(*ends_s.values(), asking.finish_s(), 0.0)
+    may_end_s = {name: ends_s[name] + extra * load.model.base_s * load.longest_tokens for name, load in donors.items()}
     return sorted((name for name in donors if may_end_s[name] >= end_s), key=lambda name: may_end_s[name], reverse=True)
 
 
