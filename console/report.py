@@ -128,6 +128,11 @@ def read_lines(path: Path) -> list[dict[str, float]]:
     return [line for text in lines if (line := _parsed(text)) is not None]
 
 
+def _waits(summary: Mapping[str, Any]) -> str:
+    waits = summary.get("trainer_waits_s") or {}
+    return ", ".join(f"{cause} {seconds:.1f} s" for cause, seconds in waits.items()) or "-"
+
+
 def newest_checkpoint(directory: Path) -> Path | None:
     """The newest `step_N` folder in `directory`; a half-written one has another name."""
     found = [path for path in directory.glob("step_*") if path.name.removeprefix("step_").isdecimal()]
@@ -148,6 +153,8 @@ def _summary_table(summary: Mapping[str, Any], steps: Sequence[Line]) -> str:
         ("Overlap of generation and training", _of(summary, "overlap_ratio", ".2f")),
         ("Idle, generators / trainer", f"{_of(summary, 'generator_idle_ratio', '.2f')} / "
          f"{_of(summary, 'trainer_idle_ratio', '.2f')}"),
+        ("The trainer waited for", _waits(summary)),
+        ("Token budget used by forward passes", _of(summary, "pack_fill", ".2f")),
     ]  # fmt: skip
     restarts = {key: count for key, count in (summary.get("restarts") or {}).items() if count}
     rows.append(("Restarts", ", ".join(f"{key} ({count})" for key, count in restarts.items()) or "none"))

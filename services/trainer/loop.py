@@ -40,6 +40,7 @@ from services.trainer.replay import ReplayBuffer
 from services.trainer.samples import TrainingSample
 from services.trainer.step import MicrobatchReport, SkipReason, StepReport, TrainingStep
 from services.trainer.step_settings import step_settings
+from services.trainer.waits import Cause, WaitMeter
 
 CONSUMER_ID = "trainer-0"
 MAX_SILENCE_S = 1800.0
@@ -66,8 +67,6 @@ class _OpenStep:
     """The step under way."""
 
     step: TrainingStep
-    started_s: float
-    busy_before_s: float
     group_ids: list[str] = field(default_factory=list)
     samples: list[TrainingSample] = field(default_factory=list)
 
@@ -94,6 +93,9 @@ class StepLoop:
         self._received: deque[types_pb2.TrajectoryGroup] = deque()
         self._publishing: asyncio.Future[float] | None = None
         self._last_publish_s = 0.0
+        self.waits = WaitMeter(context.clock)
+        self._line_s = context.clock.now_s()
+        self._busy_at_line_s = compute.busy_s
         groups_per_step = context.config.algorithm.prompts_per_step
         self.session = MicrobatchSession(
             context.client.channel,
@@ -121,22 +123,24 @@ class StepLoop:
                 self._backend,
                 step_settings(context.config, self._algorithm, policy_version=context.progress.policy_version),
             ),
-            started_s=context.clock.now_s(),
-            busy_before_s=self._compute.busy_s,
         )
         try:
             await self._replay(open_step.step)
             while len(open_step.group_ids) < settings.prompts_per_step:
                 num_missing = settings.prompts_per_step - len(open_step.group_ids)
-                await self._add(open_step, await self._next_groups(num_missing))
+                with self.waits.waiting(Cause.SAMPLES):
+                    groups = await self._next_groups(num_missing)
+                await self._add(open_step, groups)
             async with context.version_lock:
                 await uninterrupted(self._finish(open_step))
-                await self._acknowledge(open_step.group_ids)
+                with self.waits.waiting(Cause.ACKNOWLEDGING):
+                    await self._acknowledge(open_step.group_ids)
         finally:
             # A step that did not finish must leave no gradients behind.
             await self._compute.run(open_step.step.abandon)
-        await self.wait_until_published()
-        self._publishing = await self._hooks.publish()
+        with self.waits.waiting(Cause.PUBLISHING):
+            await self.wait_until_published()
+            self._publishing = await self._hooks.publish()
 
     async def _replay(self, step: TrainingStep) -> None:
         """Train on groups of earlier steps again, before the first fresh one has come; none where none are held."""
@@ -242,10 +246,12 @@ class StepLoop:
     def _line(self, open_step: _OpenStep, report: StepReport) -> Line:
         now_s = self._context.clock.now_s()
         times = StepTimes(
-            step_s=now_s - open_step.started_s,
-            train_s=self._compute.busy_s - open_step.busy_before_s,
+            step_s=now_s - self._line_s,
+            train_s=self._compute.busy_s - self._busy_at_line_s,
             publish_s=self._publish_s(),
+            waits_s=self.waits.take(),
         )
+        self._line_s, self._busy_at_line_s = now_s, self._compute.busy_s
         version = self._context.progress.policy_version
         count_step(report, open_step.samples, times, policy_version=version)
         return step_line(report, open_step.samples, times, policy_version=version, now_s=now_s)

@@ -7,7 +7,9 @@ Promises:
 
 Keys: reward/{mean,std}; length/{mean,max} in completion tokens; staleness/{min,mean,max} in versions;
 throughput/{samples_per_second,response_tokens_per_second} over the step's wall time;
-time/{step_s,train_s,idle_s,publish_s}; step/{samples,groups,response_tokens,zero_variance_groups,skipped_samples};
+time/{step_s,train_s,idle_s,publish_s} since the step before; wait/{samples,acknowledging,publishing,checkpointing}_s,
+the parts of that in which the trainer waited for them; step/pack_fill, tokens over the token budget of the step's
+forward passes; step/{samples,groups,response_tokens,zero_variance_groups,skipped_samples};
 optimizer/{grad_norm,learning_rate}; loss/* as the loss names them (per-token means and maxima: ratio, ratio_max,
 clip_fraction, entropy, mismatch_kl, importance_weight).
 """
@@ -18,17 +20,19 @@ import json
 import math
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from prometheus_client import Counter, Gauge, Histogram
 
 from services.trainer.samples import TrainingSample
 from services.trainer.step import StepReport
+from services.trainer.waits import Cause
 
 STEPS = Counter("penstock_trainer_steps", "Optimiser steps taken")
 SAMPLES = Counter("penstock_trainer_samples", "Samples trained on")
 SKIPPED = Counter("penstock_trainer_skipped_samples", "Samples left out of a step", ["reason"])
+WAITS = Counter("penstock_trainer_wait_seconds", "Time in which training waited, by what for", ["cause"])
 IDLE = Counter("penstock_trainer_idle_seconds", "Time without anything to compute while training")
 POLICY_VERSION = Gauge("penstock_trainer_policy_version", "Version of the weights being trained")
 STALENESS = Histogram(
@@ -40,13 +44,15 @@ Line = dict[str, float]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepTimes:
-    """Where the wall time of a step went, seconds."""
+    """Where the wall time since the step before went, seconds."""
 
     step_s: float
     train_s: float
     """The compute thread worked."""
     publish_s: float
     """Writing and digesting the version before, beside the step."""
+    waits_s: Mapping[Cause, float] = field(default_factory=dict)
+    """In which training waited, by what for."""
 
     @property
     def idle_s(self) -> float:
@@ -87,6 +93,9 @@ def step_line(
     if report.num_replayed_samples:
         line["step/replayed_samples"] = float(report.num_replayed_samples)
         line["staleness/replayed_max"] = float(report.replayed_staleness_max)
+    line |= {f"wait/{cause.value}_s": seconds for cause, seconds in times.waits_s.items()}
+    if report.pack_fill is not None:
+        line["step/pack_fill"] = report.pack_fill
     line |= {f"loss/{name}": value for name, value in report.loss_metrics.items()}
     return {name: value for name, value in line.items() if math.isfinite(value)}
 
@@ -96,6 +105,8 @@ def count_step(report: StepReport, samples: Sequence[TrainingSample], times: Ste
     STEPS.inc()
     SAMPLES.inc(report.num_samples)
     IDLE.inc(times.idle_s)
+    for cause, seconds in times.waits_s.items():
+        WAITS.labels(cause=cause.value).inc(max(0.0, seconds))
     POLICY_VERSION.set(policy_version)
     for skipped in report.skipped:
         SKIPPED.labels(reason=skipped.reason.value).inc()

@@ -8,6 +8,7 @@ Invariants:
 - Every trajectory lies whole in exactly one pack; packing never cuts, drops or reorders tokens.
 - A pack holds at most `max_pack_tokens` tokens, unless it is a single longer trajectory.
 - Same trajectories in the same order, same packs: packing is deterministic.
+- Of trajectories that arrive bit by bit less than one pack waits for others.
 
 Axes: T tokens of a row, S segments, N loss tokens (those the policy sampled).
 """
@@ -17,6 +18,9 @@ from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
+
+FULL_ENOUGH = 0.9
+"""Part of the token budget from which a pack waits for nothing more."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,6 +114,31 @@ def pack_trajectories(trajectories: Sequence[Trajectory], *, max_pack_tokens: in
     lengths = [int(trajectory.token_ids.size) for trajectory in trajectories]
     bins = first_fit_decreasing(lengths, capacity=max_pack_tokens)
     return [join(trajectories, members) for members in bins]
+
+
+def full_enough(trajectories: Sequence[Trajectory], *, capacity: int) -> tuple[list[Trajectory], list[Trajectory]]:
+    """Those to pack now and those that wait: what would be the emptiest pack waits if less than FULL_ENOUGH full.
+
+    A forward pass costs much that does not depend on its tokens, so nearly empty ones are worth waiting for others. The
+    rest is packed however full: no later arrival is sure to fit better.
+
+    Args:
+        trajectories: what waited and what arrived, any number.
+        capacity: tokens of a pack, or of a round of packs.
+
+    Raises:
+        ValueError: `capacity` is not positive.
+    """
+    lengths = [int(trajectory.token_ids.size) for trajectory in trajectories]
+    bins = first_fit_decreasing(lengths, capacity=capacity)
+    emptiest = min(bins, key=lambda members: sum(lengths[index] for index in members), default=[])
+    if sum(lengths[index] for index in emptiest) >= FULL_ENOUGH * capacity:
+        emptiest = []
+    waiting = set(emptiest)
+    return (
+        [trajectory for index, trajectory in enumerate(trajectories) if index not in waiting],
+        [trajectory for index, trajectory in enumerate(trajectories) if index in waiting],
+    )
 
 
 def first_fit_decreasing(lengths: Sequence[int], *, capacity: int) -> list[list[int]]:

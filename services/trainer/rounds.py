@@ -37,13 +37,18 @@ def deal(
     if len(shares) == 1:
         return [(pack,) for pack in pack_trajectories(trajectories, max_pack_tokens=max_pack_tokens)]
     lengths = [int(trajectory.token_ids.size) for trajectory in trajectories]
-    num_tokens, per_round = sum(lengths), max_pack_tokens * sum(shares) / max(shares)
+    num_tokens, per_round = sum(lengths), tokens_of_a_round(max_pack_tokens, shares=shares)
     for num_rounds in range(math.ceil(num_tokens / per_round), len(lengths) + 1):
         bins = place(lengths, num_rounds=num_rounds, max_pack_tokens=max_pack_tokens, shares=shares)
         if bins is not None:
             packs = [join(trajectories, members) if members else None for members in bins]
             return [tuple(packs[first : first + len(shares)]) for first in range(0, len(packs), len(shares))]
     return []
+
+
+def tokens_of_a_round(max_pack_tokens: int, *, shares: Sequence[float]) -> int:
+    """Most tokens that all processes together take in a round, at least 1."""
+    return max(1, int(max_pack_tokens * sum(shares) / max(shares)))
 
 
 def place(

@@ -29,6 +29,7 @@ from services.trainer.overlap import OverlapMeter
 from services.trainer.replay import ReplayBuffer
 from services.trainer.replay_feed import ReplayFeed
 from services.trainer.submission import PromptSubmitter, TrainingFeeder
+from services.trainer.waits import Cause
 from services.trainer.weight_publisher import WeightPublisher
 
 if TYPE_CHECKING:
@@ -144,6 +145,8 @@ class RunSession:
         async with loop.session:
             while self.context.progress.policy_version < num_steps:
                 await loop.take_step()
+                with loop.waits.waiting(Cause.CHECKPOINTING):
+                    await self._checkpoint_if_due()
                 await self._after_step(evaluator)
             await loop.wait_until_published()
         self.meter.end(self.context.clock.now_s())
@@ -154,11 +157,13 @@ class RunSession:
         self.metrics.append(line)
         self.events.report_step(policy_version=self.context.progress.policy_version, metrics=line)
 
+    async def _checkpoint_if_due(self) -> None:
+        if self.context.progress.policy_version % self.context.config.run.checkpoint_every_steps == 0:
+            await self.write_checkpoint()
+
     async def _after_step(self, evaluator: Evaluator) -> None:
         run = self.context.config.run
         version = self.context.progress.policy_version
-        if version % run.checkpoint_every_steps == 0:
-            await self.write_checkpoint()
         if self._beside is not None and self._beside.done():
             self._beside.result()
             self._beside = None

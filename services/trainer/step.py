@@ -8,6 +8,7 @@ Invariants:
   step; whatever is left out is named with its reason, never silently dropped.
 - Advantages use exactly the samples of the group (for some algorithms: of the step) that are trained on. Where they use
   the step, the forward passes are made in `finish`.
+- Forward passes begin with the first pack that fills; what does not fill one waits for the next groups or for `finish`.
 - The gradient is that of the whole step's tokens at once, however the groups were split over `add_groups` calls.
 - A zero advantage contributes nothing to the gradient when no KL term does, so such samples skip the forward pass but
   count as trained: the same update for less work. Loss metrics then cover the other samples' tokens only.
@@ -26,8 +27,8 @@ import numpy as np
 from services.trainer.algorithms.base import divisor
 from services.trainer.backend import Backend, BackendError, LossTotals, StepMetrics
 from services.trainer.credit import CreditedSample, Creditor
-from services.trainer.packing import Trajectory
-from services.trainer.rounds import deal
+from services.trainer.packing import Trajectory, full_enough
+from services.trainer.rounds import deal, tokens_of_a_round
 from services.trainer.samples import TrainingSample, is_well_formed
 from services.trainer.step_settings import StepSettings
 
@@ -58,7 +59,7 @@ class MicrobatchReport:
     num_trained: int
     """Samples accepted."""
     num_packs: int
-    """Forward passes made."""
+    """Forward passes made: of packs that are full, with samples of earlier calls in them."""
     skipped: tuple[SkippedSample, ...]
 
 
@@ -82,6 +83,8 @@ class StepReport:
     num_forward_tokens: int
     """Tokens that went through the model: prompts included, skipped zero advantages not."""
     num_packs: int
+    pack_fill: float | None
+    """How full the packs were, in tokens over their budget; None when no forward pass was needed."""
     num_zero_advantage_groups: int
     """Groups whose samples all had the same reward, which teach nothing."""
     reward_mean: float
@@ -117,6 +120,9 @@ class TrainingStep:
         self._samples: list[_Accepted] = []
         self._replayed: list[_Accepted] = []
         self._skipped: list[SkippedSample] = []
+        self._waiting: list[Trajectory] = []
+        self._round_tokens = tokens_of_a_round(settings.max_pack_tokens, shares=backend.shares)
+        self._num_budgeted_tokens = 0
         self._num_forward_tokens = 0
         self._num_packs = 0
         self._totals = LossTotals()
@@ -127,7 +133,7 @@ class TrainingStep:
         return len(self._group_ids)
 
     def add_groups(self, groups: Sequence[Sequence[TrainingSample]]) -> MicrobatchReport:
-        """Runs forward and backward on whole groups.
+        """Takes whole groups, and runs forward and backward on what fills packs.
 
         Args:
             groups: each the samples of one prompt that can be used; more groups a call fill packs better.
@@ -161,7 +167,7 @@ class TrainingStep:
             StepClosedError: the step is over.
         """
         self._require_open()
-        self._trained(self._creditor.credit_rest, is_replayed=False)
+        self._trained(self._creditor.credit_rest, is_replayed=False, is_last=True)
         every = [*self._samples, *self._replayed]
         num_loss_tokens = sum(sample.num_loss_tokens for sample in every)
         if num_loss_tokens == 0:
@@ -183,6 +189,7 @@ class TrainingStep:
 
     def abandon(self) -> None:
         """Discards the accumulated gradients; harmless on a closed step."""
+        self._waiting = []
         if self._is_open:
             self._is_open = False
             self._backend.discard_gradients()
@@ -221,13 +228,13 @@ class TrainingStep:
                 )
         return usable
 
-    def _trained(self, credit: Callable[[], list[CreditedSample]], *, is_replayed: bool) -> int:
+    def _trained(self, credit: Callable[[], list[CreditedSample]], *, is_replayed: bool, is_last: bool = False) -> int:
         """Counts credited samples as trained, and passes those through the model that need it.
 
         Returns the forward passes made for gradients. A backend error abandons the step.
         """
         try:
-            trajectories = self._counted(credit(), is_replayed=is_replayed)
+            trajectories = self._due(self._counted(credit(), is_replayed=is_replayed), is_last=is_last)
             rounds = deal(trajectories, max_pack_tokens=self._settings.max_pack_tokens, shares=self._backend.shares)
             for packs in rounds:
                 self._totals = self._totals.merged(self._backend.forward_backward(*packs))
@@ -235,9 +242,19 @@ class TrainingStep:
             self.abandon()
             raise
         made = [pack for packs in rounds for pack in packs if pack is not None]
-        self._num_forward_tokens += sum(pack.num_tokens for pack in made)
+        num_tokens = sum(pack.num_tokens for pack in made)
+        self._num_forward_tokens += num_tokens
+        self._num_budgeted_tokens += max(num_tokens, len(rounds) * self._round_tokens)
         self._num_packs += len(made)
         return len(made)
+
+    def _due(self, trajectories: Sequence[Trajectory], *, is_last: bool) -> list[Trajectory]:
+        """What fills packs together with what waited; everything when nothing comes any more."""
+        arrived, self._waiting = [*self._waiting, *trajectories], []
+        if is_last:
+            return arrived
+        due, self._waiting = full_enough(arrived, capacity=self._round_tokens)
+        return due
 
     def _counted(self, credited: Sequence[CreditedSample], *, is_replayed: bool) -> list[Trajectory]:
         """Notes them for the report; returns those that have a gradient."""
@@ -281,6 +298,7 @@ class TrainingStep:
             ),
             num_forward_tokens=self._num_forward_tokens,
             num_packs=self._num_packs,
+            pack_fill=self._num_forward_tokens / self._num_budgeted_tokens if self._num_packs else None,
             num_zero_advantage_groups=self._creditor.num_zero_advantage_groups,
             reward_mean=float(rewards.mean()),
             reward_std=float(rewards.std()),

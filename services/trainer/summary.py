@@ -7,6 +7,8 @@ Definitions:
   go on from its checkpoint.
 - `reward_first`, `reward_last`: means of `reward/mean` over the first and the last five steps.
 - `overlap_ratio`, `generator_idle_ratio`, `trainer_idle_ratio`: see `services.trainer.overlap`.
+- `trainer_waits_s`: seconds of the training phase in which the trainer waited, by what for (`services.trainer.waits`);
+  `pack_fill`: the mean part of their token budget that its forward passes used. Both over the steps of metrics.jsonl.
 - `eval_*`: mean scores on held-out prompts at version 0 and at the last version measured after it.
 
 What is not known (nothing was measured, the broker was away) is null, never a made-up number.
@@ -28,6 +30,7 @@ from penstock.audit import audit_document
 from penstock.v1 import broker_pb2, trainer_pb2
 from services.trainer.overlap import OverlapTotals
 from services.trainer.progress import Progress
+from services.trainer.waits import Cause
 
 REWARD_WINDOW_STEPS = 5
 _PACKAGES = {
@@ -92,6 +95,8 @@ def build_summary(facts: RunFacts) -> Summary:
         "overlap_ratio": overlap.overlap_ratio,
         "generator_idle_ratio": overlap.generator_idle_ratio,
         "trainer_idle_ratio": overlap.trainer_idle_ratio,
+        "trainer_waits_s": {cause.value: _total(facts.steps, f"wait/{cause.value}_s") for cause in Cause},
+        "pack_fill": _mean([step["step/pack_fill"] for step in facts.steps if "step/pack_fill" in step]),
         "max_staleness": facts.max_staleness,
         "max_staleness_seen": max(seen, facts.audit.max_staleness_seen) if facts.audit else seen,
         "audit": audit_document(facts.audit) if facts.audit else None,
@@ -134,6 +139,10 @@ def _accuracies(evaluations: Sequence[Mapping[str, Any]]) -> Summary:
         "eval_greedy_end": end.get("greedy_accuracy"),
         "eval_prompts": end.get("num_prompts", start.get("num_prompts")),
     }
+
+
+def _total(steps: Sequence[Mapping[str, float]], name: str) -> float:
+    return sum(step.get(name, 0.0) for step in steps)
 
 
 def _mean(values: Sequence[float]) -> float | None:

@@ -2,10 +2,10 @@
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.trainer.packing import Trajectory, first_fit_decreasing, pack_trajectories
+from services.trainer.packing import FULL_ENOUGH, Trajectory, first_fit_decreasing, full_enough, pack_trajectories
 from tests.unit.trainer.builders import build_trajectory
 
 
@@ -13,12 +13,40 @@ def test_first_fit_decreasing_places_the_longest_first_where_there_is_room():
     assert first_fit_decreasing([4, 8, 1, 4, 2, 1], capacity=10) == [[1, 4], [0, 3, 2, 5]]
 
 
+@settings(deadline=None)
 @given(st.lists(st.integers(1, 60), max_size=40), st.integers(1, 80))
 def test_bins_hold_each_item_once_and_overflow_only_for_a_single_item(lengths, capacity):
     bins = first_fit_decreasing(lengths, capacity=capacity)
     assert sorted(index for members in bins for index in members) == list(range(len(lengths)))
     for members in bins:
         assert sum(lengths[index] for index in members) <= capacity or len(members) == 1
+
+
+@settings(deadline=None)
+@given(st.lists(st.lists(st.integers(2, 60), max_size=8), max_size=8), st.integers(20, 80))
+def test_of_what_arrives_bit_by_bit_less_than_one_pack_waits_and_nothing_is_lost(arrivals, capacity):
+    rng = np.random.default_rng(0)
+    waiting, packed = [], []
+    for lengths in arrivals:
+        new = [build_trajectory(rng, num_prompt=1, num_completion=length - 1) for length in lengths]
+        due, waiting = full_enough([*waiting, *new], capacity=capacity)
+        packs = pack_trajectories(due, max_pack_tokens=capacity)
+        packed += [length for pack in packs for length in pack.segment_lengths]
+        assert sum(trajectory.token_ids.size for trajectory in waiting) < FULL_ENOUGH * capacity
+    left = [int(trajectory.token_ids.size) for trajectory in waiting]
+    assert sorted(packed + left) == sorted(length for lengths in arrivals for length in lengths)
+
+
+def test_short_trajectories_that_arrive_in_small_groups_fill_packs():
+    rng = np.random.default_rng(0)
+    waiting, fills = [], []
+    for _ in range(64):
+        new = [build_trajectory(rng, num_prompt=20, num_completion=int(rng.integers(10, 100))) for _ in range(8)]
+        due, waiting = full_enough([*waiting, *new], capacity=1024)
+        packs = pack_trajectories(due, max_pack_tokens=1024)
+        fills += [pack.num_tokens / 1024 for pack in packs]
+    assert len(fills) > 30
+    assert np.mean(fills) >= 0.95
 
 
 def test_a_pack_lays_segments_side_by_side_with_positions_starting_again():

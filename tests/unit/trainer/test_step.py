@@ -38,6 +38,7 @@ def test_a_step_divides_by_the_loss_tokens_of_all_microbatches():
 def test_advantages_are_those_of_the_samples_own_group():
     backend, step = open_step(algorithm=DR_GRPO)
     step.add_groups([build_group("a", [0.0, 1.0]), build_group("b", [10.0, 14.0])])
+    step.finish()
     found = {
         float(pack.advantages[pack.target_segments == segment][0])
         for pack in backend.packs
@@ -94,6 +95,7 @@ def test_groups_of_equal_rewards_count_as_trained_without_a_forward_pass():
 def test_groups_of_equal_rewards_go_through_the_model_when_the_loss_needs_them():
     backend, step = open_step(skip_zero_advantages=False)
     step.add_groups([build_group("a", [1.0, 1.0])])
+    step.finish()
     assert sum(pack.num_loss_tokens for pack in backend.packs) == 9
 
 
@@ -170,8 +172,29 @@ def test_loss_mask_and_given_advantages_are_used_as_they_are():
     assert report.num_completion_tokens == 4
 
 
-def test_a_loss_that_is_not_finite_abandons_the_step():
+def test_what_does_not_fill_a_pack_waits_for_the_groups_that_come_next():
+    backend, step = open_step(max_pack_tokens=32)
+    # 15 tokens each: two fill a pack of 32, one does not.
+    made = [step.add_groups([build_group(name, [0.0, 1.0])]).num_packs for name in "abcde"]
+    assert made == [0, 1, 0, 1, 0]
+    assert [pack.num_tokens for pack in backend.packs] == [30, 30]
+    report = step.finish()
+    assert [pack.num_tokens for pack in backend.packs] == [30, 30, 15]
+    assert (report.num_packs, report.num_forward_tokens) == (3, 75)
+    assert report.pack_fill == pytest.approx(75 / 96)
+
+
+def test_a_loss_in_what_waited_that_is_not_finite_abandons_the_step():
     backend, step = open_step(RecordingBackend(poison_token=39))
+    poisoned = build_sample(group_id="b", index=1, reward=0.0, completion_token_ids=np.full(4, 39, dtype=np.int32))
+    step.add_groups([[build_sample(group_id="b"), poisoned]])
+    with pytest.raises(NonFiniteLossError):
+        step.finish()
+    assert (backend.num_discards, backend.steps) == (1, [])
+
+
+def test_a_loss_that_is_not_finite_abandons_the_step():
+    backend, step = open_step(RecordingBackend(poison_token=39), max_pack_tokens=8)
     step.add_groups([build_group("a", [0.0, 1.0])])
     poisoned = build_sample(group_id="b", index=1, reward=0.0, completion_token_ids=np.full(4, 39, dtype=np.int32))
     with pytest.raises(NonFiniteLossError):

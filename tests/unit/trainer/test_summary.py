@@ -11,6 +11,7 @@ from services.trainer.summary import RunFacts, build_summary, package_versions, 
 PROMISED = {
     "steps", "samples_trained", "wall_s", "samples_per_second", "response_tokens_per_second", "reward_first",
     "reward_last", "eval_accuracy_start", "eval_accuracy_end", "eval_greedy_start", "eval_greedy_end", "overlap_ratio",
+    "trainer_waits_s", "pack_fill",
     "generator_idle_ratio", "trainer_idle_ratio", "max_staleness", "max_staleness_seen", "audit", "versions",
 }  # fmt: skip
 
@@ -26,7 +27,10 @@ def facts(**changes):
         "wall_s": 30.0,
         "progress": Progress(policy_version=12, num_samples=200, num_response_tokens=4000, max_staleness_seen=1),
         "overlap": OverlapTotals(phase_s=20.0, trainer_busy_s=10.0, generator_busy_s=16.0, overlap_s=8.0),
-        "steps": [{"reward/mean": float(step)} for step in range(12)],
+        "steps": [
+            {"reward/mean": float(step), "wait/samples_s": 0.5, "step/pack_fill": 0.9 + 0.1 * (step % 2)}
+            for step in range(12)
+        ],
         "evaluations": [
             {"policy_version": 0, "sampled_accuracy": 0.3, "greedy_accuracy": 0.5, "num_prompts": 8},
             {"policy_version": 6, "sampled_accuracy": 0.4, "greedy_accuracy": 0.5, "num_prompts": 8},
@@ -56,6 +60,8 @@ def test_every_promised_key_is_there_and_rates_are_of_the_training_phase():
         0.8,
         None,
     )
+    assert summary["trainer_waits_s"] == {"samples": 6.0, "acknowledging": 0, "publishing": 0, "checkpointing": 0}
+    assert round(summary["pack_fill"], 6) == 0.95
     assert summary["max_staleness_seen"] == 2
     assert summary["audit"] == {
         "submitted": 208, "trained": 200, "dropped": {"stale": 8}, "in_flight": 0, "balanced": True,
