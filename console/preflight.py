@@ -19,6 +19,7 @@ from console.probes import BROKER, GENERATOR, REWARD, SCHEDULER, TRAINER, redis_
 from console.processes import console_argv, service_environment
 from penstock.config import ConfigError
 from penstock.security import Security
+from services.trainer.config import TRACKER_PACKAGES
 
 _ENGINE_PACKAGES = {"vllm": "vllm", "transformers": "transformers", "emulated": None}
 _REWARD_IMPORT_TIMEOUT_S = 120.0
@@ -130,6 +131,13 @@ def _package_problems(config: RunConfig) -> list[str]:
         problems.append(
             "the trainer needs the package torch, which is not installed; install it, or name endpoints.trainer"
         )
+    if config.endpoints.trainer is None:
+        problems += [
+            f"run.trackers: {name} needs the package {TRACKER_PACKAGES[name]}, which is not installed; install it, or "
+            "leave it out"
+            for name in config.run.trackers
+            if not _is_installed(TRACKER_PACKAGES[name])
+        ]
     if config.endpoints.broker is None and config.broker.redis_url is None:
         try:
             redis_executable()

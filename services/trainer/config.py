@@ -13,6 +13,9 @@ from penstock.config import StrictModel, Targets
 from services.trainer.algorithms.base import Normalization
 
 MAX_SAMPLES_PER_GROUP = 1024
+TrackerName = Literal["tensorboard", "wandb", "wandb_offline"]
+TRACKER_PACKAGES: dict[TrackerName, str] = {"tensorboard": "tensorboard", "wandb": "wandb", "wandb_offline": "wandb"}
+"""What each needs; none comes with Penstock (requirements/trackers.txt)."""
 AlgorithmName = Literal["grpo", "dr_grpo", "dapo", "gspo", "cispo", "rloo", "reinforce_plus_plus", "ppo", "tba"]
 """Keys of `algorithms.registry.ALGORITHMS`, which brings torch in and is not imported here."""
 
@@ -64,6 +67,8 @@ class RunSettings(StrictModel):
     """Steps between checkpoints; one is written at the end in any case."""
     keep_checkpoints: int = Field(default=2, ge=1)
     """Checkpoints kept; older ones are deleted."""
+    trackers: tuple[TrackerName, ...] = ()
+    """Where numbers go besides metrics.jsonl: tensorboard, wandb, wandb_offline; each needs its package."""
 
 
 class ModelConfig(StrictModel):

@@ -41,6 +41,7 @@ from services.trainer.progress import Progress
 from services.trainer.session import RunSession
 from services.trainer.step import EmptyStepError
 from services.trainer.summary import RunFacts, build_summary, write_summary
+from services.trainer.trackers import TrackedLines, Trackers, open_trackers
 from services.trainer.weight_publisher import WeightPublisher
 from services.trainer.weight_store import WeightStore
 
@@ -93,6 +94,7 @@ class TrainingRun:
         )
         self._metrics = JsonLines(spec.run_dir / "metrics.jsonl")
         self._evaluations = JsonLines(spec.run_dir / "evaluations.jsonl")
+        self._trackers = Trackers({})
         self._backend: InterruptibleBackend | None = None
         self._opened: InterruptibleBackend | None = None
         self._progress = Progress()
@@ -125,6 +127,7 @@ class TrainingRun:
         finally:
             await self._close_backend()
             self._compute.close()
+            await asyncio.to_thread(self._trackers.close)
         _log.info("run ends", run_id=self.spec.run_id, message=message, steps=self._progress.policy_version)
         self.events.finish(outcome, message=message, summary_json=summary)
 
@@ -161,6 +164,7 @@ class TrainingRun:
         await self._restore(backend)
         self._backend = backend
         self.events.policy_version = self._progress.policy_version
+        await asyncio.to_thread(self._open_trackers)
         self.events.change_state(trainer_pb2.TRAINER_STATE_STARTING, f"opening the run at broker {config.broker}")
         async with BrokerClient(config.broker, security=self._security) as client:
             session = RunSession(
@@ -180,6 +184,19 @@ class TrainingRun:
             )
             await session.run_to_completion()
         return True
+
+    def _open_trackers(self) -> None:
+        """Begin what the configuration asks for, and let lines go there; raises ConfigError."""
+        config, run_dir = self.spec.config, self.spec.run_dir
+        self._trackers = open_trackers(
+            config.run.trackers,
+            run_dir,
+            run_id=self.spec.run_id,
+            policy_version=self._progress.policy_version,
+            document=config.model_dump(mode="json"),
+        )
+        self._metrics = TrackedLines(run_dir / "metrics.jsonl", self._trackers)
+        self._evaluations = TrackedLines(run_dir / "evaluations.jsonl", self._trackers, prefix="eval/")
 
     def _load_data(self, policy: Policy) -> tuple[PromptSet | None, PromptSet | None]:
         """Training and held-out prompts, None where there are none."""
