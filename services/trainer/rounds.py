@@ -37,12 +37,15 @@ def deal(
     if len(shares) == 1:
         return [(pack,) for pack in pack_trajectories(trajectories, max_pack_tokens=max_pack_tokens)]
     lengths = [int(trajectory.token_ids.size) for trajectory in trajectories]
-    num_tokens, per_round = sum(lengths), tokens_of_a_round(max_pack_tokens, shares=shares)
+    # One that is longer than a pack takes a pack, not more: with all of its tokens, fewer rounds than these could do.
+    num_tokens = sum(min(length, max_pack_tokens) for length in lengths)
+    per_round = tokens_of_a_round(max_pack_tokens, shares=shares)
     for num_rounds in range(math.ceil(num_tokens / per_round), len(lengths) + 1):
         bins = place(lengths, num_rounds=num_rounds, max_pack_tokens=max_pack_tokens, shares=shares)
         if bins is not None:
             packs = [join(trajectories, members) if members else None for members in bins]
-            return [tuple(packs[first : first + len(shares)]) for first in range(0, len(packs), len(shares))]
+            rounds = [tuple(packs[first : first + len(shares)]) for first in range(0, len(packs), len(shares))]
+            return [packs for packs in rounds if any(packs)]
     return []
 
 

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.trainer.packing import pack_trajectories
@@ -18,6 +18,7 @@ def trajectories(lengths):
     return [build_trajectory(rng, num_prompt=1, num_completion=length - 1) for length in lengths]
 
 
+@settings(deadline=None)
 @given(lengths=LENGTHS, shares=SHARES)
 def test_each_is_dealt_once_and_packs_keep_to_their_shares(lengths, shares):
     rounds = deal(trajectories(lengths), max_pack_tokens=64, shares=shares)
@@ -49,7 +50,13 @@ def test_rounds_are_balanced_by_share_and_the_longest_go_to_the_strongest(shares
     assert longest[int(np.argmax(shares))] == max(longest)
 
 
+def test_one_far_longer_than_all_packs_of_a_round_is_dealt_too():
+    ((pack, nothing),) = deal(trajectories([500]), max_pack_tokens=64, shares=(1.0, 1.0))
+    assert (pack.segment_lengths, nothing) == ((500,), None)
+
+
 def test_what_does_not_fit_needs_another_round():
     assert place([60, 60, 60], num_rounds=1, max_pack_tokens=64, shares=(1.0, 1.0)) is None
+    assert len(deal(trajectories([39, 90]), max_pack_tokens=64, shares=(1.0, 1.0))) == 1
     assert len(deal(trajectories([60, 60, 60]), max_pack_tokens=64, shares=(1.0, 1.0))) == 2
     assert deal([], max_pack_tokens=64, shares=(1.0, 1.0)) == []
