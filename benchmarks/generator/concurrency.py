@@ -21,7 +21,7 @@ from services.generator.pretend.steps import Roofline
 
 BEAT_S = 0.05
 """A generator asks for leases this often while samples end."""
-FIXED_SETTINGS = (8, 16, 32, 48, 64, 80, 96, 128, 256)
+FIXED_SETTINGS = (8, 16, 24, 32, 48, 64, 80, 96, 128, 256)
 WARM_UP_SHARE = 0.25
 """Of the samples, before counting begins; it ends when the last one has begun."""
 MAX_SAMPLES = 512
@@ -78,6 +78,20 @@ WORKLOADS = (
         prompt_tokens=3000,
         max_new_tokens=4096,
         kv_capacity_tokens=200_000,
+    ),
+    Workload(
+        name="room for 40 samples",
+        lengths=LogNormalLengths(mean_tokens=300, sigma=0.6),
+        prompt_tokens=100,
+        max_new_tokens=2048,
+        kv_capacity_tokens=16_000,
+    ),
+    Workload(
+        name="room for 40 samples, wide spread",
+        lengths=LogNormalLengths(mean_tokens=300, sigma=1.0),
+        prompt_tokens=100,
+        max_new_tokens=4096,
+        kv_capacity_tokens=16_000,
     ),
 )
 

@@ -245,6 +245,7 @@ class Generator:
     def fail(self, error: Exception) -> None:
         """The engine cannot be used any more; only the first report counts."""
         if not self._failure.done():
+            self._metrics.engine_failures.labels("hung" if isinstance(error, EngineHungError) else "failed").inc()
             self._failure.set_result(error)
 
     def drain(self, grace_s: float | None) -> bool:

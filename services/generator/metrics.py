@@ -19,6 +19,12 @@ class GeneratorMetrics:
         self.policy_version = Gauge(
             "penstock_generator_policy_version", "Version the engine holds, digest checked.", registry=registry
         )
+        self.engine_failures = Counter(
+            "penstock_generator_engine_failures",
+            "Engines that ended this process: failed (died, out of memory, raised) or hung.",
+            ["how"],
+            registry=registry,
+        )
         self.swaps = Counter("penstock_generator_weight_swaps", "Weight versions installed.", registry=registry)
         self.swap_pause_s = Histogram(
             "penstock_generator_swap_pause_seconds",

@@ -91,6 +91,7 @@ async def test_a_hung_decode_is_noticed_and_gives_all_samples_back_with_their_to
         assert not bench.tasks[0].done(), "one that is slow is not hung"
         with pytest.raises(GeneratorFailedError, match="no token for"):
             await asyncio.wait_for(asyncio.shield(bench.tasks[0]), 20)
+    assert (bench.num_engine_failures("hung"), bench.num_engine_failures("failed")) == (1, 0)
     assert [sample.finish_reason for sample in (first, second)] == [types_pb2.FINISH_REASON_ABORTED] * 2
     assert (first.token_ids, second.token_ids) == (list(range(5, 15)), [])
 

@@ -127,5 +127,6 @@ async def test_an_engine_out_of_memory_gives_its_samples_back_with_their_tokens(
         with pytest.raises(GeneratorFailedError, match="the vLLM engine process died"):
             await asyncio.wait_for(asyncio.shield(bench.tasks[0]), 60)
         assert (await bench.view()).state == generator_pb2.GENERATOR_STATE_FAILED
+    assert (bench.num_engine_failures("failed"), bench.num_engine_failures("hung")) == (1, 0)
     assert [sample.finish_reason for sample in samples] == [ABORTED] * NUM_SAMPLES
     assert all(len(sample.token_ids) > 4 for sample in samples)

@@ -2,9 +2,10 @@
 
 import json
 
+import numpy as np
 import pytest
 import torch
-from peft import PeftModel
+from peft import PeftModel, set_peft_model_state_dict
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
@@ -54,3 +55,43 @@ def test_an_adapter_is_trained_published_saved_and_merged(task, tmp_path):
         load_file(tmp_path / "merged" / "model.safetensors").keys()
         == load_file(task.model_dir / "model.safetensors").keys()
     )
+
+
+def recomputed_logprobs(model, row):
+    """Of a completion, by the plain model."""
+    token_ids = [*row["prompt_token_ids"], *row["token_ids"]]
+    with torch.inference_mode():
+        logits = model(input_ids=torch.tensor([token_ids])).logits[0, len(row["prompt_token_ids"]) - 1 : -1]
+    return torch.log_softmax(logits.double(), -1).gather(1, torch.tensor(row["token_ids"])[:, None])[:, 0].numpy()
+
+
+def largest_gap(model, rows):
+    """Between what the engine sampled from and what a plain model says, nats."""
+    return max(float(np.abs(recomputed_logprobs(model, row) - np.asarray(row["logprobs"])).max()) for row in rows)
+
+
+@pytest.mark.vllm
+def test_vllm_samples_with_the_adapters_that_the_run_trains_and_drains_before_each(task, tmp_path):
+    (tmp_path / "brevity.py").write_text("def brevity(completion: str) -> float:\n    return -float(len(completion))\n")
+    document = small_run(
+        task, tmp_path, run__num_steps=3, algorithm__max_staleness=1, optimizer__learning_rate=1e-2,
+        generator__engine="vllm", generator__update_mode="drain", reward__model="brevity:brevity",
+    )  # fmt: skip
+    document |= {"lora": {"rank": 2, "alpha": 4.0}, "record": True}
+    with running(document, tmp_path) as run:
+        assert run.end() == 0, run.text
+        folder, summary = run.folder, run.summary()
+    assert_balanced(summary, num_samples=3 * 8 * 4)
+    rows = [json.loads(line) for line in (folder.path / "trajectories.jsonl").read_text().splitlines()]
+    assert all(row["min_policy_version"] == row["max_policy_version"] for row in rows), "drained before an update"
+    newest = max(row["max_policy_version"] for row in rows)
+    rows = [row for row in rows if row["max_policy_version"] == newest]
+    assert newest >= 1
+
+    base = AutoModelForCausalLM.from_pretrained(task.model_dir, dtype=torch.float32)
+    of_base = largest_gap(base, rows)
+    model = PeftModel.from_pretrained(base, folder.checkpoints / "step_3")
+    set_peft_model_state_dict(model, load_file(folder.path / "weights" / f"v{newest}-h0.safetensors"))
+    gap = largest_gap(model.eval(), rows)
+    assert gap < 1e-4
+    assert of_base > 100 * gap

@@ -51,10 +51,14 @@ class Bench:
                 flush_interval_s=0.02,
                 engine=EngineConfig(**{"engine": "emulated", "max_concurrent_samples": 8} | settings),
             )
-            metrics = GeneratorMetrics(CollectorRegistry())
+            self.registry = CollectorRegistry()
+            metrics = GeneratorMetrics(self.registry)
             self.generator = Generator(config, engine=engine, text=IdText(), metrics=metrics)
             async with self.generator, self._serving(self.generator):
                 yield self
+
+    def num_engine_failures(self, how):
+        return self.registry.get_sample_value("penstock_generator_engine_failures_total", {"how": how}) or 0
 
     @asynccontextmanager
     async def _serving(self, generator):
