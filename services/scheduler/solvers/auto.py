@@ -1,7 +1,7 @@
 """A portfolio: the truth where the problem is small, else each solver's best idea as the next one's beginning.
 
-Exhaustive search first, as small problems are proved in a moment. Where it proved nothing, StreamRL's allocation and
-AReaL-Hex's alternation take an instant; integer programs and local search go on from their plans, and HetRL's search
+Exhaustive search first, as small problems are proved in a moment. Where it proved nothing, AReaL-Hex's alternation and
+StreamRL's allocation take an instant; integer programs and local search go on from their plans, and HetRL's search
 from the best of all. Each begins with the best so far, so what comes out is never worse than anything a member found
 in there.
 """
@@ -20,14 +20,14 @@ from services.scheduler.solvers.multilevel import MultilevelSolver
 from services.scheduler.solvers.partition import PartitionSolver
 from services.scheduler.solvers.streamrl import StreamRlSolver
 
-_UNTIL: tuple[tuple[Solver, float], ...] = (
+_MEMBERS: tuple[tuple[Solver, float], ...] = (
     (ExhaustiveSolver(), 0.5),
-    (StreamRlSolver(), 0.55),
-    (PartitionSolver(), 0.6),
-    (MilpSolver(), 0.85),
+    (PartitionSolver(), 0.2),
+    (StreamRlSolver(), 0.2),
+    (MilpSolver(), 0.6),
     (MultilevelSolver(), 1.0),
 )
-"""Each member, and the share of the whole time at which it stops."""
+"""Each member, and the share that it may take of the time that is left when its turn comes."""
 
 
 class AutoSolver:
@@ -39,10 +39,9 @@ class AutoSolver:
         """The best plan of all members, the lowest bound of any."""
         if (reason := infeasibility(rm1)) is not None:
             return Solution(None, Infeasible(reason), 0.0, True, 0, self.name)
-        whole_s = time_left()
         best: Solution | None = None
-        for member, until in _UNTIL:
-            kept_s = (1 - until) * whole_s
+        for member, share in _MEMBERS:
+            kept_s = (1 - share) * time_left()
             begins = starts if best is None or best.plan is None else (best.plan,)
             try:
                 found = member.solve(rm1, time_left=_keeping(kept_s, time_left), seed=seed, starts=begins)

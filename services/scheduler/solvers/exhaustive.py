@@ -7,6 +7,7 @@ be better, so the best is optimal.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -60,9 +61,12 @@ class ExhaustiveSolver:
 
 
 def _choices(rm1: Rm1, time_left: TimeLeft) -> list[list[Division]]:
+    # Already by how many GPUs of each entry train, plans differ: what is far too large is known without a list.
+    least_plans = math.prod(node.gpus * node.count + 1 for node in rm1.problem.nodes)
     choices, num_plans = [], 1
     for node in rm1.problem.nodes:
-        options = divisions(rm1, node, most=_MAX_DIVISIONS, time_left=time_left)
+        is_small = least_plans <= MAX_PLANS
+        options = divisions(rm1, node, most=_MAX_DIVISIONS, time_left=time_left) if is_small else None
         num_plans *= _MAX_DIVISIONS if options is None else len(options)
         if options is None or num_plans > MAX_PLANS:
             raise ProblemTooLargeError(
