@@ -1,0 +1,179 @@
+"""Is the simulator to be believed? The same samples through real services and through both simulators.
+
+python -m benchmarks.scheduler.validation [--only WORD] [--samples N] [--length-scale X] [--time-scale X]
+
+Real: Redis, a broker and eight pretend GPUs in real time, from submission to the last token (`benchmarks/fleet`).
+`dispatch` is `simulator/dispatch.py`, which runs the broker's dispatch policies and moves; `run` is
+`simulator/virtual_run`, which serves in order of arrival or longest forecast first and moves nothing. Needs a machine
+on which nobody else computes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import random
+import shutil
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks.broker.processes import Stage
+from benchmarks.fleet.generation import Pace, Surroundings, measure_undisturbed
+from benchmarks.fleet.machines import Machine, machines
+from benchmarks.fleet.services import serving_surroundings
+from benchmarks.fleet.workload import NUM_PROMPT_TOKENS, Workload, make_workload
+from benchmarks.scratch import scratch_folder
+from penstock.v1 import broker_pb2
+from services.broker.dispatch.latency import DEFAULT_BASE_S, DEFAULT_PER_SAMPLE_S, LatencyModel
+from services.broker.limits import Limits
+from services.generator.pretend.steps import STREAMRL_TABLE, TableSteps
+from simulator.dispatch import Scenario, simulate
+from simulator.fleet import PretendGenerator
+from simulator.virtual_run.engine import GeneratorSpec
+from simulator.virtual_run.ledger import Ledger
+from simulator.virtual_run.run import Run
+from simulator.virtual_run.setup import Setup, TrainerSpec
+
+SEED = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One scenario."""
+
+    fleet: str
+    regime: str
+    dispatch: str
+    forecast: str
+
+    @property
+    def name(self) -> str:
+        """Its name."""
+        return f"{self.fleet}, {self.regime}, {self.dispatch}, {self.forecast}"
+
+
+CASES = (
+    Case("alike", "kv_limited", "fifo", "none"),
+    Case("unlike", "kv_limited", "fifo", "none"),
+    Case("alike", "kv_limited", "lpt", "ranker"),
+    Case("unlike", "kv_limited", "lpt", "oracle"),
+    Case("alike", "roomy", "streamrl", "oracle"),
+    Case("unlike", "roomy", "lpt", "ranker"),
+)
+
+
+def main() -> int:
+    """Measure, simulate, print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default="", help="scenarios whose name has this word")
+    parser.add_argument("--samples", type=int, default=1024)
+    parser.add_argument("--length-scale", type=float, default=1.0, help="of StreamRL's lengths")
+    parser.add_argument("--time-scale", type=float, default=10.0, help="pretended seconds in a real one")
+    parser.add_argument("--redis", type=Path, default=shutil.which("redis-server"), help="a redis-server")
+    options = parser.parse_args()
+    if options.redis is None:
+        parser.error("no redis-server is on the PATH; name one with --redis")
+    cases = [case for case in CASES if options.only in case.name]
+    workload = make_workload(num_samples=options.samples, scale=options.length_scale, seed=SEED)
+    print("| scenario | real | dispatch | run |\n|---|---|---|---|")
+    asyncio.run(_compare(cases, workload, options.time_scale, Path(options.redis)))
+    return 0
+
+
+async def _compare(cases: Sequence[Case], workload: Workload, time_scale: float, redis_server: Path) -> None:
+    with scratch_folder() as folder:
+        async with (
+            serving_surroundings(folder) as (scheduler, address),
+            Stage(folder, redis_server, broker_settings=(f"scheduler={address}",)) as stage,
+        ):
+            around = Surroundings(
+                stage=stage, broker=stage.brokers[0][1], weights=address, foresee=scheduler.tell, folder=folder
+            )
+            for number, case in enumerate(cases):
+                step = await measure_undisturbed(
+                    around,
+                    progress=lambda text: print(text, file=sys.stderr, flush=True),
+                    name=f"case{number}",
+                    machines=machines(case.fleet, case.regime),
+                    workload=workload,
+                    dispatch=case.dispatch,
+                    forecast=case.forecast,
+                    pace=Pace.scaled(time_scale),
+                    seed=SEED,
+                )
+                real_s = step.generation_s
+                found = (_dispatched(case, workload), _run(case, workload))
+                told = " | ".join(f"{each:.1f} s ({each / real_s:.2f})" for each in found)
+                print(f"| {case.name} | {real_s:.1f} s | {told} |", flush=True)
+
+
+def _dispatched(case: Case, workload: Workload) -> float:
+    """Seconds until the last token, by the simulator of dispatch."""
+    order = _order(workload)
+    forecasts = workload.forecasts[case.forecast]
+    scenario = Scenario(
+        name=case.name,
+        generators=[
+            PretendGenerator(generator_id=f"g{index}", model=_latency(machine))
+            for index, machine in enumerate(machines(case.fleet, case.regime))
+        ],
+        lengths=[[workload.lengths[index]] for index in order],
+        forecasts=[forecasts[index] for index in order],
+        num_prompt_tokens=NUM_PROMPT_TOKENS,
+    )
+    return simulate(scenario, case.dispatch).makespan_s
+
+
+def _run(case: Case, workload: Workload) -> float:
+    """The same by the simulator of runs: one step, no training."""
+    specs = [
+        GeneratorSpec(
+            name=f"g{index}",
+            node=f"g{index}",
+            region="r",
+            steps_s=_steps(machine),
+            prefill_s=0.0,
+            pause_s=0.0,
+        )
+        for index, machine in enumerate(machines(case.fleet, case.regime))
+    ]
+    order, forecasts = _order(workload), workload.forecasts[case.forecast]
+    indices = iter(order)
+    waiting: list[float] = []
+
+    def draw(_version: int) -> list[float]:
+        index = next(indices)
+        waiting.append(forecasts[index] or 0.0)
+        return [float(workload.lengths[index])]
+
+    limits = Limits.from_proto(
+        broker_pb2.RunLimits(groups_per_step=len(order), group_size=1, max_completion_tokens=1 << 20)
+    )
+    ledger = Ledger(limits, draw, None if case.dispatch == "fifo" else lambda _lengths: waiting[-1])
+    trainer = TrainerSpec(sample_s=0.0, mean_tokens=1.0, prompt_tokens=0.0, end_s=0.0)
+    setup = Setup(generators=tuple(specs), trainer=trainer, transfer_s={}, staleness=0)
+    return Run(setup, ledger, streams=False).play(1).steps[0].end_s
+
+
+def _order(workload: Workload) -> list[int]:
+    """As `benchmarks.fleet` submits."""
+    order = list(range(len(workload.lengths)))
+    random.Random(SEED).shuffle(order)
+    return order
+
+
+def _steps(machine: Machine) -> tuple[float, ...]:
+    times = TableSteps(table=STREAMRL_TABLE, slowdown=machine.slowdown)
+    return (0.0, *(times.step_s(count, 0.0) for count in range(1, machine.max_samples + 1)))
+
+
+def _latency(machine: Machine) -> LatencyModel:
+    """The straight line through StreamRL's table that brokers assume."""
+    line = LatencyModel(base_s=DEFAULT_BASE_S, per_sample_s=DEFAULT_PER_SAMPLE_S, max_samples=machine.max_samples)
+    return line.scaled(machine.slowdown)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
