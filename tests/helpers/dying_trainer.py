@@ -19,7 +19,7 @@ from services.trainer.single_process_backend import SingleProcessBackend
 from services.trainer.weight_publisher import WeightPublisher
 from tests.helpers.training import running_trainer
 
-MOMENTS = ("in a step", "after a step", "in a checkpoint", "in a publication")
+MOMENTS = ("after a step", "in a checkpoint", "in a publication")
 FATAL_STEP = 3
 
 
@@ -34,9 +34,8 @@ def main() -> None:
 def arm(moment: str) -> None:
     """Patch this process so that it dies at that moment of step FATAL_STEP."""
     match moment:
-        case "in a step":
-            _die_in(SingleProcessBackend, "optimizer_step", when=_third_call(), is_after=False)
         case "after a step":
+            # Neither the broker nor a checkpoint has heard of it.
             _die_in(SingleProcessBackend, "optimizer_step", when=_third_call(), is_after=True)
         case "in a checkpoint":
             # Everything is on the disk but the marker.
