@@ -87,12 +87,21 @@ def test_one_site_is_split_so_that_no_other_count_is_better():
 
 def test_across_sites_the_slower_stage_has_its_whole_site():
     rm1 = Rm1(problem("tiny_02"))
+    scored = counted_scores(rm1)
     solution = StreamRlSolver().solve(rm1, time_left=ample, seed=0)
 
     assert {share.node for share in solution.plan.train} == {"h800-0"}
     assert {each.node for each in solution.plan.gen} == {"h20-0"}
     assert solution.score.limit is Limit.GENERATION
     assert sum(each.count * each.tp for each in solution.plan.gen) == 8
+    # Training is the faster stage of this pair of groups: it alone was made smaller.
+    sizes = [
+        (sum(each.count * each.tp for each in tried.gen), tried.train[0].gpus)
+        for tried in scored
+        if {each.node for each in tried.gen} == {"h20-0"} and {each.node for each in tried.train} == {"h800-0"}
+    ]
+    assert {generating for generating, _ in sizes} == {8}
+    assert min(training for _, training in sizes) < 8
 
 
 @pytest.mark.slow
