@@ -98,7 +98,7 @@ def document(model: Rm1, outcome: Outcome, *, predicted: float | None) -> Docume
         "tokens_per_second": record.tokens_per_second(skip=skip),
         "step_s": counted_s / (len(record.steps) - skip),
         "predicted_samples_per_second": predicted,
-        "generation_idle": 1 - record.generating_s / (end_s * record.num_generators),
+        "generation_idle": max(0.0, 1 - record.generating_s / (end_s * record.num_generators)),
         "training_idle": max(0.0, 1 - trained_s / counted_s),
         "max_staleness": outcome.setup.staleness,
         "staleness": {str(age): count * size for age, count in sorted(ledger.staleness.items())},
