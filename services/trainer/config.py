@@ -165,7 +165,8 @@ class AlgorithmConfig(StrictModel):
     gae_lambda: float = Field(default=1.0, ge=0, le=1)
     """Of ppo: 1 credits tokens by rewards alone, 0 by the critic's next value alone."""
     critic_learning_rate: float | None = Field(default=None, gt=0)
-    """Of ppo: peak learning rate of the critic; ten times optimizer.learning_rate when unset."""
+    """Of ppo: peak learning rate of the critic; when unset optimizer.learning_rate, or up to ten times that where it
+    stays below 1e-5."""
     overlong_buffer_tokens: int = Field(default=0, ge=0)
     """The reward falls linearly by up to 1 over the last so many of sampling.max_new_tokens (DAPO); 0 is off."""
     correction: Literal["none", "decoupled", "truncated", "masked"] = "truncated"

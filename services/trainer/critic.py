@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor, nn
-from transformers import AutoModel
+from transformers import AutoModelForCausalLM
 
 from services.trainer.algorithms.ppo import value_losses
 from services.trainer.attention import PACKED_ATTENTION
@@ -47,9 +47,10 @@ class Critic:
         learning_rate: float,
         optimizer: OptimizerConfig,
     ) -> None:
-        self._network: Any = AutoModel.from_pretrained(
+        # Loaded as the policy is: the bare network's own loader reports the head as unexpected.
+        self._network: Any = AutoModelForCausalLM.from_pretrained(
             path, dtype=dtype, attn_implementation=PACKED_ATTENTION, local_files_only=True
-        )
+        ).base_model
         self._network.eval().to(device)
         self._head: Any = nn.Linear(self._network.config.get_text_config().hidden_size, 1, device=device)
         nn.init.zeros_(self._head.weight)

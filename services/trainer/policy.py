@@ -20,8 +20,9 @@ from services.trainer.peers import Peers
 from services.trainer.single_process_backend import ModelSettings, SingleProcessBackend
 from services.trainer.tokenizer import HuggingFaceTokenizer
 
-CRITIC_RATE_FACTOR = 10.0
-"""A critic starts from nothing and learns by regression; what others use is ten to twenty times the policy's rate."""
+CRITIC_RATE_FACTOR, USUAL_CRITIC_RATE = 10.0, 1e-5
+"""A critic learns by regression from a head of zeros and may go faster than a large policy at its 1e-6; what others use
+is 1e-5. A small policy's own rate is above that already: ten times the quick start's 4e-4 kept it from learning."""
 
 
 def load_policy(config: TrainingConfig, torchrun: TorchrunRuns | None = None) -> Policy:
@@ -67,7 +68,7 @@ def local_backend(config: TrainingConfig, peers: Peers | None = None) -> Backend
             temperature=config.sampling.temperature,
             keep_reference=config.algorithm.kl_coefficient > 0,
             loss_reads_reference=not algorithm.is_kl_in_reward,
-            critic_learning_rate=_critic_rate(config) if algorithm.has_critic else None,
+            critic_learning_rate=critic_rate(config) if algorithm.has_critic else None,
             gradient_checkpointing=config.trainer.gradient_checkpointing,
         ),
         optimizer=config.optimizer,
@@ -77,8 +78,11 @@ def local_backend(config: TrainingConfig, peers: Peers | None = None) -> Backend
     )
 
 
-def _critic_rate(config: TrainingConfig) -> float:
-    return config.algorithm.critic_learning_rate or CRITIC_RATE_FACTOR * config.optimizer.learning_rate
+def critic_rate(config: TrainingConfig) -> float:
+    """The peak learning rate of a run's critic."""
+    policy = config.optimizer.learning_rate
+    usual = max(policy, min(CRITIC_RATE_FACTOR * policy, USUAL_CRITIC_RATE))
+    return config.algorithm.critic_learning_rate or usual
 
 
 def loss_settings(config: TrainingConfig, algorithm: Algorithm) -> LossSettings:

@@ -6,7 +6,7 @@ from pydantic import ValidationError
 from services.trainer.algorithms.correction import Correction
 from services.trainer.algorithms.registry import ALGORITHMS
 from services.trainer.config import TrainingConfig
-from services.trainer.policy import loss_settings
+from services.trainer.policy import critic_rate, loss_settings
 from services.trainer.step_settings import step_settings
 
 
@@ -48,3 +48,9 @@ def test_trajectory_balance_is_never_corrected_and_a_critic_always_trained():
     ppo = config({"name": "ppo"})
     assert not step_settings(ppo, ALGORITHMS["ppo"], policy_version=0).skip_zero_advantages
     assert step_settings(config({"name": "grpo"}), ALGORITHMS["grpo"], policy_version=0).skip_zero_advantages
+
+
+@pytest.mark.parametrize(("policy", "stated", "expected"), [(1e-6, None, 1e-5), (4e-4, None, 4e-4), (1e-6, 3e-6, 3e-6)])
+def test_a_critic_learns_faster_than_a_large_policy_and_as_fast_as_a_small_one(policy, stated, expected):
+    run = config({"name": "ppo", "critic_learning_rate": stated}, optimizer={"learning_rate": policy})
+    assert critic_rate(run) == pytest.approx(expected)
