@@ -27,8 +27,9 @@ from services.trainer.algorithms.correction import Correction
 from services.trainer.algorithms.dr_grpo import DR_GRPO
 from services.trainer.algorithms.loss import LossSettings, policy_loss
 from services.trainer.config import OptimizerConfig
+from services.trainer.model_loading import ModelSettings
 from services.trainer.samples import TrainingSample
-from services.trainer.single_process_backend import ModelSettings, SingleProcessBackend
+from services.trainer.single_process_backend import SingleProcessBackend
 from services.trainer.step import StepReport, TrainingStep
 from services.trainer.step_settings import StepSettings
 

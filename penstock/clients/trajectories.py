@@ -34,7 +34,8 @@ from penstock.v1 import broker_pb2, broker_pb2_grpc, types_pb2
 
 MAX_GROUPS_PER_PUT = 1024
 MAX_BYTES_PER_PUT = 4 * 1024 * 1024
-DEFAULT_UNANSWERED = 8
+DEFAULT_UNANSWERED = 4
+"""More are slower on one machine (their payload leaves the caches), fewer between sites."""
 MAX_SILENCE_S = 20.0
 """An idle stream is closed after this, and opened again when there is something to send."""
 

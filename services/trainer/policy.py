@@ -16,8 +16,9 @@ from services.trainer.backend import Backend
 from services.trainer.config import TrainingConfig
 from services.trainer.context import Policy
 from services.trainer.launching import TorchrunRuns
+from services.trainer.model_loading import ModelSettings
 from services.trainer.peers import Peers
-from services.trainer.single_process_backend import ModelSettings, SingleProcessBackend
+from services.trainer.single_process_backend import SingleProcessBackend
 from services.trainer.tokenizer import HuggingFaceTokenizer
 
 CRITIC_RATE_FACTOR, USUAL_CRITIC_RATE = 10.0, 1e-5

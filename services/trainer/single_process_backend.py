@@ -11,9 +11,8 @@ from __future__ import annotations
 
 import math
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -21,11 +20,10 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 from torch.nn.functional import cross_entropy
-from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from penstock.adapters import AdapterSpec
 from services.trainer.algorithms.loss import LossFunction, LossInputs, LossOutputs
-from services.trainer.attention import PACKED_ATTENTION, register_packed_attention
+from services.trainer.attention import register_packed_attention
 from services.trainer.backend import (
     LossTotals,
     NonFiniteGradientError,
@@ -35,46 +33,19 @@ from services.trainer.backend import (
     UnsupportedModelError,
 )
 from services.trainer.companions import Companions, read_companions, write_companions
-from services.trainer.config import LoraSection, OptimizerConfig
+from services.trainer.config import OptimizerConfig
 from services.trainer.critic import Critic
 from services.trainer.model_files import copy_tokenizer
+from services.trainer.model_loading import ModelSettings, load_trained
 from services.trainer.packing import Pack, Trajectory, join, pack_trajectories
 from services.trainer.peers import Alone, Peers
 from services.trainer.resume_tensors import write_resume
-from services.trainer.trained_model import TrainedModel, WholeModel, checkpoint_layers
 from services.trainer.training_state import TrainingState
 
 MIN_DECAY = 0.1
 PROBE_TOKENS = 8
 MAX_PROBE_DIFFERENCE = 0.05
 """In nats. bfloat16 rounding stays below; reading a neighbour's tokens does not."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ModelSettings:
-    """Which model, and how it is held."""
-
-    path: Path
-    """Hugging Face directory: configuration, safetensors, tokenizer."""
-    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Element type of weights and optimiser state; auto is the model's own on CUDA and float32 on the CPU."""
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Where to train; auto takes CUDA where there is one."""
-    num_threads: int = 1
-    """CPU threads of PyTorch, set for the whole process."""
-    temperature: float = 1.0
-    """Sampling temperature: log-probs are of logits / temperature, as behaviour log-probs are. Nucleus and top-k cuts
-    are not modelled."""
-    lora: LoraSection | None = None
-    """Train an adapter over the model; unset trains all weights."""
-    keep_reference: bool = False
-    """Keep the model as loaded from `path`, for a loss or a credit that needs reference log-probs."""
-    loss_reads_reference: bool = True
-    """Whether the loss needs them, or only the credit (`token_scores`)."""
-    critic_learning_rate: float | None = None
-    """Train a critic beside the model, at this rate; None has none. In one process only."""
-    gradient_checkpointing: bool = False
-    """Keep only each layer's input for the backward pass, and compute the rest again."""
 
 
 class SingleProcessBackend:
@@ -105,7 +76,7 @@ class SingleProcessBackend:
         self._loss = loss
         self._peers: Peers = peers or Alone()
         self._device = self._peers.device(model.device)
-        self._trained = self._load_trained()
+        self._trained = load_trained(model, self._device)
         for network in self._trained.networks:
             self._peers.shard(network)
         if self._peers.rank > 0:
@@ -267,34 +238,6 @@ class SingleProcessBackend:
             raise OSError(f"{directory}: {error}") from error
         copy_tokenizer(self._settings.path, directory)
         write_companions(companions, directory)
-
-    def _load_trained(self) -> TrainedModel:
-        settings = self._settings
-        if settings.lora is None:
-            reference = self._load_model() if settings.keep_reference else None
-            return WholeModel(self._load_trainable(), reference=reference)
-        # Imported here: PEFT takes a second, and most runs have no adapter.
-        from services.trainer.lora import LoraModel
-
-        return LoraModel(self._load_trainable(), path=settings.path, config=settings.lora)
-
-    def _load_trainable(self) -> PreTrainedModel:
-        model = self._load_model()
-        if self._settings.gradient_checkpointing:
-            checkpoint_layers(model)
-        return model
-
-    def _load_model(self) -> PreTrainedModel:
-        dtype = self._settings.dtype
-        if dtype == "auto" and self._device.type == "cpu":
-            dtype = "float32"
-        try:
-            model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
-                self._settings.path, dtype=dtype, attn_implementation=PACKED_ATTENTION, local_files_only=True
-            )
-        except ValueError as error:
-            raise UnsupportedModelError(f"{self._settings.path}: {error}") from error
-        return model.eval().to(self._device)
 
     def _check_packing(self) -> None:
         """Compares a segment behind another one with the same segment alone.

@@ -14,7 +14,8 @@ from services.trainer.algorithms.dapo import DAPO
 from services.trainer.algorithms.loss import LossSettings, policy_loss
 from services.trainer.config import LoraSection, OptimizerConfig
 from services.trainer.lora import ADAPTER_FILE
-from services.trainer.single_process_backend import ModelSettings, SingleProcessBackend
+from services.trainer.model_loading import ModelSettings
+from services.trainer.single_process_backend import SingleProcessBackend
 from tests.helpers.tiny_model import make_update
 
 LORA = LoraSection(rank=4, alpha=12.0, target_modules=("q_proj", "k_proj", "o_proj", "gate_proj", "down_proj"))

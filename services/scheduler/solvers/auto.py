@@ -11,10 +11,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from services.scheduler.cost_model.rm1 import Infeasible, Rm1
+from services.scheduler.cost_model.rm1 import Rm1
 from services.scheduler.plan_document import PlanDocument
 from services.scheduler.solvers.exhaustive import ExhaustiveSolver
-from services.scheduler.solvers.interface import ProblemTooLargeError, Solution, Solver, TimeLeft, infeasibility
+from services.scheduler.solvers.interface import ProblemTooLargeError, Solution, Solver, TimeLeft, refused
 from services.scheduler.solvers.milp import MilpSolver
 from services.scheduler.solvers.multilevel import MultilevelSolver
 from services.scheduler.solvers.partition import PartitionSolver
@@ -37,8 +37,8 @@ class AutoSolver:
 
     def solve(self, rm1: Rm1, *, time_left: TimeLeft, seed: int, starts: Sequence[PlanDocument] = ()) -> Solution:
         """The best plan of all members, the lowest bound of any."""
-        if (reason := infeasibility(rm1)) is not None:
-            return Solution(None, Infeasible(reason), 0.0, True, 0, self.name)
+        if (refusal := refused(rm1, self.name)) is not None:
+            return refusal
         best: Solution | None = None
         for member, share in _MEMBERS:
             kept_s = (1 - share) * time_left()

@@ -16,7 +16,7 @@ import numpy.typing as npt
 from services.scheduler.cost_model.rm1 import Infeasible, Rm1, Score
 from services.scheduler.plan_document import PlanDocument
 from services.scheduler.solvers.divisions import Division, divisions, plan_of
-from services.scheduler.solvers.interface import ProblemTooLargeError, Solution, TimeLeft, infeasibility
+from services.scheduler.solvers.interface import ProblemTooLargeError, Solution, TimeLeft, refused
 from services.scheduler.solvers.scored import parts_of
 
 MAX_PLANS = 6_000_000
@@ -33,8 +33,8 @@ class ExhaustiveSolver:
 
     def solve(self, rm1: Rm1, *, time_left: TimeLeft, seed: int, starts: Sequence[PlanDocument] = ()) -> Solution:
         """The best plan there is; or, when time runs out, the best so far and a bound on the rest."""
-        if (reason := infeasibility(rm1)) is not None:
-            return Solution(None, Infeasible(reason), 0.0, True, 0, self.name)
+        if (refusal := refused(rm1, self.name)) is not None:
+            return refusal
         choices = _choices(rm1, time_left)
         bounds = _upper_bounds(rm1, choices)
         candidates = np.flatnonzero(bounds > 0)

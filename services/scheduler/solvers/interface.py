@@ -50,6 +50,12 @@ class ProblemTooLargeError(Exception):
     """The solver cannot treat a problem of this size; the message says which can."""
 
 
+def refused(rm1: Rm1, solver: str) -> Solution | None:
+    """A solver's answer where no plan at all can run on this cluster; None when memory alone does not forbid one."""
+    reason = infeasibility(rm1)
+    return None if reason is None else Solution(None, Infeasible(reason), 0.0, True, 0, solver)
+
+
 def infeasibility(rm1: Rm1) -> str | None:
     """Why no plan at all can run on this cluster; None when memory alone does not forbid one."""
     problem, demand = rm1.problem, rm1.demand

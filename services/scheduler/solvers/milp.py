@@ -13,12 +13,12 @@ from functools import partial
 from itertools import chain, islice
 from random import Random
 
-from services.scheduler.cost_model.rm1 import Infeasible, Rm1
+from services.scheduler.cost_model.rm1 import Rm1
 from services.scheduler.plan_document import PlanDocument
 from services.scheduler.problem import NodeClass
 from services.scheduler.solvers.columns import solve_columns
 from services.scheduler.solvers.divisions import Division, Split, machine_splits
-from services.scheduler.solvers.interface import ProblemTooLargeError, Solution, TimeLeft, infeasibility
+from services.scheduler.solvers.interface import ProblemTooLargeError, Solution, TimeLeft, refused
 from services.scheduler.solvers.scored import Parts, Scored, ordered_nodes, parts_of
 
 MAX_COLUMNS = 20_000
@@ -39,8 +39,8 @@ class MilpSolver:
 
     def solve(self, rm1: Rm1, *, time_left: TimeLeft, seed: int, starts: Sequence[PlanDocument] = ()) -> Solution:
         """A good plan, and an upper bound where every integer program proved one."""
-        if (reason := infeasibility(rm1)) is not None:
-            return Solution(None, Infeasible(reason), 0.0, True, 0, self.name)
+        if (refusal := refused(rm1, self.name)) is not None:
+            return refusal
         columns = {
             node.name: list(islice(machine_splits(rm1, node), MAX_COLUMNS)) for node in ordered_nodes(rm1.problem)
         }

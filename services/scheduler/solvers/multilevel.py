@@ -15,10 +15,10 @@ from dataclasses import dataclass
 from math import ceil, log2
 from random import Random
 
-from services.scheduler.cost_model.rm1 import Infeasible, Rm1
+from services.scheduler.cost_model.rm1 import Rm1
 from services.scheduler.plan_document import PlanDocument
 from services.scheduler.solvers.evolution import Evolution
-from services.scheduler.solvers.interface import Solution, TimeLeft, infeasibility
+from services.scheduler.solvers.interface import Solution, TimeLeft, refused
 from services.scheduler.solvers.placement import Placement
 from services.scheduler.solvers.scored import Parts, Scored, homes_of, parts_of
 
@@ -44,8 +44,8 @@ class MultilevelSolver:
 
     def solve(self, rm1: Rm1, *, time_left: TimeLeft, seed: int, starts: Sequence[PlanDocument] = ()) -> Solution:
         """The best plan of all arms."""
-        if (reason := infeasibility(rm1)) is not None:
-            return Solution(None, Infeasible(reason), 0.0, True, 0, self.name)
+        if (refusal := refused(rm1, self.name)) is not None:
+            return refusal
         scored, random = Scored(rm1), Random(seed)
         given = [parts_of(rm1, start) for start in starts]
         tournament = _Tournament(self, Placement(rm1, random), scored, time_left)

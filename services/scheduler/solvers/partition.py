@@ -15,12 +15,12 @@ from dataclasses import dataclass
 from itertools import product
 from math import comb, prod
 
-from services.scheduler.cost_model.rm1 import Infeasible, Limit, Rm1
+from services.scheduler.cost_model.rm1 import Limit, Rm1
 from services.scheduler.plan_document import PlanDocument
 from services.scheduler.problem import NodeClass
 from services.scheduler.solvers.divisions import Division, best_split, packed
-from services.scheduler.solvers.interface import Solution, TimeLeft, infeasibility
-from services.scheduler.solvers.scored import Parts, Scored, homes_of, ordered_nodes, parts_of
+from services.scheduler.solvers.interface import Solution, TimeLeft, refused
+from services.scheduler.solvers.scored import Parts, Scored, homes_of, ordered_nodes
 
 MAX_CUTS = 5_000
 """Cuts that are looked at one by one; where there are more, moves are made from a greedy cut."""
@@ -42,11 +42,9 @@ class PartitionSolver:
 
     def solve(self, rm1: Rm1, *, time_left: TimeLeft, seed: int, starts: Sequence[PlanDocument] = ()) -> Solution:
         """The best plan that the alternation passes, for each place of training."""
-        if (reason := infeasibility(rm1)) is not None:
-            return Solution(None, Infeasible(reason), 0.0, True, 0, self.name)
-        scored = Scored(rm1)
-        for start in starts:
-            scored.rate(parts_of(rm1, start))
+        if (refusal := refused(rm1, self.name)) is not None:
+            return refusal
+        scored = Scored(rm1, starts)
         for home, weight in product(homes_of(rm1.problem), _LINK_WEIGHTS):
             _alternate(rm1, scored, _Graph(rm1, home, weight), time_left)
         return scored.solution(self.name)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from services.scheduler.cost_model.rm1 import Infeasible, Limit, Rm1, Score
 from services.scheduler.plan_document import PlanDocument
 from services.scheduler.problem import NodeClass, Problem
@@ -15,7 +17,8 @@ Parts = tuple[Division, ...]
 class Scored:
     """Scores plans and remembers."""
 
-    def __init__(self, rm1: Rm1) -> None:
+    def __init__(self, rm1: Rm1, starts: Iterable[PlanDocument] = ()) -> None:
+        """`starts` are scored first."""
         self._rm1 = rm1
         self._known: dict[tuple[tuple[str, tuple[int, ...]], ...], tuple[float, Limit | None]] = {}
         self.best: Parts | None = None
@@ -24,6 +27,8 @@ class Scored:
         self.answer: Score | Infeasible = Infeasible("no plan was found in this time")
         """Of the best, or why the first that was looked at cannot run."""
         self.num_evaluated = 0
+        for start in starts:
+            self.rate(parts_of(rm1, start))
 
     def rate(self, parts: Parts) -> float:
         """Samples per second; 0 when it cannot run."""

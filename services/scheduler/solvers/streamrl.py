@@ -11,12 +11,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from itertools import product
 
-from services.scheduler.cost_model.rm1 import Infeasible, Limit, Rm1
+from services.scheduler.cost_model.rm1 import Limit, Rm1
 from services.scheduler.plan_document import PlanDocument
 from services.scheduler.problem import NodeClass
 from services.scheduler.solvers.divisions import Division, Split, best_split, packed
-from services.scheduler.solvers.interface import Solution, TimeLeft, infeasibility
-from services.scheduler.solvers.scored import Parts, Scored, ordered_nodes, parts_of
+from services.scheduler.solvers.interface import Solution, TimeLeft, refused
+from services.scheduler.solvers.scored import Parts, Scored, ordered_nodes
 
 _Group = tuple[NodeClass, ...]
 """Entries of one GPU type in one region."""
@@ -29,11 +29,9 @@ class StreamRlSolver:
 
     def solve(self, rm1: Rm1, *, time_left: TimeLeft, seed: int, starts: Sequence[PlanDocument] = ()) -> Solution:
         """The best of all pairs of groups."""
-        if (reason := infeasibility(rm1)) is not None:
-            return Solution(None, Infeasible(reason), 0.0, True, 0, self.name)
-        scored = Scored(rm1)
-        for start in starts:
-            scored.rate(parts_of(rm1, start))
+        if (refusal := refused(rm1, self.name)) is not None:
+            return refusal
+        scored = Scored(rm1, starts)
         groups = _groups(ordered_nodes(rm1.problem))
         for generating, training in product(groups, groups):
             for degree in _degrees(rm1, generating):

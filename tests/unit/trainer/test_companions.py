@@ -11,8 +11,9 @@ from services.trainer.algorithms.loss import LossSettings, policy_loss
 from services.trainer.algorithms.ppo import PPO
 from services.trainer.backend import BackendError, CheckpointMismatchError
 from services.trainer.config import OptimizerConfig
+from services.trainer.model_loading import ModelSettings
 from services.trainer.packing import pack_trajectories
-from services.trainer.single_process_backend import ModelSettings, SingleProcessBackend
+from services.trainer.single_process_backend import SingleProcessBackend
 from services.trainer.step import TrainingStep
 from services.trainer.step_settings import StepSettings
 from tests.unit.trainer.builders import VOCAB_SIZE, build_sample, build_trajectory, save_tiny_qwen2

@@ -20,8 +20,9 @@ from services.trainer.backend import (
     UnsupportedModelError,
 )
 from services.trainer.config import OptimizerConfig
+from services.trainer.model_loading import ModelSettings
 from services.trainer.packing import pack_trajectories
-from services.trainer.single_process_backend import ModelSettings, SingleProcessBackend
+from services.trainer.single_process_backend import SingleProcessBackend
 from tests.unit.trainer.builders import build_trajectory, save_tiny_qwen2
 
 

@@ -1,0 +1,73 @@
+"""Which model is trained, and its loading from a Hugging Face directory: whole, or with an adapter over it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from services.trainer.attention import PACKED_ATTENTION
+from services.trainer.backend import UnsupportedModelError
+from services.trainer.config import LoraSection
+from services.trainer.trained_model import TrainedModel, WholeModel, checkpoint_layers
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelSettings:
+    """Which model, and how it is held."""
+
+    path: Path
+    """Hugging Face directory: configuration, safetensors, tokenizer."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Element type of weights and optimiser state; auto is the model's own on CUDA and float32 on the CPU."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where to train; auto takes CUDA where there is one."""
+    num_threads: int = 1
+    """CPU threads of PyTorch, set for the whole process."""
+    temperature: float = 1.0
+    """Sampling temperature: log-probs are of logits / temperature, as behaviour log-probs are. Nucleus and top-k cuts
+    are not modelled."""
+    lora: LoraSection | None = None
+    """Train an adapter over the model; unset trains all weights."""
+    keep_reference: bool = False
+    """Keep the model as loaded from `path`, for a loss or a credit that needs reference log-probs."""
+    loss_reads_reference: bool = True
+    """Whether the loss needs them, or only the credit (`token_scores`)."""
+    critic_learning_rate: float | None = None
+    """Train a critic beside the model, at this rate; None has none. In one process only."""
+    gradient_checkpointing: bool = False
+    """Keep only each layer's input for the backward pass, and compute the rest again."""
+
+
+def load_trained(settings: ModelSettings, device: torch.device) -> TrainedModel:
+    """What is trained, on its device, with the reference beside it where that is kept.
+
+    Raises:
+        UnsupportedModelError: its attention cannot be replaced by the packed one.
+        OSError: the directory does not hold a model.
+    """
+    model = _load_model(settings, device)
+    if settings.gradient_checkpointing:
+        checkpoint_layers(model)
+    if settings.lora is None:
+        return WholeModel(model, reference=_load_model(settings, device) if settings.keep_reference else None)
+    # Imported here: PEFT takes a second, and most runs have no adapter.
+    from services.trainer.lora import LoraModel
+
+    return LoraModel(model, path=settings.path, config=settings.lora)
+
+
+def _load_model(settings: ModelSettings, device: torch.device) -> PreTrainedModel:
+    dtype = settings.dtype
+    if dtype == "auto" and device.type == "cpu":
+        dtype = "float32"
+    try:
+        model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
+            settings.path, dtype=dtype, attn_implementation=PACKED_ATTENTION, local_files_only=True
+        )
+    except ValueError as error:
+        raise UnsupportedModelError(f"{settings.path}: {error}") from error
+    return model.eval().to(device)
