@@ -71,6 +71,8 @@ class RunHub:
         self.last_used_s = clock.now_s()
         self.books_read_s = 0.0
         """When the caretaker last read the books."""
+        self.observed_s = 0.0
+        """When it last set the metrics of the run's queues and waits."""
         self._state: RunState | None = None
         self._mark: Mark | None = None
         self._waiting: deque[_Request] = deque()

@@ -24,6 +24,8 @@ from services.broker.store import Store
 
 POLL_EVERY_S = 0.25
 """Also how late another broker process's change is noticed, and how late a lease expires."""
+OBSERVE_EVERY_S = 1.0
+"""How often the metrics follow the queues and who waits for whom, which looks at every sample that is decoded."""
 BOOKS_EVERY_S = 5.0
 """How often the metrics follow the books, which are read from the store for it."""
 IDLE_RUN_S = 60.0
@@ -126,13 +128,16 @@ class Hubs:
         except PenstockError as error:
             _log.warning("run not cared for", run_id=hub.run_id, error=str(error))
         hub.last_used_s = used_s
-        if hub.copy is not None:
-            now_s = self.clock.now_s()
-            present = hub.peers.present()
+        self._observe(hub)
+
+    def _observe(self, hub: RunHub) -> None:
+        now_s = self.clock.now_s()
+        if hub.copy is not None and now_s - hub.observed_s >= OBSERVE_EVERY_S:
+            hub.observed_s = now_s
             self.metrics.observe(
                 hub.copy,
                 num_conflicts=hub.num_conflicts,
-                waits=waits.waits(hub.copy, present, now_s),
+                waits=waits.waits(hub.copy, hub.peers.present(), now_s),
                 now_s=now_s,
             )
 
