@@ -8,6 +8,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from penstock.v1 import broker_pb2, types_pb2
+from services.broker import hubs
 from services.broker.audit import audit
 from services.broker.invariant_metrics import InvariantMetrics
 from tests.helpers.broker import limits
@@ -84,7 +85,11 @@ def test_repetitions_and_refusals_are_counted_by_kind(loop: VirtualLoop) -> None
     assert scene.value("attested_weights_refused_chunks_total") == 1
 
 
-def test_a_runs_gauges_follow_it_and_later_repetitions_are_counted(loop: VirtualLoop) -> None:
+def test_a_runs_gauges_follow_it_and_later_repetitions_are_counted(
+    loop: VirtualLoop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hubs, "OBSERVE_EVERY_S", 0.0)
+
     async def play() -> Scene:
         scene = Scene(loop)
         await scene.trainer.open()
