@@ -8,13 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.broker.processes import Stage
 from benchmarks.fleet import kill, trained
 from benchmarks.fleet.generation import Pace, Surroundings, measure_undisturbed
 from benchmarks.fleet.machines import machines
-from benchmarks.fleet.services import serving_surroundings
+from benchmarks.fleet.surroundings import staged
 from benchmarks.fleet.workload import TAIL_SHARES, Workload, make_workload, recall
-from benchmarks.scratch import scratch_folder
 
 Result = dict[str, Any]
 
@@ -85,25 +83,18 @@ QUICK = Plan(
 
 async def run(plan: Plan, *, redis_server: Path, progress: Callable[[str], None]) -> Result:
     """Measure everything; `progress` hears what is going on."""
-    with scratch_folder() as folder:
-        async with (
-            serving_surroundings(folder) as (scheduler, address),
-            Stage(folder, redis_server, broker_settings=(f"scheduler={address}",)) as stage,
-        ):
-            around = Surroundings(
-                stage=stage, broker=stage.brokers[0][1], weights=address, foresee=scheduler.tell, folder=folder
+    async with staged(redis_server) as around:
+        result = await _dispatch(around, plan, progress)
+        result |= await _trained(around, plan, progress)
+        if plan.kill_samples:
+            result["kill"] = await kill.compare(
+                around,
+                num_samples=plan.kill_samples,
+                num_tokens=plan.kill_tokens,
+                kill_after_s=plan.kill_after_s,
+                num_repetitions=plan.num_repetitions,
+                progress=progress,
             )
-            result = await _dispatch(around, plan, progress)
-            result |= await _trained(around, plan, progress)
-            if plan.kill_samples:
-                result["kill"] = await kill.compare(
-                    around,
-                    num_samples=plan.kill_samples,
-                    num_tokens=plan.kill_tokens,
-                    kill_after_s=plan.kill_after_s,
-                    num_repetitions=plan.num_repetitions,
-                    progress=progress,
-                )
     return result
 
 

@@ -19,12 +19,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.broker.processes import Stage
-from benchmarks.fleet.generation import Pace, Surroundings, measure_undisturbed
+from benchmarks.fleet.generation import Pace, measure_undisturbed
 from benchmarks.fleet.machines import Machine, machines
-from benchmarks.fleet.services import serving_surroundings
+from benchmarks.fleet.surroundings import staged
 from benchmarks.fleet.workload import NUM_PROMPT_TOKENS, Workload, make_workload
-from benchmarks.scratch import scratch_folder
 from penstock.v1 import broker_pb2
 from services.broker.dispatch.latency import DEFAULT_BASE_S, DEFAULT_PER_SAMPLE_S, LatencyModel
 from services.broker.limits import Limits
@@ -83,30 +81,23 @@ def main() -> int:
 
 
 async def _compare(cases: Sequence[Case], workload: Workload, time_scale: float, redis_server: Path) -> None:
-    with scratch_folder() as folder:
-        async with (
-            serving_surroundings(folder) as (scheduler, address),
-            Stage(folder, redis_server, broker_settings=(f"scheduler={address}",)) as stage,
-        ):
-            around = Surroundings(
-                stage=stage, broker=stage.brokers[0][1], weights=address, foresee=scheduler.tell, folder=folder
+    async with staged(redis_server) as around:
+        for number, case in enumerate(cases):
+            step = await measure_undisturbed(
+                around,
+                progress=lambda text: print(text, file=sys.stderr, flush=True),
+                name=f"case{number}",
+                machines=machines(case.fleet, case.regime),
+                workload=workload,
+                dispatch=case.dispatch,
+                forecast=case.forecast,
+                pace=Pace.scaled(time_scale),
+                seed=SEED,
             )
-            for number, case in enumerate(cases):
-                step = await measure_undisturbed(
-                    around,
-                    progress=lambda text: print(text, file=sys.stderr, flush=True),
-                    name=f"case{number}",
-                    machines=machines(case.fleet, case.regime),
-                    workload=workload,
-                    dispatch=case.dispatch,
-                    forecast=case.forecast,
-                    pace=Pace.scaled(time_scale),
-                    seed=SEED,
-                )
-                real_s = step.generation_s
-                found = (_dispatched(case, workload), _run(case, workload))
-                told = " | ".join(f"{each:.1f} s ({each / real_s:.2f})" for each in found)
-                print(f"| {case.name} | {real_s:.1f} s | {told} |", flush=True)
+            real_s = step.generation_s
+            found = (_dispatched(case, workload), _run(case, workload))
+            told = " | ".join(f"{each:.1f} s ({each / real_s:.2f})" for each in found)
+            print(f"| {case.name} | {real_s:.1f} s | {told} |", flush=True)
 
 
 def _dispatched(case: Case, workload: Workload) -> float:
