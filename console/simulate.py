@@ -19,7 +19,6 @@ from simulator.virtual_run.run import Change
 from simulator.virtual_run.setup import Mode, SetupError
 from simulator.virtual_run.simulate import Options, Outcome, document, simulate_plan
 
-EXIT_CANNOT_RUN = 1
 PLAN_BUDGET_S = 10.0
 _LOOKS = 600
 """Points of the picture, about."""

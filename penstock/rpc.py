@@ -27,7 +27,7 @@ from penstock.security import NO_SECURITY, Security
 from penstock.targets import split_targets
 
 MAX_MESSAGE_BYTES = 16 * 1024 * 1024
-MAX_FRAME_BYTES = 1024 * 1024
+HTTP2_FRAME_BYTES = 1024 * 1024
 DEFAULT_TIMEOUT_S = 10.0
 MAX_CONCURRENT_STREAMS = 1024
 """Of one connection; further ones wait at the client."""
@@ -41,7 +41,7 @@ _COMMON_OPTIONS = (
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     # Messages of many trajectories have half a megabyte: gRPC's own 16 KiB would cut each into thirty frames.
-    ("grpc.http2.max_frame_size", MAX_FRAME_BYTES),
+    ("grpc.http2.max_frame_size", HTTP2_FRAME_BYTES),
     ("grpc.keepalive_time_ms", 20_000),
     ("grpc.keepalive_timeout_ms", 10_000),
     ("grpc.keepalive_permit_without_calls", 1),

@@ -27,8 +27,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ANSWER_MARKER = "#### "
-RESPONSE_FORMAT = "The answer is the whole number after the last '#### '; the response ends right behind it."
-
 MIN_TERMS = 2
 MAX_TERMS = 20
 MAX_FIRST_TERM = 50

@@ -40,6 +40,7 @@ def test_every_solvers_plan_passes(solver, seed):
 
 def test_a_good_plan_has_no_violations():
     check_plan(problem("tiny_04"), GOOD, solver="hand")
+    assert violations(problem("tiny_04"), GOOD) == []
 
 
 @pytest.mark.parametrize(
