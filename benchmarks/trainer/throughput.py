@@ -28,8 +28,8 @@ from services.trainer.algorithms.dr_grpo import DR_GRPO
 from services.trainer.algorithms.loss import LossSettings, policy_loss
 from services.trainer.config import OptimizerConfig
 from services.trainer.model_loading import ModelSettings
+from services.trainer.rank_backend import RankBackend
 from services.trainer.samples import TrainingSample
-from services.trainer.single_process_backend import SingleProcessBackend
 from services.trainer.step import StepReport, TrainingStep
 from services.trainer.step_settings import StepSettings
 
@@ -61,7 +61,7 @@ def _sample(rng: np.random.Generator, vocab_size: int, group: int, index: int, l
     )
 
 
-def trainer_step(backend: SingleProcessBackend, groups: Groups) -> StepReport:
+def trainer_step(backend: RankBackend, groups: Groups) -> StepReport:
     """One step as the service takes it."""
     step = TrainingStep(
         backend,
@@ -82,7 +82,7 @@ def compare(model_dir: Path, *, num_repetitions: int, progress: Callable[[str], 
     """Medians over repetitions, their ratio, and how full the trainer's packs were."""
     torch.set_num_threads(1)
     loss = LossSettings(clip=DR_GRPO.clip, normalization=Normalization.TOKENS, correction=Correction.TRUNCATED)
-    backend = SingleProcessBackend(
+    backend = RankBackend(
         model=ModelSettings(path=model_dir, dtype="float32", device="cpu"),
         optimizer=OptimizerConfig(learning_rate=LEARNING_RATE),
         loss=partial(policy_loss, algorithm=DR_GRPO, settings=loss),

@@ -18,7 +18,7 @@ from services.trainer.context import Policy
 from services.trainer.launching import TorchrunRuns
 from services.trainer.model_loading import ModelSettings
 from services.trainer.peers import Peers
-from services.trainer.single_process_backend import SingleProcessBackend
+from services.trainer.rank_backend import RankBackend
 from services.trainer.tokenizer import HuggingFaceTokenizer
 
 CRITIC_RATE_FACTOR, USUAL_CRITIC_RATE = 10.0, 1e-5
@@ -59,7 +59,7 @@ def _backend(config: TrainingConfig, torchrun: TorchrunRuns | None) -> Backend:
 def local_backend(config: TrainingConfig, peers: Peers | None = None) -> Backend:
     """The backend, or this process' part of it; raises OSError, BackendError."""
     algorithm = algorithm_of(config.algorithm.name)
-    return SingleProcessBackend(
+    return RankBackend(
         model=ModelSettings(
             path=config.model.path,
             lora=config.lora,

@@ -22,7 +22,7 @@ from services.generator.transformers_engine import TransformersEngine, Transform
 from services.generator.vllm_engine import VllmEngine
 from services.generator.vllm_setup import VllmSettings
 from services.trainer.packing import Trajectory, pack_trajectories
-from services.trainer.single_process_backend import SingleProcessBackend
+from services.trainer.rank_backend import RankBackend
 from tests.helpers.adapters import adapter_update, another_base, fill, make_backend
 from tests.helpers.tiny_model import make_tiny_model, make_update, write_perturbed
 
@@ -39,7 +39,7 @@ def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def backend(model_path: Path) -> SingleProcessBackend:
+def backend(model_path: Path) -> RankBackend:
     torch.set_num_threads(1)
     return make_backend(model_path)
 
@@ -97,7 +97,7 @@ def logprobs_of(spans: list[TokenSpan]) -> np.ndarray:
     return np.concatenate([span.logprobs for span in spans])
 
 
-def trained_logprobs(backend: SingleProcessBackend, token_ids: list[int]) -> np.ndarray:
+def trained_logprobs(backend: RankBackend, token_ids: list[int]) -> np.ndarray:
     """Of a completion, by the trainer's forward pass."""
     length = len(PROMPT) + len(token_ids)
     trajectory = Trajectory(
@@ -110,7 +110,7 @@ def trained_logprobs(backend: SingleProcessBackend, token_ids: list[int]) -> np.
     return backend.forward_logprobs(pack)
 
 
-async def take(engine: Engine, backend: SingleProcessBackend, folder: Path, **changes: object):
+async def take(engine: Engine, backend: RankBackend, folder: Path, **changes: object):
     """Brings another adapter into backend and engine."""
     version = engine.policy_version + 1
     fill(backend, seed=version)

@@ -15,15 +15,15 @@ from services.trainer.algorithms.loss import LossSettings, policy_loss
 from services.trainer.config import LoraSection, OptimizerConfig
 from services.trainer.lora import ADAPTER_FILE
 from services.trainer.model_loading import ModelSettings
-from services.trainer.single_process_backend import SingleProcessBackend
+from services.trainer.rank_backend import RankBackend
 from tests.helpers.tiny_model import make_update
 
 LORA = LoraSection(rank=4, alpha=12.0, target_modules=("q_proj", "k_proj", "o_proj", "gate_proj", "down_proj"))
 
 
-def make_backend(model_path: Path, lora: LoraSection = LORA) -> SingleProcessBackend:
+def make_backend(model_path: Path, lora: LoraSection = LORA) -> RankBackend:
     """A trainer's backend with an adapter."""
-    return SingleProcessBackend(
+    return RankBackend(
         model=ModelSettings(path=model_path, lora=lora),
         optimizer=OptimizerConfig(learning_rate=1e-2),
         loss=partial(policy_loss, algorithm=DAPO, settings=LossSettings(clip=DAPO.clip)),
@@ -31,7 +31,7 @@ def make_backend(model_path: Path, lora: LoraSection = LORA) -> SingleProcessBac
     )
 
 
-def fill(backend: SingleProcessBackend, *, seed: int) -> None:
+def fill(backend: RankBackend, *, seed: int) -> None:
     """Give the adapter numbers that change what the model says."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -39,7 +39,7 @@ def fill(backend: SingleProcessBackend, *, seed: int) -> None:
             tensor.copy_(0.15 * torch.randn(tensor.shape, generator=generator))
 
 
-def adapter_update(backend: SingleProcessBackend, folder: Path, *, policy_version: int) -> WeightUpdate:
+def adapter_update(backend: RankBackend, folder: Path, *, policy_version: int) -> WeightUpdate:
     """The backend's adapter as an update, saved below `folder`."""
     target = folder / f"adapter-{policy_version}"
     target.mkdir()

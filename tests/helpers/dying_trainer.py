@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from services.trainer import checkpoint
-from services.trainer.single_process_backend import SingleProcessBackend
+from services.trainer.rank_backend import RankBackend
 from services.trainer.weight_publisher import WeightPublisher
 from tests.helpers.training import running_trainer
 
@@ -36,7 +36,7 @@ def arm(moment: str) -> None:
     match moment:
         case "after a step":
             # Neither the broker nor a checkpoint has heard of it.
-            _die_in(SingleProcessBackend, "optimizer_step", when=_third_call(), is_after=True)
+            _die_in(RankBackend, "optimizer_step", when=_third_call(), is_after=True)
         case "in a checkpoint":
             # Everything is on the disk but the marker.
             fatal = f"step_{FATAL_STEP}"

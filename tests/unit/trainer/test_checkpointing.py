@@ -14,7 +14,7 @@ from services.trainer.checkpointing import Checkpoints
 from services.trainer.compute import ComputeThread
 from tests.helpers.waiting import until
 from tests.unit.trainer.builders import RecordingBackend
-from tests.unit.trainer.test_single_process_backend import build_backend, model_directory  # noqa: F401
+from tests.unit.trainer.test_rank_backend import build_backend, model_directory  # noqa: F401
 
 
 class SlowBackend(RecordingBackend):

@@ -13,7 +13,7 @@ from services.trainer.backend import BackendError, CheckpointMismatchError
 from services.trainer.config import OptimizerConfig
 from services.trainer.model_loading import ModelSettings
 from services.trainer.packing import pack_trajectories
-from services.trainer.single_process_backend import SingleProcessBackend
+from services.trainer.rank_backend import RankBackend
 from services.trainer.step import TrainingStep
 from services.trainer.step_settings import StepSettings
 from tests.unit.trainer.builders import VOCAB_SIZE, build_sample, build_trajectory, save_tiny_qwen2
@@ -25,7 +25,7 @@ def model_directory(tmp_path_factory):
 
 
 def build_backend(directory, **model):
-    return SingleProcessBackend(
+    return RankBackend(
         model=ModelSettings(path=directory, **({"critic_learning_rate": 1e-2} | model)),
         optimizer=OptimizerConfig(learning_rate=1e-3),
         loss=partial(policy_loss, algorithm=PPO, settings=LossSettings(clip=PPO.clip)),

@@ -13,7 +13,7 @@ from services.trainer.backend import CheckpointMismatchError, UnsupportedModelEr
 from services.trainer.config import LoraSection
 from services.trainer.packing import pack_trajectories
 from tests.unit.trainer.builders import save_tiny_qwen2
-from tests.unit.trainer.test_single_process_backend import (
+from tests.unit.trainer.test_rank_backend import (
     assert_equal_tensors,
     build_backend,
     clone,

@@ -1,4 +1,4 @@
-"""The backend's part in one process: a Hugging Face causal LM with AdamW, whole, or a shard of it (`Peers`).
+"""One process' part of the backend: a Hugging Face causal LM with AdamW, whole, or a shard of it (`Peers`).
 
 Invariants:
 - One process and many run the same code; alone, what concerns the others does nothing.
@@ -48,7 +48,7 @@ MAX_PROBE_DIFFERENCE = 0.05
 """In nats. bfloat16 rounding stays below; reading a neighbour's tokens does not."""
 
 
-class SingleProcessBackend:
+class RankBackend:
     """See `Backend` for the promises."""
 
     shares = (1.0,)

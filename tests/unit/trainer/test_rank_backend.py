@@ -1,4 +1,4 @@
-"""The single-process backend on a tiny Qwen2: packed equals unpacked, safe failure, exact resume."""
+"""A process' part of the backend, alone, on a tiny Qwen2: packed equals unpacked, safe failure, exact resume."""
 
 from functools import partial
 
@@ -22,7 +22,7 @@ from services.trainer.backend import (
 from services.trainer.config import OptimizerConfig
 from services.trainer.model_loading import ModelSettings
 from services.trainer.packing import pack_trajectories
-from services.trainer.single_process_backend import SingleProcessBackend
+from services.trainer.rank_backend import RankBackend
 from tests.unit.trainer.builders import build_trajectory, save_tiny_qwen2
 
 
@@ -36,7 +36,7 @@ def loss_with(**changes):
 
 
 def build_backend(directory, *, loss=None, loss_settings=None, optimizer=None, **model):
-    return SingleProcessBackend(
+    return RankBackend(
         model=ModelSettings(path=directory, **model),
         optimizer=OptimizerConfig(**({"learning_rate": 1e-2} | (optimizer or {}))),
         loss=loss or partial(policy_loss, algorithm=DAPO, settings=loss_settings or loss_with()),
