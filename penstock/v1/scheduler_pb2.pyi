@@ -268,6 +268,7 @@ class Assignment(_message.Message):
     LAYERS_PER_STAGE_FIELD_NUMBER: _builtins.int
     SHARE_FIELD_NUMBER: _builtins.int
     NUM_REPLICAS_FIELD_NUMBER: _builtins.int
+    NUM_CONCURRENT_SAMPLES_FIELD_NUMBER: _builtins.int
     node_id: _builtins.str
     """Which machine."""
     role: Global___Role.ValueType
@@ -280,6 +281,8 @@ class Assignment(_message.Message):
     """Share of the role's work, 0 to 1; the shares of a role add up to 1."""
     num_replicas: _builtins.int
     """Processes (replicas) of this kind on the machine; 0 means 1."""
+    num_concurrent_samples: _builtins.int
+    """Samples that each replica of a generator decodes at once by this plan; 0 means that the plan does not say."""
     @_builtins.property
     def accelerator_indices(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Indices of the accelerators used, per kind in the node's order; empty means all."""
@@ -299,10 +302,11 @@ class Assignment(_message.Message):
         layers_per_stage: _abc.Iterable[_builtins.int] | None = ...,
         share: _builtins.float = ...,
         num_replicas: _builtins.int = ...,
+        num_concurrent_samples: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["accelerator_indices", b"accelerator_indices", "layers_per_stage", b"layers_per_stage", "node_id", b"node_id", "num_replicas", b"num_replicas", "pipeline_parallel", b"pipeline_parallel", "role", b"role", "share", b"share", "tensor_parallel", b"tensor_parallel"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accelerator_indices", b"accelerator_indices", "layers_per_stage", b"layers_per_stage", "node_id", b"node_id", "num_concurrent_samples", b"num_concurrent_samples", "num_replicas", b"num_replicas", "pipeline_parallel", b"pipeline_parallel", "role", b"role", "share", b"share", "tensor_parallel", b"tensor_parallel"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -624,6 +628,8 @@ class CreatePlanRequest(_message.Message):
     PROBLEM_JSON_FIELD_NUMBER: _builtins.int
     SOLVER_FIELD_NUMBER: _builtins.int
     BUDGET_FIELD_NUMBER: _builtins.int
+    RUNNING_PLAN_FIELD_NUMBER: _builtins.int
+    KEEPS_TRAINERS_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     """Which run."""
     num_generators: _builtins.int
@@ -632,9 +638,19 @@ class CreatePlanRequest(_message.Message):
     """Problem statement (model, workload, algorithm) as JSON, as `penstock plan` reads it; empty means first fit by role."""
     solver: _builtins.str
     """Solver: auto, or one by name; empty means auto."""
+    keeps_trainers: _builtins.bool
+    """Trainers stay where running_plan has them, and in revisions where the plan in force has them, until one of their
+    machines is gone: for a run whose trainers cannot move while it goes on. For a problem_json only.
+    """
     @_builtins.property
     def budget(self) -> _duration_pb2.Duration:
         """Time to spend. Unset means 10 s."""
+
+    @_builtins.property
+    def running_plan(self) -> Global___Plan:
+        """The plan that the run follows, for a scheduler that has forgotten it: the search begins with it. Unset: it begins with
+        the plan in force, if there is one. For a problem_json only.
+        """
 
     def __init__(
         self,
@@ -644,10 +660,12 @@ class CreatePlanRequest(_message.Message):
         problem_json: _builtins.str = ...,
         solver: _builtins.str = ...,
         budget: _duration_pb2.Duration | None = ...,
+        running_plan: Global___Plan | None = ...,
+        keeps_trainers: _builtins.bool = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["budget", b"budget"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["budget", b"budget", "running_plan", b"running_plan"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["budget", b"budget", "num_generators", b"num_generators", "problem_json", b"problem_json", "run_id", b"run_id", "solver", b"solver"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["budget", b"budget", "keeps_trainers", b"keeps_trainers", "num_generators", b"num_generators", "problem_json", b"problem_json", "run_id", b"run_id", "running_plan", b"running_plan", "solver", b"solver"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -11,8 +11,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import structlog
+from pydantic import ValidationError
 
-from penstock.errors import PenstockError
+from penstock.errors import InvalidFieldError, PenstockError
 from penstock.v1 import scheduler_pb2 as pb
 from services.scheduler.cost_model.demand import demand_of
 from services.scheduler.cost_model.rm1 import Rm1
@@ -38,6 +39,8 @@ class _Run:
     problem: Problem
     solver: str
     plan: pb.Plan
+    keeps_trainers: bool
+    """Until one of their machines is gone."""
     revised_s: float
     num_lengths: int = 0
     mean_tokens: float = 0.0
@@ -58,9 +61,14 @@ class LivePlans:
     def __init__(self) -> None:
         self._runs: dict[str, _Run] = {}
 
-    def follow(self, problem: Problem, solver: str, plan: pb.Plan, *, now_s: float) -> None:
+    def follow(self, problem: Problem, solver: str, plan: pb.Plan, *, keeps_trainers: bool, now_s: float) -> None:
         """A run has a plan that was solved for; the one it had before is forgotten."""
-        self._runs[plan.run_id] = _Run(problem, solver, plan, now_s, looked_at=problem)
+        self._runs[plan.run_id] = _Run(problem, solver, plan, keeps_trainers, now_s, looked_at=problem)
+
+    def plan_of(self, run_id: str) -> pb.Plan | None:
+        """The plan in force that was solved for; None where there is none."""
+        run = self._runs.get(run_id)
+        return run.plan if run is not None else None
 
     def forget(self, run_id: str) -> None:
         """The run's plan is not solved for any more."""
@@ -90,20 +98,29 @@ class LivePlans:
     async def _look(
         self, run_id: str, run: _Run, live: Live, problem: Problem, *, now_s: float, time_left: TimeLeft
     ) -> pb.Plan | None:
-        kept = live.from_real(document_of(run.plan))
+        in_force = document_of(run.plan)
+        kept = live.from_real(in_force)
         kept_rate = Rm1(problem).score(kept).samples_per_second
-        gone = _machines(document_of(run.plan)) - set(live.node_ids.values())
+        gone = _machines(in_force) - set(live.node_ids.values())
+        is_pool_there = not gone & {share.node for share in in_force.train}
+        running = kept if run.keeps_trainers and is_pool_there else None
         if kept_rate > 0 and not gone and now_s - run.revised_s < COOL_DOWN_S:
             return None
         try:
             found = await asyncio.to_thread(
-                plan_problem, problem, run_id=run_id, solver=run.solver, time_left=time_left, starts=(kept,)
+                plan_problem,
+                problem,
+                run_id=run_id,
+                solver=run.solver,
+                time_left=time_left,
+                starts=(kept,),
+                running=running,
             )
         except PenstockError as error:
             _log.warning("the plan cannot be revised", run_id=run_id, reason=str(error))
             return None
         if gone:
-            verdict = Verdict(True, f"{', '.join(sorted(gone)[:8])} of the plan in force: not there any more")
+            verdict = Verdict(True, f"{_named(gone)} of the plan in force: not there any more")
         else:
             verdict = _judge(problem, kept, kept_rate, document_of(found), now_s=now_s, revised_s=run.revised_s)
         run.looked_at = problem
@@ -112,9 +129,22 @@ class LivePlans:
             return None
         for assignment in found.assignments:
             assignment.node_id = live.node_ids[assignment.node_id]
-        found.explanation = f"revised: {verdict.reason}. {found.explanation}"
+        come = _machines(document_of(found)) - _machines(in_force)
+        news = f"{_named(come)} now used. " if come else ""
+        found.explanation = f"revised: {verdict.reason}. {news}{found.explanation}"
         run.plan, run.revised_s = found, now_s
         return found
+
+
+def running_plan(plan: pb.Plan) -> PlanDocument:
+    """A plan as a client says that its run follows it. Raises InvalidFieldError."""
+    try:
+        return document_of(plan)
+    except ValidationError as error:
+        raise InvalidFieldError(
+            f"running_plan: is no plan ({error.errors()[0]['msg']}); send one as WatchPlan gave it",
+            field="running_plan",
+        ) from error
 
 
 def document_of(plan: pb.Plan) -> PlanDocument:
@@ -130,6 +160,11 @@ def document_of(plan: pb.Plan) -> PlanDocument:
         if each.role == pb.ROLE_TRAINER
     ]
     return PlanDocument(gen=tuple(gen), train=tuple(train))
+
+
+def _named(machines: set[str]) -> str:
+    shown = sorted(machines)[:8]
+    return ", ".join(shown) + (f" and {len(machines) - 8} more" if len(machines) > 8 else "")
 
 
 def _machines(plan: PlanDocument) -> set[str]:

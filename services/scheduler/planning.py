@@ -17,6 +17,7 @@ from services.scheduler.solvers.interface import Solution, Solver, TimeLeft
 from services.scheduler.solvers.milp import MilpSolver
 from services.scheduler.solvers.multilevel import MultilevelSolver
 from services.scheduler.solvers.partition import PartitionSolver
+from services.scheduler.solvers.regeneration import regenerate
 from services.scheduler.solvers.streamrl import StreamRlSolver
 from services.scheduler.validate import check_plan
 
@@ -39,7 +40,15 @@ def solve(
     rm1: Rm1, solver: str, *, time_left: TimeLeft, seed: int = 0, starts: Sequence[PlanDocument] = ()
 ) -> Solution:
     """The plan of a solver by its name in SOLVERS, checked; `starts` as of Solver. Raises ProblemTooLargeError."""
-    solution = SOLVERS[solver].solve(rm1, time_left=time_left, seed=seed, starts=starts)
+    return _checked(rm1, SOLVERS[solver].solve(rm1, time_left=time_left, seed=seed, starts=starts))
+
+
+def solve_generation(rm1: Rm1, running: PlanDocument, *, time_left: TimeLeft) -> Solution:
+    """The best generators found around the training pool of a plan in force, checked."""
+    return _checked(rm1, regenerate(rm1, running, time_left=time_left))
+
+
+def _checked(rm1: Rm1, solution: Solution) -> Solution:
     if solution.plan is None:
         return solution
     solution = _without_idlers(rm1, solution, solution.plan)

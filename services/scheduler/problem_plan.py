@@ -11,7 +11,7 @@ from penstock.v1 import scheduler_pb2 as pb
 from services.scheduler.cost_model.rm1 import Rm1, Score
 from services.scheduler.plan import InfeasiblePlanError
 from services.scheduler.plan_document import PlanDocument
-from services.scheduler.planning import AUTO, SOLVERS, plan_document, solve
+from services.scheduler.planning import AUTO, SOLVERS, plan_document, solve, solve_generation
 from services.scheduler.problem import Problem, parse_problem
 from services.scheduler.solvers.interface import ProblemTooLargeError, Solution, TimeLeft
 
@@ -33,15 +33,26 @@ def checked_problem(problem_json: str, solver: str) -> tuple[Problem, str]:
 
 
 def plan_problem(
-    problem: Problem, *, run_id: str, solver: str, time_left: TimeLeft, starts: Sequence[PlanDocument] = ()
+    problem: Problem,
+    *,
+    run_id: str,
+    solver: str,
+    time_left: TimeLeft,
+    starts: Sequence[PlanDocument] = (),
+    running: PlanDocument | None = None,
 ) -> pb.Plan:
     """A plan over the problem's own machines: its generators and its training pool; `starts` as of Solver.
+
+    With `running` its training pool stays, and only generators are planned.
 
     Raises InvalidFieldError when the solver cannot treat a problem of this size, InfeasiblePlanError when none can run.
     """
     rm1 = Rm1(problem)
     try:
-        solution = solve(rm1, solver, time_left=time_left, starts=starts)
+        if running is not None:
+            solution = solve_generation(rm1, running, time_left=time_left)
+        else:
+            solution = solve(rm1, solver, time_left=time_left, starts=starts)
     except ProblemTooLargeError as error:
         raise InvalidFieldError(f"solver: {error}", field="solver") from error
     if solution.plan is None or not isinstance(solution.score, Score):
@@ -86,12 +97,14 @@ def _assign(rm1: Rm1, message: pb.Plan, plan: PlanDocument, score: Score) -> Non
         each.replicas.count * each.state.samples_per_second * each.duty if each.state else 0.0
         for each in score.generation
     ]
-    for replicas, rate in zip(plan.gen, rates, strict=True):
+    for each, rate in zip(score.generation, rates, strict=True):
+        replicas = each.replicas
         message.assignments.add(
             node_id=replicas.node,
             role=pb.ROLE_GENERATOR,
             accelerator_indices=indices(replicas.node, replicas.tp * replicas.count),
             tensor_parallel=replicas.tp,
             num_replicas=replicas.count,
+            num_concurrent_samples=each.state.batch if each.state is not None else 0,
             share=rate / sum(rates),
         )

@@ -15,7 +15,7 @@ from penstock.v1 import scheduler_pb2 as pb
 from penstock.v1 import scheduler_pb2_grpc
 from services.scheduler.inventory import MAX_NODES, Inventory
 from services.scheduler.lengths.forecaster import LengthForecaster
-from services.scheduler.live_plans import LOOK_EVERY_S, LivePlans
+from services.scheduler.live_plans import LOOK_EVERY_S, LivePlans, document_of, running_plan
 from services.scheduler.plan import SOLVER, first_fit
 from services.scheduler.problem import Problem
 from services.scheduler.problem_plan import checked_problem, plan_problem
@@ -82,7 +82,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         if request.problem_json:
             problem, solver = checked_problem(request.problem_json, request.solver)
             plan = await self._solved(problem, solver, request)
-            self._live.follow(problem, solver, plan, now_s=self._clock.now_s())
+            self._live.follow(problem, solver, plan, keeps_trainers=request.keeps_trainers, now_s=self._clock.now_s())
         else:
             self._live.forget(request.run_id)
             views = self._inventory.views(now_s=self._clock.now_s())
@@ -167,9 +167,21 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         def time_left() -> float:
             return 0.0 if self.stopping.is_set() else end_s - time.monotonic()
 
+        told = running_plan(request.running_plan) if request.HasField("running_plan") else None
+        in_force = self._live.plan_of(request.run_id)
+        begin = told or (document_of(in_force) if in_force is not None else None)
+        running = told if request.keeps_trainers else None
         self._num_solving += 1
         solving = asyncio.create_task(
-            asyncio.to_thread(plan_problem, problem, run_id=request.run_id, solver=solver, time_left=time_left)
+            asyncio.to_thread(
+                plan_problem,
+                problem,
+                run_id=request.run_id,
+                solver=solver,
+                time_left=time_left,
+                starts=() if begin is None else (begin,),
+                running=running,
+            )
         )
         # The thread goes on until its time is over though nobody waits for it any more; until then its place is taken.
         solving.add_done_callback(self._solving_ended)

@@ -6,6 +6,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from penstock.clock import ManualClock
+from penstock.errors import InvalidFieldError
 from penstock.rpc import call
 from penstock.v1 import scheduler_pb2 as pb
 from penstock.v1 import scheduler_pb2_grpc
@@ -65,6 +66,10 @@ async def fleet():
 
 def machines(plan):
     return {each.node_id for each in plan.assignments}
+
+
+def trainers(plan):
+    return {each.node_id: len(each.accelerator_indices) for each in plan.assignments if each.role == pb.ROLE_TRAINER}
 
 
 async def test_nothing_changes_while_nothing_changed(fleet):
@@ -142,3 +147,39 @@ async def test_a_machine_that_slows_is_planned_for_as_a_slower_one(fleet):
     looked_at = fleet.servicer._live._runs["r"].looked_at
     assert "H20 at 10%" in looked_at.gpu_types
     assert slow.revision >= fast.revision
+
+
+def going_on():
+    """Asks for a run that trains on the H800s and generates on the H20s, in replicas that are far too large."""
+    request = pb.CreatePlanRequest(run_id="r", problem_json=json.dumps(document("tiny_02")), keeps_trainers=True)
+    assign = request.running_plan.assignments.add
+    assign(node_id="h800-0", role=pb.ROLE_TRAINER, accelerator_indices=range(8))
+    assign(node_id="h20-0", role=pb.ROLE_GENERATOR, tensor_parallel=4, num_replicas=2)
+    return request
+
+
+async def test_a_scheduler_that_forgot_plans_better_generators_and_leaves_the_trainers(fleet):
+    plan = (await fleet.ask("CreatePlan", going_on())).plan
+
+    assert trainers(plan) == {"h800-0": 8}
+    (generator,) = [each for each in plan.assignments if each.role == pb.ROLE_GENERATOR]
+    assert (generator.node_id, generator.tensor_parallel, generator.num_replicas) == ("h20-0", 1, 8)
+    assert generator.num_concurrent_samples > 0
+
+
+async def test_trainers_that_are_kept_stay_while_generators_are_replaced(fleet):
+    await fleet.ask("CreatePlan", going_on())
+    await fleet.join("h20-new", "H20")
+    del fleet.alive["h20-0"]
+    after = await fleet.pass_time(20.0)
+
+    assert trainers(after) == {"h800-0": 8}
+    assert machines(after) == {"h800-0", "h20-new"}
+    assert "h20-0 of the plan in force: not there any more. h20-new now used" in after.explanation
+
+
+async def test_a_running_plan_that_is_none_is_refused(fleet):
+    request = pb.CreatePlanRequest(run_id="r", problem_json=json.dumps(document("tiny_02")))
+    request.running_plan.assignments.add(node_id="h800-0", role=pb.ROLE_GENERATOR, tensor_parallel=100_000)
+    with pytest.raises(InvalidFieldError, match="running_plan: is no plan"):
+        await fleet.ask("CreatePlan", request)

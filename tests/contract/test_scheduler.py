@@ -123,7 +123,7 @@ async def test_a_problem_that_no_plan_solves_is_answered_with_the_reason():
 async def test_more_problems_at_once_than_cores_are_set_aside_for_are_refused(monkeypatch):
     begun, may_end = threading.Semaphore(0), threading.Event()
 
-    def plan_slowly(problem, *, run_id, solver, time_left):
+    def plan_slowly(problem, *, run_id, **_):
         begun.release()
         assert may_end.wait(timeout=30)
         return pb.Plan(run_id=run_id)
