@@ -3,18 +3,19 @@
 BackendError
 +-- UnsupportedModelError      the model cannot be trained on packed rows
 +-- CheckpointMismatchError    a checkpoint does not fit the model
-+-- NonFiniteLossError         a loss is NaN or infinite; nothing was accumulated from that pack
-+-- NonFiniteGradientError     the accumulated gradient is; no step was taken, the gradient is gone
++-- NonFiniteError             numbers went astray; nothing of the policy was changed
+    +-- NonFiniteLossError     a loss is NaN or infinite; nothing was accumulated from that pack
+    +-- NonFiniteGradientError the accumulated gradient is; no step was taken, the gradient is gone
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, ClassVar, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -24,6 +25,9 @@ from services.trainer.packing import Pack
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+
+MAX_NAMED_GROUPS = 8
 
 
 class BackendError(Exception):
@@ -38,12 +42,35 @@ class CheckpointMismatchError(BackendError):
     """A checkpoint does not hold the tensors of this model, or holds them in other shapes."""
 
 
-class NonFiniteLossError(BackendError):
+class NonFiniteError(BackendError):
+    """A number is NaN or infinite.
+
+    Args:
+        message: Which.
+        group_ids: Of the sample groups that may be at fault, where whoever raises knows them.
+    """
+
+    reason: ClassVar[str]
+    """For the broker's books and for counters."""
+
+    def __init__(self, message: str, group_ids: Iterable[str] = ()) -> None:
+        self.group_ids = tuple(dict.fromkeys(group_ids))
+        names = ", ".join(self.group_ids[:MAX_NAMED_GROUPS])
+        if len(self.group_ids) > MAX_NAMED_GROUPS:
+            names += f" and {len(self.group_ids) - MAX_NAMED_GROUPS} more"
+        super().__init__(f"{message}; the samples are of groups {names}" if names else message)
+
+
+class NonFiniteLossError(NonFiniteError):
     """The loss of a pack is NaN or infinite; its gradient was not added."""
 
+    reason = "non_finite_loss"
 
-class NonFiniteGradientError(BackendError):
+
+class NonFiniteGradientError(NonFiniteError):
     """The accumulated gradient is NaN or infinite; the weights were not changed and the gradient was dropped."""
+
+    reason = "non_finite_gradient"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

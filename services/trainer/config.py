@@ -21,6 +21,7 @@ AlgorithmName = Literal["grpo", "dr_grpo", "dapo", "gspo", "cispo", "rloo", "rei
 
 
 Share = Annotated[float, Field(gt=0)]
+Decay = Annotated[float, Field(ge=0, lt=1)]
 
 
 class TrainerConfig(StrictModel):
@@ -209,10 +210,8 @@ class OptimizerConfig(StrictModel):
     """Steps, from the first, over which the rate falls linearly to a tenth of its peak; 0 keeps it constant."""
     weight_decay: float = Field(default=0.0, ge=0)
     """Decoupled weight decay."""
-    beta1: float = Field(default=0.9, ge=0, lt=1)
-    """First moment's decay."""
-    beta2: float = Field(default=0.999, ge=0, lt=1)
-    """Second moment's decay."""
+    betas: tuple[Decay, Decay] = (0.9, 0.999)
+    """Decay of the first and of the second moment."""
     max_grad_norm: float = Field(default=1.0, gt=0)
     """Gradients are scaled down to this norm."""
 
@@ -233,6 +232,9 @@ class ComputeConfig(StrictModel):
     torchrun on many: how many; or, where devices are unlike, the tokens that each takes, in any unit: [1, 2]."""
     gradient_checkpointing: bool = False
     """Keep less for the backward pass and compute it again: less memory, about a third more work."""
+    max_skips_in_a_row: int = Field(default=0, ge=0, le=1000)
+    """A step whose loss or gradient is not finite is begun again without the groups that may be at fault, which are
+    dropped, at most so often in a row; then the run stops. 0 stops it at once."""
 
     @property
     def shares(self) -> tuple[float, ...]:

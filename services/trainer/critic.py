@@ -66,7 +66,7 @@ class Critic:
         self._optimizer = torch.optim.AdamW(
             self._parameters.values(),
             lr=learning_rate,
-            betas=(optimizer.beta1, optimizer.beta2),
+            betas=optimizer.betas,
             weight_decay=optimizer.weight_decay,
             fused=True,
         )

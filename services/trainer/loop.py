@@ -9,7 +9,9 @@ Promises:
 - The optimiser step and the progress that records it are one: a stop falls before or after both.
 - AckStep comes before the weights are published, because the broker refuses tokens of versions it has not heard of. A
   crash in between is harmless: the broker is the truth of the version, and the ledger tells it of steps it missed.
-- A group of which no sample can be trained on is dropped at the broker with its reason, and another takes its place.
+- A group of which no sample can be trained on is dropped at the broker with its reason, and another takes its place. So
+  are those that made a loss or gradient not finite, as far as the configuration allows it: the step then begins again
+  with the others, from the same weights, and is exactly a step that those groups were never part of.
 """
 
 from __future__ import annotations
@@ -31,11 +33,12 @@ from penstock.errors import (
 )
 from penstock.v1 import types_pb2
 from services.trainer.algorithms.base import Algorithm
+from services.trainer.backend import NonFiniteError
 from services.trainer.background import uninterrupted
 from services.trainer.compute import ComputeThread, InterruptibleBackend
 from services.trainer.context import RunContext
 from services.trainer.decoding import training_samples
-from services.trainer.metrics import Line, StepTimes, count_step, step_line
+from services.trainer.metrics import SKIPPED_STEPS, Line, StepTimes, count_step, step_line
 from services.trainer.replay import ReplayBuffer
 from services.trainer.samples import TrainingSample
 from services.trainer.step import MicrobatchReport, SkipReason, StepReport, TrainingStep
@@ -48,6 +51,7 @@ MAX_SILENCE_S = 1800.0
 POLL_S = 0.5
 
 _log = structlog.get_logger()
+Groups = dict[str, list[TrainingSample]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,8 +71,15 @@ class _OpenStep:
     """The step under way."""
 
     step: TrainingStep
-    group_ids: list[str] = field(default_factory=list)
-    samples: list[TrainingSample] = field(default_factory=list)
+    num_skipped: int
+    """Times that it was begun before, from the same weights."""
+    groups: Groups = field(default_factory=dict)
+    """What it trains on; samples that cannot be are left out once they were looked at."""
+
+    @property
+    def samples(self) -> list[TrainingSample]:
+        """Those of all groups."""
+        return [sample for samples in self.groups.values() for sample in samples]
 
 
 class StepLoop:
@@ -113,34 +124,59 @@ class StepLoop:
         """One step, acknowledged and being published.
 
         Raises:
-            BackendError: A loss or gradient was not finite; nothing changed.
+            BackendError: A loss or gradient was not finite, and not for the first time; nothing changed.
             DeadlineError: No new group for MAX_SILENCE_S.
             PenstockError: The broker refused something for good, or was away for too long.
         """
-        context, settings = self._context, self._context.config.algorithm
-        open_step = _OpenStep(
-            step=TrainingStep(
-                self._backend,
-                step_settings(context.config, self._algorithm, policy_version=context.progress.policy_version),
-            ),
-        )
-        try:
-            await self._replay(open_step.step)
-            while len(open_step.group_ids) < settings.prompts_per_step:
-                num_missing = settings.prompts_per_step - len(open_step.group_ids)
-                with self.waits.waiting(Cause.SAMPLES):
-                    groups = await self._next_groups(num_missing)
-                await self._add(open_step, groups)
-            async with context.version_lock:
-                await uninterrupted(self._finish(open_step))
-                with self.waits.waiting(Cause.ACKNOWLEDGING):
-                    await self._acknowledge(open_step.group_ids)
-        finally:
-            # A step that did not finish must leave no gradients behind.
-            await self._compute.run(open_step.step.abandon)
+        num_skipped, kept = 0, await self._attempt({}, num_skipped=0)
+        while kept is not None:
+            num_skipped += 1
+            kept = await self._attempt(kept, num_skipped=num_skipped)
         with self.waits.waiting(Cause.PUBLISHING):
             await self.wait_until_published()
             self._publishing = await self._hooks.publish()
+
+    async def _attempt(self, kept: Groups, *, num_skipped: int) -> Groups | None:
+        """A step that begins with the groups in `kept`; what another attempt is to begin with, None after the step."""
+        config, version = self._context.config, self._context.progress.policy_version
+        settings = step_settings(config, self._algorithm, policy_version=version)
+        open_step = _OpenStep(step=TrainingStep(self._backend, settings), num_skipped=num_skipped)
+        try:
+            await self._fill(open_step, kept)
+            async with self._context.version_lock:
+                await uninterrupted(self._finish(open_step))
+                with self.waits.waiting(Cause.ACKNOWLEDGING):
+                    await self._acknowledge(tuple(open_step.groups))
+            return None
+        except NonFiniteError as error:
+            if num_skipped >= config.trainer.max_skips_in_a_row:
+                raise
+            return await self._without_suspects(open_step.groups, error)
+        finally:
+            # A step that did not finish must leave no gradients behind.
+            await self._compute.run(open_step.step.abandon)
+
+    async def _fill(self, open_step: _OpenStep, kept: Groups) -> None:
+        """Add groups, first those in `kept`, until there are enough for a step."""
+        num_wanted = self._context.config.algorithm.prompts_per_step
+        if not open_step.num_skipped:
+            # What is replayed may be what was at fault, and is no part of what has to be trained on.
+            await self._replay(open_step.step)
+        if kept:
+            await self._add(open_step, kept)
+        while len(open_step.groups) < num_wanted:
+            with self.waits.waiting(Cause.SAMPLES):
+                groups = await self._next_groups(num_wanted - len(open_step.groups))
+            await self._add(open_step, await self._decoded(groups))
+
+    async def _without_suspects(self, groups: Groups, error: NonFiniteError) -> Groups:
+        """Drops the groups that may be at fault and returns the others."""
+        suspects = [group_id for group_id in error.group_ids if group_id in groups]
+        _log.warning("a step is begun again without some groups", reason=error.reason, error=str(error))
+        SKIPPED_STEPS.labels(reason=error.reason).inc()
+        if suspects:
+            await self._drop(suspects, reason=error.reason)
+        return {group_id: samples for group_id, samples in groups.items() if group_id not in suspects}
 
     async def _replay(self, step: TrainingStep) -> None:
         """Train on groups of earlier steps again, before the first fresh one has come; none where none are held."""
@@ -172,7 +208,7 @@ class StepLoop:
     async def _finish(self, open_step: _OpenStep) -> None:
         report = await self._compute.run(open_step.step.finish)
         progress = self._context.progress
-        progress.record_step(tuple(open_step.group_ids))
+        progress.record_step(tuple(open_step.groups))
         progress.num_samples += report.num_samples
         progress.num_response_tokens += report.num_completion_tokens
         progress.max_staleness_seen = max(progress.max_staleness_seen, report.staleness_max)
@@ -219,23 +255,28 @@ class StepLoop:
             self.session.release(again)
         return [group for group in groups if group.prompt.group_id not in trained]
 
-    async def _add(self, open_step: _OpenStep, groups: Sequence[types_pb2.TrajectoryGroup]) -> None:
-        decoded: dict[str, list[TrainingSample]] = {}
+    async def _decoded(self, groups: Sequence[types_pb2.TrajectoryGroup]) -> Groups:
+        """Their samples; groups that cannot be read are dropped."""
+        decoded: Groups = {}
         for group in groups:
             try:
                 decoded[group.prompt.group_id] = training_samples(group)
             except InvalidFieldError as error:
                 _log.warning("a group cannot be read", group_id=group.prompt.group_id, error=str(error))
                 await self._drop([group.prompt.group_id], reason=SkipReason.MALFORMED.value)
-        report = await self._compute.run(open_step.step.add_groups, list(decoded.values()))
-        reasons = _unusable_groups(decoded, report)
+        return decoded
+
+    async def _add(self, open_step: _OpenStep, groups: Groups) -> None:
+        # Noted before they are looked at: whatever goes wrong, the step knows what it holds.
+        open_step.groups |= groups
+        report = await self._compute.run(open_step.step.add_groups, list(groups.values()))
+        reasons = _unusable_groups(groups, report)
         for group_id, reason in reasons.items():
             await self._drop([group_id], reason=reason)
+            del open_step.groups[group_id]
         skipped = {(sample.group_id, sample.sample_index) for sample in report.skipped}
-        for group_id, samples in decoded.items():
-            if group_id not in reasons:
-                open_step.group_ids.append(group_id)
-                open_step.samples += [s for s in samples if (s.group_id, s.sample_index) not in skipped]
+        for group_id in groups.keys() - reasons.keys():
+            open_step.groups[group_id] = [s for s in groups[group_id] if (s.group_id, s.sample_index) not in skipped]
 
     async def _drop(self, group_ids: Sequence[str], *, reason: str) -> None:
         await self._context.client.drop_groups(self._context.run_id, group_ids, reason=reason)
@@ -254,10 +295,11 @@ class StepLoop:
         self._line_s, self._busy_at_line_s = now_s, self._compute.busy_s
         version = self._context.progress.policy_version
         count_step(report, open_step.samples, times, policy_version=version)
-        return step_line(report, open_step.samples, times, policy_version=version, now_s=now_s)
+        line = step_line(report, open_step.samples, times, policy_version=version, now_s=now_s)
+        return line | {"step/skipped_attempts": float(open_step.num_skipped)}
 
 
-def _unusable_groups(decoded: dict[str, list[TrainingSample]], report: MicrobatchReport) -> dict[str, str]:
+def _unusable_groups(decoded: Groups, report: MicrobatchReport) -> dict[str, str]:
     """The groups without a single trained sample, with the commonest reason."""
     reasons: dict[str, Counter[str]] = {group_id: Counter() for group_id in decoded}
     for sample in report.skipped:

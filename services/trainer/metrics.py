@@ -9,7 +9,8 @@ Keys: reward/{mean,std}; length/{mean,max} in completion tokens; staleness/{min,
 throughput/{samples_per_second,response_tokens_per_second} over the step's wall time;
 time/{step_s,train_s,idle_s,publish_s} since the step before; wait/{samples,acknowledging,publishing,checkpointing}_s,
 the parts of that in which the trainer waited for them; step/pack_fill, tokens over the token budget of the step's
-forward passes; step/{samples,groups,response_tokens,zero_variance_groups,skipped_samples};
+forward passes; step/{samples,groups,response_tokens,zero_variance_groups,skipped_samples}; step/skipped_attempts, how
+often the step was begun before and given up for a loss or gradient that was not finite;
 optimizer/{grad_norm,learning_rate}; loss/* as the loss names them (per-token means and maxima: ratio, ratio_max,
 clip_fraction, entropy, mismatch_kl, importance_weight).
 """
@@ -32,6 +33,7 @@ from services.trainer.waits import Cause
 STEPS = Counter("penstock_trainer_steps", "Optimiser steps taken")
 SAMPLES = Counter("penstock_trainer_samples", "Samples trained on")
 SKIPPED = Counter("penstock_trainer_skipped_samples", "Samples left out of a step", ["reason"])
+SKIPPED_STEPS = Counter("penstock_trainer_skipped_steps", "Steps begun again without the groups at fault", ["reason"])
 WAITS = Counter("penstock_trainer_wait_seconds", "Time in which training waited, by what for", ["cause"])
 IDLE = Counter("penstock_trainer_idle_seconds", "Time without anything to compute while training")
 POLICY_VERSION = Gauge("penstock_trainer_policy_version", "Version of the weights being trained")

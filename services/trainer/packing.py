@@ -42,6 +42,8 @@ class Trajectory:
     """float32[T], what a critic thought each token's state was worth; likewise. None without a critic."""
     returns: npt.NDArray[np.float32] | None = None
     """float32[T], what it is to think; likewise."""
+    group_id: str = ""
+    """Of the sample group; read only to say whose numbers went astray."""
 
     def __post_init__(self) -> None:
         """Refuses arrays that do not line up.

@@ -88,7 +88,7 @@ class RankBackend:
         self._optimizer = torch.optim.AdamW(
             self._parameters.values(),
             lr=optimizer.learning_rate,
-            betas=(optimizer.beta1, optimizer.beta2),
+            betas=optimizer.betas,
             weight_decay=optimizer.weight_decay,
             fused=True,
         )

@@ -67,4 +67,5 @@ def trajectory_of(sample: TrainingSample, credit: float) -> Trajectory:
         loss_mask=np.concatenate([nothing.astype(np.bool_), mask.astype(np.bool_)]),
         behavior_logprobs=np.concatenate([nothing, sample.behavior_logprobs]),
         advantages=np.concatenate([nothing, advantages]),
+        group_id=sample.group_id,
     )

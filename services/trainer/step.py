@@ -12,7 +12,8 @@ Invariants:
 - The gradient is that of the whole step's tokens at once, however the groups were split over `add_groups` calls.
 - A zero advantage contributes nothing to the gradient when no KL term does, so such samples skip the forward pass but
   count as trained: the same update for less work. Loss metrics then cover the other samples' tokens only.
-- A backend error closes the step with nothing changed.
+- A backend error closes the step with nothing changed. Where a number is not finite it names the groups that may be at
+  fault: those of the packs of that forward pass, or all of the step where only the summed gradient shows it.
 """
 
 from __future__ import annotations
@@ -25,9 +26,16 @@ from functools import partial
 import numpy as np
 
 from services.trainer.algorithms.base import divisor
-from services.trainer.backend import Backend, BackendError, LossTotals, StepMetrics
+from services.trainer.backend import (
+    Backend,
+    BackendError,
+    LossTotals,
+    NonFiniteGradientError,
+    NonFiniteLossError,
+    StepMetrics,
+)
 from services.trainer.credit import CreditedSample, Creditor
-from services.trainer.packing import Trajectory, full_enough
+from services.trainer.packing import Pack, Trajectory, full_enough
 from services.trainer.rounds import deal, tokens_of_a_round
 from services.trainer.samples import TrainingSample, is_well_formed
 from services.trainer.step_settings import StepSettings
@@ -181,6 +189,9 @@ class TrainingStep:
                     num_samples=sum(sample.num_loss_tokens > 0 for sample in every),
                 )
             )
+        except NonFiniteGradientError as error:
+            self.abandon()
+            raise NonFiniteGradientError(str(error), (sample.group_id for sample in every)) from error
         except BackendError:
             self.abandon()
             raise
@@ -237,7 +248,7 @@ class TrainingStep:
             trajectories = self._due(self._counted(credit(), is_replayed=is_replayed), is_last=is_last)
             rounds = deal(trajectories, max_pack_tokens=self._settings.max_pack_tokens, shares=self._backend.shares)
             for packs in rounds:
-                self._totals = self._totals.merged(self._backend.forward_backward(*packs))
+                self._totals = self._totals.merged(self._forward_backward(packs, trajectories))
         except BackendError:
             self.abandon()
             raise
@@ -247,6 +258,13 @@ class TrainingStep:
         self._num_budgeted_tokens += max(num_tokens, len(rounds) * self._round_tokens)
         self._num_packs += len(made)
         return len(made)
+
+    def _forward_backward(self, packs: Sequence[Pack | None], trajectories: Sequence[Trajectory]) -> LossTotals:
+        try:
+            return self._backend.forward_backward(*packs)
+        except NonFiniteLossError as error:
+            members = [member for pack in packs if pack is not None for member in pack.members]
+            raise NonFiniteLossError(str(error), (trajectories[member].group_id for member in members)) from error
 
     def _due(self, trajectories: Sequence[Trajectory], *, is_last: bool) -> list[Trajectory]:
         """What fills packs together with what waited; everything when nothing comes any more."""

@@ -197,8 +197,9 @@ def test_a_loss_that_is_not_finite_abandons_the_step():
     backend, step = open_step(RecordingBackend(poison_token=39), max_pack_tokens=8)
     step.add_groups([build_group("a", [0.0, 1.0])])
     poisoned = build_sample(group_id="b", index=1, reward=0.0, completion_token_ids=np.full(4, 39, dtype=np.int32))
-    with pytest.raises(NonFiniteLossError):
+    with pytest.raises(NonFiniteLossError, match=r"of groups b$") as caught:
         step.add_groups([[build_sample(group_id="b"), poisoned]])
+    assert caught.value.group_ids == ("b",)
     assert backend.num_discards == 1
     assert backend.steps == []
     with pytest.raises(StepClosedError):
@@ -208,8 +209,9 @@ def test_a_loss_that_is_not_finite_abandons_the_step():
 def test_a_gradient_that_is_not_finite_closes_the_step():
     backend, step = open_step(RecordingBackend(gradient=float("nan")))
     step.add_groups([build_group("a", [0.0, 1.0])])
-    with pytest.raises(NonFiniteGradientError):
+    with pytest.raises(NonFiniteGradientError) as caught:
         step.finish()
+    assert caught.value.group_ids == ("a",)
     assert backend.steps == []
     with pytest.raises(StepClosedError):
         step.add_groups([])
