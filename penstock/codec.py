@@ -60,7 +60,7 @@ def encode_versions(versions: Sequence[int] | Int64) -> types_pb2.VersionRuns:
     array = np.asarray(versions, dtype=_INT64)
     if array.size == 0:
         return types_pb2.VersionRuns()
-    starts = np.flatnonzero(np.concatenate(([True], array[1:] != array[:-1])))
+    starts = _run_starts(array)
     lengths = np.diff(np.concatenate((starts, [array.size])))
     return types_pb2.VersionRuns(versions=array[starts].tobytes(), lengths=lengths.astype(_INT32).tobytes())
 
@@ -89,6 +89,22 @@ def join_versions(parts: Sequence[types_pb2.VersionRuns]) -> types_pb2.VersionRu
     return types_pb2.VersionRuns(
         versions=b"".join(part.versions for part in parts), lengths=b"".join(part.lengths for part in parts)
     )
+
+
+def merge_versions(runs: types_pb2.VersionRuns) -> types_pb2.VersionRuns:
+    """The same versions in as few runs as they fit; `runs` must be such as `decode_versions` takes."""
+    versions, lengths = np.frombuffer(runs.versions, _INT64), np.frombuffer(runs.lengths, _INT32)
+    if versions.size < 2:
+        return runs
+    starts = _run_starts(versions)
+    return types_pb2.VersionRuns(
+        versions=versions[starts].tobytes(), lengths=np.add.reduceat(lengths, starts, dtype=_INT32).tobytes()
+    )
+
+
+def _run_starts(versions: Int64) -> npt.NDArray[np.intp]:
+    """Where versions [n], n >= 1, differ from the one before; 0 is first."""
+    return np.flatnonzero(np.concatenate(([True], versions[1:] != versions[:-1])))
 
 
 def pack_groups(groups: Iterable[types_pb2.TrajectoryGroup]) -> bytes:

@@ -15,7 +15,7 @@ from google.protobuf.duration_pb2 import Duration
 from google.protobuf.timestamp_pb2 import Timestamp
 
 from console.recording.sample import Recorded, RecordingError, Step
-from penstock.codec import Float32, decode_versions, float32_array, int32_array, int64_array
+from penstock.codec import Float32, decode_versions, float32_array, int32_array, int64_array, merge_versions
 from penstock.errors import InvalidFieldError
 from penstock.v1 import types_pb2
 
@@ -33,6 +33,8 @@ STEP_COLUMNS = ("run_id", "policy_version", "history")
 def to_row(sample: Recorded) -> Row:
     """The row of a sample."""
     prompt, trajectory = sample.prompt, sample.trajectory
+    # The broker keeps a run for each chunk of tokens that came in.
+    versions = merge_versions(trajectory.policy_versions)
     return {
         "run_id": sample.run_id,
         "policy_version": sample.policy_version,
@@ -51,8 +53,8 @@ def to_row(sample: Recorded) -> Row:
         "completion": trajectory.text,
         "token_ids": int32_array(trajectory.token_ids, "token_ids"),
         "logprobs": float32_array(trajectory.behavior_logprobs, "behavior_logprobs"),
-        "versions": int64_array(trajectory.policy_versions.versions, "policy_versions.versions"),
-        "version_lengths": int32_array(trajectory.policy_versions.lengths, "policy_versions.lengths"),
+        "versions": int64_array(versions.versions, "policy_versions.versions"),
+        "version_lengths": int32_array(versions.lengths, "policy_versions.lengths"),
         "loss_mask": np.frombuffer(trajectory.loss_mask, np.uint8),
         "advantages": float32_array(trajectory.advantages, "advantages"),
         "finish_reason": types_pb2.FinishReason.Name(trajectory.finish_reason).removeprefix(_FINISH_PREFIX).lower(),

@@ -36,6 +36,7 @@ from services.generator.config import GeneratorConfig
 from services.generator.decode_watch import DecodeWatch
 from services.generator.engine import Engine, EngineError, EngineHungError, EngineProfile, UpdateMode, UpdateReport
 from services.generator.engines import PausableEngine, engine_version
+from services.generator.failures import Failure, FailureCounts
 from services.generator.guests import Guests
 from services.generator.held import HeldWeights
 from services.generator.holder import Holder
@@ -89,6 +90,9 @@ class Generator:
         self._config = config
         self._engine = engine
         self._metrics = metrics
+        # Kept over restarts, so the folder's name leaves out the process's own suffix.
+        cache_dir = config.cache_dir / config.generator_id
+        self._failures = FailureCounts(cache_dir, metrics.engine_failures)
         self._resources = AsyncExitStack()
         self._started = asyncio.Event()
         self._failure: asyncio.Future[Exception] = asyncio.get_running_loop().create_future()
@@ -142,8 +146,7 @@ class Generator:
             engine=engine,
             held=self._held,
             rollouts=self._rollouts,
-            # Partial files are continued after a restart, so the folder's name leaves out the process's own suffix.
-            cache_dir=config.cache_dir / config.generator_id,
+            cache_dir=cache_dir,
             metrics=metrics,
             mode=config.engine.update_mode,
         )
@@ -153,6 +156,8 @@ class Generator:
 
     async def __aenter__(self) -> Generator:
         """Open what must be closed again."""
+        self._failures.begin()
+        self._resources.callback(self._failures.end)
         self._resources.push_async_callback(self._broker.close)
         await self._resources.enter_async_context(self._store)
         if self._relay is not None:
@@ -245,7 +250,7 @@ class Generator:
     def fail(self, error: Exception) -> None:
         """The engine cannot be used any more; only the first report counts."""
         if not self._failure.done():
-            self._metrics.engine_failures.labels("hung" if isinstance(error, EngineHungError) else "failed").inc()
+            self._failures.count(Failure.HUNG if isinstance(error, EngineHungError) else Failure.FAILED)
             self._failure.set_result(error)
 
     def drain(self, grace_s: float | None) -> bool:

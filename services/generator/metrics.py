@@ -21,7 +21,7 @@ class GeneratorMetrics:
         )
         self.engine_failures = Counter(
             "penstock_generator_engine_failures",
-            "Engines that ended this process: failed (died, out of memory, raised) or hung.",
+            "Ends of this generator's processes: failed (engine died, out of memory, raised), hung or killed.",
             ["how"],
             registry=registry,
         )

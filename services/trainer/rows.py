@@ -47,11 +47,6 @@ class Row:
     """The other columns as one JSON object."""
 
 
-def check_rows(path: Path) -> int:
-    """Read every row of a data file and return how many there are. Raises DataError."""
-    return sum(1 for _ in _checked(path))
-
-
 def read_rows(path: Path) -> list[Row]:
     """All rows of a data file, in file order. Raises DataError."""
     return list(_checked(path))

@@ -10,7 +10,7 @@ from penstock.rpc import call
 from penstock.v1 import generator_pb2, types_pb2
 from penstock.weights import mismatch_error
 from services.generator import weight_puller
-from services.generator.engine import EngineStoppedError, GenerateRequest, SamplingSettings
+from services.generator.engine import EngineHungError, EngineStoppedError, GenerateRequest, SamplingSettings
 from services.generator.generator import GeneratorFailedError
 from tests.helpers.generator_bench import Bench, emulated
 from tests.helpers.scripted_engine import PausableScriptedEngine, ScriptedEngine, span
@@ -94,6 +94,18 @@ async def test_a_hung_decode_is_noticed_and_gives_all_samples_back_with_their_to
     assert (bench.num_engine_failures("hung"), bench.num_engine_failures("failed")) == (1, 0)
     assert [sample.finish_reason for sample in (first, second)] == [types_pb2.FINISH_REASON_ABORTED] * 2
     assert (first.token_ids, second.token_ids) == (list(range(5, 15)), [])
+
+
+async def test_failures_are_counted_over_restarts(bench):
+    await bench.store.publish(0)
+    for error, failed, hung in ((EngineStoppedError("died"), 1, 0), (EngineHungError("silent"), 1, 1)):
+        async with bench.running(ScriptedEngine()):
+            bench.generator.fail(error)
+            with pytest.raises(GeneratorFailedError):
+                await asyncio.wait_for(asyncio.shield(bench.tasks[0]), 10)
+            assert (bench.num_engine_failures("failed"), bench.num_engine_failures("hung")) == (failed, hung)
+    async with bench.running(ScriptedEngine()):
+        assert [bench.num_engine_failures(how) for how in ("failed", "hung", "killed")] == [1, 1, 0]
 
 
 async def test_a_hung_decode_is_noticed_where_only_a_guest_waits(bench):

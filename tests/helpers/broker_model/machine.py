@@ -370,6 +370,20 @@ class BrokerMachine(RuleBasedStateMachine):
         await settle()
         await self.trainer.open()
 
+    @rule()
+    def close_for_good_and_open_again(self) -> None:
+        """The run ends with work in flight that nobody will train on; later it is gone on with."""
+        self.run(self._close_for_good_and_open())
+
+    async def _close_for_good_and_open(self) -> None:
+        await self.world.call("CloseRun", broker_pb2.CloseRunRequest(run_id=RUN, drop_reason="run_complete"))
+        await settle()
+        books = await self.world.audit()
+        assert books.balanced, books
+        assert not books.in_flight, books
+        self.trainer.forget_in_flight()
+        await self.trainer.open()
+
     # -- everybody -----------------------------------------------------------------------------------------------------
 
     @rule(num_steps=st.integers(1, 3), lag=st.integers(0, 1), status=st.sampled_from(STATUSES))

@@ -142,6 +142,11 @@ class ModelTrainer:
             if group_id in self.memory.outstanding:
                 self.memory.outstanding.remove(group_id)
 
+    def forget_in_flight(self) -> None:
+        """All that was submitted or is held was given up."""
+        self.held.clear()
+        self.memory.outstanding.clear()
+
     # -- groups --------------------------------------------------------------------------------------------------------
 
     def pull(self, max_held: int) -> None:

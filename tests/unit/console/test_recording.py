@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from console.recording import Recorded, RecordingError, open_writer, read_groups, read_samples, scan
 from console.recording.rows import shortest_decimals
+from penstock.codec import encode_versions, join_versions
 from penstock.v1 import types_pb2
 from tests.helpers.recordings import recorded
 
@@ -54,6 +55,14 @@ def test_short_decimals_are_the_same_float32(values: list[float]) -> None:
     exact = np.array(values, np.float32)
     read_back = np.array(json.loads(json.dumps(shortest_decimals(exact))), np.float64).astype(np.float32)
     assert read_back.tobytes() == exact.tobytes()
+
+
+@pytest.mark.parametrize("suffix", SUFFIXES)
+def test_versions_that_came_in_chunks_are_written_as_few_runs(tmp_path: Path, suffix: str) -> None:
+    sample = recorded()
+    sample.trajectory.policy_versions.CopyFrom(join_versions([encode_versions([0]), encode_versions([0, 1])]))
+    (read,) = read_samples(write(tmp_path / f"file{suffix}", sample))
+    assert read.trajectory.policy_versions == encode_versions([0, 0, 1])
 
 
 def test_log_probs_are_short_in_json(tmp_path: Path) -> None:

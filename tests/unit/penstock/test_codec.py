@@ -3,7 +3,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.codec import decode_versions, encode_versions, float32_array, int32_array, int32_bytes, join_versions
+from penstock.codec import (
+    decode_versions,
+    encode_versions,
+    float32_array,
+    int32_array,
+    int32_bytes,
+    join_versions,
+    merge_versions,
+)
 from penstock.errors import InvalidFieldError
 from penstock.v1 import types_pb2
 
@@ -15,6 +23,7 @@ def test_versions_survive_run_length_coding_and_joining(first, second):
     decoded = decode_versions(joined, num_tokens=len(first) + len(second), field="v")
 
     assert decoded.tolist() == first + second
+    assert merge_versions(joined) == encode_versions(first + second)
 
 
 def test_token_ids_are_little_endian_int32():

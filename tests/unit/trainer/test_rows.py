@@ -6,7 +6,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from services.trainer.rows import DataError, Message, check_rows, read_rows
+from services.trainer.rows import DataError, Message, read_rows
 
 
 def write(path, *records):
@@ -41,13 +41,13 @@ def test_parquet_rows_read_like_jsonl_rows(tmp_path):
     assert [(row.prompt, row.answer) for row in read_rows(path)] == [("a", "1"), ("b", "2")]
     pyarrow.parquet.write_table(pyarrow.table({"question": ["a", "b"], "answer": ["1", None]}), path)
     with pytest.raises(DataError, match="row 2: no answer"):
-        check_rows(path)
+        read_rows(path)
 
 
 def test_blank_lines_do_not_shift_line_numbers(tmp_path):
     path = write(tmp_path / "d.jsonl", {"prompt": "a", "answer": "1"}, "", {"prompt": "b"})
     with pytest.raises(DataError, match="line 3: no answer"):
-        check_rows(path)
+        read_rows(path)
 
 
 @pytest.mark.parametrize(
@@ -71,20 +71,16 @@ def test_blank_lines_do_not_shift_line_numbers(tmp_path):
 )
 def test_a_row_that_cannot_be_used_is_named(tmp_path, record, message):
     with pytest.raises(DataError, match=message):
-        check_rows(write(tmp_path / "d.jsonl", record))
+        read_rows(write(tmp_path / "d.jsonl", record))
 
 
 def test_missing_empty_and_wrong_files_are_named(tmp_path):
     with pytest.raises(DataError, match="no such file"):
-        check_rows(tmp_path / "none.jsonl")
+        read_rows(tmp_path / "none.jsonl")
     with pytest.raises(DataError, match="not a file"):
-        check_rows(tmp_path)
+        read_rows(tmp_path)
     with pytest.raises(DataError, match="holds no rows"):
-        check_rows(write(tmp_path / "d.jsonl", ""))
+        read_rows(write(tmp_path / "d.jsonl", ""))
     (tmp_path / "d.parquet").write_bytes(b"not parquet")
     with pytest.raises(DataError, match="not a readable parquet file"):
-        check_rows(tmp_path / "d.parquet")
-
-
-def test_counting_returns_the_number_of_rows(tmp_path):
-    assert check_rows(write(tmp_path / "d.jsonl", *[{"prompt": "a", "answer": "1"}] * 7)) == 7
+        read_rows(tmp_path / "d.parquet")

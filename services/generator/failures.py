@@ -1,0 +1,96 @@
+"""How often engines failed under this generator's name, kept over the restarts that those failures bring about.
+
+The process of a failed engine ends before Prometheus reads it again, so a count of its own would never be seen. This
+one is in the generator's cache folder, whoever starts the process anew. A process that ended without a word (killed,
+out of memory) is noticed by the next one.
+"""
+
+from __future__ import annotations
+
+import os
+from enum import StrEnum
+from pathlib import Path
+
+import structlog
+from prometheus_client import Counter
+from pydantic import Field, NonNegativeInt, ValidationError
+
+from penstock.config import StrictModel
+
+_FILE = "failures.json"
+
+_log = structlog.get_logger()
+
+
+class Failure(StrEnum):
+    """How an engine, or its whole process, came to its end."""
+
+    FAILED = "failed"
+    HUNG = "hung"
+    KILLED = "killed"
+
+
+class _Book(StrictModel):
+    """What the file holds."""
+
+    counts: dict[Failure, NonNegativeInt] = Field(default_factory=dict)
+    is_running: bool = False
+    """Whether a process has begun and not said that it ends."""
+
+
+class FailureCounts:
+    """One generator's.
+
+    Args:
+        folder: Its own; made if it is not there. Where it cannot be written the counts are this process's.
+        metric: Counts by `how`.
+    """
+
+    def __init__(self, folder: Path, metric: Counter) -> None:
+        self._path = folder / _FILE
+        self._metric = metric
+        self._book = _Book()
+
+    def begin(self) -> None:
+        """The process begins: take over what former ones counted."""
+        self._book = _read(self._path)
+        for how in Failure:
+            # Each from the start, zeros too: Prometheus sees no increase in a series that begins above zero.
+            self._metric.labels(how).inc(self._book.counts.get(how, 0))
+        if self._book.is_running:
+            self._add(Failure.KILLED)
+        self._write(is_running=True)
+
+    def count(self, how: Failure) -> None:
+        """The engine failed, and the process will end of it."""
+        self._add(how)
+        self._write(is_running=False)
+
+    def end(self) -> None:
+        """The process ends in order."""
+        self._write(is_running=False)
+
+    def _add(self, how: Failure) -> None:
+        self._metric.labels(how).inc()
+        counts = {**self._book.counts, how: self._book.counts.get(how, 0) + 1}
+        self._book = self._book.model_copy(update={"counts": counts})
+
+    def _write(self, *, is_running: bool) -> None:
+        self._book = self._book.model_copy(update={"is_running": is_running})
+        beside = self._path.with_suffix(f".{os.getpid()}")
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            beside.write_text(self._book.model_dump_json(), encoding="utf-8")
+            beside.replace(self._path)
+        except OSError as error:
+            _log.warning("failures are not remembered", path=str(self._path), error=str(error))
+
+
+def _read(path: Path) -> _Book:
+    try:
+        return _Book.model_validate_json(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return _Book()
+    except (OSError, ValidationError, UnicodeDecodeError) as error:
+        _log.warning("former failures cannot be read; counting begins at 0", path=str(path), error=str(error))
+        return _Book()
