@@ -17,6 +17,7 @@ from torch import Tensor
 from services.trainer.backend import CheckpointMismatchError
 from services.trainer.critic import Critic
 from services.trainer.named_tensors import below, check_layout, placed
+from services.trainer.peers import Peers
 from services.trainer.trained_model import TrainedModel
 
 FOLDER = "companions"
@@ -29,11 +30,13 @@ class Companions:
     Args:
         critic: None where there is none.
         trained: The policy, which keeps the reference.
+        peers: The processes over which all of them are sharded.
     """
 
-    def __init__(self, *, critic: Critic | None, trained: TrainedModel) -> None:
+    def __init__(self, *, critic: Critic | None, trained: TrainedModel, peers: Peers) -> None:
         self.critic = critic
         self._trained = trained
+        self._peers = peers
         self._is_reference_refreshed = False
 
     def refresh_reference(self) -> None:
@@ -42,10 +45,11 @@ class Companions:
         self._is_reference_refreshed = True
 
     def tensors(self) -> dict[str, Tensor]:
-        """What is saved, by name; live views."""
+        """What is saved, by name; live views, or gathered as `Peers.whole` does."""
         critic = {} if self.critic is None else self.critic.saved_tensors()
         reference = self._trained.reference_tensors() if self._is_reference_refreshed else {}
-        return placed(critic, "critic") | placed(reference, "reference")
+        tensors = placed(critic, "critic") | placed(reference, "reference")
+        return {name: self._peers.whole(tensor) for name, tensor in tensors.items()}
 
     def check(self, saved: Mapping[str, Tensor]) -> None:
         """Raises CheckpointMismatchError where `saved` is not of such companions."""
@@ -62,7 +66,7 @@ class Companions:
         reference = below(saved, "reference")
         for name, tensor in self._trained.reference_tensors().items():
             if reference:
-                tensor.copy_(reference[name])
+                tensor.copy_(self._peers.part(reference[name], tensor))
         self._is_reference_refreshed = bool(reference)
 
 

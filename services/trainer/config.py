@@ -292,15 +292,6 @@ class TrainingConfig(StrictModel):
         return self
 
     @model_validator(mode="after")
-    def _several_processes_hold_the_policy_only(self) -> Self:
-        if len(self.trainer.shares) > 1 and (self.algorithm.name == "ppo" or self.algorithm.reference_refresh_steps):
-            raise ValueError(
-                "trainer.processes: a critic (ppo) and a refreshed reference are not sharded; leave it 1, choose "
-                "another algorithm.name, set algorithm.reference_refresh_steps to 0"
-            )
-        return self
-
-    @model_validator(mode="after")
     def _only_off_policy_algorithms_replay(self) -> Self:
         if self.algorithm.num_replayed_groups and self.algorithm.name != "tba":
             raise ValueError(

@@ -4,6 +4,7 @@ Invariants:
 - It begins as the policy did, with a head of zeros: every state is worth nothing until it has learned.
 - It learns from the packs that the policy learns from, and steps when the policy steps; its gradient is always the mean
   over the step's tokens, whatever the policy's is averaged over.
+- Where several processes train together it is sharded as the policy is, and every process makes every call.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from services.trainer.backend import NonFiniteLossError
 from services.trainer.config import OptimizerConfig
 from services.trainer.named_tensors import below, check_layout, placed
 from services.trainer.packing import Pack
+from services.trainer.peers import Peers
 
 
 class Critic:
@@ -34,6 +36,7 @@ class Critic:
         path: The policy's directory.
         dtype: Element type of the network's weights; the head is float32.
         device: Where it computes.
+        peers: The processes over which it is sharded.
         learning_rate: Its peak rate; it falls and warms up as the policy's does.
         optimizer: The policy's other settings.
     """
@@ -44,6 +47,7 @@ class Critic:
         *,
         dtype: torch.dtype,
         device: torch.device,
+        peers: Peers,
         learning_rate: float,
         optimizer: OptimizerConfig,
     ) -> None:
@@ -55,6 +59,9 @@ class Critic:
         self._head: Any = nn.Linear(self._network.config.get_text_config().hidden_size, 1, device=device)
         nn.init.zeros_(self._head.weight)
         nn.init.zeros_(self._head.bias)
+        self._peers = peers
+        for module in (self._network, self._head):
+            peers.shard(module)
         self._parameters: dict[str, Tensor] = {
             f"{module}.{name}": parameter
             for module, holder in (("network", self._network), ("head", self._head))
@@ -83,8 +90,12 @@ class Critic:
         worth_n1: Tensor = self._head(hidden_1th[0, self._tensor(pack.logit_positions)].float())
         return worth_n1[:, 0]
 
-    def forward_backward(self, pack: Pack) -> float:
+    def forward_backward(self, pack: Pack, *, is_idle: bool = False) -> float:
         """Adds the gradient of a pack that has values and returns; gives the sum of its losses.
+
+        Args:
+            pack: This process' own.
+            is_idle: It is there for the others' sake: nothing is added.
 
         Raises:
             NonFiniteLossError: Nothing was added.
@@ -93,21 +104,25 @@ class Critic:
         assert pack.returns is not None
         losses = value_losses(self.values(pack), self._tensor(pack.values), self._tensor(pack.returns))
         total = float(losses.detach().sum())
-        if not math.isfinite(total):
-            raise NonFiniteLossError(f"the critic's loss of a pack of {pack.num_loss_tokens} loss tokens is {total}")
-        losses.sum().backward()
-        self._num_tokens += pack.num_loss_tokens
-        return total
+        is_finite = math.isfinite(total)
+        if not self._peers.agree(is_finite):
+            where = f"a pack of {pack.num_loss_tokens} loss tokens" if not is_finite else "another process"
+            raise NonFiniteLossError(f"the critic's loss of {where} is {'not finite' if is_finite else total}")
+        (losses.sum() * 0.0 if is_idle else losses.sum()).backward()
+        self._num_tokens += 0 if is_idle else pack.num_loss_tokens
+        return 0.0 if is_idle else total
 
     def gradient_norm(self) -> float:
-        """Of the mean over the tokens so far."""
-        return float(torch.nn.utils.get_total_norm(self._gradients())) / max(1, self._num_tokens)
+        """Of the mean over the tokens so far, of all processes."""
+        norm = float(self._peers.total(torch.nn.utils.get_total_norm(self._gradients())))
+        return norm / max(1, self._peers.added_up(self._num_tokens))
 
     def step(self, *, rate_factor: float) -> None:
         """Takes the optimiser step; `rate_factor` is what the schedule makes of the learning rate."""
         clip = min(1.0, self._max_grad_norm / (self.gradient_norm() + 1e-6))
-        if self._num_tokens:
-            torch._foreach_mul_(self._gradients(), clip / self._num_tokens)
+        num_tokens = self._peers.added_up(self._num_tokens)
+        if num_tokens:
+            torch._foreach_mul_(self._gradients(), clip / num_tokens)
             for group in self._optimizer.param_groups:
                 group["lr"] = self._learning_rate * rate_factor
             self._optimizer.step()
@@ -143,9 +158,10 @@ class Critic:
         weights, moments = below(saved, "weights"), below(saved, "optimizer")
         with torch.no_grad():
             for name, parameter in self._parameters.items():
-                parameter.copy_(weights[name])
+                parameter.copy_(self._peers.part(weights[name], parameter))
                 self._optimizer.state[parameter] = {
-                    which: tensor.to(parameter.device) for which, tensor in below(moments, name).items()
+                    which: tensor.to(parameter.device) if which == "step" else self._peers.part(tensor, parameter)
+                    for which, tensor in below(moments, name).items()
                 }
         self.discard_gradients()
 

@@ -60,6 +60,8 @@ def _done(backend: Backend, call: dict[str, Any], arrays: Arrays) -> dict[str, A
             _score(backend, call, decoded(arrays))
         case "optimizer_step":
             backend.optimizer_step(divisor=int(call["divisor"]))
+        case "refresh_reference":
+            backend.refresh_reference()
         case "discard_gradients":
             backend.discard_gradients()
         case "gather":

@@ -37,7 +37,7 @@ class ModelSettings:
     loss_reads_reference: bool = True
     """Whether the loss needs them, or only the credit (`token_scores`)."""
     critic_learning_rate: float | None = None
-    """Train a critic beside the model, at this rate; None has none. In one process only."""
+    """Train a critic beside the model, at this rate; None has none."""
     gradient_checkpointing: bool = False
     """Keep only each layer's input for the backward pass, and compute the rest again."""
 

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 class Peers(Protocol):
-    """All processes call `shard`, `whole` and `agree` in the same order: each waits for the others."""
+    """All processes call `shard`, `whole`, `total`, `added_up` and `agree` in one order: each waits for the others."""
 
     @property
     def rank(self) -> int:
@@ -35,8 +35,14 @@ class Peers(Protocol):
     def whole(self, tensor: Tensor) -> Tensor:
         """All of a tensor in process 0, on the CPU where it had to be gathered; unspecified in the others."""
 
+    def part(self, whole: Tensor, like: Tensor) -> Tensor:
+        """Of a tensor that every process holds all of, what this one is to keep: sharded as `like` is."""
+
     def total(self, tensor: Tensor) -> Tensor:
         """A number about sharded tensors, added up in every process."""
+
+    def added_up(self, count: int) -> int:
+        """The sum of the processes' counts."""
 
     def agree(self, is_so: bool) -> bool:
         """Whether it is so in every process."""
@@ -62,9 +68,17 @@ class Alone:
         """See `Peers`; the tensor itself."""
         return tensor
 
+    def part(self, whole: Tensor, like: Tensor) -> Tensor:
+        """See `Peers`; all of it."""
+        return whole
+
     def total(self, tensor: Tensor) -> Tensor:
         """See `Peers`."""
         return tensor
+
+    def added_up(self, count: int) -> int:
+        """See `Peers`."""
+        return count
 
     def agree(self, is_so: bool) -> bool:
         """See `Peers`."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -102,10 +103,10 @@ class RankBackend:
         self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         for parameter in self._parameters.values():
             parameter.grad = torch.zeros_like(parameter)
-        self._idle_pack = join([_probe_trajectory(self.vocab_size)], [0])
+        self._idle_pack = join([_idle_trajectory(self.vocab_size)], [0])
         self._check_packing()
         self._critic = self._make_critic()
-        self._companions = Companions(critic=self._critic, trained=self._trained)
+        self._companions = Companions(critic=self._critic, trained=self._trained, peers=self._peers)
 
     @property
     def adapter(self) -> AdapterSpec | None:
@@ -147,7 +148,8 @@ class RankBackend:
             where = "another process" if is_finite else f"a pack of {pack.num_loss_tokens} loss tokens"
             raise NonFiniteLossError(f"the loss of {where} is {'not finite' if is_finite else loss}")
         if self._critic is not None and pack.returns is not None:
-            totals = totals.merged(LossTotals(sums={"value_loss": self._critic.forward_backward(pack)}))
+            value_loss = self._critic.forward_backward(pack, is_idle=is_idle)
+            totals = totals.merged(LossTotals(sums={"value_loss": value_loss}))
         (outputs.loss * 0.0 if is_idle else outputs.loss).backward()
         return LossTotals() if is_idle else totals
 
@@ -266,6 +268,7 @@ class RankBackend:
             self._settings.path,
             dtype=next(self._model.parameters()).dtype,
             device=self._device,
+            peers=self._peers,
             learning_rate=rate,
             optimizer=self._optimizer_config,
         )
@@ -320,6 +323,12 @@ def _probe_trajectory(vocab_size: int) -> Trajectory:
         behavior_logprobs=zeros,
         advantages=zeros,
     )
+
+
+def _idle_trajectory(vocab_size: int) -> Trajectory:
+    """What a process without work of its own passes through all models, a critic too."""
+    probe = _probe_trajectory(vocab_size)
+    return replace(probe, values=probe.advantages, returns=probe.advantages)
 
 
 def _totals(outputs: LossOutputs, *, num_tokens: int) -> tuple[float, LossTotals]:

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from services.trainer.backend import BackendError
 
@@ -80,6 +80,19 @@ class RankGroup:
     def total(self, tensor: Tensor) -> Tensor:
         """See `Peers`."""
         return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+    def part(self, whole: Tensor, like: Tensor) -> Tensor:
+        """See `Peers`."""
+        if not isinstance(like, DTensor):
+            return whole
+        placed = whole.to(like.device)
+        return distribute_tensor(placed, like.device_mesh, like.placements, src_data_rank=None)
+
+    def added_up(self, count: int) -> int:
+        """See `Peers`."""
+        total = torch.tensor(count)
+        dist.all_reduce(total, group=self._messages)
+        return int(total)
 
     def agree(self, is_so: bool) -> bool:
         """See `Peers`."""

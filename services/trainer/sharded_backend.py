@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock.adapters import AdapterSpec
-from services.trainer.backend import Backend, BackendError, LossTotals, StepMetrics, TokenScores, UnsupportedModelError
+from services.trainer.backend import Backend, BackendError, LossTotals, StepMetrics, TokenScores
 from services.trainer.follower import encoded
 from services.trainer.packing import Pack
 from services.trainer.rank_group import Arrays, RankGroup
@@ -103,8 +103,8 @@ class ShardedBackend:
         )[0]
 
     def refresh_reference(self) -> None:
-        """See `Backend`; the configuration refuses it for several processes."""
-        raise UnsupportedModelError("a sharded reference cannot be refreshed; train in one process")
+        """See `Backend`."""
+        self._everywhere("refresh_reference", self._local.refresh_reference)
 
     def optimizer_step(self, *, divisor: int) -> StepMetrics:
         """See `Backend`."""

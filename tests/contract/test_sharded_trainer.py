@@ -2,59 +2,20 @@
 
 from __future__ import annotations
 
-from contextlib import contextmanager
-
 import numpy as np
 import pytest
-import torch
 
 from services.trainer.backend import CheckpointMismatchError, NonFiniteLossError
-from services.trainer.config import TrainingConfig
-from services.trainer.leading import lead
-from services.trainer.policy import local_backend
 from services.trainer.rounds import deal
+from tests.helpers.two_processes import alone, assert_close, two_processes, weights
 from tests.unit.trainer.builders import build_trajectory, save_tiny_qwen2
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
 
 
-class LostError(Exception):
-    """In place of the end of the process."""
-
-
-def on_lost(reason: str) -> None:
-    raise LostError(reason)
-
-
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
     return save_tiny_qwen2(tmp_path_factory.mktemp("model"))
-
-
-def config_of(model, *, processes=2, lora=False, **changes) -> TrainingConfig:
-    return TrainingConfig.model_validate(
-        {
-            "model": {"path": str(model)},
-            "data": {"train": None},
-            "algorithm": {"name": "dapo", "kl_coefficient": changes.pop("kl_coefficient", 0.0)},
-            "optimizer": {"learning_rate": 1e-3, "max_grad_norm": 1000.0},
-            "lora": {"rank": 4} if lora else None,
-            "trainer": {"device": "cpu", "processes": processes, **changes},
-        }
-    )
-
-
-@contextmanager
-def two_processes(model, **changes):
-    backend = lead(config_of(model, **changes), build=local_backend, torchrun=None, on_lost=on_lost)
-    try:
-        yield backend
-    finally:
-        backend.close()
-
-
-def alone(model, **changes):
-    return local_backend(config_of(model, **{**changes, "processes": 1}))
 
 
 def random_trajectories(seed, count=11):
@@ -78,18 +39,11 @@ def train(backend, seed):
     return {**merged.means(), "grad_norm": metrics.grad_norm}
 
 
-def weights(backend):
-    return {name: tensor.clone() for name, tensor in backend.state_tensors().items()}
-
-
-def assert_close(found, expected):
-    assert found.keys() == expected.keys()
-    for name, tensor in expected.items():
-        torch.testing.assert_close(found[name], tensor, rtol=1e-4, atol=2e-5, msg=lambda text, n=name: f"{n}: {text}")
-
-
 CASES = {
-    "all weights, unlike shares, a reference": {"processes": (1.0, 2.0), "kl_coefficient": 0.1},
+    "all weights, unlike shares, a reference": {
+        "processes": (1.0, 2.0),
+        "algorithm": {"name": "dapo", "kl_coefficient": 0.1},
+    },
     "an adapter, activations computed again": {"lora": True, "gradient_checkpointing": True},
 }
 
