@@ -10,7 +10,7 @@ from services.trainer.rounds import deal
 from tests.helpers.two_processes import alone, assert_close, two_processes, weights
 from tests.unit.trainer.builders import build_trajectory, save_tiny_qwen2
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 
 @pytest.fixture(scope="module")
