@@ -133,8 +133,7 @@ class ParcelShelf:
         self.remove(name)
         self.records[name] = record
         self._num_uses[record.payload_id] += 1
-        for group_id in record.group_ids:
-            self.name_of[group_id] = name
+        self.name_of.update(dict.fromkeys(record.group_ids, name))
         self.index(name)
 
     def remove(self, name: str) -> None:

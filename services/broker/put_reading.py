@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from itertools import accumulate, chain, pairwise, repeat
 from typing import Any
 
 import numpy as np
@@ -20,6 +19,7 @@ from penstock.codec import group_slices
 from penstock.errors import InvalidFieldError
 from penstock.v1 import types_pb2
 from services.broker.chunks import MAX_LOGPROB
+from services.broker.put_groups import PutGroups
 from services.broker.validation import MAX_METADATA_BYTES, check_id
 
 MAX_GROUPS = 1_024
@@ -31,26 +31,8 @@ _LARGE_BYTES = 16 * 1024
 _INT32, _INT64, _FLOAT32 = np.dtype("<i4"), np.dtype("<i8"), np.dtype("<f4")
 
 
-@dataclass(slots=True, kw_only=True)
-class PutGroup:
-    """What decides about a group of a put. All lists are by sample."""
-
-    group_id: str
-    start: int
-    end: int
-    """Where it stands in the request's bytes."""
-    fault: str = ""
-    """Why it is malformed; nothing below is set then. Empty when it is not."""
-    num_prompt_tokens: int = 0
-    sample_tokens: Sequence[int] = ()
-    """Completion tokens."""
-    min_versions: Sequence[int] = ()
-    max_versions: Sequence[int] = ()
-    rewards: Sequence[float] = ()
-
-
-def read_put(packed: bytes) -> list[PutGroup]:
-    """The groups of a request, each with its `fault` where it is malformed.
+def read_put(packed: bytes) -> PutGroups:
+    """The groups of a request, each with its fault where it is malformed.
 
     Raises InvalidFieldError where the request as a whole cannot be read.
     """
@@ -67,44 +49,50 @@ def read_put(packed: bytes) -> list[PutGroup]:
         return _read(messages, slices)
     except InvalidFieldError:
         # Somebody is at fault: look at each alone.
-        return [_read_alone(message, part) for message, part in zip(messages, slices, strict=True)]
+        return PutGroups.joined(_read_alone(message, part) for message, part in zip(messages, slices, strict=True))
 
 
-def _read_alone(message: types_pb2.TrajectoryGroup, part: tuple[int, int]) -> PutGroup:
+def _read_alone(message: types_pb2.TrajectoryGroup, part: tuple[int, int]) -> PutGroups:
     try:
-        return _read([message], [part])[0]
+        return _read([message], [part])
     except InvalidFieldError as error:
-        return PutGroup(group_id=message.prompt.group_id, start=part[0], end=part[1], fault=str(error))
+        group_id = message.prompt.group_id
+        return PutGroups(
+            group_ids=[group_id], slices=[part], faults=[str(error)], num_prompt_tokens=[0], num_samples=[0]
+        )
 
 
-def _read(messages: Sequence[types_pb2.TrajectoryGroup], slices: Sequence[tuple[int, int]]) -> list[PutGroup]:
+def _read(messages: Sequence[types_pb2.TrajectoryGroup], slices: list[tuple[int, int]]) -> PutGroups:
     """Groups of which none is malformed. Raises InvalidFieldError about the first fault found in any of them."""
     trajectories = [list(message.trajectories) for message in messages]
     counts = list(map(len, trajectories))
     _require(min(counts) >= 1, "trajectories", 0, "at least one a group")
-    samples = [sample for members in trajectories for sample in members]
-    ends = list(accumulate(counts))
+    samples = list(chain.from_iterable(trajectories))
     group_ids, num_prompt_tokens = _check_prompts([message.prompt for message in messages])
     _check_keys(group_ids, counts, samples)
     rewards = _check_outcomes(samples)
     num_tokens = _check_arrays(samples)
     oldest, newest = _check_versions(samples, num_tokens)
     stated = [message.min_policy_version for message in messages]
-    found = [min(oldest[end - count : end]) for end, count in zip(ends, counts, strict=True)]
-    _require(stated == found, "min_policy_version", stated[0], "the oldest of the group's samples")
-    return [
-        PutGroup(
-            group_id=group_ids[position],
-            start=slices[position][0],
-            end=slices[position][1],
-            num_prompt_tokens=num_prompt_tokens[position],
-            sample_tokens=num_tokens[end - count : end],
-            min_versions=oldest[end - count : end],
-            max_versions=newest[end - count : end],
-            rewards=rewards[end - count : end],
-        )
-        for position, (end, count) in enumerate(zip(ends, counts, strict=True))
-    ]
+    _require(stated == _oldest_of_groups(oldest, counts), "min_policy_version", stated[0], "the oldest of its samples")
+    return PutGroups(
+        group_ids=group_ids,
+        slices=slices,
+        faults=[""] * len(messages),
+        num_prompt_tokens=num_prompt_tokens,
+        num_samples=counts,
+        sample_tokens=num_tokens,
+        min_versions=oldest,
+        max_versions=newest,
+        rewards=rewards,
+    )
+
+
+def _oldest_of_groups(oldest: list[int], counts: Sequence[int]) -> list[int]:
+    """The oldest version of each group's samples."""
+    if len(counts) == len(oldest):
+        return oldest
+    return [min(oldest[end - count : end]) for end, count in zip(accumulate(counts), counts, strict=True)]
 
 
 def _check_prompts(prompts: Sequence[types_pb2.Prompt]) -> tuple[list[str], list[int]]:
@@ -126,8 +114,11 @@ def _check_prompts(prompts: Sequence[types_pb2.Prompt]) -> tuple[list[str], list
 def _check_keys(group_ids: Sequence[str], counts: Sequence[int], samples: Sequence[types_pb2.Trajectory]) -> None:
     keys = [sample.key for sample in samples]
     named = [key.group_id for key in keys]
-    expected = [group_id for group_id, count in zip(group_ids, counts, strict=True) for _ in range(count)]
+    expected = list(chain.from_iterable(map(repeat, group_ids, counts)))
     _require(named == expected, "key.group_id", named[0][:80], "the group_id of the group's prompt")
+    if len(counts) == len(samples):
+        # One a group, whatever its index.
+        return
     indices = [key.sample_index for key in keys]
     # Inside a group they rise; where the next group begins they may fall.
     falls = {position for position, (index, after) in enumerate(pairwise(indices), 1) if after <= index}

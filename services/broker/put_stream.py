@@ -145,9 +145,9 @@ async def _without_retired(
     hub: RunHub, put: Put, errors: Sequence[types_pb2.ItemError]
 ) -> Sequence[types_pb2.ItemError]:
     """Refusals of groups that the run had before and gave up are none: a repetition is accepted without effect."""
-    refused = [put.groups[error.index].group_id for error in errors]
+    refused = [put.groups.group_ids[error.index] for error in errors]
     retired = await hub.store.retired(hub.run_id, refused) if refused else frozenset()
-    return [error for error in errors if put.groups[error.index].group_id not in retired]
+    return [error for error in errors if put.groups.group_ids[error.index] not in retired]
 
 
 def _count(invariants: InvariantMetrics, response: _Response) -> None:

@@ -8,7 +8,7 @@ Promises:
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 
@@ -17,7 +17,7 @@ from google.rpc import code_pb2
 from penstock.errors import InvalidFieldError, RunClosedError, StaleError
 from penstock.v1 import broker_pb2, types_pb2
 from services.broker import books, drops
-from services.broker.put_reading import PutGroup
+from services.broker.put_groups import PutGroup, PutGroups
 from services.broker.records_pb2 import ParcelRecord
 from services.broker.run_state import RunState
 from services.broker.staleness import deadline
@@ -33,7 +33,7 @@ class Put:
 
     payload_id: str
     payload: bytes
-    groups: Sequence[PutGroup]
+    groups: PutGroups
 
 
 @dataclass(slots=True, kw_only=True)
@@ -61,25 +61,48 @@ def put(state: RunState, request: Put, now_s: float) -> PutOutcome:
             field="groups",
         )
     outcome = PutOutcome()
-    fresh: dict[str, PutGroup] = {}
-    judge = _Judge(state)
-    is_stored: list[bool] = []
-    for position, group in enumerate(request.groups):
-        is_known = group.group_id in fresh or state.knows(group.group_id)
-        error = None if is_known else judge.error(group, num_before=len(fresh))
-        if error is not None:
-            outcome.errors.append(types_pb2.ItemError(index=position, code=error[0], reason=error[1], message=error[2]))
-        elif not is_known:
-            fresh[group.group_id] = group
-        is_stored.append(not is_known and error is None and not _is_idle(state, group))
+    if _are_all_welcome(state, request.groups):
+        # As nearly always.
+        fresh, is_stored = list(range(len(request.groups))), [True] * len(request.groups)
+    else:
+        fresh, is_stored = _choose(state, request.groups, outcome)
     if is_full(state, len(fresh), len(request.payload)):
         return PutOutcome(is_full=True)
     for start, end in _runs(is_stored):
         state.add_parcel(_record(state, request, start, end, now_s))
     if any(is_stored):
         state.pending.payloads[request.payload_id] = request.payload
-    _enter(state, fresh.values(), outcome)
+    outcome.num_samples = _enter(state, request.groups, fresh, is_stored)
     return outcome
+
+
+def _are_all_welcome(state: RunState, groups: PutGroups) -> bool:
+    """Whether all groups are new, fit the run and are to be stored. May say no where `_choose` says so of each."""
+    return (
+        not any(groups.faults)
+        and len(set(groups.group_ids)) == len(groups)
+        and not state.knows_any(groups.group_ids)
+        and _Judge(state).error(groups.worst(), num_before=len(groups) - 1) is None
+        and not (state.policy.drops_zero_variance and max(groups.num_samples) > 1)
+    )
+
+
+def _choose(state: RunState, groups: PutGroups, outcome: PutOutcome) -> tuple[list[int], list[bool]]:
+    """Which groups are new and fit the run, and whether each is to be stored; refusals go to the outcome."""
+    seen: set[str] = set()
+    fresh: list[int] = []
+    judge = _Judge(state)
+    is_stored: list[bool] = []
+    for position, group in enumerate(groups):
+        is_known = group.group_id in seen or state.knows(group.group_id)
+        error = None if is_known else judge.error(group, num_before=len(fresh))
+        if error is not None:
+            outcome.errors.append(types_pb2.ItemError(index=position, code=error[0], reason=error[1], message=error[2]))
+        elif not is_known:
+            seen.add(group.group_id)
+            fresh.append(position)
+        is_stored.append(not is_known and error is None and not _is_idle(state, group.rewards))
+    return fresh, is_stored
 
 
 class _Judge:
@@ -117,9 +140,8 @@ class _Judge:
         return ""
 
 
-def _is_idle(state: RunState, group: PutGroup) -> bool:
-    """Whether a group is dropped on arrival because it carries no gradient."""
-    rewards = group.rewards
+def _is_idle(state: RunState, rewards: Sequence[float]) -> bool:
+    """Whether a group of these rewards is dropped on arrival because it carries no gradient."""
     return state.policy.drops_zero_variance and len(rewards) > 1 and min(rewards) == max(rewards)
 
 
@@ -131,17 +153,21 @@ def is_full(state: RunState, num_groups: int, size_bytes: int) -> bool:
     return num_waiting + num_groups > state.limits.max_queued_groups or waiting_bytes + size_bytes > MAX_WAITING_BYTES
 
 
-def _enter(state: RunState, groups: Iterable[PutGroup], outcome: PutOutcome) -> None:
-    """Put new groups on the books, those too that are dropped at once."""
+def _enter(state: RunState, groups: PutGroups, fresh: Sequence[int], is_stored: Sequence[bool]) -> int:
+    """Put new groups on the books, those too that are dropped at once; returns how many samples that are."""
     version = state.run.policy_version
-    for group in groups:
-        outcome.num_samples += len(group.sample_tokens)
-        state.pending.fresh.append(group.group_id)
-        if _is_idle(state, group):
-            for num_tokens in group.sample_tokens:
-                books.count_dropped(state, version=version, num_tokens=num_tokens, reason=drops.ZERO_VARIANCE)
-            state.pending.retired.add(group.group_id)
-    books.count_submitted(state, version=version, num_samples=outcome.num_samples)
+    state.pending.fresh += [groups.group_ids[position] for position in fresh]
+    num_samples = sum(groups.num_samples[position] for position in fresh)
+    slices = groups.sample_slices()
+    for position in fresh:
+        if is_stored[position]:
+            continue
+        start, end = slices[position]
+        for num_tokens in groups.sample_tokens[start:end]:
+            books.count_dropped(state, version=version, num_tokens=num_tokens, reason=drops.ZERO_VARIANCE)
+        state.pending.retired.add(groups.group_ids[position])
+    books.count_submitted(state, version=version, num_samples=num_samples)
+    return num_samples
 
 
 def _runs(flags: Sequence[bool]) -> list[tuple[int, int]]:
@@ -157,22 +183,26 @@ def _runs(flags: Sequence[bool]) -> list[tuple[int, int]]:
 
 
 def _record(state: RunState, request: Put, start: int, end: int, now_s: float) -> ParcelRecord:
-    groups = request.groups[start:end]
+    groups, members = request.groups, slice(start, end)
+    sample_slices = groups.sample_slices()[members]
+    samples = slice(sample_slices[0][0], sample_slices[-1][1])
+    prompts = groups.num_prompt_tokens[members]
     record = ParcelRecord(
         sequence=state.run.last_sequence + 1,
         payload_id=request.payload_id,
-        payload_start=groups[0].start,
+        payload_start=groups.slices[start][0],
         submit_version=state.run.policy_version,
         submit_s=now_s,
+        group_ids=groups.group_ids[members],
+        group_bytes=[after - before for before, after in groups.slices[members]],
+        num_samples=groups.num_samples[members],
+        num_tokens=[
+            sum(groups.sample_tokens[first:last]) + num_prompt_tokens * (last - first)
+            for (first, last), num_prompt_tokens in zip(sample_slices, prompts, strict=True)
+        ],
+        sample_tokens=groups.sample_tokens[samples],
+        sample_min_versions=groups.min_versions[samples],
+        sample_max_versions=groups.max_versions[samples],
     )
-    state.run.last_sequence += len(groups)
-    for group in groups:
-        num_samples = len(group.sample_tokens)
-        record.group_ids.append(group.group_id)
-        record.group_bytes.append(group.end - group.start)
-        record.num_samples.append(num_samples)
-        record.num_tokens.append(sum(group.sample_tokens) + num_samples * group.num_prompt_tokens)
-        record.sample_tokens.extend(group.sample_tokens)
-        record.sample_min_versions.extend(group.min_versions)
-        record.sample_max_versions.extend(group.max_versions)
+    state.run.last_sequence += end - start
     return record

@@ -11,7 +11,7 @@ the run change together with the records they count.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -110,6 +110,11 @@ class RunState:
     def knows(self, group_id: str) -> bool:
         """Whether the id is taken: its group is in the run, or was."""
         return group_id in self.groups or group_id in self.shelf.name_of or group_id in self.known_retired
+
+    def knows_any(self, group_ids: Collection[str]) -> bool:
+        """Whether any of the ids is taken."""
+        taken = (self.groups.keys(), self.shelf.name_of.keys(), self.known_retired)
+        return not all(ids.isdisjoint(group_ids) for ids in taken)
 
     @property
     def trained_versions(self) -> set[int]:

@@ -80,6 +80,22 @@ def test_a_put_becomes_one_record_and_one_payload() -> None:
     assert audit(state).in_flight_by_state == {"scored": 6}
 
 
+def test_groups_welcome_together_are_stored_as_those_looked_at_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = [group("a", num_tokens=5), group("b", num_samples=1, version=3), group("c", version=2)]
+    packed = pack_groups(made)
+    request = Put(payload_id="payload", payload=packed, groups=read_put(packed))
+    states = [opened(version=3), opened(version=3)]
+    outcomes = [putting.put(states[0], request, 1.0)]
+    monkeypatch.setattr(putting, "_are_all_welcome", lambda _state, _groups: False)
+    outcomes.append(putting.put(states[1], request, 1.0))
+    assert outcomes[0] == outcomes[1] == PutOutcome(num_samples=5)
+    records = [state.shelf.records["\n1"] for state in states]
+    assert records[0] == records[1]
+    assert (list(records[0].num_tokens), list(records[0].sample_tokens)) == ([16, 6, 12], [5, 5, 3, 3, 3])
+    assert states[0].delta() == states[1].delta()
+    check(states[0])
+
+
 def test_groups_the_run_knows_are_accepted_again_without_effect() -> None:
     state = opened()
     submit(state, "prompt")
@@ -127,6 +143,14 @@ def test_a_group_that_could_not_come_in_time_is_refused_where_staleness_is_waite
     assert step(state, 2) == ["g4", "g5", "g6", "g7"]
     assert step(state, 3) == ["new"]
     assert "stale" not in audit(state).dropped
+
+
+def test_of_two_groups_the_one_that_is_too_many_is_refused() -> None:
+    state = opened(max_staleness=0)
+    put(state, *groups("a", "b", "c"))
+    outcome = put(state, *groups("d", "e"))
+    assert [(error.index, error.reason) for error in outcome.errors] == [(1, "STALE")]
+    assert sorted(state.shelf.name_of) == ["a", "b", "c", "d"]
 
 
 def test_generators_start_nothing_that_parcels_leave_no_room_for() -> None:

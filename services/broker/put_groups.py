@@ -1,0 +1,85 @@
+"""What decides about the groups of a put, in columns: nearly always all of them go the same way. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+
+
+@dataclass(slots=True, kw_only=True)
+class PutGroup:
+    """What decides about one group. All lists are by sample."""
+
+    group_id: str
+    fault: str
+    """Why it is malformed; nothing below is set then. Empty when it is not."""
+    num_prompt_tokens: int
+    sample_tokens: Sequence[int]
+    """Completion tokens."""
+    min_versions: Sequence[int]
+    max_versions: Sequence[int]
+    rewards: Sequence[float]
+
+
+@dataclass(slots=True, kw_only=True)
+class PutGroups:
+    """The groups of a put, in its order: by group down to `num_samples`, then by sample, group by group.
+
+    A malformed group has no samples here.
+    """
+
+    group_ids: list[str] = field(default_factory=list)
+    slices: list[tuple[int, int]] = field(default_factory=list)
+    """Where each stands in the request's bytes."""
+    faults: list[str] = field(default_factory=list)
+    """Why it is malformed; empty when it is not."""
+    num_prompt_tokens: list[int] = field(default_factory=list)
+    num_samples: list[int] = field(default_factory=list)
+    sample_tokens: list[int] = field(default_factory=list)
+    """Completion tokens."""
+    min_versions: list[int] = field(default_factory=list)
+    max_versions: list[int] = field(default_factory=list)
+    rewards: list[float] = field(default_factory=list)
+
+    @classmethod
+    def joined(cls, parts: Iterable[PutGroups]) -> PutGroups:
+        """Those of all parts, one after the other."""
+        whole = cls()
+        for part in parts:
+            for name in cls.__slots__:
+                getattr(whole, name).extend(getattr(part, name))
+        return whole
+
+    def __len__(self) -> int:
+        return len(self.group_ids)
+
+    def __iter__(self) -> Iterator[PutGroup]:
+        """One by one, where it matters which."""
+        for position, (start, end) in enumerate(self.sample_slices()):
+            yield PutGroup(
+                group_id=self.group_ids[position],
+                fault=self.faults[position],
+                num_prompt_tokens=self.num_prompt_tokens[position],
+                sample_tokens=self.sample_tokens[start:end],
+                min_versions=self.min_versions[start:end],
+                max_versions=self.max_versions[start:end],
+                rewards=self.rewards[start:end],
+            )
+
+    def worst(self) -> PutGroup:
+        """One that fits only where each of them does; for groups of which none is malformed."""
+        return PutGroup(
+            group_id="",
+            fault="",
+            num_prompt_tokens=max(self.num_prompt_tokens),
+            sample_tokens=[max(self.sample_tokens)] * max(self.num_samples),
+            min_versions=[min(self.min_versions)],
+            max_versions=[max(self.max_versions)],
+            rewards=[],
+        )
+
+    def sample_slices(self) -> list[tuple[int, int]]:
+        """Where the samples of each group begin and end."""
+        ends = list(accumulate(self.num_samples))
+        return list(zip([0, *ends[:-1]], ends, strict=True))
