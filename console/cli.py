@@ -16,6 +16,7 @@ import typer
 from console.cli_bench import register as register_bench
 from console.cli_common import Broker, RunArgument, RunsDir, exit_with
 from console.cli_merge import register as register_merge
+from console.cli_node import register as register_node
 from console.cli_planning import register as register_planning
 from console.cli_recording import register as register_recording
 from console.cli_simulate import register as register_simulate
@@ -239,6 +240,7 @@ def audit(
 
 register_recording(app)
 register_planning(app)
+register_node(app)
 register_simulate(app)
 register_merge(app)
 register_bench(app)

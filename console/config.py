@@ -80,6 +80,11 @@ class SchedulerSection(StrictModel):
 
     heartbeat_interval_s: float = Field(default=5.0, gt=0, le=300)
     """How often machines report; three missed reports make a machine count as gone."""
+    problem: Path | None = None
+    """Planning problem (docs/planning.md) whose plan the run follows: machines that run `penstock node` start and stop
+    generators by it, this run starts none."""
+    nodes: tuple[Path, ...] = ()
+    """Configurations of machines that stand here: a `penstock node` is started for each."""
     length_model: Path | None = None
     """Folder of a small Hugging Face model that is fine-tuned to forecast lengths; ridge regression alone when null."""
     length_pairs: Path | None = None
@@ -204,6 +209,22 @@ class RunConfig(StrictModel):
     def _a_string_names_the_reward_model(cls, value: Any) -> Any:
         return {"model": value} if isinstance(value, str) else value
 
+    @property
+    def starts_generators(self) -> bool:
+        """Whether generators are started by this run itself, `generator.count` of them."""
+        return self.endpoints.generators is None and self.scheduler.problem is None
+
+    @model_validator(mode="after")
+    def _a_plan_is_followed_whole(self) -> Self:
+        problem = self.scheduler.problem
+        if problem is None and self.scheduler.nodes:
+            raise ValueError("scheduler.nodes: machines follow the plan of scheduler.problem; name that as well")
+        if problem is not None and self.endpoints.generators is not None:
+            raise ValueError("endpoints.generators: the plan of scheduler.problem says who generates; leave one out")
+        if problem is not None and not self.run.id:
+            raise ValueError("run.id: required with scheduler.problem: machines serve one run by its id")
+        return self
+
     @model_validator(mode="after")
     def _step_is_not_absurd(self) -> Self:
         num_samples = self.algorithm.prompts_per_step * self.algorithm.group_size
@@ -235,7 +256,7 @@ class RunConfig(StrictModel):
 
     @model_validator(mode="after")
     def _somebody_decodes_the_evaluation(self) -> Self:
-        if self.generator.count == 0 and self.endpoints.generators is None and self.data.eval is not None:
+        if self.generator.count == 0 and self.starts_generators and self.data.eval is not None:
             raise ValueError(
                 "generator.count: 0 leaves nobody to decode the rows of data.eval, which is measured before and after "
                 "training; write data.eval=null"
@@ -284,6 +305,9 @@ def resolve(config: RunConfig, *, now_s: float) -> RunConfig:
     run = config.run.model_copy(update={"id": run_id})
     if isinstance(config.record, Path):
         config = config.model_copy(update={"record": _absolute(config.record)})
+    problem, nodes = config.scheduler.problem, config.scheduler.nodes
+    plan = {"problem": problem and _absolute(problem), "nodes": tuple(_absolute(path) for path in nodes)}
+    config = config.model_copy(update={"scheduler": config.scheduler.model_copy(update=plan)})
     if config.endpoints.trainer is not None:
         return config.model_copy(update={"run": run})
     paths = {"train": config.data.train, "eval": config.data.eval}

@@ -2,6 +2,7 @@
 
     config.yaml metrics.jsonl summary.json report.html checkpoints/   what the run is and gave
     trajectories.jsonl     what it was trained on, with `record`
+    plans.jsonl            every plan that was followed, with `scheduler.problem`
     services/<name>.yaml   configuration of a service started here
     services/<name>.json   its process: id, address, restarts (read by ps, status, stop)
     logs/<name>.log        its log
@@ -56,6 +57,7 @@ class RunFolder:
         self.metrics = path / "metrics.jsonl"
         self.summary = path / "summary.json"
         self.report = path / "report.html"
+        self.plans = path / "plans.jsonl"
         self.checkpoints = path / "checkpoints"
         self.services = path / "services"
         self.logs = path / "logs"

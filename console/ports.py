@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import random
 import socket
 
 _LOOPBACK = "127.0.0.1"
+_BLOCK_PORTS = range(20_000, 32_000)
+_MAX_DRAWS = 100
 
 
 def free_addresses(count: int) -> list[str]:
@@ -17,6 +20,18 @@ def free_addresses(count: int) -> list[str]:
         for one in sockets:
             one.bind((_LOOPBACK, 0))
         return [f"{_LOOPBACK}:{one.getsockname()[1]}" for one in sockets]
+
+
+def free_block(count: int) -> int:
+    """The first of `count` loopback ports in a row that nobody listens on now. Raises OSError when none is found.
+
+    Below the ports that the system gives to connections, one of which could else take a port before it is used.
+    """
+    for _ in range(_MAX_DRAWS):
+        first = random.randrange(_BLOCK_PORTS.start, _BLOCK_PORTS.stop - count)
+        if all(listen_problem(f"{_LOOPBACK}:{port}") is None for port in range(first, first + count)):
+            return first
+    raise OSError(f"no {count} free ports in a row between {_BLOCK_PORTS.start} and {_BLOCK_PORTS.stop}")
 
 
 def listen_problem(address: str) -> str | None:

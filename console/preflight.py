@@ -14,11 +14,13 @@ from console.config import RunConfig
 from console.embedded_redis import redis_executable
 from console.folder import CONSOLE_NAME, RunFolder
 from console.model_check import context_problem, data_problems, model_problems
+from console.node_config import NodeConfig
 from console.ports import listen_problem
 from console.probes import BROKER, GENERATOR, REWARD, SCHEDULER, TRAINER, redis_problem, service_problem
 from console.processes import console_argv, service_environment
-from penstock.config import ConfigError
+from penstock.config import ConfigError, read_document, validate
 from penstock.security import Security
+from services.scheduler.problem import read_problem
 from services.trainer.config import TRACKER_PACKAGES
 
 _ENGINE_PACKAGES = {"vllm": "vllm", "transformers": "transformers", "emulated": None}
@@ -46,7 +48,7 @@ async def check_run(config: RunConfig, folder: RunFolder, *, is_resume: bool, se
         problems += found
         data, warnings = data_problems(config)
         problems += data
-    problems += _lengths_problems(config)
+    problems += _lengths_problems(config) + _plan_problems(config)
     problems += _package_problems(config)
     problems += _port_problems(config)
     problems += await _network_problems(config, security)
@@ -66,6 +68,22 @@ def _lengths_problems(config: RunConfig) -> list[str]:
         problems.append(f"scheduler.length_model: {model}: holds no config.json of a model")
     if model is not None and not _is_installed("transformers"):
         problems.append("scheduler.length_model: needs torch and transformers, which are not installed")
+    return problems
+
+
+def _plan_problems(config: RunConfig) -> list[str]:
+    path = config.scheduler.problem
+    problems = []
+    try:
+        if path is not None:
+            read_problem(path)
+    except ConfigError as error:
+        problems += [f"scheduler.problem: {line}" for line in str(error).splitlines()]
+    for node in config.scheduler.nodes:
+        try:
+            validate(NodeConfig, read_document(node), source=str(node))
+        except ConfigError as error:
+            problems += [f"scheduler.nodes: {line}" for line in str(error).splitlines()]
     return problems
 
 
@@ -122,7 +140,7 @@ def _folder_problems(folder: RunFolder, *, is_resume: bool) -> list[str]:
 def _package_problems(config: RunConfig) -> list[str]:
     problems = []
     package = _ENGINE_PACKAGES[config.generator.engine]
-    if config.endpoints.generators is None and package is not None and not _is_installed(package):
+    if config.starts_generators and package is not None and not _is_installed(package):
         problems.append(
             f"generator.engine: {config.generator.engine} needs the package {package}, which is not installed; "
             "install it, or choose another engine"
@@ -158,7 +176,7 @@ def _port_problems(config: RunConfig) -> list[str]:
     local = [
         (f"listen.{name}", address) for name, address, elsewhere in wanted if address is not None and elsewhere is None
     ]
-    if config.generator.openai_listen is not None and endpoints.generators is None:
+    if config.generator.openai_listen is not None and config.starts_generators:
         local.append(("generator.openai_listen", config.generator.openai_listen))
     problems = [f"{name}: {problem}" for name, address in local if (problem := listen_problem(address))]
     seen: dict[str, str] = {}

@@ -34,6 +34,7 @@ from console.preflight import check_run
 from console.processes import ProcessState, ServiceFailedError
 from console.recorder import TRAJECTORIES, RunRecorder
 from console.report import write_report
+from console.run_plan import RunPlan
 from console.session import RunSession, TrainerLostError
 from console.view import RunView
 from penstock.config import ConfigError
@@ -94,6 +95,8 @@ class _Run:
         self._launcher = Launcher(config, folder, security=security, on_change=self._take_change)
         self._session: RunSession | None = None
         self._recorder = self._make_recorder()
+        self._plan = self._make_plan()
+        self._helpers: list[asyncio.Task[None]] = []
         self._lengths: Document | None = None
         """How well lengths were forecast; None when the scheduler does not say."""
 
@@ -104,12 +107,11 @@ class _Run:
             loop.add_signal_handler(number, self._interrupt)
         self._note_console(ProcessState.READY)
         watcher = asyncio.create_task(self._launcher.watch())
-        helpers: list[asyncio.Task[None]] = []
         finished: trainer_pb2.RunFinished | None = None
         problem = ""
         try:
             session = self._session = self._make_session(source)
-            helpers = [
+            self._helpers += [
                 asyncio.create_task(session.poll()),
                 asyncio.create_task(report_machine(self._config, self._launcher.addresses, self._view, self._security)),
             ]
@@ -122,7 +124,7 @@ class _Run:
         except (ServiceFailedError, TrainerLostError, PenstockError) as error:
             problem = str(error)
         finally:
-            await self._end([watcher, *helpers])
+            await self._end([watcher, *self._helpers])
             for number in (signal.SIGINT, signal.SIGTERM):
                 loop.remove_signal_handler(number)
         return self._conclude(finished, problem)
@@ -130,6 +132,10 @@ class _Run:
     async def _start(self, session: RunSession, *, is_resume: bool) -> None:
         self._view.phase = "starting services"
         await self._launcher.start()
+        if self._plan is not None:
+            self._view.phase = "planning"
+            await self._plan.create()
+            self._helpers.append(asyncio.create_task(self._plan.follow()))
         if self._recorder is not None:
             self._recorder.start()
         self._view.phase = "handing the run to the trainer"
@@ -209,6 +215,19 @@ class _Run:
             security=self._security,
             view=self._view,
             display=self._display,
+        )
+
+    def _make_plan(self) -> RunPlan | None:
+        problem = self._config.scheduler.problem
+        if problem is None:
+            return None
+        return RunPlan(
+            run_id=self._config.run.id,
+            problem=problem,
+            scheduler=self._launcher.addresses.scheduler.target,
+            history=self._folder.plans,
+            security=self._security,
+            note=self._display.note,
         )
 
     def _make_recorder(self) -> RunRecorder | None:

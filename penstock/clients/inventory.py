@@ -52,3 +52,14 @@ async def report_node(
                 is_known = False
                 _log.debug("scheduler away", scheduler=scheduler, error=str(error))
             await asyncio.sleep(interval_s)
+
+
+async def say_leaving(scheduler: str, node_id: str, *, security: Security) -> None:
+    """Tell the scheduler that a machine leaves, so that nobody waits for its reports; it being away does not matter."""
+    async with open_channel(scheduler, security) as channel:
+        stub = scheduler_pb2_grpc.SchedulerServiceStub(channel)
+        request = pb.ReportNodeRequest(node_id=node_id, is_leaving=True)
+        try:
+            await call(stub.ReportNode, request, peer="scheduler", timeout_s=_TIMEOUT_S)
+        except PenstockError as error:
+            _log.debug("scheduler away", scheduler=scheduler, error=str(error))

@@ -1,0 +1,160 @@
+"""`penstock node`: a machine offers itself to a scheduler and runs the generators that the plan of the run gives it.
+
+    registers, reports --> the plan names it: its generators start --> a revision: they stop, others start
+                                                      |
+                   SIGTERM, or a generator is given up: it says that it leaves, and generators give back what they hold
+
+Invariants:
+- While the scheduler is away, or has forgotten the plan, what runs goes on.
+- A GPU is given to another generator only after the one before has ended.
+- Generators end with this process, however it ends.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import Mapping
+from contextlib import aclosing
+from pathlib import Path
+
+import structlog
+
+from console.folder import RunFolder
+from console.node_config import NodeConfig
+from console.node_plan import Placement, change, generator_config, placements
+from console.parent_watch import watch_launcher
+from console.ports import free_block
+from console.probes import GENERATOR
+from console.processes import ServiceFailedError
+from console.service_processes import ServiceProcesses
+from penstock.clients.inventory import report_node, say_leaving, this_machine
+from penstock.clients.plans import watch_plan
+from penstock.config import apply_overrides, read_document, validate
+from penstock.security import Security
+from penstock.telemetry import configure_logging
+from penstock.v1 import scheduler_pb2 as pb
+
+EXIT_OK, EXIT_FAILED = 0, 1
+_log = structlog.get_logger()
+
+
+def node_command(path: Path, overrides: list[str]) -> int:
+    """`penstock node`; returns the exit status. Raises ConfigError."""
+    config = validate(NodeConfig, apply_overrides(read_document(path), overrides), source=str(path))
+    configure_logging(config.node_id, level=config.log.level, log_format=config.log.format)
+    watch_launcher(os.environ)
+    return asyncio.run(_run(config, Security.from_environment()))
+
+
+async def _run(config: NodeConfig, security: Security) -> int:
+    stopping = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, stopping.set)
+    node = NodeAgent(config, security=security)
+    working = asyncio.create_task(node.run())
+    stopped = asyncio.create_task(stopping.wait())
+    try:
+        await asyncio.wait({working, stopped}, return_when=asyncio.FIRST_COMPLETED)
+        if working.done():
+            working.result()
+    except ServiceFailedError as error:
+        _log.error("this machine leaves", reason=str(error))
+        return EXIT_FAILED
+    finally:
+        for task in (working, stopped):
+            task.cancel()
+        await asyncio.gather(working, stopped, return_exceptions=True)
+        await node.leave()
+    return EXIT_OK
+
+
+class NodeAgent:
+    """One machine."""
+
+    def __init__(self, config: NodeConfig, *, security: Security) -> None:
+        self._config = config
+        self._security = security
+        folder = RunFolder(config.dir.expanduser().absolute())
+        folder.create()
+        self._services = ServiceProcesses(folder, security=security, log=config.log)
+        self._running: dict[str, Placement] = {}
+
+    async def run(self) -> None:
+        """Follow the plan until cancelled. Raises ServiceFailedError when a generator cannot be kept running."""
+        config, security = self._config, self._security
+        tasks = [
+            asyncio.create_task(report_node(config.scheduler, machine(config), measure=list, security=security)),
+            asyncio.create_task(self._follow()),
+            asyncio.create_task(self._services.watch()),
+        ]
+        try:
+            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                task.result()
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def leave(self) -> None:
+        """Say so, so that the plan goes on without it at once, and end what runs."""
+        await say_leaving(self._config.scheduler, self._config.node_id, security=self._security)
+        await self._services.stop(self._services.names)
+
+    async def _follow(self) -> None:
+        plans = watch_plan(self._config.scheduler, self._config.generator.run_id, security=self._security)
+        async with aclosing(plans):
+            async for plan in plans:
+                if plan is not None:
+                    await self._carry_out(plan)
+
+    async def _carry_out(self, plan: pb.Plan) -> None:
+        wanted = placements(plan, self._config)
+        todo = change(self._running, wanted)
+        if todo.stops or todo.starts:
+            started = [f"{one.name} (GPUs {', '.join(map(str, one.gpus))})" for one in todo.starts]
+            _log.info("the plan is carried out", revision=plan.revision, stops=todo.stops, starts=started)
+        await self._services.stop(todo.stops)
+        for name in todo.stops:
+            del self._running[name]
+        for one in todo.starts:
+            self._start(one)
+            self._running[one.name] = one
+
+    def _start(self, placement: Placement) -> None:
+        config = self._config
+        first = int(config.generator.listen.rpartition(":")[2])
+        port = first + 2 * placement.gpus[0] if first else free_block(max(2, placement.num_replicas))
+        settings = generator_config(config, placement, port=port)
+        self._services.launch_service(
+            "generator",
+            settings,
+            name=placement.name,
+            target=f"{_called(config)}:{port}",
+            health_service=GENERATOR,
+            num_threads=settings.engine.num_threads,
+            environment=_visible(settings.engine.engine, placement),
+        )
+
+
+def machine(config: NodeConfig) -> pb.Node:
+    """What the machine tells the scheduler of itself."""
+    node = this_machine(node_id=config.node_id, site=config.site, roles=[pb.ROLE_GENERATOR])
+    del node.accelerators[:]
+    node.accelerators.add(kind=config.gpu, count=config.gpus)
+    if config.price_per_hour is not None:
+        node.price_per_hour = config.price_per_hour
+    return node
+
+
+def _called(config: NodeConfig) -> str:
+    host = config.generator.listen.rpartition(":")[0]
+    return "127.0.0.1" if host in {"0.0.0.0", "[::]", "::"} else host
+
+
+def _visible(engine: str, placement: Placement) -> Mapping[str, str]:
+    """The GPUs that a process sees."""
+    return {} if engine == "emulated" else {"CUDA_VISIBLE_DEVICES": ",".join(map(str, placement.gpus))}

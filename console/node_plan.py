@@ -1,0 +1,103 @@
+"""From a plan to the generators of one machine, and to what changes when the plan is revised. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from console.node_config import NodeConfig
+from penstock.v1 import scheduler_pb2 as pb
+from services.generator.config import GeneratorConfig, InstanceConfig
+
+MOST_SAMPLES = 8192
+LIKE_WITHIN = 0.25
+"""A generator goes on when what it should decode at once changes by no more than this share: restarting costs more."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Placement:
+    """A generator process of this machine."""
+
+    gpus: tuple[int, ...]
+    """Indices on the machine."""
+    num_replicas: int = 1
+    """Emulated generators that share the process."""
+    num_samples: int = 0
+    """That each replica decodes at once by the plan; 0 where it does not say."""
+
+    @property
+    def name(self) -> str:
+        """Its name on the machine: no two processes share a GPU."""
+        return f"gen-{self.gpus[0]}"
+
+    @property
+    def tensor_parallel(self) -> int:
+        """GPUs of each replica."""
+        return len(self.gpus) // self.num_replicas
+
+    def is_like(self, other: Placement) -> bool:
+        """Whether a process of one can go on as the other."""
+        is_same = (self.gpus, self.num_replicas) == (other.gpus, other.num_replicas)
+        return is_same and abs(self.num_samples - other.num_samples) <= LIKE_WITHIN * other.num_samples
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """What a revision asks for."""
+
+    stops: tuple[str, ...]
+    """Names of processes that end; they give back what they hold."""
+    starts: tuple[Placement, ...]
+    """Processes that begin, after those have ended."""
+
+
+def placements(plan: pb.Plan, config: NodeConfig) -> dict[str, Placement]:
+    """The generators that the plan wants on this machine, by name."""
+    found = (one for each in plan.assignments for one in _placed(each, config))
+    return {one.name: one for one in found}
+
+
+def _placed(each: pb.Assignment, config: NodeConfig) -> Iterator[Placement]:
+    if each.node_id != config.node_id or each.role != pb.ROLE_GENERATOR:
+        return
+    gpus = tuple(each.accelerator_indices) or tuple(range(config.gpus))
+    count = max(1, each.num_replicas)
+    degree = max(1, each.tensor_parallel)
+    if len(gpus) < degree * count or max(gpus) >= config.gpus:
+        return
+    if config.generator.engine.engine == "emulated":
+        used = gpus[: degree * count]
+        yield Placement(gpus=used, num_replicas=count, num_samples=each.num_concurrent_samples)
+        return
+    for index in range(count):
+        own = gpus[index * degree : (index + 1) * degree]
+        yield Placement(gpus=own, num_samples=each.num_concurrent_samples)
+
+
+def change(running: Mapping[str, Placement], wanted: Mapping[str, Placement]) -> Change:
+    """What to stop and to start so that what runs becomes what is wanted."""
+    goes_on = {name for name, one in wanted.items() if name in running and running[name].is_like(one)}
+    return Change(
+        stops=tuple(name for name in running if name not in goes_on),
+        starts=tuple(one for name, one in wanted.items() if name not in goes_on),
+    )
+
+
+def generator_config(config: NodeConfig, placement: Placement, *, port: int) -> GeneratorConfig:
+    """The configuration of a process; `port` is its own, and the next ones are free for it."""
+    base = config.generator
+    host = base.listen.rpartition(":")[0]
+    num_samples = min(placement.num_samples or base.engine.max_concurrent_samples, MOST_SAMPLES)
+    engine = {"tensor_parallel": placement.tensor_parallel, "max_concurrent_samples": num_samples}
+    update: dict[str, object] = {
+        "listen": f"{host}:{port}",
+        "generator_id": f"gen-{config.node_id}-{placement.gpus[0]}",
+        "engine": base.engine.model_copy(update=engine),
+        "cache_dir": base.cache_dir / placement.name,
+    }
+    if base.engine.engine == "emulated":
+        update["instances"] = (InstanceConfig(count=placement.num_replicas),)
+    elif base.site:
+        # Of a site apart from the trainer, one generator fetches each version and the others get it from there.
+        update |= {"relay_listen": f"{host}:{port + 1}", "relay_url": f"http://{config.address}:{port + 1}"}
+    return base.model_copy(update=update)

@@ -1,0 +1,42 @@
+"""Follows the plan of a run at the scheduler, over its restarts; the scheduler being away never matters."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator
+from typing import Any
+
+import structlog
+
+from penstock.errors import PenstockError, UnknownRunError
+from penstock.rpc import backoff_s, open_channel, translated_errors
+from penstock.security import Security
+from penstock.v1 import scheduler_pb2 as pb
+from penstock.v1 import scheduler_pb2_grpc
+
+_log = structlog.get_logger()
+# A stream is opened anew from time to time: nothing waits for ever on a peer that is silent.
+_STREAM_TIMEOUT_S = 600.0
+_FIRST_RETRY_S, _LONGEST_RETRY_S = 0.2, 5.0
+
+
+async def watch_plan(scheduler: str, run_id: str, *, security: Security) -> AsyncGenerator[pb.Plan | None, None]:
+    """The plan in force and each revision, for ever; None each time that the scheduler says that it has none.
+
+    The plan in force comes again after each new connection.
+    """
+    delays_s = backoff_s(first_s=_FIRST_RETRY_S, most_s=_LONGEST_RETRY_S)
+    async with open_channel(scheduler, security) as channel:
+        stub = scheduler_pb2_grpc.SchedulerServiceStub(channel)
+        while True:
+            try:
+                async with translated_errors(f"scheduler {scheduler}"):
+                    stream: Any = stub.WatchPlan(pb.WatchPlanRequest(run_id=run_id), timeout=_STREAM_TIMEOUT_S)
+                    async for response in stream:
+                        delays_s = backoff_s(first_s=_FIRST_RETRY_S, most_s=_LONGEST_RETRY_S)
+                        yield response.plan
+            except UnknownRunError:
+                yield None
+            except PenstockError as error:
+                _log.debug("the plan is not watched now", scheduler=scheduler, error=str(error))
+            await asyncio.sleep(next(delays_s))

@@ -1,0 +1,154 @@
+"""A run follows its plan: a machine that joins is used, one that dies is replaced, and training goes on meanwhile."""
+
+import json
+import os
+import signal
+import subprocess
+from contextlib import ExitStack, contextmanager
+from types import SimpleNamespace
+
+import grpc
+import pytest
+import yaml
+
+from console.folder import RunFolder
+from console.ports import free_addresses
+from penstock.v1 import broker_pb2, broker_pb2_grpc, scheduler_pb2, scheduler_pb2_grpc
+from tests.e2e.runs import RUN_ID, running, small_run
+from tests.helpers.console import COMMAND, environment, write_rows
+from tests.helpers.tiny_model import make_tiny_model
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(240)]
+
+# 7B on two GPUs that can hold its training, and slow ones that cannot: who trains and who generates is certain.
+PROBLEM = {
+    "id": "followed",
+    "gpu_types": {
+        "H800": {"tflops_bf16": 990, "hbm_GB": 80, "hbm_GBps": 3350, "ar_bus_GBps": 150},
+        "L4": {"tflops_bf16": 121, "hbm_GB": 24, "hbm_GBps": 300, "ar_bus_GBps": 12},
+    },
+    "nodes": [
+        {"name": "head", "gpu": "H800", "gpus": 2},
+        {"name": "l4", "gpu": "L4", "gpus": 1, "count": 2},
+    ],
+    "model": {
+        "params": 7.6e9, "layers": 28, "hidden": 3584, "q_heads": 28, "kv_heads": 4, "head_dim": 128, "vocab": 152064,
+    },
+    "workload": {
+        "prompts_per_step": 8, "group_size": 4, "prompt_len": 30, "staleness": 1,
+        "output_len": {"type": "lognormal", "median": 40, "sigma": 0.5, "max": 64},
+        "train_tasks": [{"name": "actor", "kind": "train"}],
+    },
+}  # fmt: skip
+
+
+@pytest.fixture
+def tiny_task(tmp_path):
+    """A model of random weights and additions: what is learned does not matter here."""
+    rows = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in range(8) for b in range(8)]
+    train = write_rows(tmp_path / "train.jsonl", *rows)
+    return SimpleNamespace(model_dir=make_tiny_model(tmp_path / "model"), train_path=train, eval_path=None)
+
+
+class Machine:
+    """A `penstock node` process, its generators with it."""
+
+    def __init__(self, name, document, folder):
+        self.name, self._folder = name, RunFolder(folder / name)
+        path = folder / f"{name}.yaml"
+        path.write_text(yaml.safe_dump(document))
+        with (folder / f"{name}.log").open("wb") as log:
+            command = (*COMMAND, "node", str(path))
+            self.process = subprocess.Popen(command, env=environment(), stdout=log, stderr=log)
+
+    def die(self):
+        """kill -9 of everything on it."""
+        self.process.kill()
+        for record in self._folder.records():
+            if record.is_alive:
+                os.killpg(record.pid, signal.SIGKILL)
+        self.process.wait(timeout=30)
+
+
+@contextmanager
+def machine(name, addresses, task, folder):
+    document = {
+        "node_id": name,
+        "gpu": "L4",
+        "scheduler": addresses["scheduler"],
+        "dir": str(folder / name),
+        "generator": {
+            "listen": "127.0.0.1:0",
+            "run_id": RUN_ID,
+            "broker": addresses["broker"],
+            "weights": addresses["trainer"],
+            "model_path": str(task.model_dir),
+            "cache_dir": str(folder / name / "cache"),
+            "engine": {"engine": "emulated", "max_context_tokens": 192},
+            "emulated": {"gpu": "L4", "time_scale": 3},
+        },
+    }
+    one = Machine(name, document, folder)
+    try:
+        yield one
+    finally:
+        if one.process.poll() is None:
+            one.process.terminate()
+            one.process.wait(timeout=60)
+
+
+def plans(run):
+    path = run.folder.plans
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def generating(plan):
+    return {each["node_id"] for each in plan["assignments"] if each["role"] == "ROLE_GENERATOR"}
+
+
+def test_a_machine_that_joins_and_one_that_dies_are_planned_for_while_training_goes_on(tiny_task, tmp_path):
+    addresses = dict(zip(("broker", "scheduler", "trainer"), free_addresses(3), strict=True))
+    problem = tmp_path / "problem.json"
+    problem.write_text(json.dumps(PROBLEM))
+    document = small_run(tiny_task, tmp_path, run__num_steps=10_000, data__eval=None)
+    document["listen"] = addresses
+    document["scheduler"] = {"problem": str(problem), "heartbeat_interval_s": 2}
+    with ExitStack() as stack:
+        run = stack.enter_context(running(document, tmp_path))
+        stack.enter_context(machine("l4-0", addresses, tiny_task, tmp_path))
+        dying = stack.enter_context(machine("l4-1", addresses, tiny_task, tmp_path))
+        channel = stack.enter_context(grpc.insecure_channel(addresses["scheduler"]))
+        scheduler = scheduler_pb2_grpc.SchedulerServiceStub(channel)
+        broker = broker_pb2_grpc.BrokerServiceStub(stack.enter_context(grpc.insecure_channel(addresses["broker"])))
+
+        def works(name):
+            view = broker.GetRun(broker_pb2.GetRunRequest(run_id=RUN_ID), timeout=30)
+            here = [each for each in view.generators if each.hello.generator_id.startswith(f"gen-{name}-")]
+            return any(each.measured_tokens_per_second > 0 for each in here)
+
+        def is_known(name):
+            nodes = scheduler.ListNodes(scheduler_pb2.ListNodesRequest(), timeout=30).nodes
+            return any(each.node.node_id == name for each in nodes)
+
+        run.wait_for_step(1)
+        run.wait_for("work on both machines", lambda: works("l4-0") and works("l4-1"))
+        assert [generating(plan) for plan in plans(run)] == [{"l4-0", "l4-1"}]
+
+        stack.enter_context(machine("l4-new", addresses, tiny_task, tmp_path))
+        run.wait_for("a machine that joins", lambda: is_known("l4-new"))
+        dying.die()
+        run.wait_for("a plan without the dead one", lambda: "l4-1" not in generating(plans(run)[-1]))
+        plan = plans(run)[-1]
+        assert generating(plan) == {"l4-0", "l4-new"}
+        assert "l4-1 of the plan in force: not there any more. l4-new now used" in plan["explanation"]
+
+        run.wait_for("work on the new machine", lambda: works("l4-new"))
+        run.wait_for_step(run.num_steps + 2)
+        run.process.send_signal(signal.SIGINT)
+        assert run.end(timeout_s=90) == 130, run.text
+        summary = run.summary()
+
+    assert summary["audit"]["balanced"] is True
+    assert summary["audit"]["trained"] == summary["steps"] * 8 * 4
+    assert set(summary["restarts"].values()) == {0}
+    assert summary["max_staleness_seen"] <= 1
