@@ -45,6 +45,9 @@ class TrainerConfig(StrictModel):
     """Longest wait of a broadcast for generators that are expected."""
     broadcast_stall_s: float = Field(default=10.0, gt=0, le=600)
     """A broadcast that makes no progress for so long is given up; what is missing is fetched over HTTP."""
+    trusts_network: bool = False
+    """Let processes that torchrun started on several machines talk to each other, though torch.distributed neither
+    encrypts nor authenticates and TLS or a token protects everything else."""
     metrics_port: int | None = Field(default=None, ge=1, le=65535)
     """Port of the Prometheus endpoint; none when unset."""
 

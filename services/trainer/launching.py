@@ -25,6 +25,7 @@ import structlog
 import services
 from penstock.bound_child import bound
 from penstock.config import ConfigError
+from penstock.security import NO_SECURITY, Security
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -46,6 +47,13 @@ class Place:
     rank: int
     num_ranks: int
     local_rank: int
+    num_local_ranks: int
+    """Of its machine."""
+
+    @property
+    def spans_machines(self) -> bool:
+        """Whether some of the others are on another machine."""
+        return self.num_local_ranks < self.num_ranks
 
     @classmethod
     def read(cls, environ: Mapping[str, str]) -> Place | None:
@@ -53,7 +61,10 @@ class Place:
         if "TORCHELASTIC_RUN_ID" not in environ or environ.get("WORLD_SIZE", "1") == "1":
             return None
         return cls(
-            rank=int(environ["RANK"]), num_ranks=int(environ["WORLD_SIZE"]), local_rank=int(environ["LOCAL_RANK"])
+            rank=int(environ["RANK"]),
+            num_ranks=int(environ["WORLD_SIZE"]),
+            local_rank=int(environ["LOCAL_RANK"]),
+            num_local_ranks=int(environ["LOCAL_WORLD_SIZE"]),
         )
 
 
@@ -121,8 +132,7 @@ class StartedRanks:
 
         self._folder = tempfile.TemporaryDirectory(prefix="penstock-ranks-")
         path = str(Path(self._folder.name) / "store")
-        # gloo has no authentication; here its members need no other interface. It reads this variable only.
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
+        stay_on_loopback()
         for rank in range(1, self.num_ranks):
             environment = {**_child_environment(), STORE_VARIABLE: path}
             environment |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(self.num_ranks)}
@@ -156,6 +166,21 @@ def _below(name: str, store: Store) -> Store:
     import torch.distributed as dist
 
     return dist.PrefixStore(name, store)
+
+
+def stay_on_loopback() -> None:
+    """For processes of one machine: gloo has no authentication, and reads where to listen from this variable only."""
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
+
+
+def check_trust(place: Place | None, security: Security, *, trusts_network: bool) -> None:
+    """Refuses processes on several machines where everything else is protected; raises ConfigError."""
+    if place is not None and place.spans_machines and security != NO_SECURITY and not trusts_network:
+        raise ConfigError(
+            f"trusts_network: torchrun started {place.num_ranks} processes on several machines, between which weights "
+            "and samples travel without encryption or authentication, while TLS or a token protects everything else; "
+            "put them on a network of their own and set trusts_network: true, or train on one machine"
+        )
 
 
 def check_size(place: Place | None, num_processes: int) -> None:

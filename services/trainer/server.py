@@ -13,7 +13,7 @@ from penstock.v1 import trainer_pb2_grpc, weights_pb2_grpc
 from services.trainer.broadcast_server import broadcasting
 from services.trainer.config import TrainerConfig, TrainingConfig
 from services.trainer.context import Policy, RunSpec
-from services.trainer.launching import Place, TorchrunRuns, check_size
+from services.trainer.launching import Place, TorchrunRuns, check_size, check_trust, stay_on_loopback
 from services.trainer.run import TrainingRun
 from services.trainer.service import SERVICE_NAME, TrainerService
 from services.trainer.weight_publisher import serving_weights
@@ -30,12 +30,16 @@ async def serve(config: TrainerConfig) -> None:
 
     Raises:
         PortUnavailableError: An address cannot be listened on.
+        ConfigError: Its processes would talk unprotected over a network.
     """
     place = Place.read(os.environ)
+    security = Security.from_environment()
+    check_trust(place, security, trusts_network=config.trusts_network)
+    if place is not None and not place.spans_machines:
+        stay_on_loopback()
     if place is not None and place.rank > 0:
         await _follow(place)
         return
-    security = Security.from_environment()
     store = WeightStore()
     serve_metrics(config.metrics_port)
     async with (
