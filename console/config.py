@@ -83,6 +83,9 @@ class SchedulerSection(StrictModel):
     problem: Path | None = None
     """Planning problem (docs/planning.md) whose plan the run follows: machines that run `penstock node` start and stop
     generators by it, this run starts none."""
+    plan: Path | None = None
+    """The plan to begin with, as `penstock plan --json` prints or `--deploy` writes it: where the trainers are, and the
+    generators unless the scheduler finds better ones. All is planned when null."""
     nodes: tuple[Path, ...] = ()
     """Configurations of machines that stand here: a `penstock node` is started for each."""
     length_model: Path | None = None
@@ -217,8 +220,9 @@ class RunConfig(StrictModel):
     @model_validator(mode="after")
     def _a_plan_is_followed_whole(self) -> Self:
         problem = self.scheduler.problem
-        if problem is None and self.scheduler.nodes:
-            raise ValueError("scheduler.nodes: machines follow the plan of scheduler.problem; name that as well")
+        if problem is None and (self.scheduler.nodes or self.scheduler.plan is not None):
+            key = "nodes" if self.scheduler.nodes else "plan"
+            raise ValueError(f"scheduler.{key}: has no effect without scheduler.problem; name that as well")
         if problem is not None and self.endpoints.generators is not None:
             raise ValueError("endpoints.generators: the plan of scheduler.problem says who generates; leave one out")
         if problem is not None and not self.run.id:
@@ -305,9 +309,10 @@ def resolve(config: RunConfig, *, now_s: float) -> RunConfig:
     run = config.run.model_copy(update={"id": run_id})
     if isinstance(config.record, Path):
         config = config.model_copy(update={"record": _absolute(config.record)})
-    problem, nodes = config.scheduler.problem, config.scheduler.nodes
-    plan = {"problem": problem and _absolute(problem), "nodes": tuple(_absolute(path) for path in nodes)}
-    config = config.model_copy(update={"scheduler": config.scheduler.model_copy(update=plan)})
+    stated = config.scheduler
+    plan = {name: path and _absolute(path) for name, path in (("problem", stated.problem), ("plan", stated.plan))}
+    nodes = {"nodes": tuple(_absolute(path) for path in stated.nodes)}
+    config = config.model_copy(update={"scheduler": stated.model_copy(update=plan | nodes)})
     if config.endpoints.trainer is not None:
         return config.model_copy(update={"run": run})
     paths = {"train": config.data.train, "eval": config.data.eval}

@@ -1,53 +1,43 @@
 """From a plan to what starts it: for each site a compose file and a configuration for each service.
 
 Machines are reached under their own names, which must resolve where they are used (or all under one address, to try a
-deployment on one machine). Every replica of the plan is a generator of its own, with its GPUs, its degree and the batch
-that the plan counts on. The first machine of the training pool is the head: broker, scheduler, reward worker and
-trainer run there, in containers by its site's compose file, or without any by `penstock run` and the run.yaml beside
-the sites.
+deployment on one machine). Each runs `penstock node`, which starts what the plan gives it and follows revisions.
+The first machine of the training pool is the head: broker, scheduler, reward worker and trainer run there, in
+containers by its site's compose file, or without any by `penstock run` and the run.yaml beside the sites.
 """
 
 from __future__ import annotations
 
 import math
 import re
-from collections import Counter
-from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from pathlib import Path, PurePath
 
 import yaml
 
 from console.config import parse_run_config
 from console.deployment_compose import compose_file
+from console.deployment_nodes import (
+    LENGTHS_FILE,
+    Machine,
+    drawn_lengths,
+    machines,
+    node_document,
+    pretending,
+)
+from console.deployment_trainers import TrainingMachine, processes, training_machines
+from console.derive import training_config
+from console.node_config import NodeConfig
 from penstock.config import ConfigError, Document, validate
-from services.generator.config import EngineConfig, GeneratorConfig
-from services.scheduler.cost_model.rm1 import Rm1, Score
+from services.scheduler.cost_model.rm1 import Rm1
 from services.scheduler.plan_document import PlanDocument
 from services.scheduler.problem import Problem
 
 PORTS = {"redis": 7300, "broker": 7301, "reward": 7303, "trainer": 7304, "weights": 7305, "scheduler": 7306}
-FIRST_GENERATOR_PORT = 7400
-"""The first generator's; each takes two, the second for relaying weights inside its site."""
 PLAIN_RUN: Document = {"model": {"path": "/data/model"}, "data": {"train": "/data/train.jsonl"}}
 """Of which run it is, when nobody says: paths that somebody has to fill."""
+_IN_CONTAINERS = PurePath("/config")
 _HOST = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PlacedGenerator:
-    """One replica of the plan."""
-
-    name: str
-    machine: str
-    site: str
-    gpu: str
-    gpus: tuple[int, ...]
-    """Indices on its machine; as many as its tensor-parallel degree."""
-    batch: int
-    """Sequences that it decodes at once."""
-    port: int
 
 
 def write_deployment(
@@ -59,61 +49,153 @@ def write_deployment(
     """
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ConfigError(f"--deploy: {folder} is not an empty folder; name a new one")
-    files = deployment(rm1, plan, run=run, address=address)
-    for name, document in files.items():
+    files = deployment(rm1, plan, run=run, address=address, folder=folder.expanduser().absolute())
+    for name, content in files.items():
         path = folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(yaml.safe_dump(document, sort_keys=False), encoding="utf-8")
+        text = content if isinstance(content, str) else yaml.safe_dump(content, sort_keys=False)
+        path.write_text(text, encoding="utf-8")
     return [folder / name for name in files]
 
 
-def deployment(rm1: Rm1, plan: PlanDocument, *, run: Document, address: str | None) -> dict[str, Document]:
-    """Every file's document, by its path in the folder; all are checked. Raises ConfigError."""
-    _check_names(rm1.problem)
-    head = plan.train[0]
-    hosts = {machine: address or machine for machine in rm1.nodes}
-    generators = list(_generators(rm1, plan))
-    config = _run_config(rm1.problem, run, [f"{hosts[each.machine]}:{each.port}" for each in generators])
-    home = rm1.nodes[head.node].region
-    center = {name: f"{hosts[head.node]}:{port}" for name, port in PORTS.items()}
-    attached = {name: center[name] for name in ("broker", "scheduler", "reward", "trainer")}
-    started = {name: f"0.0.0.0:{PORTS[name]}" for name in (*attached, "weights")}
-    inside = {**config, "endpoints": {**config["endpoints"], **attached}}
-    files: dict[str, Document] = {
-        "run.yaml": {**config, "listen": {**started, "public_host": hosts[head.node]}},
-        f"{home}/run.yaml": inside,
-        f"{home}/broker.yaml": {
-            "listen": started["broker"],
-            "redis_url": f"redis://127.0.0.1:{PORTS['redis']}/0",
-            "scheduler": center["scheduler"],
-        },
-        f"{home}/scheduler.yaml": {"listen": started["scheduler"]},
-        f"{home}/reward.yaml": {
-            "listen": started["reward"],
-            "run_id": config["run"]["id"],
-            "broker": center["broker"],
-            "reward": _reward(config),
-        },
-        f"{home}/trainer.yaml": {
-            "listen": started["trainer"],
-            "weights_listen": started["weights"],
-            "weights_url": f"http://{center['weights']}",
-        },
-    }
-    for name in ("run.yaml", f"{home}/run.yaml"):
-        parse_run_config(files[name], source=name)
-    for each in generators:
-        document = _generator_config(each, config, center, hosts[each.machine], is_remote=each.site != home)
-        validate(GeneratorConfig, document, source=each.name)
-        files[f"{each.site}/{each.name}.yaml"] = document
-    sites = dict.fromkeys((home, *(each.site for each in generators)))
-    is_emulated = config.get("generator", {}).get("engine") == "emulated"
-    for site in sites:
-        here = [each for each in generators if each.site == site]
-        files[f"{site}/docker-compose.yml"] = compose_file(
-            here, (head.node, head.gpus) if site == home else None, PORTS, is_emulated=is_emulated
+def deployment(
+    rm1: Rm1, plan: PlanDocument, *, run: Document, address: str | None, folder: Path
+) -> dict[str, Document | str]:
+    """Every file's document or text, by its path in `folder`; all are checked. Raises ConfigError."""
+    return _Deployment.of(rm1, plan, run=run, address=address, folder=folder).files()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Deployment:
+    rm1: Rm1
+    plan: PlanDocument
+    config: Document
+    """The run's, with what the plan was computed for."""
+    address: str | None
+    folder: Path
+    machines: list[Machine]
+    trainers: list[TrainingMachine]
+    is_emulated: bool
+
+    @classmethod
+    def of(cls, rm1: Rm1, plan: PlanDocument, *, run: Document, address: str | None, folder: Path) -> _Deployment:
+        _check_names(rm1.problem)
+        is_emulated = run.get("generator", {}).get("engine") == "emulated"
+        return cls(
+            rm1=rm1,
+            plan=plan,
+            config=_run_config(rm1, plan, run, is_emulated=is_emulated),
+            address=address,
+            folder=folder,
+            machines=machines(rm1.problem, plan, is_one_host=address is not None),
+            trainers=training_machines(rm1, plan, address or plan.train[0].node),
+            is_emulated=is_emulated,
         )
-    return files
+
+    @property
+    def head(self) -> TrainingMachine:
+        return self.trainers[0]
+
+    def files(self) -> dict[str, Document | str]:
+        home = self.head.site
+        found: dict[str, Document | str] = {
+            "run.yaml": self._run_outside(),
+            f"{home}/run.yaml": self._run_inside(),
+            f"{home}/problem.yaml": self.rm1.problem.model_dump(mode="json", by_alias=True, exclude_none=True),
+            f"{home}/plan.yaml": self.plan.model_dump(mode="json"),
+            **self._services(home),
+        }
+        for name in ("run.yaml", f"{home}/run.yaml"):
+            config = parse_run_config(_document(found[name]), source=name)
+            training_config(config, broker="127.0.0.1:1", source=name)
+        for machine in self.machines:
+            document = self._node(machine)
+            validate(NodeConfig, document, source=machine.name)
+            found[f"{machine.site}/node-{machine.name}.yaml"] = document
+        sites = dict.fromkeys((*(each.site for each in self.trainers), *(each.site for each in self.machines)))
+        for site in sites:
+            found |= self._site(site, is_home=site == home)
+        return found
+
+    def _host(self, machine: str) -> str:
+        return self.address or machine
+
+    def _center(self) -> dict[str, str]:
+        return {name: f"{self._host(self.head.name)}:{port}" for name, port in PORTS.items()}
+
+    def _run_outside(self) -> Document:
+        """For `penstock run` on the head. A trainer of several machines is torchrun's to start, and attached to."""
+        listen = {name: f"0.0.0.0:{PORTS[name]}" for name in ("broker", "scheduler", "reward", "trainer", "weights")}
+        document = self._with_plan(self.folder / self.head.site)
+        if self.address is not None:
+            nodes = [str(self.folder / each.site / f"node-{each.name}.yaml") for each in self.machines]
+            document["scheduler"] = {**document["scheduler"], "nodes": nodes}
+        if self.head.torchrun:
+            document["endpoints"] = {**document.get("endpoints", {}), "trainer": self._center()["trainer"]}
+            del listen["trainer"], listen["weights"]
+        return {**document, "listen": {**listen, "public_host": self._host(self.head.name)}}
+
+    def _run_inside(self) -> Document:
+        """For the container that follows the run: everything is started beside it."""
+        document = self._with_plan(_IN_CONTAINERS)
+        center = self._center()
+        attached = {name: center[name] for name in ("broker", "scheduler", "reward", "trainer")}
+        return {**document, "endpoints": {**document.get("endpoints", {}), **attached}}
+
+    def _with_plan(self, folder: PurePath) -> Document:
+        # Machines know what they pretend to be; the run starts no generator of its own.
+        generator = {key: value for key, value in self.config.get("generator", {}).items() if key != "emulated"}
+        plan = {"problem": str(folder / "problem.yaml"), "plan": str(folder / "plan.yaml")}
+        scheduler = {**self.config.get("scheduler", {}), **plan}
+        return {**self.config, "generator": generator, "scheduler": scheduler}
+
+    def _services(self, home: str) -> dict[str, Document | str]:
+        center = self._center()
+        return {
+            f"{home}/broker.yaml": {
+                "listen": f"0.0.0.0:{PORTS['broker']}",
+                "redis_url": f"redis://127.0.0.1:{PORTS['redis']}/0",
+                "scheduler": center["scheduler"],
+            },
+            f"{home}/scheduler.yaml": {"listen": f"0.0.0.0:{PORTS['scheduler']}"},
+            f"{home}/reward.yaml": {
+                "listen": f"0.0.0.0:{PORTS['reward']}",
+                "run_id": self.config["run"]["id"],
+                "broker": center["broker"],
+                "reward": _reward(self.config),
+            },
+        }
+
+    def _node(self, machine: Machine) -> Document:
+        is_tried_here = self.address is not None
+        return node_document(
+            machine,
+            self.config,
+            self._center(),
+            address=self._host(machine.name),
+            folder=self.folder / "machines" / machine.name if is_tried_here else PurePath("/runs", machine.name),
+            config_folder=self.folder / machine.site if is_tried_here else _IN_CONTAINERS,
+            is_remote=machine.site != self.head.site,
+        )
+
+    def _site(self, site: str, *, is_home: bool) -> dict[str, Document | str]:
+        here = [each for each in self.machines if each.site == site]
+        trainers = [each for each in self.trainers if each.site == site]
+        head = self.head.name if is_home else None
+        found: dict[str, Document | str] = {
+            f"{site}/docker-compose.yml": compose_file(
+                here, trainers, head=head, ports=PORTS, is_emulated=self.is_emulated
+            )
+        }
+        if trainers:
+            found[f"{site}/trainer.yaml"] = {
+                "listen": f"0.0.0.0:{PORTS['trainer']}",
+                "weights_listen": f"0.0.0.0:{PORTS['weights']}",
+                "weights_url": f"http://{self._center()['weights']}",
+            }
+        if here and self.is_emulated:
+            found[f"{site}/{LENGTHS_FILE}"] = drawn_lengths(self.rm1.problem)
+        return found
 
 
 def _check_names(problem: Problem) -> None:
@@ -126,36 +208,12 @@ def _check_names(problem: Problem) -> None:
                 )
 
 
-def _generators(rm1: Rm1, plan: PlanDocument) -> Iterator[PlacedGenerator]:
-    """Every replica, its GPUs after those of its machine that train."""
-    score = rm1.score(plan)
-    assert isinstance(score, Score), "a plan that was checked can run"
-    taken = Counter({share.node: share.gpus for share in plan.train})
-    numbers: Counter[str] = Counter()
-    port = FIRST_GENERATOR_PORT
-    for generation in score.generation:
-        replicas = generation.replicas
-        node = rm1.nodes[replicas.node]
-        for _ in range(replicas.count):
-            first = taken[replicas.node]
-            taken[replicas.node] += replicas.tp
-            yield PlacedGenerator(
-                name=f"gen-{replicas.node}-{numbers[replicas.node]}",
-                machine=replicas.node,
-                site=node.region,
-                gpu=node.gpu,
-                gpus=tuple(range(first, first + replicas.tp)),
-                batch=generation.state.batch if generation.state is not None else 1,
-                port=port,
-            )
-            numbers[replicas.node] += 1
-            port += 2
-
-
-def _run_config(problem: Problem, run: Document, generators: list[str]) -> Document:
-    """The run's configuration with what the plan was computed for, and its generators."""
+def _run_config(rm1: Rm1, plan: PlanDocument, run: Document, *, is_emulated: bool) -> Document:
+    """The run's configuration with what the plan was computed for."""
+    problem = rm1.problem
     workload = problem.workload
-    return {
+    endpoints = {key: value for key, value in run.get("endpoints", {}).items() if key != "generators"}
+    config: Document = {
         **run,
         "run": {"id": re.sub(r"[^A-Za-z0-9._-]", "-", problem.id), **run.get("run", {})},
         "algorithm": {
@@ -165,8 +223,13 @@ def _run_config(problem: Problem, run: Document, generators: list[str]) -> Docum
             "max_staleness": workload.staleness,
         },
         "sampling": {**run.get("sampling", {}), "max_new_tokens": math.ceil(workload.output_len.longest)},
-        "endpoints": {**run.get("endpoints", {}), "generators": generators},
+        "endpoints": endpoints,
     }
+    if is_emulated:
+        # The trainer is real, on whatever this machine has: it keeps to what the run says.
+        emulated = pretending(problem, run["generator"].get("emulated", {}))
+        return {**config, "generator": {**run["generator"], "emulated": emulated}}
+    return {**config, "trainer": {**run.get("trainer", {}), "processes": processes(rm1, plan)}}
 
 
 def _reward(config: Document) -> Document:
@@ -174,30 +237,6 @@ def _reward(config: Document) -> Document:
     return {"model": stated} if isinstance(stated, str) else stated
 
 
-def _generator_config(
-    each: PlacedGenerator, run: Document, center: Mapping[str, str], host: str, *, is_remote: bool
-) -> Document:
-    stated = {key: value for key, value in run.get("generator", {}).items() if key in EngineConfig.model_fields}
-    engine: dict[str, Any] = {
-        **stated,
-        "tensor_parallel": len(each.gpus),
-        "max_concurrent_samples": max(1, min(each.batch, 8192)),
-    }
-    document: Document = {
-        "listen": f"0.0.0.0:{each.port}",
-        "generator_id": each.name,
-        "run_id": run["run"]["id"],
-        "broker": center["broker"],
-        "weights": center["trainer"],
-        "model_path": run["model"]["path"],
-        "dtype": run["model"].get("dtype", "auto"),
-        "cache_dir": f"/run/penstock/{each.name}",
-        "engine": engine,
-    }
-    if is_remote:
-        # Of a site apart from the trainer, one generator fetches each version and the others get it from there.
-        relay = each.port + 1
-        document |= {"site": each.site, "relay_listen": f"0.0.0.0:{relay}", "relay_url": f"http://{host}:{relay}"}
-    if engine.get("engine") == "emulated":
-        document["emulated"] = {"gpu": each.gpu}
-    return document
+def _document(content: Document | str) -> Document:
+    assert not isinstance(content, str), "configurations are documents"
+    return content

@@ -3,35 +3,38 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from console.deployment import PlacedGenerator
+from console.deployment_nodes import Machine
+from console.deployment_trainers import TrainingMachine
 
 Service = dict[str, Any]
 
 
 def compose_file(
-    generators: Sequence[PlacedGenerator],
-    head: tuple[str, int] | None,
-    ports: Mapping[str, int],
+    machines: Sequence[Machine],
+    trainers: Sequence[TrainingMachine],
     *,
+    head: str | None,
+    ports: Mapping[str, int],
     is_emulated: bool,
 ) -> dict[str, Any]:
-    """One site's document; `head` is the machine of broker and trainer, and how many GPUs train, where it is here."""
+    """One site's document: its machines that generate and that train; `head` is the run's, where it is here."""
     services: dict[str, Service] = {}
     if head is not None:
-        services |= _center(head, ports, is_emulated=is_emulated)
-    for each in generators:
+        services |= _center(head, ports)
+    for trainer in trainers:
+        services |= _trainer(trainer, is_head=trainer.name == head, port=ports["trainer"], is_emulated=is_emulated)
+    for each in machines:
         image = "penstock-generator" if is_emulated else "penstock-generator-gpu"
-        service = _service(image, ["serve", "generator", "--config", f"/config/{each.name}.yaml"], each.machine)
-        service |= {"shm_size": "8gb", **_health(each.port)}
-        services[each.name] = service | ({} if is_emulated else _gpus(each.gpus))
+        service = _service(image, ["node", f"/config/node-{each.name}.yaml"], each.name)
+        # It serves nothing itself; its generators have health of their own.
+        service |= {"shm_size": "8gb", "stop_grace_period": "40s", "healthcheck": {"disable": True}}
+        services[f"node-{each.name}"] = service | ({} if is_emulated else _gpus(each.gpus))
     return {"services": services, "volumes": {"data": {}, "redis": {}, "runs": {}}}
 
 
-def _center(head: tuple[str, int], ports: Mapping[str, int], *, is_emulated: bool) -> dict[str, Service]:
-    machine, gpus = head
+def _center(machine: str, ports: Mapping[str, int]) -> dict[str, Service]:
     redis = ["redis-server", "--port", str(ports["redis"]), "--appendonly", "yes", "--appendfsync", "everysec"]
     services: dict[str, Service] = {
         "redis": {
@@ -44,23 +47,29 @@ def _center(head: tuple[str, int], ports: Mapping[str, int], *, is_emulated: boo
             "healthcheck": {"test": ["CMD", "redis-cli", "-p", str(ports["redis"]), "ping"], **_PACE},
         }
     }
-    for name, waits_for in (
-        ("broker", ("redis",)),
-        ("scheduler", ()),
-        ("reward", ("broker",)),
-        ("trainer", ("broker", "scheduler")),
-    ):
-        image = "penstock-trainer-gpu" if name == "trainer" and not is_emulated else f"penstock-{name}"
-        service = _service(image, ["serve", name, "--config", f"/config/{name}.yaml"], machine)
+    for name, waits_for in (("broker", ("redis",)), ("scheduler", ()), ("reward", ("broker",))):
+        service = _service(f"penstock-{name}", ["serve", name, "--config", f"/config/{name}.yaml"], machine)
         services[name] = service | _health(ports[name]) | _after(waits_for)
-    if not is_emulated:
-        services["trainer"] |= _gpus(tuple(range(gpus)))
     services["run"] = {
         **_service("penstock-console", ["run", "/config/run.yaml"], machine),
         "restart": "no",
         **_after(("broker", "scheduler", "reward", "trainer")),
     }
     return services
+
+
+def _trainer(trainer: TrainingMachine, *, is_head: bool, port: int, is_emulated: bool) -> dict[str, Service]:
+    """The trainer on the head; on other machines of the pool the processes that it deals packs to."""
+    image = "penstock-trainer" if is_emulated else "penstock-trainer-gpu"
+    serve = ["serve", "trainer", "--config", "/config/trainer.yaml"]
+    service = _service(image, serve, trainer.name)
+    if trainer.torchrun:
+        service |= {"entrypoint": ["torchrun", *trainer.torchrun, "-m", "console"], "shm_size": "8gb"}
+    if is_head:
+        service |= _health(port) | _after(("broker", "scheduler"))
+    else:
+        service |= {"healthcheck": {"disable": True}}
+    return {"trainer" if is_head else f"trainer-{trainer.name}": service | ({} if is_emulated else _gpus(trainer.gpus))}
 
 
 _PACE = {"interval": "15s", "timeout": "5s", "retries": 40, "start_period": "5s"}
@@ -86,6 +95,7 @@ def _after(names: Sequence[str]) -> Service:
     return {"depends_on": {name: {"condition": "service_healthy"} for name in names}} if names else {}
 
 
-def _gpus(indices: Sequence[int]) -> Service:
-    device = {"driver": "nvidia", "device_ids": [str(index) for index in indices], "capabilities": ["gpu"]}
+def _gpus(count: int) -> Service:
+    """The machine's first GPUs. A node sees all of them, since the plan names them by their place on the machine."""
+    device = {"driver": "nvidia", "device_ids": [str(index) for index in range(count)], "capabilities": ["gpu"]}
     return {"deploy": {"resources": {"reservations": {"devices": [device]}}}}

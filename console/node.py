@@ -22,7 +22,7 @@ from pathlib import Path
 import structlog
 
 from console.folder import RunFolder
-from console.node_config import NodeConfig
+from console.node_config import NodeConfig, read_node
 from console.node_plan import Placement, change, generator_config, placements
 from console.parent_watch import watch_launcher
 from console.ports import free_block
@@ -31,7 +31,6 @@ from console.processes import ServiceFailedError
 from console.service_processes import ServiceProcesses
 from penstock.clients.inventory import report_node, say_leaving, this_machine
 from penstock.clients.plans import watch_plan
-from penstock.config import apply_overrides, read_document, validate
 from penstock.security import Security
 from penstock.telemetry import configure_logging
 from penstock.v1 import scheduler_pb2 as pb
@@ -42,7 +41,7 @@ _log = structlog.get_logger()
 
 def node_command(path: Path, overrides: list[str]) -> int:
     """`penstock node`; returns the exit status. Raises ConfigError."""
-    config = validate(NodeConfig, apply_overrides(read_document(path), overrides), source=str(path))
+    config = read_node(path, overrides)
     configure_logging(config.node_id, level=config.log.level, log_format=config.log.format)
     watch_launcher(os.environ)
     return asyncio.run(_run(config, Security.from_environment()))

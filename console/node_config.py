@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 
 from pydantic import Field
 
 from console.config import LogSection
-from penstock.config import StrictModel, Targets
+from penstock.config import StrictModel, Targets, apply_overrides, read_document, validate
 from services.generator.config import GeneratorConfig
 
 
@@ -35,3 +36,8 @@ class NodeConfig(StrictModel):
     once; the one that begins at GPU i listens at the port of `listen` + 2 i, on a free one where that is 0."""
     log: LogSection = LogSection()
     """Logs of its generators."""
+
+
+def read_node(path: Path, overrides: Iterable[str] = ()) -> NodeConfig:
+    """The machine in a file, with dotted overrides applied. Raises ConfigError."""
+    return validate(NodeConfig, apply_overrides(read_document(path), overrides), source=str(path))

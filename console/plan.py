@@ -74,17 +74,18 @@ def plan_command(path: Path, options: PlanOptions) -> int:
 
 def _deploy(folder: Path, rm1: Rm1, plan: PlanDocument, options: PlanOptions) -> None:
     from console.deployment import PLAIN_RUN, write_deployment
+    from console.deployment_trainers import training_machines
 
     run = read_document(options.run) if options.run is not None else PLAIN_RUN
     written = write_deployment(folder, rm1, plan, run=run, address=options.address)
     print(f"{len(written)} files in {folder}; docs/planning.md says how to start them", file=sys.stderr)
-    left_out = sum(share.gpus for share in plan.train[1:])
-    if left_out:
-        print(
-            f"note: the trainer runs on {plan.train[0].node} alone; {left_out} GPUs of other machines that the plan "
-            "gives to training are left out",
-            file=sys.stderr,
-        )
+    if len(plan.train) > 1:
+        address = options.address or plan.train[0].node
+        for each in training_machines(rm1, plan, address):
+            command = " ".join(("torchrun", *each.torchrun, "-m console serve trainer --config"))
+            print(
+                f"note: without containers, {each.name} trains by: {command} {each.site}/trainer.yaml", file=sys.stderr
+            )
 
 
 def _planned(rm1: Rm1, options: PlanOptions) -> dict[str, Any]:

@@ -6,7 +6,7 @@ import asyncio
 import importlib.util
 import os
 import subprocess
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,12 +14,13 @@ from console.config import RunConfig
 from console.embedded_redis import redis_executable
 from console.folder import CONSOLE_NAME, RunFolder
 from console.model_check import context_problem, data_problems, model_problems
-from console.node_config import NodeConfig
+from console.node_config import read_node
 from console.ports import listen_problem
 from console.probes import BROKER, GENERATOR, REWARD, SCHEDULER, TRAINER, redis_problem, service_problem
 from console.processes import console_argv, service_environment
-from penstock.config import ConfigError, read_document, validate
+from penstock.config import ConfigError
 from penstock.security import Security
+from services.scheduler.plan_document import read_plan
 from services.scheduler.problem import read_problem
 from services.trainer.config import TRACKER_PACKAGES
 
@@ -72,18 +73,19 @@ def _lengths_problems(config: RunConfig) -> list[str]:
 
 
 def _plan_problems(config: RunConfig) -> list[str]:
-    path = config.scheduler.problem
+    section = config.scheduler
+    checks: list[tuple[str, Path | None, Callable[[Path], object]]] = [
+        ("problem", section.problem, read_problem),
+        ("plan", section.plan, read_plan),
+        *(("nodes", path, read_node) for path in section.nodes),
+    ]
     problems = []
-    try:
-        if path is not None:
-            read_problem(path)
-    except ConfigError as error:
-        problems += [f"scheduler.problem: {line}" for line in str(error).splitlines()]
-    for node in config.scheduler.nodes:
+    for key, path, read in checks:
         try:
-            validate(NodeConfig, read_document(node), source=str(node))
+            if path is not None:
+                read(path)
         except ConfigError as error:
-            problems += [f"scheduler.nodes: {line}" for line in str(error).splitlines()]
+            problems += [f"scheduler.{key}: {line}" for line in str(error).splitlines()]
     return problems
 
 

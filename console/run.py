@@ -224,6 +224,7 @@ class _Run:
         return RunPlan(
             run_id=self._config.run.id,
             problem=problem,
+            plan=self._config.scheduler.plan,
             scheduler=self._launcher.addresses.scheduler.target,
             history=self._folder.plans,
             security=self._security,

@@ -20,6 +20,7 @@ from penstock.rpc import call, call_with_retry, open_channel
 from penstock.security import Security
 from penstock.v1 import scheduler_pb2 as pb
 from penstock.v1 import scheduler_pb2_grpc
+from services.scheduler.plan_document import PlanDocument, read_plan
 
 BUDGET_S = 10.0
 _SLACK_S = 20.0
@@ -34,6 +35,7 @@ class RunPlan:
         *,
         run_id: str,
         problem: Path,
+        plan: Path | None,
         scheduler: str,
         history: Path,
         security: Security,
@@ -46,6 +48,8 @@ class RunPlan:
         self._security = security
         self._note = note
         self._plan: pb.Plan | None = None
+        """In force."""
+        self._begin = None if plan is None else as_message(read_plan(plan))
 
     async def create(self) -> None:
         """Have the run planned. Raises ConfigError where the problem is wrong, PenstockError where no plan can run."""
@@ -86,8 +90,8 @@ class RunPlan:
     def _request(self) -> pb.CreatePlanRequest:
         request = pb.CreatePlanRequest(run_id=self._run_id, problem_json=self._problem_json, keeps_trainers=True)
         request.budget.FromMilliseconds(int(BUDGET_S * 1000))
-        if self._plan is not None:
-            request.running_plan.CopyFrom(self._plan)
+        if (running := self._plan or self._begin) is not None:
+            request.running_plan.CopyFrom(running)
         return request
 
     def _take(self, plan: pb.Plan) -> None:
@@ -102,6 +106,18 @@ class RunPlan:
                 f"plan {plan.revision} trains on {_named(_trainers(plan))}, which this run cannot change while it goes "
                 "on: stop it, and resume it there"
             )
+
+
+def as_message(plan: PlanDocument) -> pb.Plan:
+    """A plan document as the scheduler takes it for a running plan."""
+    message = pb.Plan()
+    for share in plan.train:
+        message.assignments.add(node_id=share.node, role=pb.ROLE_TRAINER, accelerator_indices=range(share.gpus))
+    for each in plan.gen:
+        message.assignments.add(
+            node_id=each.node, role=pb.ROLE_GENERATOR, tensor_parallel=each.tp, num_replicas=each.count
+        )
+    return message
 
 
 def summary(plan: pb.Plan) -> str:

@@ -1,14 +1,18 @@
 import shutil
 import subprocess
+from pathlib import Path
 
 import pytest
 import yaml
 
 from console.config import load_run_config
 from console.deployment import PLAIN_RUN, deployment, write_deployment
+from console.node_config import read_node
 from console.serve import ServiceKind, load_service_config
 from penstock.config import ConfigError
 from services.scheduler.cost_model.rm1 import Rm1
+from services.scheduler.plan_document import read_plan
+from services.scheduler.problem import read_problem
 from tests.helpers.planning import plan, problem
 
 PLAN = plan([("l40s-0", 1, 3), ("l40s-0", 4, 1), ("l4-0", 2, 4)], [("a100-0", 4), ("l40s-0", 1)])
@@ -19,74 +23,99 @@ def rm1():
     return Rm1(problem("tiny_04"))
 
 
+SPREAD = plan([("l4-0", 2, 4)], [("a100-0", 4), ("l40s-0", 8)])
+
+
+def deployed(rm1, *, of=PLAN, run=PLAIN_RUN, address=None, folder=Path("/out")):
+    return deployment(rm1, of, run=run, address=address, folder=folder)
+
+
 def test_every_file_is_accepted_by_what_reads_it(rm1, tmp_path):
     written = write_deployment(tmp_path / "out", rm1, PLAN)
 
     for path in written:
         if path.name == "run.yaml":
             load_run_config(path)
-        elif path.name.startswith("gen-"):
-            load_service_config(ServiceKind.GENERATOR, path, [], listen=None)
+        elif path.name.startswith("node-"):
+            read_node(path)
+        elif path.name == "problem.yaml":
+            assert read_problem(path) == rm1.problem
+        elif path.name == "plan.yaml":
+            assert read_plan(path) == PLAN
         elif path.name != "docker-compose.yml":
             load_service_config(ServiceKind(path.stem), path, [], listen=None)
     assert {str(path.relative_to(tmp_path / "out")) for path in written} == {
         "run.yaml",
-        *(f"r0/{name}.yaml" for name in ("run", "broker", "scheduler", "reward", "trainer")),
+        *(f"r0/{name}.yaml" for name in ("run", "problem", "plan", "broker", "scheduler", "reward", "trainer")),
         "r0/docker-compose.yml",
         "r1/docker-compose.yml",
-        *(f"r0/gen-l40s-0-{index}.yaml" for index in range(4)),
-        *(f"r1/gen-l4-0-{index}.yaml" for index in range(4)),
+        "r0/node-a100-0.yaml",
+        "r0/node-l40s-0.yaml",
+        "r1/node-l4-0.yaml",
+        "r1/node-l4-1.yaml",
     }
 
 
-def test_every_gpu_of_the_plan_is_given_once_and_the_rest_to_nobody(rm1):
-    files = deployment(rm1, PLAN, run=PLAIN_RUN, address=None)
-    given: dict[str, list[str]] = {}
-    for name in ("r0", "r1"):
-        for service in files[f"{name}/docker-compose.yml"]["services"].values():
-            devices = service.get("deploy", {}).get("resources", {}).get("reservations", {}).get("devices", [])
-            for device in devices:
-                given.setdefault(service["profiles"][0], []).extend(device["device_ids"])
+def test_machines_find_the_head_and_relay_only_where_the_trainer_is_far(rm1):
+    files = deployed(rm1)
+    far, near = files["r1/node-l4-0.yaml"], files["r0/node-l40s-0.yaml"]
 
-    # The GPU of l40s-0 that is to train comes first; the trainer has the head's alone.
-    assert given["a100-0"] == ["0", "1", "2", "3"]
-    assert sorted(given["l40s-0"]) == [str(index) for index in range(1, 8)]
-    assert sorted(given["l4-0"]) == [str(index) for index in range(8)]
-    assert "l4-1" not in given
-
-
-def test_generators_find_the_head_and_relay_only_where_the_trainer_is_far(rm1):
-    files = deployment(rm1, PLAN, run=PLAIN_RUN, address=None)
-    far, near = files["r1/gen-l4-0-0.yaml"], files["r0/gen-l40s-0-3.yaml"]
-
-    assert (far["broker"], far["weights"]) == ("a100-0:7301", "a100-0:7304")
-    assert far["relay_url"].startswith("http://l4-0:")
-    assert "relay_url" not in near
-    assert near["engine"]["tensor_parallel"] == 4
-    ports = [int(address.rsplit(":", 1)[1]) for address in files["run.yaml"]["endpoints"]["generators"]]
-    assert len(set(ports)) == 8
+    assert (far["generator"]["broker"], far["generator"]["weights"]) == ("a100-0:7301", "a100-0:7304")
+    assert (far["scheduler"], far["address"]) == ("a100-0:7306", "l4-0")
+    assert far["generator"]["site"] == far["site"] == "r1"
+    assert "site" not in near["generator"]
     assert files["run.yaml"]["algorithm"] == {"group_size": 8, "prompts_per_step": 128, "max_staleness": 1}
+    assert files["run.yaml"]["scheduler"] == {"problem": "/out/r0/problem.yaml", "plan": "/out/r0/plan.yaml"}
 
 
-def test_batches_are_those_that_the_plan_counts_on(rm1):
-    files = deployment(rm1, PLAN, run=PLAIN_RUN, address=None)
-    for generation in rm1.score(PLAN).generation:
-        each = generation.replicas
-        stated = [
-            document["engine"]
-            for name, document in files.items()
-            if name.split("/")[-1].startswith(f"gen-{each.node}-") and document["engine"]["tensor_parallel"] == each.tp
-        ]
-        assert [engine["max_concurrent_samples"] for engine in stated] == [generation.state.batch] * each.count
+def test_trainers_start_on_every_machine_of_the_pool(rm1):
+    files = deployed(rm1, of=SPREAD)
+    services = files["r0/docker-compose.yml"]["services"]
+    head, other = services["trainer"], services["trainer-l40s-0"]
+
+    assert head["entrypoint"][:4] == ["torchrun", "--nnodes=2", "--node-rank=0", "--nproc-per-node=4"]
+    assert other["entrypoint"][:4] == ["torchrun", "--nnodes=2", "--node-rank=1", "--nproc-per-node=8"]
+    assert "--master-addr=a100-0" in other["entrypoint"]
+    assert (head["profiles"], other["profiles"]) == (["a100-0"], ["l40s-0"])
+    shares = files["run.yaml"]["trainer"]["processes"]
+    speeds = [rm1.gpu_training_rate[name] for name in ("a100", "l40s")]
+    assert shares == [round(speeds[0] / max(speeds), 3)] * 4 + [round(speeds[1] / max(speeds), 3)] * 8
+    # torchrun starts the trainer, so the run attaches to it.
+    assert files["run.yaml"]["endpoints"] == {"trainer": "a100-0:7304"}
 
 
-def test_pretend_generators_need_no_gpu_and_pretend_to_be_the_planned_one(rm1):
-    run = {**PLAIN_RUN, "generator": {"engine": "emulated", "count": 3}}
-    files = deployment(rm1, PLAN, run=run, address="127.0.0.1")
+def test_a_trainer_of_one_machine_starts_its_processes_itself(rm1):
+    files = deployed(rm1, of=plan([("l4-0", 2, 4)], [("a100-0", 4)]))
+
+    assert files["run.yaml"]["trainer"]["processes"] == 4
+    assert files["run.yaml"]["endpoints"] == {}
+    assert "entrypoint" not in files["r0/docker-compose.yml"]["services"]["trainer"]
+
+
+def test_pretend_machines_need_no_gpu_and_all_stand_beside_the_run(rm1, tmp_path):
+    emulated = {"model": "qwen2.5-1.5b", "time_scale": 5}
+    run = {**PLAIN_RUN, "generator": {"engine": "emulated", "count": 3, "emulated": emulated}}
+    files = deployed(rm1, run=run, address="127.0.0.1", folder=tmp_path)
+    node = files["r1/node-l4-0.yaml"]["generator"]
 
     assert "deploy" not in str(files["r1/docker-compose.yml"])
-    assert files["r1/gen-l4-0-0.yaml"]["emulated"] == {"gpu": "L4"}
-    assert all(address.startswith("127.0.0.1:") for address in files["run.yaml"]["endpoints"]["generators"])
+    assert node["emulated"] == {**emulated, "gpu": "L4", "lengths": str(tmp_path / "r1/lengths.txt")}
+    lengths = [int(line) for line in files["r1/lengths.txt"].split()]
+    assert sum(lengths) / len(lengths) == pytest.approx(rm1.demand.completion_tokens, rel=0.05)
+    assert len(files["run.yaml"]["scheduler"]["nodes"]) == 4
+    ports = [
+        files[f"{name}.yaml"]["generator"]["listen"] for name in ("r0/node-l40s-0", "r1/node-l4-0", "r1/node-l4-1")
+    ]
+    assert len(set(ports)) == 3
+    with pytest.raises(ConfigError, match=r"generator.emulated.speed: unknown"):
+        deployed(rm1, run={**run, "generator": {"engine": "emulated", "emulated": {**emulated, "speed": 2}}})
+
+
+def test_a_model_that_no_pretend_gpu_knows_must_be_named(rm1):
+    run = {**PLAIN_RUN, "generator": {"engine": "emulated"}}
+    strange = Rm1(problem("tiny_04", "model.layers=7"))
+    with pytest.raises(ConfigError, match=r"generator.emulated.model: the problem's model is none of"):
+        deployed(strange, run=run)
 
 
 def test_what_cannot_be_written_is_told(rm1, tmp_path):
@@ -95,16 +124,16 @@ def test_what_cannot_be_written_is_told(rm1, tmp_path):
         write_deployment(tmp_path, rm1, PLAN)
     spaced = Rm1(problem("tiny_02", "nodes=[{name: my box, gpu: H800, gpus: 8}]"))
     with pytest.raises(ConfigError, match=r"nodes.0.name: 'my box' cannot name a machine"):
-        deployment(spaced, plan([("my box-0", 1, 4)], [("my box-0", 4)]), run=PLAIN_RUN, address=None)
+        deployed(spaced, of=plan([("my box-0", 1, 4)], [("my box-0", 4)]))
     with pytest.raises(ConfigError, match="algorithm"):
-        deployment(rm1, PLAN, run={**PLAIN_RUN, "algorithm": {"label": "grpo"}}, address=None)
+        deployed(rm1, run={**PLAIN_RUN, "algorithm": {"label": "grpo"}})
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("docker-compose") is None, reason="docker-compose is not installed")
 def test_docker_compose_accepts_each_sites_file(rm1, tmp_path):
     write_deployment(tmp_path / "out", rm1, PLAN)
-    for site, machine, services in (("r0", "a100-0", 6), ("r0", "l40s-0", 4), ("r1", "l4-0", 4)):
+    for site, machine, services in (("r0", "a100-0", 7), ("r0", "l40s-0", 2), ("r1", "l4-0", 1)):
         file = tmp_path / "out" / site / "docker-compose.yml"
         command = ["docker-compose", "-f", str(file), "--profile", machine, "config"]
         told = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
