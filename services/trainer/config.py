@@ -81,7 +81,8 @@ class ModelConfig(StrictModel):
     path: Path
     """Hugging Face directory of a causal language model and its tokenizer."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Element type of the trained weights; auto keeps the model's own on GPUs and float32 on CPUs."""
+    """Element type of matrix products in training, and of published weights; auto is bfloat16 on GPUs for a model of 16
+    bits, else float32. What is trained is float32 in any case."""
 
 
 class LoraSection(StrictModel):

@@ -27,6 +27,7 @@ from services.trainer.config import OptimizerConfig
 from services.trainer.named_tensors import below, check_layout, placed
 from services.trainer.packing import Pack
 from services.trainer.peers import Peers
+from services.trainer.precision import MASTER, computing_in
 
 
 class Critic:
@@ -34,7 +35,7 @@ class Critic:
 
     Args:
         path: The policy's directory.
-        dtype: Element type of the network's weights; the head is float32.
+        dtype: Element type in which the network computes; its weights, and the head, are float32.
         device: Where it computes.
         peers: The processes over which it is sharded.
         learning_rate: Its peak rate; it falls and warms up as the policy's does.
@@ -53,7 +54,7 @@ class Critic:
     ) -> None:
         # Loaded as the policy is: the bare network's own loader reports the head as unexpected.
         self._network: Any = AutoModelForCausalLM.from_pretrained(
-            path, dtype=dtype, attn_implementation=PACKED_ATTENTION, local_files_only=True
+            path, dtype=MASTER, attn_implementation=PACKED_ATTENTION, local_files_only=True
         ).base_model
         self._network.eval().to(device)
         self._head: Any = nn.Linear(self._network.config.get_text_config().hidden_size, 1, device=device)
@@ -67,7 +68,7 @@ class Critic:
             for module, holder in (("network", self._network), ("head", self._head))
             for name, parameter in holder.named_parameters()
         }
-        self._device = device
+        self._device, self._dtype = device, dtype
         self._learning_rate = learning_rate
         self._max_grad_norm = optimizer.max_grad_norm
         self._optimizer = torch.optim.AdamW(
@@ -81,12 +82,13 @@ class Critic:
 
     def values(self, pack: Pack) -> Tensor:
         """What the states before the loss tokens are worth, float32[N], with gradient where that is on."""
-        hidden_1th: Tensor = self._network(
-            input_ids=self._tensor(pack.token_ids)[None],
-            position_ids=self._tensor(pack.position_ids)[None],
-            segment_lengths=pack.segment_lengths,
-            use_cache=False,
-        ).last_hidden_state
+        with computing_in(self._dtype, self._device):
+            hidden_1th: Tensor = self._network(
+                input_ids=self._tensor(pack.token_ids)[None],
+                position_ids=self._tensor(pack.position_ids)[None],
+                segment_lengths=pack.segment_lengths,
+                use_cache=False,
+            ).last_hidden_state
         worth_n1: Tensor = self._head(hidden_1th[0, self._tensor(pack.logit_positions)].float())
         return worth_n1[:, 0]
 

@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
 from peft import LoraConfig, get_peft_model
 from safetensors import safe_open
 from safetensors.torch import save_file
@@ -43,6 +44,7 @@ class LoraModel:
     """
 
     def __init__(self, base: PreTrainedModel, *, path: Path, config: LoraSection) -> None:
+        self.published_dtype: torch.dtype | None = None
         self.adapter = AdapterSpec(
             base_digest=model_digest(path),
             rank=config.rank,

@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from services.trainer.attention import PACKED_ATTENTION
 from services.trainer.backend import UnsupportedModelError
 from services.trainer.config import LoraSection
+from services.trainer.precision import MASTER, compute_dtype
 from services.trainer.trained_model import TrainedModel, WholeModel, checkpoint_layers
 
 
@@ -22,7 +23,7 @@ class ModelSettings:
     path: Path
     """Hugging Face directory: configuration, safetensors, tokenizer."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Element type of weights and optimiser state; auto is the model's own on CUDA and float32 on the CPU."""
+    """Element type in which it computes and is published (`precision`)."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where to train; auto takes CUDA where there is one."""
     num_threads: int = 1
@@ -49,21 +50,21 @@ def load_trained(settings: ModelSettings, device: torch.device) -> TrainedModel:
         UnsupportedModelError: its attention cannot be replaced by the packed one.
         OSError: the directory does not hold a model.
     """
-    model = _load_model(settings, device)
+    # What is trained, and what it is compared with, is held in full precision; what only lies below an adapter is not.
+    own = compute_dtype(settings.dtype, path=settings.path, device=device)
+    model = _load_model(settings, device, dtype=MASTER if settings.lora is None else own)
     if settings.gradient_checkpointing:
         checkpoint_layers(model)
     if settings.lora is None:
-        return WholeModel(model, reference=_load_model(settings, device) if settings.keep_reference else None)
+        reference = _load_model(settings, device, dtype=MASTER) if settings.keep_reference else None
+        return WholeModel(model, reference=reference, published_dtype=own)
     # Imported here: PEFT takes a second, and most runs have no adapter.
     from services.trainer.lora import LoraModel
 
     return LoraModel(model, path=settings.path, config=settings.lora)
 
 
-def _load_model(settings: ModelSettings, device: torch.device) -> PreTrainedModel:
-    dtype = settings.dtype
-    if dtype == "auto" and device.type == "cpu":
-        dtype = "float32"
+def _load_model(settings: ModelSettings, device: torch.device, *, dtype: torch.dtype) -> PreTrainedModel:
     try:
         model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
             settings.path, dtype=dtype, attn_implementation=PACKED_ATTENTION, local_files_only=True

@@ -3,7 +3,8 @@
 Invariants:
 - One process and many run the same code; alone, what concerns the others does nothing.
 - Dropout is off, so log-probs are those of the policy that was published; only an adapter's own can be asked for.
-- Weights, optimiser moments and their exported files have one element type: a checkpoint is exactly what was trained.
+- Weights and optimiser moments are float32, and so are they in a checkpoint's `resume/`, which is exactly what was
+  trained; forward passes, and what is published and exported, have the type that the settings say (`precision`).
 - Nothing is read from the network and nothing is unpickled: weights and optimiser state are safetensors.
 """
 
@@ -40,6 +41,7 @@ from services.trainer.model_files import copy_tokenizer
 from services.trainer.model_loading import ModelSettings, load_trained
 from services.trainer.packing import Pack, Trajectory, join, pack_trajectories
 from services.trainer.peers import Alone, Peers
+from services.trainer.precision import compute_dtype, computing_in
 from services.trainer.resume_tensors import write_resume
 from services.trainer.training_state import TrainingState
 
@@ -77,6 +79,7 @@ class RankBackend:
         self._loss = loss
         self._peers: Peers = peers or Alone()
         self._device = self._peers.device(model.device)
+        self._dtype = compute_dtype(model.dtype, path=model.path, device=self._device)
         self._trained = load_trained(model, self._device)
         for network in self._trained.networks:
             self._peers.shard(network)
@@ -205,7 +208,11 @@ class RankBackend:
 
     def state_tensors(self) -> dict[str, Tensor]:
         """See `Backend`."""
-        return {name: self._peers.whole(tensor) for name, tensor in self._trained.state_tensors().items()}
+        dtype = self._trained.published_dtype
+        return {
+            name: self._peers.whole(tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor)
+            for name, tensor in self._trained.state_tensors().items()
+        }
 
     def close(self) -> None:
         """See `Backend`; files under way are written first."""
@@ -266,7 +273,7 @@ class RankBackend:
             return None
         return Critic(
             self._settings.path,
-            dtype=next(self._model.parameters()).dtype,
+            dtype=self._dtype,
             device=self._device,
             peers=self._peers,
             learning_rate=rate,
@@ -281,13 +288,14 @@ class RankBackend:
 
     def _logprobs(self, model: Any, pack: Pack) -> Tensor:
         """Log-probs of the loss tokens, float32[N]; logits exist for those positions only."""
-        logits_1nv = model(
-            input_ids=self._tensor(pack.token_ids)[None],
-            position_ids=self._tensor(pack.position_ids)[None],
-            logits_to_keep=self._tensor(pack.logit_positions),
-            segment_lengths=pack.segment_lengths,
-            use_cache=False,
-        ).logits
+        with computing_in(self._dtype, self._device):
+            logits_1nv = model(
+                input_ids=self._tensor(pack.token_ids)[None],
+                position_ids=self._tensor(pack.position_ids)[None],
+                logits_to_keep=self._tensor(pack.logit_positions),
+                segment_lengths=pack.segment_lengths,
+                use_cache=False,
+            ).logits
         logits_nv = logits_1nv[0].float()
         if self._settings.temperature != 1.0:
             logits_nv = logits_nv / self._settings.temperature

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from copy import deepcopy
 from pathlib import Path
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -30,8 +32,12 @@ class TrainedModel(Protocol):
     def adapter(self) -> AdapterSpec | None:
         """How what is published is applied; None where it is all weights."""
 
+    @property
+    def published_dtype(self) -> torch.dtype | None:
+        """Element type in which they are published; None for their own."""
+
     def state_tensors(self) -> dict[str, Tensor]:
-        """What is published, by name, tied tensors once; live views."""
+        """What is trained, by name, tied tensors once; live views."""
 
     @contextmanager
     def training(self) -> Iterator[None]:
@@ -48,7 +54,7 @@ class TrainedModel(Protocol):
         """Makes the present weights those of `as_reference`; raises UnsupportedModelError where that cannot be."""
 
     def save(self, directory: Path, tensors: dict[str, Tensor]) -> None:
-        """Writes copies of `state_tensors`, whole and on the CPU, with the model's configuration; in any thread."""
+        """Writes what is published, whole and on the CPU, with the model's configuration; in any thread."""
 
     def check_saved(self, directory: Path) -> None:
         """Raises CheckpointMismatchError where what `save` wrote there belongs to something else."""
@@ -71,12 +77,16 @@ class WholeModel:
     Args:
         network: The model.
         reference: The same as it was before training, if it is needed.
+        published_dtype: See `TrainedModel`.
     """
 
     adapter = None
 
-    def __init__(self, network: PreTrainedModel, *, reference: PreTrainedModel | None) -> None:
+    def __init__(
+        self, network: PreTrainedModel, *, reference: PreTrainedModel | None, published_dtype: torch.dtype
+    ) -> None:
         self.network = network
+        self.published_dtype: torch.dtype | None = published_dtype
         self._reference = reference.requires_grad_(False) if reference is not None else None
 
     @property
@@ -113,6 +123,10 @@ class WholeModel:
     def save(self, directory: Path, tensors: dict[str, Tensor]) -> None:
         """See `TrainedModel`."""
         self.network.save_pretrained(directory, state_dict=tensors)
+        # It names the type of the weights that are trained; whoever loads these is to read their own.
+        config = deepcopy(self.network.config)
+        config.dtype = self.published_dtype
+        config.save_pretrained(directory)
 
     def check_saved(self, directory: Path) -> None:
         """See `TrainedModel`; names and shapes say enough."""
