@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from console.benching import bench
+from console.benching import RUNS_DIR, bench
 from console.embedded_redis import redis_executable
 
 _TARGETS = {
@@ -18,13 +18,14 @@ _TARGETS = {
 }
 
 
-def bench_broker_command(*, is_json: bool, is_quick: bool) -> int:
-    """Benchmark the broker; returns the exit status."""
+def bench_broker_command(*, is_json: bool, is_quick: bool, with_peers: bool = False) -> int:
+    """Benchmark the broker, `with_peers` beside others; returns the exit status."""
     from benchmarks.broker import suite
 
     plan = suite.QUICK if is_quick else suite.FULL
+    peers_dir = RUNS_DIR.absolute() if with_peers else None
     return bench(
-        lambda progress: suite.run(plan, redis_server=redis_executable(), progress=progress),
+        lambda progress: suite.run(plan, redis_server=redis_executable(), progress=progress, peers_dir=peers_dir),
         _print_table,
         is_json=is_json,
     )
@@ -37,7 +38,13 @@ def _print_table(result: dict[str, Any]) -> None:
     table = Table(title="Broker: medians of interleaved repetitions")
     for heading in ("workload", "number", "median", "spread", "target"):
         table.add_column(heading, justify="right" if heading in ("median", "spread") else "left")
-    for workload, numbers in result.items():
+    beside = {
+        f"{workload}: {name}": numbers
+        for workload in ("short", "long")
+        for name, numbers in result[workload].items()
+        if name != "spread" and isinstance(numbers, dict)
+    }
+    for workload, numbers in (result | beside).items():
         spreads: dict[str, list[float]] = numbers.get("spread", {})
         for name, value in numbers.items():
             if isinstance(value, int | float) and name != "num_repetitions":

@@ -5,10 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from console.benching import bench
+from console.benching import RUNS_DIR, bench
 
-RUNS_DIR = Path("runs")
-"""The quick start's task is made there or found there, and TRL's environment."""
 _TARGETS = {
     "ratio_to_trl": ">= 2 (floor 1.3)",
     "time_ratio_to_trl": "<= 0.5",

@@ -11,7 +11,7 @@ _TARGETS = {
     "cpu_ratio": ">= 0.9",
     "num_lost": "0",
     "max_logprob_difference": "<= 1e-4",
-    "ratio_to_best_fixed": ">= 0.95",
+    "ratio_to_best_calm_fixed": ">= 0.95",
     "preempted_share": "<= 0.02",
 }
 

@@ -6,11 +6,14 @@ import asyncio
 import json
 import sys
 from collections.abc import Callable, Coroutine
+from pathlib import Path
 from typing import Any
 
 from penstock.telemetry import configure_logging
 
 Result = dict[str, Any]
+RUNS_DIR = Path("runs")
+"""Environments of what is measured beside Penstock are made there, and the quick start's task."""
 
 
 def bench(

@@ -28,6 +28,10 @@ def bench(
         Path | None,
         typer.Option("--trl-python", metavar="PATH", help="e2e: a Python that has TRL; one is made in runs/ without."),
     ] = None,
+    peers: Annotated[
+        bool,
+        typer.Option("--peers", help="broker: Reverb and TransferQueue beside it; environments are made in runs/."),
+    ] = False,
     engine: Annotated[
         str | None, typer.Option(help="weights: whose pauses are measured, transformers (default) or vllm.")
     ] = None,
@@ -38,6 +42,7 @@ def bench(
     Examples:
       penstock bench broker
       penstock bench broker --json
+      penstock bench broker --peers
       penstock bench generator
       penstock bench ranker
       penstock bench weights
@@ -57,7 +62,7 @@ def bench(
         from penstock.config import ConfigError
 
         commands: dict[str, Callable[..., int]] = {
-            "broker": bench_broker_command,
+            "broker": partial(bench_broker_command, with_peers=peers),
             "generator": bench_generator_command,
             "ranker": bench_ranker_command,
             "weights": partial(bench_weights_command, engine=engine),
@@ -68,6 +73,8 @@ def bench(
             raise ConfigError(f"bench: {what!r} is not known; there is: {', '.join(commands)}")
         if trl_python is not None and what != "e2e":
             raise ConfigError(f"bench: --trl-python has no meaning for {what}")
+        if peers and what != "broker":
+            raise ConfigError(f"bench: --peers has no meaning for {what}")
         if engine is not None and what != "weights":
             raise ConfigError(f"bench: --engine has no meaning for {what}")
         signal.signal(signal.SIGTERM, interrupt)

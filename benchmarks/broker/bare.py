@@ -14,10 +14,11 @@ from typing import Any
 
 import grpc
 
+from benchmarks.broker.arrays import NUM_TEMPLATES
 from benchmarks.broker.processes import CpuMeter, Worker
-from benchmarks.broker.throughput import play
+from benchmarks.broker.throughput import play, rates
 from benchmarks.broker.worker import Ready
-from benchmarks.broker.workload import NUM_TEMPLATES, WORKLOADS, Workload
+from benchmarks.broker.workload import WORKLOADS, Workload
 from penstock.rpc import open_channel
 
 SERVICE = "penstock.benchmarks.Bare"
@@ -122,10 +123,4 @@ async def measure(
     cpu_s = meter.used_s()
     if received["num_bad"]:
         raise RuntimeError(f"{received['num_bad']} trajectories were damaged or doubled")
-    elapsed_s = received["end_s"] - min(report["start_s"] for report in sent)
-    return {
-        "trajectories_per_second": count / elapsed_s,
-        "mb_per_second": count * made.size_bytes / elapsed_s / 1e6,
-        "cpu_s_per_1k": sum(cpu_s.values()) / count * 1e3,
-        **{f"cpu_s_per_1k_{name}": used_s / count * 1e3 for name, used_s in cpu_s.items()},
-    }
+    return rates(made, count=count, sent=sent, received=received, cpu_s=cpu_s)

@@ -12,11 +12,12 @@ import signal
 import socket
 import sys
 from collections.abc import Sequence
-from contextlib import AsyncExitStack, closing
+from contextlib import AsyncExitStack, closing, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
+from benchmarks.e2e.children import tail
 from penstock import rpc
 from penstock.bound_child import bound
 from penstock.memory import REDIS_ENVIRONMENT
@@ -25,6 +26,7 @@ START_TIMEOUT_S = 30.0
 ANSWER_TIMEOUT_S = 600.0
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 _ENVIRONMENT = {"GRPC_VERBOSITY": "NONE"}
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def free_port() -> int:
@@ -35,9 +37,23 @@ def free_port() -> int:
 
 
 def cpu_s(pid: int) -> float:
-    """CPU seconds that a process and its ended children have used."""
+    """CPU seconds that a process and all that it started have used."""
     fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
-    return sum(map(int, fields[11:15])) / _TICKS_PER_S
+    own_s = sum(map(int, fields[11:15])) / _TICKS_PER_S
+    children_s = 0.0
+    for child in _children(pid):
+        # One that ends just now is its parent's to count, the next time.
+        with suppress(FileNotFoundError, ProcessLookupError):
+            children_s += cpu_s(child)
+    return own_s + children_s
+
+
+def _children(pid: int) -> list[int]:
+    found: list[int] = []
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        with suppress(FileNotFoundError, ProcessLookupError):
+            found += map(int, (task / "children").read_text(encoding="utf-8").split())
+    return found
 
 
 @dataclass(slots=True)
@@ -63,8 +79,12 @@ class Child:
                 await self.process.wait()
 
 
+@dataclass(slots=True)
 class Worker(Child):
     """A process that plays roles one after the other; see worker.py."""
+
+    log: Path
+    """Where it writes what is no answer."""
 
     async def prepare(self, role: str, **arguments: Any) -> None:
         """Make it ready to play a role."""
@@ -86,7 +106,7 @@ class Worker(Child):
         async with asyncio.timeout(ANSWER_TIMEOUT_S):
             line = await self.process.stdout.readline()
         if not line:
-            raise RuntimeError(f"a worker ended with status {await self.process.wait()}")
+            raise RuntimeError(f"a worker ended with status {await self.process.wait()}:\n{tail(self.log)}")
         answer: dict[str, Any] = json.loads(line)[key]
         return answer
 
@@ -149,24 +169,26 @@ class Stage:
             raise RuntimeError(f"the broker did not start; see {self.folder / 'processes.log'}")
         return child, address
 
-    async def start_worker(self, *, is_plain: bool = False) -> Worker:
-        """Start a worker; a plain one is without our tuning of event loop and memory."""
-        with (self.folder / "processes.log").open("ab") as log:
+    async def start_worker(
+        self, *, is_plain: bool = False, python: Path | None = None, env: dict[str, str] | None = None
+    ) -> Worker:
+        """Start a worker; one that is plain, or in another Python, is without our tuning of event loop and memory."""
+        kind = ["--foreign"] if python else ["--plain"] if is_plain else []
+        root = {"PYTHONPATH": str(ROOT)} if python else {}
+        log_path = self.folder / "processes.log"
+        with log_path.open("ab") as log:
             process = await asyncio.create_subprocess_exec(
                 *bound(
-                    sys.executable,
-                    "-m",
-                    "benchmarks.broker.worker",
-                    *(["--plain"] if is_plain else []),
+                    *(str(python or sys.executable), "-m", "benchmarks.broker.worker", *kind),
                     ends_by=signal.SIGKILL,
                 ),
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
                 stderr=log,
-                env=os.environ | _ENVIRONMENT,
+                env=os.environ | _ENVIRONMENT | root | (env or {}),
                 limit=64 * 1024 * 1024,
             )
-        worker = Worker(process)
+        worker = Worker(process, log_path)
         self._stack.push_async_callback(worker.stop)
         return worker
 

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import redis.asyncio
 
 from benchmarks.broker import bare, latency, memory, queue_depth, throughput, token_stream
+from benchmarks.broker.peers import peer
 from benchmarks.broker.processes import Stage, Worker, free_port
 from benchmarks.scratch import scratch_folder
 
@@ -55,12 +56,18 @@ QUICK = Plan(
 )
 
 
-async def run(plan: Plan, *, redis_server: Path, progress: Callable[[str], None]) -> Result:
-    """Measure everything; `progress` hears what is going on."""
+async def run(
+    plan: Plan, *, redis_server: Path, progress: Callable[[str], None], peers_dir: Path | None = None
+) -> Result:
+    """Measure everything; `progress` hears what is going on.
+
+    With `peers_dir`, where their environments are or are made, others are measured beside the broker.
+    """
+    pythons = await peer.pythons(cache_dir=peers_dir, progress=progress) if peers_dir else {}
     with scratch_folder() as folder:
         async with Stage(folder, redis_server) as stage:
             workers = [await stage.start_worker() for _ in range(3)]
-            result = await _throughputs(stage, workers, plan, progress)
+            result = await _throughputs(stage, workers, plan, pythons, progress)
             result["latency"] = await _latency(stage, workers[:2], plan, progress)
             result["token_stream"] = await _token_stream(stage, workers[0], plan, progress)
             progress("memory: a trainer that takes nothing")
@@ -70,31 +77,49 @@ async def run(plan: Plan, *, redis_server: Path, progress: Callable[[str], None]
     return result
 
 
-async def _throughputs(stage: Stage, workers: list[Worker], plan: Plan, progress: Callable[[str], None]) -> Result:
-    floors = {
+class _Beside(Protocol):
+    """What is measured beside the broker."""
+
+    async def measure(self, workload: str, count: int) -> dict[str, float]:
+        """One repetition."""
+
+    async def stop(self) -> None:
+        """End its processes."""
+
+
+async def _throughputs(
+    stage: Stage, workers: list[Worker], plan: Plan, pythons: Mapping[str, Path], progress: Callable[[str], None]
+) -> Result:
+    beside: dict[str, _Beside] = {
         "bare_stream": await _Floor.start(
             stage, [await stage.start_worker(is_plain=True) for _ in workers], is_plain=True
         ),
         "tuned_bare_stream": await _Floor.start(stage, workers, is_plain=False),
     }
+    for name, python in pythons.items():
+        progress(f"{name}: starting")
+        beside[name] = await peer.Peer.start(stage, peer.KINDS[name], python, num_workers=len(workers))
     found: dict[str, dict[str, list[dict[str, float]]]] = {workload: {} for workload in ("short", "long")}
     for repetition in range(plan.num_repetitions):
         for workload, count in (("short", plan.num_short), ("long", plan.num_long)):
             progress(f"{workload}: repetition {repetition + 1} of {plan.num_repetitions}")
-            rows = {name: await floor.measure(workload, count) for name, floor in floors.items()}
+            rows = {name: await each.measure(workload, count) for name, each in beside.items()}
             run_id = f"{workload}-{repetition}"
             ours = rows["ours"] = await throughput.measure(
                 stage, workers, workload=workload, count=count, run_id=run_id
             )
             await _empty(stage)
-            for name in floors:
+            for name in beside:
                 ours[f"ratio_to_{name}"] = ours["trajectories_per_second"] / rows[name]["trajectories_per_second"]
+            bare_per_second = rows["bare_stream"]["trajectories_per_second"]
+            for name in pythons:
+                rows[name]["ratio_to_bare_stream"] = rows[name]["trajectories_per_second"] / bare_per_second
             for name, row in rows.items():
                 found[workload].setdefault(name, []).append(row)
-    for floor in floors.values():
-        await floor.server.stop()
+    for each in beside.values():
+        await each.stop()
     return {
-        workload: summary(rows.pop("ours")) | {name: summary(floor) for name, floor in rows.items()}
+        workload: summary(rows.pop("ours")) | {name: summary(others) for name, others in rows.items()}
         for workload, rows in found.items()
     }
 
@@ -117,6 +142,10 @@ class _Floor:
     async def measure(self, workload: str, count: int) -> dict[str, float]:
         """One repetition."""
         return await bare.measure(self.address, self.server, self.workers, workload=workload, count=count)
+
+    async def stop(self) -> None:
+        """End the server; its clients may be others' as well."""
+        await self.server.stop()
 
 
 async def _latency(stage: Stage, workers: list[Worker], plan: Plan, progress: Callable[[str], None]) -> Result:

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Sequence
 from typing import Any
 
 from benchmarks.broker.processes import CpuMeter, Stage, Worker
 from benchmarks.broker.worker import Ready
-from benchmarks.broker.workload import WORKLOADS
+from benchmarks.broker.workload import WORKLOADS, Workload
 from penstock.clients.broker import BrokerClient
 from penstock.clients.training import MicrobatchSession, Subscription
 from penstock.clients.trajectories import TrajectorySession
@@ -112,6 +113,18 @@ async def measure(stage: Stage, workers: list[Worker], *, workload: str, count: 
         raise RuntimeError(f"not exactly once and intact: {received} of {count}")
     if not books.balanced or (books.submitted, books.trained) != (count, count):
         raise RuntimeError(f"the books say {books}")
+    return rates(made, count=count, sent=sent, received=received, cpu_s=cpu_s)
+
+
+def rates(
+    made: Workload,
+    *,
+    count: int,
+    sent: Sequence[dict[str, Any]],
+    received: dict[str, Any],
+    cpu_s: dict[str, float],
+) -> dict[str, float]:
+    """What a repetition came to, by the reports of its producers and its consumer."""
     elapsed_s = received["end_s"] - min(report["start_s"] for report in sent)
     return {
         "trajectories_per_second": count / elapsed_s,

@@ -1,6 +1,7 @@
 """A worker process: reads a role as a line of JSON, says that it is ready, plays when told to, reports; and again.
 
-With `--plain` as Python and the C library are by default; without, tuned as Penstock's own processes are.
+With `--plain` as Python and the C library are by default, with `--foreign` the same in a Python that has nothing of
+Penstock's; without either, tuned as Penstock's own processes are.
 """
 
 from __future__ import annotations
@@ -8,20 +9,16 @@ from __future__ import annotations
 import asyncio
 import importlib
 import json
+import os
 import sys
 from collections.abc import Awaitable, Callable
-from typing import Any
-
-import uvloop
-
-from penstock.memory import keep_large_buffers
-from penstock.telemetry import configure_logging
+from typing import Any, TextIO
 
 Ready = Callable[[], Awaitable[None]]
 """To be awaited once a role is set up: returns when everybody is."""
 
 
-async def _play() -> None:
+async def _play(answers: TextIO) -> None:
     loop = asyncio.get_running_loop()
 
     async def read() -> dict[str, Any] | None:
@@ -29,26 +26,44 @@ async def _play() -> None:
         message: dict[str, Any] | None = json.loads(line) if line else None
         return message
 
+    def write(message: dict[str, Any]) -> None:
+        answers.write(json.dumps(message) + "\n")
+        answers.flush()
+
     async def ready() -> None:
-        _write({"ready": {}})
+        write({"ready": {}})
         await read()
 
     while (message := await read()) is not None:
         module, _, name = message["role"].partition(":")
         role = getattr(importlib.import_module(f"benchmarks.broker.{module}"), name)
-        _write({"result": await role(ready, **message["arguments"])})
+        write({"result": await role(ready, **message["arguments"])})
 
 
-def _write(message: dict[str, Any]) -> None:
-    sys.stdout.write(json.dumps(message) + "\n")
-    sys.stdout.flush()
+def _answers() -> TextIO:
+    """Standard output, for answers only: whatever else is printed goes where errors go."""
+    answers = os.fdopen(os.dup(sys.stdout.fileno()), "w", encoding="utf-8")
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+    return answers
+
+
+def _main(kind: str) -> None:
+    if kind == "--foreign":
+        asyncio.run(_play(_answers()))
+        return
+    # Imported here: other environments lack them.
+    import uvloop
+
+    from penstock.memory import keep_large_buffers
+    from penstock.telemetry import configure_logging
+
+    configure_logging("worker", level="warning")
+    if kind == "--plain":
+        asyncio.run(_play(_answers()))
+    else:
+        keep_large_buffers()
+        uvloop.run(_play(_answers()))
 
 
 if __name__ == "__main__":
-    # To stderr: stdout is for answers only.
-    configure_logging("worker", level="warning")
-    if "--plain" in sys.argv[1:]:
-        asyncio.run(_play())
-    else:
-        keep_large_buffers()
-        uvloop.run(_play())
+    _main(sys.argv[1] if len(sys.argv) > 1 else "")

@@ -7,11 +7,9 @@ from functools import cached_property
 
 import numpy as np
 
+from benchmarks.broker.arrays import NUM_TEMPLATES, make_templates
 from penstock.codec import encode_versions
 from penstock.v1 import broker_pb2, types_pb2
-
-NUM_TEMPLATES = 32
-NUM_PROMPT_TOKENS = 256
 
 
 @dataclass(frozen=True)
@@ -26,7 +24,7 @@ class Template:
 
 @dataclass(frozen=True)
 class Workload:
-    """Trajectories of `num_tokens` response tokens behind prompts of NUM_PROMPT_TOKENS."""
+    """Trajectories of `num_tokens` response tokens behind prompts of 256."""
 
     num_tokens: int
     num_per_put: int
@@ -36,15 +34,9 @@ class Workload:
     @cached_property
     def templates(self) -> list[Template]:
         """What trajectories are made of."""
-        rng = np.random.default_rng(7)
         return [
-            Template(
-                prompt_ids=rng.integers(0, 1 << 17, NUM_PROMPT_TOKENS, dtype=np.int32).tobytes(),
-                token_ids=rng.integers(0, 1 << 17, self.num_tokens, dtype=np.int32).tobytes(),
-                logprobs=(-rng.random(self.num_tokens, dtype=np.float32)).tobytes(),
-                advantages=rng.standard_normal(self.num_tokens, dtype=np.float32).tobytes(),
-            )
-            for _ in range(NUM_TEMPLATES)
+            Template(**{name: array.tobytes() for name, array in arrays.items()})
+            for arrays in make_templates(self.num_tokens)
         ]
 
     @cached_property

@@ -21,7 +21,7 @@ from services.generator.pretend.steps import Roofline
 
 BEAT_S = 0.05
 """A generator asks for leases this often while samples end."""
-FIXED_SETTINGS = (8, 16, 24, 32, 48, 64, 80, 96, 128, 256)
+FIXED_SETTINGS = (8, 16, 20, 24, 32, 40, 44, 48, 64, 72, 80, 96, 104, 128, 256)
 WARM_UP_SHARE = 0.25
 """Of the samples, before counting begins; it ends when the last one has begun."""
 MAX_SAMPLES = 512

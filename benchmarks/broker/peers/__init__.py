@@ -1,0 +1,1 @@
+"""What others move trajectories with, in environments of their own, measured beside the broker."""
