@@ -53,7 +53,8 @@ async def consume(ready: Ready, *, broker: str, run_id: str, workload: str, coun
         run_id=run_id,
         consumer_id=CONSUMER,
         purpose=types_pb2.PURPOSE_TRAIN,
-        max_held_groups=made.groups_per_step,
+        # As the real trainer does: see its loop.
+        max_held_groups=2 * made.groups_per_step,
         max_groups=MICROBATCH_GROUPS,
     )
     seen: set[str] = set()

@@ -115,7 +115,9 @@ class StepLoop:
                 run_id=context.run_id,
                 consumer_id=CONSUMER_ID,
                 purpose=types_pb2.PURPOSE_TRAIN,
-                max_held_groups=groups_per_step,
+                # The broker hands out no more than a step before that is acknowledged. Credit for the next one lets the
+                # commit of the acknowledgement begin it, without a round trip of the credit's own.
+                max_held_groups=2 * groups_per_step,
                 max_groups=min(context.config.trainer.max_groups_per_microbatch, groups_per_step),
             ),
         )
