@@ -20,6 +20,10 @@ Float32 = npt.NDArray[np.float32]
 UInt8 = npt.NDArray[np.uint8]
 
 _INT32, _INT64, _FLOAT32 = np.dtype("<i4"), np.dtype("<i8"), np.dtype("<f4")
+_FIXED_BYTES = {1: 8, 5: 4}
+"""Size of protobuf's wire types of fixed size."""
+Packed = bytes | memoryview
+"""A serialized TrajectoryGroups, or a part of one."""
 
 
 def int32_bytes(values: Sequence[int] | Int32) -> bytes:
@@ -109,11 +113,16 @@ def _run_starts(versions: Int64) -> npt.NDArray[np.intp]:
 
 def pack_groups(groups: Iterable[types_pb2.TrajectoryGroup]) -> bytes:
     """A serialized TrajectoryGroups of `groups`, without the copy of each that a message of them would take."""
+    return b"".join(packed_parts(groups))
+
+
+def packed_parts(groups: Iterable[types_pb2.TrajectoryGroup]) -> list[bytes]:
+    """The same in parts, to be joined with what goes before it."""
     parts: list[bytes] = []
     for group in groups:
         data = group.SerializeToString()
         parts += (field_prefix(1, len(data)), data)
-    return b"".join(parts)
+    return parts
 
 
 def field_prefix(number: int, size_bytes: int) -> bytes:
@@ -131,7 +140,7 @@ def _varint(value: int) -> bytes:
     return bytes(out)
 
 
-def group_slices(packed: bytes) -> list[tuple[int, int]]:
+def group_slices(packed: Packed) -> list[tuple[int, int]]:
     """Where each group of a serialized TrajectoryGroups begins and ends, its tag included.
 
     Raises InvalidFieldError where the bytes are not one group after the other.
@@ -150,3 +159,41 @@ def group_slices(packed: bytes) -> list[tuple[int, int]]:
         slices.append((start, end))
         start = end
     return slices
+
+
+def field_span(data: bytes, number: int) -> tuple[int, int]:
+    """Where a field of a message's, string's or bytes' type stands in a serialized message; (0, 0) if unset.
+
+    Raises InvalidFieldError where the field comes twice, or `data` is not well-formed.
+    """
+    found, at = (0, 0), 0
+    try:
+        while at < len(data):
+            tag, at = _read_varint(data, at)
+            kind = tag & 7
+            if kind == 2:
+                size_bytes, at = _read_varint(data, at)
+                if tag >> 3 == number:
+                    if found != (0, 0):
+                        raise InvalidFieldError(f"request: field {number} comes twice", field="request")
+                    found = (at, at + size_bytes)
+                at += size_bytes
+            elif kind == 0:
+                _value, at = _read_varint(data, at)
+            else:
+                at += _FIXED_BYTES[kind]
+    except (IndexError, KeyError) as error:
+        raise InvalidFieldError(f"request: byte {at} of {len(data)} begins no field", field="request") from error
+    if at > len(data):
+        raise InvalidFieldError(f"request: its {len(data)} bytes end inside a field", field="request")
+    return found
+
+
+def _read_varint(data: bytes, at: int) -> tuple[int, int]:
+    """A varint and where it ends. Raises IndexError where `data` ends first."""
+    value = shift = 0
+    while data[at] > 0x7F:
+        value |= (data[at] & 0x7F) << shift
+        shift += 7
+        at += 1
+    return value | data[at] << shift, at + 1

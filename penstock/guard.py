@@ -2,7 +2,8 @@
 
 Promise: whatever a client sends and whatever a servicer raises, the call ends with a stated code and a reason.
 
-A servicer may answer with bytes in place of a message: one that it has serialized itself, to save copies.
+A servicer may answer with bytes in place of a message: one that it has serialized itself, to save copies. A method
+marked with `takes_bytes` gets its requests as they came, and has to raise InvalidFieldError where one is no message.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import grpc
 import structlog
@@ -20,8 +21,18 @@ from grpc_status import rpc_status
 from penstock.errors import InternalError, InvalidFieldError, NotOfferedError, PenstockError, to_status
 
 _log = structlog.get_logger()
+_Method = TypeVar("_Method", bound=Callable[..., Any])
 _UNIMPLEMENTED = (grpc.StatusCode.UNIMPLEMENTED, grpc.StatusCode.UNIMPLEMENTED.value[0])
 """What `code()` gives, by grpc's types and by its code."""
+
+
+_TAKES_BYTES = "takes_bytes"
+
+
+def takes_bytes(method: _Method) -> _Method:
+    """Mark a servicer's method whose requests are not to be deserialized for it."""
+    setattr(method, _TAKES_BYTES, True)
+    return method
 
 
 class ErrorInterceptor(grpc.aio.ServerInterceptor):
@@ -45,9 +56,10 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
         }
         factory, behaviour, guard = kinds[(handler.request_streaming, handler.response_streaming)]
         wrapped = guard(behaviour, method)
+        deserialize = None if getattr(behaviour, _TAKES_BYTES, False) else handler.request_deserializer
         return factory(
             wrapped,
-            request_deserializer=_careful(handler.request_deserializer),
+            request_deserializer=_careful(deserialize),
             response_serializer=_sparing(handler.response_serializer),
         )
 

@@ -13,23 +13,21 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Self
+from typing import Any, Self
 
 import grpc
 import structlog
 from google.protobuf.message import DecodeError
 
+from penstock import packed
 from penstock.errors import InternalError, PenstockError, RunClosedError, ServiceUnavailableError, from_rpc_error
 from penstock.rpc import backoff_s
-from penstock.v1 import broker_pb2, broker_pb2_grpc, types_pb2
+from penstock.v1 import broker_pb2, types_pb2
 
 SILENCE_LIMIT_S = 20.0
+_METHOD = "/penstock.v1.BrokerService/StreamMicrobatches"
 
 _log = structlog.get_logger()
-
-if TYPE_CHECKING:
-    # grpc's own classes take no type parameters when the program runs; only their stubs do.
-    _Call = grpc.aio.StreamStreamCall[broker_pb2.StreamMicrobatchesRequest, broker_pb2.StreamMicrobatchesResponse]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,7 +67,10 @@ class MicrobatchSession:
     """
 
     def __init__(self, channel: grpc.aio.Channel, *, peer: str, subscription: Subscription) -> None:
-        self._stub = broker_pb2_grpc.BrokerServiceStub(channel)
+        # Responses come as bytes and are read together with the packed groups in them.
+        self._stream_microbatches: Any = channel.stream_stream(
+            _METHOD, request_serializer=broker_pb2.StreamMicrobatchesRequest.SerializeToString
+        )
         self._peer = peer
         self._hello = broker_pb2.TrainerHello(
             run_id=subscription.run_id,
@@ -156,7 +157,7 @@ class MicrobatchSession:
     async def _follow_one_stream(self) -> None:
         """Read until the stream ends; returns when the broker ended it with OK. Raises PenstockError."""
         self._num_received_on_stream = 0
-        call: _Call = self._stub.StreamMicrobatches(self._requests())
+        call = self._stream_microbatches(self._requests())
         try:
             is_first = True
             while (response := await self._read(call)) is not None:
@@ -168,13 +169,19 @@ class MicrobatchSession:
         finally:
             call.cancel()
 
-    async def _read(self, call: _Call) -> broker_pb2.StreamMicrobatchesResponse | None:
+    async def _read(self, call: Any) -> Any:
+        """A response; None when the stream is over. Raises InternalError: the broker checked groups when they came."""
         try:
             async with asyncio.timeout(SILENCE_LIMIT_S):
-                response = await call.read()
+                data = await call.read()
         except TimeoutError:
             raise ServiceUnavailableError(f"{self._peer}: silent for {SILENCE_LIMIT_S:.0f} s") from None
-        return response if isinstance(response, broker_pb2.StreamMicrobatchesResponse) else None
+        if not isinstance(data, bytes):
+            return None
+        try:
+            return packed.StreamMicrobatchesResponse.FromString(data)
+        except DecodeError as error:
+            raise InternalError(f"{self._peer}: a response of {len(data)} bytes cannot be read: {error}") from error
 
     async def _requests(self) -> AsyncIterator[broker_pb2.StreamMicrobatchesRequest]:
         hello = broker_pb2.TrainerHello()
@@ -192,13 +199,13 @@ class MicrobatchSession:
     def _credit_total(self) -> int:
         return self._num_received_on_stream + max(0, self._max_held_groups - len(self._held))
 
-    def _take(self, response: broker_pb2.StreamMicrobatchesResponse) -> None:
+    def _take(self, response: Any) -> None:
         if response.WhichOneof("frame") == "waiting":
             self._reason = response.waiting.reason
             return
         self._reason = ""
         microbatch = response.microbatch
-        groups = [*microbatch.groups, *_unpack(microbatch.packed_groups, self._peer)]
+        groups: list[types_pb2.TrajectoryGroup] = [*microbatch.groups, *microbatch.packed_groups.groups]
         self._num_received_on_stream += len(groups)
         fresh = [group for group in groups if group.prompt.group_id not in self._held]
         if len(fresh) < len(groups):
@@ -211,13 +218,3 @@ class MicrobatchSession:
                     microbatch_id=microbatch.microbatch_id, groups=fresh, policy_version=microbatch.policy_version
                 )
             )
-
-
-def _unpack(packed: bytes, peer: str) -> Iterable[types_pb2.TrajectoryGroup]:
-    """Groups that were put in one piece. Raises InternalError: the broker checked them when they came."""
-    if not packed:
-        return ()
-    try:
-        return types_pb2.TrajectoryGroups.FromString(packed).groups
-    except DecodeError as error:
-        raise InternalError(f"{peer}: packed groups of {len(packed)} bytes cannot be read: {error}") from error

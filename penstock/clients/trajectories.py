@@ -21,16 +21,16 @@ import secrets
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Self
+from typing import Any, Self
 
 import grpc
 import structlog
 
 from penstock.clients.streams import converse
-from penstock.codec import pack_groups
+from penstock.codec import field_prefix, packed_parts
 from penstock.errors import InternalError, InvalidFieldError, PenstockError, RunClosedError
 from penstock.rpc import backoff_s
-from penstock.v1 import broker_pb2, broker_pb2_grpc, types_pb2
+from penstock.v1 import broker_pb2, types_pb2
 
 MAX_GROUPS_PER_PUT = 1024
 MAX_BYTES_PER_PUT = 4 * 1024 * 1024
@@ -38,6 +38,9 @@ DEFAULT_UNANSWERED = 4
 """More are slower on one machine (their payload leaves the caches), fewer between sites."""
 MAX_SILENCE_S = 20.0
 """An idle stream is closed after this, and opened again when there is something to send."""
+
+_METHOD = "/penstock.v1.BrokerService/PutTrajectories"
+_GROUPS = broker_pb2.PutTrajectoriesRequest.GROUPS_FIELD_NUMBER
 
 _log = structlog.get_logger()
 
@@ -54,7 +57,8 @@ class PutReceipt:
 
 @dataclass(slots=True, kw_only=True)
 class _Sent:
-    request: broker_pb2.PutTrajectoriesRequest
+    request: bytes
+    """Serialized."""
     receipt: asyncio.Future[PutReceipt]
     is_written: bool = False
 
@@ -79,7 +83,10 @@ class TrajectorySession:
         peer: str,
         max_unanswered: int = DEFAULT_UNANSWERED,
     ) -> None:
-        self._stub = broker_pb2_grpc.BrokerServiceStub(channel)
+        # Requests go as bytes, made here without a copy of what they carry: see `send`.
+        self._put_trajectories: Any = channel.stream_stream(
+            _METHOD, response_deserializer=broker_pb2.PutTrajectoriesResponse.FromString
+        )
         self._run_id = run_id
         self._producer_id = producer_id
         self._peer = peer
@@ -149,10 +156,11 @@ class TrajectorySession:
         Raises:
             ValueError: The groups are too many or too large for one request; `split` them.
         """
-        packed = pack_groups(groups)
-        if not 1 <= len(groups) <= MAX_GROUPS_PER_PUT or len(packed) > MAX_BYTES_PER_PUT:
+        parts = packed_parts(groups)
+        size_bytes = sum(map(len, parts))
+        if not 1 <= len(groups) <= MAX_GROUPS_PER_PUT or size_bytes > MAX_BYTES_PER_PUT:
             raise ValueError(
-                f"{len(groups)} groups of {len(packed)} bytes; a put holds 1 to {MAX_GROUPS_PER_PUT} groups of at most "
+                f"{len(groups)} groups of {size_bytes} bytes; a put holds 1 to {MAX_GROUPS_PER_PUT} groups of at most "
                 f"{MAX_BYTES_PER_PUT} bytes: send fewer"
             )
         while len(self._unanswered) >= self._max_unanswered and self._failure is None:
@@ -164,9 +172,8 @@ class TrajectorySession:
         put_id = put_id or f"{self._session_id}-{self._num_requests}"
         if put_id in self._unanswered:
             return self._unanswered[put_id].receipt
-        request = broker_pb2.PutTrajectoriesRequest(
-            run_id=self._run_id, producer_id=self._producer_id, put_id=put_id, groups=packed
-        )
+        head = broker_pb2.PutTrajectoriesRequest(run_id=self._run_id, producer_id=self._producer_id, put_id=put_id)
+        request = b"".join((head.SerializeToString(), field_prefix(_GROUPS, size_bytes), *parts))
         receipt: asyncio.Future[PutReceipt] = asyncio.get_running_loop().create_future()
         self._unanswered[put_id] = _Sent(request=request, receipt=receipt)
         self._work.set()
@@ -183,7 +190,7 @@ class TrajectorySession:
                 sent.is_written = False
             try:
                 await converse(
-                    self._stub.PutTrajectories(),
+                    self._put_trajectories(),
                     self._requests(),
                     self._take,
                     peer=self._peer,
@@ -201,7 +208,7 @@ class TrajectorySession:
                 delays = backoff_s()
             await asyncio.sleep(next(delays))
 
-    async def _requests(self) -> AsyncIterator[broker_pb2.PutTrajectoriesRequest]:
+    async def _requests(self) -> AsyncIterator[bytes]:
         loop = asyncio.get_running_loop()
         while True:
             sent = next((sent for sent in self._unanswered.values() if not sent.is_written), None)

@@ -152,7 +152,7 @@ async def _load(hub: RunHub, records: list[Record]) -> list[types_pb2.Trajectory
     groups: list[types_pb2.TrajectoryGroup] = []
     for record in records:
         if isinstance(record, ParcelRecord) and packed[record.sequence]:
-            groups += types_pb2.TrajectoryGroups.FromString(packed[record.sequence]).groups
+            groups += types_pb2.TrajectoryGroups.FromString(bytes(packed[record.sequence])).groups
         elif isinstance(record, GroupRecord) and record.group_id in by_id:
             groups.append(by_id[record.group_id])
         else:

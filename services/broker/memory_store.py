@@ -80,7 +80,7 @@ class MemoryStore:
             run.counts[name] = run.counts.get(name, 0) + count
         if delta.fold_version is not None:
             run.counts = folded(run.counts, delta.fold_version)
-        run.payloads.update(delta.payloads)
+        run.payloads.update((payload_id, bytes(data)) for payload_id, data in delta.payloads.items())
         for payload_id in delta.dropped_payloads:
             run.payloads.pop(payload_id, None)
         return mark

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import secrets
 
-from penstock.codec import field_prefix
+from penstock.codec import Packed, field_prefix
 from penstock.v1 import broker_pb2, types_pb2
 from services.broker.payload import MAX_FRAME_BYTES
 
@@ -21,7 +21,7 @@ class Frames:
     def __init__(self, policy_version: int) -> None:
         self._policy_version = policy_version
         self._groups: list[types_pb2.TrajectoryGroup] = []
-        self._packed: list[bytes] = []
+        self._packed: list[Packed] = []
         self._size_bytes = 0
         self._responses: list[bytes] = []
 
@@ -36,7 +36,7 @@ class Frames:
         self._make_room(group.ByteSize())
         self._groups.append(group)
 
-    def add_packed(self, packed: bytes) -> None:
+    def add_packed(self, packed: Packed) -> None:
         """Groups as a serialized TrajectoryGroups; empty bytes are none."""
         if packed:
             self._make_room(len(packed))

@@ -12,6 +12,7 @@ from typing import TypeVar
 
 import structlog
 
+from penstock.codec import Packed
 from penstock.errors import InvalidFieldError, RunClosedError
 from penstock.v1 import broker_pb2, types_pb2
 from services.broker import delivery, drops, waits
@@ -71,10 +72,10 @@ async def load_groups(
     return loaded
 
 
-async def load_parcels(hub: RunHub, parcels: Sequence[ParcelRecord]) -> dict[int, bytes]:
+async def load_parcels(hub: RunHub, parcels: Sequence[ParcelRecord]) -> dict[int, Packed]:
     """The groups of parcels, packed, by the parcel's sequence; empty where the payload is lost, and given up then."""
     slices = [slice_of(parcel) for parcel in parcels]
-    loaded: dict[int, bytes] = {}
+    loaded: dict[int, Packed] = {}
     for parcel, part, packed in zip(parcels, slices, await hub.payloads.load(slices), strict=True):
         loaded[parcel.sequence] = packed
         if len(packed) < part.size_bytes:
@@ -242,7 +243,7 @@ class MicrobatchStream:
         frames: Frames,
         record: GroupRecord | ParcelRecord,
         groups: Mapping[str, types_pb2.TrajectoryGroup],
-        packed: Mapping[int, bytes],
+        packed: Mapping[int, Packed],
     ) -> None:
         """Add a record's groups to the frame being filled; those whose payload is gone are left out."""
         if isinstance(record, GroupRecord):
@@ -251,7 +252,7 @@ class MicrobatchStream:
         elif self._hello.accepts_packed_groups:
             frames.add_packed(packed[record.sequence])
         else:
-            for group in types_pb2.TrajectoryGroups.FromString(packed[record.sequence]).groups:
+            for group in types_pb2.TrajectoryGroups.FromString(bytes(packed[record.sequence])).groups:
                 frames.add_group(group)
 
     async def _waiting(self) -> _Response:

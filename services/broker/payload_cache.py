@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Sequence
 
+from penstock.codec import Packed
 from services.broker.store import PayloadSlice, Store
 
 MAX_CACHED_BYTES = 64 * 1024 * 1024
@@ -19,10 +20,10 @@ class PayloadCache:
 
     def __init__(self, run_id: str, *, store: Store, max_bytes: int = MAX_CACHED_BYTES) -> None:
         self._run_id, self._store, self._max_bytes = run_id, store, max_bytes
-        self._payloads: OrderedDict[str, bytes] = OrderedDict()
+        self._payloads: OrderedDict[str, Packed] = OrderedDict()
         self._size_bytes = 0
 
-    def add(self, payload_id: str, payload: bytes) -> None:
+    def add(self, payload_id: str, payload: Packed) -> None:
         """Keep a payload, at the cost of the oldest ones."""
         self.discard(payload_id)
         self._payloads[payload_id] = payload
@@ -34,9 +35,9 @@ class PayloadCache:
         """Let go of a payload, if it is here."""
         self._size_bytes -= len(self._payloads.pop(payload_id, b""))
 
-    async def load(self, slices: Sequence[PayloadSlice]) -> list[bytes]:
+    async def load(self, slices: Sequence[PayloadSlice]) -> list[Packed]:
         """Parts of payloads; shorter than asked for where the payload is gone."""
-        parts: dict[PayloadSlice, bytes] = {}
+        parts: dict[PayloadSlice, Packed] = {}
         for part in slices:
             payload = self._payloads.get(part.payload_id)
             if payload is not None:

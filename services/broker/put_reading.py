@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 from google.protobuf.message import DecodeError
 
-from penstock.codec import group_slices
+from penstock.codec import Packed, group_slices
 from penstock.errors import InvalidFieldError
 from penstock.v1 import types_pb2
 from services.broker.chunks import MAX_LOGPROB
@@ -31,8 +31,8 @@ _LARGE_BYTES = 16 * 1024
 _INT32, _INT64, _FLOAT32 = np.dtype("<i4"), np.dtype("<i8"), np.dtype("<f4")
 
 
-def read_put(packed: bytes) -> PutGroups:
-    """The groups of a request, each with its fault where it is malformed.
+def read_put(packed: Packed, messages: Sequence[types_pb2.TrajectoryGroup] | None = None) -> PutGroups:
+    """The groups of a request, each with its fault where it is malformed; `messages` where they are parsed already.
 
     Raises InvalidFieldError where the request as a whole cannot be read.
     """
@@ -41,15 +41,19 @@ def read_put(packed: bytes) -> PutGroups:
     slices = group_slices(packed)
     if not 1 <= len(slices) <= MAX_GROUPS:
         raise InvalidFieldError(f"groups: {len(slices)} groups; 1 to {MAX_GROUPS} a request", field="groups")
-    try:
-        messages = list(types_pb2.TrajectoryGroups.FromString(packed).groups)
-    except DecodeError as error:
-        raise InvalidFieldError(f"groups: not a serialized TrajectoryGroups: {error}", field="groups") from error
+    messages = _parsed(packed) if messages is None else messages
     try:
         return _read(messages, slices)
     except InvalidFieldError:
         # Somebody is at fault: look at each alone.
         return PutGroups.joined(_read_alone(message, part) for message, part in zip(messages, slices, strict=True))
+
+
+def _parsed(packed: Packed) -> list[types_pb2.TrajectoryGroup]:
+    try:
+        return list(types_pb2.TrajectoryGroups.FromString(bytes(packed)).groups)
+    except DecodeError as error:
+        raise InvalidFieldError(f"groups: not a serialized TrajectoryGroups: {error}", field="groups") from error
 
 
 def _read_alone(message: types_pb2.TrajectoryGroup, part: tuple[int, int]) -> PutGroups:

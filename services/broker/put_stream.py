@@ -8,7 +8,10 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import ExitStack, suppress
 
 from google.protobuf.duration_pb2 import Duration
+from google.protobuf.message import DecodeError
 
+from penstock import packed as packed_types
+from penstock.codec import field_span
 from penstock.errors import InvalidFieldError
 from penstock.v1 import broker_pb2, types_pb2
 from services.broker import putting
@@ -36,8 +39,8 @@ _Request = broker_pb2.PutTrajectoriesRequest
 _Response = broker_pb2.PutTrajectoriesResponse
 
 
-async def serve_puts(hubs: Hubs, requests: AsyncIterator[_Request]) -> AsyncIterator[_Response]:
-    """Answer each request in turn.
+async def serve_puts(hubs: Hubs, requests: AsyncIterator[bytes]) -> AsyncIterator[_Response]:
+    """Answer each request in turn; they come serialized.
 
     A client that does not read its answers is not read from either once MAX_UNANSWERED of them wait. The stream ends
     with OK when its run is closed and nothing is asked of it, and with UNAVAILABLE when the process drains.
@@ -48,9 +51,9 @@ async def serve_puts(hubs: Hubs, requests: AsyncIterator[_Request]) -> AsyncIter
     with ExitStack() as listening:
         listening.enter_context(hubs.listening(wake))
 
-        async def handle(request: _Request) -> None:
+        async def handle(data: bytes) -> None:
             nonlocal hub
-            put = read_request(request)
+            request, put = read_request(data)
             if hub is None:
                 hub = hubs.hub(request.run_id)
                 listening.enter_context(hub.listening(wake))
@@ -79,13 +82,25 @@ async def serve_puts(hubs: Hubs, requests: AsyncIterator[_Request]) -> AsyncIter
                 await _forget(answers)
 
 
-def read_request(request: _Request) -> Put:
-    """A request, checked as far as that can be done without the run. Raises InvalidFieldError."""
+def read_request(data: bytes) -> tuple[_Request, Put]:
+    """A serialized request, checked as far as that can be done without the run; the message is without its groups.
+
+    Raises InvalidFieldError.
+    """
+    start, end = field_span(data, _Request.GROUPS_FIELD_NUMBER)
+    packed = memoryview(data)[start:end]
+    try:
+        parsed = packed_types.PutTrajectoriesRequest.FromString(data)
+    except DecodeError as error:
+        read_put(packed)
+        text = f"request: {len(data)} bytes that are no message of this method: {error}"
+        raise InvalidFieldError(text, field="request") from error
+    request = _Request(run_id=parsed.run_id, producer_id=parsed.producer_id, put_id=parsed.put_id)
     check_run_id(request.run_id)
     check_id("producer_id", request.producer_id)
     check_id("put_id", request.put_id)
-    packed = request.groups
-    return Put(payload_id=secrets.token_hex(8), payload=packed, groups=read_put(packed))
+    groups = read_put(packed, list(parsed.groups.groups))
+    return request, Put(payload_id=secrets.token_hex(8), payload=packed, groups=groups)
 
 
 async def _wait_for_room(hub: RunHub, put: Put) -> None:

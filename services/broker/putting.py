@@ -14,6 +14,7 @@ from itertools import groupby
 
 from google.rpc import code_pb2
 
+from penstock.codec import Packed
 from penstock.errors import InvalidFieldError, RunClosedError, StaleError
 from penstock.v1 import broker_pb2, types_pb2
 from services.broker import books, drops
@@ -32,7 +33,7 @@ class Put:
     """A request to store groups."""
 
     payload_id: str
-    payload: bytes
+    payload: Packed
     groups: PutGroups
 
 

@@ -43,7 +43,7 @@ MAX_COPIED_BYTES = 16 * 1024
 
 _log = structlog.get_logger()
 _T = TypeVar("_T")
-_Arg = bytes | str | int
+_Arg = bytes | memoryview | str | int
 
 
 class Script:
@@ -126,7 +126,7 @@ def _packed(connection: AbstractConnection, commands: Sequence[Sequence[_Arg]]) 
     """Commands as they go over the wire: packed by hiredis, in C; by redis-py where a value is too large to copy."""
     parts: list[bytes] = []
     for command in commands:
-        if any(isinstance(arg, bytes) and len(arg) > MAX_COPIED_BYTES for arg in command):
+        if any(isinstance(arg, bytes | memoryview) and len(arg) > MAX_COPIED_BYTES for arg in command):
             parts += connection.pack_command(*command)
         else:
             arguments: tuple[Any, ...] = tuple(command)

@@ -9,6 +9,7 @@ from typing import Any, cast
 import grpc
 from google.protobuf.duration_pb2 import Duration
 
+from penstock.guard import takes_bytes
 from penstock.v1 import broker_pb2, broker_pb2_grpc
 from services.broker import delivery, drops, submission, waits
 from services.broker.audit import audit_rows, totals
@@ -118,11 +119,12 @@ class BrokerService(broker_pb2_grpc.BrokerServiceServicer):
         async for response in stream.serve(request_iterator):
             yield response
 
+    @takes_bytes
     async def PutTrajectories(
         self, request_iterator: AsyncIterator[broker_pb2.PutTrajectoriesRequest], context: _Context
     ) -> AsyncIterator[broker_pb2.PutTrajectoriesResponse]:
         """See `put_stream`."""
-        async for response in serve_puts(self._hubs, request_iterator):
+        async for response in serve_puts(self._hubs, cast("AsyncIterator[bytes]", request_iterator)):
             yield response
 
     async def StreamMicrobatches(

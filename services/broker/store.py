@@ -11,6 +11,8 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from penstock.codec import Packed
+
 SampleId = tuple[str, int]
 """Group id and sample index."""
 
@@ -86,7 +88,7 @@ class Delta:
     """Afterwards, add the counters of older versions to those of this one; None folds nothing."""
     fresh: list[str] = field(default_factory=list)
     """Ids taken for new: the change is refused where one of them is retired."""
-    payloads: dict[str, bytes] = field(default_factory=dict)
+    payloads: dict[str, Packed] = field(default_factory=dict)
     """Payload of parcels by payload id."""
     dropped_payloads: set[str] = field(default_factory=set)
     """Payload ids to delete."""

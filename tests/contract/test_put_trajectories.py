@@ -127,6 +127,32 @@ async def test_a_group_that_was_dropped_is_never_stored_again(store: Store) -> N
         assert (books.submitted, dict(books.dropped)) == (6, {"poisoned": 2})
 
 
+@pytest.mark.parametrize(
+    ("data", "field"),
+    [
+        (b"\xff", "request"),
+        (b"\x0a\x05run", "request"),
+        (b"\x22\x01a" * 2, "request"),
+        (request("1").SerializeToString(), "groups"),
+        (broker_pb2.PutTrajectoriesRequest(run_id=RUN, groups=b"\x0a\x02\x0a\x7f").SerializeToString(), "groups"),
+        (broker_pb2.PutTrajectoriesRequest(run_id=RUN, groups=bytes(5 << 20)).SerializeToString(), "groups"),
+    ],
+    ids=["no message", "cut", "groups twice", "no groups", "bad groups", "too large"],
+)
+async def test_bytes_that_are_no_request_are_refused_and_nothing_is_stored(data: bytes, field: str) -> None:
+    async with serving(MemoryStore()) as broker:
+        await broker.open(groups_per_step=4)
+        method: Any = broker.channel.stream_stream("/penstock.v1.BrokerService/PutTrajectories")
+        stream = Duplex(method)
+        stream.send(data)
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await stream.receive()
+        error = from_rpc_error(caught.value, peer="broker")
+        assert isinstance(error, InvalidFieldError)
+        assert f"{field}: " in str(error)
+        assert (await broker.audit()).submitted == 0
+
+
 async def test_malformed_groups_are_named_and_the_others_stored(store: Store) -> None:
     async with serving(store) as broker:
         await broker.open(groups_per_step=4)
