@@ -18,7 +18,6 @@ from services.broker.chunks import ChunkFacts
 from services.broker.dispatch.latency import LatencyModel
 from services.broker.dispatch.moving import MOVE_COST_S
 from services.broker.dispatch.registry import make_policy
-from services.broker.dispatch.types import Situation
 from services.broker.fleet import Fleet, GeneratorStatus, SeenLengths, lengths_seen
 from services.broker.generation import Choice, GeneratorFacts, Grant
 from services.broker.opening import create_run
@@ -65,11 +64,6 @@ class Report:
 def simulate(scenario: Scenario, policy_name: str, *, can_move: bool = True) -> Report:
     """Run a scenario to its end, with or without moves of leased work."""
     return _Simulation(scenario, policy_name, can_move=can_move).run()
-
-
-def first_situation(scenario: Scenario) -> Situation:
-    """What a policy that looks at a scenario sees first: everything queued that is submitted at once."""
-    return _Simulation(scenario, "lpt", can_move=False).situation_now()
 
 
 def lower_bound_s(scenario: Scenario) -> float:
@@ -126,13 +120,6 @@ class _Simulation:
             num_moves=self._num_moves,
         )
 
-    def situation_now(self) -> Situation:
-        """Before anything is leased."""
-        self._submit(0.0)
-        self._fleet.measure(self._state)
-        statuses = self._statuses()
-        return self._fleet.situation(self._state, statuses, min(statuses), 0.0)
-
     def _submit(self, now_s: float) -> None:
         due: list[int] = []
         while self._unsubmitted and self._unsubmitted[0][1] <= self._num_ended:
@@ -183,8 +170,7 @@ class _Simulation:
     def _review(self, now_s: float) -> None:
         if self._state.queue:
             self._fleet.measure(self._state)
-            statuses = self._statuses()
-            self._policy.review(self._fleet.situation(self._state, statuses, min(statuses), now_s))
+            self._policy.review(self._fleet.look(self._state, self._statuses(), now_s))
 
     def _lease(self, now_s: float) -> None:
         for name, engine in self._engines.items():

@@ -61,7 +61,7 @@ class Queue:
 
     def review_s(self, policy: DispatchPolicy) -> float:
         """Time of one review."""
-        situation = self._fleet.situation(self._state, self._statuses, "gen-0", self._now_s).copy()
+        situation = self._fleet.look(self._state, self._statuses, self._now_s).copy()
         start_s = time.perf_counter()
         policy.review(situation)
         return time.perf_counter() - start_s

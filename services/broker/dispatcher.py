@@ -72,7 +72,7 @@ class Dispatcher:
         statuses = _statuses(self._starting(state, now_s), None, 0)
         if not statuses or not state.queue:
             return
-        situation = self._fleet.situation(state, statuses, min(statuses), now_s)
+        situation = self._fleet.look(state, statuses, now_s)
         started_s = time.perf_counter()
         await asyncio.to_thread(policy.review, situation.copy())
         self._review_s = now_s + max(REVIEW_EVERY_S, (time.perf_counter() - started_s) / MAX_REVIEW_SHARE)

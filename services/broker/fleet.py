@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from statistics import pstdev
 
-from penstock.v1 import types_pb2
+from penstock.v1 import broker_pb2, types_pb2
 from services.broker.dispatch.calibration import Calibration, calibrated, normal
 from services.broker.dispatch.latency import LatencyModel, Load
 from services.broker.dispatch.lengths import LengthCounts, remaining_tokens
-from services.broker.dispatch.types import Situation
+from services.broker.dispatch.types import NEW_RANK, Prompt, Situation
+from services.broker.records_pb2 import GroupRecord
 from services.broker.run_state import RunState
 
 REFRESH_S = 0.25
 """How old the lengths in a generator's load may be; the number of its samples is always of now."""
 MAX_GROUPS_MEASURED = 128
+MAX_GROUPS_SHOWN = 1024
+"""Of the queue, to a policy that is reviewed; a look ahead goes no further."""
 UNSEEN_FORECAST_ERROR = 0.35
 """Error of forecasts while none was tested; StreamRL's ranker is about as good."""
 UNSEEN_LENGTH_ERROR = 0.8
@@ -108,9 +111,38 @@ class Fleet:
             max_tokens=state.limits.max_completion_tokens,
             length_error=self._seen.error if self._seen else unseen_error,
             calibration=self._seen.calibration if self._seen else UNSEEN_CALIBRATION,
-            group_size=state.limits.group_size,
             look_s=self._look_s,
         )
+
+    def look(self, state: RunState, statuses: Mapping[str, GeneratorStatus], now_s: float) -> Situation:
+        """The picture for a review: with what is queued and under way, prompt by prompt."""
+        return replace(self.situation(state, statuses, min(statuses), now_s), prompts=prompts_of(state))
+
+
+def prompts_of(state: RunState) -> list[Prompt]:
+    """The front of the queue, and what generators hold, with the siblings that have ended."""
+    running: dict[str, list[tuple[str, int]]] = {}
+    for name, held in state.generation_leases.items():
+        for group_id, index in held.values():
+            running.setdefault(group_id, []).append((name, state.groups[group_id].samples[index].num_tokens))
+    found: list[Prompt] = []
+    for rank in state.queue.first(MAX_GROUPS_SHOWN):
+        if group := state.group_at(rank[-1]):
+            is_begun = rank[0] < NEW_RANK
+            found.append(_prompt(state, group, running.pop(group.group_id, ()), is_begun=is_begun))
+    found += [_prompt(state, state.groups[group_id], held, is_begun=True) for group_id, held in running.items()]
+    return found
+
+
+def _prompt(state: RunState, group: GroupRecord, running: Sequence[tuple[str, int]], *, is_begun: bool) -> Prompt:
+    return Prompt(
+        predicted_tokens=group.samples[0].predicted_tokens,
+        num_queued=_num_queued(group) if is_begun else len(group.samples),
+        step=(group.sequence - 1) // state.limits.groups_per_step,
+        is_begun=is_begun,
+        ended=_ended(group) if is_begun else (),
+        running=running,
+    )
 
 
 def leased_lengths(state: RunState) -> LengthCounts:
@@ -154,11 +186,19 @@ def seen_lengths(state: RunState, group_ids: Iterable[str]) -> SeenLengths | Non
     """Lengths among these groups, a bounded number of them; None when there are none."""
     prompts: list[tuple[float, list[int]]] = []
     for group_id in islice(group_ids, MAX_GROUPS_MEASURED):
-        samples = state.groups[group_id].samples
-        ended = [sample.num_tokens for sample in samples if sample.num_tokens and sample.finish_reason]
-        if ended:
-            prompts.append((samples[0].predicted_tokens, ended))
+        group = state.groups[group_id]
+        if ended := _ended(group):
+            prompts.append((group.samples[0].predicted_tokens, ended))
     return lengths_seen(prompts) if prompts else None
+
+
+def _num_queued(group: GroupRecord) -> int:
+    return sum(sample.state == broker_pb2.SAMPLE_STATE_QUEUED for sample in group.samples)
+
+
+def _ended(group: GroupRecord) -> list[int]:
+    """Tokens of the samples that have ended."""
+    return [sample.num_tokens for sample in group.samples if sample.num_tokens and sample.finish_reason]
 
 
 def lengths_seen(prompts: Sequence[tuple[float, Sequence[int]]]) -> SeenLengths:

@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from statistics import fmean, stdev
 
-from services.broker.dispatch.draws import drawn, scaled_down
+from services.broker.dispatch.draws import Draws, scaled_down
 from services.broker.dispatch.fifo import Fifo
 from services.broker.dispatch.latency import token_s
 from services.broker.dispatch.least_loaded import LeastLoaded
@@ -122,12 +122,13 @@ def looks_ahead(situation: Situation, candidates: Candidates) -> dict[str, float
     policy leaves when it is worse than the best one for sure; the race ends when what is left is as good.
     """
     situation = scaled_down(situation)
+    draws = Draws(situation)
     times_s: dict[str, list[float]] = {name: [] for name in candidates}
     twins: dict[str, str] = {}
     for seed in range(MAX_DRAWS if situation.length_error else 1):
-        groups = drawn(situation, seed)
+        draw = draws.draw(seed)
         for name, found in times_s.items():
-            found.append(finish_s(candidates[name](), situation, groups))
+            found.append(finish_s(candidates[name](), situation, draw))
         if seed + 1 == MIN_DRAWS:
             twins = _twins(times_s)
             times_s = {name: found for name, found in times_s.items() if name not in twins}

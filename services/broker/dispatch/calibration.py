@@ -20,8 +20,26 @@ from statistics import NormalDist, fmean, linear_regression, pstdev, pvariance
 MIN_PROMPTS = 8
 """With fewer a slope is a guess: it is then taken to be 1."""
 MAX_SLOPE = 2.0
+_FAR = 20.0
+"""Deviations beyond which the tail is taken for its asymptote; the error function is 0 from 38."""
+MIN_OWN_ERROR = 0.05
+"""Samples of a prompt that never differed yet may."""
 MIN_BANDWIDTH = 0.05
 """Forecasts that differ by 5 % are alike."""
+
+
+@dataclass(frozen=True, slots=True)
+class Outlook:
+    """How long the samples of one prompt usually turn out: what they share, and how likely that is."""
+
+    medians: Sequence[float]
+    """Logarithms of tokens, rising."""
+    sums: Sequence[float]
+    """Sums of weights up to each median."""
+
+    def median(self, share: float) -> float:
+        """Logarithm of the median length; `share`, 0 to 1, of such prompts stay below it."""
+        return self.medians[min(bisect_left(self.sums, share * self.sums[-1]), len(self.sums) - 1)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,15 +55,30 @@ class Calibration:
     own_error: float = 0.0
     """Standard deviation of what is each sample's own."""
 
-    def usual_tokens(self, forecast: float, share: float) -> float:
-        """Median length of a prompt's samples; `share`, 0 to 1, of the prompts with this forecast stay below it."""
+    def outlook(self, forecast: float, *, ended: Sequence[int] = (), running: Sequence[int] = ()) -> Outlook:
+        """Of a prompt with this forecast, by Bayes' rule.
+
+        Args:
+            forecast: More than 0.
+            ended: Tokens of its samples that have ended.
+            running: Tokens so far of those that have not.
+        """
         place = math.log(forecast)
-        exponents = [-(((place - x) / self.bandwidth) ** 2) / 2 for x, _ in self.shared]
-        # Relative to the nearest: of a forecast far from all seen, none would have any weight.
-        nearest = max(exponents)
-        sums = list(accumulate(math.exp(exponent - nearest) for exponent in exponents))
-        index = min(bisect_left(sums, share * sums[-1]), len(sums) - 1)
-        return math.exp(self.offset + self.slope * place + self.shared[index][1])
+        medians = [self.offset + self.slope * place + deviation for _, deviation in self.shared]
+        logs = [-(((place - x) / self.bandwidth) ** 2) / 2 for x, _ in self.shared]
+        spread = max(self.own_error, MIN_OWN_ERROR)
+        for tokens in ended:
+            logs = [
+                log - ((math.log(tokens) - median) / spread) ** 2 / 2 for log, median in zip(logs, medians, strict=True)
+            ]
+        for tokens in running:
+            logs = [
+                log + _log_survival((math.log(tokens) - median) / spread)
+                for log, median in zip(logs, medians, strict=True)
+            ]
+        # Relative to the likeliest: of what is far from all seen, none would have any weight.
+        most = max(logs)
+        return Outlook(medians, list(accumulate(math.exp(log - most) for log in logs)))
 
 
 def normal(*, shared_error: float, own_error: float) -> Calibration:
@@ -88,6 +121,13 @@ def calibrated(prompts: Iterable[tuple[float, Sequence[int]]]) -> Calibration:
         bandwidth=max(MIN_BANDWIDTH, 1.06 * pstdev(places) * len(places) ** -0.2),
         own_error=math.sqrt(own_variance),
     )
+
+
+def _log_survival(deviations: float) -> float:
+    """Logarithm of the chance that a normal variable is more than so many deviations above its mean."""
+    if deviations > _FAR:
+        return -(deviations**2) / 2 - math.log(deviations * math.sqrt(2 * math.pi))
+    return math.log(math.erfc(deviations / math.sqrt(2)) / 2)
 
 
 def _slope(places: Sequence[float], means: Sequence[float]) -> float:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Protocol
@@ -13,6 +13,8 @@ from services.broker.dispatch.lengths import LengthCounts
 
 EXACT = Calibration()
 """Forecasts that are right."""
+NEW_RANK = 2
+"""First number of a group's rank of which nothing was begun, and that is no evaluation."""
 Rank = tuple[int, ...]
 """Place of a group in a queue: smaller goes first, the last number is its sequence."""
 
@@ -51,7 +53,7 @@ class QueuedGroup:
     def _class(self) -> int:
         if self.is_evaluation:
             return 0
-        return 1 if self.is_started else 2
+        return 1 if self.is_started else NEW_RANK
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,6 +71,23 @@ class Work:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Prompt:
+    """A prompt with samples queued or under way, as a look ahead sees it."""
+
+    predicted_tokens: float
+    """Forecast of a completion's length; 0 when there is none."""
+    num_queued: int
+    step: int = 0
+    """Number of the window of `groups_per_step` submissions that it is in: the longest first inside one."""
+    is_begun: bool = False
+    """Whether it goes before others."""
+    ended: Sequence[int] = ()
+    """Tokens of its samples that have ended."""
+    running: Sequence[tuple[str, int]] = ()
+    """Of the leased ones, the generator and the tokens decoded so far."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Situation:
     """The fleet and the queue when a generator asks. A policy may fill `loads` up: they are its own copy."""
 
@@ -80,6 +99,8 @@ class Situation:
     """Lengths of everything queued, as forecast."""
     under_way: LengthCounts
     """Lengths of everything leased, as forecast when it was leased."""
+    prompts: Sequence[Prompt] = ()
+    """What is queued, in order of arrival and as far as a look ahead needs it, and what is under way; for reviews."""
     mean_tokens: float
     """What a completion without a forecast is expected to have."""
     has_forecasts: bool
@@ -92,8 +113,6 @@ class Situation:
     """Standard deviation of the logarithm of true length over forecast, as seen so far."""
     calibration: Calibration = EXACT
     """How true lengths follow from forecasts, as seen so far."""
-    group_size: int = 1
-    """Samples a prompt."""
     look_s: float = 1.0
     """How often policies are reviewed, and idle generators look for work to take over."""
 

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
-from services.broker.dispatch.draws import Item
+from services.broker.dispatch.draws import Draw, Item
 from services.broker.dispatch.latency import Load
 from services.broker.dispatch.lengths import LengthCounts, remaining_tokens
 from services.broker.dispatch.moving import MAX_MOVES, MIN_STAY_S, MOVE_COST_S, is_worth_moving, late_generators
@@ -29,7 +28,8 @@ class _Group:
 
     waiting: list[Item]
     """In the order in which they are taken, from the end; the same forecast for all."""
-    is_begun: bool = False
+    step: int
+    is_begun: bool
 
     @property
     def predicted(self) -> float:
@@ -74,18 +74,18 @@ class _Generator:
     def __post_init__(self) -> None:
         self.cached = self._measured()
 
-    def begin(self, number: int, item: Item, *, num_done: float = 0.0, delay_s: float = 0.0) -> None:
-        """Take an item, of which so much is decoded."""
-        self._hold(item.count, item)
+    def begin(self, number: int, item: Item, *, delay_s: float = 0.0) -> None:
+        """Take an item."""
+        self._hold(1, item)
         delay = delay_s / self.step_s if delay_s else 0.0
-        mine = replace(item, begin_step=self.step + delay - num_done)
+        mine = replace(item, begin_step=self.step + delay - item.num_done)
         self.running[number] = mine
         heapq.heappush(self.ends, (mine.begin_step + item.tokens, number))
 
     def remove(self, number: int) -> Item:
         """Let go of an item."""
         item = self.running.pop(number)
-        self._hold(-item.count, item)
+        self._hold(-1, item)
         return item
 
     def _hold(self, count: int, item: Item) -> None:
@@ -101,13 +101,15 @@ class _Generator:
             heapq.heappop(self.ends)
         return self.clock_s + max(0.0, self.ends[0][0] - self.step) * self.step_s if self.ends else math.inf
 
-    def advance(self, now_s: float) -> None:
+    def advance(self, now_s: float) -> list[Item]:
         """Decode until then, and let go of what is done."""
         if self.running:
             self.step += (now_s - self.clock_s) / self.step_s
         self.clock_s = now_s
+        ended: list[Item] = []
         while self.next_end_s <= now_s + 1e-9:
-            self.remove(heapq.heappop(self.ends)[1])
+            ended.append(self.remove(heapq.heappop(self.ends)[1]))
+        return ended
 
     def to_go(self, item: Item) -> float:
         """Tokens an item is expected to decode still."""
@@ -133,40 +135,39 @@ class _Generator:
         load.max_context_tokens = self.load.max_context_tokens
         for item in self.running.values():
             num_done = max(0.0, self.step - item.begin_step)
-            load.add(remaining_tokens(item.expected, num_done), num_done, item.count)
+            load.add(remaining_tokens(item.expected, num_done), num_done)
         load.max_leases = self.load.max_samples - self.num_samples
         return load
 
 
-def finish_s(policy: DispatchPolicy, situation: Situation, groups: Sequence[Sequence[Item]]) -> float:
+def finish_s(policy: DispatchPolicy, situation: Situation, draw: Draw) -> float:
     """When everything queued and under way would be done under a policy: seconds from now.
 
     Args:
         policy: A fresh one; it is reviewed.
         situation: Now, scaled down.
-        groups: Its queue by prompts, in order of arrival.
+        draw: How long its samples turn out.
     """
-    return _Run(policy, situation, groups).finish_s()
+    return _Run(policy, situation, draw).finish_s()
 
 
 class _Run:
     """One look ahead."""
 
-    def __init__(self, policy: DispatchPolicy, situation: Situation, groups: Sequence[Sequence[Item]]) -> None:
+    def __init__(self, policy: DispatchPolicy, situation: Situation, draw: Draw) -> None:
         self._policy = policy
         self._situation = situation
         self._number = 0
         self._now_s = 0.0
-        self._queue = [_Group(list(reversed(group))) for group in groups]
+        self._queue = [_Group(list(reversed(prompt.waiting)), prompt.step, prompt.is_begun) for prompt in draw.queued]
         self._put_in_order()
-        self._lengths = LengthCounts()
+        self._lengths, self._under_way = LengthCounts(), LengthCounts()
         for group in self._queue:
             self._lengths.add(group.predicted, len(group.waiting))
-        self._generators: dict[str, _Generator] = {}
-        for name, load in situation.loads.items():
-            generator = self._generators[name] = _Generator(load)
-            for tokens, count in _held(load):
-                self._begin(generator, Item(predicted=tokens, expected=tokens, tokens=tokens, count=count))
+        self._generators = {name: _Generator(load) for name, load in situation.loads.items()}
+        for name, item in draw.under_way:
+            if name in self._generators:
+                self._begin(self._generators[name], item)
         self._tick_s = max(situation.look_s, self._least_s() / MAX_TICKS)
 
     def finish_s(self) -> float:
@@ -188,7 +189,8 @@ class _Run:
                 return math.inf if self._queue else self._now_s
             self._now_s = min(end_s, next_tick_s)
             for generator in generators:
-                generator.advance(self._now_s)
+                for item in generator.advance(self._now_s):
+                    self._under_way.add(item.predicted, -1)
 
     def _least_s(self) -> float:
         """The least time that everything queued can take."""
@@ -241,17 +243,18 @@ class _Run:
     def _put_in_order(self) -> None:
         """What was begun first, as the broker has it; then as the policy wants it. Stable."""
         if self._policy.order is Order.LENGTH:
-            self._queue.sort(key=lambda group: (not group.is_begun, -group.predicted))
+            self._queue.sort(key=lambda group: (not group.is_begun, group.step, -group.predicted))
         else:
             self._queue.sort(key=lambda group: not group.is_begun)
 
     def _begin(self, generator: _Generator, item: Item) -> None:
         self._number += 1
+        self._under_way.add(item.predicted)
         generator.begin(self._number, item)
 
     def _seen(self, asking: str) -> Situation:
         loads = {name: generator.seen(MAX_LOAD_AGE * self._tick_s) for name, generator in self._generators.items()}
-        return replace(self._situation, asking=asking, loads=loads, queue=self._lengths)
+        return replace(self._situation, asking=asking, loads=loads, queue=self._lengths, under_way=self._under_way)
 
     def _take_over(self, name: str, loads: dict[str, Load]) -> bool:
         """Move one item that may be done last to a generator that has room, if that is sooner; see `moves`."""
@@ -266,8 +269,6 @@ class _Run:
                 continue
             item = there.running[number]
             num_done = max(0.0, there.step - item.begin_step)
-            if item.count > here.room:
-                continue
             if is_worth_moving(here, there.to_go(item), num_done, there_s=loads[donor].finish_s()):
                 self._move(there, number, self._generators[name], num_done)
                 loads[donor], loads[name] = there.seen(), self._generators[name].seen()
@@ -277,20 +278,7 @@ class _Run:
     def _move(self, donor: _Generator, number: int, taker: _Generator, num_done: float) -> None:
         item = donor.remove(number)
         item.moved_s = self._now_s
+        item.num_done = num_done
         self._number += 1
         delay_s = MOVE_COST_S + taker.load.model.prefill_s(num_done)
-        taker.begin(self._number, item, num_done=num_done, delay_s=delay_s)
-
-
-def _held(load: Load) -> Iterator[tuple[float, int]]:
-    """Tokens to go of what a generator holds: its longest sample, the rest even around their mean."""
-    if not load.num_samples:
-        return
-    yield load.longest_tokens, 1
-    rest = load.num_samples - 1
-    if rest:
-        mean = max(1.0, (load.sum_tokens - load.longest_tokens) / rest)
-        low = rest // 2
-        if low:
-            yield mean / 2, low
-        yield mean if not low else mean * (rest - low / 2) / (rest - low), rest - low
+        taker.begin(self._number, item, delay_s=delay_s)

@@ -8,13 +8,13 @@ import pytest
 from services.broker.dispatch import auto as auto_module
 from services.broker.dispatch.auto import ALIKE, MIN_GAIN, Auto, Candidates, looks_ahead
 from services.broker.dispatch.calibration import normal
-from services.broker.dispatch.draws import Item
+from services.broker.dispatch.draws import Draw
 from services.broker.dispatch.latency import LatencyModel, Load
 from services.broker.dispatch.lengths import LengthCounts
 from services.broker.dispatch.lpt import LongestFirst
 from services.broker.dispatch.registry import make_policy
 from services.broker.dispatch.streamrl import StreamRl
-from services.broker.dispatch.types import DispatchPolicy, Order, QueuedGroup, Situation, Work
+from services.broker.dispatch.types import DispatchPolicy, Order, Prompt, QueuedGroup, Situation, Work
 from services.broker.policy import DISPATCH_NAMES
 
 FAST = LatencyModel(base_s=0.01, per_sample_s=0.0001)
@@ -44,6 +44,7 @@ def situation_of(loads: dict[str, Load], lengths: Sequence[float], *, error: flo
         has_speeds=True,
         length_error=error,
         calibration=normal(shared_error=0.0, own_error=error),
+        prompts=[Prompt(predicted_tokens=tokens, num_queued=1) for tokens in lengths],
     )
 
 
@@ -195,7 +196,7 @@ def test_a_race_gives_up_what_is_worse_for_sure_and_plays_on_where_it_is_close(m
             super().__init__()
             self.name = name
 
-    def play(policy: DispatchPolicy, situation: Situation, groups: Sequence[Sequence[Item]]) -> float:
+    def play(policy: DispatchPolicy, situation: Situation, draw: Draw) -> float:
         """Seconds that vary much from draw to draw, for all together; `close` is as often better as it is worse."""
         plays[policy.name] = number = plays.get(policy.name, 0) + 1
         worse = {"good": 0.0, "twin": 0.0, "close": (-1) ** number, "worse": 2.0 + 0.1 * number, "hopeless": 40.0}

@@ -7,12 +7,15 @@ from dataclasses import replace
 
 import pytest
 
-from services.broker.dispatch.draws import Item
+from services.broker.dispatch import auto as auto_module
+from services.broker.dispatch.auto import Candidates
+from services.broker.dispatch.draws import Draw, Item, QueuedPrompt
 from services.broker.dispatch.latency import LatencyModel
 from services.broker.dispatch.registry import make_policy
+from services.broker.dispatch.types import Situation
 from services.broker.dispatch.virtual import finish_s
 from services.generator.pretend.lengths import STREAMRL_HISTOGRAM
-from simulator.dispatch import Report, Scenario, first_situation, lower_bound_s, simulate
+from simulator.dispatch import Report, Scenario, lower_bound_s, simulate
 from simulator.fleet import PretendGenerator
 from simulator.fresh_scenarios import ARRIVALS, make_fresh_scenario
 from simulator.scenarios import histogram_lengths, make_scenario
@@ -92,19 +95,36 @@ def test_lengths_follow_the_histogram() -> None:
     assert lengths[len(lengths) // 2] == pytest.approx(3200, rel=0.1)
 
 
+def looked_at(scenario: Scenario, monkeypatch: pytest.MonkeyPatch) -> list[Situation]:
+    """What auto sees each time that it looks ahead."""
+    seen: list[Situation] = []
+
+    def look(situation: Situation, candidates: Candidates) -> dict[str, float]:
+        seen.append(situation.copy())
+        return dict.fromkeys(candidates, 1.0)
+
+    monkeypatch.setattr(auto_module, "looks_ahead", look)
+    simulate(scenario, "auto")
+    return seen
+
+
 @pytest.mark.parametrize("policy", ["fifo", "lpt", "streamrl"])
-def test_a_look_ahead_at_the_true_lengths_is_the_simulation(policy: str) -> None:
+def test_a_look_ahead_at_the_true_lengths_is_the_simulation(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Who gets what when, who is left, what moves: the look ahead must play it as the broker does it."""
     scenario = make_scenario(
         fleet="2 big, 6 small", workload="reasoning", forecast="exact", num_groups=32, group_size=8, seed=1
     )
     report = simulate(scenario, policy)
-    situation = first_situation(scenario)
-    groups = [
-        [Item(predicted=forecast or 0.0, expected=forecast or 0.0, tokens=length) for length in lengths]
-        for forecast, lengths in zip(scenario.forecasts, scenario.lengths, strict=True)
-    ]
-    assert finish_s(make_policy(policy), situation, groups) == pytest.approx(report.makespan_s, rel=0.002)
+    situation = looked_at(scenario, monkeypatch)[0]
+    draw = Draw(
+        [
+            QueuedPrompt(
+                waiting=[Item(predicted=forecast or 0.0, expected=forecast or 0.0, tokens=length) for length in lengths]
+            )
+            for forecast, lengths in zip(scenario.forecasts, scenario.lengths, strict=True)
+        ]
+    )
+    assert finish_s(make_policy(policy), situation, draw) == pytest.approx(report.makespan_s, rel=0.002)
     assert policy not in ("fifo", "streamrl") or report.num_moves > 0
 
 
