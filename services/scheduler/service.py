@@ -19,6 +19,7 @@ from services.scheduler.live_plans import LOOK_EVERY_S, LivePlans, document_of, 
 from services.scheduler.plan import SOLVER, first_fit
 from services.scheduler.problem import Problem
 from services.scheduler.problem_plan import checked_problem, plan_problem
+from services.scheduler.revision import COOL_DOWN_S
 from services.scheduler.solvers.interface import TimeLeft
 
 MAX_QUERIES = 1024
@@ -82,7 +83,10 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         if request.problem_json:
             problem, solver = checked_problem(request.problem_json, request.solver)
             plan = await self._solved(problem, solver, request)
-            self._live.follow(problem, solver, plan, keeps_trainers=request.keeps_trainers, now_s=self._clock.now_s())
+            # A plan that was told has rested already: machines that joined since are looked at at once.
+            rested_s = COOL_DOWN_S if request.HasField("running_plan") else 0.0
+            now_s = self._clock.now_s() - rested_s
+            self._live.follow(problem, solver, plan, keeps_trainers=request.keeps_trainers, now_s=now_s)
         else:
             self._live.forget(request.run_id)
             views = self._inventory.views(now_s=self._clock.now_s())

@@ -10,9 +10,10 @@ from penstock.errors import InvalidFieldError
 from penstock.rpc import call
 from penstock.v1 import scheduler_pb2 as pb
 from penstock.v1 import scheduler_pb2_grpc
+from services.scheduler import service as scheduler_service
 from services.scheduler.config import LengthsConfig
 from services.scheduler.cost_model.rm1 import Rm1
-from services.scheduler.live_plans import MIN_LENGTHS
+from services.scheduler.live_plans import MIN_LENGTHS, document_of
 from services.scheduler.revision import COOL_DOWN_S
 from services.scheduler.server import make_forecaster, make_service
 from services.scheduler.service import SchedulerServicer
@@ -176,6 +177,28 @@ async def test_trainers_that_are_kept_stay_while_generators_are_replaced(fleet):
     assert trainers(after) == {"h800-0": 8}
     assert machines(after) == {"h800-0", "h20-new"}
     assert "h20-0 of the plan in force: not there any more. h20-new now used" in after.explanation
+
+
+async def test_a_scheduler_that_forgot_takes_machines_in_again_at_once(fleet):
+    await fleet.ask("CreatePlan", going_on())
+    await fleet.join("h20-new", "H20")
+    plan = await fleet.pass_time(1.0)
+
+    assert "h20-new" in machines(plan)
+
+
+async def test_a_plan_that_is_asked_for_again_begins_with_the_one_in_force(fleet, monkeypatch):
+    before = (await fleet.ask("GetPlan", pb.GetPlanRequest(run_id="r"))).plan
+    begins = []
+
+    def note(problem, *, run_id, starts, **_):
+        begins.extend(starts)
+        return pb.Plan(run_id=run_id)
+
+    monkeypatch.setattr(scheduler_service, "plan_problem", note)
+    await fleet.ask("CreatePlan", pb.CreatePlanRequest(run_id="r", problem_json=json.dumps(document("tiny_02"))))
+
+    assert begins == [document_of(before)]
 
 
 async def test_a_running_plan_that_is_none_is_refused(fleet):
