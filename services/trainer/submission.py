@@ -3,7 +3,8 @@
 Promises:
 
 - A prompt is sent again until the broker has it; group names make that safe.
-- When the broker's queue is full the sender waits and the data stays unread: memory does not grow.
+- When the broker's queue is full the sender waits, asks with one prompt at a time whether there is room again, and the
+  data stays unread: memory does not grow.
 - At most `num_steps * groups_per_step` training groups are submitted, plus one for each group that was dropped, so that
   a finished run leaves nothing in flight.
 """
@@ -44,12 +45,15 @@ class PromptSubmitter:
         """Returns once the broker has all of them; raises InvalidFieldError where it refuses one for good."""
         async with self._turn:
             waiting = list(prompts)
+            is_full = False
             while waiting:
-                num_sent = _num_that_fit(waiting)
+                # What a full queue refuses was sent, read and forecast for nothing.
+                num_sent = 1 if is_full else _num_that_fit(waiting)
                 sent, waiting = waiting[:num_sent], waiting[num_sent:]
                 response = await self._client.submit_prompts(self._run_id, sent)
                 refused = self._refused(sent, response)
-                if refused:
+                is_full = bool(refused)
+                if is_full:
                     waiting = refused + waiting
                     delay_s = response.retry_delay.ToTimedelta().total_seconds()
                     await asyncio.sleep(delay_s or DEFAULT_RETRY_DELAY_S)
