@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import structlog
 
-from services.trainer.backend import Backend, BackendError
+from services.trainer.backend import Backend, BackendError, TokenScores
 from services.trainer.packing import Pack
 from services.trainer.rank_group import Arrays, RankGroup
 
@@ -42,22 +42,24 @@ def follow(group: RankGroup, build: Callable[[str, RankGroup], Backend]) -> None
                 backend.close()
             return
         answer: dict[str, Any] = {}
+        results: Arrays = {}
         try:
             if call["op"] == "build":
                 backend = build(call["config"], group)
             elif backend is not None:
-                answer = _done(backend, call, arrays)
+                answer, results = _done(backend, call, arrays)
         except BackendError as error:
             answer = {"refused": str(error)}
-        group.send(answer, to=0)
+        group.send(answer, results, to=0)
 
 
-def _done(backend: Backend, call: dict[str, Any], arrays: Arrays) -> dict[str, Any]:
+def _done(backend: Backend, call: dict[str, Any], arrays: Arrays) -> tuple[dict[str, Any], Arrays]:
+    """What to answer: values, and arrays."""
     match call["op"]:
         case "forward_backward":
-            return {"totals": dataclasses.asdict(backend.forward_backward(decoded(arrays)))}
+            return {"totals": dataclasses.asdict(backend.forward_backward(decoded(arrays)))}, {}
         case "forward_logprobs" | "token_scores":
-            _score(backend, call, decoded(arrays))
+            return {}, _scores(backend, call, decoded(arrays))
         case "optimizer_step":
             backend.optimizer_step(divisor=int(call["divisor"]))
         case "refresh_reference":
@@ -73,17 +75,21 @@ def _done(backend: Backend, call: dict[str, Any], arrays: Arrays) -> dict[str, A
             backend.load(Path(call["directory"]))
         case unknown:
             raise ValueError(f"the leader asks for {unknown!r}: it runs another version of Penstock")
-    return {}
+    return {}, {}
 
 
-def _score(backend: Backend, call: dict[str, Any], pack: Pack | None) -> None:
-    """The leader computes the same and keeps it."""
+def _scores(backend: Backend, call: dict[str, Any], pack: Pack | None) -> Arrays:
     if pack is None:
         raise ValueError(f"{call['op']} came without a pack")
     if call["op"] == "forward_logprobs":
-        backend.forward_logprobs(pack)
-    else:
-        backend.token_scores(pack, with_log_ratios=bool(call["with_log_ratios"]))
+        return {"logprobs": backend.forward_logprobs(pack)}
+    return arrays_of(backend.token_scores(pack, with_log_ratios=bool(call["with_log_ratios"])))
+
+
+def arrays_of(scores: TokenScores) -> Arrays:
+    """Those that there are, by the names of its fields."""
+    named = {"values": scores.values, "log_ratios": scores.log_ratios}
+    return {name: array for name, array in named.items() if array is not None}
 
 
 def encoded(pack: Pack | None) -> Arrays:

@@ -17,14 +17,16 @@ import numpy.typing as npt
 
 from penstock.adapters import AdapterSpec
 from services.trainer.backend import Backend, BackendError, LossTotals, StepMetrics, TokenScores
-from services.trainer.follower import encoded
+from services.trainer.follower import arrays_of, encoded
 from services.trainer.packing import Pack
 from services.trainer.rank_group import Arrays, RankGroup
+from services.trainer.rounds import share_out
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 _Result = TypeVar("_Result")
+Answer = tuple[dict[str, Any], Arrays]
 
 
 class ShardedBackend:
@@ -84,23 +86,26 @@ class ShardedBackend:
         totals, answers = self._everywhere(
             "forward_backward", lambda: self._local.forward_backward(packs[0]), arrays=arrays
         )
-        for answer in answers:
+        for answer, _ in answers:
             totals = totals.merged(LossTotals(**answer["totals"]))
         return totals
 
     def forward_logprobs(self, pack: Pack) -> npt.NDArray[np.float32]:
-        """See `Backend`; every process computes all of them."""
-        arrays = [encoded(pack)] * len(self._others)
-        return self._everywhere("forward_logprobs", lambda: self._local.forward_logprobs(pack), arrays=arrays)[0]
+        """See `Backend`; every process computes its share of the segments."""
+
+        def here(part: Pack) -> Arrays:
+            return {"logprobs": self._local.forward_logprobs(part)}
+
+        return self._shared_out("forward_logprobs", pack, here)["logprobs"]
 
     def token_scores(self, pack: Pack, *, with_log_ratios: bool) -> TokenScores:
-        """See `Backend`; every process computes all of them."""
-        return self._everywhere(
-            "token_scores",
-            lambda: self._local.token_scores(pack, with_log_ratios=with_log_ratios),
-            arrays=[encoded(pack)] * len(self._others),
-            with_log_ratios=with_log_ratios,
-        )[0]
+        """See `Backend`; every process computes its share of the segments."""
+
+        def here(part: Pack) -> Arrays:
+            return arrays_of(self._local.token_scores(part, with_log_ratios=with_log_ratios))
+
+        found = self._shared_out("token_scores", pack, here, with_log_ratios=with_log_ratios)
+        return TokenScores(values=found.get("values"), log_ratios=found.get("log_ratios"))
 
     def refresh_reference(self) -> None:
         """See `Backend`."""
@@ -135,6 +140,17 @@ class ShardedBackend:
         self._local.close()
         self._leave()
 
+    def _shared_out(self, op: str, pack: Pack, here: Callable[[Pack], Arrays], **details: Any) -> Arrays:
+        """Arrays of a pack's loss tokens, each computed in one process."""
+        shared = share_out(pack, shares=self.shares)
+        arrays = [encoded(part) for part, _ in shared[1:]]
+        mine, answers = self._everywhere(op, lambda: here(shared[0][0]), arrays=arrays, **details)
+        found = {name: np.empty(pack.num_loss_tokens, dtype=array.dtype) for name, array in mine.items()}
+        for (_, tokens), results in zip(shared, [mine, *(results for _, results in answers)], strict=True):
+            for name, array in results.items():
+                found[name][tokens] = array
+        return found
+
     def _leave(self) -> None:
         for rank in self._others:
             self._group.send({"op": "close"}, to=rank)
@@ -143,7 +159,7 @@ class ShardedBackend:
 
     def _everywhere(
         self, op: str, here: Callable[[], _Result], *, arrays: Sequence[Arrays] | None = None, **details: Any
-    ) -> tuple[_Result, list[dict[str, Any]]]:
+    ) -> tuple[_Result, list[Answer]]:
         """What `here` returns, and the others' answers, in order."""
         try:
             for index, rank in enumerate(self._others):
@@ -159,10 +175,11 @@ class ShardedBackend:
         except Exception as error:
             self._on_lost(f"the processes of this trainer lost each other in {op}: {error}")
             raise
-        refused = [f"process {rank}: {a['refused']}" for rank, a in enumerate(answers, 1) if "refused" in a]
+        said = [answer.get("refused") for answer, _ in answers]
+        refused = [f"process {rank}: {why}" for rank, why in enumerate(said, 1) if why is not None]
         if refused:
             raise BackendError("; ".join(refused))
         return result, answers
 
-    def _answers(self) -> list[dict[str, Any]]:
-        return [self._group.receive(sender=rank)[0] for rank in self._others]
+    def _answers(self) -> list[Answer]:
+        return [self._group.receive(sender=rank) for rank in self._others]
