@@ -4,8 +4,8 @@ python -m benchmarks.scheduler.validation [--only WORD] [--samples N] [--length-
 
 Real: Redis, a broker and eight pretend GPUs in real time, from submission to the last token (`benchmarks/fleet`).
 `dispatch` is `simulator/dispatch.py`, which runs the broker's dispatch policies and moves; `run` is
-`simulator/virtual_run`, which serves in order of arrival or longest forecast first and moves nothing. Needs a machine
-on which nobody else computes.
+`simulator/virtual_run`, which serves in order of arrival or longest forecast first and moves what was begun, but places
+nothing. Needs a machine on which nobody else computes.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from benchmarks.fleet.surroundings import staged
 from benchmarks.fleet.workload import NUM_PROMPT_TOKENS, Workload, make_workload
 from penstock.v1 import broker_pb2
 from services.broker.dispatch.latency import DEFAULT_BASE_S, DEFAULT_PER_SAMPLE_S, LatencyModel
+from services.broker.fleet import lengths_seen
 from services.broker.limits import Limits
 from services.generator.pretend.steps import STREAMRL_TABLE, TableSteps
 from simulator.dispatch import Scenario, simulate
@@ -143,9 +144,10 @@ def _run(case: Case, workload: Workload) -> float:
         broker_pb2.RunLimits(groups_per_step=len(order), group_size=1, max_completion_tokens=1 << 20)
     )
     ledger = Ledger(limits, draw, None if case.dispatch == "fifo" else lambda _lengths: waiting[-1])
-    trainer = TrainerSpec(sample_s=0.0, mean_tokens=1.0, prompt_tokens=0.0, end_s=0.0)
+    trainer = TrainerSpec(sample_s=0.0, mean_tokens=1.0, prompt_tokens=NUM_PROMPT_TOKENS, end_s=0.0)
     setup = Setup(generators=tuple(specs), trainer=trainer, transfer_s={}, staleness=0)
-    return Run(setup, ledger, streams=False).play(1).steps[0].end_s
+    seen = lengths_seen([(forecasts[index] or 0.0, [workload.lengths[index]]) for index in order])
+    return Run(setup, ledger, streams=False, seen=seen).play(1).steps[0].end_s
 
 
 def _order(workload: Workload) -> list[int]:

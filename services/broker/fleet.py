@@ -184,7 +184,7 @@ def _held_lengths(
 
 def seen_lengths(state: RunState, group_ids: Iterable[str]) -> SeenLengths | None:
     """Lengths among these groups, a bounded number of them; None when there are none."""
-    prompts: list[tuple[float, list[int]]] = []
+    prompts: list[tuple[float, Sequence[float]]] = []
     for group_id in islice(group_ids, MAX_GROUPS_MEASURED):
         group = state.groups[group_id]
         if ended := _ended(group):
@@ -201,7 +201,7 @@ def _ended(group: GroupRecord) -> list[int]:
     return [sample.num_tokens for sample in group.samples if sample.num_tokens and sample.finish_reason]
 
 
-def lengths_seen(prompts: Sequence[tuple[float, Sequence[int]]]) -> SeenLengths:
+def lengths_seen(prompts: Sequence[tuple[float, Sequence[float]]]) -> SeenLengths:
     """What these lengths tell, by prompt; a forecast of 0 is none. At least one prompt, with at least one length."""
     everything = [length for _, lengths in prompts for length in lengths]
     return SeenLengths(

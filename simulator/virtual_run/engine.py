@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import heapq
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from simulator.virtual_run.ledger import Sample
@@ -27,6 +28,8 @@ class GeneratorSpec:
     """Of one sample; nobody else decodes meanwhile."""
     pause_s: float
     """How long a weight update stops it."""
+    prefill_token_s: float = 0.0
+    """Of each token of prompt and prefix that nobody shares: what a sample costs that comes from elsewhere."""
 
     @property
     def max_samples(self) -> int:
@@ -68,6 +71,25 @@ class Engine:
         self._number += 1
         self._stall_s += self.spec.prefill_s * self.slowdown
         heapq.heappush(self._ends, (self._num_steps + sample.remaining_tokens, self._number, sample))
+
+    def take_over(self, sample: Sample, *, context_tokens: float, delay_s: float) -> None:
+        """Take a sample that was begun elsewhere; the delay is its own, the prefill of its context everybody's."""
+        self._number += 1
+        self._stall_s += self.spec.prefill_token_s * context_tokens * self.slowdown
+        delay = delay_s / (self.spec.steps_s[len(self._ends) + 1] * self.slowdown)
+        heapq.heappush(self._ends, (self._num_steps + delay + sample.remaining_tokens, self._number, sample))
+
+    def let_go(self, sample: Sample, now_s: float) -> Sample:
+        """Hand a sample to another generator, as far as it got."""
+        index = next(index for index, (_, _, held) in enumerate(self._ends) if held is sample)
+        end = self._ends.pop(index)[0]
+        heapq.heapify(self._ends)
+        return sample.after(sample.remaining_tokens - (end - self._num_steps), moved_s=now_s)
+
+    def held(self) -> Iterator[tuple[Sample, float]]:
+        """Its samples, each with the tokens of its completion that are decoded."""
+        for end, _, sample in self._ends:
+            yield sample, sample.num_done + max(0.0, sample.remaining_tokens - (end - self._num_steps))
 
     def stall(self, seconds: float) -> None:
         """Decode nothing for so long, after what holds it up now."""

@@ -7,6 +7,7 @@ a queued group's rank in which order. Only the bookkeeping around them is lean, 
 from __future__ import annotations
 
 import heapq
+import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -47,10 +48,15 @@ class Sample:
 
     group: Group
     remaining_tokens: float
+    num_done: float = 0.0
+    """Tokens that it brought along."""
+    moved_s: float = -math.inf
+    """When it last went from one generator to another."""
 
-    def after(self, num_tokens: float) -> Sample:
+    def after(self, num_tokens: float, *, moved_s: float = -math.inf) -> Sample:
         """What is left when so many tokens more were accepted."""
-        return Sample(self.group, max(1.0, self.remaining_tokens - num_tokens))
+        left = max(1.0, self.remaining_tokens - num_tokens)
+        return Sample(self.group, left, self.num_done + num_tokens, moved_s)
 
 
 class Ledger:
@@ -75,6 +81,8 @@ class Ledger:
         """Trained groups by how many versions old they were."""
         self.num_returned = 0
         """Samples that came back from generators that were lost."""
+        self.last_trained: list[Group] = []
+        """Of the newest step."""
         self._sequence = 0
         self._queue: list[tuple[tuple[int, ...], int, Group]] = []
         self._siblings: list[Sample] = []
@@ -157,7 +165,7 @@ class Ledger:
         self.num_trained += self.num_delivered
         for group in self._delivered:
             self.staleness[staleness(policy_version=self.version, version=group.min_version)] += 1
-        self._delivered.clear()
+        self.last_trained, self._delivered = self._delivered, []
         self.version += 1
 
     def audit(self) -> dict[str, int | bool]:

@@ -1,7 +1,8 @@
 """A run, event by event, on a virtual clock.
 
 Events are: a generator's next sample ends, the trainer is done with a microbatch or a step, new weights arrive in a
-region, a machine fails or joins. Generators take what the ledger lets them; the trainer takes what batching hands out.
+region, a machine fails or joins, generators without work look at what the others hold. Generators take what the
+ledger lets them; the trainer takes what batching hands out.
 """
 
 from __future__ import annotations
@@ -13,8 +14,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
+from services.broker.fleet import SeenLengths
 from simulator.virtual_run.engine import Engine
 from simulator.virtual_run.ledger import Group, Ledger, Sample
+from simulator.virtual_run.moves import Mover
 from simulator.virtual_run.setup import Setup
 
 LEASE_S = 15.0
@@ -60,6 +63,8 @@ class Record:
     generating_s: float = 0.0
     """Sum over generators."""
     num_generators: int = 0
+    num_moves: int = 0
+    """Samples that went on elsewhere, because a generator without work is sooner done with them."""
     num_events: int = 0
 
     def samples_per_second(self, *, skip: int = 1) -> float:
@@ -82,6 +87,7 @@ class Run:
         streams: Whether training begins before a step's samples are all there.
         changes: Machines that fail, join or slow down.
         look_s: How often the samples under way are noted; None: never.
+        seen: What the broker knows of lengths before the first step; None: samples do not move.
     """
 
     def __init__(
@@ -92,9 +98,12 @@ class Run:
         streams: bool,
         changes: Sequence[Change] = (),
         look_s: float | None = None,
+        seen: SeenLengths | None = None,
     ) -> None:
         self._setup, self._ledger, self._look_s = setup, ledger, look_s
         self._engines = [Engine(spec) for spec in setup.generators]
+        self._mover = Mover(self._engines, ledger, seen, setup.trainer.prompt_tokens) if seen is not None else None
+        self._move_due_s, self._is_move_due = 0.0, False
         limits = ledger.limits
         self._at_least = max(1, limits.groups_per_step // MICROBATCHES) if streams else limits.groups_per_step
         self._events: list[tuple[float, int, Callable[[], None]]] = []
@@ -152,6 +161,12 @@ class Run:
         if engine.num_free:
             for sample in self._ledger.take(engine.version, engine.num_free):
                 engine.begin(sample)
+        if self._mover is not None and engine.num_free and not self._is_move_due:
+            self._is_move_due = True
+            self._at(max(self._now_s, self._move_due_s), self._move)
+        self._foretell(engine)
+
+    def _foretell(self, engine: Engine) -> None:
         engine.epoch += 1
         if (end_s := engine.next_end_s()) < math.inf:
             self._at(end_s, partial(self._ended, engine, engine.epoch))
@@ -170,6 +185,21 @@ class Run:
             free = again
         for engine in engines:
             self._fill(engine)
+
+    def _move(self) -> None:
+        """Let generators without work take over what others hold; again after a while as long as there is any."""
+        assert self._mover is not None
+        self._is_move_due = False
+        self._move_due_s = self._now_s + self._mover.look_s
+        for engine in self._engines:
+            engine.advance(self._now_s)
+        moves = self._mover.look(self._now_s)
+        self.record.num_moves += len(moves)
+        for engine in {id(each): each for move in moves for each in move}.values():
+            self._foretell(engine)
+        if self.num_held:
+            self._is_move_due = True
+            self._at(self._move_due_s, self._move)
 
     def _ended(self, engine: Engine, epoch: int) -> None:
         if engine.epoch != epoch:

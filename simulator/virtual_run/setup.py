@@ -154,6 +154,7 @@ def _replica(model: Rm1, name: str, tp: int, index: int) -> GeneratorSpec:
         region=node.region,
         steps_s=tuple(replica.step_s(count) for count in range(state.batch + 1)),
         prefill_s=replica.prefill_s,
+        prefill_token_s=replica.prefill_token_s,
         pause_s=state.pause_s,
     )
 

@@ -7,9 +7,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from penstock.v1 import broker_pb2
+from services.broker.fleet import MAX_GROUPS_MEASURED, SeenLengths, lengths_seen
 from services.broker.limits import Limits
 from services.scheduler.cost_model.rm1 import Rm1
 from services.scheduler.plan_document import PlanDocument
+from services.scheduler.problem import Workload
 from simulator.virtual_run.ledger import Ledger
 from simulator.virtual_run.lengths import RANKER_ERROR, forecaster, group_source
 from simulator.virtual_run.run import Change, Record, Run
@@ -36,6 +38,8 @@ class Options:
     changes: Sequence[Change] = ()
     look_s: float | None = None
     """How often the samples under way are noted, for a picture."""
+    can_move: bool = True
+    """Whether generators without work take over what others hold."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,8 +78,23 @@ def simulate_setup(model: Rm1, setup: Setup, options: Options) -> Outcome:
     draw = group_source(workload, seed=options.seed, growth_per_step=options.growth_per_step)
     forecast = forecaster(options.seed, options.forecast_error) if options.longest_first else None
     ledger = Ledger(limits, draw, forecast)
-    run = Run(setup, ledger, streams=options.mode.streams, changes=options.changes, look_s=options.look_s)
+    run = Run(
+        setup,
+        ledger,
+        streams=options.mode.streams,
+        changes=options.changes,
+        look_s=options.look_s,
+        seen=_seen_before(workload, options) if options.can_move else None,
+    )
     return Outcome(setup, run, run.play(options.num_steps), options)
+
+
+def _seen_before(workload: Workload, options: Options) -> SeenLengths:
+    """What a broker knows from steps before these."""
+    seed = options.seed + 1
+    draw, forecast = group_source(workload, seed=seed), forecaster(seed, options.forecast_error)
+    groups = [draw(0) for _ in range(MAX_GROUPS_MEASURED)]
+    return lengths_seen([(forecast(group) if options.longest_first else 0.0, group) for group in groups])
 
 
 def document(model: Rm1, outcome: Outcome, *, predicted: float | None) -> Document:
@@ -103,5 +122,6 @@ def document(model: Rm1, outcome: Outcome, *, predicted: float | None) -> Docume
         "max_staleness": outcome.setup.staleness,
         "staleness": {str(age): count * size for age, count in sorted(ledger.staleness.items())},
         "num_returned": ledger.num_returned,
+        "num_moves": record.num_moves,
         "audit": ledger.audit(),
     }

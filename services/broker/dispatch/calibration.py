@@ -87,7 +87,7 @@ def normal(*, shared_error: float, own_error: float) -> Calibration:
     return Calibration(shared=tuple((0.0, shared_error * deviation) for deviation in deviations), own_error=own_error)
 
 
-def calibrated(prompts: Iterable[tuple[float, Sequence[int]]]) -> Calibration:
+def calibrated(prompts: Iterable[tuple[float, Sequence[float]]]) -> Calibration:
     """Least squares over prompts: the forecast, more than 0, and the lengths of at least one sample, more than 0.
 
     Source: bandwidth by Scott (1992), Multivariate Density Estimation, section 6.3: 1.06 times the standard deviation

@@ -69,6 +69,11 @@ class ReplicaModel:
         """Of one sample, where nothing else is done; a prompt that a group shares counts once."""
         return self._demand.prefill_flops / self._prefill_flops_per_second
 
+    @property
+    def prefill_token_s(self) -> float:
+        """Of each token of context that is computed anew."""
+        return self._demand.flops_per_token / self._prefill_flops_per_second
+
     def step_s(self, batch: int) -> float:
         """One decode step of so many sequences with the mean context."""
         demand = self._demand
@@ -91,7 +96,7 @@ class ReplicaModel:
         pause_s = self._pause_s
         if self._recomputes:
             context_tokens = demand.kv_read_bytes / demand.completion_tokens / demand.kv_bytes_per_token
-            pause_s += batch * context_tokens * demand.flops_per_token / self._prefill_flops_per_second
+            pause_s += batch * context_tokens * self.prefill_token_s
         return ReplicaState(batch, step_s, samples_per_second, pause_s)
 
 

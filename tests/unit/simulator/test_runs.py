@@ -6,13 +6,17 @@ import pytest
 
 from benchmarks.scheduler.settings import GRPO_TASKS, lognormal, machines, make_problem
 from penstock.v1 import broker_pb2
+from services.broker.dispatch.latency import LatencyModel
+from services.broker.fleet import lengths_seen
 from services.broker.limits import Limits
 from services.scheduler.cost_model.calibrated import CALIBRATED, make_model
 from services.scheduler.cost_model.rm1 import Limit, Rm1
+from simulator.dispatch import Scenario, simulate
+from simulator.fleet import PretendGenerator
 from simulator.virtual_run.engine import Engine, GeneratorSpec
 from simulator.virtual_run.ledger import Group, Ledger, Sample
 from simulator.virtual_run.run import Change, Run
-from simulator.virtual_run.setup import Mode, SetupError, TrainerSpec, colocated
+from simulator.virtual_run.setup import Mode, Setup, SetupError, TrainerSpec, colocated
 from simulator.virtual_run.simulate import Options, document, simulate_plan, simulate_setup
 from tests.helpers.planning import plan, problem
 
@@ -62,6 +66,65 @@ def test_a_lost_generator_gives_back_what_is_left_of_its_samples():
 
     assert left.remaining_tokens == pytest.approx(60)
     assert engine.num_free == 0
+
+
+def test_a_sample_that_moves_brings_its_tokens_and_has_its_context_computed_anew():
+    steps_s = (0.0, 0.010, 0.020)
+    spec = GeneratorSpec(name="g", node="n", region="r", steps_s=steps_s, prefill_s=0.0, pause_s=0.0)
+    slow, quick = Engine(spec), Engine(replace(spec, steps_s=(0.0, 0.005), prefill_token_s=0.001))
+    sample = Sample(Group(1, [100.0], 0.0), 100.0)
+    slow.begin(sample)
+    for engine in (slow, quick):
+        engine.advance(0.4)
+
+    moved = slow.let_go(sample, 0.4)
+    quick.take_over(moved, context_tokens=50.0, delay_s=0.3)
+
+    assert (moved.num_done, moved.remaining_tokens) == pytest.approx((40.0, 60.0))
+    assert slow.num_running == 0
+    assert quick.next_end_s() == pytest.approx(0.4 + 50 * 0.001 + 0.3 + 60 * 0.005)
+    assert [(held.group.sequence, done) for held, done in quick.held()] == [(1, pytest.approx(40.0))]
+
+
+def test_idle_generators_take_over_as_the_broker_lets_them():
+    lengths = [100 * (1 + index * 7 % 40) for index in range(96)]
+    speeds = (0.01, 0.01, 0.04, 0.04)
+    models = [LatencyModel(base_s=base_s, per_sample_s=0.0001, max_samples=8) for base_s in speeds]
+    fleet = [PretendGenerator(generator_id=f"g{index}", model=model) for index, model in enumerate(models)]
+    scenario = Scenario(name="s", generators=fleet, lengths=[[each] for each in lengths], forecasts=[None] * 96)
+    expected = simulate(scenario, "fifo")
+
+    moving, staying = (one_step(models, lengths, can_move=can_move) for can_move in (True, False))
+
+    assert expected.num_moves > 0
+    assert moving.num_moves > 0
+    assert moving.steps[0].end_s == pytest.approx(expected.makespan_s, rel=0.05)
+    assert staying.num_moves == 0
+    assert staying.steps[0].end_s > 1.2 * moving.steps[0].end_s
+
+
+def one_step(models, lengths, *, can_move):
+    """A synchronous step without training."""
+    specs = [
+        GeneratorSpec(
+            name=f"g{index}",
+            node=f"g{index}",
+            region="r",
+            steps_s=(0.0, *(model.step_s(count) for count in range(1, model.max_samples + 1))),
+            prefill_s=0.0,
+            pause_s=0.0,
+        )
+        for index, model in enumerate(models)
+    ]
+    limits = Limits.from_proto(
+        broker_pb2.RunLimits(groups_per_step=len(lengths), group_size=1, max_completion_tokens=1 << 20)
+    )
+    waiting = iter(lengths)
+    ledger = Ledger(limits, lambda _version: [float(next(waiting))], None)
+    trainer = TrainerSpec(sample_s=0.0, mean_tokens=1.0, prompt_tokens=128.0, end_s=0.0)
+    setup = Setup(generators=tuple(specs), trainer=trainer, transfer_s={}, staleness=0)
+    seen = lengths_seen([(0.0, [length]) for length in lengths]) if can_move else None
+    return Run(setup, ledger, streams=False, seen=seen).play(1)
 
 
 @pytest.mark.parametrize("mode", list(Mode))
