@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 
-from benchmarks.scheduler.best import best_colocated, best_plan, whole_types
+from benchmarks.scheduler.best import Best, best_colocated, best_plan, whole_types
 from benchmarks.scheduler.settings import (
     ACTOR,
     PPO_TASKS,
@@ -23,6 +23,8 @@ from simulator.virtual_run.setup import Mode
 from simulator.virtual_run.simulate import Options
 
 ONE_STEP, ASYNC, STREAMING = (Options(mode=mode) for mode in (Mode.ONE_STEP, Mode.ASYNC, Mode.STREAMING))
+STREAMRL = Options(mode=Mode.ONE_STEP, drains=True)
+"""One step behind, and no sample goes on under other weights than those that began it: StreamRL rules that out."""
 COLOCATED = Options(mode=Mode.COLOCATED_SYNC)
 AS_THEY_CAME = Options(mode=Mode.COLOCATED_SYNC, longest_first=False)
 _H20_COST = 1.0 / 2.85
@@ -51,8 +53,8 @@ class Comparison:
 def areal_hex() -> Iterator[Comparison]:
     """8 H800 + 48 H20 against 24 H800; and the least H20 that keep up."""
     for size, paper in (("1.5b", 1.36), ("7b", 1.31), ("14b", 1.50)):
-        alone = best_plan(_hex(size, 3, 0), ASYNC)
-        mixed = best_plan(_hex(size, 1, 6), ASYNC)
+        alone = best_plan(hex_cluster(size, 3, 0), ASYNC)
+        mixed = best_plan(hex_cluster(size, 1, 6), ASYNC)
         gain = mixed.samples_per_second / alone.samples_per_second
         yield Comparison(
             f"AReaL-Hex {size.upper()}: 8 H800 + 48 H20 over 24 H800 (ideal 1.95-2.0)",
@@ -62,7 +64,7 @@ def areal_hex() -> Iterator[Comparison]:
             f"{mixed.shown}; {alone.shown}",
         )
         for count in range(1, 9):
-            cheap = best_plan(_hex(size, 1, count), ASYNC)
+            cheap = best_plan(hex_cluster(size, 1, count), ASYNC)
             if cheap.samples_per_second >= alone.samples_per_second:
                 break
         cost = 3 * PRICES["H800"] / (PRICES["H800"] + count * PRICES["H20"])
@@ -86,7 +88,7 @@ def hetrl() -> Iterator[Comparison]:
     for scenario, (sync_paper, sync_low, async_paper, async_low) in bands.items():
         syncs, asyncs = [], []
         for size, tasks in (("4b", _GRPO), ("8b", _GRPO), ("14b", _GRPO), ("8b", PPO_TASKS)):
-            problem = _het(scenario, size, tasks)
+            problem = hetrl_cluster(scenario, size, tasks)
             blind = best_colocated(problem, AS_THEY_CAME, is_blind=True).samples_per_second
             aware = max(
                 best_plan(problem, STREAMING).samples_per_second,
@@ -108,7 +110,7 @@ def streamrl_breakdown() -> Iterator[Comparison]:
     parts: Sequence[tuple[str, float, Callable[[], float]]] = (
         ("longest first", 1.08, lambda: best_colocated(problem, COLOCATED).samples_per_second),
         ("disaggregated, streaming", 1.23, lambda: best_plan(problem, STREAMING).samples_per_second),
-        ("one step behind", 1.48, lambda: best_plan(problem, ONE_STEP).samples_per_second),
+        ("one step behind", 1.48, lambda: best_plan(problem, STREAMRL).samples_per_second),
     )
     for name, paper, rate in parts:
         wanted = (1.3, 1.6) if name == "one step behind" else (1.0, None)
@@ -121,7 +123,7 @@ def streamrl_settings() -> Iterator[Comparison]:
     for size, (count, paper) in papers.items():
         for scale, name, published in zip((0.25, 0.5, 1.0), ("5K", "10K", "20K"), paper, strict=True):
             problem = streamrl(f"qwen2.5-{size}", [machines("H800", count)], scale=scale)
-            ours, base = best_plan(problem, ONE_STEP), best_colocated(problem, AS_THEY_CAME)
+            ours, base = best_plan(problem, STREAMRL), best_colocated(problem, AS_THEY_CAME)
             gain = ours.samples_per_second / base.samples_per_second
             yield Comparison(
                 f"StreamRL {size.upper()}, {name}: over colocated",
@@ -133,30 +135,28 @@ def streamrl_settings() -> Iterator[Comparison]:
 
 
 def streamrl_sites() -> Iterator[Comparison]:
-    """7B: 32 H20 and 16 H800 80 Gbps apart against 32 H800, by StreamRL's relative prices."""
+    """7B: 16 H800 and up to 32 H20 80 Gbps apart against 32 H800, by StreamRL's relative prices.
+
+    As StreamRL has it: the H800 train, and H20 without use are given up.
+    """
     for scale, name, published in ((0.25, "5K", 1.26), (0.5, "10K", 1.31), (1.0, "20K", 1.23)):
-        apart = max((_apart(scale, h800, h20) for h800 in (1, 2) for h20 in (1, 2, 3, 4)), key=lambda each: each[0])
-        alone = max((_alone(scale, count) for count in (2, 3, 4)), key=lambda each: each[0])
+        alone = best_plan(streamrl("qwen2.5-7b", [machines("H800", 4)], scale=scale), STREAMRL)
+        apart = {count: _apart(scale, count) for count in (1, 2, 3, 4)}
+        value = {count: best.samples_per_second / (2 + count * _H20_COST) for count, best in apart.items()}
+        count = max(value, key=lambda each: value[each])
         yield Comparison(
-            f"StreamRL 7B, {name}: samples per cost, H20 + H800 in two sites over H800",
+            f"StreamRL 7B, {name}: samples per cost, H20 + H800 in two sites over 32 H800",
             f"{published}",
             (1.23, None),
-            apart[0] / alone[0],
-            f"{apart[1]}; {alone[1]}",
+            value[count] / (alone.samples_per_second / 4),
+            f"{apart[count].shown}; {alone.shown}",
         )
 
 
-def _apart(scale: float, h800: int, h20: int) -> tuple[float, str]:
-    """Samples per second and cost, and how. Machines without use are given up, as in StreamRL."""
-    far = [machines("H800", h800, region="a"), machines("H20", h20, region="b", nic_gbps=100)]
+def _apart(scale: float, h20: int) -> Best:
+    far = [machines("H800", 2, region="a"), machines("H20", h20, region="b", nic_gbps=100)]
     link = {"a": "a", "b": "b", "bw_Gbps": 80, "latency_ms": 5}
-    found = best_plan(streamrl("qwen2.5-7b", far, scale=scale, links=[link]), ONE_STEP)
-    return found.samples_per_second / (h800 + h20 * _H20_COST), found.shown
-
-
-def _alone(scale: float, count: int) -> tuple[float, str]:
-    found = best_plan(streamrl("qwen2.5-7b", [machines("H800", count)], scale=scale), ONE_STEP)
-    return found.samples_per_second / count, found.shown
+    return best_plan(streamrl("qwen2.5-7b", far, scale=scale, links=[link]), STREAMRL, allowed=whole_types)
 
 
 def areal_staleness() -> dict[int, float]:
@@ -181,7 +181,7 @@ def _range(name: str, paper: str, low: float, gains: Sequence[float]) -> Compari
     return Comparison(name, paper, (low, None), min(gains), f"the least; the most is {max(gains):.2f}")
 
 
-def _hex(size: str, h800: int, h20: int) -> Problem:
+def hex_cluster(size: str, h800: int, h20: int) -> Problem:
     """AReaL-Hex's clusters; batch and lengths are inferred, see docs/results.md."""
     nodes = [machines("H800", h800, nic_gbps=40)]
     links = []
@@ -194,7 +194,7 @@ def _hex(size: str, h800: int, h20: int) -> Problem:
     )
 
 
-def _het(scenario: str, size: str, tasks: Sequence[Document]) -> Problem:
+def hetrl_cluster(scenario: str, size: str, tasks: Sequence[Document] = _GRPO) -> Problem:
     """HetRL's machines; its matrix of links is not published, so bandwidths are spread evenly over its ranges."""
     gpus = [("A100-40", 3, 400.0), ("L40S", 3, 400.0), ("L4", 2, 100.0)]
     ranges = {"S3": (1.9, 5.0, 5, 30), "S4": (0.9, 5.0, 5, 60)}

@@ -44,6 +44,8 @@ class Engine:
     spec: GeneratorSpec
     version: int = 0
     """Of its weights."""
+    next_version: int | None = None
+    """Where weights are not exchanged under samples: those that wait until it holds none; it takes none meanwhile."""
     is_alive: bool = True
     clock_s: float = 0.0
     busy_s: float = 0.0
@@ -64,7 +66,8 @@ class Engine:
     @property
     def num_free(self) -> int:
         """Samples it could take."""
-        return self.spec.max_samples - len(self._ends) if self.is_alive else 0
+        is_open = self.is_alive and self.next_version is None
+        return self.spec.max_samples - len(self._ends) if is_open else 0
 
     def begin(self, sample: Sample) -> None:
         """Take a sample."""

@@ -88,6 +88,7 @@ class Run:
         changes: Machines that fail, join or slow down.
         look_s: How often the samples under way are noted; None: never.
         seen: What the broker knows of lengths before the first step; None: samples do not move.
+        drains: Whether generators end their samples before they take new weights; else they go on under them.
     """
 
     def __init__(
@@ -99,7 +100,9 @@ class Run:
         changes: Sequence[Change] = (),
         look_s: float | None = None,
         seen: SeenLengths | None = None,
+        drains: bool = False,
     ) -> None:
+        self._drains = drains
         self._setup, self._ledger, self._look_s = setup, ledger, look_s
         self._engines = [Engine(spec) for spec in setup.generators]
         self._mover = Mover(self._engines, ledger, seen, setup.trainer.prompt_tokens) if seen is not None else None
@@ -164,9 +167,6 @@ class Run:
         if self._mover is not None and engine.num_free and not self._is_move_due:
             self._is_move_due = True
             self._at(max(self._now_s, self._move_due_s), self._move)
-        self._foretell(engine)
-
-    def _foretell(self, engine: Engine) -> None:
         engine.epoch += 1
         if (end_s := engine.next_end_s()) < math.inf:
             self._at(end_s, partial(self._ended, engine, engine.epoch))
@@ -189,16 +189,17 @@ class Run:
     def _move(self) -> None:
         """Let generators without work take over what others hold; again after a while as long as there is any."""
         assert self._mover is not None
-        self._is_move_due = False
         self._move_due_s = self._now_s + self._mover.look_s
         for engine in self._engines:
             engine.advance(self._now_s)
         moves = self._mover.look(self._now_s)
         self.record.num_moves += len(moves)
         for engine in {id(each): each for move in moves for each in move}.values():
-            self._foretell(engine)
-        if self.num_held:
-            self._is_move_due = True
+            if engine.next_version is not None and not engine.num_running:
+                self._renew(engine)
+            self._fill(engine)
+        self._is_move_due = self.num_held > 0
+        if self._is_move_due:
             self._at(self._move_due_s, self._move)
 
     def _ended(self, engine: Engine, epoch: int) -> None:
@@ -208,6 +209,8 @@ class Run:
         self._ledger.finish(engine.pop_ended())
         while engine.num_running and engine.next_end_s() <= self._now_s + _SAME_TIME:
             self._ledger.finish(engine.pop_ended())
+        if engine.next_version is not None and not engine.num_running:
+            self._renew(engine)
         self._fill(engine)
         self._train()
 
@@ -255,10 +258,17 @@ class Run:
         there = [engine for engine in self._engines if engine.spec.region == region and engine.is_alive]
         for engine in there:
             engine.advance(self._now_s)
-            engine.version = version
-            engine.stall(engine.spec.pause_s)
+            engine.next_version = version
+            if not self._drains or not engine.num_running:
+                self._renew(engine)
         self._deal(there)
         self._send(region)
+
+    def _renew(self, engine: Engine) -> None:
+        """Exchange its weights."""
+        assert engine.next_version is not None
+        engine.version, engine.next_version = engine.next_version, None
+        engine.stall(engine.spec.pause_s)
 
     def _change(self, change: Change) -> None:
         for engine in self._members(change.node):

@@ -40,6 +40,8 @@ class Options:
     """How often the samples under way are noted, for a picture."""
     can_move: bool = True
     """Whether generators without work take over what others hold."""
+    drains: bool = False
+    """Whether a generator ends its samples before it takes new weights; else it goes on under them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +87,7 @@ def simulate_setup(model: Rm1, setup: Setup, options: Options) -> Outcome:
         changes=options.changes,
         look_s=options.look_s,
         seen=_seen_before(workload, options) if options.can_move else None,
+        drains=options.drains,
     )
     return Outcome(setup, run, run.play(options.num_steps), options)
 

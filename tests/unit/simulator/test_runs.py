@@ -169,6 +169,23 @@ def test_where_all_lengths_are_alike_it_agrees_with_the_cost_model(candidate, li
     assert outcome.samples_per_second == pytest.approx(score.samples_per_second, rel=0.05)
 
 
+def test_generators_may_end_their_samples_before_they_take_new_weights(monkeypatch):
+    held: list[int] = []
+    renew = Run._renew
+
+    def noted(run, engine):
+        held.append(engine.num_running)
+        renew(run, engine)
+
+    monkeypatch.setattr(Run, "_renew", noted)
+
+    assert simulated(Mode.ONE_STEP, drains=True).run.ledger.audit()["is_balanced"]
+    assert held
+    assert not any(held)
+    simulated(Mode.ONE_STEP)
+    assert any(held)
+
+
 def test_the_same_seed_gives_the_same_run():
     assert simulated(Mode.ASYNC).samples_per_second == simulated(Mode.ASYNC).samples_per_second
     assert simulated(Mode.ASYNC).samples_per_second != simulated(Mode.ASYNC, seed=2).samples_per_second
