@@ -182,7 +182,7 @@ def _range(name: str, paper: str, low: float, gains: Sequence[float]) -> Compari
 
 
 def hex_cluster(size: str, h800: int, h20: int) -> Problem:
-    """AReaL-Hex's clusters; batch and lengths are inferred, see docs/results.md."""
+    """AReaL-Hex's clusters; batch, lengths and staleness are inferred, see docs/results.md."""
     nodes = [machines("H800", h800, nic_gbps=40)]
     links = []
     if h20:
@@ -190,7 +190,13 @@ def hex_cluster(size: str, h800: int, h20: int) -> Problem:
         links = [{"a": "r0", "b": "h20", "bw_Gbps": 12, "latency_ms": 0.1}]
     constraints = {"max_tp": 8, "train_single_region": False}
     return areal(
-        f"qwen2.5-{size}", nodes, prompts=20, links=links, cost_model={"sync_pause_s": 2.0}, constraints=constraints
+        f"qwen2.5-{size}",
+        nodes,
+        prompts=20,
+        staleness=1,
+        links=links,
+        cost_model={"sync_pause_s": 2.0},
+        constraints=constraints,
     )
 
 
