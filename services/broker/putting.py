@@ -159,10 +159,9 @@ def _enter(state: RunState, groups: PutGroups, fresh: Sequence[int], is_stored: 
     version = state.run.policy_version
     state.pending.fresh += [groups.group_ids[position] for position in fresh]
     num_samples = sum(groups.num_samples[position] for position in fresh)
-    slices = groups.sample_slices()
-    for position in fresh:
-        if is_stored[position]:
-            continue
+    idle = [position for position in fresh if not is_stored[position]]
+    slices = groups.sample_slices() if idle else []
+    for position in idle:
         start, end = slices[position]
         for num_tokens in groups.sample_tokens[start:end]:
             books.count_dropped(state, version=version, num_tokens=num_tokens, reason=drops.ZERO_VARIANCE)

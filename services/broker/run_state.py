@@ -113,8 +113,11 @@ class RunState:
 
     def knows_any(self, group_ids: Collection[str]) -> bool:
         """Whether any of the ids is taken."""
-        taken = (self.groups.keys(), self.shelf.name_of.keys(), self.known_retired)
-        return not all(ids.isdisjoint(group_ids) for ids in taken)
+        return not (
+            self.groups.keys().isdisjoint(group_ids)
+            and self.shelf.name_of.keys().isdisjoint(group_ids)
+            and self.known_retired.isdisjoint(group_ids)
+        )
 
     @property
     def trained_versions(self) -> set[int]:
