@@ -32,11 +32,14 @@ class Cell:
     correction: str
     """`algorithm.correction`, or PLAIN: a synchronous loop without any of the trainer's machinery for steps."""
     seed: int
+    minibatches: int = 1
+    """Optimiser steps of a batch."""
 
     @property
     def name(self) -> str:
         """As tables say it."""
-        return PLAIN if self.correction == PLAIN else f"{self.lag}, {self.correction}"
+        of = "" if self.minibatches == 1 else f", {self.minibatches} minibatches"
+        return (PLAIN if self.correction == PLAIN else f"{self.lag}, {self.correction}") + of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,6 +112,7 @@ def _configured(config: TrainingConfig, cell: Cell) -> TrainingConfig:
     document["algorithm"]["max_staleness"] = cell.lag
     document["algorithm"]["correction"] = "none" if cell.correction == PLAIN else cell.correction
     document["algorithm"]["allow_uncorrected"] = True
+    document["algorithm"]["num_minibatches"] = cell.minibatches
     return TrainingConfig.model_validate(document)
 
 

@@ -1,7 +1,8 @@
 """Does it learn as a plain synchronous loop does, with samples that are 0, 1, 4, 8 versions old?
 
 python -m benchmarks.trainer.convergence PREPARED --out results.jsonl [--lags 0 1 4 8] [--corrections none truncated]
-    [--seeds 0 1 2] [--steps 40] [--prompts 16] [--group 8] [--algorithm dr_grpo] [--plot plot.png]
+    [--seeds 0 1 2] [--minibatches 4] [--steps 40] [--prompts 16] [--group 8] [--max-prompt-tokens 128]
+    [--max-new-tokens 256] [--algorithm dr_grpo] [--plot plot.png]
 
 PREPARED is a folder of the quick start (runs/quickstart/current): model, train.jsonl, eval.jsonl. One process and one
 thread. The step is the trainer's own; samples come from weights that are exactly so many versions old, decoded in this
@@ -18,6 +19,7 @@ import sys
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +27,8 @@ from benchmarks.trainer.cells import PLAIN, Cell, StepOutcome, run_cell
 from services.trainer.config import TrainingConfig
 
 NUM_LAST_STEPS = 5
+TOKENS_PER_PACK = 2048
+"""A minibatch of a few groups in one pass."""
 TBA_KL = 0.01
 """Trajectory balance needs a KL; the others are run without."""
 Document = dict[str, Any]
@@ -87,10 +91,10 @@ def _cells(options: argparse.Namespace) -> Iterator[Cell]:
     """Seeds outermost: a run that is cut short has whole comparisons. The plain loop is the quick start's."""
     for seed in options.seeds:
         if options.algorithm == "dr_grpo":
-            yield Cell(lag=0, correction=PLAIN, seed=seed)
+            yield Cell(lag=0, correction=PLAIN, seed=seed, minibatches=options.minibatches)
         for lag in options.lags:
             for correction in options.corrections:
-                yield Cell(lag=lag, correction=correction, seed=seed)
+                yield Cell(lag=lag, correction=correction, seed=seed, minibatches=options.minibatches)
 
 
 def _measured(cell: Cell, options: argparse.Namespace) -> Document:
@@ -110,14 +114,15 @@ def _settings(options: argparse.Namespace) -> Document:
         "steps": options.steps,
         "prompts": options.prompts,
         "group": options.group,
+        "max_prompt_tokens": options.max_prompt_tokens,
+        "max_new_tokens": options.max_new_tokens,
         "learning_rate": options.learning_rate,
         "algorithm": options.algorithm,
     }
 
 
 def _is_of(document: Document, cell: Cell, options: argparse.Namespace) -> bool:
-    keys = {"lag": cell.lag, "correction": cell.correction, "seed": cell.seed}
-    return bool(document["cell"] == keys and document["settings"] == _settings(options))
+    return bool(document["cell"] == asdict(cell) and document["settings"] == _settings(options))
 
 
 def _config(options: argparse.Namespace) -> TrainingConfig:
@@ -129,9 +134,9 @@ def _config(options: argparse.Namespace) -> TrainingConfig:
             "data": {
                 "train": options.prepared / "train.jsonl",
                 "eval": options.prepared / "eval.jsonl",
-                "max_prompt_tokens": 128,
+                "max_prompt_tokens": options.max_prompt_tokens,
             },
-            "sampling": {"max_new_tokens": 256},
+            "sampling": {"max_new_tokens": options.max_new_tokens},
             "algorithm": {
                 "name": options.algorithm,
                 "normalization": "tokens" if options.algorithm == "dr_grpo" else None,
@@ -140,7 +145,7 @@ def _config(options: argparse.Namespace) -> TrainingConfig:
                 "prompts_per_step": options.prompts,
             },
             "optimizer": {"learning_rate": options.learning_rate},
-            "trainer": {"num_threads": 1, "device": "cpu"},
+            "trainer": {"num_threads": 1, "device": "cpu", "tokens_per_pack": TOKENS_PER_PACK},
         }
     )
 
@@ -171,9 +176,12 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--lags", type=int, nargs="*", default=[0, 1, 4, 8])
     parser.add_argument("--corrections", nargs="*", default=["none", "truncated"])
     parser.add_argument("--seeds", type=int, nargs="*", default=[0, 1, 2])
+    parser.add_argument("--minibatches", type=int, default=1, help="optimiser steps of a batch")
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--prompts", type=int, default=16, help="groups of a step")
     parser.add_argument("--group", type=int, default=8, help="samples of a group")
+    parser.add_argument("--max-prompt-tokens", type=int, default=128, help="longer problems are left out")
+    parser.add_argument("--max-new-tokens", type=int, default=256)
     parser.add_argument("--learning-rate", type=float, default=4e-4)
     parser.add_argument("--algorithm", default="dr_grpo", help="the quick start's unless given")
     parser.add_argument("--plot", type=Path, default=None, help="a picture; needs matplotlib")

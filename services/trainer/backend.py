@@ -3,6 +3,7 @@
 BackendError
 +-- UnsupportedModelError      the model cannot be trained on packed rows
 +-- CheckpointMismatchError    a checkpoint does not fit the model
++-- PartialStepError           so many optimiser steps of a batch were taken and one could not be
 +-- NonFiniteError             numbers went astray; nothing of the policy was changed
     +-- NonFiniteLossError     a loss is NaN or infinite; nothing was accumulated from that pack
     +-- NonFiniteGradientError the accumulated gradient is; no step was taken, the gradient is gone
@@ -40,6 +41,10 @@ class UnsupportedModelError(BackendError):
 
 class CheckpointMismatchError(BackendError):
     """A checkpoint does not hold the tensors of this model, or holds them in other shapes."""
+
+
+class PartialStepError(BackendError):
+    """The weights are those between two optimiser steps of a batch: no version, and training cannot go on from them."""
 
 
 class NonFiniteError(BackendError):
@@ -120,8 +125,8 @@ class StepMetrics:
     """L2 norm of the whole gradient, divided as the algorithm divides it, before clipping."""
     learning_rate: float
     """The rate the step was taken with."""
-    num_optimizer_steps: int
-    """Steps taken since the initial model, this one included."""
+    num_batches: int
+    """Batches whose last step was taken since the initial model, this one's included."""
 
 
 class Backend(Protocol):
@@ -172,13 +177,14 @@ class Backend(Protocol):
             UnsupportedModelError: It cannot be another than the initial model.
         """
 
-    def optimizer_step(self, *, divisor: int) -> StepMetrics:
+    def optimizer_step(self, *, divisor: int, is_last: bool = True) -> StepMetrics:
         """Divides the gradient by `divisor`, clips its norm, steps and clears it.
 
         With nothing accumulated this is a step with a zero gradient, as for a batch whose advantages are all zero.
 
         Args:
             divisor: of the whole step (`algorithms.base.divisor`), at least 1, skipped zero-advantage samples included.
+            is_last: of its batch; the learning rate's schedule counts batches.
 
         Raises:
             NonFiniteGradientError: no step was taken.

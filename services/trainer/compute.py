@@ -5,7 +5,7 @@ Promises:
 - Calls run one after the other, in the order they were made; a backend never sees two at once.
 - Cancelling a caller does not leave its call running unnoticed: the caller ends only when the call has.
 - After `interrupt`, a forward pass that has not begun raises InterruptedComputeError instead: a stop waits for at most
-  one pack.
+  one pack; but once the first of several optimiser steps of a batch was taken, for the others too.
 """
 
 from __future__ import annotations
@@ -74,6 +74,7 @@ class InterruptibleBackend:
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
         self._is_interrupted = threading.Event()
+        self._is_between_steps = False
 
     def interrupt(self) -> None:
         """Let no further forward pass begin."""
@@ -101,27 +102,28 @@ class InterruptibleBackend:
 
     def forward_backward(self, *packs: Pack | None) -> LossTotals:
         """See `Backend`; raises InterruptedComputeError after `interrupt`."""
-        if self._is_interrupted.is_set():
-            raise InterruptedComputeError("the run is being stopped")
+        self._stop_if_interrupted()
         return self._backend.forward_backward(*packs)
 
     def forward_logprobs(self, pack: Pack) -> npt.NDArray[np.float32]:
-        """See `Backend`."""
+        """See `Backend`; raises InterruptedComputeError after `interrupt`."""
+        self._stop_if_interrupted()
         return self._backend.forward_logprobs(pack)
 
     def token_scores(self, pack: Pack, *, with_log_ratios: bool) -> TokenScores:
         """See `Backend`; raises InterruptedComputeError after `interrupt`."""
-        if self._is_interrupted.is_set():
-            raise InterruptedComputeError("the run is being stopped")
+        self._stop_if_interrupted()
         return self._backend.token_scores(pack, with_log_ratios=with_log_ratios)
 
     def refresh_reference(self) -> None:
         """See `Backend`."""
         self._backend.refresh_reference()
 
-    def optimizer_step(self, *, divisor: int) -> StepMetrics:
+    def optimizer_step(self, *, divisor: int, is_last: bool = True) -> StepMetrics:
         """See `Backend`."""
-        return self._backend.optimizer_step(divisor=divisor)
+        metrics = self._backend.optimizer_step(divisor=divisor, is_last=is_last)
+        self._is_between_steps = not is_last
+        return metrics
 
     def discard_gradients(self) -> None:
         """See `Backend`."""
@@ -142,3 +144,7 @@ class InterruptibleBackend:
     def load(self, directory: Path) -> None:
         """See `Backend`."""
         self._backend.load(directory)
+
+    def _stop_if_interrupted(self) -> None:
+        if self._is_interrupted.is_set() and not self._is_between_steps:
+            raise InterruptedComputeError("the run is being stopped")

@@ -151,7 +151,10 @@ class AlgorithmConfig(StrictModel):
     group_size: int = Field(default=8, ge=2, le=1024)
     """Samples of one prompt that are trained on."""
     prompts_per_step: int = Field(default=32, ge=1)
-    """Prompts (groups) in one optimiser step."""
+    """Prompts (groups) in one step: the batch that makes one policy version."""
+    num_minibatches: int = Field(default=1, ge=1, le=1024)
+    """Optimiser steps of a batch, each on whole groups of its own: with 1 gradients are computed while samples come,
+    but no ratio is ever clipped under a correction."""
     max_staleness: int = Field(default=1, ge=0, le=1000)
     """Most policy versions a sample may lag; 0 is on-policy."""
     clip_low: float | None = Field(default=None, gt=0, le=1)
@@ -209,9 +212,9 @@ class OptimizerConfig(StrictModel):
     learning_rate: float = Field(default=1e-6, gt=0)
     """Peak learning rate."""
     warmup_steps: int = Field(default=0, ge=0)
-    """Steps of linear warm-up."""
+    """Steps of the run of linear warm-up."""
     decay_steps: int = Field(default=0, ge=0)
-    """Steps, from the first, over which the rate falls linearly to a tenth of its peak; 0 keeps it constant."""
+    """Steps of the run, from the first, over which the rate falls linearly to a tenth of its peak; 0 is constant."""
     weight_decay: float = Field(default=0.0, ge=0)
     """Decoupled weight decay."""
     betas: tuple[Decay, Decay] = (0.9, 0.999)
@@ -292,6 +295,15 @@ class TrainingConfig(StrictModel):
         if algorithm.reference_refresh_steps and self.lora is not None:
             raise ValueError(
                 "algorithm.reference_refresh_steps: with lora the reference is the model itself; leave it 0"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _every_minibatch_has_a_group(self) -> Self:
+        if self.algorithm.num_minibatches > self.algorithm.prompts_per_step:
+            raise ValueError(
+                f"algorithm.num_minibatches: {self.algorithm.num_minibatches} is more than "
+                f"algorithm.prompts_per_step ({self.algorithm.prompts_per_step}); lower it"
             )
         return self
 

@@ -116,13 +116,12 @@ class Creditor:
             return values, token_kl
         for pack in pack_trajectories(blanks, max_pack_tokens=self._settings.max_pack_tokens):
             scores = self._backend.token_scores(pack, with_log_ratios=coefficient > 0.0)
-            bounds = np.searchsorted(pack.target_segments, np.arange(len(pack.members) + 1))
-            for segment, member in enumerate(pack.members):
-                of_member = slice(bounds[segment], bounds[segment + 1])
-                if scores.values is not None:
-                    values[member] = scores.values[of_member].astype(np.float64)
-                if scores.log_ratios is not None:
-                    token_kl[member] = coefficient * scores.log_ratios[of_member].astype(np.float64)
+            if scores.values is not None:
+                for member, of_member in pack.by_member(scores.values):
+                    values[member] = of_member.astype(np.float64)
+            if scores.log_ratios is not None:
+                for member, of_member in pack.by_member(scores.log_ratios):
+                    token_kl[member] = coefficient * of_member.astype(np.float64)
         return values, token_kl
 
     def _by_critic(self, held: Sequence[_Scored]) -> list[CreditedSample]:
@@ -163,14 +162,7 @@ def _by_token(scored: _Scored, advantages: Floats, *, returns: Floats) -> Trajec
     own = scored.sample.advantages is not None
     return replace(
         blank,
-        advantages=blank.advantages if own else _spread(blank, advantages),
-        values=_spread(blank, scored.values),
-        returns=_spread(blank, returns),
+        advantages=blank.advantages if own else blank.spread(advantages),
+        values=blank.spread(scored.values),
+        returns=blank.spread(returns),
     )
-
-
-def _spread(blank: Trajectory, of_loss_tokens: Floats) -> npt.NDArray[np.float32]:
-    """Loss tokens' numbers at their places, float32[T], zeros elsewhere."""
-    result = np.zeros(blank.token_ids.shape, dtype=np.float32)
-    result[blank.loss_mask] = of_loss_tokens
-    return result

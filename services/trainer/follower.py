@@ -61,7 +61,7 @@ def _done(backend: Backend, call: dict[str, Any], arrays: Arrays) -> tuple[dict[
         case "forward_logprobs" | "token_scores":
             return {}, _scores(backend, call, decoded(arrays))
         case "optimizer_step":
-            backend.optimizer_step(divisor=int(call["divisor"]))
+            backend.optimizer_step(divisor=int(call["divisor"]), is_last=bool(call["is_last"]))
         case "refresh_reference":
             backend.refresh_reference()
         case "discard_gradients":

@@ -13,11 +13,14 @@ Invariants:
 Axes: T tokens of a row, S segments, N loss tokens (those the policy sampled).
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
+
+_Item = TypeVar("_Item")
 
 FULL_ENOUGH = 0.9
 """Part of the token budget from which a pack waits for nothing more."""
@@ -42,6 +45,9 @@ class Trajectory:
     """float32[T], what a critic thought each token's state was worth; likewise. None without a critic."""
     returns: npt.NDArray[np.float32] | None = None
     """float32[T], what it is to think; likewise."""
+    proximal_logprobs: npt.NDArray[np.float32] | None = None
+    """float32[T], nats, of each token under the weights before the batch's first optimiser step; likewise. None where
+    those are the weights that are being trained."""
     group_id: str = ""
     """Of the sample group; read only to say whose numbers went astray."""
 
@@ -53,11 +59,18 @@ class Trajectory:
         """
         shape = self.token_ids.shape
         aligned = [self.loss_mask, self.behavior_logprobs, self.advantages]
-        aligned += [array for array in (self.values, self.returns) if array is not None]
+        optional = (self.values, self.returns, self.proximal_logprobs)
+        aligned += [array for array in optional if array is not None]
         if len(shape) != 1 or shape[0] < 2 or any(array.shape != shape for array in aligned):
             raise ValueError("the arrays of a trajectory must all have shape [T] with T >= 2")
         if self.loss_mask[0]:
             raise ValueError("the first token of a trajectory has no predecessor and cannot be a loss token")
+
+    def spread(self, of_loss_tokens: npt.NDArray[np.floating]) -> npt.NDArray[np.float32]:
+        """Loss tokens' numbers at their places, float32[T], zeros elsewhere."""
+        result = np.zeros(self.token_ids.shape, dtype=np.float32)
+        result[self.loss_mask] = of_loss_tokens
+        return result
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,6 +99,8 @@ class Pack:
     """float32[N], as in `Trajectory`; None where any of them has none."""
     returns: npt.NDArray[np.float32] | None = None
     """float32[N], likewise."""
+    proximal_logprobs: npt.NDArray[np.float32] | None = None
+    """float32[N], likewise."""
 
     @property
     def num_tokens(self) -> int:
@@ -96,6 +111,12 @@ class Pack:
     def num_loss_tokens(self) -> int:
         """Loss tokens in the row, N."""
         return int(self.target_ids.size)
+
+    def by_member(self, of_loss_tokens: npt.NDArray[np.float32]) -> Iterator[tuple[int, npt.NDArray[np.float32]]]:
+        """Numbers of the row's loss tokens, float32[N], as those of each trajectory, with its place in `members`."""
+        bounds = np.searchsorted(self.target_segments, np.arange(len(self.members) + 1))
+        for segment, member in enumerate(self.members):
+            yield member, of_loss_tokens[bounds[segment] : bounds[segment + 1]]
 
 
 def pack_trajectories(trajectories: Sequence[Trajectory], *, max_pack_tokens: int) -> list[Pack]:
@@ -118,28 +139,28 @@ def pack_trajectories(trajectories: Sequence[Trajectory], *, max_pack_tokens: in
     return [join(trajectories, members) for members in bins]
 
 
-def full_enough(trajectories: Sequence[Trajectory], *, capacity: int) -> tuple[list[Trajectory], list[Trajectory]]:
+def full_enough(items: Sequence[_Item], *, lengths: Sequence[int], capacity: int) -> tuple[list[_Item], list[_Item]]:
     """Those to pack now and those that wait: what would be the emptiest pack waits if less than FULL_ENOUGH full.
 
     A forward pass costs much that does not depend on its tokens, so nearly empty ones are worth waiting for others. The
     rest is packed however full: no later arrival is sure to fit better.
 
     Args:
-        trajectories: what waited and what arrived, any number.
+        items: what waited and what arrived, any number.
+        lengths: tokens of each.
         capacity: tokens of a pack, or of a round of packs.
 
     Raises:
         ValueError: `capacity` is not positive.
     """
-    lengths = [int(trajectory.token_ids.size) for trajectory in trajectories]
     bins = first_fit_decreasing(lengths, capacity=capacity)
     emptiest = min(bins, key=lambda members: sum(lengths[index] for index in members), default=[])
     if sum(lengths[index] for index in emptiest) >= FULL_ENOUGH * capacity:
         emptiest = []
     waiting = set(emptiest)
     return (
-        [trajectory for index, trajectory in enumerate(trajectories) if index not in waiting],
-        [trajectory for index, trajectory in enumerate(trajectories) if index in waiting],
+        [item for index, item in enumerate(items) if index not in waiting],
+        [item for index, item in enumerate(items) if index in waiting],
     )
 
 
@@ -188,6 +209,7 @@ def join(trajectories: Sequence[Trajectory], indices: Sequence[int]) -> Pack:
         members=tuple(indices),
         values=_joined([member.values for member in members], targets),
         returns=_joined([member.returns for member in members], targets),
+        proximal_logprobs=_joined([member.proximal_logprobs for member in members], targets),
     )
 
 

@@ -96,7 +96,7 @@ class RankBackend:
             weight_decay=optimizer.weight_decay,
             fused=True,
         )
-        self._num_optimizer_steps = 0
+        self._num_batches = 0
         self._state = TrainingState(
             weights=self._trained.state_tensors(),
             parameters=self._parameters,
@@ -142,6 +142,7 @@ class RankBackend:
                 behavior_logprobs=self._tensor(pack.behavior_logprobs),
                 advantages=self._tensor(pack.advantages),
                 segments=self._tensor(pack.target_segments),
+                proximal_logprobs=None if pack.proximal_logprobs is None else self._tensor(pack.proximal_logprobs),
                 reference_logprobs=self._reference_logprobs(pack) if self._settings.loss_reads_reference else None,
             )
         )
@@ -177,7 +178,7 @@ class RankBackend:
         if self._settings.keep_reference:
             self._companions.refresh_reference()
 
-    def optimizer_step(self, *, divisor: int) -> StepMetrics:
+    def optimizer_step(self, *, divisor: int, is_last: bool = True) -> StepMetrics:
         """See `Backend`."""
         if divisor < 1:
             raise ValueError(f"a step needs at least one token or sample, not {divisor}")
@@ -190,15 +191,15 @@ class RankBackend:
         # One pass over the gradients: the division and the clipping together.
         clip = min(1.0, self._optimizer_config.max_grad_norm / (norm + 1e-6))
         torch._foreach_mul_(gradients, clip / divisor)
-        learning_rate = self._learning_rate(self._num_optimizer_steps)
+        learning_rate = self._learning_rate(self._num_batches)
         for group in self._optimizer.param_groups:
             group["lr"] = learning_rate
         self._optimizer.step()
         if self._critic is not None:
             self._critic.step(rate_factor=learning_rate / self._optimizer_config.learning_rate)
         self.discard_gradients()
-        self._num_optimizer_steps += 1
-        return StepMetrics(grad_norm=norm, learning_rate=learning_rate, num_optimizer_steps=self._num_optimizer_steps)
+        self._num_batches += is_last
+        return StepMetrics(grad_norm=norm, learning_rate=learning_rate, num_batches=self._num_batches)
 
     def discard_gradients(self) -> None:
         """See `Backend`."""
@@ -221,7 +222,7 @@ class RankBackend:
     def save(self, directory: Path) -> Future[None]:
         """See `Backend`."""
         export = _copied(self.state_tensors())
-        resume = _copied(self._state.collect(num_optimizer_steps=self._num_optimizer_steps))
+        resume = _copied(self._state.collect(num_batches=self._num_batches))
         companions = _copied(self._companions.tensors())
         return self._writer.submit(self._write, directory, export, resume, companions)
 
@@ -230,7 +231,7 @@ class RankBackend:
         self._trained.check_saved(directory)
         companions = read_companions(directory)
         self._companions.check(companions)
-        self._num_optimizer_steps = self._state.restore(directory, group=self._peers.checkpoint_group)
+        self._num_batches = self._state.restore(directory, group=self._peers.checkpoint_group)
         self._companions.take(companions)
         self.discard_gradients()
 
@@ -308,12 +309,12 @@ class RankBackend:
     def _gradients(self) -> list[Tensor]:
         return [parameter.grad for parameter in self._parameters.values() if parameter.grad is not None]
 
-    def _learning_rate(self, num_steps_before: int) -> float:
+    def _learning_rate(self, num_batches_before: int) -> float:
         """Linear warm-up, then constant or a linear fall to a tenth."""
         config = self._optimizer_config
-        factor = min(1.0, (num_steps_before + 1) / config.warmup_steps) if config.warmup_steps else 1.0
+        factor = min(1.0, (num_batches_before + 1) / config.warmup_steps) if config.warmup_steps else 1.0
         if config.decay_steps:
-            factor *= max(MIN_DECAY, 1.0 - (1.0 - MIN_DECAY) * num_steps_before / config.decay_steps)
+            factor *= max(MIN_DECAY, 1.0 - (1.0 - MIN_DECAY) * num_batches_before / config.decay_steps)
         return config.learning_rate * factor
 
 

@@ -30,7 +30,7 @@ from services.trainer.backend import BackendError
 from services.trainer.background import unless_set
 from services.trainer.checkpoint import CheckpointFormatError
 from services.trainer.checkpointing import Checkpoints
-from services.trainer.compute import ComputeThread, InterruptibleBackend
+from services.trainer.compute import ComputeThread, InterruptedComputeError, InterruptibleBackend
 from services.trainer.config import TrainingConfig
 from services.trainer.context import Policy, RunContext, RunSpec
 from services.trainer.data import PromptSet, load_prompts
@@ -136,9 +136,9 @@ class TrainingRun:
         try:
             is_completed = await unless_set(self._work(), self._stop)
         except _EXPECTED_ERRORS as error:
-            if not self._stop.is_set():
+            if not self._stop.is_set() or _is_broken(error):
                 _log.error("run failed", error=str(error))
-                return trainer_pb2.RUN_OUTCOME_FAILED, str(error), not isinstance(error, BackendError)
+                return trainer_pb2.RUN_OUTCOME_FAILED, str(error), not _is_broken(error)
             _log.info("ended while stopping", error=str(error))
             is_completed = None
         except Exception as error:  # The edge of the run: its end must be told, whatever it was.
@@ -289,3 +289,8 @@ class TrainingRun:
             evaluations=self._evaluations.read(),
             audit=audit,
         )
+
+
+def _is_broken(error: Exception) -> bool:
+    """Whether the backend failed by itself: its weights may then be those between two optimiser steps of a batch."""
+    return isinstance(error, BackendError) and not isinstance(error, InterruptedComputeError)

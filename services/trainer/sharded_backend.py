@@ -111,13 +111,16 @@ class ShardedBackend:
         """See `Backend`."""
         self._everywhere("refresh_reference", self._local.refresh_reference)
 
-    def optimizer_step(self, *, divisor: int) -> StepMetrics:
+    def optimizer_step(self, *, divisor: int, is_last: bool = True) -> StepMetrics:
         """See `Backend`."""
         if divisor < 1:
             raise ValueError(f"a step needs at least one token or sample, not {divisor}")
-        return self._everywhere("optimizer_step", lambda: self._local.optimizer_step(divisor=divisor), divisor=divisor)[
-            0
-        ]
+        return self._everywhere(
+            "optimizer_step",
+            lambda: self._local.optimizer_step(divisor=divisor, is_last=is_last),
+            divisor=divisor,
+            is_last=is_last,
+        )[0]
 
     def discard_gradients(self) -> None:
         """See `Backend`."""

@@ -1,6 +1,6 @@
-"""One optimiser step: groups of scored samples in, gradients accumulated as they arrive, one step at the end.
+"""One step of a run: groups of scored samples in, passes through the model as they arrive, optimiser steps at the end.
 
-    open --add_groups--> open --finish---> closed   (a step was taken)
+    open --add_groups--> open --finish---> closed   (the optimiser steps of the batch were taken, one or several)
                          open --abandon--> closed   (gradients discarded, nothing changed)
 
 Invariants:
@@ -9,11 +9,14 @@ Invariants:
 - Advantages use exactly the samples of the group (for some algorithms: of the step) that are trained on. Where they use
   the step, the forward passes are made in `finish`.
 - Forward passes begin with the first pack that fills; what does not fill one waits for the next groups or for `finish`.
-- The gradient is that of the whole step's tokens at once, however the groups were split over `add_groups` calls.
+- The gradient of an optimiser step is that of all its tokens at once, however the groups were split over `add_groups`
+  calls.
 - A zero advantage contributes nothing to the gradient when no KL term does, so such samples skip the forward pass but
   count as trained: the same update for less work. Loss metrics then cover the other samples' tokens only.
-- A backend error closes the step with nothing changed. Where a number is not finite it names the groups that may be at
-  fault: those of the packs of that forward pass, or all of the step where only the summed gradient shows it.
+- A backend error closes the step. Where a number is not finite nothing has changed, and it names the groups that may be
+  at fault: those of the packs of that forward pass, or all of the optimiser step where only the summed gradient shows
+  it. After the first of several optimiser steps it is a PartialStepError instead: training must not go on from there.
+  Calling off, which `compute.py` does, never falls between them.
 """
 
 from __future__ import annotations
@@ -22,23 +25,18 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import partial
+from typing import TypeVar
 
 import numpy as np
 
-from services.trainer.algorithms.base import divisor
-from services.trainer.backend import (
-    Backend,
-    BackendError,
-    LossTotals,
-    NonFiniteGradientError,
-    NonFiniteLossError,
-    StepMetrics,
-)
+from services.trainer.backend import Backend, BackendError, StepMetrics
 from services.trainer.credit import CreditedSample, Creditor
-from services.trainer.packing import Pack, Trajectory, full_enough
-from services.trainer.rounds import deal, tokens_of_a_round
+from services.trainer.packing import Trajectory
 from services.trainer.samples import TrainingSample, is_well_formed
 from services.trainer.step_settings import StepSettings
+from services.trainer.updates import Lesson, updates_of
+
+_Result = TypeVar("_Result")
 
 
 class SkipReason(StrEnum):
@@ -67,7 +65,7 @@ class MicrobatchReport:
     num_trained: int
     """Samples accepted."""
     num_packs: int
-    """Forward passes made: of packs that are full, with samples of earlier calls in them."""
+    """Passes made for gradients: of packs that are full, with samples of earlier calls in them."""
     skipped: tuple[SkippedSample, ...]
 
 
@@ -89,7 +87,7 @@ class StepReport:
     replayed_staleness_max: int
     """In versions, by their oldest token; 0 without any."""
     num_forward_tokens: int
-    """Tokens that went through the model: prompts included, skipped zero advantages not."""
+    """Tokens that went through the model for gradients: prompts included, skipped zero advantages not."""
     num_packs: int
     pack_fill: float | None
     """How full the packs were, in tokens over their budget; None when no forward pass was needed."""
@@ -128,12 +126,7 @@ class TrainingStep:
         self._samples: list[_Accepted] = []
         self._replayed: list[_Accepted] = []
         self._skipped: list[SkippedSample] = []
-        self._waiting: list[Trajectory] = []
-        self._round_tokens = tokens_of_a_round(settings.max_pack_tokens, shares=backend.shares)
-        self._num_budgeted_tokens = 0
-        self._num_forward_tokens = 0
-        self._num_packs = 0
-        self._totals = LossTotals()
+        self._updates = updates_of(backend, settings)
 
     @property
     def num_groups(self) -> int:
@@ -167,40 +160,27 @@ class TrainingStep:
         return self._add(groups, is_replayed=True)
 
     def finish(self) -> StepReport:
-        """Takes the optimiser step over everything added.
+        """Takes the optimiser steps over everything added.
 
         Raises:
             EmptyStepError: no token was accepted; the step is abandoned, the weights are unchanged.
-            BackendError: the gradient was not finite; the step is abandoned, the weights are unchanged.
+            NonFiniteError: the step is abandoned, the weights are unchanged.
+            PartialStepError: the same after the first of several optimiser steps; the weights are of no version.
             StepClosedError: the step is over.
         """
         self._require_open()
-        self._trained(self._creditor.credit_rest, is_replayed=False, is_last=True)
+        rest = self._lessons(self._creditor.credit_rest, is_replayed=False)
         every = [*self._samples, *self._replayed]
         num_loss_tokens = sum(sample.num_loss_tokens for sample in every)
         if num_loss_tokens == 0:
             self.abandon()
             raise EmptyStepError(f"none of {len(self._group_ids)} groups had a token to train on")
-        try:
-            metrics = self._backend.optimizer_step(
-                divisor=divisor(
-                    self._settings.normalization,
-                    num_tokens=num_loss_tokens,
-                    num_samples=sum(sample.num_loss_tokens > 0 for sample in every),
-                )
-            )
-        except NonFiniteGradientError as error:
-            self.abandon()
-            raise NonFiniteGradientError(str(error), (sample.group_id for sample in every)) from error
-        except BackendError:
-            self.abandon()
-            raise
+        metrics = self._or_abandon(partial(self._updates.finish, rest))
         self._is_open = False
         return self._report(metrics, num_loss_tokens)
 
     def abandon(self) -> None:
         """Discards the accumulated gradients; harmless on a closed step."""
-        self._waiting = []
         if self._is_open:
             self._is_open = False
             self._backend.discard_gradients()
@@ -209,11 +189,20 @@ class TrainingStep:
         self._require_open()
         num_skipped = len(self._skipped)
         usable = [samples for group in groups if (samples := self._usable(group, is_replayed=is_replayed))]
+        lessons = self._lessons(partial(self._creditor.credit, usable), is_replayed=is_replayed)
         return MicrobatchReport(
-            num_packs=self._trained(partial(self._creditor.credit, usable), is_replayed=is_replayed),
+            num_packs=self._or_abandon(partial(self._updates.add, lessons)),
             num_trained=sum(map(len, usable)),
             skipped=tuple(self._skipped[num_skipped:]),
         )
+
+    def _or_abandon(self, work: Callable[[], _Result]) -> _Result:
+        """A backend error abandons the step."""
+        try:
+            return work()
+        except BackendError:
+            self.abandon()
+            raise
 
     def _require_open(self) -> None:
         if not self._is_open:
@@ -239,50 +228,23 @@ class TrainingStep:
                 )
         return usable
 
-    def _trained(self, credit: Callable[[], list[CreditedSample]], *, is_replayed: bool, is_last: bool = False) -> int:
-        """Counts credited samples as trained, and passes those through the model that need it.
-
-        Returns the forward passes made for gradients. A backend error abandons the step.
-        """
-        try:
-            trajectories = self._due(self._counted(credit(), is_replayed=is_replayed), is_last=is_last)
-            rounds = deal(trajectories, max_pack_tokens=self._settings.max_pack_tokens, shares=self._backend.shares)
-            for packs in rounds:
-                self._totals = self._totals.merged(self._forward_backward(packs, trajectories))
-        except BackendError:
-            self.abandon()
-            raise
-        made = [pack for packs in rounds for pack in packs if pack is not None]
-        num_tokens = sum(pack.num_tokens for pack in made)
-        self._num_forward_tokens += num_tokens
-        self._num_budgeted_tokens += max(num_tokens, len(rounds) * self._round_tokens)
-        self._num_packs += len(made)
-        return len(made)
-
-    def _forward_backward(self, packs: Sequence[Pack | None], trajectories: Sequence[Trajectory]) -> LossTotals:
-        try:
-            return self._backend.forward_backward(*packs)
-        except NonFiniteLossError as error:
-            members = [member for pack in packs if pack is not None for member in pack.members]
-            raise NonFiniteLossError(str(error), (trajectories[member].group_id for member in members)) from error
-
-    def _due(self, trajectories: Sequence[Trajectory], *, is_last: bool) -> list[Trajectory]:
-        """What fills packs together with what waited; everything when nothing comes any more."""
-        arrived, self._waiting = [*self._waiting, *trajectories], []
-        if is_last:
-            return arrived
-        due, self._waiting = full_enough(arrived, capacity=self._round_tokens)
-        return due
-
-    def _counted(self, credited: Sequence[CreditedSample], *, is_replayed: bool) -> list[Trajectory]:
-        """Notes them for the report; returns those that have a gradient."""
-        trajectories: list[Trajectory] = []
+    def _lessons(self, credit: Callable[[], list[CreditedSample]], *, is_replayed: bool) -> list[Lesson]:
+        """Notes credited samples for the report; returns them as the optimiser sees them."""
+        credited = self._or_abandon(credit)
+        lessons: list[Lesson] = []
         for sample, trajectory in credited:
             (self._replayed if is_replayed else self._samples).append(_accepted(sample, trajectory))
             used = trajectory.advantages[trajectory.loss_mask]
-            if used.size and (used.any() or not self._settings.skip_zero_advantages):
-                trajectories.append(trajectory)
-        return trajectories
+            has_gradient = bool(used.size and (used.any() or not self._settings.skip_zero_advantages))
+            lessons.append(
+                Lesson(
+                    group_id=sample.group_id,
+                    num_tokens=int(trajectory.token_ids.size),
+                    num_loss_tokens=int(used.size),
+                    trajectory=trajectory if has_gradient else None,
+                )
+            )
+        return lessons
 
     def _skip_reason(
         self, sample: TrainingSample, group_id: str, siblings: Sequence[TrainingSample]
@@ -303,6 +265,7 @@ class TrainingStep:
         rewards = np.array([sample.reward for sample in self._samples])
         versions = np.array([sample.min_policy_version for sample in self._samples])
         staleness = self._settings.policy_version - versions
+        passes = self._updates.passes
         return StepReport(
             optimizer=metrics,
             num_groups=len({sample.group_id for sample in self._samples}),
@@ -314,9 +277,9 @@ class TrainingStep:
             replayed_staleness_max=max(
                 (self._settings.policy_version - sample.min_policy_version for sample in self._replayed), default=0
             ),
-            num_forward_tokens=self._num_forward_tokens,
-            num_packs=self._num_packs,
-            pack_fill=self._num_forward_tokens / self._num_budgeted_tokens if self._num_packs else None,
+            num_forward_tokens=passes.num_tokens,
+            num_packs=passes.num_packs,
+            pack_fill=passes.num_tokens / passes.num_budgeted_tokens if passes.num_packs else None,
             num_zero_advantage_groups=self._creditor.num_zero_advantage_groups,
             reward_mean=float(rewards.mean()),
             reward_std=float(rewards.std()),
@@ -324,7 +287,7 @@ class TrainingStep:
             staleness_mean=float(staleness.mean()),
             staleness_max=int(staleness.max()),
             min_policy_version=int(versions.min()),
-            loss_metrics=self._totals.means(),
+            loss_metrics=passes.totals.means(),
             skipped=tuple(self._skipped),
         )
 

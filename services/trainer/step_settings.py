@@ -26,6 +26,10 @@ class StepSettings:
     """Most completion tokens that sampling allows; read where `overlong_buffer_tokens` is set."""
     overlong_buffer_tokens: int = 0
     """The reward falls over the last so many of them; 0 punishes no length."""
+    num_minibatches: int = 1
+    """Optimiser steps of a batch, each on whole groups of its own."""
+    needs_proximal: bool = False
+    """Whether several of them need the log-probs from before the first: a correction weighs them."""
     skip_zero_advantages: bool = True
     """Must be False when the loss has a term without advantages: a KL to a reference, a critic's."""
     reward_kl_coefficient: float = 0.0
@@ -45,6 +49,8 @@ def step_settings(config: TrainingConfig, algorithm: Algorithm, *, policy_versio
         normalization=settings.normalization or algorithm.normalization,
         max_new_tokens=config.sampling.max_new_tokens,
         overlong_buffer_tokens=settings.overlong_buffer_tokens,
+        num_minibatches=settings.num_minibatches,
+        needs_proximal=settings.correction != "none" and not algorithm.is_off_policy,
         skip_zero_advantages=not algorithm.has_critic and (algorithm.is_kl_in_reward or settings.kl_coefficient == 0),
         reward_kl_coefficient=settings.kl_coefficient if algorithm.is_kl_in_reward else 0.0,
         gae_lambda=settings.gae_lambda,

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 _STEP_COUNT = "num_optimizer_steps"
+"""Batches trained on; named when each was one optimiser step."""
 _RANDOM = "random/"
 
 
@@ -38,13 +39,13 @@ class TrainingState:
     rank: int = 0
     """Of this process among those that train together."""
 
-    def collect(self, *, num_optimizer_steps: int) -> dict[str, Tensor]:
+    def collect(self, *, num_batches: int) -> dict[str, Tensor]:
         """Live views by name."""
         tensors = {f"weights/{name}": tensor for name, tensor in self.weights.items()}
         for name, parameter in self.parameters.items():
             for part, tensor in self.optimizer.state[parameter].items():
                 tensors[f"optimizer/{name}/{part}"] = tensor
-        tensors[_STEP_COUNT] = torch.tensor(num_optimizer_steps, dtype=torch.int64)
+        tensors[_STEP_COUNT] = torch.tensor(num_batches, dtype=torch.int64)
         return tensors | self._random_states()
 
     def restore(self, directory: Path, *, group: ProcessGroup | None = None) -> int:

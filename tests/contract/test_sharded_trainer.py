@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
+
 import numpy as np
 import pytest
 
+from services.trainer.algorithms.registry import algorithm_of
 from services.trainer.backend import CheckpointMismatchError, NonFiniteLossError
 from services.trainer.rounds import deal
-from tests.helpers.two_processes import alone, assert_close, two_processes, weights
-from tests.unit.trainer.builders import build_trajectory, save_tiny_qwen2
+from services.trainer.step import TrainingStep
+from services.trainer.step_settings import step_settings
+from tests.helpers.two_processes import alone, assert_close, config_of, two_processes, weights
+from tests.unit.trainer.builders import build_group, build_trajectory, save_tiny_qwen2
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -39,6 +45,17 @@ def train(backend, seed):
     return {**merged.means(), "grad_norm": metrics.grad_norm}
 
 
+def train_in_minibatches(backend):
+    """Three optimiser steps on one batch, anchored to the weights before the first."""
+    config = config_of(Path("model"))
+    settings = step_settings(config, algorithm_of(config.algorithm.name), policy_version=0)
+    step = TrainingStep(backend, replace(settings, max_pack_tokens=48, num_minibatches=3))
+    for number, name in enumerate("abcdefg"):
+        step.add_groups([build_group(name, [0.0, 1.0, 1.0], num_tokens=3 + number)])
+    report = step.finish()
+    return {**report.loss_metrics, "grad_norm": report.optimizer.grad_norm}
+
+
 CASES = {
     "all weights, unlike shares, a reference": {
         "processes": (1.0, 2.0),
@@ -59,6 +76,7 @@ def test_two_processes_train_as_one_and_each_reads_the_other_s_checkpoint(model,
         np.testing.assert_allclose(two.forward_logprobs(pack), one.forward_logprobs(pack), atol=1e-5)
         for seed in (1, 2):
             assert train(two, seed) == pytest.approx(train(one, seed), rel=1e-4, abs=1e-5)
+        assert train_in_minibatches(two) == pytest.approx(train_in_minibatches(one), rel=1e-4, abs=1e-5)
         assert_close(weights(two), weights(one))
         one.save(tmp_path / "of_one").result()
         written = two.save(tmp_path / "of_two")

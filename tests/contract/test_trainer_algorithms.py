@@ -26,11 +26,17 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny_model(tmp_path_factory.mktemp("model"))
 
 
-@pytest.mark.parametrize("name", list(ALGORITHMS))
-async def test_a_step_of_every_algorithm_changes_the_weights(tmp_path: Path, model: Path, name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "num_minibatches"),
+    [*((name, 1) for name in ALGORITHMS), ("dr_grpo", 2), ("reinforce_plus_plus", 2), ("ppo", 2), ("tba", 2)],
+)
+async def test_a_step_of_every_algorithm_changes_the_weights(
+    tmp_path: Path, model: Path, name: str, num_minibatches: int
+) -> None:
     document = run_document(tmp_path, model, "", num_steps=1, num_eval_prompts=0)
     document["algorithm"] |= {
         "name": name,
+        "num_minibatches": num_minibatches,
         "correction": "masked",
         "correction_level": "sequence",
         "max_importance_weight": 1e6,

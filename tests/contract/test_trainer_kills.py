@@ -7,6 +7,7 @@ import json
 import os
 import signal
 import sys
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import pytest
@@ -38,11 +39,13 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny_model(tmp_path_factory.mktemp("model"))
 
 
-def document_of(folder: Path, model: Path, target: str) -> dict:
+def document_of(folder: Path, model: Path, target: str, num_minibatches: int) -> dict:
     folder.mkdir()
-    return run_document(
+    document = run_document(
         folder, model, target, num_steps=NUM_STEPS, checkpoint_every_steps=1, num_eval_prompts=0, keep_checkpoints=9
     )
+    document["algorithm"]["num_minibatches"] = num_minibatches
+    return document
 
 
 async def run_to_its_end(document: dict, *, resume: bool) -> list[dict]:
@@ -55,21 +58,31 @@ async def run_to_its_end(document: dict, *, resume: bool) -> list[dict]:
 
 
 @pytest.fixture(scope="module")
-def uninterrupted(model: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
-    folder = tmp_path_factory.mktemp("whole") / "run"
+def uninterrupted(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Awaitable[list[dict]]]:
+    """The metrics of a whole run, by its optimiser steps a batch."""
+    known: dict[int, list[dict]] = {}
 
-    async def run() -> list[dict]:
-        async with serving(OrderedBroker().service()) as (_, target):
-            return await run_to_its_end(document_of(folder, model, target), resume=False)
+    async def metrics_of(num_minibatches: int) -> list[dict]:
+        if num_minibatches not in known:
+            folder = tmp_path_factory.mktemp("whole") / "run"
+            async with serving(OrderedBroker().service()) as (_, target):
+                document = document_of(folder, model, target, num_minibatches)
+                known[num_minibatches] = await run_to_its_end(document, resume=False)
+        return known[num_minibatches]
 
-    return asyncio.run(run())
+    return metrics_of
 
 
-@pytest.mark.parametrize("moment", MOMENTS)
-async def test_a_run_killed_at_any_moment_trains_what_it_would_have_trained(tmp_path, model, uninterrupted, moment):
+@pytest.mark.parametrize(
+    ("moment", "num_minibatches"),
+    [*((moment, 1) for moment in MOMENTS), pytest.param("after a step", 2, id="between a batch's optimiser steps")],
+)
+async def test_a_run_killed_at_any_moment_trains_what_it_would_have_trained(
+    tmp_path, model, uninterrupted, moment, num_minibatches
+):
     broker = OrderedBroker()
     async with serving(broker.service()) as (_, target):
-        document = document_of(tmp_path / "run", model, target)
+        document = document_of(tmp_path / "run", model, target, num_minibatches)
         path = tmp_path / "document.json"
         path.write_text(json.dumps(document))
         process = await asyncio.create_subprocess_exec(
@@ -83,6 +96,6 @@ async def test_a_run_killed_at_any_moment_trains_what_it_would_have_trained(tmp_
     books = broker.books()
     assert (books.trained, books.in_flight, books.balanced) == (NUM_STEPS * 2 * 4, 0, True)
     assert [line["policy_version"] for line in metrics] == list(range(1, NUM_STEPS + 1))
-    for found, expected in zip(metrics, uninterrupted, strict=True):
+    for found, expected in zip(metrics, await uninterrupted(num_minibatches), strict=True):
         for name in ("loss/loss", "loss/entropy", "loss/ratio", "optimizer/grad_norm", "reward/mean"):
             assert found[name] == pytest.approx(expected[name], rel=1e-4, abs=1e-6), (name, found["policy_version"])

@@ -21,6 +21,7 @@ from tests.helpers.training import running_trainer
 
 MOMENTS = ("after a step", "in a checkpoint", "in a publication")
 FATAL_STEP = 3
+"""Of the run; with several optimiser steps a batch, "after a step" is after the third of those."""
 
 
 def main() -> None:

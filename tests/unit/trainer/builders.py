@@ -105,11 +105,11 @@ class RecordingBackend:
     def refresh_reference(self) -> None:
         self.num_refreshes += 1
 
-    def optimizer_step(self, *, divisor: int) -> StepMetrics:
+    def optimizer_step(self, *, divisor: int, is_last: bool = True) -> StepMetrics:
         if not math.isfinite(self._gradient):
             raise NonFiniteGradientError("the gradient is nan")
         self.steps.append(divisor)
-        return StepMetrics(grad_norm=self._gradient, learning_rate=0.1, num_optimizer_steps=len(self.steps))
+        return StepMetrics(grad_norm=self._gradient, learning_rate=0.1, num_batches=len(self.steps))
 
     def discard_gradients(self) -> None:
         self.num_discards += 1

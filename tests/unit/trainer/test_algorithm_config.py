@@ -20,6 +20,7 @@ def config(algorithm, **sections):
     [
         ({"name": "tba"}, "algorithm.kl_coefficient: tba"),
         ({"name": "grpo", "num_replayed_groups": 4}, "algorithm.num_replayed_groups: grpo"),
+        ({"prompts_per_step": 3, "num_minibatches": 4}, "algorithm.num_minibatches: 4 is more than"),
         ({"reference_refresh_steps": 5}, "algorithm.reference_refresh_steps: without kl_coefficient"),
     ],
 )
@@ -40,6 +41,17 @@ def test_a_kl_is_either_a_term_of_the_loss_or_taken_off_the_rewards():
         in_loss = loss_settings(run, algorithm).kl_coefficient
         in_reward = step_settings(run, algorithm, policy_version=0).reward_kl_coefficient
         assert (in_loss, in_reward) == ((0.0, 0.25) if is_in_reward else (0.25, 0.0))
+
+
+@pytest.mark.parametrize(
+    ("name", "correction", "is_needed"),
+    [("grpo", "truncated", True), ("grpo", "none", False), ("tba", "truncated", False)],
+)
+def test_proximal_log_probs_are_needed_where_a_correction_weighs_them(name, correction, is_needed):
+    chosen = {"name": name, "correction": correction, "max_staleness": 0, "kl_coefficient": 0.1}
+    run = config(chosen | {"num_minibatches": 4})
+    settings = step_settings(run, ALGORITHMS[name], policy_version=0)
+    assert (settings.num_minibatches, settings.needs_proximal) == (4, is_needed)
 
 
 def test_trajectory_balance_is_never_corrected_and_a_critic_always_trained():

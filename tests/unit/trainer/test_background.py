@@ -3,12 +3,14 @@
 import asyncio
 import threading
 
+import numpy as np
 import pytest
 
 from penstock.clock import SystemClock
 from services.trainer.background import run_beside, uninterrupted, unless_set
 from services.trainer.compute import ComputeThread, InterruptedComputeError, InterruptibleBackend
-from tests.unit.trainer.builders import RecordingBackend
+from services.trainer.packing import pack_trajectories
+from tests.unit.trainer.builders import RecordingBackend, build_trajectory
 
 
 class SomeError(Exception):
@@ -99,3 +101,16 @@ def test_an_interrupted_backend_begins_no_forward_pass():
     backend.interrupt()
     with pytest.raises(InterruptedComputeError):
         backend.forward_backward(None)
+
+
+def test_an_interruption_between_the_optimiser_steps_of_a_batch_waits_for_the_last():
+    trajectory = build_trajectory(np.random.default_rng(0), num_prompt=2, num_completion=3)
+    (pack,) = pack_trajectories([trajectory], max_pack_tokens=16)
+    backend = InterruptibleBackend(RecordingBackend())
+    backend.optimizer_step(divisor=1, is_last=False)
+    backend.interrupt()
+    assert backend.forward_backward(pack).num_tokens == 3
+    backend.optimizer_step(divisor=1, is_last=True)
+    for passes in (backend.forward_backward, backend.forward_logprobs):
+        with pytest.raises(InterruptedComputeError):
+            passes(pack)

@@ -29,7 +29,8 @@ def test_of_what_arrives_bit_by_bit_less_than_one_pack_waits_and_nothing_is_lost
     waiting, packed = [], []
     for lengths in arrivals:
         new = [build_trajectory(rng, num_prompt=1, num_completion=length - 1) for length in lengths]
-        due, waiting = full_enough([*waiting, *new], capacity=capacity)
+        arrived = [*waiting, *new]
+        due, waiting = full_enough(arrived, lengths=[item.token_ids.size for item in arrived], capacity=capacity)
         packs = pack_trajectories(due, max_pack_tokens=capacity)
         packed += [length for pack in packs for length in pack.segment_lengths]
         assert sum(trajectory.token_ids.size for trajectory in waiting) < FULL_ENOUGH * capacity
@@ -42,7 +43,8 @@ def test_short_trajectories_that_arrive_in_small_groups_fill_packs():
     waiting, fills = [], []
     for _ in range(64):
         new = [build_trajectory(rng, num_prompt=20, num_completion=int(rng.integers(10, 100))) for _ in range(8)]
-        due, waiting = full_enough([*waiting, *new], capacity=1024)
+        arrived = [*waiting, *new]
+        due, waiting = full_enough(arrived, lengths=[item.token_ids.size for item in arrived], capacity=1024)
         packs = pack_trajectories(due, max_pack_tokens=1024)
         fills += [pack.num_tokens / 1024 for pack in packs]
     assert len(fills) > 30

@@ -182,6 +182,13 @@ def test_the_learning_rate_warms_up_linearly_and_stays(model_directory):
     assert rates == pytest.approx([0.1, 0.2, 0.3, 0.3, 0.3])
 
 
+def test_the_learning_rate_counts_batches_however_many_steps_they_have(model_directory):
+    backend = build_backend(model_directory, optimizer={"learning_rate": 0.3, "warmup_steps": 3})
+    steps = [backend.optimizer_step(divisor=1, is_last=number % 2 == 1) for number in range(6)]
+    assert [step.learning_rate for step in steps] == pytest.approx([0.1, 0.1, 0.2, 0.2, 0.3, 0.3])
+    assert steps[-1].num_batches == 3
+
+
 def test_a_step_without_gradients_still_moves_by_momentum(model_directory):
     backend = build_backend(model_directory)
     train(backend, random_trajectories())
@@ -218,7 +225,7 @@ def test_a_gradient_that_is_not_finite_raises_and_takes_no_step(model_directory)
         backend.optimizer_step(divisor=pack.num_loss_tokens)
     assert_equal_tensors(backend.state_tensors(), before)
     assert not any(bool(gradient.any()) for gradient in gradients(backend).values())
-    assert backend.optimizer_step(divisor=1).num_optimizer_steps == 1
+    assert backend.optimizer_step(divisor=1).num_batches == 1
 
 
 def test_a_pack_without_loss_tokens_adds_nothing(model_directory):
