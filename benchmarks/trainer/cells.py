@@ -18,6 +18,7 @@ from services.trainer.policy import load_policy
 from services.trainer.samples import TrainingSample, trajectory_of
 from services.trainer.step import TrainingStep
 from services.trainer.step_settings import step_settings
+from services.trainer.updates import Lesson, split
 
 PLAIN = "plain loop"
 Groups = Sequence[Sequence[TrainingSample]]
@@ -126,16 +127,29 @@ def _plain_step(policy: Policy, config: TrainingConfig, version: int, groups: Gr
     """Advantages, gradient, optimiser step: what `TrainingStep` comes to when nothing is late, odd or left out."""
     backend: Backend = policy.backend
     assert policy.algorithm.group_advantages is not None
-    trajectories = []
+    lessons = []
     for group in groups:
         rewards = np.array([sample.reward for sample in group], dtype=np.float64)
         credits = policy.algorithm.group_advantages(rewards)
-        # A sample without credit has no gradient; left out, as the trainer leaves it out, packs are the same.
-        trajectories += [trajectory_of(sample, credit) for sample, credit in zip(group, credits, strict=True) if credit]
-    for pack in pack_trajectories(trajectories, max_pack_tokens=config.trainer.tokens_per_pack):
-        backend.forward_backward(pack)
-    backend.optimizer_step(divisor=sum(sample.completion_token_ids.size for group in groups for sample in group))
+        lessons += [_lesson(sample, credit) for sample, credit in zip(group, credits, strict=True)]
+    num_minibatches = config.algorithm.num_minibatches
+    for minibatch in [lessons] if num_minibatches == 1 else split(lessons, num_minibatches=num_minibatches):
+        trajectories = [lesson.trajectory for lesson in minibatch if lesson.trajectory is not None]
+        for pack in pack_trajectories(trajectories, max_pack_tokens=config.trainer.tokens_per_pack):
+            backend.forward_backward(pack)
+        backend.optimizer_step(divisor=sum(lesson.num_loss_tokens for lesson in minibatch))
     return {}
+
+
+def _lesson(sample: TrainingSample, credit: float) -> Lesson:
+    trajectory = trajectory_of(sample, credit)
+    return Lesson(
+        group_id=sample.group_id,
+        num_tokens=trajectory.token_ids.size,
+        num_loss_tokens=sample.completion_token_ids.size,
+        # A sample without credit has no gradient; left out, as the trainer leaves it out, packs are the same.
+        trajectory=trajectory if credit else None,
+    )
 
 
 def _mean_reward(groups: Groups) -> float:

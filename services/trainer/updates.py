@@ -145,15 +145,19 @@ class MinibatchUpdates:
 
     def add(self, lessons: Sequence[Lesson]) -> int:
         """See `Updates`."""
-        self._lessons += [lesson for lesson in lessons if lesson.trajectory is None]
-        arrived = [lesson for lesson in lessons if lesson.trajectory is not None]
-        due, self._waiting = _due([*self._waiting, *arrived], self.passes)
-        self._lessons += self._with_proximal(due)
+        if self._settings.needs_proximal:
+            self._lessons += [lesson for lesson in lessons if lesson.trajectory is None]
+            arrived = [lesson for lesson in lessons if lesson.trajectory is not None]
+            due, self._waiting = _due([*self._waiting, *arrived], self.passes)
+            self._lessons += self._with_proximal(due)
+        else:
+            self._lessons += lessons
         return 0
 
     def finish(self, lessons: Sequence[Lesson]) -> StepMetrics:
         """See `Updates`."""
-        self._lessons += self._with_proximal([*self._waiting, *lessons])
+        rest = [*self._waiting, *lessons]
+        self._lessons += self._with_proximal(rest) if self._settings.needs_proximal else rest
         minibatches = [
             minibatch
             for minibatch in split(self._lessons, num_minibatches=self._settings.num_minibatches)
@@ -174,9 +178,7 @@ class MinibatchUpdates:
         return _optimizer_step(self._backend, minibatch, self._settings.normalization, is_last=is_last)
 
     def _with_proximal(self, lessons: Sequence[Lesson]) -> list[Lesson]:
-        """The same with log-probs under the present weights, where the loss reads them."""
-        if not self._settings.needs_proximal:
-            return list(lessons)
+        """The same with log-probs under the present weights."""
         scored = list(lessons)
         taught = [index for index, lesson in enumerate(lessons) if lesson.trajectory is not None]
         trajectories = _taught(lessons)

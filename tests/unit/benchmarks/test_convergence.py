@@ -43,12 +43,19 @@ def digests(found):
     return [step.digest for step in found.steps]
 
 
-def test_without_staleness_every_batch_is_that_of_the_plain_loop_bit_for_bit(config):
-    plain, found = outcome(config, correction=PLAIN), outcome(config, correction="none")
+@pytest.mark.parametrize("minibatches", [1, 2])
+def test_without_staleness_every_batch_is_that_of_the_plain_loop_bit_for_bit(config, minibatches):
+    plain, found = (outcome(config, correction=name, minibatches=minibatches) for name in (PLAIN, "none"))
     assert digests(found) == digests(plain)
     assert found.held_out == plain.held_out
     assert len(set(digests(plain))) == NUM_STEPS
-    assert digests(outcome(config, correction="none", seed=6))[0] != digests(plain)[0]
+
+
+def test_another_seed_and_more_optimiser_steps_give_other_batches(config):
+    plain = digests(outcome(config, correction=PLAIN))
+    assert digests(outcome(config, correction="none", seed=6))[0] != plain[0]
+    split = digests(outcome(config, correction="none", minibatches=2))
+    assert [split[0] == plain[0], split[1] == plain[1]] == [True, False]
 
 
 def test_samples_that_lag_come_from_older_weights(config):
