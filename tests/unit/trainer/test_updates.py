@@ -6,16 +6,16 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
-from services.trainer.single_process_backend import SingleProcessBackend
 
 from services.trainer.algorithms.base import Clip, Normalization
 from services.trainer.algorithms.correction import Correction
 from services.trainer.algorithms.dr_grpo import DR_GRPO
 from services.trainer.algorithms.loss import LossSettings, policy_loss
-from services.trainer.backend import NonFiniteLossError
+from services.trainer.backend import NonFiniteLossError, PartialStepError
 from services.trainer.config import OptimizerConfig
 from services.trainer.model_loading import ModelSettings
 from services.trainer.packing import pack_trajectories
+from services.trainer.rank_backend import RankBackend
 from services.trainer.samples import trajectory_of
 from services.trainer.step import StepClosedError, TrainingStep
 from services.trainer.step_settings import StepSettings
@@ -122,24 +122,43 @@ def test_a_ratio_to_the_behaviour_policy_needs_no_proximal_one():
     assert all(pack.proximal_logprobs is None for pack in backend.packs)
 
 
-def test_a_loss_that_is_not_finite_after_the_first_step_closes_the_step():
-    backend = SteppingBackend(poison_token=39)
-    poisoned = [replace(sample, completion_token_ids=np.full(2, 39, np.int32)) for sample in GROUPS[0]]
-    poisoned = [
-        replace(s, **{k: getattr(s, k)[:2] for k in ("behavior_logprobs", "policy_versions")}) for s in poisoned
+def poisoned_group(num_tokens):
+    return [
+        replace(sample, completion_token_ids=np.full_like(sample.completion_token_ids, 39))
+        for sample in build_group("poisoned", [0.0, 1.0], num_tokens=num_tokens)
     ]
-    step = open_step(backend, num_minibatches=7)
-    step.add_groups([poisoned, *GROUPS[1:]])
-    with pytest.raises(NonFiniteLossError):
+
+
+@pytest.mark.parametrize(("num_tokens", "num_taken", "error"), [(20, 0, NonFiniteLossError), (1, 7, PartialStepError)])
+def test_only_before_the_first_step_a_batch_can_be_begun_again(num_tokens, num_taken, error):
+    """The longest group is in the first minibatch, the shortest in the last."""
+    backend = SteppingBackend(poison_token=39)
+    step = open_step(backend, num_minibatches=8)
+    step.add_groups([poisoned_group(num_tokens), *GROUPS])
+    with pytest.raises(error, match="poisoned"):
         step.finish()
-    assert len(backend.steps) == 6
-    assert backend.num_discards == 1
+    assert (len(backend.steps), backend.num_discards) == (num_taken, 1)
     with pytest.raises(StepClosedError):
         step.finish()
 
 
+def test_log_probs_that_are_not_finite_are_found_before_the_first_step():
+    class PoisonedBackend(SteppingBackend):
+        def forward_logprobs(self, pack):
+            return np.where(pack.target_ids == 39, np.nan, 0.0).astype(np.float32)
+
+    backend = PoisonedBackend()
+    step = open_step(backend)
+    step.add_groups(GROUPS)
+    step.add_groups([poisoned_group(2)])
+    with pytest.raises(NonFiniteLossError) as caught:
+        step.finish()
+    assert caught.value.group_ids == ("poisoned",)
+    assert (backend.packs, backend.steps) == ([], [])
+
+
 def real_backend(directory):
-    return SingleProcessBackend(
+    return RankBackend(
         model=ModelSettings(path=directory),
         optimizer=OptimizerConfig(learning_rate=0.03, max_grad_norm=1e6),
         loss=partial(policy_loss, algorithm=DR_GRPO, settings=LossSettings(clip=CLIP, correction=Correction.DECOUPLED)),
