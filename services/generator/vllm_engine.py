@@ -106,6 +106,8 @@ class VllmEngine:
             built: list[AsyncLLM] = []
             await asyncio.to_thread(lambda: built.append(build_engine(self._settings)))
             llm = self._llm = built.pop()
+            # The engine process holds tokens back; what arrives from there is yielded at once.
+            llm.output_processor.stream_interval = 1
             self._can_seed = can_seed_samples(self._settings)
             self._recorder = llm.logger_manager.stat_loggers[0] if llm.logger_manager else None
             for path in weights:

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 _MAX_WHOLE_PREFILL_TOKENS = 2**18
 TRANSFER_BACKEND = "penstock"
 """What vLLM calls the weight-transfer engine that `vllm_worker` registers."""
+_SCHEDULER = "services.generator.vllm_scheduler.HoldingScheduler"
+_ASYNC_SCHEDULER = "services.generator.vllm_scheduler.HoldingAsyncScheduler"
 _WORKER_EXTENSION = "services.generator.vllm_worker.PenstockWorkerExtension"
 
 
@@ -50,7 +52,7 @@ class VllmSettings:
     seed: int = 0
     """Seed of samples that bring none."""
     stream_interval: int = 16
-    """Most tokens of a sample held back before they are yielded; every token costs a wake-up at 1."""
+    """Steps for which the engine holds tokens back; at 1 each is a message, and a wake-up of every sample."""
     enable_prefix_caching: bool = True
     """Whether samples of one prompt share its KV cache; costs a few percent where prompts are short."""
     start_timeout_s: float = 600.0
@@ -72,6 +74,7 @@ def build_engine(settings: VllmSettings) -> AsyncLLM:
         os.environ.update(cpu_environment(settings.num_threads))
     from vllm.config import WeightTransferConfig
     from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.usage.usage_lib import UsageContext
     from vllm.v1.engine.async_llm import AsyncLLM
 
     from services.generator.vllm_stats import StatsRecorder
@@ -97,10 +100,13 @@ def build_engine(settings: VllmSettings) -> AsyncLLM:
         generation_config="vllm",
         worker_extension_cls=_WORKER_EXTENSION,
         weight_transfer_config=WeightTransferConfig(backend=TRANSFER_BACKEND),
-        disable_log_stats=True,
         **_lora_arguments(settings),
     )
-    return AsyncLLM.from_engine_args(args, stat_loggers=[StatsRecorder])
+    config = args.create_engine_config(UsageContext.ENGINE_CONTEXT)
+    # As vLLM chose to schedule, which it does not for a class that it does not know.
+    is_async = config.scheduler_config.async_scheduling
+    config.scheduler_config.scheduler_cls = _ASYNC_SCHEDULER if is_async else _SCHEDULER
+    return AsyncLLM.from_vllm_config(config, stat_loggers=[StatsRecorder], disable_log_stats=True)
 
 
 def _lora_arguments(settings: VllmSettings) -> dict[str, Any]:
