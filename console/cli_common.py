@@ -28,6 +28,7 @@ def exit_with(work: Callable[[], int]) -> NoReturn:
     """Run a command and end the process with its status; a mistake of the user is told in a line each."""
     # gRPC's core writes lines of its own to stderr whenever a peer goes away; that is told in our words.
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
+    from console.closed_output import discard
     from penstock.config import ConfigError
 
     try:
@@ -39,7 +40,6 @@ def exit_with(work: Callable[[], int]) -> NoReturn:
     except KeyboardInterrupt:
         status = EXIT_INTERRUPTED
     except BrokenPipeError:
-        # `penstock logs | head`: nobody reads on, and the interpreter must not complain about that at its end.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        discard(sys.stdout)
         status = 1
     raise SystemExit(status)

@@ -16,6 +16,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from console.closed_output import discard
 from console.view import LENGTH, MAX_STALENESS, REWARD, SAMPLES_PER_SECOND, STALENESS, TOKENS_PER_SECOND, RunView, Step
 
 QUIET_LINE_EVERY_S = 15.0
@@ -89,7 +90,11 @@ class PlainDisplay:
 
     def _say(self, text: str) -> None:
         self._spoke_s = self._now_s()
-        print(text, file=self._out, flush=True)
+        try:
+            print(text, file=self._out, flush=True)
+        except BrokenPipeError:
+            # A run does not end because nobody watches it any more.
+            discard(self._out)
 
 
 class TableDisplay:
