@@ -79,7 +79,7 @@ def plot(documents: Sequence[Document], path: Path) -> None:
     figure, axes = pyplot.subplots(figsize=(7, 4))
     for name, group in _by_name(documents).items():
         curve = _smooth([statistics.fmean(rewards) for rewards in zip(*map(_rewards, group), strict=True)])
-        axes.plot(curve, label=name, linestyle="--" if name.endswith("none") else "-")
+        axes.plot(curve, label=name, linestyle="--" if ", none" in name else "-")
     axes.set_xlabel("optimiser step")
     axes.set_ylabel("mean reward of the batch")
     axes.legend(title="lag, correction", fontsize="small")
