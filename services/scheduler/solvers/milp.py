@@ -19,7 +19,7 @@ from services.scheduler.problem import NodeClass
 from services.scheduler.solvers.columns import solve_columns
 from services.scheduler.solvers.divisions import Division, Split, machine_splits
 from services.scheduler.solvers.interface import ProblemTooLargeError, Solution, TimeLeft, refused
-from services.scheduler.solvers.scored import Parts, Scored, ordered_nodes, parts_of
+from services.scheduler.solvers.scored import BETTER, Parts, Scored, climb, ordered_nodes, parts_of
 
 MAX_COLUMNS = 20_000
 """Ways to divide one machine of each entry, in all."""
@@ -27,7 +27,6 @@ _PROGRAM_SHARE = 0.3
 """Of the time, for the integer programs."""
 MAX_KICKS = 40
 """Random changes in a row that did not help, after which the search ends."""
-_BETTER = 1 + 1e-9
 _GOAL_GAP = 1e-4
 """A plan this near its bound is the best."""
 
@@ -93,16 +92,7 @@ class _Search:
         """Go to better neighbours until there is none, or no time; the first plans of all are looked at in any case."""
         if self.scored.best is not None and self._time_left() <= 0:
             return
-        rate = self.scored.rate(parts)
-        is_better = True
-        while is_better:
-            is_better = False
-            for neighbour in self._neighbours(parts):
-                if self._time_left() <= 0:
-                    return
-                if (found := self.scored.rate(neighbour)) > rate * _BETTER:
-                    parts, rate, is_better = neighbour, found, True
-                    break
+        climb(self.scored, parts, self._neighbours, time_left=self._time_left)
 
     def kick(self) -> None:
         """Change two machines of the best at random and climb, until that stopped helping."""
@@ -112,7 +102,7 @@ class _Search:
             for _ in range(2):
                 kicked = self._changed(kicked)
             self.climb(kicked)
-            fruitless = 0 if self.scored.best_rate > before * _BETTER else fruitless + 1
+            fruitless = 0 if self.scored.best_rate > before * BETTER else fruitless + 1
 
     def plain_starts(self) -> Iterator[Parts]:
         """Each place of training: a share of its machines' GPUs, or whole entries, train; others generate or idle."""

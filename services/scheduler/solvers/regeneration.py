@@ -13,19 +13,18 @@ from services.scheduler.plan_document import PlanDocument
 from services.scheduler.problem import NodeClass
 from services.scheduler.solvers.divisions import Division, Split, best_split, machine_splits
 from services.scheduler.solvers.interface import Solution, TimeLeft
-from services.scheduler.solvers.scored import Parts, Scored, parts_of
+from services.scheduler.solvers.scored import Parts, Scored, climb, parts_of
 
 NAME = "regeneration"
-_BETTER = 1 + 1e-9
 
 
 def regenerate(rm1: Rm1, running: PlanDocument, *, time_left: TimeLeft) -> Solution:
     """The best plan found that trains where `running` does; never worse than it, and of equal ones itself."""
     scored = Scored(rm1)
     kept = parts_of(rm1, running)
-    climb = _Climb(rm1, scored, time_left)
-    climb.up_from(kept)
-    climb.up_from(tuple(_filled(rm1, part) for part in kept))
+    around = _Neighbourhood(rm1)
+    for start in (kept, tuple(_filled(rm1, part) for part in kept)):
+        climb(scored, start, around.neighbours, time_left=time_left)
     return scored.solution(NAME)
 
 
@@ -35,26 +34,15 @@ def _filled(rm1: Rm1, part: Division) -> Division:
     return Division(part.node, tuple(splits))
 
 
-class _Climb:
-    """To better neighbours until there is none, or no time."""
+class _Neighbourhood:
+    """Plans that differ in what one entry's machines do beside training."""
 
-    def __init__(self, rm1: Rm1, scored: Scored, time_left: TimeLeft) -> None:
-        self._rm1, self._scored, self._time_left = rm1, scored, time_left
+    def __init__(self, rm1: Rm1) -> None:
+        self._rm1 = rm1
         self._splits = {node.name: list(machine_splits(rm1, node)) for node in rm1.problem.nodes}
 
-    def up_from(self, parts: Parts) -> None:
-        rate = self._scored.rate(parts)
-        is_better = True
-        while is_better:
-            is_better = False
-            for neighbour in self._neighbours(parts):
-                if self._time_left() <= 0:
-                    return
-                if (found := self._scored.rate(neighbour)) > rate * _BETTER:
-                    parts, rate, is_better = neighbour, found, True
-                    break
-
-    def _neighbours(self, parts: Parts) -> Iterator[Parts]:
+    def neighbours(self, parts: Parts) -> Iterator[Parts]:
+        """Of these."""
         for index, part in enumerate(parts):
             for old in dict.fromkeys(part.splits):
                 position = part.splits.index(old)

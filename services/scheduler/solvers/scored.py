@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 
 from services.scheduler.cost_model.rm1 import Infeasible, Limit, Rm1, Score
 from services.scheduler.plan_document import PlanDocument
 from services.scheduler.problem import NodeClass, Problem
 from services.scheduler.solvers.divisions import Division, Split, plan_of
-from services.scheduler.solvers.interface import Solution
+from services.scheduler.solvers.interface import Solution, TimeLeft
 
 Parts = tuple[Division, ...]
 """What the machines of each entry do, one division an entry."""
+BETTER = 1 + 1e-9
+"""A rate this many times another is better, and not the same sum in another order."""
 
 
 class Scored:
@@ -51,6 +53,20 @@ class Scored:
         """The best so far as a solver's answer."""
         plan = plan_of(self._rm1, self.best) if self.best is not None else None
         return Solution(plan, self.answer, bound, is_optimal and plan is not None, self.num_evaluated, solver)
+
+
+def climb(scored: Scored, parts: Parts, neighbours: Callable[[Parts], Iterator[Parts]], *, time_left: TimeLeft) -> None:
+    """Go to the first better neighbour until there is none, or no time."""
+    rate = scored.rate(parts)
+    is_better = True
+    while is_better:
+        is_better = False
+        for neighbour in neighbours(parts):
+            if time_left() <= 0:
+                return
+            if (found := scored.rate(neighbour)) > rate * BETTER:
+                parts, rate, is_better = neighbour, found, True
+                break
 
 
 def homes_of(problem: Problem) -> list[frozenset[str]]:
