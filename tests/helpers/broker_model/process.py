@@ -183,10 +183,10 @@ class Stream:
     """One bidirectional call; `on_response` is called with each response as it comes."""
 
     def __init__(
-        self, broker: InProcessBroker, method: str, on_response: Callable[[Any], None], first: Message
+        self, broker: InProcessBroker, method: str, on_response: Callable[[Any], None], first: Message | bytes
     ) -> None:
         self.error: PenstockError | None = None
-        self._outbox: asyncio.Queue[Message | None] = asyncio.Queue()
+        self._outbox: asyncio.Queue[Message | bytes | None] = asyncio.Queue()
         self._broker, self._on_response = broker, on_response
         self.send(first)
         responses = getattr(broker.service, method)(self._requests(), None)
@@ -198,9 +198,9 @@ class Stream:
         """Whether the broker, or `cut`, ended it."""
         return self._task.done()
 
-    def send(self, request: Message) -> None:
+    def send(self, request: Message | bytes) -> None:
         """Queue a request."""
-        self._outbox.put_nowait(copied(request))
+        self._outbox.put_nowait(request if isinstance(request, bytes) else copied(request))
 
     async def cut(self, error: PenstockError | None = None) -> None:
         """End it at once, as a lost connection does."""
@@ -209,7 +209,7 @@ class Stream:
             await self._task
         self.error = self.error or error
 
-    async def _requests(self) -> AsyncIterator[Message]:
+    async def _requests(self) -> AsyncIterator[Message | bytes]:
         while (request := await self._outbox.get()) is not None:
             yield request
 

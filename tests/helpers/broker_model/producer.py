@@ -80,11 +80,13 @@ class ModelProducer:
 
     async def _answer(self, request: broker_pb2.PutTrajectoriesRequest) -> broker_pb2.PutTrajectoriesResponse:
         self._answers.clear()
+        # The broker reads this method's requests itself.
+        sent = request.SerializeToString()
         for _ in range(MAX_TRIES):
             if self._link.is_open:
-                self._link.send(request)
+                self._link.send(sent)
             else:
-                self._link.open(request)
+                self._link.open(sent)
             for _ in range(MAX_HOLDS):
                 await settle()
                 if request.put_id in self._answers:

@@ -106,12 +106,12 @@ class Link:
         """Whether there is a stream that has not ended."""
         return self._stream is not None and not self._stream.is_ended
 
-    def open(self, first: Message) -> None:
+    def open(self, first: Message | bytes) -> None:
         """Open it with its first message, at the next broker."""
         self._at += 1
         self._stream = Stream(self.world.broker(self._at), self._method, self._on_response, first)
 
-    def send(self, request: Message) -> None:
+    def send(self, request: Message | bytes) -> None:
         """Queue a request."""
         assert self._stream is not None
         self._stream.send(request)
