@@ -143,7 +143,8 @@ class BrokerMachine(RuleBasedStateMachine):
 
     async def _refused_step(self) -> None:
         before = await self.world.audit()
-        version = self.trainer.memory.version + 3
+        # A trainer that crashed may be behind the run.
+        version = (await self.world.state()).run.policy_version + 3
         request = broker_pb2.AckStepRequest(run_id=RUN, consumer_id="x", group_ids=["g1"], policy_version=version)
         try:
             await self.world.call("AckStep", request)
