@@ -29,6 +29,8 @@ from services.trainer.config import TrainingConfig
 NUM_LAST_STEPS = 5
 TOKENS_PER_PACK = 2048
 """A minibatch of a few groups in one pass."""
+_LINES = {"none": "--", "truncated": ":", "masked": "-."}
+"""How a correction is drawn."""
 TBA_KL = 0.01
 """Trajectory balance needs a KL; the others are run without."""
 Document = dict[str, Any]
@@ -37,12 +39,13 @@ Document = dict[str, Any]
 def main() -> int:
     options = _options()
     done = read_outcomes(options.out)
-    for cell in _cells(options):
+    cells = list(_cells(options))
+    for cell in cells:
         if not any(_is_of(document, cell, options) for document in done):
             done.append(_measured(cell, options))
             with options.out.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(done[-1]) + "\n")
-    wanted = [document for document in done if document["settings"] == _settings(options)]
+    wanted = [document for document in done if any(_is_of(document, cell, options) for cell in cells)]
     print("\n".join(table(wanted)))
     if options.plot is not None:
         plot(wanted, options.plot)
@@ -77,12 +80,14 @@ def plot(documents: Sequence[Document], path: Path) -> None:
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(figsize=(7, 4))
+    lags = sorted({document["cell"]["lag"] for document in documents})
     for name, group in _by_name(documents).items():
         curve = _smooth([statistics.fmean(rewards) for rewards in zip(*map(_rewards, group), strict=True)])
-        axes.plot(curve, label=name, linestyle="--" if ", none" in name else "-")
+        cell = group[0]["cell"]
+        axes.plot(curve, label=name, color=f"C{lags.index(cell['lag'])}", linestyle=_LINES.get(cell["correction"], "-"))
     axes.set_xlabel("optimiser step")
     axes.set_ylabel("mean reward of the batch")
-    axes.legend(title="lag, correction", fontsize="small")
+    axes.legend(title="lag, correction", fontsize="small", loc="lower right")
     figure.tight_layout()
     figure.savefig(path, dpi=120)
 
