@@ -168,7 +168,7 @@ class RunLimits(_message.Message):
     SCORING_LEASE_FIELD_NUMBER: _builtins.int
     MAX_LEASES_PER_SAMPLE_FIELD_NUMBER: _builtins.int
     groups_per_step: _builtins.int
-    """Groups in one optimiser step, >= 1."""
+    """Groups in one step of the run, of which the trainer may make several optimiser steps, >= 1."""
     group_size: _builtins.int
     """Samples in a training group, >= 1; a prompt with another group_size and purpose TRAIN is refused."""
     max_staleness: _builtins.int
@@ -257,7 +257,7 @@ Global___RunPolicy: _TypeAlias = RunPolicy  # noqa: Y015
 
 @_typing.final
 class StepRecord(_message.Message):
-    """The groups of one optimiser step, as the trainer's checkpoint remembers them."""
+    """The groups of one step, as the trainer's checkpoint remembers them."""
 
     DESCRIPTOR: _descriptor.Descriptor
 

@@ -198,7 +198,7 @@ Global___StateChanged: _TypeAlias = StateChanged  # noqa: Y015
 
 @_typing.final
 class StepReport(_message.Message):
-    """One optimiser step."""
+    """One step: a batch, an acknowledgement, a policy version."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
