@@ -23,7 +23,7 @@ import structlog
 
 from console.folder import RunFolder
 from console.node_config import NodeConfig, read_node
-from console.node_plan import Placement, change, generator_config, placements
+from console.node_plan import Placement, change, generator_config, misfits, placements
 from console.parent_watch import watch_launcher
 from console.ports import free_block
 from console.probes import GENERATOR
@@ -112,6 +112,8 @@ class NodeAgent:
 
     async def _carry_out(self, plan: pb.Plan) -> None:
         wanted = placements(plan, self._config)
+        for misfit in misfits(plan, self._config):
+            _log.warning("the plan wants what this machine has not", revision=plan.revision, wanted=misfit)
         todo = change(self._running, wanted)
         if todo.stops or todo.starts:
             started = [f"{one.name} (GPUs {', '.join(map(str, one.gpus))})" for one in todo.starts]

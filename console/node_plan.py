@@ -57,14 +57,35 @@ def placements(plan: pb.Plan, config: NodeConfig) -> dict[str, Placement]:
     return {one.name: one for one in found}
 
 
+def misfits(plan: pb.Plan, config: NodeConfig) -> list[str]:
+    """What the plan wants of this machine and its GPUs do not bear, in words: the problem describes another machine."""
+    return [
+        f"{each.num_replicas} generators of {each.tensor_parallel} GPUs, on GPUs "
+        f"{', '.join(map(str, each.accelerator_indices)) or 'of its choice'}; there are {config.gpus}"
+        for each in plan.assignments
+        if _is_for(each, config) and not _fits(each, config)
+    ]
+
+
+def _is_for(each: pb.Assignment, config: NodeConfig) -> bool:
+    return each.node_id == config.node_id and each.role == pb.ROLE_GENERATOR
+
+
+def _fits(each: pb.Assignment, config: NodeConfig) -> bool:
+    gpus = _gpus(each, config)
+    return len(gpus) >= max(1, each.tensor_parallel) * max(1, each.num_replicas) and max(gpus) < config.gpus
+
+
+def _gpus(each: pb.Assignment, config: NodeConfig) -> tuple[int, ...]:
+    return tuple(each.accelerator_indices) or tuple(range(config.gpus))
+
+
 def _placed(each: pb.Assignment, config: NodeConfig) -> Iterator[Placement]:
-    if each.node_id != config.node_id or each.role != pb.ROLE_GENERATOR:
+    if not _is_for(each, config) or not _fits(each, config):
         return
-    gpus = tuple(each.accelerator_indices) or tuple(range(config.gpus))
+    gpus = _gpus(each, config)
     count = max(1, each.num_replicas)
     degree = max(1, each.tensor_parallel)
-    if len(gpus) < degree * count or max(gpus) >= config.gpus:
-        return
     if config.generator.engine.engine == "emulated":
         used = gpus[: degree * count]
         yield Placement(gpus=used, num_replicas=count, num_samples=each.num_concurrent_samples)

@@ -111,13 +111,8 @@ def _run_starts(versions: Int64) -> npt.NDArray[np.intp]:
     return np.flatnonzero(np.concatenate(([True], versions[1:] != versions[:-1])))
 
 
-def pack_groups(groups: Iterable[types_pb2.TrajectoryGroup]) -> bytes:
-    """A serialized TrajectoryGroups of `groups`, without the copy of each that a message of them would take."""
-    return b"".join(packed_parts(groups))
-
-
 def packed_parts(groups: Iterable[types_pb2.TrajectoryGroup]) -> list[bytes]:
-    """The same in parts, to be joined with what goes before it."""
+    """A serialized TrajectoryGroups in parts, without the copy of each group that a message of them would take."""
     parts: list[bytes] = []
     for group in groups:
         data = group.SerializeToString()

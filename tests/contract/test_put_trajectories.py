@@ -13,14 +13,13 @@ import pytest
 from penstock import rpc
 from penstock.clients.training import MicrobatchSession, ReceivedMicrobatch, Subscription
 from penstock.clients.trajectories import TrajectorySession
-from penstock.codec import pack_groups
 from penstock.errors import InvalidFieldError, RunClosedError, from_rpc_error
 from penstock.v1 import broker_pb2, types_pb2
 from services.broker import microbatch_stream, put_stream
 from services.broker.memory_store import MemoryStore
 from services.broker.store import Store
 from tests.helpers.broker import RUN, Duplex, RunningBroker, Trainer, eventually, prompt, serving
-from tests.helpers.trajectories import group, groups
+from tests.helpers.trajectories import group, groups, pack_groups
 
 TIMEOUT_S = 20.0
 

@@ -25,19 +25,10 @@ from services.trainer.weight_publisher import serving_weights
 from services.trainer.weight_store import WeightStore
 from tests.helpers.scripted_training_broker import ScriptedTrainingBroker, scored_group
 from tests.helpers.serving import serving
-from tests.helpers.tiny_model import make_tiny_model
 from tests.helpers.training import RunningTrainer, run_document, running_trainer
 from tests.helpers.waiting import until
 
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> None:
-    torch.set_num_threads(1)
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny_model(tmp_path_factory.mktemp("model"))
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture

@@ -6,24 +6,14 @@ import json
 from pathlib import Path
 
 import pytest
-import torch
 
 from penstock.v1 import trainer_pb2
 from services.trainer.algorithms.registry import ALGORITHMS
 from tests.helpers.scripted_training_broker import ScriptedTrainingBroker
 from tests.helpers.serving import serving
-from tests.helpers.tiny_model import make_tiny_model
 from tests.helpers.training import run_document, running_trainer
 
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> None:
-    torch.set_num_threads(1)
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny_model(tmp_path_factory.mktemp("model"))
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.mark.parametrize(

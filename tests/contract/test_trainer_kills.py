@@ -11,16 +11,14 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import pytest
-import torch
 
 from penstock.v1 import trainer_pb2
 from tests.helpers.dying_trainer import MOMENTS
 from tests.helpers.scripted_training_broker import ScriptedTrainingBroker
 from tests.helpers.serving import serving
-from tests.helpers.tiny_model import make_tiny_model
 from tests.helpers.training import run_document, running_trainer
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(180), pytest.mark.usefixtures("one_thread")]
 ROOT = Path(__file__).resolve().parents[2]
 NUM_STEPS = 5
 
@@ -31,12 +29,6 @@ class OrderedBroker(ScriptedTrainingBroker):
     def _next(self, hello, room):
         self.ready.sort(key=list(self.prompts).index)
         return super()._next(hello, room)
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    torch.set_num_threads(1)
-    return make_tiny_model(tmp_path_factory.mktemp("model"))
 
 
 def document_of(folder: Path, model: Path, target: str, num_minibatches: int) -> dict:

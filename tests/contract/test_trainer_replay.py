@@ -6,7 +6,6 @@ import asyncio
 from pathlib import Path
 
 import pytest
-import torch
 
 from penstock.clients.broker import BrokerClient
 from penstock.clock import SystemClock
@@ -27,10 +26,7 @@ from tests.helpers.tiny_model import make_tiny_model
 from tests.helpers.training import run_document, running_trainer
 from tests.helpers.waiting import until
 
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> None:
-    torch.set_num_threads(1)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 async def test_a_run_trains_again_on_what_it_trained_on_and_its_books_stay_balanced(tmp_path: Path) -> None:

@@ -7,27 +7,18 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 
 from penstock.codec import float32_bytes
 from penstock.v1 import trainer_pb2, types_pb2
 from tests.helpers.scripted_training_broker import ScriptedTrainingBroker, scored_group
 from tests.helpers.serving import serving
-from tests.helpers.tiny_model import make_tiny_model
 from tests.helpers.training import run_document, running_trainer
 
 POISON_OF_THE_LOSS, POISON_OF_THE_GRADIENT = 3e38, 5e37
 """Advantages that overflow float32 in the sum over a completion; and in the gradient only."""
 
 
-@pytest.fixture(autouse=True)
-def _one_thread() -> None:
-    torch.set_num_threads(1)
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny_model(tmp_path_factory.mktemp("model"))
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def poisoning(advantage: float, *group_ids: str):

@@ -6,7 +6,6 @@ import asyncio
 from pathlib import Path
 
 import pytest
-import torch
 from prometheus_client import CollectorRegistry
 
 from penstock.v1 import trainer_pb2
@@ -25,9 +24,7 @@ from tests.helpers.waiting import until
 NUM_STEPS = 4
 
 
-@pytest.fixture(autouse=True)
-def _one_thread() -> None:
-    torch.set_num_threads(1)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.mark.timeout(180)

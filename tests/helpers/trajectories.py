@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 from zlib import crc32
 
@@ -50,3 +51,8 @@ def group(
 def groups(*names: str, **changes: Any) -> list[types_pb2.TrajectoryGroup]:
     """A group of each name."""
     return [group(name, **changes) for name in names]
+
+
+def pack_groups(made: Iterable[types_pb2.TrajectoryGroup]) -> bytes:
+    """Groups in one piece of bytes, as a put carries them."""
+    return types_pb2.TrajectoryGroups(groups=made).SerializeToString()

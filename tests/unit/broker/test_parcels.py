@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from penstock.codec import group_slices, pack_groups
+from penstock.codec import group_slices
 from penstock.errors import InvalidFieldError, LeaseLostError, RunClosedError, VersionConflictError
 from penstock.v1 import broker_pb2, types_pb2
 from services.broker import delivery, drops, parcels, putting
@@ -18,7 +18,7 @@ from services.broker.put_reading import read_put
 from services.broker.putting import Put, PutOutcome
 from services.broker.run_state import RunState
 from services.broker.store import Mark, Snapshot
-from tests.helpers.trajectories import group, groups
+from tests.helpers.trajectories import group, groups, pack_groups
 from tests.unit.broker.builders import CONSUMER, acknowledge, deliver, lease, make_ready, open_state, submit
 
 PUTS = iter(range(10**6))

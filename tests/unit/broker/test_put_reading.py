@@ -7,12 +7,12 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from penstock.codec import encode_versions, float32_bytes, group_slices, int32_bytes, pack_groups
+from penstock.codec import encode_versions, float32_bytes, group_slices, int32_bytes, packed_parts
 from penstock.errors import InvalidFieldError
 from penstock.v1 import types_pb2
 from services.broker import put_reading
 from services.broker.put_reading import read_put
-from tests.helpers.trajectories import group, groups
+from tests.helpers.trajectories import group, groups, pack_groups
 
 Group = types_pb2.TrajectoryGroup
 
@@ -22,8 +22,8 @@ def test_facts_of_a_request_are_read() -> None:
     made[0].trajectories[1].policy_versions.CopyFrom(encode_versions([7, 7, 2, 2, 9]))
     made[0].trajectories[1].min_policy_version = 2
     made[0].trajectories[1].max_policy_version = 9
-    packed = pack_groups(made)
-    assert packed == types_pb2.TrajectoryGroups(groups=made).SerializeToString()
+    packed = b"".join(packed_parts(made))
+    assert packed == pack_groups(made)
     found = read_put(packed)
     one, two = found
     assert (one.group_id, one.fault, one.num_prompt_tokens) == ("a", "", 3)

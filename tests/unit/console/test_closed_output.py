@@ -16,4 +16,5 @@ def test_a_display_outlives_its_reader() -> None:
         os.close(reader)
         display.note("nobody hears this")
         display.note("nor this")
+        assert os.fstat(out.fileno()).st_rdev == os.stat(os.devnull).st_rdev, "what follows goes nowhere"
         display.stop()

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from console.node_config import NodeConfig
-from console.node_plan import Placement, change, generator_config, placements
+from console.node_plan import Placement, change, generator_config, misfits, placements
 from penstock.v1 import scheduler_pb2 as pb
 
 
@@ -49,8 +49,12 @@ def test_pretend_replicas_share_a_process():
 
 
 @pytest.mark.parametrize("wrong", [generators(first=6, tp=4), {**generators(tp=4), "accelerator_indices": [0, 1]}])
-def test_gpus_that_the_machine_does_not_have_are_not_used(wrong):
-    assert placements(plan(wrong), config()) == {}
+def test_gpus_that_the_machine_does_not_have_are_not_used_and_told(wrong):
+    assert placements(plan(wrong, generators("b", first=6, tp=4)), config()) == {}
+    (told,) = misfits(plan(wrong, generators("b", first=6, tp=4)), config())
+    assert "of 4 GPUs" in told
+    assert "there are 8" in told
+    assert misfits(plan(generators(tp=4)), config()) == []
 
 
 def test_a_revision_restarts_only_what_changes():

@@ -9,12 +9,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.codec import decode_versions, int32_array, pack_groups
+from penstock.codec import decode_versions, int32_array
 from services.broker.put_reading import read_put
 from services.generator.openai.errors import ApiError
 from services.generator.openai.groups import BookLimits, SessionBook
 from services.generator.openai.sessions import Sampled, Session, Turn, token_ids_of
 from services.generator.openai.trajectories import GroupNames, RunShape, to_group
+from tests.helpers.trajectories import pack_groups
 
 
 def sampled(*token_ids, version=0, truncated=False):

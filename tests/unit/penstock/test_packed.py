@@ -6,10 +6,10 @@ import pytest
 from google.protobuf.message import DecodeError
 
 from penstock import packed
-from penstock.codec import field_span, pack_groups
+from penstock.codec import field_span
 from penstock.errors import InvalidFieldError
 from penstock.v1 import broker_pb2, types_pb2
-from tests.helpers.trajectories import group, groups
+from tests.helpers.trajectories import group, groups, pack_groups
 
 GROUPS = broker_pb2.PutTrajectoriesRequest.GROUPS_FIELD_NUMBER
 

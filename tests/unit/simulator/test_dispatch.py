@@ -130,12 +130,12 @@ def test_a_look_ahead_at_the_true_lengths_is_the_simulation(policy: str, monkeyp
 
 @pytest.mark.slow
 @pytest.mark.timeout(180)
-def test_auto_is_no_worse_than_the_best_policy_by_more_than_one_percent_on_average() -> None:
-    """Over scenarios and seeds: one draw of true lengths is luck, which no choice made beforehand can follow."""
+def test_auto_is_never_worse_than_the_best_policy_by_more_than_one_percent() -> None:
+    """Summed over seeds: one draw of true lengths is luck, which no choice made beforehand can follow."""
     worse: dict[str, float] = {}
     for fleet, workload, forecast in GRID:
         makespans = dict.fromkeys((*POLICIES, "auto"), 0.0)
-        for seed in range(2):
+        for seed in range(6):
             scenario = make_scenario(
                 fleet=fleet, workload=workload, forecast=forecast, num_groups=16, group_size=8, seed=seed
             )
@@ -143,4 +143,4 @@ def test_auto_is_no_worse_than_the_best_policy_by_more_than_one_percent_on_avera
                 makespans[policy] += simulate(scenario, policy).makespan_s
         best = min(makespans[policy] for policy in POLICIES)
         worse[f"{fleet}, {workload}, {forecast}"] = makespans["auto"] / best
-    assert sum(worse.values()) / len(worse) <= 1.01, worse
+    assert {name: ratio for name, ratio in worse.items() if ratio > 1.01} == {}
