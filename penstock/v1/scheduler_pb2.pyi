@@ -228,12 +228,24 @@ class MeasuredRate(_message.Message):
     TOKENS_PER_SECOND_FIELD_NUMBER: _builtins.int
     SAMPLES_PER_SECOND_FIELD_NUMBER: _builtins.int
     WINDOW_FIELD_NUMBER: _builtins.int
+    TOKEN_S_FIELD_NUMBER: _builtins.int
+    NUM_CONCURRENT_SAMPLES_FIELD_NUMBER: _builtins.int
+    TENSOR_PARALLEL_FIELD_NUMBER: _builtins.int
     role: Global___Role.ValueType
     """The role it was measured in."""
     tokens_per_second: _builtins.float
     """Tokens per second: completion tokens for generators, trained tokens for trainers."""
     samples_per_second: _builtins.float
     """Samples per second."""
+    token_s: _builtins.float
+    """Generators: mean time from one token of a sample to its next, seconds, prefill of others included; unset when not
+    measured. Pretend GPUs report pretended seconds. It says how fast a machine is whatever it has to do, so it is what
+    machines are compared by where it is set.
+    """
+    num_concurrent_samples: _builtins.float
+    """Generators: samples that one replica decoded at once meanwhile, on average; above 0 where `token_s` is set."""
+    tensor_parallel: _builtins.int
+    """Generators: tensor-parallel degree of those replicas; 0 means 1."""
     @_builtins.property
     def window(self) -> _duration_pb2.Duration:
         """Over how long."""
@@ -245,12 +257,17 @@ class MeasuredRate(_message.Message):
         tokens_per_second: _builtins.float = ...,
         samples_per_second: _builtins.float = ...,
         window: _duration_pb2.Duration | None = ...,
+        token_s: _builtins.float | None = ...,
+        num_concurrent_samples: _builtins.float = ...,
+        tensor_parallel: _builtins.int = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["window", b"window"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_token_s", b"_token_s", "token_s", b"token_s", "window", b"window"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["role", b"role", "samples_per_second", b"samples_per_second", "tokens_per_second", b"tokens_per_second", "window", b"window"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_token_s", b"_token_s", "num_concurrent_samples", b"num_concurrent_samples", "role", b"role", "samples_per_second", b"samples_per_second", "tensor_parallel", b"tensor_parallel", "token_s", b"token_s", "tokens_per_second", b"tokens_per_second", "window", b"window"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__token_s: _TypeAlias = _typing.Literal["token_s"]  # noqa: Y015
+    _WhichOneofArgType__token_s: _TypeAlias = _typing.Literal["_token_s", b"_token_s"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__token_s) -> _WhichOneofReturnType__token_s | None: ...
 
 Global___MeasuredRate: _TypeAlias = MeasuredRate  # noqa: Y015
 
@@ -502,7 +519,7 @@ class NodeView(_message.Message):
 
     @_builtins.property
     def rates(self) -> _containers.RepeatedCompositeFieldContainer[Global___MeasuredRate]:
-        """Its newest measured rates, one per role."""
+        """Its newest measured rates, one per role and tensor-parallel degree."""
 
     @_builtins.property
     def report_time(self) -> _timestamp_pb2.Timestamp:
