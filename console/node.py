@@ -1,6 +1,6 @@
 """`penstock node`: a machine offers itself to a scheduler and runs the generators that the plan of the run gives it.
 
-    registers, reports --> the plan names it: its generators start --> a revision: they stop, others start
+    registers, reports its speed --> the plan names it: its generators start --> a revision: they stop, others start
                                                       |
                    SIGTERM, or a generator is given up: it says that it leaves, and generators give back what they hold
 
@@ -24,6 +24,7 @@ import structlog
 from console.folder import RunFolder
 from console.node_config import NodeConfig, read_node
 from console.node_plan import Placement, change, generator_config, misfits, placements
+from console.node_rates import Meter, Replica, keep_measuring
 from console.parent_watch import watch_launcher
 from console.ports import free_block
 from console.probes import GENERATOR
@@ -80,12 +81,20 @@ class NodeAgent:
         folder.create()
         self._services = ServiceProcesses(folder, security=security, log=config.log)
         self._running: dict[str, Placement] = {}
+        self._ports: dict[str, int] = {}
+        """Of what runs: its first one."""
+        pretended = config.generator.engine.engine == "emulated"
+        # A plan over pretend GPUs is made in their time.
+        self._meter = Meter(time_scale=config.generator.emulated.time_scale if pretended else 1.0)
 
     async def run(self) -> None:
         """Follow the plan until cancelled. Raises ServiceFailedError when a generator cannot be kept running."""
         config, security = self._config, self._security
         tasks = [
-            asyncio.create_task(report_node(config.scheduler, machine(config), measure=list, security=security)),
+            asyncio.create_task(
+                report_node(config.scheduler, machine(config), measure=self._meter.rates, security=security)
+            ),
+            asyncio.create_task(keep_measuring(self._meter, self._replicas, security=security)),
             asyncio.create_task(self._follow()),
             asyncio.create_task(self._services.watch()),
         ]
@@ -120,7 +129,7 @@ class NodeAgent:
             _log.info("the plan is carried out", revision=plan.revision, stops=todo.stops, starts=started)
         await self._services.stop(todo.stops)
         for name in todo.stops:
-            del self._running[name]
+            del self._running[name], self._ports[name]
         for one in todo.starts:
             self._start(one)
             self._running[one.name] = one
@@ -129,6 +138,7 @@ class NodeAgent:
         config = self._config
         first = int(config.generator.listen.rpartition(":")[2])
         port = first + 2 * placement.gpus[0] if first else free_block(max(2, placement.num_replicas))
+        self._ports[placement.name] = port
         settings = generator_config(config, placement, port=port)
         self._services.launch_service(
             "generator",
@@ -139,6 +149,15 @@ class NodeAgent:
             num_threads=settings.engine.num_threads,
             environment=_visible(settings.engine.engine, placement),
         )
+
+    def _replicas(self) -> list[Replica]:
+        """Every generator that runs here, those that share a process one by one."""
+        host = _called(self._config)
+        return [
+            Replica(f"{host}:{self._ports[name] + index}", placement.tensor_parallel)
+            for name, placement in self._running.items()
+            for index in range(placement.num_replicas)
+        ]
 
 
 def machine(config: NodeConfig) -> pb.Node:

@@ -14,6 +14,13 @@ from penstock.v1 import scheduler_pb2 as pb
 MAX_NODES = 10_000
 MAX_LINKS = 10_000
 MAX_NAME_CHARACTERS = 128
+MAX_ACCELERATORS = 64
+MAX_RATES = 32
+MAX_PER_SECOND = 1e12
+TOKEN_S = (1e-6, 1e4)
+"""Least and most; what a machine measures is inside, and what is computed from it stays finite."""
+CONCURRENT_SAMPLES = (1e-2, 1e6)
+"""Least and most of a replica."""
 MISSED_REPORTS = 3
 
 
@@ -27,7 +34,8 @@ class UnknownNodeError(PenstockError):
 class _Record:
     node: pb.Node
     report_time_s: float
-    rates: dict[int, pb.MeasuredRate] = field(default_factory=dict)
+    rates: dict[int, list[pb.MeasuredRate]] = field(default_factory=dict)
+    """Of the newest report that had any, by role."""
 
 
 class Inventory:
@@ -56,10 +64,12 @@ class Inventory:
         record = self._records.get(node_id)
         if record is None:
             raise UnknownNodeError(f"node_id: {node_id!r} is not registered; call RegisterNode first", node_id=node_id)
-        record.report_time_s = now_s
+        if len(rates) > MAX_RATES:
+            raise InvalidFieldError(f"rates: {len(rates)} given, at most {MAX_RATES} are allowed", field="rates")
         for rate in rates:
             _check_rate(rate)
-            record.rates[rate.role] = rate
+        record.report_time_s = now_s
+        record.rates |= {role: [rate for rate in rates if rate.role == role] for role in {rate.role for rate in rates}}
         if is_leaving:
             del self._records[node_id]
 
@@ -68,7 +78,8 @@ class Inventory:
         views = []
         for _, record in sorted(self._records.items()):
             is_alive = now_s - record.report_time_s <= self._lifetime_s
-            view = pb.NodeView(node=record.node, rates=record.rates.values(), is_alive=is_alive)
+            rates = [rate for of_role in record.rates.values() for rate in of_role]
+            view = pb.NodeView(node=record.node, rates=rates, is_alive=is_alive)
             view.report_time.FromMilliseconds(int(record.report_time_s * 1000))
             views.append(view)
         return views
@@ -82,9 +93,17 @@ def check_node(node: pb.Node) -> None:
     """Refuse a machine that cannot be true. Raises InvalidFieldError."""
     if not 1 <= len(node.node_id) <= MAX_NAME_CHARACTERS:
         raise InvalidFieldError(f"node.node_id: must have 1 to {MAX_NAME_CHARACTERS} characters", field="node.node_id")
+    _check_name("node.site", node.site)
+    if len(node.accelerators) > MAX_ACCELERATORS or len(node.roles) > len(pb.Role.values()):
+        raise InvalidFieldError(
+            f"node: {len(node.accelerators)} accelerators and {len(node.roles)} roles, at most {MAX_ACCELERATORS} and "
+            f"{len(pb.Role.values())} are allowed; state accelerators of one kind once, with their count",
+            field="node",
+        )
     if not node.accelerators:
         raise InvalidFieldError("node.accelerators: empty; a machine without any states one of kind cpu", field="node")
     for index, accelerator in enumerate(node.accelerators):
+        _check_name(f"node.accelerators[{index}].kind", accelerator.kind)
         if not accelerator.kind or not 1 <= accelerator.count <= MAX_NODES:
             raise InvalidFieldError(
                 f"node.accelerators[{index}]: needs a kind and a count of 1 to {MAX_NODES}, "
@@ -95,7 +114,14 @@ def check_node(node: pb.Node) -> None:
         raise InvalidFieldError(f"node.price_per_hour: must be >= 0, got {node.price_per_hour}", field="node")
 
 
+def _check_name(field_name: str, name: str) -> None:
+    if len(name) > MAX_NAME_CHARACTERS:
+        raise InvalidFieldError(f"{field_name}: at most {MAX_NAME_CHARACTERS} characters", field=field_name)
+
+
 def _check_link(link: pb.Link) -> None:
+    _check_name("links.from_site", link.from_site)
+    _check_name("links.to_site", link.to_site)
     if not 0 < link.bytes_per_second < float("inf"):
         raise InvalidFieldError(f"links: bytes_per_second must be > 0, got {link.bytes_per_second}", field="links")
 
@@ -104,5 +130,14 @@ def _check_rate(rate: pb.MeasuredRate) -> None:
     if rate.role == pb.ROLE_UNSPECIFIED:
         raise InvalidFieldError("rates: role is not set", field="rates.role")
     for name in ("tokens_per_second", "samples_per_second"):
-        if not 0 <= getattr(rate, name) < float("inf"):
-            raise InvalidFieldError(f"rates.{name}: must be >= 0, got {getattr(rate, name)}", field=f"rates.{name}")
+        if not 0 <= getattr(rate, name) <= MAX_PER_SECOND:
+            raise InvalidFieldError(
+                f"rates.{name}: must be 0 to {MAX_PER_SECOND:.0e}, got {getattr(rate, name)}", field=f"rates.{name}"
+            )
+    if not rate.HasField("token_s"):
+        return
+    for name, (least, most) in {"token_s": TOKEN_S, "num_concurrent_samples": CONCURRENT_SAMPLES}.items():
+        if not least <= getattr(rate, name) <= most:
+            raise InvalidFieldError(
+                f"rates.{name}: must be {least:g} to {most:g}, got {getattr(rate, name)}", field=f"rates.{name}"
+            )

@@ -1,23 +1,22 @@
 """The problem as it is now: machines that joined, left or slowed, and lengths that changed. Pure.
 
-A machine of the problem counts as there until it has registered once; from then on its heartbeats decide. A machine
-that the problem does not name is added when its accelerators are of a type that the problem describes.
+A machine of the problem counts as there until it has registered once, though not for ever; from then on its heartbeats
+decide. A machine that the problem does not name is added when its accelerators are of a type that the problem
+describes.
 """
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from statistics import median
+from dataclasses import dataclass, field
 
 from penstock.v1 import scheduler_pb2 as pb
 from services.scheduler.output_lengths import scaled
 from services.scheduler.plan_document import PlanDocument, node_classes
-from services.scheduler.problem import NodeClass, Problem
+from services.scheduler.problem import MAX_GPUS, NodeClass, Problem
+from services.scheduler.slowness import slow_machines
 
-SLOW_BELOW = 0.7
-"""Of the median of machines alike: below, a machine is planned for as a slower one."""
 LENGTHS_CHANGED_BY = 0.1
 
 
@@ -29,6 +28,10 @@ class Live:
     """None when no machine is left."""
     node_ids: Mapping[str, str]
     """By the problem's id of a machine."""
+    missing: frozenset[str] = frozenset()
+    """Machines of the problem that never came."""
+    slow: Mapping[str, float] = field(default_factory=dict)
+    """Machines that are planned for as slower ones: their share of the speed that they should have."""
 
     def from_real(self, plan: PlanDocument) -> PlanDocument:
         """A plan over real machines under the problem's names, without the machines that are gone."""
@@ -38,43 +41,85 @@ class Live:
         return PlanDocument(gen=tuple(gen), train=tuple(train))
 
 
-def live_problem(planned: Problem, views: Sequence[pb.NodeView], *, left: frozenset[str], growth: float) -> Live:
+def never_came(planned: Problem, in_force: PlanDocument, views: Sequence[pb.NodeView]) -> frozenset[str]:
+    """Machines of the problem that have not registered, but for those that train: who only trains does not."""
+    known = {view.node.node_id for view in views} | {share.node for share in in_force.train}
+    return frozenset(node_classes(planned)) - known
+
+
+def live_problem(
+    planned: Problem,
+    views: Sequence[pb.NodeView],
+    *,
+    left: frozenset[str],
+    missing: frozenset[str],
+    growth: float,
+    slow_before: Mapping[str, float],
+) -> Live:
     """The problem as it is.
 
     Args:
         planned: As it was stated.
         views: The inventory.
         left: Machines that said that they leave.
+        missing: Machines that never came.
         growth: Mean length seen over the stated one.
+        slow_before: Machines that were planned for as slower ones.
     """
     stated = node_classes(planned)
     known = {view.node.node_id: view for view in views}
     members: dict[str, list[str]] = defaultdict(list)
     classes: dict[str, NodeClass] = {}
-    gpu_types = dict(planned.gpu_types)
-    slow = _slow_machines(views)
-    present = [name for name in stated if name not in left and (name not in known or known[name].is_alive)]
+    present = [name for name in stated if name not in left | missing and (name not in known or known[name].is_alive)]
     joined = [view for name, view in known.items() if name not in stated and view.is_alive]
     entries = [(name, stated[name]) for name in present]
     entries += [(view.node.node_id, node) for view in joined if (node := _joined(planned, view.node)) is not None]
+    problem = _with_lengths(planned, growth)
+    slow = slow_machines(problem, dict(entries), views, before=slow_before)
     for name, node in entries:
         entry = node
         if (share := slow.get(name)) is not None:
-            spec, gpu = gpu_types[node.gpu], f"{node.gpu} at {share:.0%}"
-            slower = {"tflops_bf16": spec.tflops_bf16 * share, "hbm_GBps": spec.hbm_GBps * share}
-            gpu_types[gpu] = spec.model_copy(update=slower)
+            problem, gpu = _with_slower(problem, node.gpu, share)
             entry = node.model_copy(update={"name": f"{node.name}-at-{share:.0%}", "gpu": gpu})
         classes[entry.name] = entry
         members[entry.name].append(name)
     if not classes:
         return Live(None, {})
     nodes = tuple(node.model_copy(update={"count": len(members[name])}) for name, node in classes.items())
-    update: dict[str, object] = {"nodes": nodes, "gpu_types": gpu_types}
-    if abs(growth - 1) > LENGTHS_CHANGED_BY:
-        lengths = scaled(planned.workload.output_len, growth)
-        update["workload"] = planned.workload.model_copy(update={"output_len": lengths})
     names = {f"{name}-{index}": real for name, reals in members.items() for index, real in enumerate(reals)}
-    return Live(planned.model_copy(update=update), names)
+    return Live(problem.model_copy(update={"nodes": nodes}), names, missing, slow)
+
+
+def _with_lengths(planned: Problem, growth: float) -> Problem:
+    if abs(growth - 1) <= LENGTHS_CHANGED_BY:
+        return planned
+    lengths = scaled(planned.workload.output_len, growth)
+    return planned.model_copy(update={"workload": planned.workload.model_copy(update={"output_len": lengths})})
+
+
+def _with_slower(problem: Problem, gpu: str, share: float) -> tuple[Problem, str]:
+    """The problem with a GPU type that is like this one but for its speed, and the new type's name."""
+    name = f"{gpu} at {share:.0%}"
+    if name in problem.gpu_types:
+        return problem, name
+    spec, constants = problem.gpu_types[gpu], problem.cost_model
+    slower = {"tflops_bf16": spec.tflops_bf16 * share, "hbm_GBps": spec.hbm_GBps * share}
+    rates = tuple(
+        rate.model_copy(update={"gpu": name, "tokens_per_second": rate.tokens_per_second * share})
+        for rate in problem.measured_rates
+        if rate.gpu == gpu
+    )
+    by_type = {
+        key: {**value, name: value.get(gpu, value["default"])}
+        for key in ("mfu_train", "mfu_infer")
+        if isinstance(value := getattr(constants, key), dict)
+    }
+    update = {
+        "gpu_types": {**problem.gpu_types, name: spec.model_copy(update=slower)},
+        "measured_rates": (*problem.measured_rates, *rates),
+        "cost_model": constants.model_copy(update=by_type),
+    }
+    return problem.model_copy(update=update), name
 
 
 def _joined(planned: Problem, node: pb.Node) -> NodeClass | None:
@@ -86,7 +131,7 @@ def _joined(planned: Problem, node: pb.Node) -> NodeClass | None:
         return None
     ((kind, count),) = counts.items()
     alike = next((entry for entry in planned.nodes if (entry.gpu, entry.gpus) == (kind, count)), None)
-    if kind not in planned.gpu_types:
+    if kind not in planned.gpu_types or count > MAX_GPUS:
         return None
     region = node.site or (alike.region if alike is not None else planned.nodes[0].region)
     entry = alike or planned.nodes[0]
@@ -94,22 +139,3 @@ def _joined(planned: Problem, node: pb.Node) -> NodeClass | None:
     name = f"joined-{kind}-{count}-{region}".replace(" ", "-")
     update = {"name": name, "gpu": kind, "gpus": count, "region": region, "price_per_gpu_hour": price, "count": 1}
     return entry.model_copy(update=update)
-
-
-def _slow_machines(views: Sequence[pb.NodeView]) -> dict[str, float]:
-    """Machines far below the median rate of those with the same accelerators, with their share of it in tenths."""
-    rates: dict[tuple[object, ...], dict[str, float]] = defaultdict(dict)
-    for view in views:
-        kinds = tuple((each.kind, each.count) for each in view.node.accelerators)
-        for rate in view.rates:
-            if view.is_alive and rate.role == pb.ROLE_GENERATOR and rate.tokens_per_second > 0:
-                rates[kinds][view.node.node_id] = rate.tokens_per_second
-    found: dict[str, float] = {}
-    for alike in rates.values():
-        usual = median(alike.values())
-        found |= {
-            name: max(0.1, round(rate / usual, 1))
-            for name, rate in alike.items()
-            if len(alike) > 2 and rate < SLOW_BELOW * usual
-        }
-    return found

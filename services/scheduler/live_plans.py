@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import structlog
@@ -17,17 +17,21 @@ from penstock.errors import InvalidFieldError, PenstockError
 from penstock.v1 import scheduler_pb2 as pb
 from services.scheduler.cost_model.demand import demand_of
 from services.scheduler.cost_model.rm1 import Rm1
-from services.scheduler.live import Live, live_problem
+from services.scheduler.live import Live, live_problem, never_came
 from services.scheduler.plan_document import PlanDocument, Replicas, TrainShare
 from services.scheduler.problem import Problem
 from services.scheduler.problem_plan import plan_problem
-from services.scheduler.revision import COOL_DOWN_S, Offer, Verdict, judge
+from services.scheduler.revision import COOL_DOWN_INTERVALS, Offer, Verdict, judge
 from services.scheduler.solvers.interface import TimeLeft
 
 LOOK_EVERY_S = 5.0
+GRACE_INTERVALS = 60
+"""Reports for which a machine that has not registered counts as there: 5 min where they come every 5 s. People start
+machines site by site, and images may have to be fetched first."""
 MIN_LENGTHS = 256
 """Completions that were seen before their lengths say anything."""
 _RECENT = 2048
+_MAX_NAMED = 8
 
 _log = structlog.get_logger()
 
@@ -41,7 +45,11 @@ class _Run:
     plan: pb.Plan
     keeps_trainers: bool
     """Until one of their machines is gone."""
+    begun_s: float
+    """When it was first planned."""
     revised_s: float
+    slow: Mapping[str, float] = field(default_factory=dict)
+    """Machines that are planned for as slower ones, as of Live."""
     num_lengths: int = 0
     mean_tokens: float = 0.0
     looked_at: Problem | None = field(default=None)
@@ -56,14 +64,33 @@ class _Run:
 
 
 class LivePlans:
-    """See the module."""
+    """See the module.
 
-    def __init__(self) -> None:
+    Args:
+        heartbeat_interval_s: How often machines report.
+    """
+
+    def __init__(self, *, heartbeat_interval_s: float) -> None:
         self._runs: dict[str, _Run] = {}
+        self._cool_down_s = COOL_DOWN_INTERVALS * heartbeat_interval_s
+        self._grace_s = GRACE_INTERVALS * heartbeat_interval_s
 
-    def follow(self, problem: Problem, solver: str, plan: pb.Plan, *, keeps_trainers: bool, now_s: float) -> None:
-        """A run has a plan that was solved for; the one it had before is forgotten."""
-        self._runs[plan.run_id] = _Run(problem, solver, plan, keeps_trainers, now_s, looked_at=problem)
+    def follow(
+        self,
+        problem: Problem,
+        solver: str,
+        plan: pb.Plan,
+        *,
+        keeps_trainers: bool,
+        has_rested: bool = False,
+        now_s: float,
+    ) -> None:
+        """A run has a plan that was solved for; the one it had before is forgotten.
+
+        One that `has_rested` was in force before this scheduler knew it: machines that joined since are used at once.
+        """
+        revised_s = now_s - self._cool_down_s if has_rested else now_s
+        self._runs[plan.run_id] = _Run(problem, solver, plan, keeps_trainers, now_s, revised_s, looked_at=problem)
 
     def plan_of(self, run_id: str) -> pb.Plan | None:
         """The plan in force that was solved for; None where there is none."""
@@ -87,13 +114,26 @@ class LivePlans:
         """The plans that take over now, without revision number and time."""
         revised = []
         for run_id, run in list(self._runs.items()):
-            live = live_problem(run.problem, views, left=left, growth=run.growth)
+            live = live_problem(
+                run.problem,
+                views,
+                left=left,
+                missing=self._never_came(run, views, now_s),
+                growth=run.growth,
+                slow_before=run.slow,
+            )
+            run.slow = live.slow
             if live.problem is None or live.problem == run.looked_at:
                 continue
             plan = await self._look(run_id, run, live, live.problem, now_s=now_s, time_left=make_budget())
             if plan is not None:
                 revised.append(plan)
         return revised
+
+    def _never_came(self, run: _Run, views: Sequence[pb.NodeView], now_s: float) -> frozenset[str]:
+        if now_s - run.begun_s <= self._grace_s:
+            return frozenset()
+        return never_came(run.problem, document_of(run.plan), views)
 
     async def _look(
         self, run_id: str, run: _Run, live: Live, problem: Problem, *, now_s: float, time_left: TimeLeft
@@ -104,7 +144,7 @@ class LivePlans:
         gone = _machines(in_force) - set(live.node_ids.values())
         is_pool_there = not gone & {share.node for share in in_force.train}
         running = kept if run.keeps_trainers and is_pool_there else None
-        if kept_rate > 0 and not gone and now_s - run.revised_s < COOL_DOWN_S:
+        if kept_rate > 0 and not gone and now_s - run.revised_s < self._cool_down_s:
             return None
         try:
             found = await asyncio.to_thread(
@@ -117,12 +157,15 @@ class LivePlans:
                 running=running,
             )
         except PenstockError as error:
+            # Until something changes: solving the same again would take a core for nothing.
+            run.looked_at = problem
             _log.warning("the plan cannot be revised", run_id=run_id, reason=str(error))
             return None
         if gone:
-            verdict = Verdict(True, f"{_named(gone)} of the plan in force: not there any more")
+            verdict = Verdict(True, self._loss(gone, live.missing))
         else:
-            verdict = _judge(problem, kept, kept_rate, document_of(found), now_s=now_s, revised_s=run.revised_s)
+            offer = _offer(problem, kept, kept_rate, document_of(found))
+            verdict = judge(offer, rested_s=now_s - run.revised_s, cool_down_s=self._cool_down_s)
         run.looked_at = problem
         _log.info("the plan was looked at again", run_id=run_id, is_revised=verdict.is_revised, reason=verdict.reason)
         if not verdict.is_revised or self._runs.get(run_id) is not run:
@@ -131,9 +174,19 @@ class LivePlans:
             assignment.node_id = live.node_ids[assignment.node_id]
         come = _machines(document_of(found)) - _machines(in_force)
         news = f"{_named(come)} now used. " if come else ""
+        slow = [f"{name} at {share:.0%}" for name, share in sorted(live.slow.items())[:_MAX_NAMED]]
+        news += f"slower than machines like it or than it should be: {', '.join(slow)}. " if slow else ""
         found.explanation = f"revised: {verdict.reason}. {news}{found.explanation}"
         run.plan, run.revised_s = found, now_s
         return found
+
+    def _loss(self, gone: set[str], missing: frozenset[str]) -> str:
+        """Why machines of the plan in force are not there."""
+        reasons = {
+            "not there any more": gone - missing,
+            f"not registered within {self._grace_s:.0f} s": gone & missing,
+        }
+        return "; ".join(f"{_named(who)} of the plan in force: {why}" for why, who in reasons.items() if who)
 
 
 def running_plan(plan: pb.Plan) -> PlanDocument:
@@ -163,21 +216,19 @@ def document_of(plan: pb.Plan) -> PlanDocument:
 
 
 def _named(machines: set[str]) -> str:
-    shown = sorted(machines)[:8]
-    return ", ".join(shown) + (f" and {len(machines) - 8} more" if len(machines) > 8 else "")
+    num_more = len(machines) - _MAX_NAMED
+    return ", ".join(sorted(machines)[:_MAX_NAMED]) + (f" and {num_more} more" if num_more > 0 else "")
 
 
 def _machines(plan: PlanDocument) -> set[str]:
     return {each.node for each in plan.gen} | {each.node for each in plan.train}
 
 
-def _judge(
-    problem: Problem, kept: PlanDocument, kept_rate: float, new: PlanDocument, *, now_s: float, revised_s: float
-) -> Verdict:
+def _offer(problem: Problem, kept: PlanDocument, kept_rate: float, new: PlanDocument) -> Offer:
     before, after = _parts(kept), _parts(new)
     num_gpus, num_kept = sum(after.values()), sum(before.values())
     slowest_nic = min(node.nic_Gbps for node in problem.nodes) * 1e9 / 8
-    offer = Offer(
+    return Offer(
         rate=Rm1(problem).score(new).samples_per_second,
         kept_rate=kept_rate,
         num_gpus=num_gpus,
@@ -185,7 +236,6 @@ def _judge(
         migration_s=demand_of(problem).weight_bytes / slowest_nic + problem.cost_model.sync_pause_s,
         moved_share=sum((after - before).values()) / max(1, num_gpus),
     )
-    return judge(offer, now_s=now_s, revised_s=revised_s)
 
 
 def _parts(plan: PlanDocument) -> Counter[tuple[str, int]]:

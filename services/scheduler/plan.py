@@ -65,7 +65,4 @@ def _strength(view: pb.NodeView) -> tuple[float, int]:
 
 
 def _rate(view: pb.NodeView) -> float:
-    for rate in view.rates:
-        if rate.role == pb.ROLE_GENERATOR and rate.tokens_per_second > 0:
-            return rate.tokens_per_second
-    return 1.0
+    return sum(rate.tokens_per_second for rate in view.rates if rate.role == pb.ROLE_GENERATOR) or 1.0

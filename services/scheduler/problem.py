@@ -19,6 +19,8 @@ from penstock.config import MAX_CONFIG_BYTES, ConfigError, StrictModel, read_doc
 from services.scheduler.output_lengths import OutputLengths
 
 MAX_NODES = 10_000
+MAX_GPUS = 1024
+"""Of a machine."""
 SCHEMA = "rl-sched-instance/1"
 
 Positive = Annotated[float, Field(gt=0)]
@@ -46,7 +48,7 @@ class NodeClass(StrictModel):
 
     name: Name
     gpu: Name
-    gpus: int = Field(ge=1, le=1024)
+    gpus: int = Field(ge=1, le=MAX_GPUS)
     """GPUs in each machine."""
     count: int = Field(default=1, ge=1, le=MAX_NODES)
     region: Name = "default"

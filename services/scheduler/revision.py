@@ -13,7 +13,8 @@ MIN_GAIN = 0.05
 """Of throughput."""
 MAX_LOSS = 0.01
 """Of throughput, at which machines that are not needed are given up."""
-COOL_DOWN_S = 60.0
+COOL_DOWN_INTERVALS = 12
+"""Reports of its machines that a plan is in force for, at least: 60 s where they report every 5 s."""
 HORIZON_S = 1800.0
 """A revision must pay for itself in this time."""
 
@@ -43,21 +44,20 @@ class Offer:
     """Part of the GPUs that changes."""
 
 
-def judge(offer: Offer, *, now_s: float, revised_s: float) -> Verdict:
+def judge(offer: Offer, *, rested_s: float, cool_down_s: float) -> Verdict:
     """Whether the new plan takes over.
 
     Args:
         offer: Both plans.
-        now_s: The time.
-        revised_s: When the plan in force was made.
+        rested_s: How long the plan in force has been.
+        cool_down_s: How long it must have been.
     """
     if offer.rate <= 0:
         return Verdict(False, "no plan can run on the machines that are there")
     if offer.kept_rate <= 0:
         return Verdict(True, "the plan in force cannot run any more")
-    rested_s = now_s - revised_s
-    if rested_s < COOL_DOWN_S:
-        return Verdict(False, f"the plan in force is {rested_s:.0f} s old, at least {COOL_DOWN_S:.0f} s are waited")
+    if rested_s < cool_down_s:
+        return Verdict(False, f"the plan in force is {rested_s:.0f} s old, at least {cool_down_s:.0f} s are waited")
     gain = offer.rate / offer.kept_rate - 1
     if gain >= MIN_GAIN:
         return _earned(offer, gain)

@@ -19,7 +19,6 @@ from services.scheduler.live_plans import LOOK_EVERY_S, LivePlans, document_of, 
 from services.scheduler.plan import SOLVER, first_fit
 from services.scheduler.problem import Problem
 from services.scheduler.problem_plan import checked_problem, plan_problem
-from services.scheduler.revision import COOL_DOWN_S
 from services.scheduler.solvers.interface import TimeLeft
 
 MAX_QUERIES = 1024
@@ -48,7 +47,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         self._plan_changed = asyncio.Event()
         self._num_solving = 0
         self._left: set[str] = set()
-        self._live = LivePlans()
+        self._live = LivePlans(heartbeat_interval_s=heartbeat_interval_s)
 
     async def RegisterNode(self, request: pb.RegisterNodeRequest, context: Context) -> pb.RegisterNodeResponse:
         """Add or replace a machine."""
@@ -83,10 +82,14 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         if request.problem_json:
             problem, solver = checked_problem(request.problem_json, request.solver)
             plan = await self._solved(problem, solver, request)
-            # A plan that was told has rested already: machines that joined since are looked at at once.
-            rested_s = COOL_DOWN_S if request.HasField("running_plan") else 0.0
-            now_s = self._clock.now_s() - rested_s
-            self._live.follow(problem, solver, plan, keeps_trainers=request.keeps_trainers, now_s=now_s)
+            self._live.follow(
+                problem,
+                solver,
+                plan,
+                keeps_trainers=request.keeps_trainers,
+                has_rested=request.HasField("running_plan"),
+                now_s=self._clock.now_s(),
+            )
         else:
             self._live.forget(request.run_id)
             views = self._inventory.views(now_s=self._clock.now_s())
@@ -116,7 +119,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
     async def revise_forever(self) -> None:
         """Look again every few seconds."""
         while True:
-            await asyncio.sleep(LOOK_EVERY_S)
+            await asyncio.sleep(min(LOOK_EVERY_S, self._heartbeat_interval_s))
             await self.revise()
 
     async def WatchPlan(self, request: pb.WatchPlanRequest, context: Context) -> AsyncIterator[pb.WatchPlanResponse]:

@@ -1,6 +1,7 @@
 """A plan in force follows the machines that are there and the lengths that are seen."""
 
 import json
+from contextlib import asynccontextmanager
 
 import pytest
 from prometheus_client import CollectorRegistry
@@ -12,14 +13,20 @@ from penstock.v1 import scheduler_pb2 as pb
 from penstock.v1 import scheduler_pb2_grpc
 from services.scheduler import service as scheduler_service
 from services.scheduler.config import LengthsConfig
+from services.scheduler.cost_model.demand import demand_of
+from services.scheduler.cost_model.replica import ReplicaModel
 from services.scheduler.cost_model.rm1 import Rm1
-from services.scheduler.live_plans import MIN_LENGTHS, document_of
-from services.scheduler.revision import COOL_DOWN_S
+from services.scheduler.inventory import CONCURRENT_SAMPLES, TOKEN_S
+from services.scheduler.live_plans import GRACE_INTERVALS, MIN_LENGTHS, document_of
+from services.scheduler.plan_document import node_classes
+from services.scheduler.revision import COOL_DOWN_INTERVALS
 from services.scheduler.server import make_forecaster, make_service
 from services.scheduler.service import SchedulerServicer
 from tests.helpers.planning import document, problem
 from tests.helpers.serving import channel_to
 
+INTERVAL_S = 5.0
+COOL_DOWN_S = COOL_DOWN_INTERVALS * INTERVAL_S
 KINDS = {"h20-0": "H20", "h800-0": "H800"}
 
 
@@ -28,7 +35,7 @@ class Fleet:
 
     def __init__(self, channel, servicer, clock):
         self._channel, self.servicer, self.clock = channel, servicer, clock
-        self.alive = dict.fromkeys(KINDS, 0.0)
+        self.alive = {}
 
     async def ask(self, method, request):
         stub = scheduler_pb2_grpc.SchedulerServiceStub(self._channel)
@@ -40,29 +47,40 @@ class Fleet:
         self.alive[name] = 0.0
 
     async def pass_time(self, seconds, *, rates=None):
-        """Everybody alive reports; then plans are looked at."""
+        """Everybody alive reports, with rates by machine; then plans are looked at."""
         self.clock.advance(seconds)
         for name in self.alive:
-            rate = (rates or {}).get(name, 0.0)
-            told = [pb.MeasuredRate(role=pb.ROLE_GENERATOR, tokens_per_second=rate)] if rate else []
+            told = [(rates or {})[name]] if name in (rates or {}) else []
             await self.ask("ReportNode", pb.ReportNodeRequest(node_id=name, rates=told))
         await self.servicer.revise()
         return (await self.ask("GetPlan", pb.GetPlanRequest(run_id="r"))).plan
 
 
-@pytest.fixture
-async def fleet():
+@asynccontextmanager
+async def planned_fleet(*, registered):
     clock = ManualClock()
     lengths = make_forecaster(LengthsConfig(), clock=clock, registry=CollectorRegistry())
-    servicer = SchedulerServicer(clock=clock, heartbeat_interval_s=5.0, lengths=lengths)
+    servicer = SchedulerServicer(clock=clock, heartbeat_interval_s=INTERVAL_S, lengths=lengths)
     async with channel_to(make_service(servicer)) as channel:
         fleet = Fleet(channel, servicer, clock)
-        for name, kind in KINDS.items():
-            await fleet.join(name, kind)
+        for name in registered:
+            await fleet.join(name, KINDS[name])
         request = pb.CreatePlanRequest(run_id="r", problem_json=json.dumps(document("tiny_02")))
         await fleet.ask("CreatePlan", request)
         yield fleet
         await lengths.close()
+
+
+@pytest.fixture
+async def fleet():
+    async with planned_fleet(registered=KINDS) as fleet:
+        yield fleet
+
+
+@pytest.fixture
+async def unregistered():
+    async with planned_fleet(registered=()) as fleet:
+        yield fleet
 
 
 def machines(plan):
@@ -138,16 +156,100 @@ async def test_lengths_that_grow_are_planned_for(fleet):
     assert Rm1(looked_at).demand.completion_tokens > 1.5 * stated
 
 
-async def test_a_machine_that_slows_is_planned_for_as_a_slower_one(fleet):
+def measured(times_slower, *, tp=1, batch=64):
+    """What a machine of H20s reports that decodes so many times slower than the cost model expects."""
+    stated = problem("tiny_02")
+    model = ReplicaModel(stated, demand_of(stated), node_classes(stated)["h20-0"], tp)
+    return pb.MeasuredRate(
+        role=pb.ROLE_GENERATOR,
+        tokens_per_second=batch / model.token_s(batch) / times_slower,
+        token_s=model.token_s(batch) * times_slower,
+        num_concurrent_samples=batch,
+        tensor_parallel=tp,
+    )
+
+
+def slow_machines(fleet):
+    return fleet.servicer._live._runs["r"].slow
+
+
+async def test_a_machine_that_slows_is_planned_for_as_a_slower_one_and_the_revision_says_so(fleet):
     for index in (1, 2):
         await fleet.join(f"h20-extra{index}", "H20")
-    fast = await fleet.pass_time(2 * COOL_DOWN_S)
-    rates = {"h20-0": 100.0, "h20-extra1": 1000.0, "h20-extra2": 1000.0}
+    fast = await fleet.pass_time(2 * COOL_DOWN_S, rates={"h20-0": measured(1.2)})
+    assert {"h20-0", "h20-extra1", "h20-extra2"} <= machines(fast)
+
+    rates = {"h20-0": measured(6.0), "h20-extra1": measured(1.2), "h20-extra2": measured(1.3, batch=8)}
     slow = await fleet.pass_time(2 * COOL_DOWN_S, rates=rates)
 
-    looked_at = fleet.servicer._live._runs["r"].looked_at
-    assert "H20 at 10%" in looked_at.gpu_types
-    assert slow.revision >= fast.revision
+    assert slow_machines(fleet) == {"h20-0": 0.2}
+    assert slow.revision == fast.revision + 1
+    assert slow.expected_tokens_per_second < fast.expected_tokens_per_second
+    assert "slower than machines like it or than it should be: h20-0 at 20%" in slow.explanation
+
+
+async def test_a_machine_with_less_to_do_is_not_taken_for_a_slower_one(fleet):
+    for index in (1, 2):
+        await fleet.join(f"h20-extra{index}", "H20")
+    rates = {"h20-0": measured(1.0, batch=4), "h20-extra1": measured(1.0), "h20-extra2": measured(1.0)}
+    assert rates["h20-0"].tokens_per_second < 0.2 * rates["h20-extra1"].tokens_per_second
+    await fleet.pass_time(2 * COOL_DOWN_S, rates=rates)
+
+    assert slow_machines(fleet) == {}
+
+
+async def test_a_machine_alone_of_its_kind_is_held_against_the_cost_model_with_care(fleet):
+    await fleet.pass_time(2 * COOL_DOWN_S, rates={"h20-0": measured(1.7)})
+    assert slow_machines(fleet) == {}
+    await fleet.pass_time(2 * COOL_DOWN_S, rates={"h20-0": measured(4.0)})
+    assert slow_machines(fleet) == {"h20-0": 0.2}
+    await fleet.pass_time(2 * COOL_DOWN_S, rates={"h20-0": measured(1.8)})
+    assert slow_machines(fleet) == {"h20-0": 0.6}
+    await fleet.pass_time(2 * COOL_DOWN_S, rates={"h20-0": measured(1.5)})
+    assert slow_machines(fleet) == {}
+
+
+async def test_machines_that_tell_tokens_per_second_alone_are_compared_with_others_alike(fleet):
+    for index in (1, 2):
+        await fleet.join(f"h20-extra{index}", "H20")
+    told = {"h20-0": 100.0, "h20-extra1": 1000.0, "h20-extra2": 1000.0}
+    rates = {name: pb.MeasuredRate(role=pb.ROLE_GENERATOR, tokens_per_second=rate) for name, rate in told.items()}
+    await fleet.pass_time(2 * COOL_DOWN_S, rates=rates)
+
+    assert "H20 at 10%" in fleet.servicer._live._runs["r"].looked_at.gpu_types
+
+
+@pytest.mark.parametrize("token_s", TOKEN_S)
+@pytest.mark.parametrize("num_samples", CONCURRENT_SAMPLES)
+async def test_rates_that_no_machine_has_are_planned_with_all_the_same(fleet, token_s, num_samples):
+    rate = pb.MeasuredRate(role=pb.ROLE_GENERATOR, token_s=token_s, num_concurrent_samples=num_samples)
+    plan = await fleet.pass_time(2 * COOL_DOWN_S, rates={"h20-0": rate})
+
+    assert trainers(plan)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"token_s": 0.0, "num_concurrent_samples": 1.0}, {"token_s": 0.1}, {"tokens_per_second": 1e300}],
+)
+async def test_rates_that_cannot_be_are_refused(fleet, wrong):
+    with pytest.raises(InvalidFieldError, match="rates"):
+        await fleet.pass_time(1.0, rates={"h20-0": pb.MeasuredRate(role=pb.ROLE_GENERATOR, **wrong)})
+
+
+async def test_a_machine_that_never_registers_is_waited_for_and_then_done_without(unregistered):
+    fleet = unregistered
+    await fleet.join("h20-new", "H20")
+    early = await fleet.pass_time(GRACE_INTERVALS * INTERVAL_S)
+    late = await fleet.pass_time(INTERVAL_S)
+
+    assert "h20-0" in machines(early)
+    assert "h20-0" not in machines(late)
+    assert "h20-0 of the plan in force: not registered within 300 s" in late.explanation
+    assert "h800-0" in trainers(late), "who only trains does not register"
+
+    await fleet.join("h20-0", "H20")
+    assert "h20-0" in machines(await fleet.pass_time(2 * COOL_DOWN_S))
 
 
 def going_on():

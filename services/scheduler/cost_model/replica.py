@@ -74,7 +74,7 @@ class ReplicaModel:
         """Of each token of context that is computed anew."""
         return self._demand.flops_per_token / self._prefill_flops_per_second
 
-    def step_s(self, batch: int) -> float:
+    def step_s(self, batch: float) -> float:
         """One decode step of so many sequences with the mean context."""
         demand = self._demand
         read_per_sequence = demand.kv_read_bytes / demand.completion_tokens
@@ -83,21 +83,27 @@ class ReplicaModel:
         compute_s = flops / self._decode_flops_per_second
         return max(read_s, compute_s) + self._step_overhead_s + batch * self._overhead_s_per_sequence
 
+    def samples_per_second(self, batch: float) -> float:
+        """Of so many sequences, while it is not paused."""
+        if self._measured_samples_per_second is not None:
+            return self._measured_samples_per_second * batch / math.floor(self.max_batch)
+        return 1 / (self._demand.completion_tokens * self.step_s(batch) / batch + self.prefill_s)
+
+    def token_s(self, batch: float) -> float:
+        """From one token of a sequence to its next, with the prefill of others in between."""
+        return batch / (self._demand.completion_tokens * self.samples_per_second(batch))
+
     def at(self, batch_share: float) -> ReplicaState | None:
         """The replica at this share of its largest batch; None when not one sequence is left."""
         batch = math.floor(self.max_batch * batch_share)
         if batch < 1:
             return None
         demand = self._demand
-        step_s = self.step_s(batch)
-        samples_per_second = 1 / (demand.completion_tokens * step_s / batch + self.prefill_s)
-        if self._measured_samples_per_second is not None:
-            samples_per_second = self._measured_samples_per_second * batch / math.floor(self.max_batch)
         pause_s = self._pause_s
         if self._recomputes:
             context_tokens = demand.kv_read_bytes / demand.completion_tokens / demand.kv_bytes_per_token
             pause_s += batch * context_tokens * self.prefill_token_s
-        return ReplicaState(batch, step_s, samples_per_second, pause_s)
+        return ReplicaState(batch, self.step_s(batch), self.samples_per_second(batch), pause_s)
 
 
 def usable_bytes(problem: Problem, node: NodeClass) -> float:

@@ -1,6 +1,7 @@
-from services.scheduler.revision import COOL_DOWN_S, HORIZON_S, Offer, judge
+from services.scheduler.revision import HORIZON_S, Offer, judge
 
-LATER = 10 * COOL_DOWN_S
+REST_S = 60.0
+LATER = 10 * REST_S
 
 
 def offer(rate, kept_rate, *, num_gpus=16, num_kept_gpus=16, migration_s=10.0, moved_share=0.5):
@@ -15,7 +16,7 @@ def offer(rate, kept_rate, *, num_gpus=16, num_kept_gpus=16, migration_s=10.0, m
 
 
 def test_a_faster_plan_takes_over_and_says_what_the_change_costs():
-    verdict = judge(offer(1.2, 1.0), now_s=LATER, revised_s=0.0)
+    verdict = judge(offer(1.2, 1.0), rested_s=LATER, cool_down_s=REST_S)
 
     assert verdict.is_revised
     assert "20% faster; the change stops 50% of the GPUs for 10 s" in verdict.reason
@@ -23,25 +24,25 @@ def test_a_faster_plan_takes_over_and_says_what_the_change_costs():
 
 def test_noise_revises_nothing():
     for factor in (0.96, 0.99, 1.0, 1.01, 1.04):
-        assert not judge(offer(factor, 1.0), now_s=LATER, revised_s=0.0).is_revised
+        assert not judge(offer(factor, 1.0), rested_s=LATER, cool_down_s=REST_S).is_revised
 
 
 def test_after_a_revision_there_is_a_time_of_rest():
-    assert not judge(offer(2.0, 1.0), now_s=COOL_DOWN_S - 1, revised_s=0.0).is_revised
-    assert judge(offer(2.0, 1.0), now_s=COOL_DOWN_S, revised_s=0.0).is_revised
+    assert not judge(offer(2.0, 1.0), rested_s=REST_S - 1, cool_down_s=REST_S).is_revised
+    assert judge(offer(2.0, 1.0), rested_s=REST_S, cool_down_s=REST_S).is_revised
 
 
 def test_a_plan_that_cannot_run_gives_way_at_once():
-    assert judge(offer(0.1, 0.0), now_s=1.0, revised_s=0.0).is_revised
-    assert not judge(offer(0.0, 0.0), now_s=1.0, revised_s=0.0).is_revised
+    assert judge(offer(0.1, 0.0), rested_s=1.0, cool_down_s=REST_S).is_revised
+    assert not judge(offer(0.0, 0.0), rested_s=1.0, cool_down_s=REST_S).is_revised
 
 
 def test_a_change_that_never_pays_for_itself_is_not_made():
     costly = offer(1.06, 1.0, migration_s=HORIZON_S * 0.9, moved_share=1.0)
 
-    assert not judge(costly, now_s=LATER, revised_s=0.0).is_revised
+    assert not judge(costly, rested_s=LATER, cool_down_s=REST_S).is_revised
 
 
 def test_machines_without_use_are_given_up():
-    assert judge(offer(0.995, 1.0, num_gpus=8), now_s=LATER, revised_s=0.0).is_revised
-    assert not judge(offer(0.95, 1.0, num_gpus=8), now_s=LATER, revised_s=0.0).is_revised
+    assert judge(offer(0.995, 1.0, num_gpus=8), rested_s=LATER, cool_down_s=REST_S).is_revised
+    assert not judge(offer(0.95, 1.0, num_gpus=8), rested_s=LATER, cool_down_s=REST_S).is_revised
