@@ -35,6 +35,9 @@ def bench(
     engine: Annotated[
         str | None, typer.Option(help="weights: whose pauses are measured, transformers (default) or vllm.")
     ] = None,
+    only: Annotated[
+        str | None, typer.Option(metavar="PART", help="generator: updates, pressure or concurrency alone.")
+    ] = None,
 ) -> None:
     """Measure a service, or with e2e a whole run next to TRL, with processes of its own; minutes.
 
@@ -44,6 +47,7 @@ def bench(
       penstock bench broker --json
       penstock bench broker --peers
       penstock bench generator
+      penstock bench generator --only pressure
       penstock bench ranker
       penstock bench weights
       penstock bench weights --engine vllm
@@ -63,7 +67,7 @@ def bench(
 
         commands: dict[str, Callable[..., int]] = {
             "broker": partial(bench_broker_command, with_peers=peers),
-            "generator": bench_generator_command,
+            "generator": partial(bench_generator_command, only=only),
             "ranker": bench_ranker_command,
             "weights": partial(bench_weights_command, engine=engine),
             "fleet": bench_fleet_command,
@@ -77,6 +81,8 @@ def bench(
             raise ConfigError(f"bench: --peers has no meaning for {what}")
         if engine is not None and what != "weights":
             raise ConfigError(f"bench: --engine has no meaning for {what}")
+        if only is not None and what != "generator":
+            raise ConfigError(f"bench: --only has no meaning for {what}")
         signal.signal(signal.SIGTERM, interrupt)
         return commands[what](is_json=json_output, is_quick=quick)
 

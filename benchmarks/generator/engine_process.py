@@ -11,8 +11,6 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
-import multiprocessing
-import os
 import sys
 import time
 from collections.abc import Sequence
@@ -23,6 +21,7 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.generator.cpu_time import cpu_s
 from benchmarks.generator.model import VOCAB_SIZE
 from benchmarks.group_end import end_group_with_parent
 from penstock.weights import manifest_digest, safetensors_digests
@@ -107,7 +106,7 @@ class BusyEngine:
 
     async def _window(self, mode: UpdateMode | None) -> Window:
         window = Window(mode=mode)
-        begin_s, begin_cpu_s, begin_tokens = time.monotonic(), _cpu_s(), self._engine.stats().tokens_sampled
+        begin_s, begin_cpu_s, begin_tokens = time.monotonic(), cpu_s(), self._engine.stats().tokens_sampled
         end_s = begin_s + self._plan.window_s
         while (left_s := end_s - time.monotonic()) > 0:
             await asyncio.sleep(min(left_s, self._plan.update_interval_s))
@@ -115,7 +114,7 @@ class BusyEngine:
                 await self._update(window, mode)
         num_tokens = self._engine.stats().tokens_sampled - begin_tokens
         window.tokens_per_second = num_tokens / (time.monotonic() - begin_s)
-        window.tokens_per_cpu_second = num_tokens / (_cpu_s() - begin_cpu_s)
+        window.tokens_per_cpu_second = num_tokens / (cpu_s() - begin_cpu_s)
         return window
 
     async def _update(self, window: Window, mode: UpdateMode) -> None:
@@ -152,15 +151,6 @@ class BusyEngine:
                     sample.logprobs += span.logprobs.tolist()
                     sample.versions += [span.policy_version] * len(span.token_ids)
                     sample.finish_reason = span.finish_reason or ""
-
-
-def _cpu_s() -> float:
-    ticks = 0
-    for child in multiprocessing.active_children():
-        fields = Path(f"/proc/{child.pid}/stat").read_text(encoding="ascii").rpartition(")")[2].split()
-        # utime and stime, fields 14 and 15 of proc(5).
-        ticks += int(fields[11]) + int(fields[12])
-    return time.process_time() + ticks / os.sysconf("SC_CLK_TCK")
 
 
 async def run(model_path: Path, plan: EnginePlan) -> dict[str, Any]:

@@ -12,7 +12,7 @@ UPDATE_SCALE = 0.002
 steps at the quick start's learning rate of 4e-4."""
 
 
-def make_model(directory: Path, *, num_versions: int, seed: int = 0) -> Sequence[Path]:
+def make_model(directory: Path, *, num_versions: int, max_context: int = MAX_CONTEXT, seed: int = 0) -> Sequence[Path]:
     """Write a Qwen2 model of 0.8 M parameters, and its versions; returns the versions' files, the first being its own.
 
     The weights are random: it says nothing, at the speed of one that does, and its distributions are far from uniform.
@@ -29,7 +29,7 @@ def make_model(directory: Path, *, num_versions: int, seed: int = 0) -> Sequence
         num_hidden_layers=4,
         num_attention_heads=4,
         num_key_value_heads=2,
-        max_position_embeddings=MAX_CONTEXT,
+        max_position_embeddings=max_context,
         tie_word_embeddings=True,
         initializer_range=0.08,
         dtype="float32",

@@ -13,7 +13,9 @@ from typing import Any
 import numpy as np
 
 from benchmarks.generator import concurrency
+from benchmarks.generator.compared import compared
 from benchmarks.generator.engine_process import EnginePlan
+from benchmarks.generator.kv_pressure import MAX_CONTEXT, WINDOW_TIMEOUT_S, PressurePlan
 from benchmarks.generator.model import UPDATE_SCALE, make_model
 from benchmarks.group_end import run_group
 from benchmarks.scratch import scratch_folder
@@ -23,8 +25,8 @@ Result = dict[str, Any]
 Progress = Callable[[str], None]
 START_AND_END_TIMEOUT_S = 300.0
 NUM_VERSION_FILES = 6
-CALM_SHARE = 0.02
-"""Preemptions over samples under which a fixed setting counts as calm."""
+PARTS = ("updates", "pressure", "concurrency")
+"""Of a real engine: updates in flight, and how many samples at once; the latter of a pretend GPU."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,6 +41,7 @@ class Plan:
     """Samples of each engine and mode whose log-probs are computed again."""
     workloads: Sequence[concurrency.Workload]
     fixed_settings: Sequence[int]
+    pressure: PressurePlan
 
 
 FULL = Plan(
@@ -49,6 +52,9 @@ FULL = Plan(
     max_replayed=150,
     workloads=concurrency.WORKLOADS,
     fixed_settings=concurrency.FIXED_SETTINGS,
+    pressure=PressurePlan(
+        fixed_settings=(20, 24, 28, 32, 36, 40, 48, 64), num_repetitions=3, num_samples=500, kv_cache_gib=0.024
+    ),
 )
 QUICK = Plan(
     num_engines=1,
@@ -58,12 +64,27 @@ QUICK = Plan(
     max_replayed=30,
     workloads=(concurrency.SMALL_WORKLOAD,),
     fixed_settings=(16, 48, 96),
+    pressure=PressurePlan(fixed_settings=(16, 32), num_repetitions=1, num_samples=80, kv_cache_gib=0.024),
 )
 
 
-async def run(plan: Plan, *, progress: Progress) -> Result:
-    """Measure everything; `progress` hears what is going on."""
+async def run(plan: Plan, *, progress: Progress, parts: Sequence[str] = PARTS) -> Result:
+    """Measure these parts; `progress` hears what is going on."""
     result: Result = {"settings": {**asdict(plan), "workloads": [workload.name for workload in plan.workloads]}}
+    if "updates" in parts:
+        result |= await _updates(plan, progress)
+    result["concurrency"] = {}
+    if "pressure" in parts:
+        result["concurrency"]["vLLM on a CPU"] = await _pressure(plan.pressure, progress)
+    if "concurrency" in parts:
+        for workload in plan.workloads:
+            progress(f"concurrency: {workload.name}")
+            result["concurrency"][workload.name] = await asyncio.to_thread(_sweep, workload, plan.fixed_settings)
+    return result
+
+
+async def _updates(plan: Plan, progress: Progress) -> Result:
+    result: Result = {"update_scale": UPDATE_SCALE}
     with scratch_folder() as folder:
         model_path = folder / "model"
         await asyncio.to_thread(make_model, model_path, num_versions=NUM_VERSION_FILES)
@@ -74,12 +95,29 @@ async def run(plan: Plan, *, progress: Progress) -> Result:
         for mode in (UpdateMode.KEEP, UpdateMode.RECOMPUTE):
             progress(f"replaying samples that were updated in mode {mode}")
             result[mode] = await asyncio.to_thread(_judge, model_path, documents, mode, plan.max_replayed)
-    result["settings"]["update_scale"] = UPDATE_SCALE
-    result["concurrency"] = {}
-    for workload in plan.workloads:
-        progress(f"concurrency: {workload.name}")
-        result["concurrency"][workload.name] = await asyncio.to_thread(_sweep, workload, plan.fixed_settings)
     return result
+
+
+async def _pressure(plan: PressurePlan, progress: Progress) -> Result:
+    num_windows = plan.num_repetitions * (1 + len(plan.fixed_settings))
+    progress(f"concurrency of a real engine: {num_windows} times {plan.num_samples} samples")
+    with scratch_folder() as folder:
+        model_path, result_path = folder / "model", folder / "pressure.json"
+        await asyncio.to_thread(make_model, model_path, num_versions=1, max_context=MAX_CONTEXT)
+        arguments = [str(model_path), str(result_path), json.dumps(asdict(plan))]
+        timeout_s = START_AND_END_TIMEOUT_S + num_windows * WINDOW_TIMEOUT_S
+        await run_group("benchmarks.generator.kv_pressure", *arguments, timeout_s=timeout_s)
+        document: Result = json.loads(await asyncio.to_thread(result_path.read_text, encoding="utf-8"))
+    windows = document.pop("windows")
+    swept = {number: _over_repetitions(windows, number) for number in plan.fixed_settings}
+    return document | compared(_over_repetitions(windows, None), swept, rate="tokens_per_cpu_second")
+
+
+def _over_repetitions(windows: Sequence[Result], fixed: int | None) -> dict[str, float]:
+    """Medians of one setting's numbers; preemptions are rare, so their mean."""
+    own = [window for window in windows if window["fixed"] == fixed]
+    medians = {name: statistics.median(window[name] for window in own) for name in own[0].keys() - {"fixed"}}
+    return medians | {"preempted_share": statistics.fmean(window["preempted_share"] for window in own)}
 
 
 def _of(plan: Plan) -> Iterable[int]:
@@ -181,18 +219,6 @@ def _mean(parts: Sequence[np.ndarray]) -> float:
 
 
 def _sweep(workload: concurrency.Workload, fixed_settings: Sequence[int]) -> Result:
-    adaptive = concurrency.simulate(workload, fixed=None)
-    swept = {number: concurrency.simulate(workload, fixed=number) for number in fixed_settings}
-    best = max(swept, key=lambda number: swept[number].tokens_per_second)
-    calm = [number for number in swept if swept[number].preempted_share <= CALM_SHARE]
-    best_calm = max(calm, key=lambda number: swept[number].tokens_per_second)
-    return {
-        "ratio_to_best_fixed": adaptive.tokens_per_second / swept[best].tokens_per_second,
-        "ratio_to_best_calm_fixed": adaptive.tokens_per_second / swept[best_calm].tokens_per_second,
-        "preempted_share": adaptive.preempted_share,
-        "mean_samples": adaptive.mean_samples,
-        "best_fixed": best,
-        "best_fixed_preempted_share": swept[best].preempted_share,
-        "best_calm_fixed": best_calm,
-        "swept": {number: asdict(outcome) for number, outcome in swept.items()},
-    }
+    rule = asdict(concurrency.simulate(workload, fixed=None))
+    swept = {number: asdict(concurrency.simulate(workload, fixed=number)) for number in fixed_settings}
+    return compared(rule, swept, rate="tokens_per_second")

@@ -3,9 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Protocol
 
-from services.generator.engine import Engine
+from services.generator.engine import EngineProfile, EngineStats
 from services.generator.kv_room import HeldSample, KvRoom
+
+
+class MeasuredEngine(Protocol):
+    """What of an `Engine` is looked at."""
+
+    def profile(self) -> EngineProfile:
+        """Its KV room."""
+
+    def stats(self) -> EngineStats:
+        """Its load."""
 
 
 class Credit:
@@ -15,7 +26,7 @@ class Credit:
         engine: Started before anything is asked.
     """
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: MeasuredEngine) -> None:
         self._engine = engine
         self._room: KvRoom | None = None
 
