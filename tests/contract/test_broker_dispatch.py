@@ -12,25 +12,37 @@ from penstock import rpc
 from penstock.codec import int32_array
 from penstock.errors import ServiceUnavailableError
 from penstock.v1 import broker_pb2, scheduler_pb2, scheduler_pb2_grpc, types_pb2
-from services.broker import lease_stream
+from services.broker import dispatcher, forecasts, lease_stream
 from services.broker.memory_store import MemoryStore
 from tests.helpers.broker import RUN, Generator, RunningBroker, chunk, eventually, prompt, serving
 
 FAST = broker_pb2.GeneratorProfile(max_concurrent_samples=8, step_base_s=0.05, step_per_sample_s=0.0001)
 SLOW = broker_pb2.GeneratorProfile(max_concurrent_samples=8, step_base_s=0.5, step_per_sample_s=0.001)
 STOP = types_pb2.FINISH_REASON_STOP
+PATIENCE_S = 3600.0
+"""No machine is so slow."""
+
+
+@pytest.fixture(autouse=True)
+def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Generators played by hand beat once, and a scheduler in the same busy process answers when it gets to it."""
+    monkeypatch.setattr(dispatcher, "MAX_BEAT_AGE_S", PATIENCE_S)
+    monkeypatch.setattr(forecasts, "TIMEOUT_S", PATIENCE_S)
 
 
 class Scheduler(scheduler_pb2_grpc.SchedulerServiceServicer):
-    """Forecasts what it is told to, or fails."""
+    """Forecasts what it is told to, or fails, or hangs."""
 
     def __init__(self) -> None:
         self.expected: dict[str, float] = {}
         self.queries: list[scheduler_pb2.LengthQuery] = []
         self.is_away = False
+        self.may_answer = asyncio.Event()
+        self.may_answer.set()
 
     async def ForecastLengths(self, request, context):
         """See the proto."""
+        await self.may_answer.wait()
         if self.is_away:
             raise ServiceUnavailableError("away")
         self.queries += request.queries
@@ -89,20 +101,33 @@ async def test_forecasts_come_with_the_leases_and_the_longest_goes_first() -> No
         assert await _dispatch_state(broker) == "lpt: forecasts of the scheduler (model 3)"
 
 
-async def test_a_submission_does_not_wait_for_a_scheduler_that_is_away() -> None:
+async def test_a_submission_does_not_need_a_scheduler_that_is_away() -> None:
     async with scheduling() as (scheduler, target), serving(MemoryStore(), scheduler=target) as broker:
         scheduler.is_away = True
-        await broker.open(group_size=1)
-        async with asyncio.timeout(1.0):
-            response = await broker.submit(prompt("a", group_size=1))
-        assert not response.errors
-        assert await _dispatch_state(broker) == "auto: the scheduler is away, lengths unknown"
-        generator = Generator.connect(broker.channel)
-        generator.beat(credits=1)
-        assert (await generator.leases(1))[0].key.group_id == "a"
+        await _submits_without_forecasts(broker)
         # It is left alone for a while, then asked again.
         scheduler.is_away = False
         await eventually(lambda: _is_back(broker))
+
+
+async def test_a_submission_does_not_wait_for_a_scheduler_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with scheduling() as (scheduler, target), serving(MemoryStore(), scheduler=target) as broker:
+        monkeypatch.setattr(forecasts, "TIMEOUT_S", 0.05)
+        scheduler.may_answer.clear()
+        await _submits_without_forecasts(broker)
+        monkeypatch.setattr(forecasts, "TIMEOUT_S", PATIENCE_S)
+        scheduler.may_answer.set()
+        await eventually(lambda: _is_back(broker))
+
+
+async def _submits_without_forecasts(broker: RunningBroker) -> None:
+    await broker.open(group_size=1)
+    response = await broker.submit(prompt("a", group_size=1))
+    assert not response.errors
+    assert await _dispatch_state(broker) == "auto: the scheduler is away, lengths unknown"
+    generator = Generator.connect(broker.channel)
+    generator.beat(credits=1)
+    assert (await generator.leases(1))[0].key.group_id == "a"
 
 
 async def _is_back(broker: RunningBroker) -> bool:
