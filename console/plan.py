@@ -18,10 +18,12 @@ from services.scheduler.plan_document import PlanDocument, read_plan
 from services.scheduler.planning import SOLVERS, advice, plan_document, solve
 from services.scheduler.problem import read_problem
 from services.scheduler.solvers.interface import ProblemTooLargeError
+from simulator.virtual_run.simulate import steady_rate
 
 EXIT_INFEASIBLE = 1
 _SOLVE_SHARE = 0.8
-"""Of the time; what is left of it looks for what to buy or give up next."""
+_SIMULATED_SHARE = 0.9
+"""Of the time, until when the plan is sought and then simulated; the rest looks for what to buy or give up next."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,4 +99,7 @@ def _planned(rm1: Rm1, options: PlanOptions) -> dict[str, Any]:
 
     solution = solve(rm1, options.solver, time_left=lambda: left_of(_SOLVE_SHARE), seed=options.seed, starts=starts)
     document = plan_document(rm1, solution, solve_s=time.monotonic() - began_s)
+    if solution.plan is not None:
+        rate = steady_rate(rm1, solution.plan, time_left=lambda: left_of(_SIMULATED_SHARE), seed=options.seed)
+        document["simulated_samples_per_second"] = rate
     return document | advice(rm1, solution, time_left=lambda: left_of(1.0), seed=options.seed)

@@ -62,6 +62,7 @@ def _lines(document: Document) -> list[str]:
     return [
         f"{document['samples_per_second']:.4g} samples/s, {document['tokens_per_second']:,.0f} tokens/s, "
         f"a step in {document['step_s']:.4g} s (training {document['training']['step_s']:.4g} s)",
+        _simulated(document),
         f"${document['usd_per_hour']:.2f} an hour, ${document['usd_per_million_tokens']:.3g} per million tokens",
         f"{_LIMITS[document['limit']]}; idle: generation {document['generation_idle']:.0%}, "
         f"training {document['training_idle']:.0%}",
@@ -69,6 +70,16 @@ def _lines(document: Document) -> list[str]:
         f"{quality} ({document['solver']}, {document['num_evaluated']} plans scored, {document['solve_s']:.2f} s; "
         f"{_COST_MODELS[document['cost_model']]})",
     ]
+
+
+def _simulated(document: Document) -> str:
+    rate = document["simulated_samples_per_second"]
+    if rate is None:
+        return (
+            "not simulated: the time was too short (--budget-s), or the run gets stuck (penstock simulate says where)"
+        )
+    share = rate / document["samples_per_second"]
+    return f"what a run reaches by simulation: {rate:.4g} samples/s, {share:.0%} of that (long tails, staleness, moves)"
 
 
 def _next_steps(document: Document) -> Iterator[str]:

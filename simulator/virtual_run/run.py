@@ -132,12 +132,14 @@ class Run:
         """Samples in generators' hands."""
         return sum(engine.num_running for engine in self._engines)
 
-    def play(self, num_steps: int, *, max_s: float = math.inf) -> Record:
-        """So many training steps. Raises RuntimeError where nothing can go on any more."""
+    def play(
+        self, num_steps: int, *, max_s: float = math.inf, time_left: Callable[[], float] = lambda: math.inf
+    ) -> Record:
+        """So many training steps, fewer where time is over. Raises RuntimeError where nothing can go on any more."""
         self._deal(self._engines)
         if self._look_s is not None:
             self._look()
-        while self._ledger.version < num_steps:
+        while self._ledger.version < num_steps and time_left() > 0:
             if not self._events or self._events[0][0] > max_s or self._is_stuck():
                 raise RuntimeError(
                     f"after {self._now_s:.0f} s and {self._ledger.version} steps nothing goes on: "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,12 +13,20 @@ from services.broker.limits import Limits
 from services.scheduler.cost_model.rm1 import Rm1
 from services.scheduler.plan_document import PlanDocument
 from services.scheduler.problem import Workload
+from services.scheduler.solvers.interface import TimeLeft
 from simulator.virtual_run.ledger import Ledger
 from simulator.virtual_run.lengths import RANKER_ERROR, forecaster, group_source
 from simulator.virtual_run.run import Change, Record, Run
-from simulator.virtual_run.setup import Mode, Setup, colocated, from_plan
+from simulator.virtual_run.setup import Mode, Setup, SetupError, colocated, from_plan
 
 Document = dict[str, Any]
+STEADY_SAMPLES = 16_384
+STEADY_STEPS = (8, 48)
+"""Least and most, of a rate to be believed: steps that wait for a long sample alternate with others."""
+
+
+def _no_deadline() -> float:
+    return math.inf
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,15 +68,34 @@ class Outcome:
         return self.record.samples_per_second(skip=self.options.skip)
 
 
-def simulate_plan(model: Rm1, plan: PlanDocument, options: Options) -> Outcome:
+def simulate_plan(model: Rm1, plan: PlanDocument, options: Options, *, time_left: TimeLeft = _no_deadline) -> Outcome:
     """A run of this plan. Raises SetupError where it cannot run, RuntimeError where it gets stuck."""
     if options.mode is Mode.COLOCATED_SYNC:
-        return simulate_setup(model, colocated(model), options)
-    return simulate_setup(model, from_plan(model, plan, options.mode), options)
+        return simulate_setup(model, colocated(model), options, time_left=time_left)
+    return simulate_setup(model, from_plan(model, plan, options.mode), options, time_left=time_left)
 
 
-def simulate_setup(model: Rm1, setup: Setup, options: Options) -> Outcome:
-    """A run of these generators and this trainer. Raises RuntimeError where it gets stuck."""
+def steady_rate(model: Rm1, plan: PlanDocument, *, time_left: TimeLeft, seed: int = 0) -> float | None:
+    """Samples per second that a run of this plan reaches, `async`; None where it gets stuck, or time is too short.
+
+    The first steps, in which the staleness bound lets nothing wait yet, are left out.
+    """
+    least, most = STEADY_STEPS
+    skip = model.problem.workload.staleness + 3
+    num_counted = min(most, max(least, math.ceil(STEADY_SAMPLES / model.demand.samples_per_step)))
+    options = Options(mode=Mode.ASYNC, num_steps=skip + num_counted, skip=skip, seed=seed)
+    try:
+        outcome = simulate_plan(model, plan, options, time_left=time_left)
+    except (SetupError, RuntimeError):
+        return None
+    return outcome.samples_per_second if len(outcome.record.steps) >= skip + least else None
+
+
+def simulate_setup(model: Rm1, setup: Setup, options: Options, *, time_left: TimeLeft = _no_deadline) -> Outcome:
+    """A run of these generators and this trainer. Raises RuntimeError where it gets stuck.
+
+    Where the time is over before the last step, the run ends there.
+    """
     workload = model.problem.workload
     limits = Limits.from_proto(
         broker_pb2.RunLimits(
@@ -89,7 +117,7 @@ def simulate_setup(model: Rm1, setup: Setup, options: Options) -> Outcome:
         seen=_seen_before(workload, options) if options.can_move else None,
         drains=options.drains,
     )
-    return Outcome(setup, run, run.play(options.num_steps), options)
+    return Outcome(setup, run, run.play(options.num_steps, time_left=time_left), options)
 
 
 def _seen_before(workload: Workload, options: Options) -> SeenLengths:

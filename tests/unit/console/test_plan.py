@@ -22,7 +22,15 @@ def test_the_example_is_planned_and_shown_to_people():
     result = plan(EXAMPLE)
 
     assert result.exit_code == 0, result.output
-    for words in ("a100-0", "l40s-0 and 1 like it", "train, 8 of 8 GPUs", "samples/s", "an hour", "optimal"):
+    for words in (
+        "a100-0",
+        "l40s-0 and 1 like it",
+        "train, 8 of 8 GPUs",
+        "samples/s",
+        "an hour",
+        "optimal",
+        "by simulation:",
+    ):
         assert words in result.output
 
 
@@ -38,6 +46,7 @@ def test_programs_get_the_plan_and_its_numbers():
     assert answer["usd_per_million_tokens"] == pytest.approx(
         answer["usd_per_hour"] / (answer["tokens_per_second"] * 3600 / 1e6)
     )
+    assert 0.5 < answer["simulated_samples_per_second"] / answer["samples_per_second"] < 1.05
     assert answer["gap"] == 0
     assert answer["is_optimal"]
     assert answer["upper_bound_samples_per_second"] == answer["samples_per_second"]

@@ -1,9 +1,11 @@
 """Runs on a virtual clock: what they must add up to, whatever the plan, and what must be faster than what."""
 
+import math
 from dataclasses import replace
 
 import pytest
 
+from benchmarks.scheduler.pretended import PROBLEM as PRETENDED
 from benchmarks.scheduler.settings import GRPO_TASKS, lognormal, machines, make_problem
 from penstock.v1 import broker_pb2
 from services.broker.dispatch.latency import LatencyModel
@@ -11,13 +13,14 @@ from services.broker.fleet import lengths_seen
 from services.broker.limits import Limits
 from services.scheduler.cost_model.calibrated import CALIBRATED, make_model
 from services.scheduler.cost_model.rm1 import Limit, Rm1
+from services.scheduler.problem import Problem
 from simulator.dispatch import Scenario, simulate
 from simulator.fleet import PretendGenerator
 from simulator.virtual_run.engine import Engine, GeneratorSpec
 from simulator.virtual_run.ledger import Group, Ledger, Sample
 from simulator.virtual_run.run import Change, Run
 from simulator.virtual_run.setup import Mode, Setup, SetupError, TrainerSpec, colocated
-from simulator.virtual_run.simulate import Options, document, simulate_plan, simulate_setup
+from simulator.virtual_run.simulate import Options, document, simulate_plan, simulate_setup, steady_rate
 from tests.helpers.planning import plan, problem
 
 SPLIT = plan([("h20-0", 1, 8), ("h20-1", 1, 8), ("h20-2", 1, 8)], [("h800-0", 8)])
@@ -271,3 +274,21 @@ def test_a_sample_is_about_one_event_however_many_generators_there_are():
 
     assert ledger.num_trained == 20_000
     assert record.num_events < 1.5 * ledger.num_begun
+
+
+def test_a_steady_rate_is_what_the_cost_model_expects_where_staleness_leaves_enough_work_and_far_below_where_not():
+    def share(staleness):
+        stated = {**PRETENDED, "workload": {**PRETENDED["workload"], "staleness": staleness}}
+        model = Rm1(Problem.model_validate(stated))
+        generators = [("l40s-0", 1, 2), ("l4-0", 1, 1), ("l4-1", 1, 1)]
+        split = plan(generators, [("head-0", 2)])
+        rate = steady_rate(model, split, time_left=lambda: math.inf)
+        assert rate is not None
+        return rate / model.score(split).samples_per_second
+
+    assert share(12) == pytest.approx(1, abs=0.05)
+    assert share(3) < 0.8
+
+
+def test_there_is_no_steady_rate_where_time_is_too_short():
+    assert steady_rate(make_model(long_tailed(), CALIBRATED), SPLIT, time_left=lambda: 0.0) is None
