@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
+import os
 import sys
 import time
 from collections.abc import Sequence
@@ -21,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.generator.cpu_time import cpu_s
+from benchmarks.broker.processes import cpu_s
 from benchmarks.generator.model import VOCAB_SIZE
 from benchmarks.group_end import end_group_with_parent
 from penstock.weights import manifest_digest, safetensors_digests
@@ -106,7 +107,7 @@ class BusyEngine:
 
     async def _window(self, mode: UpdateMode | None) -> Window:
         window = Window(mode=mode)
-        begin_s, begin_cpu_s, begin_tokens = time.monotonic(), cpu_s(), self._engine.stats().tokens_sampled
+        begin_s, begin_cpu_s, begin_tokens = time.monotonic(), cpu_s(os.getpid()), self._engine.stats().tokens_sampled
         end_s = begin_s + self._plan.window_s
         while (left_s := end_s - time.monotonic()) > 0:
             await asyncio.sleep(min(left_s, self._plan.update_interval_s))
@@ -114,7 +115,7 @@ class BusyEngine:
                 await self._update(window, mode)
         num_tokens = self._engine.stats().tokens_sampled - begin_tokens
         window.tokens_per_second = num_tokens / (time.monotonic() - begin_s)
-        window.tokens_per_cpu_second = num_tokens / (cpu_s() - begin_cpu_s)
+        window.tokens_per_cpu_second = num_tokens / (cpu_s(os.getpid()) - begin_cpu_s)
         return window
 
     async def _update(self, window: Window, mode: UpdateMode) -> None:

@@ -3,14 +3,15 @@
 A process of its own: `python -m benchmarks.generator.kv_pressure MODEL_DIR RESULT.json PLAN_JSON`.
 
 One engine decodes the same samples under each setting, one setting after the other, as often as the plan says: other
-work on the machine meets all of them. Each begins with an empty engine and a rule that has seen nothing, and is counted
-from when a quarter of its samples has ended until the last has begun.
+work on the machine meets all of them. Each begins with an empty engine and is counted from when a quarter of its
+samples has ended until the last has begun; the rule remembers what it learned in the repetitions before.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
+import os
 import sys
 import time
 from contextlib import aclosing
@@ -20,8 +21,8 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.broker.processes import cpu_s
 from benchmarks.generator.concurrency import BEAT_S, MAX_SAMPLES, WARM_UP_SHARE
-from benchmarks.generator.cpu_time import cpu_s
 from benchmarks.generator.model import VOCAB_SIZE
 from benchmarks.group_end import end_group_with_parent
 from services.generator.credit import Credit
@@ -73,12 +74,12 @@ class _Mark:
     num_begun: int
 
 
-class _EngineSince:
-    """The engine as the rule sees it: preemptions count from now on."""
+class _OwnPreemptions:
+    """The engine as the rule sees it: without the preemptions of the fixed settings."""
 
     def __init__(self, engine: VllmEngine) -> None:
         self._engine = engine
-        self._num_before = engine.stats().num_preemptions
+        self.num_others = 0
 
     def profile(self) -> EngineProfile:
         """Its room."""
@@ -87,45 +88,42 @@ class _EngineSince:
     def stats(self) -> EngineStats:
         """Its load."""
         stats = self._engine.stats()
-        return replace(stats, num_preemptions=stats.num_preemptions - self._num_before)
+        return replace(stats, num_preemptions=stats.num_preemptions - self.num_others)
 
 
 class PressedEngine:
     """Has more samples to decode than the engine's KV cache bears."""
 
-    def __init__(self, engine: VllmEngine, plan: PressurePlan) -> None:
+    def __init__(self, engine: VllmEngine, *, num_samples: int) -> None:
         self._engine = engine
-        self._plan = plan
+        self._num_samples = num_samples
         self._num_asked = 0
+        self._view = _OwnPreemptions(engine)
+        self._credit = Credit(self._view)
+        self._held: dict[asyncio.Task[None], list[int]] = {}
+        """Samples under way, and how many tokens each has."""
 
     async def measure(self, *, fixed: int | None, seed: int) -> PressureWindow:
         """Decode all samples of one repetition under one setting."""
         random = np.random.default_rng(seed)
-        credit = Credit(_EngineSince(self._engine))
-        positions: dict[asyncio.Task[None], list[int]] = {}
-        marks: list[_Mark] = []
-        num_held: list[int] = []
+        num_preempted_before = self._engine.stats().num_preemptions
         num_begun = num_ended = 0
-        while num_begun < self._plan.num_samples:
-            held = [_held(position[0]) for position in positions.values()]
-            room = MAX_SAMPLES - len(held)
-            more = credit.num_more(held, most=room) if fixed is None else max(0, fixed - len(held))
-            for _ in range(min(more, self._plan.num_samples - num_begun)):
-                position = [0]
-                task = asyncio.create_task(self._decode(random.integers(0, 2**31, 2).tolist(), position))
-                positions[task] = position
-                credit.note_begun(_held(0))
+        num_held: list[int] = []
+        first: _Mark | None = None
+        while num_begun < self._num_samples or first is None:
+            for _ in range(min(self._num_more(fixed), self._num_samples - num_begun)):
+                self._begin(random)
                 num_begun += 1
             await asyncio.sleep(BEAT_S)
-            for task in [task for task in positions if task.done()]:
-                task.result()
-                credit.note_finished(positions.pop(task)[0])
-                num_ended += 1
-            if num_ended >= WARM_UP_SHARE * self._plan.num_samples:
-                marks.append(self._mark(num_begun))
-                num_held.append(len(positions))
-        await asyncio.gather(*positions)
-        first, last = marks[0], marks[-1]
+            num_ended += self._take_ended(is_rule=fixed is None)
+            if num_ended >= WARM_UP_SHARE * self._num_samples:
+                first = first or self._mark(num_begun)
+                num_held.append(len(self._held))
+        last = self._mark(num_begun)
+        await asyncio.gather(*self._held)
+        self._take_ended(is_rule=fixed is None)
+        if fixed is not None:
+            self._view.num_others += self._engine.stats().num_preemptions - num_preempted_before
         num_tokens = last.num_tokens - first.num_tokens
         return PressureWindow(
             fixed=fixed,
@@ -135,11 +133,31 @@ class PressedEngine:
             mean_samples=sum(num_held) / len(num_held),
         )
 
+    def _num_more(self, fixed: int | None) -> int:
+        if fixed is not None:
+            return max(0, fixed - len(self._held))
+        held = [_sample(position[0]) for position in self._held.values()]
+        return self._credit.num_more(held, most=MAX_SAMPLES - len(held))
+
+    def _begin(self, random: np.random.Generator) -> None:
+        position = [0]
+        self._held[asyncio.create_task(self._decode(random.integers(0, 2**31, 2).tolist(), position))] = position
+        self._credit.note_begun(_sample(0))
+
+    def _take_ended(self, *, is_rule: bool) -> int:
+        ended = [task for task in self._held if task.done()]
+        for task in ended:
+            task.result()
+            num_tokens = self._held.pop(task)[0]
+            if is_rule:
+                self._credit.note_finished(num_tokens)
+        return len(ended)
+
     def _mark(self, num_begun: int) -> _Mark:
         stats = self._engine.stats()
         return _Mark(
             at_s=time.monotonic(),
-            cpu_s=cpu_s(),
+            cpu_s=cpu_s(os.getpid()),
             num_tokens=stats.tokens_sampled,
             num_preemptions=stats.num_preemptions,
             num_begun=num_begun,
@@ -161,7 +179,7 @@ class PressedEngine:
                 position[0] += len(span.token_ids)
 
 
-def _held(num_new_tokens: int) -> HeldSample:
+def _sample(num_new_tokens: int) -> HeldSample:
     # Nobody knows how long a sample gets: the limit is that of all.
     return HeldSample(num_prompt_tokens=PROMPT_TOKENS, num_new_tokens=num_new_tokens, max_new_tokens=MAX_TOKENS)
 
@@ -180,7 +198,7 @@ async def run(model_path: Path, plan: PressurePlan) -> dict[str, Any]:
     await engine.start()
     windows: list[PressureWindow] = []
     try:
-        pressed, profile = PressedEngine(engine, plan), engine.profile()
+        pressed, profile = PressedEngine(engine, num_samples=plan.num_samples), engine.profile()
         for repetition in range(plan.num_repetitions):
             for fixed in (None, *plan.fixed_settings):
                 async with asyncio.timeout(WINDOW_TIMEOUT_S):
