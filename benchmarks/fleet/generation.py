@@ -70,11 +70,21 @@ class Step:
     longest_stall_s: float
     """Longest time, in pretended seconds, that this process waited for the broker or for a core: other work on the
     machine, which would be taken for slow dispatch."""
+    is_foreseen: bool
+    """Whether the scheduler answered the broker in time, which waits half a second; without forecasts every policy is
+    `fifo`."""
 
     @property
     def is_undisturbed(self) -> bool:
-        """Whether what held it up is small beside what it took."""
-        return self.longest_stall_s <= MAX_STALL_SHARE * self.generation_s
+        """Whether forecasts came, and what held it up is small beside what it took."""
+        return self.is_foreseen and self.longest_stall_s <= MAX_STALL_SHARE * self.generation_s
+
+    @property
+    def trouble(self) -> str:
+        """What disturbed it, for people; empty where nothing did."""
+        if not self.is_foreseen:
+            return ", forecasts came too late"
+        return "" if self.is_undisturbed else f", held up for {self.longest_stall_s:.1f}"
 
 
 class Runs:
@@ -122,6 +132,11 @@ class Runs:
         errors = [error for answer in answers for error in answer.errors]
         if errors:
             raise RuntimeError(f"a prompt was refused: {errors[0].message}")
+
+    async def are_foreseen(self, client: BrokerClient) -> bool:
+        """Whether the scheduler answered when the broker last asked it."""
+        states = [(await client.get_run(run_id)).dispatch_state for run_id in self.ids]
+        return all("forecasts of the scheduler" in state for state in states)
 
     async def wait_until_decoded(self, client: BrokerClient) -> float:
         """Until every sample has its last token; returns the longest that looking took, seconds."""
@@ -189,27 +204,32 @@ async def measure(
             await runs.wait_for_generators(client, num_generators=len(machines))
             started_s = time.monotonic()
             await runs.submit(client)
+            is_foreseen = is_dealt or await runs.are_foreseen(client)
             stall_s = await runs.wait_until_decoded(client)
             wall_s = time.monotonic() - started_s
             await runs.close(client)
         finally:
             await process.stop()
-    return Step(wall_s=wall_s, generation_s=wall_s * pace.time_scale, longest_stall_s=stall_s * pace.time_scale)
+    return Step(
+        wall_s=wall_s,
+        generation_s=wall_s * pace.time_scale,
+        longest_stall_s=stall_s * pace.time_scale,
+        is_foreseen=is_foreseen,
+    )
 
 
 async def measure_undisturbed(
     around: Surroundings, *, progress: Callable[[str], None], name: str, **arguments: Any
 ) -> Step:
-    """`measure`, MAX_TRIES times at most while other work on the machine holds it up; the least disturbed one."""
+    """`measure`, MAX_TRIES times at most while other work on the machine disturbs it; the least disturbed one."""
     steps: list[Step] = []
     while len(steps) < MAX_TRIES:
         step = await measure(around, name=f"{name}-{len(steps)}", **arguments)
         steps.append(step)
-        stalled = "" if step.is_undisturbed else f", held up for {step.longest_stall_s:.1f}"
-        progress(f"{name}: {step.generation_s:.1f} pretended seconds in {step.wall_s:.1f} real ones{stalled}")
+        progress(f"{name}: {step.generation_s:.1f} pretended seconds in {step.wall_s:.1f} real ones{step.trouble}")
         if step.is_undisturbed:
             break
-    return min(steps, key=lambda step: step.longest_stall_s)
+    return min(steps, key=lambda step: (not step.is_foreseen, step.longest_stall_s))
 
 
 async def start_generators(

@@ -54,7 +54,7 @@ class Forecaster:
         self._on_answer = on_answer
         self._channel = open_channel(target, security) if target else None
         self._num_failures = 0
-        self._retry_s = -math.inf
+        self._failed_s = self._retry_s = -math.inf
         self._model_version: int | None = None
 
     @classmethod
@@ -81,12 +81,13 @@ class Forecaster:
         if self._clock.now_s() < self._retry_s:
             self._on_answer("skipped")
             return {}
+        asked_s = self._clock.now_s()
         stub = scheduler_pb2_grpc.SchedulerServiceStub(self._channel)
         request = scheduler_pb2.ForecastLengthsRequest(run_id=run_id, queries=map(_query, prompts[:MAX_QUERIES]))
         try:
             answer = await call(stub.ForecastLengths, request, peer=f"scheduler {self._target}", timeout_s=TIMEOUT_S)
         except PenstockError as error:
-            self._note_failure(error)
+            self._note_failure(error, asked_s=asked_s)
             return {}
         self._note_answer(answer.model_version)
         return {
@@ -100,13 +101,17 @@ class Forecaster:
         if self._channel is not None:
             await self._channel.close()
 
-    def _note_failure(self, error: PenstockError) -> None:
+    def _note_failure(self, error: PenstockError, *, asked_s: float) -> None:
+        self._on_answer("failed")
+        if asked_s <= self._failed_s:
+            # Asked while another failed: one hitch met several runs, and is no reason to stay away for longer.
+            return
         if not self._num_failures:
             _log.warning("scheduler away: dispatch goes on without forecasts", target=self._target, error=str(error))
         backoff_s = min(MAX_BACKOFF_S, MIN_BACKOFF_S * 2**self._num_failures)
         self._num_failures += 1
-        self._retry_s = self._clock.now_s() + backoff_s
-        self._on_answer("failed")
+        self._failed_s = self._clock.now_s()
+        self._retry_s = self._failed_s + backoff_s
 
     def _note_answer(self, model_version: int) -> None:
         if self._num_failures:
