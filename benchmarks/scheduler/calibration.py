@@ -12,9 +12,17 @@ import sys
 from collections.abc import Sequence
 from functools import partial
 
-from benchmarks.scheduler.fitting import MFU_BY_CONTEXT, counted_mfu, fit_attention, fit_decoding, fit_duty
-from benchmarks.scheduler.published import Row, decode_rows, held_out_rows, run_rows
+from benchmarks.scheduler.fitting import (
+    MFU_BY_CONTEXT,
+    counted_mfu,
+    fit_allreduce,
+    fit_attention,
+    fit_decoding,
+    fit_duty,
+)
+from benchmarks.scheduler.published import Row, decode_rows, generation_rows, held_out_rows, run_rows
 from services.scheduler.cost_model.calibrated import (
+    ALLREDUCE_OVERHEAD_S,
     ATTENTION_EFFICIENCY,
     BENCHMARK_MFU,
     DECODING,
@@ -28,6 +36,7 @@ RM1_CONSTANTS = CostConstants()
 CONSTANTS = CostConstants.model_validate(
     {
         **DECODING,
+        "allreduce_overhead_s": ALLREDUCE_OVERHEAD_S,
         **trainer_mfu(BENCHMARK_MFU, TRAINER_DUTY),
         "attention_efficiency": ATTENTION_EFFICIENCY,
         "train_overhead_s": SAMPLE_OVERHEAD_S,
@@ -41,6 +50,7 @@ def sections() -> dict[str, list[Row]]:
     return {
         "decoding, tokens/s (fitted)": decode_rows(),
         "decoding, tokens/s (not fitted)": held_out_rows(),
+        "generation of a step, samples/s (fitted)": generation_rows(),
         "training MFU by context (fitted)": _training_rows(),
         "whole runs, samples/s (the first five fitted)": run_rows(),
     }
@@ -65,7 +75,12 @@ def main() -> int:
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     if options.fit:
-        fitted = {**fit_decoding(), "attention_efficiency": fit_attention(), "duty": fit_duty(CONSTANTS)}
+        fitted = {
+            **fit_decoding(),
+            "allreduce_overhead_s": fit_allreduce(CONSTANTS),
+            "attention_efficiency": fit_attention(),
+            "duty": fit_duty(CONSTANTS),
+        }
         print(json.dumps(fitted, indent=2), file=sys.stderr)
     if options.json:
         print(

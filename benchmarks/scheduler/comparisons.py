@@ -23,10 +23,11 @@ from simulator.virtual_run.setup import Mode
 from simulator.virtual_run.simulate import Options
 
 ONE_STEP, ASYNC, STREAMING = (Options(mode=mode) for mode in (Mode.ONE_STEP, Mode.ASYNC, Mode.STREAMING))
-STREAMRL = Options(mode=Mode.ONE_STEP, drains=True)
-"""One step behind, and no sample goes on under other weights than those that began it: StreamRL rules that out."""
+STREAMRL = Options(mode=Mode.ONE_STEP, drains=True, can_move=False)
+"""One step behind; a sample ends where and under which weights it began, as StreamRL's instances know nothing of each
+other and it rules partial rollouts out."""
 COLOCATED = Options(mode=Mode.COLOCATED_SYNC)
-AS_THEY_CAME = Options(mode=Mode.COLOCATED_SYNC, longest_first=False)
+AS_THEY_CAME = Options(mode=Mode.COLOCATED_SYNC, longest_first=False, can_move=False)
 _H20_COST = 1.0 / 2.85
 """Of an H20 machine over an H800 one, as StreamRL states it."""
 

@@ -1,8 +1,8 @@
 """Fits the constants of the calibrated cost model to published measurements.
 
-Three fits, one after the other, each least squares on logarithms of rates: decoding; attention in training; how much of
-a pretraining benchmark's rate an RL trainer reaches. By shrinking steps along one constant at a time, which suffices
-for a handful of constants and needs no library.
+Four fits, one after the other, each least squares on logarithms of rates: decoding; all-reduces in it; attention in
+training; how much of a pretraining benchmark's rate an RL trainer reaches. By shrinking steps along one constant at a
+time, which suffices for a handful of constants and needs no library.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 
-from benchmarks.scheduler.published import NUM_RUNS_FITTED, Row, decode_rows, run_rows
+from benchmarks.scheduler.published import NUM_RUNS_FITTED, Row, decode_rows, generation_rows, run_rows
 from services.scheduler.cost_model.calibrated import BENCHMARK_MFU, trainer_mfu
 from services.scheduler.problem import CostConstants
 
@@ -35,6 +35,16 @@ def fit_decoding() -> Constants:
         "sequence_overhead_s": 2e-5,
     }
     return _descend(start, lambda values: _error(rows, CostConstants.model_validate(values)), limits={"eta_bw": 0.95})
+
+
+def fit_allreduce(constants: CostConstants) -> float:
+    """What each all-reduce of a decode step costs beside its latency."""
+    rows = generation_rows()
+
+    def error(values: Constants) -> float:
+        return _error(rows, constants.model_copy(update={"allreduce_overhead_s": values["each_s"]}))
+
+    return _descend({"each_s": 2e-5}, error, limits={})["each_s"]
 
 
 def fit_attention() -> float:

@@ -5,6 +5,7 @@ What a source does not print (context lengths, batch sizes, allocations) is mark
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -17,9 +18,10 @@ from benchmarks.scheduler.settings import (
     machines,
     make_problem,
     streamrl,
+    streamrl_lengths,
 )
 from services.scheduler.cost_model.demand import demand_of
-from services.scheduler.cost_model.replica import ReplicaModel
+from services.scheduler.cost_model.replica import ReplicaModel, tensor_parallel_degrees
 from services.scheduler.cost_model.rm1 import Rm1
 from services.scheduler.plan_document import PlanDocument
 from services.scheduler.problem import CostConstants, Problem
@@ -92,6 +94,17 @@ def held_out_rows() -> list[Row]:
             _full(model, gpu, tp, prompt, output),
         )
         for model, gpu, tp, prompt, output, measured in rows
+    ]
+
+
+def generation_rows() -> list[Row]:
+    """Whole steps of generation with tensor parallelism: StreamRL's, whose allocation makes them as long as training.
+
+    Samples per second end to end by its Figure 8, over generation's share of the longer stage by its Figure 10.
+    """
+    return [
+        Row("StreamRL 32B, 20K, 40 H800 generate", 2.45, _drained("qwen2.5-32b", 40)),
+        Row("StreamRL 72B, 20K, 80 H800 generate", 2.25 * 0.83 / 0.81, _drained("qwen2.5-72b", 80)),
     ]
 
 
@@ -219,6 +232,39 @@ def _steady(model: str) -> Callable[[CostConstants], float]:
         return state.samples_per_second * demand.completion_tokens if state is not None else 0.0
 
     return predict
+
+
+def _drained(model: str, gpus: int) -> Callable[[CostConstants], float]:
+    """A step's samples begin at once on equal replicas, of the best degree, until the last has ended."""
+    problem = streamrl(model, _h800(1))
+    still_run = _still_run(streamrl_lengths())
+
+    def rate(replica: ReplicaModel, num_samples: float) -> float:
+        if num_samples > replica.max_batch:
+            return 0.0
+        return num_samples / sum(
+            num_steps * replica.step_s(math.ceil(share * num_samples)) for num_steps, share in still_run
+        )
+
+    def predict(constants: CostConstants) -> float:
+        changed = with_constants(problem, constants)
+        demand, (node,) = demand_of(changed), changed.nodes
+        return max(
+            gpus // tp * rate(ReplicaModel(changed, demand, node, tp), demand.samples_per_step * tp / gpus)
+            for tp in tensor_parallel_degrees(changed, demand, node)
+        )
+
+    return predict
+
+
+def _still_run(histogram: Document) -> list[tuple[float, float]]:
+    """Decode steps in a row, and the share of samples that have not ended in the middle of them."""
+    total, ended = sum(histogram["fractions"]), 0.0
+    found = [(float(histogram["start"]), 1.0)]
+    for fraction in histogram["fractions"]:
+        found.append((float(histogram["width"]), 1 - (ended + fraction / 2) / total))
+        ended += fraction
+    return found
 
 
 def _run(problem: Problem, generating: int | None) -> Callable[[CostConstants], float]:

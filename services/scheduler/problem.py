@@ -146,6 +146,8 @@ class CostConstants(StrictModel):
     """Of each decode step."""
     layer_overhead_s: NotNegative = 0.0
     """Of each layer in a decode step: kernels begin and end."""
+    allreduce_overhead_s: NotNegative = 0.0
+    """Of each all-reduce in a decode step, two a layer, beside its latency: launches, waiting for the last GPU."""
     sequence_overhead_s: NotNegative = 0.0
     """Of each sequence in a decode step: sampling, book-keeping."""
     attention_efficiency: Share = 1.0

@@ -88,7 +88,7 @@ class Run:
         changes: Machines that fail, join or slow down.
         look_s: How often the samples under way are noted; None: never.
         seen: What the broker knows of lengths before the first step; None: samples do not move.
-        drains: Whether generators end their samples before they take new weights; else they go on under them.
+        drains: Whether all generators end their samples before any takes new weights; else they go on under them.
     """
 
     def __init__(
@@ -197,9 +197,8 @@ class Run:
         moves = self._mover.look(self._now_s)
         self.record.num_moves += len(moves)
         for engine in {id(each): each for move in moves for each in move}.values():
-            if engine.next_version is not None and not engine.num_running:
-                self._renew(engine)
             self._fill(engine)
+        self._renew_drained()
         self._is_move_due = self.num_held > 0
         if self._is_move_due:
             self._at(self._move_due_s, self._move)
@@ -211,9 +210,8 @@ class Run:
         self._ledger.finish(engine.pop_ended())
         while engine.num_running and engine.next_end_s() <= self._now_s + _SAME_TIME:
             self._ledger.finish(engine.pop_ended())
-        if engine.next_version is not None and not engine.num_running:
-            self._renew(engine)
         self._fill(engine)
+        self._renew_drained()
         self._train()
 
     def _train(self) -> None:
@@ -261,10 +259,21 @@ class Run:
         for engine in there:
             engine.advance(self._now_s)
             engine.next_version = version
-            if not self._drains or not engine.num_running:
+            if not self._drains:
                 self._renew(engine)
         self._deal(there)
+        self._renew_drained()
         self._send(region)
+
+    def _renew_drained(self) -> None:
+        """Where samples end under the weights that began them: new ones for all, once none is under way."""
+        if not self._drains or any(engine.num_running for engine in self._engines):
+            return
+        waiting = [engine for engine in self._engines if engine.next_version is not None]
+        for engine in waiting:
+            engine.advance(self._now_s)
+            self._renew(engine)
+        self._deal(waiting)
 
     def _renew(self, engine: Engine) -> None:
         """Exchange its weights."""

@@ -50,7 +50,7 @@ class Options:
     can_move: bool = True
     """Whether generators without work take over what others hold."""
     drains: bool = False
-    """Whether a generator ends its samples before it takes new weights; else it goes on under them."""
+    """Whether all generators end their samples before any takes new weights; else they go on under them."""
 
 
 @dataclass(frozen=True, slots=True)

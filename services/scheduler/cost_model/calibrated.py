@@ -1,7 +1,7 @@
 """The calibrated cost model: RM-1's equations with terms it leaves out, and constants fitted to published measurements.
 
-Added: attention runs slower than matrix products, each layer and each sequence of a decode step costs something
-whatever the GPU, and each sample costs the trainer time that more GPUs do not shorten.
+Added: attention runs slower than matrix products, each layer, each sequence and each all-reduce of a decode step costs
+something whatever the GPU, and each sample costs the trainer time that more GPUs do not shorten.
 `python -m benchmarks.scheduler.calibration --fit` fits the constants again and prints the error on every row.
 """
 
@@ -42,6 +42,8 @@ DECODING: Mapping[str, float] = {
     "layer_overhead_s": 18e-6,
     "sequence_overhead_s": 22e-6,
 }
+ALLREDUCE_OVERHEAD_S = 54e-6
+"""Of each all-reduce of a decode step, whatever the GPUs: StreamRL's 32B and 72B on 40 and 80 H800."""
 ATTENTION_EFFICIENCY = 0.29
 
 
@@ -54,6 +56,7 @@ def calibrated(problem: Problem) -> Problem:
     workload = problem.workload
     fitted: dict[str, Any] = {
         **DECODING,
+        "allreduce_overhead_s": ALLREDUCE_OVERHEAD_S,
         **trainer_mfu(BENCHMARK_MFU, TRAINER_DUTY),
         "attention_efficiency": ATTENTION_EFFICIENCY,
         "train_overhead_s": SAMPLE_OVERHEAD_S * workload.prompts_per_step * workload.group_size,

@@ -46,7 +46,7 @@ class ReplicaModel:
         self._step_overhead_s = constants.step_overhead_s + model.layers * constants.layer_overhead_s
         self._overhead_s_per_sequence = constants.sequence_overhead_s
         if tp > 1:
-            self._step_overhead_s += 2 * model.layers * gpu.ar_latency_us * 1e-6
+            self._step_overhead_s += 2 * model.layers * (gpu.ar_latency_us * 1e-6 + constants.allreduce_overhead_s)
             reduced_bytes = 2.0 * (tp - 1) / tp * model.hidden * 2
             self._overhead_s_per_sequence += 2 * model.layers * reduced_bytes / (gpu.ar_bus_GBps * 1e9)
         self._pause_s = constants.sync_pause_s

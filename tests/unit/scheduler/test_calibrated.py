@@ -5,8 +5,9 @@ import math
 import pytest
 
 from benchmarks.scheduler import calibration, fitting
-from benchmarks.scheduler.published import decode_rows, held_out_rows, run_rows
+from benchmarks.scheduler.published import decode_rows, generation_rows, held_out_rows, run_rows
 from services.scheduler.cost_model.calibrated import (
+    ALLREDUCE_OVERHEAD_S,
     ATTENTION_EFFICIENCY,
     CALIBRATED,
     DECODING,
@@ -23,11 +24,12 @@ SPLIT = plan([("h20-0", 1, 8)], [("h800-0", 8)])
 @pytest.mark.slow
 def test_the_constants_are_those_that_the_fit_gives():
     assert fitting.fit_decoding() == pytest.approx(dict(DECODING), rel=0.03)
+    assert fitting.fit_allreduce(calibration.CONSTANTS) == pytest.approx(ALLREDUCE_OVERHEAD_S, rel=0.03)
     assert fitting.fit_attention() == pytest.approx(ATTENTION_EFFICIENCY, rel=0.03)
     assert fitting.fit_duty(calibration.CONSTANTS) == pytest.approx(TRAINER_DUTY, rel=0.03)
 
 
-@pytest.mark.parametrize("rows", [decode_rows(), run_rows()], ids=["decoding", "runs"])
+@pytest.mark.parametrize("rows", [decode_rows(), generation_rows(), run_rows()], ids=["decoding", "generation", "runs"])
 def test_it_is_nearer_to_what_was_published_than_rm1(rows):
     def error(constants) -> float:
         return sum(math.log(row.predict(constants) / row.measured) ** 2 for row in rows)
@@ -36,8 +38,18 @@ def test_it_is_nearer_to_what_was_published_than_rm1(rows):
 
 
 def test_no_published_row_is_missed_by_more_than_a_third():
-    for row in [*decode_rows(), *held_out_rows(), *run_rows()]:
+    for row in [*decode_rows(), *held_out_rows(), *generation_rows(), *run_rows()]:
         assert 0.75 < row.predict(calibration.CONSTANTS) / row.measured < 1.36, row.name
+
+
+def test_an_all_reduce_costs_only_where_there_is_one():
+    given = problem("tiny_02")
+    costly = given.model_copy(update={"cost_model": given.cost_model.model_copy(update={"allreduce_overhead_s": 1e-3})})
+    one, other = Rm1(given), Rm1(costly)
+    node, layers = one.nodes["h20-0"], given.model.layers
+
+    assert one.replica(node, 1) == other.replica(node, 1)
+    assert other.replica(node, 4).step_s - one.replica(node, 4).step_s == pytest.approx(2e-3 * layers)
 
 
 def test_it_replaces_constants_and_keeps_how_a_run_is_set_up():

@@ -16,6 +16,7 @@ from services.scheduler.cost_model.rm1 import Limit, Rm1
 from services.scheduler.problem import Problem
 from simulator.dispatch import Scenario, simulate
 from simulator.fleet import PretendGenerator
+from simulator.virtual_run import simulate as simulate_module
 from simulator.virtual_run.engine import Engine, GeneratorSpec
 from simulator.virtual_run.ledger import Group, Ledger, Sample
 from simulator.virtual_run.run import Change, Run
@@ -228,6 +229,25 @@ def test_weights_that_travel_for_longer_than_a_step_hold_generation_up():
     near, far = (simulated(Mode.ASYNC, given=long_tailed(bw_Gbps=bw)) for bw in (100.0, 1.0))
 
     assert far.samples_per_second < 0.8 * near.samples_per_second
+
+
+def test_a_service_that_drains_ends_all_samples_before_any_generator_takes_new_weights(monkeypatch):
+    held: list[int] = []
+
+    class Watched(Run):
+        def _renew(self, engine: Engine) -> None:
+            held.append(self.num_held)
+            super()._renew(engine)
+
+    monkeypatch.setattr(simulate_module, "Run", Watched)
+    goes_on = simulated(Mode.ONE_STEP, can_move=False)
+    assert max(held) > 0
+    held.clear()
+    drains = simulated(Mode.ONE_STEP, can_move=False, drains=True)
+
+    assert len(held) >= 7 * len(drains.setup.generators)
+    assert set(held) == {0}
+    assert drains.samples_per_second < 0.95 * goes_on.samples_per_second
 
 
 def test_a_run_without_generators_ends_with_the_reason():
