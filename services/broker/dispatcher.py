@@ -47,7 +47,7 @@ class Dispatcher:
         left_since_s = self._left_since_s.get(generator.generator_id, now_s)
         if not policy.needs_situation or now_s - left_since_s >= MAX_LEFT_S:
             return EVERYTHING
-        statuses = _statuses(self._starting(state, now_s), generator, max_leases)
+        statuses = _statuses(self._starting(state, now_s, generator.generator_id), generator, max_leases)
         situation = self._fleet.situation(state, statuses, generator.generator_id, now_s)
         decision = policy.decide(situation)
         return Choice(order=policy.order, decision=decision, mean_tokens=situation.mean_tokens)
@@ -104,16 +104,23 @@ class Dispatcher:
     def _live(self, now_s: float) -> list[broker_pb2.GeneratorView]:
         return self._peers.generators(max_age_s=MAX_BEAT_AGE_S, now_s=now_s)
 
-    def _starting(self, state: RunState, now_s: float) -> list[broker_pb2.GeneratorView]:
-        """The generators that may start new work now."""
+    def _starting(self, state: RunState, now_s: float, asking: str = "") -> list[broker_pb2.GeneratorView]:
+        """The generators that may start new work now, and the one that asks, whether it may or not.
+
+        What it is must be known in any case: it may go on with what others began, and the version of the beat that is
+        known of it here may be an older one than that with which it asks.
+        """
         admission = state.admission()
         return [
             view
             for view in self._live(now_s)
-            if not view.beat.is_draining
-            and admission.judge(
-                generator_version=view.beat.policy_version, min_version=None, prompt_min_version=None
-            ).is_allowed
+            if view.hello.generator_id == asking
+            or (
+                not view.beat.is_draining
+                and admission.judge(
+                    generator_version=view.beat.policy_version, min_version=None, prompt_min_version=None
+                ).is_allowed
+            )
         ]
 
 

@@ -28,6 +28,7 @@ LEFT_TO_OTHERS = "dispatch leaves what is queued to generators that are done wit
 MAX_SILENT_LIVES = 20
 """Lives of a lease after which it is no longer renewed unless tokens come: a generator that beats may still hang."""
 ABANDONED_WEIGHTS = "the generator holds weights of before the run's last rewind: it waits until it has pulled others"
+NO_ROOM = "by what dispatch knows of the generator, its KV cache has no room for one more"
 NOTHING_QUEUED = "the queue of prompts is empty: nothing was submitted that is not already out"
 
 
@@ -126,7 +127,7 @@ def lease(
             continue
         grants += _lease_samples(state, generator, group, num_taken, now_s, make_suffix)
         start = _judge_start(state, generator)
-    return Grants(grants=grants, reason=reason or NOTHING_QUEUED)
+    return Grants(grants=grants, reason=reason or (NO_ROOM if choice.decision.is_done else NOTHING_QUEUED))
 
 
 def holds_abandoned(state: RunState, generator: GeneratorFacts) -> bool:

@@ -1,0 +1,67 @@
+"""What dispatch makes of what a broker knows of its generators."""
+
+from __future__ import annotations
+
+from penstock.v1 import broker_pb2
+from services.broker import generation
+from services.broker.dispatch.latency import UNKNOWN_MAX_SAMPLES
+from services.broker.dispatcher import Dispatcher
+from services.broker.generation import Grants
+from services.broker.memory_store import MemoryStore
+from services.broker.peers import Peers
+from services.broker.run_state import RunState
+from services.broker.store import Delta
+from tests.unit.broker.builders import facts, open_state, submit, suffix
+
+NUM_SLOTS = 2 * UNKNOWN_MAX_SAMPLES
+GROUP_SIZE = 16
+
+
+class _Clock:
+    def now_s(self) -> float:
+        return 1_000_000.0
+
+
+async def _dispatcher(*, beat_version: int) -> Dispatcher:
+    """Knows one generator of NUM_SLOTS, whose newest beat named that version."""
+    store, clock = MemoryStore(), _Clock()
+    await store.commit("run-1", None, Delta(run=b""))
+    peers = Peers("run-1", store=store, clock=clock)
+    hello = broker_pb2.GeneratorHello(
+        run_id="run-1",
+        generator_id="gen-1",
+        max_context_tokens=128,
+        profile=broker_pb2.GeneratorProfile(max_concurrent_samples=NUM_SLOTS, kv_capacity_tokens=1_000_000),
+    )
+    beat = broker_pb2.GeneratorBeat(policy_version=beat_version, credit_total=NUM_SLOTS)
+    await peers.see_generator(hello, beat, num_free=NUM_SLOTS)
+    return Dispatcher(peers)
+
+
+def _run() -> RunState:
+    """On-policy, at version 1, with a step's groups queued that fill the generator."""
+    num_groups = NUM_SLOTS // GROUP_SIZE
+    policy = broker_pb2.RunPolicy(dispatch="lpt")
+    state = open_state(version=1, policy=policy, groups_per_step=num_groups, group_size=GROUP_SIZE, max_staleness=0)
+    assert submit(state, *(f"g{number}" for number in range(num_groups))) == []
+    return state
+
+
+def _lease(dispatcher: Dispatcher, state: RunState, *, version: int) -> Grants:
+    now_s, asking = _Clock().now_s(), facts(version)
+    choice = dispatcher.choose(state, asking, NUM_SLOTS, now_s)
+    return generation.lease(state, asking, max_leases=NUM_SLOTS, now_s=now_s, make_suffix=suffix, choice=choice)
+
+
+async def test_a_generator_is_filled_at_once_though_its_last_beat_named_a_version_that_may_not_start() -> None:
+    dispatcher = await _dispatcher(beat_version=0)
+    assert len(_lease(dispatcher, _run(), version=1).grants) == NUM_SLOTS
+
+
+async def test_what_admission_refuses_is_not_called_an_empty_queue() -> None:
+    dispatcher, state = await _dispatcher(beat_version=1), _run()
+    assert len(_lease(dispatcher, state, version=1).grants) == NUM_SLOTS
+    submit(state, "one-more")
+    refused = _lease(dispatcher, state, version=1)
+    assert refused.grants == []
+    assert refused.reason != generation.NOTHING_QUEUED
