@@ -14,6 +14,8 @@ import redis.asyncio
 from benchmarks.broker import bare, latency, memory, queue_depth, throughput, token_stream
 from benchmarks.broker.peers import peer
 from benchmarks.broker.processes import Stage, Worker, free_port
+from benchmarks.broker.workload import WORKLOADS
+from benchmarks.free_memory import touch_free_memory
 from benchmarks.scratch import scratch_folder
 
 REWRITE_TIMEOUT_S = 60.0
@@ -102,16 +104,14 @@ async def _throughputs(
     found: dict[str, dict[str, list[dict[str, float]]]] = {workload: {} for workload in ("short", "long")}
     for repetition in range(plan.num_repetitions):
         for workload, count in (("short", plan.num_short), ("long", plan.num_long)):
+            if repetition == 0:
+                progress(f"{workload}: warming up")
+                await _side_by_side(stage, workers, beside, workload, count // 4, run_id=f"{workload}-warm")
             progress(f"{workload}: repetition {repetition + 1} of {plan.num_repetitions}")
-            rows = {name: await each.measure(workload, count) for name, each in beside.items()}
-            run_id = f"{workload}-{repetition}"
-            ours = rows["ours"] = await throughput.measure(
-                stage, workers, workload=workload, count=count, run_id=run_id
-            )
-            await _empty(stage)
+            rows = await _side_by_side(stage, workers, beside, workload, count, run_id=f"{workload}-{repetition}")
+            ours, bare_per_second = rows["ours"], rows["bare_stream"]["trajectories_per_second"]
             for name in beside:
                 ours[f"ratio_to_{name}"] = ours["trajectories_per_second"] / rows[name]["trajectories_per_second"]
-            bare_per_second = rows["bare_stream"]["trajectories_per_second"]
             for name in pythons:
                 rows[name]["ratio_to_bare_stream"] = rows[name]["trajectories_per_second"] / bare_per_second
             for name, row in rows.items():
@@ -122,6 +122,22 @@ async def _throughputs(
         workload: summary(rows.pop("ours")) | {name: summary(others) for name, others in rows.items()}
         for workload, rows in found.items()
     }
+
+
+async def _side_by_side(
+    stage: Stage, workers: list[Worker], beside: Mapping[str, _Beside], workload: str, count: int, *, run_id: str
+) -> dict[str, dict[str, float]]:
+    """One repetition of everybody, one after the other, each with memory that was touched before."""
+    rows: dict[str, dict[str, float]] = {}
+    # The payload in Redis, in its file, and in buffers on its way.
+    needed_bytes = 4 * count * WORKLOADS[workload].size_bytes
+    for name, each in beside.items():
+        await asyncio.to_thread(touch_free_memory, needed_bytes)
+        rows[name] = await each.measure(workload, count)
+    await asyncio.to_thread(touch_free_memory, needed_bytes)
+    rows["ours"] = await throughput.measure(stage, workers, workload=workload, count=count, run_id=run_id)
+    await _empty(stage)
+    return rows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
