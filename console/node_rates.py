@@ -81,10 +81,14 @@ class Meter:
         return list(self._rates.values())
 
     def expect(self, replicas: Mapping[str, Replica]) -> None:
-        """These, by target, are there now: forget the generators and the degrees that are no more."""
+        """These, by target, are there now: forget the generators and the degrees that are no more.
+
+        What was measured last is told on while nothing runs here: a scheduler that was restarted does not know it.
+        """
         self._seen = {target: seen for target, seen in self._seen.items() if target in replicas}
         degrees = self._num_replicas = Counter(replica.tensor_parallel for replica in replicas.values())
-        self._rates = {degree: rate for degree, rate in self._rates.items() if degree in degrees}
+        if degrees:
+            self._rates = {degree: rate for degree, rate in self._rates.items() if degree in degrees}
         self._windows = {degree: window for degree, window in self._windows.items() if degree in degrees}
 
     def _rate(self, degree: int, window: _Window) -> pb.MeasuredRate:

@@ -27,11 +27,16 @@ class Live:
     problem: Problem | None
     """None when no machine is left."""
     node_ids: Mapping[str, str]
-    """By the problem's id of a machine."""
+    """By the problem's id of a machine; one that is not here is called that."""
     missing: frozenset[str] = frozenset()
     """Machines of the problem that never came."""
     slow: Mapping[str, float] = field(default_factory=dict)
     """Machines that are planned for as slower ones: their share of the speed that they should have."""
+
+    def to_real(self, plan: pb.Plan) -> None:
+        """Call machines of a plan over this problem what they are really called."""
+        for assignment in plan.assignments:
+            assignment.node_id = self.node_ids.get(assignment.node_id, assignment.node_id)
 
     def from_real(self, plan: PlanDocument) -> PlanDocument:
         """A plan over real machines under the problem's names, without the machines that are gone."""
@@ -45,6 +50,17 @@ def never_came(planned: Problem, in_force: PlanDocument, views: Sequence[pb.Node
     """Machines of the problem that have not registered, but for those that train: who only trains does not."""
     known = {view.node.node_id for view in views} | {share.node for share in in_force.train}
     return frozenset(node_classes(planned)) - known
+
+
+def told_problem(planned: Problem, told: PlanDocument, views: Sequence[pb.NodeView], *, left: frozenset[str]) -> Live:
+    """The problem as a run that goes on finds it: with the machines of its plan, and those that have registered."""
+    missing = never_came(planned, told, views) - machines_of(told)
+    return live_problem(planned, views, left=left, missing=missing, growth=1.0, slow_before={})
+
+
+def machines_of(plan: PlanDocument) -> frozenset[str]:
+    """All that generate or train."""
+    return frozenset(each.node for each in plan.gen) | {each.node for each in plan.train}
 
 
 def live_problem(

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import structlog
@@ -17,8 +17,8 @@ from penstock.errors import InvalidFieldError, PenstockError
 from penstock.v1 import scheduler_pb2 as pb
 from services.scheduler.cost_model.demand import demand_of
 from services.scheduler.cost_model.rm1 import Rm1
-from services.scheduler.live import Live, live_problem, never_came
-from services.scheduler.plan_document import PlanDocument, Replicas, TrainShare
+from services.scheduler.live import Live, live_problem, machines_of, never_came
+from services.scheduler.plan_document import PlanDocument, Replicas, TrainShare, node_classes
 from services.scheduler.problem import Problem
 from services.scheduler.problem_plan import plan_problem
 from services.scheduler.revision import COOL_DOWN_INTERVALS, Offer, Verdict, judge
@@ -47,6 +47,8 @@ class _Run:
     """Until one of their machines is gone."""
     begun_s: float
     """When it was first planned."""
+    awaited: frozenset[str]
+    """Machines that count as there for a while though they have not registered."""
     revised_s: float
     slow: Mapping[str, float] = field(default_factory=dict)
     """Machines that are planned for as slower ones, as of Live."""
@@ -82,15 +84,19 @@ class LivePlans:
         plan: pb.Plan,
         *,
         keeps_trainers: bool,
-        has_rested: bool = False,
+        told: PlanDocument | None = None,
         now_s: float,
     ) -> None:
         """A run has a plan that was solved for; the one it had before is forgotten.
 
-        One that `has_rested` was in force before this scheduler knew it: machines that joined since are used at once.
+        One that was `told` was in force before this scheduler knew it: its machines are awaited and no others, and
+        those that joined since are used at once.
         """
-        revised_s = now_s - self._cool_down_s if has_rested else now_s
-        self._runs[plan.run_id] = _Run(problem, solver, plan, keeps_trainers, now_s, revised_s, looked_at=problem)
+        awaited = frozenset(node_classes(problem)) if told is None else machines_of(told)
+        revised_s = now_s if told is None else now_s - self._cool_down_s
+        run = _Run(problem, solver, plan, keeps_trainers, now_s, awaited, revised_s)
+        run.looked_at = problem if told is None else None
+        self._runs[plan.run_id] = run
 
     def plan_of(self, run_id: str) -> pb.Plan | None:
         """The plan in force that was solved for; None where there is none."""
@@ -131,9 +137,8 @@ class LivePlans:
         return revised
 
     def _never_came(self, run: _Run, views: Sequence[pb.NodeView], now_s: float) -> frozenset[str]:
-        if now_s - run.begun_s <= self._grace_s:
-            return frozenset()
-        return never_came(run.problem, document_of(run.plan), views)
+        missing = never_came(run.problem, document_of(run.plan), views)
+        return missing - run.awaited if now_s - run.begun_s <= self._grace_s else missing
 
     async def _look(
         self, run_id: str, run: _Run, live: Live, problem: Problem, *, now_s: float, time_left: TimeLeft
@@ -141,7 +146,7 @@ class LivePlans:
         in_force = document_of(run.plan)
         kept = live.from_real(in_force)
         kept_rate = Rm1(problem).score(kept).samples_per_second
-        gone = _machines(in_force) - set(live.node_ids.values())
+        gone = machines_of(in_force) - set(live.node_ids.values())
         is_pool_there = not gone & {share.node for share in in_force.train}
         running = kept if run.keeps_trainers and is_pool_there else None
         if kept_rate > 0 and not gone and now_s - run.revised_s < self._cool_down_s:
@@ -170,9 +175,8 @@ class LivePlans:
         _log.info("the plan was looked at again", run_id=run_id, is_revised=verdict.is_revised, reason=verdict.reason)
         if not verdict.is_revised or self._runs.get(run_id) is not run:
             return None
-        for assignment in found.assignments:
-            assignment.node_id = live.node_ids[assignment.node_id]
-        come = _machines(document_of(found)) - _machines(in_force)
+        live.to_real(found)
+        come = machines_of(document_of(found)) - machines_of(in_force)
         news = f"{_named(come)} now used. " if come else ""
         slow = [f"{name} at {share:.0%}" for name, share in sorted(live.slow.items())[:_MAX_NAMED]]
         news += f"slower than machines like it or than it should be: {', '.join(slow)}. " if slow else ""
@@ -180,7 +184,7 @@ class LivePlans:
         run.plan, run.revised_s = found, now_s
         return found
 
-    def _loss(self, gone: set[str], missing: frozenset[str]) -> str:
+    def _loss(self, gone: frozenset[str], missing: frozenset[str]) -> str:
         """Why machines of the plan in force are not there."""
         reasons = {
             "not there any more": gone - missing,
@@ -215,13 +219,9 @@ def document_of(plan: pb.Plan) -> PlanDocument:
     return PlanDocument(gen=tuple(gen), train=tuple(train))
 
 
-def _named(machines: set[str]) -> str:
+def _named(machines: Collection[str]) -> str:
     num_more = len(machines) - _MAX_NAMED
     return ", ".join(sorted(machines)[:_MAX_NAMED]) + (f" and {num_more} more" if num_more > 0 else "")
-
-
-def _machines(plan: PlanDocument) -> set[str]:
-    return {each.node for each in plan.gen} | {each.node for each in plan.train}
 
 
 def _offer(problem: Problem, kept: PlanDocument, kept_rate: float, new: PlanDocument) -> Offer:

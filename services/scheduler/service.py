@@ -15,8 +15,10 @@ from penstock.v1 import scheduler_pb2 as pb
 from penstock.v1 import scheduler_pb2_grpc
 from services.scheduler.inventory import MAX_NODES, Inventory
 from services.scheduler.lengths.forecaster import LengthForecaster
+from services.scheduler.live import Live, told_problem
 from services.scheduler.live_plans import LOOK_EVERY_S, LivePlans, document_of, running_plan
 from services.scheduler.plan import SOLVER, first_fit
+from services.scheduler.plan_document import PlanDocument
 from services.scheduler.problem import Problem
 from services.scheduler.problem_plan import checked_problem, plan_problem
 from services.scheduler.solvers.interface import TimeLeft
@@ -81,13 +83,14 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         _check_plan_request(request)
         if request.problem_json:
             problem, solver = checked_problem(request.problem_json, request.solver)
-            plan = await self._solved(problem, solver, request)
+            told = running_plan(request.running_plan) if request.HasField("running_plan") else None
+            plan = await self._solved(problem, solver, request, told)
             self._live.follow(
                 problem,
                 solver,
                 plan,
                 keeps_trainers=request.keeps_trainers,
-                has_rested=request.HasField("running_plan"),
+                told=told,
                 now_s=self._clock.now_s(),
             )
         else:
@@ -165,7 +168,9 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         self._plan_changed.set()
         self._plan_changed = asyncio.Event()
 
-    async def _solved(self, problem: Problem, solver: str, request: pb.CreatePlanRequest) -> pb.Plan:
+    async def _solved(
+        self, problem: Problem, solver: str, request: pb.CreatePlanRequest, told: PlanDocument | None
+    ) -> pb.Plan:
         if self._num_solving >= MAX_SOLVING:
             raise QueueFullError(f"{MAX_SOLVING} problems are being solved; ask again later", queue="plans")
         budget_s = request.budget.ToNanoseconds() / 1e9 if request.HasField("budget") else DEFAULT_BUDGET_S
@@ -174,15 +179,20 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         def time_left() -> float:
             return 0.0 if self.stopping.is_set() else end_s - time.monotonic()
 
-        told = running_plan(request.running_plan) if request.HasField("running_plan") else None
-        in_force = self._live.plan_of(request.run_id)
-        begin = told or (document_of(in_force) if in_force is not None else None)
-        running = told if request.keeps_trainers else None
+        live = Live(problem, {})
+        begin, running = None, None
+        if told is not None:
+            views = self._inventory.views(now_s=self._clock.now_s())
+            live = told_problem(problem, told, views, left=frozenset(self._left))
+            begin = live.from_real(told)
+            running = begin if request.keeps_trainers else None
+        elif (in_force := self._live.plan_of(request.run_id)) is not None:
+            begin = document_of(in_force)
         self._num_solving += 1
         solving = asyncio.create_task(
             asyncio.to_thread(
                 plan_problem,
-                problem,
+                live.problem or problem,
                 run_id=request.run_id,
                 solver=solver,
                 time_left=time_left,
@@ -192,7 +202,9 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         )
         # The thread goes on until its time is over though nobody waits for it any more; until then its place is taken.
         solving.add_done_callback(self._solving_ended)
-        return await asyncio.shield(solving)
+        plan = await asyncio.shield(solving)
+        live.to_real(plan)
+        return plan
 
     def _solving_ended(self, solving: asyncio.Task[pb.Plan]) -> None:
         self._num_solving -= 1

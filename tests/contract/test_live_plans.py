@@ -289,6 +289,19 @@ async def test_a_scheduler_that_forgot_takes_machines_in_again_at_once(fleet):
     assert "h20-new" in machines(plan)
 
 
+async def test_a_scheduler_that_forgot_does_not_count_on_machines_that_the_run_does_without(unregistered):
+    request = going_on()
+    stated = document("tiny_02")
+    next(node for node in stated["nodes"] if node["name"] == "h20")["count"] = 2
+    request.problem_json = json.dumps(stated)
+    plan = (await unregistered.ask("CreatePlan", request)).plan
+    assert machines(plan) == {"h800-0", "h20-0"}
+    assert (await unregistered.pass_time(1.0)).revision == plan.revision
+
+    await unregistered.join("h20-1", "H20")
+    assert machines(await unregistered.pass_time(1.0)) == {"h800-0", "h20-0", "h20-1"}
+
+
 async def test_a_plan_that_is_asked_for_again_begins_with_the_one_in_force(fleet, monkeypatch):
     before = (await fleet.ask("GetPlan", pb.GetPlanRequest(run_id="r"))).plan
     begins = []

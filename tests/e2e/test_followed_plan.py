@@ -1,4 +1,4 @@
-"""A run follows its plan: a machine that joins is used, one that dies is replaced, and training goes on meanwhile."""
+"""A run follows its plan: machines that join, die or are slow are planned for, and training goes on meanwhile."""
 
 import json
 import os
@@ -71,7 +71,7 @@ class Machine:
 
 
 @contextmanager
-def machine(name, addresses, task, folder):
+def machine(name, addresses, task, folder, *, slowdown=1.0):
     document = {
         "node_id": name,
         "gpu": "L4",
@@ -85,7 +85,7 @@ def machine(name, addresses, task, folder):
             "model_path": str(task.model_dir),
             "cache_dir": str(folder / name / "cache"),
             "engine": {"engine": "emulated", "max_context_tokens": 192},
-            "emulated": {"gpu": "L4", "time_scale": 3},
+            "emulated": {"gpu": "L4", "time_scale": 3, "slowdown": slowdown},
         },
     }
     one = Machine(name, document, folder)
@@ -106,7 +106,7 @@ def generating(plan):
     return {each["node_id"] for each in plan["assignments"] if each["role"] == "ROLE_GENERATOR"}
 
 
-def test_a_machine_that_joins_and_one_that_dies_are_planned_for_while_training_goes_on(tiny_task, tmp_path):
+def test_machines_that_join_die_or_are_slow_are_planned_for_while_training_goes_on(tiny_task, tmp_path):
     addresses = dict(zip(("broker", "scheduler", "trainer"), free_addresses(3), strict=True))
     problem = tmp_path / "problem.json"
     problem.write_text(json.dumps(PROBLEM))
@@ -134,7 +134,7 @@ def test_a_machine_that_joins_and_one_that_dies_are_planned_for_while_training_g
         run.wait_for("work on both machines", lambda: works("l4-0") and works("l4-1"))
         assert generating(plans(run)[0]) == {"l4-0", "l4-1"}
 
-        stack.enter_context(machine("l4-new", addresses, tiny_task, tmp_path))
+        stack.enter_context(machine("l4-new", addresses, tiny_task, tmp_path, slowdown=5))
         run.wait_for("a machine that joins", lambda: is_known("l4-new"))
         dying.die()
         run.wait_for("a plan with the new one", lambda: generating(plans(run)[-1]) == {"l4-0", "l4-new"})
@@ -143,6 +143,14 @@ def test_a_machine_that_joins_and_one_that_dies_are_planned_for_while_training_g
         assert "l4-new now used" in told
 
         run.wait_for("work on the new machine", lambda: works("l4-new"))
+        run.wait_for("a plan without the slow one", lambda: generating(plans(run)[-1]) == {"l4-0"})
+        assert "slower than machines like it or than it should be: l4-new at" in plans(run)[-1]["explanation"]
+
+        num_noted = len(plans(run))
+        run.kill("scheduler")
+        run.wait_for("a scheduler that is told what the run follows", lambda: len(plans(run)) > num_noted)
+        assert "l4-0" in generating(plans(run)[-1])
+        assert "l4-1" not in generating(plans(run)[-1]), "it is not counted on because the problem names it"
         run.wait_for_step(run.num_steps + 2)
         run.process.send_signal(signal.SIGINT)
         assert run.end(timeout_s=90) == 130, run.text
@@ -150,5 +158,5 @@ def test_a_machine_that_joins_and_one_that_dies_are_planned_for_while_training_g
 
     assert summary["audit"]["balanced"] is True
     assert summary["audit"]["trained"] == summary["steps"] * 8 * 4
-    assert set(summary["restarts"].values()) == {0}
+    assert {name for name, number in summary["restarts"].items() if number} == {"scheduler"}
     assert summary["max_staleness_seen"] <= 1

@@ -76,9 +76,12 @@ def test_pretend_gpus_are_measured_in_pretended_seconds():
     assert rate.tokens_per_second == pytest.approx(10 / 0.4, rel=0.01)
 
 
-def test_generators_that_are_gone_are_forgotten():
+def test_what_was_measured_is_told_until_generators_of_another_degree_run():
     meter = Meter()
     watched(meter, (ONE, Counters("a", at_once=10, step_s=0.02)))
     meter.expect({})
+    assert [rate.tensor_parallel for rate in meter.rates()] == [1]
 
+    wide = Replica("h:3", 4)
+    meter.expect({wide.target: wide})
     assert meter.rates() == []
