@@ -461,10 +461,16 @@ class ReportNodeRequest(_message.Message):
     NODE_ID_FIELD_NUMBER: _builtins.int
     RATES_FIELD_NUMBER: _builtins.int
     IS_LEAVING_FIELD_NUMBER: _builtins.int
+    GENERATOR_START_S_FIELD_NUMBER: _builtins.int
     node_id: _builtins.str
     """Which machine."""
     is_leaving: _builtins.bool
     """True when it is about to leave (a spot notice, a drain)."""
+    generator_start_s: _builtins.float
+    """How long its newest generator took, seconds, from the revision that asked for it until its engine was built; the end
+    of the one before is included, fetching weights is not. Pretend GPUs report pretended seconds. Unset when none was
+    started. Revisions count on it.
+    """
     @_builtins.property
     def rates(self) -> _containers.RepeatedCompositeFieldContainer[Global___MeasuredRate]:
         """Speeds since the last report."""
@@ -475,12 +481,15 @@ class ReportNodeRequest(_message.Message):
         node_id: _builtins.str = ...,
         rates: _abc.Iterable[Global___MeasuredRate] | None = ...,
         is_leaving: _builtins.bool = ...,
+        generator_start_s: _builtins.float | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_generator_start_s", b"_generator_start_s", "generator_start_s", b"generator_start_s"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["is_leaving", b"is_leaving", "node_id", b"node_id", "rates", b"rates"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_generator_start_s", b"_generator_start_s", "generator_start_s", b"generator_start_s", "is_leaving", b"is_leaving", "node_id", b"node_id", "rates", b"rates"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__generator_start_s: _TypeAlias = _typing.Literal["generator_start_s"]  # noqa: Y015
+    _WhichOneofArgType__generator_start_s: _TypeAlias = _typing.Literal["_generator_start_s", b"_generator_start_s"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__generator_start_s) -> _WhichOneofReturnType__generator_start_s | None: ...
 
 Global___ReportNodeRequest: _TypeAlias = ReportNodeRequest  # noqa: Y015
 
@@ -511,8 +520,11 @@ class NodeView(_message.Message):
     RATES_FIELD_NUMBER: _builtins.int
     REPORT_TIME_FIELD_NUMBER: _builtins.int
     IS_ALIVE_FIELD_NUMBER: _builtins.int
+    GENERATOR_START_S_FIELD_NUMBER: _builtins.int
     is_alive: _builtins.bool
     """False once its heartbeats stopped for three intervals."""
+    generator_start_s: _builtins.float
+    """How long its newest generator took to start, seconds; unset when it has not told."""
     @_builtins.property
     def node(self) -> Global___Node:
         """What it stated."""
@@ -532,12 +544,15 @@ class NodeView(_message.Message):
         rates: _abc.Iterable[Global___MeasuredRate] | None = ...,
         report_time: _timestamp_pb2.Timestamp | None = ...,
         is_alive: _builtins.bool = ...,
+        generator_start_s: _builtins.float | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["node", b"node", "report_time", b"report_time"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_generator_start_s", b"_generator_start_s", "generator_start_s", b"generator_start_s", "node", b"node", "report_time", b"report_time"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["is_alive", b"is_alive", "node", b"node", "rates", b"rates", "report_time", b"report_time"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_generator_start_s", b"_generator_start_s", "generator_start_s", b"generator_start_s", "is_alive", b"is_alive", "node", b"node", "rates", b"rates", "report_time", b"report_time"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__generator_start_s: _TypeAlias = _typing.Literal["generator_start_s"]  # noqa: Y015
+    _WhichOneofArgType__generator_start_s: _TypeAlias = _typing.Literal["_generator_start_s", b"_generator_start_s"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__generator_start_s) -> _WhichOneofReturnType__generator_start_s | None: ...
 
 Global___NodeView: _TypeAlias = NodeView  # noqa: Y015
 
