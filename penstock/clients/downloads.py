@@ -22,7 +22,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
-import aiohttp
 import structlog
 
 from penstock.clients.contents import is_laid_out_alike, verify_content
@@ -30,6 +29,7 @@ from penstock.clients.weights import content_id
 from penstock.collective.receiver import BroadcastReceiver
 from penstock.errors import DigestMismatchError, PenstockError
 from penstock.security import NO_SECURITY, Security
+from penstock.transfer.connections import Connections
 from penstock.transfer.fetching import Fetching
 from penstock.transfer.partial import PartialContent
 from penstock.transfer.rate import ByteRate
@@ -60,7 +60,7 @@ class Download:
 
 
 class Downloader:
-    """Fetches contents into files; an async context manager that owns one HTTP session.
+    """Fetches contents into files; an async context manager that owns its HTTP connections and threads.
 
     Args:
         security: The token to show, the authorities to trust, the certificate to show.
@@ -70,7 +70,7 @@ class Downloader:
         num_connections: Ranges of one content fetched at once.
         max_bytes_per_second: Cap on what this process fetches; none where None.
         compresses: Whether origins are asked to compress full contents; deltas are made small already.
-        on_fetched: Told how many bytes came, as they come, and from what kind of source.
+        on_fetched: Told how many bytes came, as they come, and from what kind of source; in any thread.
     """
 
     def __init__(
@@ -94,21 +94,18 @@ class Downloader:
         self._rate = ByteRate(max_bytes_per_second)
         self._compresses = compresses
         self._on_fetched = on_fetched
-        self._session: aiohttp.ClientSession | None = None
+        self._connections: Connections | None = None
 
     async def __aenter__(self) -> Self:
-        """Open the session."""
-        self._session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(ssl=self._tls, limit=2 * self._num_connections),
-            auto_decompress=False,
-            headers=self._headers,
-        )
+        """Make ready to fetch."""
+        # Twice as many, so that a fetch does not wait for another one's.
+        self._connections = Connections(tls=self._tls, headers=self._headers, num_threads=2 * self._num_connections)
         return self
 
     async def __aexit__(self, *_exception: object) -> None:
-        """Close the session."""
-        if self._session is not None:
-            await self._session.close()
+        """Close the connections."""
+        if self._connections is not None:
+            self._connections.close()
 
     async def fetch(
         self,
@@ -182,10 +179,10 @@ class Downloader:
         content: PartialContent,
         on_refused: Callable[[DigestMismatchError], None],
     ) -> Fetching:
-        if self._session is None:
+        if self._connections is None:
             raise RuntimeError("the downloader was not entered")
         fetching = Fetching(
-            session=self._session,
+            connections=self._connections,
             content=content,
             sources=Sources(manifest.urls, self._asker(manifest)),
             rate=self._rate,
@@ -206,7 +203,7 @@ class Downloader:
         async def ask(failed_url: str) -> Sequence[str]:
             urls = await find_relays(identity, own_url, failed_url)
             # The token goes with every request: not to where anybody could read it.
-            return [url for url in urls if self._tls is True or url.startswith("https://")]
+            return [url for url in urls if self._tls is None or url.startswith("https://")]
 
         return ask
 
@@ -219,9 +216,9 @@ class Downloader:
             self._relay.withdraw(manifest.run_id, content_id(manifest))
 
 
-def _client_tls(security: Security) -> ssl.SSLContext | bool:
+def _client_tls(security: Security) -> ssl.SSLContext | None:
     if security.ca_file is None:
-        return True
+        return None
     context = ssl.create_default_context(cafile=str(security.ca_file))
     if security.cert_file is not None:
         context.load_cert_chain(security.cert_file, security.key_file)

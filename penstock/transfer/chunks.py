@@ -14,6 +14,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Protocol
 
 from blake3 import blake3
 
@@ -22,6 +23,16 @@ from penstock.v1 import weights_pb2
 MIN_CHUNK_BYTES, MAX_CHUNK_BYTES = 1024**2, 64 * 1024**2
 MANY_CHUNKS = 4096
 """With more than that the chunks grow, as long as they may: a list of 2 TB takes 2.4 MB of a manifest."""
+
+
+class Hasher(Protocol):
+    """What makes a digest, piece by piece; both algorithms' objects do."""
+
+    def update(self, data: bytes | memoryview, /) -> object:
+        """Take the next bytes."""
+
+    def hexdigest(self) -> str:
+        """The digest of all bytes taken, hex."""
 
 
 def chunk_bytes_for(size_bytes: int) -> int:
@@ -37,9 +48,14 @@ def chunk_digest(chunk: weights_pb2.ChunkInfo) -> str:
     return chunk.blake3 or chunk.sha256
 
 
+def chunk_hasher(chunk: weights_pb2.ChunkInfo) -> Hasher:
+    """Makes digests as the one a chunk states was made."""
+    return blake3() if chunk.blake3 else hashlib.sha256()
+
+
 def is_chunk(chunk: weights_pb2.ChunkInfo, pieces: Iterable[bytes | memoryview]) -> bool:
     """Whether bytes, in any number of pieces, have the digest that a chunk must have."""
-    digest = blake3() if chunk.blake3 else hashlib.sha256()
+    digest = chunk_hasher(chunk)
     for piece in pieces:
         digest.update(piece)
     return digest.hexdigest() == chunk_digest(chunk)

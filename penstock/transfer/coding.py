@@ -8,7 +8,6 @@ digests are always of the plain bytes, as is what is kept. What it saves is in `
 
 from __future__ import annotations
 
-import asyncio
 from typing import Protocol
 
 import zstandard
@@ -23,11 +22,11 @@ LEVEL = 1
 _LENGTH_BYTES = 4
 
 
-class ReadsExactly(Protocol):
+class Body(Protocol):
     """What is read from: the body of an HTTP answer."""
 
-    async def readexactly(self, n: int) -> bytes:
-        """The next `n` bytes; raises asyncio.IncompleteReadError at the end."""
+    def read(self, n: int, /) -> bytes:
+        """The next `n` bytes, fewer at the end."""
 
 
 def encode_frame(plain: bytes) -> bytes:
@@ -54,17 +53,20 @@ def decode_frame(stored: bytes) -> bytes:
     return plain
 
 
-async def read_frame(reader: ReadsExactly) -> tuple[bytes, int]:
+def read_frame(body: Body) -> tuple[bytes, int]:
     """The plain bytes of the next frame, and how many came for them.
 
     Raises:
         ServiceUnavailableError: The body ended, or is not made of frames.
     """
-    try:
-        length = int.from_bytes(await reader.readexactly(_LENGTH_BYTES), "little")
-        if not 1 <= length <= MAX_STORED_BYTES:
-            raise ServiceUnavailableError(f"a frame of {length} bytes, expected 1 to {MAX_STORED_BYTES}")
-        stored = await reader.readexactly(length)
-    except asyncio.IncompleteReadError as error:
-        raise ServiceUnavailableError("the source broke off") from error
-    return await asyncio.to_thread(decode_frame, stored), _LENGTH_BYTES + length
+    length = int.from_bytes(_read_exactly(body, _LENGTH_BYTES), "little")
+    if not 1 <= length <= MAX_STORED_BYTES:
+        raise ServiceUnavailableError(f"a frame of {length} bytes, expected 1 to {MAX_STORED_BYTES}")
+    return decode_frame(_read_exactly(body, length)), _LENGTH_BYTES + length
+
+
+def _read_exactly(body: Body, num_bytes: int) -> bytes:
+    data = body.read(num_bytes)
+    if len(data) < num_bytes:
+        raise ServiceUnavailableError("the source broke off")
+    return data

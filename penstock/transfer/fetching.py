@@ -1,6 +1,6 @@
 """One content, fetched by several ranged GETs at once.
 
-    missing chunks -> spans of neighbours -> a GET each -> chunk read -> checked and written in a thread -> there
+    missing chunks -> spans of neighbours -> a GET each, in a thread (`span_read`) -> chunks there
                             ^                    |
                             +-- what is missing -+  broken off, silent or wrong: from another source
 
@@ -10,29 +10,26 @@ Chunks are taken in order, so that what is served to others meanwhile grows from
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
-from typing import TypeAlias
-
-import aiohttp
+from collections.abc import Callable, Iterable
+from functools import partial
 
 from penstock.errors import DigestMismatchError, PenstockError, ServiceUnavailableError, UnknownVersionError
-from penstock.transfer.coding import CODING_HEADER, ZSTD, read_frame
-from penstock.transfer.partial import PartialContent
+from penstock.transfer.coding import CODING_HEADER, ZSTD
+from penstock.transfer.connections import Connections
+from penstock.transfer.partial import Landing, PartialContent
 from penstock.transfer.rate import ByteRate
 from penstock.transfer.sources import Source, SourceKind, Sources
+from penstock.transfer.span_read import SpanRead
 
 MIN_SPAN_BYTES, MAX_SPAN_BYTES = 4 * 1024**2, 64 * 1024**2
 """Asked for by one GET: little enough that all connections end at about the same time, and enough that a round trip
 before each does not matter."""
 SPANS_PER_CONNECTION = 8
-CONNECT_TIMEOUT_S = 5.0
 ORIGIN_SILENCE_S = 15.0
 RELAY_SILENCE_S = 60.0
 """A relay sends a chunk when it has all of it, and closes the connection by itself where it stands still."""
-
-_HTTP_OK, _HTTP_PARTIAL, _HTTP_NOT_FOUND, _HTTP_GONE = 200, 206, 404, 410
-_Piece: TypeAlias = bytes | memoryview
 
 
 def span_bytes(missing_bytes: int, num_connections: int) -> int:
@@ -45,11 +42,11 @@ class Fetching:
     """One fetch; `run` it once.
 
     Args:
-        session: Sends the token, knows the authorities.
+        connections: Where to read, and in which threads.
         content: What is there, and where it goes.
         sources: Whom to ask.
         rate: Cap on what comes.
-        on_fetched: Told how many bytes came, and from what kind of source.
+        on_fetched: Told how many bytes came, and from what kind of source; in any thread, one at a time.
         on_refused: Told of each chunk that is not what it must be.
         is_compressed: Whether the origin is asked to compress what it sends.
     """
@@ -57,7 +54,7 @@ class Fetching:
     def __init__(
         self,
         *,
-        session: aiohttp.ClientSession,
+        connections: Connections,
         content: PartialContent,
         sources: Sources,
         rate: ByteRate,
@@ -67,7 +64,7 @@ class Fetching:
     ) -> None:
         self.fetched_bytes = dict.fromkeys(SourceKind, 0)
         self.num_refused = 0
-        self._session = session
+        self._connections = connections
         self._content = content
         self._sources = sources
         self._rate = rate
@@ -76,8 +73,9 @@ class Fetching:
         self._is_compressed = is_compressed
         self._span_bytes = MIN_SPAN_BYTES
         self._spans: deque[range] = deque()
-        self._begun: dict[int, list[_Piece]] = {}
-        """What came of chunks that were cut off, by index."""
+        self._landings: dict[int, Landing] = {}
+        """Chunks asked for, by index: of one that was cut off only the rest is fetched."""
+        self._counting = threading.Lock()
 
     async def run(self, *, num_connections: int) -> None:
         """Fetch what is missing. Raises PenstockError where no source is left, OSError where the disk refuses."""
@@ -104,67 +102,46 @@ class Fetching:
                 await self._sources.note_failed(source, error)
 
     async def _fetch_span(self, source: Source, span: range) -> None:
-        begin = self._content.chunk(span[0]).offset + _size(self._begun.get(span[0], ()))
-        end = self._content.chunk(span[-1]).offset + self._content.chunk(span[-1]).size_bytes
-        headers = {"Range": f"bytes={begin}-{end - 1}"}
+        headers = dict(self._connections.headers)
         if self._is_compressed and source.kind is SourceKind.ORIGIN:
             headers[CODING_HEADER] = ZSTD
-        silence_s = RELAY_SILENCE_S if source.kind is SourceKind.RELAY else ORIGIN_SILENCE_S
+        connection = self._connections.take(source.url)
+        read = SpanRead(
+            connection,
+            url=source.url,
+            headers=headers,
+            silence_s=RELAY_SILENCE_S if source.kind is SourceKind.RELAY else ORIGIN_SILENCE_S,
+            rate=self._rate,
+            on_received=partial(self._note_received, source.kind),
+        )
+        loop = asyncio.get_running_loop()
+        landings = {index: self._landings.get(index) or self._content.landing(index) for index in span}
+        self._landings.update(landings)
+        job = self._connections.threads.submit(
+            read.run,
+            landings,
+            size_bytes=self._content.size_bytes,
+            on_chunk=lambda index: loop.call_soon_threadsafe(self._note_chunk, index),
+        )
         try:
-            async with self._session.get(
-                source.url,
-                headers=headers,
-                allow_redirects=False,
-                timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S, sock_read=silence_s),
-            ) as response:
-                self._check_answer(response, begin, end)
-                is_coded = response.headers.get(CODING_HEADER) == ZSTD
-                await self._read_chunks(_Pieces(response.content, is_coded=is_coded), source.kind, span)
-        except (aiohttp.ClientError, TimeoutError) as error:
-            raise ServiceUnavailableError(f"{source.url}: {type(error).__name__}: {error}") from error
+            await asyncio.wrap_future(job)
+        except asyncio.CancelledError:
+            # Whoever opens the file next must be the only one who writes to it.
+            read.stop()
+            await asyncio.gather(asyncio.wrap_future(job), return_exceptions=True)
+            connection.close()
+            raise
+        self._connections.give_back(source.url, connection)
 
-    def _check_answer(self, response: aiohttp.ClientResponse, begin: int, end: int) -> None:
-        if response.status in (_HTTP_NOT_FOUND, _HTTP_GONE):
-            raise UnknownVersionError(f"{response.url}: the content is not there (any more)")
-        is_whole = (begin, end) == (0, self._content.size_bytes)
-        if response.status == _HTTP_OK and is_whole:
-            return
-        if response.status != _HTTP_PARTIAL:
-            raise ServiceUnavailableError(f"{response.url}: answered HTTP {response.status} to a ranged GET")
-        content_range = response.headers.get("Content-Range", "")
-        if not content_range.startswith(f"bytes {begin}-{end - 1}/"):
-            raise ServiceUnavailableError(
-                f"{response.url}: sent range {content_range!r:.80}, asked for {begin}-{end - 1}"
-            )
+    def _note_received(self, kind: SourceKind, num_bytes: int) -> None:
+        with self._counting:
+            self.fetched_bytes[kind] += num_bytes
+            self._content.note_received(num_bytes)
+            self._on_fetched(kind, num_bytes)
 
-    async def _read_chunks(self, incoming: _Pieces, kind: SourceKind, span: range) -> None:
-        """Read chunk after chunk; while one is checked and written the next one is read."""
-        storing: asyncio.Task[None] | None = None
-        try:
-            for index in span:
-                pieces = await self._read_chunk(incoming, kind, index)
-                if storing is not None:
-                    await storing
-                storing = asyncio.create_task(self._store(index, pieces))
-        finally:
-            if storing is not None:
-                await storing
-
-    async def _read_chunk(self, incoming: _Pieces, kind: SourceKind, index: int) -> list[_Piece]:
-        pieces = self._begun.setdefault(index, [])
-        missing_bytes = self._content.chunk(index).size_bytes - _size(pieces)
-        while missing_bytes:
-            piece, came_bytes = await incoming.next(missing_bytes)
-            pieces.append(piece)
-            missing_bytes -= len(piece)
-            self.fetched_bytes[kind] += came_bytes
-            self._content.note_received(came_bytes)
-            self._on_fetched(kind, came_bytes)
-            await self._rate.take(came_bytes)
-        return self._begun.pop(index)
-
-    async def _store(self, index: int, pieces: Sequence[_Piece]) -> None:
-        await self._content.store(index, pieces)
+    def _note_chunk(self, index: int) -> None:
+        del self._landings[index]
+        self._content.keep(index)
         self._sources.note_good()
 
     def _group(self, indices: Iterable[int]) -> list[range]:
@@ -182,43 +159,6 @@ class Fetching:
                 spans.append(range(index, index + 1))
                 last_bytes = size_bytes
         return spans
-
-
-class _Pieces:
-    """A body in the pieces it came in, or was compressed in, cut where a chunk ends: nothing is copied."""
-
-    def __init__(self, reader: aiohttp.StreamReader, *, is_coded: bool) -> None:
-        self._reader = reader
-        self._is_coded = is_coded
-        self._rest: _Piece = b""
-
-    async def next(self, max_bytes: int) -> tuple[_Piece, int]:
-        """The next bytes, and how many came over the network for them now.
-
-        Raises:
-            ServiceUnavailableError: The body ended, or is not coded as it says.
-        """
-        piece, came_bytes = self._rest, 0
-        while not piece:
-            piece, came_bytes = await (read_frame(self._reader) if self._is_coded else self._read())
-        if not self._is_coded:
-            came_bytes = min(len(piece), max_bytes)
-        if len(piece) <= max_bytes:
-            self._rest = b""
-            return piece, came_bytes
-        view = memoryview(piece)
-        self._rest = view[max_bytes:]
-        return view[:max_bytes], came_bytes
-
-    async def _read(self) -> tuple[_Piece, int]:
-        piece, is_end = await self._reader.readchunk()
-        if not piece and (not is_end or self._reader.at_eof()):
-            raise ServiceUnavailableError("the source broke off")
-        return piece, len(piece)
-
-
-def _size(pieces: Iterable[_Piece]) -> int:
-    return sum(len(piece) for piece in pieces)
 
 
 def _first(errors: BaseExceptionGroup[Exception]) -> BaseException:

@@ -18,7 +18,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from penstock.errors import DigestMismatchError, ServiceUnavailableError
-from penstock.transfer.chunks import is_chunk
+from penstock.transfer.chunks import chunk_digest, chunk_hasher, is_chunk
 from penstock.v1 import weights_pb2
 
 STALL_S = 10.0
@@ -79,6 +79,14 @@ class PartialContent:
     async def store(self, index: int, pieces: Sequence[bytes | memoryview]) -> None:
         """Check and keep a chunk, in a thread. Raises DigestMismatchError, OSError; then nothing of it is there."""
         await asyncio.to_thread(_store, self._descriptor, self._chunks[index], pieces)
+        self.keep(index)
+
+    def landing(self, index: int) -> Landing:
+        """A chunk that is to come in pieces; `keep` it when it proved right."""
+        return Landing(self._descriptor, self._chunks[index])
+
+    def keep(self, index: int) -> None:
+        """A chunk was written and proved right."""
         if not self._good[index]:
             self._good[index] = 1
             self._num_good += 1
@@ -133,10 +141,49 @@ class PartialContent:
         self._changed = asyncio.Event()
 
 
+class Landing:
+    """A chunk on its way into the file, for one thread at a time.
+
+    Each piece is hashed and written when it comes, while the processor's cache still holds it.
+    """
+
+    def __init__(self, descriptor: int, chunk: weights_pb2.ChunkInfo) -> None:
+        self._descriptor = descriptor
+        self._chunk = chunk
+        self._hasher = chunk_hasher(chunk)
+        self._landed_bytes = 0
+
+    @property
+    def begin(self) -> int:
+        """Where in the content the next piece belongs, in bytes."""
+        return self._chunk.offset + self._landed_bytes
+
+    @property
+    def missing_bytes(self) -> int:
+        """What is still to come."""
+        return self._chunk.size_bytes - self._landed_bytes
+
+    def add(self, piece: bytes | memoryview) -> None:
+        """Take the next bytes, at most `missing_bytes`. Raises OSError: no space."""
+        self._hasher.update(piece)
+        _write(self._descriptor, [piece], self.begin)
+        self._landed_bytes += len(piece)
+
+    def check(self) -> None:
+        """Returns if all that came is the chunk. Raises DigestMismatchError, and begins anew."""
+        if self._hasher.hexdigest() != chunk_digest(self._chunk):
+            self._hasher, self._landed_bytes = chunk_hasher(self._chunk), 0
+            raise _mismatch(self._chunk)
+
+
 def _store(descriptor: int, chunk: weights_pb2.ChunkInfo, pieces: Sequence[bytes | memoryview]) -> None:
     if not is_chunk(chunk, pieces):
-        raise DigestMismatchError(f"the chunk at byte {chunk.offset} has another digest")
+        raise _mismatch(chunk)
     _write(descriptor, pieces, chunk.offset)
+
+
+def _mismatch(chunk: weights_pb2.ChunkInfo) -> DigestMismatchError:
+    return DigestMismatchError(f"the chunk at byte {chunk.offset} has another digest")
 
 
 def _write(descriptor: int, pieces: Sequence[bytes | memoryview], offset: int) -> None:

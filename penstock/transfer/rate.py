@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from collections.abc import Callable
 
@@ -14,6 +15,7 @@ class ByteRate:
     """A token bucket: over any time t at most `bytes_per_second` x (t + BURST_S) pass, and one piece more.
 
     Takers are let through in order of asking; a piece larger than the bucket passes and is paid for afterwards.
+    Takers may be in different threads.
     """
 
     def __init__(self, bytes_per_second: float | None, *, now_s: Callable[[], float] = time.monotonic) -> None:
@@ -22,14 +24,16 @@ class ByteRate:
         self._rate = bytes_per_second
         self._now_s = now_s
         self._free_at_s = 0.0
+        self._lock = threading.Lock()
 
     def delay_s(self, num_bytes: int) -> float:
         """Take `num_bytes`; returns how long to wait before they may pass."""
         if self._rate is None:
             return 0.0
-        now_s = self._now_s()
-        begin_s = max(self._free_at_s, now_s - BURST_S)
-        self._free_at_s = begin_s + num_bytes / self._rate
+        with self._lock:
+            now_s = self._now_s()
+            begin_s = max(self._free_at_s, now_s - BURST_S)
+            self._free_at_s = begin_s + num_bytes / self._rate
         return max(0.0, begin_s - now_s)
 
     async def take(self, num_bytes: int) -> None:

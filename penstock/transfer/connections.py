@@ -1,0 +1,91 @@
+"""HTTP connections to sources, whose calls block, and the threads that read from them."""
+
+from __future__ import annotations
+
+import select
+import ssl
+import time
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from http.client import HTTP_PORT, HTTPS_PORT, HTTPConnection, HTTPSConnection
+from urllib.parse import urlsplit
+
+from penstock.errors import ServiceUnavailableError
+
+CONNECT_TIMEOUT_S = 5.0
+MAX_IDLE = 8
+MAX_IDLE_S = 15.0
+"""Versions and their deltas follow each other closely; what waits longer may have been forgotten by a router."""
+
+
+class Connections:
+    """Lends connections, and keeps idle ones between fetches; for the event loop's thread alone.
+
+    Args:
+        tls: The authorities to trust and the certificate to show; the machine's own authorities where None.
+        headers: To be sent with each request.
+        num_threads: Most connections that are read at once.
+    """
+
+    def __init__(self, *, tls: ssl.SSLContext | None, headers: Mapping[str, str], num_threads: int) -> None:
+        self.headers = headers
+        # Of their own: they wait for bytes for as long as a fetch takes, and must not keep others waiting.
+        self.threads = ThreadPoolExecutor(num_threads, thread_name_prefix="fetch")
+        self._tls = tls
+        self._idle: list[_Idle] = []
+
+    def take(self, url: str) -> HTTPConnection:
+        """A connection for one thread, open or to be opened. Raises ServiceUnavailableError: no such address."""
+        try:
+            parts = urlsplit(url)
+            for idle in [one for one in self._idle if one.origin == _origin(url)]:
+                self._idle.remove(idle)
+                if idle.is_usable():
+                    return idle.connection
+                idle.connection.close()
+            return self._make(parts.scheme, parts.hostname or "", parts.port)
+        except ValueError as error:
+            raise ServiceUnavailableError(f"{url}: {error}") from error
+
+    def give_back(self, url: str, connection: HTTPConnection) -> None:
+        """Keep a connection for the next one who asks, if it is open: its last answer was read to the end."""
+        if connection.sock is not None:
+            self._idle.append(_Idle(_origin(url), connection, time.monotonic()))
+        for idle in self._idle[:-MAX_IDLE]:
+            self._idle.remove(idle)
+            idle.connection.close()
+
+    def close(self) -> None:
+        """Close what is idle, and let the threads end."""
+        self.threads.shutdown(wait=False)
+        while self._idle:
+            self._idle.pop().connection.close()
+
+    def _make(self, scheme: str, host: str, port: int | None) -> HTTPConnection:
+        if scheme == "http":
+            return HTTPConnection(host, port or HTTP_PORT, timeout=CONNECT_TIMEOUT_S)
+        if self._tls is None:
+            self._tls = ssl.create_default_context()
+        return HTTPSConnection(host, port or HTTPS_PORT, timeout=CONNECT_TIMEOUT_S, context=self._tls)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Idle:
+    origin: str
+    connection: HTTPConnection
+    since_s: float
+
+    def is_usable(self) -> bool:
+        """Whether nothing came meanwhile: the end of the connection would be such a thing."""
+        if time.monotonic() - self.since_s > MAX_IDLE_S:
+            return False
+        poll = select.poll()
+        poll.register(self.connection.sock, select.POLLIN)
+        return not poll.poll(0)
+
+
+def _origin(url: str) -> str:
+    """Scheme, host and port."""
+    parts = urlsplit(url)
+    return f"{parts.scheme}://{parts.netloc}"

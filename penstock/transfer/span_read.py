@@ -1,0 +1,179 @@
+"""Neighbouring chunks of a content, read by one ranged GET: by calls that block, in a thread of its own.
+
+    ask -> answer checked -> piece read, hashed, written -> ... -> chunk proved -> next one
+
+Everything that is done with a piece is done at once by one thread, without the event loop: what was read is still in
+the processor's cache, and nothing is handed from thread to thread. That takes less time than an asynchronous client
+needs to receive the bytes alone (`docs/benchmarks.md`), and weights that arrive do not hold up the event loop.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from http.client import HTTPConnection, HTTPException, HTTPResponse
+from typing import TypeAlias
+from urllib.parse import urlsplit
+
+from penstock.errors import ServiceUnavailableError, UnknownVersionError
+from penstock.transfer.coding import CODING_HEADER, ZSTD, read_frame
+from penstock.transfer.partial import Landing
+from penstock.transfer.rate import ByteRate
+
+PIECE_BYTES = 256 * 1024
+"""Read at once, at most: little enough for a processor's own cache."""
+
+_HTTP_OK, _HTTP_PARTIAL, _HTTP_NOT_FOUND, _HTTP_GONE = 200, 206, 404, 410
+_Piece: TypeAlias = bytes | memoryview
+
+
+class SpanRead:
+    """One GET; `run` it once, in a thread.
+
+    Args:
+        connection: Nobody else's meanwhile; closed unless `run` returns.
+        url: Of the content.
+        headers: Sent with the request, beside the range.
+        silence_s: How long the source may send nothing.
+        rate: Cap on what comes.
+        on_received: Told how many bytes came, in the thread.
+    """
+
+    def __init__(
+        self,
+        connection: HTTPConnection,
+        *,
+        url: str,
+        headers: Mapping[str, str],
+        silence_s: float,
+        rate: ByteRate,
+        on_received: Callable[[int], None],
+    ) -> None:
+        self._connection = connection
+        self._url = url
+        self._headers = headers
+        self._silence_s = silence_s
+        self._rate = rate
+        self._on_received = on_received
+        self._stopped = threading.Event()
+        self._socket: socket.socket | None = None
+
+    def run(self, landings: Mapping[int, Landing], *, size_bytes: int, on_chunk: Callable[[int], object]) -> None:
+        """Bring neighbouring chunks into the file.
+
+        Args:
+            landings: Chunks by index, in order; of the first one a part may be there.
+            size_bytes: Of the whole content.
+            on_chunk: Told, in the thread, of each chunk that is there and right.
+
+        Raises:
+            DigestMismatchError: A chunk is not what it must be; it is to be fetched anew.
+            UnknownVersionError: The source does not have the content.
+            ServiceUnavailableError: Broken off, silent, no answer to the question, or `stop` was called.
+            OSError: The file cannot be written.
+        """
+        try:
+            chunks = list(landings.values())
+            end = chunks[-1].begin + chunks[-1].missing_bytes
+            response = self._ask(chunks[0].begin, end, size_bytes)
+            body = _Body(response)
+            for index, landing in landings.items():
+                self._land(body, landing)
+                landing.check()
+                on_chunk(index)
+            self._finish(response)
+        except BaseException:
+            self._connection.close()
+            raise
+
+    def stop(self) -> None:
+        """Let `run` end soon, from another thread: at once, but for a connection that is being made."""
+        self._stopped.set()
+        if self._socket is not None:
+            with contextlib.suppress(OSError):
+                self._socket.shutdown(socket.SHUT_RDWR)
+
+    def _ask(self, begin: int, end: int, size_bytes: int) -> HTTPResponse:
+        parts = urlsplit(self._url)
+        path = f"{parts.path or '/'}?{parts.query}" if parts.query else parts.path or "/"
+        with self._failing_as_unavailable():
+            if self._connection.sock is None:
+                self._connection.connect()
+            self._socket = self._connection.sock
+            self._raise_if_stopped()
+            self._connection.sock.settimeout(self._silence_s)
+            self._connection.request("GET", path, headers={**self._headers, "Range": f"bytes={begin}-{end - 1}"})
+            response = self._connection.getresponse()
+        self._check_answer(response, begin, end, size_bytes)
+        return response
+
+    def _check_answer(self, response: HTTPResponse, begin: int, end: int, size_bytes: int) -> None:
+        if response.status in (_HTTP_NOT_FOUND, _HTTP_GONE):
+            raise UnknownVersionError(f"{self._url}: the content is not there (any more)")
+        if response.status == _HTTP_OK and (begin, end) == (0, size_bytes):
+            return
+        if response.status != _HTTP_PARTIAL:
+            raise ServiceUnavailableError(f"{self._url}: answered HTTP {response.status} to a ranged GET")
+        content_range = response.headers.get("Content-Range", "")
+        if not content_range.startswith(f"bytes {begin}-{end - 1}/"):
+            raise ServiceUnavailableError(f"{self._url}: sent range {content_range!r:.80}, asked for {begin}-{end - 1}")
+
+    def _land(self, body: _Body, landing: Landing) -> None:
+        while landing.missing_bytes:
+            with self._failing_as_unavailable():
+                piece, came_bytes = body.next(landing.missing_bytes)
+            # What is read after that may be the kernel's leavings, and somebody else may open the file.
+            self._raise_if_stopped()
+            landing.add(piece)
+            self._on_received(came_bytes)
+            self._stopped.wait(self._rate.delay_s(came_bytes))
+
+    def _finish(self, response: HTTPResponse) -> None:
+        """Leave the connection ready for the next request, where the answer ends with the last chunk."""
+        is_at_end = False
+        with contextlib.suppress(OSError, HTTPException, ValueError):
+            is_at_end = not response.will_close and not response.read1(1)
+        response.close()
+        if not is_at_end:
+            self._connection.close()
+
+    def _raise_if_stopped(self) -> None:
+        if self._stopped.is_set():
+            raise ServiceUnavailableError("the fetch was given up")
+
+    @contextlib.contextmanager
+    def _failing_as_unavailable(self) -> Iterator[None]:
+        try:
+            yield
+        except (OSError, HTTPException, ValueError) as error:
+            # ValueError: an address or a header that cannot be sent, a number in an answer that is none.
+            raise ServiceUnavailableError(f"{self._url}: {type(error).__name__}: {error}") from error
+
+
+class _Body:
+    """An answer's body in the pieces it came in, or was compressed in, cut where a chunk ends."""
+
+    def __init__(self, response: HTTPResponse) -> None:
+        self._response = response
+        self._is_coded = response.headers.get(CODING_HEADER) == ZSTD
+        self._rest = memoryview(b"")
+
+    def next(self, max_bytes: int) -> tuple[_Piece, int]:
+        """The next bytes, at most `max_bytes`, and how many came over the network for them now.
+
+        Raises:
+            ServiceUnavailableError: The body ended, or is not coded as it says.
+            OSError, HTTPException, ValueError: The connection broke off.
+        """
+        if not self._is_coded:
+            if plain := self._response.read1(min(max_bytes, PIECE_BYTES)):
+                return plain, len(plain)
+            raise ServiceUnavailableError("the source broke off")
+        came_bytes = 0
+        if not self._rest:
+            plain, came_bytes = read_frame(self._response)
+            self._rest = memoryview(plain)
+        piece, self._rest = self._rest[:max_bytes], self._rest[max_bytes:]
+        return piece, came_bytes
