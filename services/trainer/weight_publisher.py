@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from prometheus_client import Counter
+from safetensors import SafetensorError
 
 from penstock.adapters import AdapterSpec, to_message
 from penstock.clients.broker import timestamp
@@ -155,13 +156,18 @@ class WeightPublisher:
 
 
 def write_safetensors(tensors: Mapping[str, Tensor], path: Path) -> None:
-    """One safetensors file, complete under its name or not there."""
+    """One safetensors file, complete under its name or not there; raises OSError where the disk refuses it."""
     # Imported here: it brings torch, which the server should not wait for before it listens.
     from safetensors.torch import save_file
 
     temporary = path.with_suffix(".tmp")
-    save_file(dict(tensors), temporary)
-    os.replace(temporary, path)
+    try:
+        save_file(dict(tensors), temporary)
+        os.replace(temporary, path)
+    except SafetensorError as error:
+        raise OSError(f"{path}: {error}") from error
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 def serving_weights(

@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
-import os
-import signal
-import sys
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import pytest
 
-from penstock.v1 import trainer_pb2
-from tests.helpers.dying_trainer import MOMENTS
+from services.trainer import submission
+from tests.helpers.dying_trainer import MOMENTS, SUBMIT_BATCH_GROUPS, run_until
 from tests.helpers.scripted_training_broker import ScriptedTrainingBroker
 from tests.helpers.serving import serving
-from tests.helpers.training import run_document, running_trainer
+from tests.helpers.training import run_alone, run_document
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(180), pytest.mark.usefixtures("one_thread")]
-ROOT = Path(__file__).resolve().parents[2]
-NUM_STEPS = 5
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300), pytest.mark.usefixtures("one_thread")]
+NUM_STEPS = 6
+RESUMPTION = "resumption"
 
 
 class OrderedBroker(ScriptedTrainingBroker):
@@ -31,21 +27,26 @@ class OrderedBroker(ScriptedTrainingBroker):
         return super()._next(hello, room)
 
 
+@pytest.fixture(autouse=True)
+def _as_in_the_killed_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(submission, "SUBMIT_BATCH_GROUPS", SUBMIT_BATCH_GROUPS)
+
+
 def document_of(folder: Path, model: Path, target: str, num_minibatches: int) -> dict:
     folder.mkdir()
     document = run_document(
-        folder, model, target, num_steps=NUM_STEPS, checkpoint_every_steps=1, num_eval_prompts=0, keep_checkpoints=9
+        folder, model, target, num_steps=NUM_STEPS, checkpoint_every_steps=1, num_eval_prompts=0, keep_checkpoints=1
     )
     document["algorithm"]["num_minibatches"] = num_minibatches
-    return document
+    # One sample a pack.
+    return document | {"trainer": {"tokens_per_pack": 16}}
 
 
 async def run_to_its_end(document: dict, *, resume: bool) -> list[dict]:
     """What metrics.jsonl says of each step."""
-    async with running_trainer() as trainer:
-        run_dir = Path(await trainer.start(document, resume=resume))
-        finished = (await trainer.events(timeout_s=120))[-1].finished
-    assert finished.outcome == trainer_pb2.RUN_OUTCOME_COMPLETED, finished.message
+    run_dir = await run_alone(document, resume=resume)
+    summary = json.loads((run_dir / "summary.json").read_text())
+    assert summary["outcome"] == "completed", summary["message"]
     return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
 
 
@@ -57,7 +58,7 @@ def uninterrupted(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Call
     async def metrics_of(num_minibatches: int) -> list[dict]:
         if num_minibatches not in known:
             folder = tmp_path_factory.mktemp("whole") / "run"
-            async with serving(OrderedBroker().service()) as (_, target):
+            async with serving(OrderedBroker(max_queued=1).service()) as (_, target):
                 document = document_of(folder, model, target, num_minibatches)
                 known[num_minibatches] = await run_to_its_end(document, resume=False)
         return known[num_minibatches]
@@ -67,22 +68,30 @@ def uninterrupted(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Call
 
 @pytest.mark.parametrize(
     ("moment", "num_minibatches"),
-    [*((moment, 1) for moment in MOMENTS), pytest.param("after a step", 2, id="between a batch's optimiser steps")],
+    [
+        *((moment, 1) for moment in MOMENTS if not moment.startswith(RESUMPTION)),
+        pytest.param("step: after an optimiser step", 2, id="between a batch's optimiser steps"),
+    ],
 )
 async def test_a_run_killed_at_any_moment_trains_what_it_would_have_trained(
     tmp_path, model, uninterrupted, moment, num_minibatches
 ):
-    broker = OrderedBroker()
+    await check_deaths([moment], tmp_path, model, uninterrupted, num_minibatches)
+
+
+@pytest.mark.parametrize("moment", [moment for moment in MOMENTS if moment.startswith(RESUMPTION)])
+async def test_a_run_killed_again_while_it_resumes_does_too(tmp_path, model, uninterrupted, moment):
+    await check_deaths(["step: after the broker heard of a step", moment], tmp_path, model, uninterrupted, 1)
+
+
+async def check_deaths(moments, tmp_path, model, uninterrupted, num_minibatches):
+    """A run that dies at each of these moments in turn, then comes to its end."""
+    broker = OrderedBroker(max_queued=1)
     async with serving(broker.service()) as (_, target):
         document = document_of(tmp_path / "run", model, target, num_minibatches)
-        path = tmp_path / "document.json"
-        path.write_text(json.dumps(document))
-        process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-P", "-m", "tests.helpers.dying_trainer", str(path), moment),
-            env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        )
-        assert await process.wait() == -signal.SIGKILL
-        assert not broker.is_closed
+        for number, moment in enumerate(moments):
+            await run_until(moment, document, resume=number > 0)
+            assert not broker.is_closed
         metrics = await run_to_its_end(document, resume=True)
 
     books = broker.books()

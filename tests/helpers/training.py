@@ -92,6 +92,18 @@ async def running_trainer(
                 await server.stop(grace_s=0.2)
 
 
+async def run_alone(document: dict, *, run_id: str = "r", resume: bool = False) -> Path:
+    """A whole run in this process, with nobody to ask for it; its folder, whose summary says how it ended."""
+    config = TrainingConfig.model_validate(document)
+    spec = RunSpec(run_id=run_id, config=config, run_dir=config.run.dir / run_id, resume=resume)
+    spec.run_dir.mkdir(parents=True, exist_ok=True)
+    store = WeightStore()
+    async with serving_weights(store, listen="127.0.0.1:0", security=NO_SECURITY) as url:
+        run = TrainingRun(spec, store=store, weights_url=url, load_policy=load_policy, security=NO_SECURITY)
+        await run.run()
+    return spec.run_dir
+
+
 def write_rows(path: Path, num_rows: int) -> Path:
     rows = [{"prompt": f"{i}+{i}=", "answer": str(2 * i), "level": i} for i in range(num_rows)]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")

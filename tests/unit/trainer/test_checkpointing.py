@@ -1,9 +1,7 @@
 """Checkpoints beside training: what is awaited, what is refused, what a full disk leaves."""
 
 import asyncio
-import resource
 from concurrent.futures import Future
-from contextlib import contextmanager
 
 import pytest
 
@@ -12,6 +10,7 @@ from services.trainer import checkpoint
 from services.trainer.checkpoint import ResumeState
 from services.trainer.checkpointing import Checkpoints
 from services.trainer.compute import ComputeThread
+from tests.helpers.full_disk import largest_file
 from tests.helpers.waiting import until
 from tests.unit.trainer.builders import RecordingBackend
 from tests.unit.trainer.test_rank_backend import build_backend, model_directory  # noqa: F401
@@ -82,16 +81,6 @@ async def test_a_disk_that_refuses_is_told_at_once_and_leaves_nothing_half_writt
     backend.futures[2].set_result(None)
     await until(lambda: written == [1, 3], timeout_s=10)
     await checkpoints.finish()
-
-
-@contextmanager
-def largest_file(num_bytes):
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 @pytest.mark.parametrize("room", [1024, 100_000])

@@ -1,0 +1,73 @@
+"""A disk that is full for a while: the run ends by name, leaves nothing half written, and is resumed."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from services.trainer import checkpoint, weight_publisher
+from services.trainer.metrics import JsonLines
+from tests.helpers.full_disk import largest_file
+from tests.helpers.scripted_training_broker import ScriptedTrainingBroker
+from tests.helpers.serving import serving
+from tests.helpers.training import run_alone, run_document
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+NUM_STEPS = 4
+FULL_AT_STEP = 3
+
+
+def outcome_of(run_dir: Path) -> tuple[str, str]:
+    summary = json.loads((run_dir / "summary.json").read_text())
+    return summary["outcome"], summary["message"]
+
+
+def is_of_the_publication(_tensors: object, path: Path) -> bool:
+    return path.name.startswith(f"v{FULL_AT_STEP}-")
+
+
+def is_of_the_checkpoint(_path: Path, state: checkpoint.ResumeState) -> bool:
+    return state.num_steps == 2
+
+
+def is_of_the_metrics(lines: JsonLines, line: dict[str, object]) -> bool:
+    return "reward/mean" in line and line["policy_version"] == FULL_AT_STEP
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "is_it", "room"),
+    [
+        pytest.param(weight_publisher, "write_safetensors", is_of_the_publication, 100_000, id="publication"),
+        pytest.param(checkpoint, "_write_state", is_of_the_checkpoint, 10, id="checkpoint"),
+        pytest.param(JsonLines, "append", is_of_the_metrics, 100, id="metrics"),
+    ],
+)
+async def test_a_disk_that_is_full_at_one_moment_costs_no_sample(
+    tmp_path, model, monkeypatch, owner, name, is_it, room
+) -> None:
+    document = run_document(tmp_path, model, "", num_steps=NUM_STEPS, checkpoint_every_steps=2, num_eval_prompts=0)
+    original = getattr(owner, name)
+
+    def refused(*args, **kwargs):
+        if not is_it(*args, **kwargs):
+            return original(*args, **kwargs)
+        with largest_file(room):
+            return original(*args, **kwargs)
+
+    broker = ScriptedTrainingBroker()
+    async with serving(broker.service()) as (_, target):
+        with monkeypatch.context() as patch:
+            patch.setattr(owner, name, refused)
+            run_dir = await run_alone(document | {"broker": target})
+        outcome, message = outcome_of(run_dir)
+        assert outcome == "failed"
+        assert "too large" in message.lower(), message
+        assert not list(run_dir.rglob("*.tmp"))
+        assert all(checkpoint.is_complete(path) for path in (run_dir / "checkpoints").glob("step_*"))
+        assert not broker.is_closed
+        await run_alone(document | {"broker": target}, resume=True)
+    assert outcome_of(run_dir) == ("completed", "")
+    books = broker.books()
+    assert (books.submitted, books.trained, books.in_flight, books.balanced) == (32, 32, 0, True)
