@@ -92,9 +92,15 @@ class NodeAgent:
         config, security = self._config, self._security
         tasks = [
             asyncio.create_task(
-                report_node(config.scheduler, machine(config), measure=self._meter.rates, security=security)
+                report_node(
+                    config.scheduler,
+                    machine(config),
+                    measure=self._meter.rates,
+                    start_s=lambda: self._meter.start_s,
+                    security=security,
+                )
             ),
-            asyncio.create_task(keep_measuring(self._meter, self._replicas, security=security)),
+            asyncio.create_task(keep_measuring(self._meter, self._all_replicas, security=security)),
             asyncio.create_task(self._follow()),
             asyncio.create_task(self._services.watch()),
         ]
@@ -127,12 +133,15 @@ class NodeAgent:
         if todo.stops or todo.starts:
             started = [f"{one.name} (GPUs {', '.join(map(str, one.gpus))})" for one in todo.starts]
             _log.info("the plan is carried out", revision=plan.revision, stops=todo.stops, starts=started)
+        asked_s = asyncio.get_running_loop().time()
         await self._services.stop(todo.stops)
         for name in todo.stops:
             del self._running[name], self._ports[name]
         for one in todo.starts:
             self._start(one)
             self._running[one.name] = one
+            for replica in self._replicas(one):
+                self._meter.begin(replica, asked_s)
 
     def _start(self, placement: Placement) -> None:
         config = self._config
@@ -150,14 +159,13 @@ class NodeAgent:
             environment=_visible(settings.engine.engine, placement),
         )
 
-    def _replicas(self) -> list[Replica]:
-        """Every generator that runs here, those that share a process one by one."""
-        host = _called(self._config)
-        return [
-            Replica(f"{host}:{self._ports[name] + index}", placement.tensor_parallel)
-            for name, placement in self._running.items()
-            for index in range(placement.num_replicas)
-        ]
+    def _all_replicas(self) -> list[Replica]:
+        return [replica for placement in self._running.values() for replica in self._replicas(placement)]
+
+    def _replicas(self, placement: Placement) -> list[Replica]:
+        """The generators of a process that runs here."""
+        host, port = _called(self._config), self._ports[placement.name]
+        return [Replica(f"{host}:{port + index}", placement.tensor_parallel) for index in range(placement.num_replicas)]
 
 
 def machine(config: NodeConfig) -> pb.Node:

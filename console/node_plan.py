@@ -8,10 +8,9 @@ from dataclasses import dataclass
 from console.node_config import NodeConfig
 from penstock.v1 import scheduler_pb2 as pb
 from services.generator.config import GeneratorConfig, InstanceConfig
+from services.scheduler.migration import is_like
 
 MOST_SAMPLES = 8192
-LIKE_WITHIN = 0.25
-"""A generator goes on when what it should decode at once changes by no more than this share: restarting costs more."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,7 +37,7 @@ class Placement:
     def is_like(self, other: Placement) -> bool:
         """Whether a process of one can go on as the other."""
         is_same = (self.gpus, self.num_replicas) == (other.gpus, other.num_replicas)
-        return is_same and abs(self.num_samples - other.num_samples) <= LIKE_WITHIN * other.num_samples
+        return is_same and is_like(self.num_samples, other.num_samples)
 
 
 @dataclass(frozen=True, slots=True)

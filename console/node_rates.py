@@ -57,9 +57,18 @@ class Meter:
         self._windows: dict[int, _Window] = {}
         self._rates: dict[int, pb.MeasuredRate] = {}
         self._num_replicas: Counter[int] = Counter()
+        self._asked_s: dict[str, float] = {}
+        self.start_s: float | None = None
+        """How long the newest generator took until its engine was built; None before one was."""
 
-    def see(self, replica: Replica, now: generator_pb2.GetGeneratorResponse) -> None:
+    def begin(self, replica: Replica, now_s: float) -> None:
+        """A plan asked for this replica at that time."""
+        self._asked_s[replica.target] = now_s
+
+    def see(self, replica: Replica, now: generator_pb2.GetGeneratorResponse, *, now_s: float) -> None:
         """Take in a replica's counters; one that was started anew begins to count anew."""
+        if now.state == generator_pb2.GENERATOR_STATE_SERVING and replica.target in self._asked_s:
+            self.start_s = (now_s - self._asked_s.pop(replica.target)) * self._time_scale
         before, self._seen[replica.target] = self._seen.get(replica.target), now
         if before is None or before.generator_id != now.generator_id:
             return
@@ -86,6 +95,7 @@ class Meter:
         What was measured last is told on while nothing runs here: a scheduler that was restarted does not know it.
         """
         self._seen = {target: seen for target, seen in self._seen.items() if target in replicas}
+        self._asked_s = {target: asked_s for target, asked_s in self._asked_s.items() if target in replicas}
         degrees = self._num_replicas = Counter(replica.tensor_parallel for replica in replicas.values())
         if degrees:
             self._rates = {degree: rate for degree, rate in self._rates.items() if degree in degrees}
@@ -125,7 +135,8 @@ async def _look(meter: Meter, replica: Replica, channel: grpc.aio.Channel) -> No
     stub = generator_pb2_grpc.GeneratorServiceStub(channel)
     request, peer = generator_pb2.GetGeneratorRequest(), f"generator {replica.target}"
     try:
-        meter.see(replica, await call(stub.GetGenerator, request, peer=peer, timeout_s=_TIMEOUT_S))
+        answer = await call(stub.GetGenerator, request, peer=peer, timeout_s=_TIMEOUT_S)
     except PenstockError:
         # It is starting or ending; its supervisor looks after it.
         return
+    meter.see(replica, answer, now_s=asyncio.get_running_loop().time())

@@ -32,9 +32,22 @@ def this_machine(*, node_id: str, site: str = "", roles: Sequence[pb.Role.ValueT
 
 
 async def report_node(
-    scheduler: str, node: pb.Node, *, measure: Callable[[], list[pb.MeasuredRate]], security: Security
+    scheduler: str,
+    node: pb.Node,
+    *,
+    measure: Callable[[], list[pb.MeasuredRate]],
+    start_s: Callable[[], float | None] = lambda: None,
+    security: Security,
 ) -> None:
-    """Register `node` and report until cancelled; registers again when the scheduler forgot, waits when it is away."""
+    """Register `node` and report until cancelled; registers again when the scheduler forgot, waits when it is away.
+
+    Args:
+        scheduler: Its address.
+        node: This machine.
+        measure: Its newest rates.
+        start_s: How long its newest generator took to start, if one did.
+        security: Credentials of the process.
+    """
     async with open_channel(scheduler, security) as channel:
         stub = scheduler_pb2_grpc.SchedulerServiceStub(channel)
         is_known = False
@@ -46,7 +59,7 @@ async def report_node(
                     answer = await call(stub.RegisterNode, request, peer="scheduler", timeout_s=_TIMEOUT_S)
                     interval_s = max(0.5, answer.heartbeat_interval.ToMilliseconds() / 1000)
                     is_known = True
-                report = pb.ReportNodeRequest(node_id=node.node_id, rates=measure())
+                report = pb.ReportNodeRequest(node_id=node.node_id, rates=measure(), generator_start_s=start_s())
                 await call(stub.ReportNode, report, peer="scheduler", timeout_s=_TIMEOUT_S)
             except PenstockError as error:
                 is_known = False

@@ -6,7 +6,7 @@ when it says that it leaves, so that a plan can name what is missing.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from penstock.errors import InvalidFieldError, PenstockError, QueueFullError
 from penstock.v1 import scheduler_pb2 as pb
@@ -17,6 +17,7 @@ MAX_NAME_CHARACTERS = 128
 MAX_ACCELERATORS = 64
 MAX_RATES = 32
 MAX_PER_SECOND = 1e12
+MAX_START_S = 1e6
 TOKEN_S = (1e-6, 1e4)
 """Least and most; what a machine measures is inside, and what is computed from it stays finite."""
 CONCURRENT_SAMPLES = (1e-2, 1e6)
@@ -36,6 +37,7 @@ class _Record:
     report_time_s: float
     rates: dict[int, list[pb.MeasuredRate]] = field(default_factory=dict)
     """Of the newest report that had any, by role."""
+    generator_start_s: float | None = None
 
 
 class Inventory:
@@ -52,15 +54,16 @@ class Inventory:
         if node.node_id not in self._records and len(self._records) >= MAX_NODES:
             raise QueueFullError(f"{MAX_NODES} machines are registered; retire some", queue="nodes")
         known = self._records.get(node.node_id)
-        self._records[node.node_id] = _Record(node, now_s, known.rates if known else {})
+        self._records[node.node_id] = replace(known, node=node, report_time_s=now_s) if known else _Record(node, now_s)
         for link in links:
             _check_link(link)
             if len(self._links) >= MAX_LINKS:
                 raise QueueFullError(f"{MAX_LINKS} links are registered", queue="links")
             self._links[(link.from_site, link.to_site)] = link
 
-    def report(self, node_id: str, rates: list[pb.MeasuredRate], *, is_leaving: bool, now_s: float) -> None:
-        """Note a sign of life. Raises UnknownNodeError."""
+    def report(self, request: pb.ReportNodeRequest, *, now_s: float) -> None:
+        """Note a sign of life and what it measured. Raises UnknownNodeError, InvalidFieldError."""
+        node_id, rates = request.node_id, list(request.rates)
         record = self._records.get(node_id)
         if record is None:
             raise UnknownNodeError(f"node_id: {node_id!r} is not registered; call RegisterNode first", node_id=node_id)
@@ -68,9 +71,16 @@ class Inventory:
             raise InvalidFieldError(f"rates: {len(rates)} given, at most {MAX_RATES} are allowed", field="rates")
         for rate in rates:
             _check_rate(rate)
+        start_s = request.generator_start_s
+        if not 0 <= start_s <= MAX_START_S:
+            raise InvalidFieldError(
+                f"generator_start_s: must be 0 to {MAX_START_S:g}, got {start_s}", field="generator_start_s"
+            )
         record.report_time_s = now_s
         record.rates |= {role: [rate for rate in rates if rate.role == role] for role in {rate.role for rate in rates}}
-        if is_leaving:
+        if request.HasField("generator_start_s"):
+            record.generator_start_s = request.generator_start_s
+        if request.is_leaving:
             del self._records[node_id]
 
     def views(self, *, now_s: float) -> list[pb.NodeView]:
@@ -80,6 +90,8 @@ class Inventory:
             is_alive = now_s - record.report_time_s <= self._lifetime_s
             rates = [rate for of_role in record.rates.values() for rate in of_role]
             view = pb.NodeView(node=record.node, rates=rates, is_alive=is_alive)
+            if record.generator_start_s is not None:
+                view.generator_start_s = record.generator_start_s
             view.report_time.FromMilliseconds(int(record.report_time_s * 1000))
             views.append(view)
         return views

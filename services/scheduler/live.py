@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from penstock.v1 import scheduler_pb2 as pb
+from services.scheduler.migration import stands_still_s
 from services.scheduler.output_lengths import scaled
 from services.scheduler.plan_document import PlanDocument, node_classes
 from services.scheduler.problem import MAX_GPUS, NodeClass, Problem
@@ -30,6 +31,8 @@ class Live:
     """By the problem's id of a machine; one that is not here is called that."""
     missing: frozenset[str] = frozenset()
     """Machines of the problem that never came."""
+    migration_s: float = 0.0
+    """How long a generator that changes does nothing."""
     slow: Mapping[str, float] = field(default_factory=dict)
     """Machines that are planned for as slower ones: their share of the speed that they should have."""
 
@@ -103,7 +106,8 @@ def live_problem(
         return Live(None, {})
     nodes = tuple(node.model_copy(update={"count": len(members[name])}) for name, node in classes.items())
     names = {f"{name}-{index}": real for name, reals in members.items() for index, real in enumerate(reals)}
-    return Live(problem.model_copy(update={"nodes": nodes}), names, missing, slow)
+    now = problem.model_copy(update={"nodes": nodes})
+    return Live(now, names, missing, stands_still_s(now, views), slow)
 
 
 def _with_lengths(planned: Problem, growth: float) -> Problem:

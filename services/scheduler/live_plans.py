@@ -6,7 +6,6 @@ A look costs nothing while nothing changed. Solving happens in a thread and take
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -18,10 +17,11 @@ from penstock.v1 import scheduler_pb2 as pb
 from services.scheduler.cost_model.demand import demand_of
 from services.scheduler.cost_model.rm1 import Rm1
 from services.scheduler.live import Live, live_problem, machines_of, never_came
+from services.scheduler.migration import stopped_share
 from services.scheduler.plan_document import PlanDocument, Replicas, TrainShare, node_classes
 from services.scheduler.problem import Problem
 from services.scheduler.problem_plan import plan_problem
-from services.scheduler.revision import COOL_DOWN_INTERVALS, Offer, Verdict, judge
+from services.scheduler.revision import COOL_DOWN_INTERVALS, Offer, Verdict, cost_of, judge
 from services.scheduler.solvers.interface import TimeLeft
 
 LOOK_EVERY_S = 5.0
@@ -166,16 +166,24 @@ class LivePlans:
             run.looked_at = problem
             _log.warning("the plan cannot be revised", run_id=run_id, reason=str(error))
             return None
+        new = document_of(found)
+        live.to_real(found)
+        offer = Offer(
+            rate=Rm1(problem).score(new).samples_per_second,
+            kept_rate=kept_rate,
+            num_gpus=_num_gpus(new),
+            num_kept_gpus=_num_gpus(kept),
+            migration_s=live.migration_s,
+            moved_share=stopped_share(run.plan, found),
+        )
         if gone:
-            verdict = Verdict(True, self._loss(gone, live.missing))
+            verdict = Verdict(True, f"{self._loss(gone, live.missing)}; {cost_of(offer)}")
         else:
-            offer = _offer(problem, kept, kept_rate, document_of(found))
             verdict = judge(offer, rested_s=now_s - run.revised_s, cool_down_s=self._cool_down_s)
         run.looked_at = problem
         _log.info("the plan was looked at again", run_id=run_id, is_revised=verdict.is_revised, reason=verdict.reason)
         if not verdict.is_revised or self._runs.get(run_id) is not run:
             return None
-        live.to_real(found)
         come = machines_of(document_of(found)) - machines_of(in_force)
         news = f"{_named(come)} now used. " if come else ""
         slow = [f"{name} at {share:.0%}" for name, share in sorted(live.slow.items())[:_MAX_NAMED]]
@@ -224,25 +232,5 @@ def _named(machines: Collection[str]) -> str:
     return ", ".join(sorted(machines)[:_MAX_NAMED]) + (f" and {num_more} more" if num_more > 0 else "")
 
 
-def _offer(problem: Problem, kept: PlanDocument, kept_rate: float, new: PlanDocument) -> Offer:
-    before, after = _parts(kept), _parts(new)
-    num_gpus, num_kept = sum(after.values()), sum(before.values())
-    slowest_nic = min(node.nic_Gbps for node in problem.nodes) * 1e9 / 8
-    return Offer(
-        rate=Rm1(problem).score(new).samples_per_second,
-        kept_rate=kept_rate,
-        num_gpus=num_gpus,
-        num_kept_gpus=num_kept,
-        migration_s=demand_of(problem).weight_bytes / slowest_nic + problem.cost_model.sync_pause_s,
-        moved_share=sum((after - before).values()) / max(1, num_gpus),
-    )
-
-
-def _parts(plan: PlanDocument) -> Counter[tuple[str, int]]:
-    """GPUs by machine and what they do: 0 trains, else the tensor-parallel degree."""
-    parts: Counter[tuple[str, int]] = Counter()
-    for each in plan.gen:
-        parts[each.node, each.tp] += each.tp * each.count
-    for share in plan.train:
-        parts[share.node, 0] += share.gpus
-    return parts
+def _num_gpus(plan: PlanDocument) -> int:
+    return sum(each.tp * each.count for each in plan.gen) + sum(share.gpus for share in plan.train)

@@ -39,9 +39,9 @@ class Offer:
     """Of the new one."""
     num_kept_gpus: int
     migration_s: float
-    """How long the machines that change do nothing: they load weights."""
+    """How long generators that change do nothing: they start and load weights."""
     moved_share: float
-    """Part of the GPUs that changes."""
+    """Part of the generators that changes."""
 
 
 def judge(offer: Offer, *, rested_s: float, cool_down_s: float) -> Verdict:
@@ -67,11 +67,16 @@ def judge(offer: Offer, *, rested_s: float, cool_down_s: float) -> Verdict:
     return Verdict(False, f"{gain:.1%} faster, less than {MIN_GAIN:.0%}")
 
 
+def cost_of(offer: Offer) -> str:
+    """What the change costs, for people."""
+    return f"the change stops {offer.moved_share:.0%} of the generators for {offer.migration_s:.0f} s"
+
+
 def _earned(offer: Offer, gain: float) -> Verdict:
     """Whether a faster plan makes up for the time in which it is put in place."""
     lost = offer.migration_s * offer.moved_share * offer.kept_rate
     won = (offer.rate - offer.kept_rate) * (HORIZON_S - offer.migration_s)
-    cost = f"the change stops {offer.moved_share:.0%} of the GPUs for {offer.migration_s:.0f} s"
+    cost = cost_of(offer)
     if won <= lost:
         return Verdict(False, f"{gain:.0%} faster, but {cost}, which does not pay within {HORIZON_S:.0f} s")
     return Verdict(True, f"{gain:.0%} faster; {cost}")

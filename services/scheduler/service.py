@@ -61,9 +61,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
 
     async def ReportNode(self, request: pb.ReportNodeRequest, context: Context) -> pb.ReportNodeResponse:
         """Note a sign of life and measured rates."""
-        self._inventory.report(
-            request.node_id, list(request.rates), is_leaving=request.is_leaving, now_s=self._clock.now_s()
-        )
+        self._inventory.report(request, now_s=self._clock.now_s())
         if request.is_leaving and len(self._left) < MAX_NODES:
             self._left.add(request.node_id)
         return pb.ReportNodeResponse()

@@ -108,6 +108,16 @@ async def test_a_machine_that_joins_is_used_once_the_plan_has_rested(fleet):
     assert "faster; the change stops" in later.explanation
 
 
+async def test_a_revision_costs_what_machines_measured_that_a_generator_takes_to_start(fleet):
+    await fleet.ask("ReportNode", pb.ReportNodeRequest(node_id="h20-0", generator_start_s=97.0))
+    await fleet.join("h20-new", "H20")
+    del fleet.alive["h20-0"]
+    await fleet.ask("ReportNode", pb.ReportNodeRequest(node_id="h20-new", generator_start_s=57.0))
+    plan = await fleet.pass_time(20.0)
+
+    assert "the change stops 100% of the generators for 58 s" in plan.explanation
+
+
 async def test_a_machine_that_falls_silent_is_replaced_and_used_again_when_it_is_back(fleet):
     await fleet.join("h20-new", "H20")
     await fleet.pass_time(2 * COOL_DOWN_S)
@@ -278,7 +288,8 @@ async def test_trainers_that_are_kept_stay_while_generators_are_replaced(fleet):
 
     assert trainers(after) == {"h800-0": 8}
     assert machines(after) == {"h800-0", "h20-new"}
-    assert "h20-0 of the plan in force: not there any more. h20-new now used" in after.explanation
+    assert "h20-0 of the plan in force: not there any more" in after.explanation
+    assert "h20-new now used" in after.explanation
 
 
 async def test_a_scheduler_that_forgot_takes_machines_in_again_at_once(fleet):

@@ -30,9 +30,9 @@ class Counters:
 def watched(meter, *pairs, seconds=MIN_BUSY_S + 1, swap_s=0.0):
     meter.expect({replica.target: replica for replica, _ in pairs})
     for replica, counters in pairs:
-        meter.see(replica, counters.after(0.0))
+        meter.see(replica, counters.after(0.0), now_s=0.0)
         for _ in range(round(seconds)):
-            meter.see(replica, counters.after(1.0, swap_s=swap_s))
+            meter.see(replica, counters.after(1.0, swap_s=swap_s), now_s=0.0)
     return meter.rates()
 
 
@@ -85,3 +85,16 @@ def test_what_was_measured_is_told_until_generators_of_another_degree_run():
     wide = Replica("h:3", 4)
     meter.expect({wide.target: wide})
     assert meter.rates() == []
+
+
+def test_a_start_takes_until_the_engine_is_built():
+    meter = Meter(time_scale=3)
+    meter.expect({ONE.target: ONE})
+    meter.begin(ONE, 100.0)
+    for state, now_s, told in (
+        (generator_pb2.GENERATOR_STATE_STARTING, 104.0, None),
+        (generator_pb2.GENERATOR_STATE_SERVING, 107.0, 21.0),
+        (generator_pb2.GENERATOR_STATE_SERVING, 900.0, 21.0),
+    ):
+        meter.see(ONE, generator_pb2.GetGeneratorResponse(generator_id="a", state=state), now_s=now_s)
+        assert meter.start_s == told

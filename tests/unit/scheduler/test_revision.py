@@ -19,7 +19,7 @@ def test_a_faster_plan_takes_over_and_says_what_the_change_costs():
     verdict = judge(offer(1.2, 1.0), rested_s=LATER, cool_down_s=REST_S)
 
     assert verdict.is_revised
-    assert "20% faster; the change stops 50% of the GPUs for 10 s" in verdict.reason
+    assert "20% faster; the change stops 50% of the generators for 10 s" in verdict.reason
 
 
 def test_noise_revises_nothing():
