@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
@@ -9,6 +10,8 @@ import grpc
 
 from penstock.rpc import Server, Service, open_channel
 from penstock.security import NO_SECURITY, Security
+
+_READY_S = 20.0
 
 
 @asynccontextmanager
@@ -26,4 +29,6 @@ async def serving(*services: Service, security: Security = NO_SECURITY) -> Async
 async def channel_to(*services: Service, security: Security = NO_SECURITY) -> AsyncIterator[grpc.aio.Channel]:
     """A channel to a running server of these services."""
     async with serving(*services, security=security) as (_, target), open_channel(target, security) as channel:
+        # On a busy machine a first attempt to connect may run out of time, and a call without retries with it.
+        await asyncio.wait_for(channel.channel_ready(), _READY_S)
         yield channel
