@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import itertools
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import aclosing
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
@@ -16,7 +17,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from penstock.weights import WeightsMismatchError
-from services.generator import vllm_setup
+from services.generator import vllm_engine, vllm_setup
 from services.generator.emulated_engine import EmulatedEngine, EmulatedSpec
 from services.generator.engine import (
     Engine,
@@ -40,6 +41,9 @@ from tests.helpers.tiny_model import (
     write_perturbed,
 )
 from tests.helpers.waiting import until
+
+if TYPE_CHECKING:
+    from vllm.outputs import RequestOutput
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(240)]
 
@@ -481,6 +485,34 @@ async def test_vllm_attestation_notices_that_its_own_reload_leaves_a_tied_head_b
     assert await engine._attest([tmp_path / "model.safetensors"], names) == ["lm_head.weight"]
     await take_initial(engine, model_path)
     assert not await engine._attest([model_path / "model.safetensors"], names)
+
+
+async def test_vllm_computes_a_groups_prompt_once_and_anew_under_new_weights(
+    engine: Engine, model_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not isinstance(engine, VllmEngine):
+        pytest.skip("vLLM's prefix cache")
+    num_cached: dict[str, int] = {}
+    to_spans = vllm_engine.to_spans
+
+    def noting(output: RequestOutput, *args: object, **settings: object) -> Iterator[TokenSpan]:
+        num_cached[output.request_id] = output.num_cached_tokens
+        return to_spans(output, *args, **settings)
+
+    monkeypatch.setattr(vllm_engine, "to_spans", noting)
+    num_whole = 2 * engine.profile().kv_block_tokens
+    prompt = (PROMPT * MAX_CONTEXT)[: num_whole + 10]
+
+    async def decode_group() -> list[int]:
+        requests = [dataclasses.replace(make_request(max_new_tokens=4), prompt_token_ids=prompt) for _ in range(8)]
+        await asyncio.gather(*(collect(engine, request) for request in requests))
+        return sorted(num_cached[request.request_id] for request in requests)
+
+    assert await decode_group() == [0] + [num_whole] * 7
+    assert await decode_group() == [num_whole] * 8
+    await take_perturbed(engine, model_path, tmp_path)
+    assert await decode_group() == [0] + [num_whole] * 7
+    await take_initial(engine, model_path)
 
 
 async def test_vllm_takes_versions_layer_by_layer_where_it_cannot_refill(
