@@ -19,17 +19,12 @@ from contextlib import AsyncExitStack
 
 import structlog
 
-from penstock.clients.downloads import Downloader
 from penstock.clients.leases import LeaseSession
 from penstock.clients.tokens import TokenSession
-from penstock.clients.weights import WeightsClient
 from penstock.clock import SystemClock
-from penstock.collective.backend import Transport
-from penstock.collective.receiver import BroadcastReceiver
 from penstock.errors import NotOfferedError, PenstockError, ServiceUnavailableError
 from penstock.rpc import open_channel
 from penstock.security import NO_SECURITY, Security
-from penstock.transfer.relay import Relay
 from penstock.v1 import broker_pb2, generator_pb2
 from services.generator.busy import BusyTracker
 from services.generator.config import GeneratorConfig
@@ -43,7 +38,7 @@ from services.generator.holder import Holder
 from services.generator.metrics import GeneratorMetrics
 from services.generator.model_folder import TextDecoder, end_token_ids
 from services.generator.rollout import RolloutParts, Rollouts
-from services.generator.weight_puller import WeightPuller
+from services.generator.weight_intake import WeightIntake
 
 FLUSH_TIMEOUT_S = 3.0
 MAX_DRAIN_S = 3600.0
@@ -122,34 +117,17 @@ class Generator:
         )
         self._rollouts = Rollouts(parts, max_concurrent_samples=config.engine.max_concurrent_samples)
         self._holder = Holder(engine=engine, rollouts=self._rollouts, held=self._held, busy=self._busy)
-        self._store = WeightsClient(
-            config.weights,
-            run_id=config.run_id,
-            receiver_id=self.generator_id,
-            site=config.site,
-            security=security,
-        )
-        self._relay = _relay(config, metrics, security) if config.site else None
-        self._broadcasts = _broadcasts(config, metrics, self._store)
-        self._downloader = Downloader(
-            security=security,
-            broadcasts=self._broadcasts,
-            relay=self._relay,
-            find_relays=self._store.find_relays,
-            max_bytes_per_second=config.max_fetch_bytes_per_second,
-            compresses=config.compresses_fetches,
-            on_fetched=lambda kind, num_bytes: metrics.fetched_bytes.labels(kind).inc(num_bytes),
-        )
-        self._puller = WeightPuller(
-            client=self._store,
-            downloader=self._downloader,
+        self._weights = WeightIntake(
+            config,
+            generator_id=self.generator_id,
+            cache_dir=cache_dir,
             engine=engine,
             held=self._held,
             rollouts=self._rollouts,
-            cache_dir=cache_dir,
             metrics=metrics,
-            mode=config.engine.update_mode,
+            security=security,
         )
+        self._puller = self._weights.puller
         self._leasing: asyncio.Task[None] | None = None
         self._drain: asyncio.Task[None] | None = None
         self._is_paused = False
@@ -159,12 +137,7 @@ class Generator:
         self._failures.begin()
         self._resources.callback(self._failures.end)
         self._resources.push_async_callback(self._broker.close)
-        await self._resources.enter_async_context(self._store)
-        if self._relay is not None:
-            await self._resources.enter_async_context(self._relay)
-        if self._broadcasts is not None:
-            await self._resources.enter_async_context(self._broadcasts)
-        await self._resources.enter_async_context(self._downloader)
+        await self._resources.enter_async_context(self._weights)
         self._resources.push_async_callback(self._stop_engine)
         return self
 
@@ -195,15 +168,16 @@ class Generator:
         """Take an engine that owes tokens and brings none for a failed one, until cancelled."""
         await self._started.wait()
         watch, max_silence_s = DecodeWatch(), self._config.engine.max_silence_s
+        decoding = self._rollouts.decoding
         while True:
             await asyncio.sleep(max_silence_s / WATCHES_PER_SILENCE)
             silent_s = watch.silent_s(
-                num_awaited=0 if self._is_standing_still() else self._rollouts.num_awaited,
+                num_awaited=0 if self._is_standing_still() else decoding.num_awaited,
                 num_tokens=self._engine.stats().tokens_sampled,
                 now_s=time.monotonic(),
             )
             if silent_s >= max_silence_s:
-                what = f"no token for {silent_s:.1f} s while {self._rollouts.num_awaited} samples were waited for"
+                what = f"no token for {silent_s:.1f} s while {decoding.num_awaited} samples were waited for"
                 self.fail(EngineHungError(f"{what}; engine.max_silence_s is {max_silence_s}"))
 
     async def send_tokens(self) -> None:
@@ -376,29 +350,6 @@ class Generator:
             is_empty = self._rollouts.is_empty
             return generator_pb2.GENERATOR_STATE_DRAINED if is_empty else generator_pb2.GENERATOR_STATE_DRAINING
         return generator_pb2.GENERATOR_STATE_PAUSED if self._is_paused else generator_pb2.GENERATOR_STATE_SERVING
-
-
-def _broadcasts(config: GeneratorConfig, metrics: GeneratorMetrics, store: WeightsClient) -> BroadcastReceiver | None:
-    if config.weights_transport is Transport.HTTP:
-        return None
-    store.joins_broadcasts = True
-    return BroadcastReceiver(
-        store,
-        backend=config.weights_transport,
-        on_received=metrics.fetched_bytes.labels("broadcast").inc,
-        on_end=lambda outcome: metrics.broadcasts.labels(outcome).inc(),
-    )
-
-
-def _relay(config: GeneratorConfig, metrics: GeneratorMetrics, security: Security) -> Relay:
-    host = config.listen.rpartition(":")[0]
-    return Relay(
-        listen=config.relay_listen or f"{host}:0",
-        public_url=config.relay_url,
-        security=security,
-        max_bytes_per_second=config.max_relay_bytes_per_second,
-        on_served=metrics.relayed_bytes.inc,
-    )
 
 
 def _to_message(profile: EngineProfile, *, max_leases: int) -> broker_pb2.GeneratorProfile:

@@ -62,5 +62,5 @@ class Guests:
 
     async def _next(self, spans: AsyncGenerator[TokenSpan, None]) -> TokenSpan | None:
         # What a slow client holds back the engine does not owe.
-        with self.rollouts.awaiting():
+        with self.rollouts.decoding.awaiting():
             return await anext(spans, None)

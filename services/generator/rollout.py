@@ -17,8 +17,8 @@ Promises:
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
 import structlog
@@ -30,6 +30,7 @@ from penstock.errors import InvalidFieldError
 from penstock.v1 import broker_pb2, types_pb2
 from services.generator.busy import BusyTracker
 from services.generator.credit import Credit
+from services.generator.decoding import Decoding
 from services.generator.engine import Engine, EngineError, EngineStoppedError, FinishReason, RequestRefusedError
 from services.generator.held import HeldWeights
 from services.generator.kv_room import HeldSample
@@ -110,12 +111,8 @@ class Rollouts:
         self._works: dict[str, _Work] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._is_accepting = True
-        self._may_begin = asyncio.Event()
-        self._may_begin.set()
-        self._num_decoding = 0
-        self._num_awaited = 0
-        self._no_decoding = asyncio.Event()
-        self._no_decoding.set()
+        self.decoding = Decoding(parts.busy, parts.metrics)
+        """Who decodes now."""
         self._empty = asyncio.Event()
         self._empty.set()
 
@@ -135,18 +132,13 @@ class Rollouts:
         return sum(work.is_in_slot for work in self._works.values())
 
     @property
-    def num_awaited(self) -> int:
-        """Samples whose next tokens the engine owes."""
-        return self._num_awaited
-
-    @property
     def is_accepting(self) -> bool:
         """Whether anything new is begun; not any more once the generator drains or stops."""
         return self._is_accepting
 
     def num_free_slots(self) -> int:
         """Leases that could be begun now."""
-        if not self._is_accepting or not self._parts.held.is_trusted or not self._may_begin.is_set():
+        if not self._is_accepting or not self._parts.held.is_trusted or not self.decoding.may_begin:
             return 0
         num_slots = self._slots.num_free
         context = self._parts.engine.max_model_len
@@ -254,32 +246,22 @@ class Rollouts:
         self._empty.clear()
         try:
             await self._enter_guest(timeout_s)
-            self._count_decoding(1)
             try:
-                yield
+                with self.decoding.one():
+                    yield
             finally:
-                self._count_decoding(-1)
                 self._slots.release()
         finally:
             self._num_guests -= 1
             self._note_if_empty()
             self._parts.on_change()
 
-    @contextmanager
-    def awaiting(self) -> Iterator[None]:
-        """Inside, a guest waits for tokens; the engine counts as hung where it brings none for too long."""
-        self._num_awaited += 1
-        try:
-            yield
-        finally:
-            self._num_awaited -= 1
-
     async def _enter_guest(self, timeout_s: float) -> None:
         async with asyncio.timeout(timeout_s):
             await self._slots.wait()
             try:
                 await self._parts.held.wait_for(0)
-                await self._may_begin.wait()
+                await self.decoding.wait_until_may_begin()
             except BaseException:
                 self._slots.release()
                 raise
@@ -287,13 +269,10 @@ class Rollouts:
     @asynccontextmanager
     async def nothing_decoding(self, *, timeout_s: float) -> AsyncIterator[None]:
         """Inside, no sample is decoded: those under way have finished and none begins. Raises TimeoutError."""
-        self._may_begin.clear()
         try:
-            async with asyncio.timeout(timeout_s):
-                await self._no_decoding.wait()
-            yield
+            async with self.decoding.silence(timeout_s=timeout_s):
+                yield
         finally:
-            self._may_begin.set()
             self._parts.on_change()
 
     async def _run(self, work: _Work, stream: SampleStream) -> None:
@@ -317,11 +296,9 @@ class Rollouts:
         request = to_request(work.lease, end_token_ids=parts.end_token_ids)
         async with asyncio.timeout(MAX_VERSION_WAIT_S):
             await parts.held.wait_for(work.lease.min_policy_version)
-            await self._may_begin.wait()
+            await self.decoding.wait_until_may_begin()
         is_finished = False
-        self._count_decoding(1)
-        self._num_awaited += 1
-        try:
+        with self.decoding.one(), self.decoding.awaiting():
             # To its very end, past the last span: leaving an iteration early makes the engine abort.
             async for span in parts.engine.generate(request):
                 await self._wait_for_room()
@@ -331,20 +308,13 @@ class Rollouts:
                 if span.finish_reason is not None:
                     is_finished = True
                     self._finish(work, span.finish_reason)
-        finally:
-            self._num_awaited -= 1
-            self._count_decoding(-1)
         if not is_finished:
             raise EngineError(f"the engine ended sample {request.request_id} without saying why")
 
     async def _wait_for_room(self) -> None:
-        if self._parts.tokens.has_room:
-            return
-        self._num_awaited -= 1
-        try:
-            await self._parts.tokens.wait_for_room()
-        finally:
-            self._num_awaited += 1
+        if not self._parts.tokens.has_room:
+            with self.decoding.not_awaiting():
+                await self._parts.tokens.wait_for_room()
 
     def _finish(self, work: _Work, reason: FinishReason) -> None:
         if work.stream is None:
@@ -384,17 +354,6 @@ class Rollouts:
     def _note_if_empty(self) -> None:
         if self.is_empty:
             self._empty.set()
-
-    def _count_decoding(self, change: int) -> None:
-        self._num_decoding += change
-        self._parts.metrics.running.inc(change)
-        if change > 0:
-            self._parts.busy.begin()
-            self._no_decoding.clear()
-        else:
-            self._parts.busy.end()
-            if self._num_decoding == 0:
-                self._no_decoding.set()
 
 
 def _to_held(work: _Work, max_model_len: int) -> HeldSample:

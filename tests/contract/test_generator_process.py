@@ -57,7 +57,7 @@ async def test_it_reports_healthy_without_broker_or_trainer_and_ends_on_a_signal
     port = free_port()
     process = await start(SERVE, settings(tmp_path, port))
     try:
-        assert await wait_until_serving(f"127.0.0.1:{port}", service=SERVICE_NAME, timeout_s=20)
+        assert await wait_until_serving(f"127.0.0.1:{port}", service=SERVICE_NAME, timeout_s=45)
         process.send_signal(number)
         async with asyncio.timeout(10):
             _, errors = await process.communicate()
@@ -106,7 +106,7 @@ async def test_a_process_may_hold_several_emulated_generators_each_with_its_own_
     try:
         for number in range(2):
             target = f"127.0.0.1:{port + number}"
-            assert await wait_until_serving(target, service=SERVICE_NAME, timeout_s=20)
+            assert await wait_until_serving(target, service=SERVICE_NAME, timeout_s=45)
             async with open_channel(target) as channel:
                 stub = generator_pb2_grpc.GeneratorServiceStub(channel)
                 view = await call(stub.GetGenerator, generator_pb2.GetGeneratorRequest(), peer="generator")

@@ -142,7 +142,7 @@ class Bench:
                 "base_url": self.base_url,
                 "api_key": "none",
                 "max_retries": 0,
-                "timeout": 20,
+                "timeout": 45,
                 "default_headers": {name: value for name, value in headers.items() if value is not None},
                 **settings,
             }
