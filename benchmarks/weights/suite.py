@@ -34,7 +34,7 @@ class Plan:
 
 
 FULL = Plan(
-    full_sizes_bytes={10 * MB: 25, 100 * MB: 11, 500 * MB: 5, 2000 * MB: 3},
+    full_sizes_bytes={10 * MB: 25, 100 * MB: 15, 500 * MB: 7, 2000 * MB: 5},
     delta_size_bytes=256 * 1024**2,
     delta_repetitions=3,
     site_size_bytes=40 * MB,
