@@ -217,6 +217,7 @@ def _run_config(rm1: Rm1, plan: PlanDocument, run: Document, *, is_emulated: boo
         **run,
         "run": {"id": re.sub(r"[^A-Za-z0-9._-]", "-", problem.id), **run.get("run", {})},
         "algorithm": {
+            **({"name": "ppo"} if _trains_a_critic(problem) else {}),
             **run.get("algorithm", {}),
             "group_size": workload.group_size,
             "prompts_per_step": workload.prompts_per_step,
@@ -230,6 +231,11 @@ def _run_config(rm1: Rm1, plan: PlanDocument, run: Document, *, is_emulated: boo
         emulated = pretending(problem, run["generator"].get("emulated", {}))
         return {**config, "generator": {**run["generator"], "emulated": emulated}}
     return {**config, "trainer": {**run.get("trainer", {}), "processes": processes(rm1, plan)}}
+
+
+def _trains_a_critic(problem: Problem) -> bool:
+    """Whether more than the policy is trained."""
+    return sum(task.kind == "train" for task in problem.workload.train_tasks) > 1
 
 
 def _reward(config: Document) -> Document:

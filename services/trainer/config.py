@@ -148,8 +148,8 @@ class AlgorithmConfig(StrictModel):
     normalization: Normalization | None = None
     """What the loss is averaged over: tokens of the step, a sample's tokens and then samples, samples (sequences), or
     max_tokens and samples; the algorithm's own when unset."""
-    group_size: int = Field(default=8, ge=2, le=1024)
-    """Samples of one prompt that are trained on."""
+    group_size: int = Field(default=8, ge=1, le=1024)
+    """Samples of one prompt that are trained on; 1 only with ppo, whose critic needs no siblings."""
     prompts_per_step: int = Field(default=32, ge=1)
     """Prompts (groups) in one step: the batch that makes one policy version."""
     num_minibatches: int = Field(default=1, ge=1, le=1024)
@@ -321,6 +321,15 @@ class TrainingConfig(StrictModel):
             raise ValueError(
                 f"algorithm.overlong_buffer_tokens: {self.algorithm.overlong_buffer_tokens} is more than "
                 f"sampling.max_new_tokens ({self.sampling.max_new_tokens}); lower it"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _samples_have_something_to_compare_with(self) -> Self:
+        if self.algorithm.group_size == 1 and (self.algorithm.name != "ppo" or self.policy.drops_zero_variance):
+            raise ValueError(
+                f"algorithm.group_size: 1 leaves {self.algorithm.name} nothing to compare a sample with; set 2 or "
+                "more, or algorithm.name to ppo without policy.drops_zero_variance"
             )
         return self
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+from itertools import cycle
 from pathlib import Path
 
 import pytest
 
-from penstock.v1 import trainer_pb2
+from penstock.v1 import trainer_pb2, types_pb2
 from services.trainer.algorithms.registry import ALGORITHMS
-from tests.helpers.scripted_training_broker import ScriptedTrainingBroker
+from tests.helpers.scripted_training_broker import ScriptedTrainingBroker, scored_group
 from tests.helpers.serving import serving
 from tests.helpers.training import run_document, running_trainer
 
@@ -42,6 +43,26 @@ async def test_a_step_of_every_algorithm_changes_the_weights(
     assert line["optimizer/grad_norm"] > 0
     assert line["loss/importance_weight"] > 0
     assert line["step/samples"] == 8
+
+
+async def test_ppo_trains_on_groups_of_one(tmp_path: Path, model: Path) -> None:
+    document = run_document(tmp_path, model, "", num_steps=1, num_eval_prompts=0)
+    document["algorithm"] |= {"name": "ppo", "group_size": 1, "prompts_per_step": 4}
+    broker, rewards = ScriptedTrainingBroker(), cycle((0.0, 1.0))
+
+    def scored_alone(prompt: types_pb2.Prompt, *, policy_version: int) -> types_pb2.TrajectoryGroup:
+        group = scored_group(prompt, policy_version=policy_version)
+        group.trajectories[0].score.value = next(rewards)
+        return group
+
+    broker.make_group = scored_alone
+    async with serving(broker.service()) as (_, target), running_trainer() as trainer:
+        run_dir = Path(await trainer.start(document | {"broker": target}))
+        finished = (await trainer.events())[-1].finished
+    assert finished.outcome == trainer_pb2.RUN_OUTCOME_COMPLETED, finished.message
+    [line] = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    assert line["step/samples"] == 4
+    assert line["optimizer/grad_norm"] > 0
 
 
 @pytest.mark.parametrize(("refresh_steps", "is_near"), [(1, True), (0, False)])

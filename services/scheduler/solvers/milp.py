@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from itertools import chain, islice
 from random import Random
@@ -31,10 +32,13 @@ _GOAL_GAP = 1e-4
 """A plan this near its bound is the best."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
 class MilpSolver:
     """Columns, then local search."""
 
-    name = "milp"
+    name: str = "milp"
+    has_programs: bool = True
+    """Without, the search goes on from the plans that it begins with; it then has no bound."""
 
     def solve(self, rm1: Rm1, *, time_left: TimeLeft, seed: int, starts: Sequence[PlanDocument] = ()) -> Solution:
         """A good plan, and an upper bound where every integer program proved one."""
@@ -49,7 +53,7 @@ class MilpSolver:
         given = [parts_of(rm1, start) for start in starts]
         for start in given:
             search.scored.rate(start)
-        bound, solved = self._programs(rm1, columns, time_left, seed)
+        bound, solved = self._programs(rm1, columns, time_left, seed) if self.has_programs else (None, [])
         goal = bound / (1 + _GOAL_GAP) if bound is not None else math.inf
         for start in solved:
             search.scored.rate(start)

@@ -118,6 +118,17 @@ def test_a_model_that_no_pretend_gpu_knows_must_be_named(rm1):
         deployed(strange, run=run)
 
 
+def test_a_problem_that_trains_a_critic_is_run_by_ppo_whose_groups_may_be_of_one():
+    streamrl = Rm1(problem("str_01"))
+    split = plan([("h800-0", 1, 8)], [(f"h800-{index}", 8) for index in (1, 2, 3)])
+    found = [content for name, content in deployed(streamrl, of=split).items() if name.endswith("run.yaml")]
+
+    assert found
+    assert all((each["algorithm"]["name"], each["algorithm"]["group_size"]) == ("ppo", 1) for each in found)
+    with pytest.raises(ConfigError, match=r"algorithm.group_size: 1 leaves rloo nothing to compare"):
+        deployed(streamrl, of=split, run={**PLAIN_RUN, "algorithm": {"name": "rloo"}})
+
+
 def test_what_cannot_be_written_is_told(rm1, tmp_path):
     (tmp_path / "mine").write_text("")
     with pytest.raises(ConfigError, match="is not an empty folder"):

@@ -20,6 +20,7 @@ def config(algorithm, **sections):
     [
         ({"name": "tba"}, "algorithm.kl_coefficient: tba"),
         ({"name": "grpo", "num_replayed_groups": 4}, "algorithm.num_replayed_groups: grpo"),
+        ({"group_size": 1}, "algorithm.group_size: 1 leaves grpo nothing to compare"),
         ({"prompts_per_step": 3, "num_minibatches": 4}, "algorithm.num_minibatches: 4 is more than"),
         ({"reference_refresh_steps": 5}, "algorithm.reference_refresh_steps: without kl_coefficient"),
     ],

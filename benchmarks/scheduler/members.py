@@ -1,0 +1,82 @@
+"""The portfolio next to each of its members alone, all with the same budget.
+
+python -m benchmarks.scheduler.members [PROBLEM...] [--drawn N] [--seeds N] [--plans N]
+
+The budget is a number of plans that may be scored, so nothing depends on the machine but the integer programs, which
+may take PLAN_S for each plan and end long before. Each cell is the throughput over the best that any of a row reached,
+the least over the seeds; "below" is how far `auto` is below the best member of the same seed, at most.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from benchmarks.scheduler.drawn import drawn_problem
+from services.scheduler.cost_model.rm1 import Infeasible, Rm1, Score
+from services.scheduler.plan_document import PlanDocument
+from services.scheduler.planning import AUTO, SOLVERS, solve
+from services.scheduler.problem import Problem, read_problem
+from services.scheduler.solvers.interface import ProblemTooLargeError
+
+PLAN_S = 0.01
+"""What a plan that is scored counts for."""
+MEMBERS = tuple(name for name in SOLVERS if name != AUTO)
+
+
+class Budgeted(Rm1):
+    """A cost model that counts the plans it scores."""
+
+    num_scored = 0
+
+    def score(self, plan: PlanDocument) -> Score | Infeasible:
+        """See Rm1."""
+        self.num_scored += 1
+        return super().score(plan)
+
+
+def reached(problem: Problem, solver: str, *, plans: int, seed: int) -> float:
+    """Samples per second that a solver finds with so many plans; 0 where it finds none or cannot treat the problem."""
+    rm1 = Budgeted(problem)
+    try:
+        solution = solve(rm1, solver, time_left=lambda: (plans - rm1.num_scored) * PLAN_S, seed=seed)
+    except ProblemTooLargeError:
+        return 0.0
+    return solution.score.samples_per_second
+
+
+def row(problem: Problem, *, plans: int, seeds: Sequence[int]) -> tuple[dict[str, float], float]:
+    """Each solver's share of the best reached, the least over the seeds; and how far `auto` is below a member."""
+    rates = [{name: reached(problem, name, plans=plans, seed=seed) for name in (AUTO, *MEMBERS)} for seed in seeds]
+    best = max(max(each.values()) for each in rates)
+    if not best:
+        return dict.fromkeys(rates[0], 1.0), 0.0
+    below = max(1 - each[AUTO] / max(each.values()) for each in rates)
+    return {name: min(each[name] for each in rates) / best for name in rates[0]}, below
+
+
+def main() -> int:
+    """Print the table; exit status 1 where `auto` is below a member."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("problems", nargs="*", type=Path)
+    parser.add_argument("--drawn", type=int, default=20, help="how many drawn problems")
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--plans", type=int, default=1000, help="how many plans may be scored")
+    options = parser.parse_args()
+    problems = [read_problem(path) for path in options.problems] + [
+        drawn_problem(seed) for seed in range(options.drawn)
+    ]
+    print(f"| problem | {' | '.join((AUTO, *MEMBERS))} | below |\n|{'---|' * (len(MEMBERS) + 3)}")
+    most = 0.0
+    for problem in problems:
+        shares, below = row(problem, plans=options.plans, seeds=range(options.seeds))
+        told = (f"{share:.4f}" if share else "-" for share in shares.values())
+        print(f"| {problem.id} | {' | '.join(told)} | {below:.2%} |", flush=True)
+        most = max(most, below)
+    return int(most > 1e-9)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,23 @@
+"""The comparison of the portfolio with its members: budgets are kept, and problems drawn anew are the same."""
+
+from benchmarks.scheduler.drawn import drawn_problem
+from benchmarks.scheduler.members import MEMBERS, Budgeted, row
+from services.scheduler.planning import AUTO, solve
+
+
+def test_drawn_problems_are_the_same_each_time_and_unlike_each_other():
+    assert drawn_problem(3) == drawn_problem(3)
+    shapes = {tuple((node.gpu, node.gpus, node.count) for node in drawn_problem(seed).nodes) for seed in range(8)}
+    assert len(shapes) == 8
+
+
+def test_a_budget_of_plans_is_kept_and_auto_is_compared_with_every_member():
+    problem = drawn_problem(1)
+    rm1 = Budgeted(problem)
+    solve(rm1, "multilevel", time_left=lambda: float(40 - rm1.num_scored))
+    assert 0 < rm1.num_scored <= 41
+
+    shares, below = row(problem, plans=200, seeds=[0])
+    assert set(shares) == {AUTO, *MEMBERS}
+    assert 0 < max(shares.values()) <= 1
+    assert 0 <= below < 0.1
