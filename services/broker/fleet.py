@@ -111,6 +111,7 @@ class Fleet:
             max_tokens=state.limits.max_completion_tokens,
             length_error=self._seen.error if self._seen else unseen_error,
             calibration=self._seen.calibration if self._seen else UNSEEN_CALIBRATION,
+            steps_overlap=state.limits.max_staleness > 0,
             look_s=self._look_s,
         )
 

@@ -4,8 +4,8 @@
 - Speeds known, lengths not: `least_loaded`; looking ahead tells nothing where all samples are alike.
 - One generator, lengths forecast: `lpt`; there is nobody to choose.
 - Lengths forecast: every candidate is played to the end by the latency model (`virtual`), in several draws of how long
-  samples may turn out, given how wrong forecasts were so far; the one that is done first on average is taken. Before
-  the first look, `lpt`.
+  samples may turn out, given how wrong forecasts were so far; the one that is done first on average is taken, and
+  where steps overlap it also counts when the samples are done on average. Before the first look, `lpt`.
 
 Hysteresis: the present one stays while it is within MIN_GAIN of the best. It looks again when the queue or the fleet
 has changed, and while more is queued than under way: what decided most of a step then also ends it.
@@ -25,7 +25,7 @@ from services.broker.dispatch.least_loaded import LeastLoaded
 from services.broker.dispatch.lpt import LongestFirst
 from services.broker.dispatch.streamrl import StreamRl
 from services.broker.dispatch.types import Decision, DispatchPolicy, Order, Situation
-from services.broker.dispatch.virtual import finish_s
+from services.broker.dispatch.virtual import cost_s
 
 MIN_GAIN = 0.005
 """Of the best policy's time: the present one is kept if it is no worse than that."""
@@ -116,7 +116,7 @@ class Auto:
 
 
 def looks_ahead(situation: Situation, candidates: Candidates) -> dict[str, float]:
-    """When each policy would be done, on average over the draws: seconds from now; without those given up.
+    """What each policy costs (`cost_s`), on average over the draws, in seconds; without those given up.
 
     A race: the draws are the same for all, so that a difference between two is known far better than either's time. A
     policy leaves when it is worse than the best one for sure; the race ends when what is left is as good.
@@ -128,7 +128,7 @@ def looks_ahead(situation: Situation, candidates: Candidates) -> dict[str, float
     for seed in range(MAX_DRAWS if situation.length_error else 1):
         draw = draws.draw(seed)
         for name, found in times_s.items():
-            found.append(finish_s(candidates[name](), situation, draw))
+            found.append(cost_s(candidates[name](), situation, draw))
         if seed + 1 == MIN_DRAWS:
             twins = _twins(times_s)
             times_s = {name: found for name, found in times_s.items() if name not in twins}

@@ -113,6 +113,8 @@ class Situation:
     """Standard deviation of the logarithm of true length over forecast, as seen so far."""
     calibration: Calibration = EXACT
     """How true lengths follow from forecasts, as seen so far."""
+    steps_overlap: bool = False
+    """Whether the next step's prompts come before this one's samples have all ended: `max_staleness` is above 0."""
     look_s: float = 1.0
     """How often policies are reviewed, and idle generators look for work to take over."""
 

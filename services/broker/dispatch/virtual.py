@@ -151,6 +151,18 @@ def finish_s(policy: DispatchPolicy, situation: Situation, draw: Draw) -> float:
     return _Run(policy, situation, draw).finish_s()
 
 
+def cost_s(policy: DispatchPolicy, situation: Situation, draw: Draw) -> float:
+    """What policies are compared by, in seconds; arguments as of `finish_s`.
+
+    When everything is done; where steps overlap, plus when a sample is done on average. The next step then begins
+    while this one ends: a policy that is last by 2 % but done with most samples in half the time is done with three
+    steps sooner.
+    """
+    run = _Run(policy, situation, draw)
+    last_s = run.finish_s()
+    return last_s + run.mean_end_s if situation.steps_overlap else last_s
+
+
 class _Run:
     """One look ahead."""
 
@@ -158,6 +170,7 @@ class _Run:
         self._policy = policy
         self._situation = situation
         self._number = 0
+        self._num_ended, self._sum_ends_s = 0, 0.0
         self._now_s = 0.0
         self._queue = [_Group(list(reversed(prompt.waiting)), prompt.step, prompt.is_begun) for prompt in draw.queued]
         self._put_in_order()
@@ -191,6 +204,13 @@ class _Run:
             for generator in generators:
                 for item in generator.advance(self._now_s):
                     self._under_way.add(item.predicted, -1)
+                    self._num_ended += 1
+                    self._sum_ends_s += self._now_s
+
+    @property
+    def mean_end_s(self) -> float:
+        """Of what has ended."""
+        return self._sum_ends_s / max(1, self._num_ended)
 
     def _least_s(self) -> float:
         """The least time that everything queued can take."""

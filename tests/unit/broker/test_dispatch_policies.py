@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -188,6 +189,17 @@ def test_auto_trusts_forecasts_as_far_as_they_were_right() -> None:
     assert (pick(0.0), pick(0.8)) == ("streamrl", "lpt")
 
 
+def test_where_steps_overlap_auto_counts_how_soon_most_samples_are_done() -> None:
+    """`lpt` keeps the fast generators, which hold the long samples, free of short ones: they are done three times later
+    on slow ones. The step's end is 8 % sooner for it; the next step, which begins when most samples are done, is not.
+    """
+    loads = {f"fast-{index}": load_of(max_samples=64) for index in range(3)}
+    loads |= {f"slow-{index}": load_of(FAST.scaled(3.0)) for index in range(9)}
+    situation = situation_of(loads, [1000.0] * 6 + [150.0] * 30)
+    assert picked_by(Auto(), situation) == "lpt"
+    assert picked_by(Auto(), replace(situation, steps_overlap=True)) == "fifo"
+
+
 def test_a_race_gives_up_what_is_worse_for_sure_and_plays_on_where_it_is_close(monkeypatch: pytest.MonkeyPatch) -> None:
     plays: dict[str, int] = {}
 
@@ -202,7 +214,7 @@ def test_a_race_gives_up_what_is_worse_for_sure_and_plays_on_where_it_is_close(m
         worse = {"good": 0.0, "twin": 0.0, "close": (-1) ** number, "worse": 2.0 + 0.1 * number, "hopeless": 40.0}
         return 100.0 + 10.0 * (number % 3) + worse[policy.name]
 
-    monkeypatch.setattr(auto_module, "finish_s", play)
+    monkeypatch.setattr(auto_module, "cost_s", play)
     candidates = {name: partial(Named, name) for name in ("good", "twin", "close", "worse", "hopeless")}
     times_s = looks_ahead(situation_of({"a": load_of()}, [100.0] * 8, error=0.5), candidates)
     assert plays == {"good": 16, "twin": 6, "close": 16, "worse": 6, "hopeless": 1}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 
@@ -14,7 +15,7 @@ from services.broker.dispatch.lpt import LongestFirst
 from services.broker.dispatch.moving import is_worth_moving, late_generators
 from services.broker.dispatch.registry import make_policy
 from services.broker.dispatch.types import Order, Situation, Work
-from services.broker.dispatch.virtual import finish_s
+from services.broker.dispatch.virtual import cost_s, finish_s
 
 
 def situation_of(models: dict[str, LatencyModel], lengths: Sequence[float]) -> Situation:
@@ -50,6 +51,16 @@ def test_one_generator_takes_as_long_as_the_steps_summed_by_hand() -> None:
     # Two slots. 4 and 6 tokens together for 4 steps of 2 s; then 6 has 2 to go, beside 3: 2 steps; then 3 has 1: 1.5 s.
     situation = situation_of({"a": model}, [4, 6, 3])
     assert finish_s(make_policy("fifo"), situation, draw_of(4, 6, 3)) == pytest.approx(4 * 2 + 2 * 2 + 1 * 1.5)
+
+
+def test_where_steps_overlap_a_look_also_costs_when_samples_are_done_on_average() -> None:
+    model = LatencyModel(base_s=1.0, per_sample_s=0.0, max_samples=1)
+    situation = situation_of({"a": model}, [4, 6])
+    draw = draw_of(4, 6)
+    # The first is done after 4 s, the second after 10 s.
+    assert cost_s(make_policy("fifo"), situation, draw) == pytest.approx(10.0)
+    overlapping = replace(situation, steps_overlap=True)
+    assert cost_s(make_policy("fifo"), overlapping, draw) == pytest.approx(10.0 + 7.0)
 
 
 def test_the_policy_sees_forecasts_and_time_passes_by_true_lengths() -> None:

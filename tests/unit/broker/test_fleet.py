@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 
 from services.broker import fleet
+from services.broker.dispatch.latency import LatencyModel
 from services.broker.dispatch.types import Prompt
-from services.broker.fleet import prompts_of
+from services.broker.fleet import Fleet, GeneratorStatus, prompts_of
 from tests.unit.broker.builders import finish, lease, open_state, put, submit
 
 
@@ -28,3 +29,13 @@ def test_a_review_sees_the_queue_in_order_of_arrival_and_what_is_under_way(monke
     shown, held = prompts_of(state)
     assert (shown, held.num_queued) == (new[0], 0)
     assert sorted(held.running) == [("gen-1", 4), ("gen-2", 0)]
+
+
+@pytest.mark.parametrize("max_staleness", [0, 1])
+def test_steps_overlap_where_a_sample_may_be_stale(max_staleness: int) -> None:
+    state = open_state(max_staleness=max_staleness)
+    status = GeneratorStatus(
+        generator_id="gen-1", model=LatencyModel(), num_free=1, max_context_tokens=128, is_speed_known=True
+    )
+    situation = Fleet().situation(state, {"gen-1": status}, "gen-1", 0.0)
+    assert situation.steps_overlap == bool(max_staleness)
