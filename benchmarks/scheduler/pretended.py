@@ -57,7 +57,7 @@ VARIATIONS: Mapping[str, Problem] = {
             "staleness": 6,
             "group_size": 4,
             "prompts_per_step": 16,
-            "output_len": {"type": "lognormal", "median": 60, "sigma": 0.9, "max": 400},
+            "output_len": {"type": "lognormal", "median": 60, "sigma": 0.9, "max": 384},
         }
     },
 }

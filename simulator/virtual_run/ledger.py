@@ -6,16 +6,16 @@ a queued group's rank in which order. Only the bookkeeping around them is lean, 
 
 from __future__ import annotations
 
-import heapq
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from penstock.v1 import broker_pb2
 from services.broker.admission import AdmissionRule
 from services.broker.batching import ReadyGroup, StepView, choose
-from services.broker.dispatch.types import QueuedGroup
+from services.broker.dispatch.types import QueuedGroup, Rank
 from services.broker.limits import Limits
 from services.broker.policy import Policy
 from services.broker.staleness import deadline, staleness
@@ -59,6 +59,14 @@ class Sample:
         return Sample(self.group, left, self.num_done + num_tokens, moved_s)
 
 
+class Choice(Protocol):
+    """What dispatch gives a generator of the queue, which it is shown in its order."""
+
+    def num_taken(self, group: Group, num_samples: int, *, num_done: float, most: int) -> int:
+        """How many of the group's samples, each with so many tokens already, go to it."""
+        ...
+
+
 class Ledger:
     """See the module.
 
@@ -84,7 +92,9 @@ class Ledger:
         self.last_trained: list[Group] = []
         """Of the newest step."""
         self._sequence = 0
-        self._queue: list[tuple[tuple[int, ...], int, Group]] = []
+        self._queue: list[Group] = []
+        """The next one last."""
+        self._queued_tokens = 0.0
         self._siblings: list[Sample] = []
         self._due: Counter[int] = Counter()
         self._ready: dict[str, tuple[ReadyGroup, Group]] = {}
@@ -103,6 +113,38 @@ class Ledger:
             taken += reversed(self._siblings[-count:])
             del self._siblings[-count:]
         return taken
+
+    @property
+    def queued_tokens(self) -> float:
+        """Completion tokens, as forecast, of what a generator may be given."""
+        return self._queued_tokens + sum(sample.group.forecast for sample in self._siblings)
+
+    def choose(self, generator_version: int, most: int, choice: Choice) -> list[Sample]:
+        """As `take`, but only what dispatch gives this generator; the rest is left to others."""
+        taken: list[Sample] = []
+        for index in reversed(range(len(self._siblings))):
+            sample = self._siblings[index]
+            if len(taken) == most or sample.group.min_version > generator_version:
+                continue
+            if choice.num_taken(sample.group, 1, num_done=sample.num_done, most=1):
+                taken.append(self._siblings.pop(index))
+        index = len(self._queue) - 1
+        while index >= 0 and len(taken) < most and self._may_start(generator_version):
+            group = self._queue[index]
+            count = choice.num_taken(group, len(group.lengths), num_done=0.0, most=most - len(taken))
+            if count:
+                samples = self._begin(self._queue.pop(index), generator_version)
+                taken += samples[:count]
+                self._siblings += reversed(samples[count:])
+            index -= 1
+        return taken
+
+    def has_work(self, generator_version: int) -> bool:
+        """Whether there is anything that a generator may take; sees to it that what it may begin is queued."""
+        num_more = self._rule().max_started(self.version) - self.num_started
+        if len(self._queue) < min(num_more, self.limits.groups_per_step):
+            self._draw_step()
+        return bool(self._siblings) or self._may_start(generator_version)
 
     def give_back(self, samples: Sequence[Sample]) -> None:
         """Samples of a generator that is gone; their tokens stay."""
@@ -180,33 +222,49 @@ class Ledger:
 
     def _start(self, generator_version: int) -> bool:
         """Begin the group that is next, if admission allows."""
-        rule = AdmissionRule(
+        if not self._may_start(generator_version):
+            return False
+        self._siblings = self._begin(self._next(), generator_version)[::-1]
+        return True
+
+    def _rule(self) -> AdmissionRule:
+        return AdmissionRule(
             limits=self.limits, policy=self._policy, policy_version=self.version, num_started=self.num_started
         )
-        verdict = rule.judge(generator_version=generator_version, min_version=None, prompt_min_version=None)
-        if not verdict.is_allowed:
-            return False
-        group = self._next()
+
+    def _may_start(self, generator_version: int) -> bool:
+        verdict = self._rule().judge(generator_version=generator_version, min_version=None, prompt_min_version=None)
+        return verdict.is_allowed
+
+    def _begin(self, group: Group, generator_version: int) -> list[Sample]:
+        self._queued_tokens -= group.forecast * len(group.lengths)
         group.min_version, group.num_open = generator_version, len(group.lengths)
         self.num_started += 1
         self.num_begun += 1
         self._due[deadline(version=generator_version, max_staleness=self.limits.max_staleness)] += 1
-        self._siblings = [Sample(group, length) for length in reversed(group.lengths)]
-        return True
+        return [Sample(group, length) for length in group.lengths]
 
     def _next(self) -> Group:
         if self._forecast is None:
             return self._drawn(0.0)
         if not self._queue:
-            for _ in range(self.limits.groups_per_step):
-                group = self._drawn(0.0)
-                group.forecast = self._forecast(group.lengths)
-                place = QueuedGroup(
-                    sequence=group.sequence, is_evaluation=False, is_started=False, predicted_tokens=group.forecast
-                )
-                rank = place.rank_by_length(self.limits.groups_per_step)
-                heapq.heappush(self._queue, (rank, group.sequence, group))
-        return heapq.heappop(self._queue)[2]
+            self._draw_step()
+        return self._queue.pop()
+
+    def _draw_step(self) -> None:
+        """Prompts of a step, after those that are queued already."""
+        assert self._forecast is not None, "without forecasts prompts begin as they come"
+        ranked: list[tuple[Rank, Group]] = []
+        for _ in range(self.limits.groups_per_step):
+            group = self._drawn(0.0)
+            group.forecast = self._forecast(group.lengths)
+            place = QueuedGroup(
+                sequence=group.sequence, is_evaluation=False, is_started=False, predicted_tokens=group.forecast
+            )
+            ranked.append((place.rank_by_length(self.limits.groups_per_step), group))
+            self._queued_tokens += group.forecast * len(group.lengths)
+        ranked.sort(key=lambda each: each[0], reverse=True)
+        self._queue = [group for _, group in ranked] + self._queue
 
     def _drawn(self, forecast: float) -> Group:
         self._sequence += 1

@@ -38,7 +38,9 @@ class Mover:
     """
 
     def __init__(self, engines: Sequence[Engine], ledger: Ledger, seen: SeenLengths, prompt_tokens: float) -> None:
-        self._engines, self._ledger, self._seen = engines, ledger, seen
+        self._engines, self._ledger = engines, ledger
+        self.seen = seen
+        """Of lengths, from the newest step."""
         self._prompt_tokens = prompt_tokens
         self._version = ledger.version
         kinds: dict[GeneratorSpec, int] = {}
@@ -58,16 +60,16 @@ class Mover:
                 kinds.setdefault((self._kinds[index], engine.version, engine.slowdown), []).append(index)
         if not kinds:
             return []
-        self._learn()
-        self._loads = [self._load(engine) for engine in self._engines]
+        self.learn()
+        self._loads = [self.load(engine) for engine in self._engines]
         return [move for alike in kinds.values() for move in self._taken_over(alike, now_s)]
 
-    def _learn(self) -> None:
+    def learn(self) -> None:
         """From the newest step's lengths."""
         if self._version != self._ledger.version:
             self._version = self._ledger.version
             groups = self._ledger.last_trained[:MAX_GROUPS_MEASURED]
-            self._seen = lengths_seen([(group.forecast, group.lengths) for group in groups])
+            self.seen = lengths_seen([(group.forecast, group.lengths) for group in groups])
 
     def _taken_over(self, alike: Sequence[int], now_s: float) -> Iterator[Move]:
         """What generators that are alike take over, the emptiest first; each donor is gone through once."""
@@ -75,7 +77,7 @@ class Mover:
         donors = {str(index): load for index, load in enumerate(self._loads) if load.num_samples and index != asking}
         if not donors:
             return
-        names = late_generators(self._loads[asking], donors, length_error=self._seen.error)
+        names = late_generators(self._loads[asking], donors, length_error=self.seen.error)
         for donor in map(int, names):
             for _ in range(MAX_MOVES):
                 if asking == donor or not self._loads[asking].room or not self._takes(asking, donor, now_s):
@@ -98,7 +100,7 @@ class Mover:
         if found is None or not is_worth_moving(self._loads[asking], *found[1:], there_s=there_s):
             return False
         taker.take_over(giver.let_go(found[0], now_s), context_tokens=found[2], delay_s=MOVE_COST_S)
-        self._loads[asking], self._loads[donor] = self._load(taker), self._load(giver)
+        self._loads[asking], self._loads[donor] = self.load(taker), self.load(giver)
         return True
 
     def _longest(self, donor: Engine, version: int, now_s: float) -> tuple[Sample, float, float] | None:
@@ -114,9 +116,9 @@ class Mover:
         return best
 
     def _to_go(self, sample: Sample, num_done: float) -> float:
-        return remaining_tokens(sample.group.forecast or self._seen.mean_tokens, num_done)
+        return remaining_tokens(sample.group.forecast or self.seen.mean_tokens, num_done)
 
-    def _load(self, engine: Engine) -> Load:
+    def load(self, engine: Engine) -> Load:
         """What a generator holds, by the forecasts."""
         to_go = [self._to_go(sample, num_done) for sample, num_done in engine.held()]
         return Load(

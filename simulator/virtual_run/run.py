@@ -18,6 +18,7 @@ from services.broker.fleet import SeenLengths
 from simulator.virtual_run.engine import Engine
 from simulator.virtual_run.ledger import Group, Ledger, Sample
 from simulator.virtual_run.moves import Mover
+from simulator.virtual_run.placing import ASK_AGAIN_S, Placer
 from simulator.virtual_run.setup import Setup
 
 LEASE_S = 15.0
@@ -89,6 +90,7 @@ class Run:
         look_s: How often the samples under way are noted; None: never.
         seen: What the broker knows of lengths before the first step; None: samples do not move.
         drains: Whether all generators end their samples before any takes new weights; else they go on under them.
+        places: Whether the longest samples are kept from slow generators, as under `lpt`; needs `seen` and forecasts.
     """
 
     def __init__(
@@ -100,6 +102,7 @@ class Run:
         changes: Sequence[Change] = (),
         look_s: float | None = None,
         seen: SeenLengths | None = None,
+        places: bool = False,
         drains: bool = False,
     ) -> None:
         self._drains = drains
@@ -107,6 +110,10 @@ class Run:
         self._engines = [Engine(spec) for spec in setup.generators]
         self._mover = Mover(self._engines, ledger, seen, setup.trainer.prompt_tokens) if seen is not None else None
         self._move_due_s, self._is_move_due = 0.0, False
+        self._placer: Placer | None = None
+        if places and self._mover is not None:
+            self._placer = Placer(self._engines, self._mover, setup.trainer.prompt_tokens)
+        self._is_ask_due = False
         limits = ledger.limits
         self._at_least = max(1, limits.groups_per_step // MICROBATCHES) if streams else limits.groups_per_step
         self._events: list[tuple[float, int, Callable[[], None]]] = []
@@ -164,7 +171,7 @@ class Run:
     def _fill(self, engine: Engine) -> None:
         """Give a generator what it may have, and foretell its next end. Its clock is now."""
         if engine.num_free:
-            for sample in self._ledger.take(engine.version, engine.num_free):
+            for sample in self._taken(engine):
                 engine.begin(sample)
         if self._mover is not None and engine.num_free and not self._is_move_due:
             self._is_move_due = True
@@ -173,9 +180,31 @@ class Run:
         if (end_s := engine.next_end_s()) < math.inf:
             self._at(end_s, partial(self._ended, engine, engine.epoch))
 
+    def _taken(self, engine: Engine) -> list[Sample]:
+        """What a generator is given now. Its clock is now."""
+        ledger = self._ledger
+        if self._placer is None:
+            return ledger.take(engine.version, engine.num_free)
+        if not ledger.has_work(engine.version):
+            return []
+        choice = self._placer.choose(engine, queued_tokens=ledger.queued_tokens, now_s=self._now_s)
+        taken = ledger.choose(engine.version, engine.num_free, choice)
+        if len(taken) < engine.num_free and not self._is_ask_due:
+            self._is_ask_due = True
+            self._at(self._now_s + ASK_AGAIN_S, self._ask_again)
+        return taken
+
+    def _ask_again(self) -> None:
+        """Generators that were left without work look again: others may have been given something meanwhile."""
+        self._is_ask_due = False
+        for engine in self._engines:
+            if engine.num_free:
+                engine.advance(self._now_s)
+                self._fill(engine)
+
     def _deal(self, engines: Sequence[Engine]) -> None:
         """Give several generators what they may have, in turn, so that none gets all the longest samples."""
-        free = [engine for engine in engines if engine.num_free]
+        free = [engine for engine in engines if engine.num_free and self._placer is None]
         while free:
             again = []
             for engine in free:

@@ -107,8 +107,21 @@ def test_idle_generators_take_over_as_the_broker_lets_them():
     assert staying.steps[0].end_s > 1.2 * moving.steps[0].end_s
 
 
-def one_step(models, lengths, *, can_move):
-    """A synchronous step without training."""
+def test_the_longest_are_kept_from_slow_generators_as_the_broker_places_them():
+    lengths = [100 * (1 + index * 7 % 40) for index in range(96)]
+    models = [LatencyModel(base_s=base_s, per_sample_s=0.0001, max_samples=8) for base_s in (0.01, 0.01, 0.1, 0.1)]
+    fleet = [PretendGenerator(generator_id=f"g{index}", model=model) for index, model in enumerate(models)]
+    forecasts = [float(each) for each in lengths]
+    scenario = Scenario(name="s", generators=fleet, lengths=[[each] for each in lengths], forecasts=forecasts)
+
+    placed, served = (one_step(models, lengths, can_move=True, places=places) for places in (True, False))
+
+    assert placed.steps[0].end_s == pytest.approx(simulate(scenario, "lpt").makespan_s, rel=0.01)
+    assert served.steps[0].end_s > 1.03 * placed.steps[0].end_s
+
+
+def one_step(models, lengths, *, can_move, places=None):
+    """A synchronous step without training; forecasts are exact where `places` says whether they are followed."""
     specs = [
         GeneratorSpec(
             name=f"g{index}",
@@ -124,11 +137,13 @@ def one_step(models, lengths, *, can_move):
         broker_pb2.RunLimits(groups_per_step=len(lengths), group_size=1, max_completion_tokens=1 << 20)
     )
     waiting = iter(lengths)
-    ledger = Ledger(limits, lambda _version: [float(next(waiting))], None)
+    forecast = None if places is None else (lambda lengths: lengths[0])
+    ledger = Ledger(limits, lambda _version: [float(next(waiting))], forecast)
     trainer = TrainerSpec(sample_s=0.0, mean_tokens=1.0, prompt_tokens=128.0, end_s=0.0)
     setup = Setup(generators=tuple(specs), trainer=trainer, transfer_s={}, staleness=0)
-    seen = lengths_seen([(0.0, [length]) for length in lengths]) if can_move else None
-    return Run(setup, ledger, streams=False, seen=seen).play(1)
+    known = [(0.0 if forecast is None else float(length), [length]) for length in lengths]
+    seen = lengths_seen(known) if can_move else None
+    return Run(setup, ledger, streams=False, seen=seen, places=bool(places)).play(1)
 
 
 @pytest.mark.parametrize("mode", list(Mode))
