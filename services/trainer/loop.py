@@ -39,7 +39,7 @@ from services.trainer.compute import ComputeThread, InterruptibleBackend
 from services.trainer.context import RunContext
 from services.trainer.decoding import training_samples
 from services.trainer.metrics import SKIPPED_STEPS, Line, StepTimes, count_step, step_line
-from services.trainer.replay import ReplayBuffer
+from services.trainer.replay_feed import ReplayFeed
 from services.trainer.samples import TrainingSample
 from services.trainer.step import MicrobatchReport, SkipReason, StepReport, TrainingStep
 from services.trainer.step_settings import step_settings
@@ -93,14 +93,14 @@ class StepLoop:
         backend: InterruptibleBackend,
         algorithm: Algorithm,
         hooks: StepHooks,
-        replay_buffer: ReplayBuffer | None = None,
+        replay: ReplayFeed | None = None,
     ) -> None:
         self._context = context
         self._compute = compute
         self._backend = backend
         self._algorithm = algorithm
         self._hooks = hooks
-        self._replay_buffer = replay_buffer
+        self._replay = replay
         self._received: deque[types_pb2.TrajectoryGroup] = deque()
         self._publishing: asyncio.Future[float] | None = None
         self._last_publish_s = 0.0
@@ -163,7 +163,7 @@ class StepLoop:
         num_wanted = self._context.config.algorithm.prompts_per_step
         if not open_step.num_skipped:
             # What is replayed may be what was at fault, and is no part of what has to be trained on.
-            await self._replay(open_step.step)
+            await self._add_replayed(open_step.step)
         if kept:
             await self._add(open_step, kept)
         while len(open_step.groups) < num_wanted:
@@ -174,18 +174,25 @@ class StepLoop:
     async def _without_suspects(self, groups: Groups, error: NonFiniteError) -> Groups:
         """Drops the groups that may be at fault and returns the others."""
         suspects = [group_id for group_id in error.group_ids if group_id in groups]
+        replayed = [group_id for group_id in error.group_ids if group_id not in groups]
+        if replayed and self._replay is not None:
+            # The next attempt is made without them, and tells whether the fresh ones are to blame.
+            self._replay.forget(replayed)
+            suspects = []
         _log.warning("a step is begun again without some groups", reason=error.reason, error=str(error))
         SKIPPED_STEPS.labels(reason=error.reason).inc()
         if suspects:
             await self._drop(suspects, reason=error.reason)
         return {group_id: samples for group_id, samples in groups.items() if group_id not in suspects}
 
-    async def _replay(self, step: TrainingStep) -> None:
+    async def _add_replayed(self, step: TrainingStep) -> None:
         """Train on groups of earlier steps again, before the first fresh one has come; none where none are held."""
-        wanted = self._context.config.algorithm.num_replayed_groups
-        if self._replay_buffer is not None and wanted:
+        if self._replay is not None:
+            wanted = self._context.config.algorithm.num_replayed_groups
             version = self._context.progress.policy_version
-            await self._compute.run(step.add_replayed, self._replay_buffer.draw(wanted, policy_version=version))
+            with self.waits.waiting(Cause.SAMPLES):
+                groups = await self._replay.draw(wanted, policy_version=version)
+            await self._compute.run(step.add_replayed, groups)
 
     async def _refresh_reference(self) -> None:
         """Every `reference_refresh_steps` versions the present one becomes the reference."""

@@ -1,8 +1,10 @@
 """Trained groups that may be trained on again: those of the newest steps, and which of them are drawn.
 
 Invariants:
-- Only groups of the newest `max_steps` steps are held; that bounds how old a replayed sample can be.
-- A draw names no group twice, and follows from the groups held, the seed and the version.
+- A step from version v draws from the `max_steps` steps before the newest, those that produced v - max_steps to v - 1:
+  that bounds how old a replayed sample can be, and what the newest one trained on need not have come yet.
+- A draw names no group twice, and follows from those steps, the seed and the version: a step that is taken again draws
+  the same, after a crash too.
 - Steps that a rewind made void are forgotten when their replacements come.
 
 Takes no clock and no socket.
@@ -34,7 +36,7 @@ class ReplayBuffer:
     """Groups by name.
 
     Args:
-        max_steps: Steps whose groups are held.
+        max_steps: Steps whose groups can be drawn.
         seed: Of the draws.
     """
 
@@ -53,23 +55,29 @@ class ReplayBuffer:
         if scored:
             reward = float(np.mean([sample.reward for sample in scored]))
             self._groups[group_id] = _Held(policy_version, scored, reward)
-        self._keep(lambda held: held.version > policy_version - self._max_steps)
+        # One more than a draw reaches back to: the next one may not have been made yet.
+        self._keep(lambda held: held.version >= policy_version - self._max_steps)
 
     def forget_from(self, policy_version: int) -> None:
         """Steps that produced this version or a later one did not happen: the run was rewound."""
         self._keep(lambda held: held.version < policy_version)
 
+    def forget(self, group_ids: Sequence[str]) -> None:
+        """These groups must not be drawn again."""
+        self._groups = {name: held for name, held in self._groups.items() if name not in group_ids}
+
     def draw(self, num_groups: int, *, policy_version: int) -> list[list[TrainingSample]]:
         """At most so many groups for the step from `policy_version`: half of them recent ones, half good ones.
 
-        The first half is drawn evenly from the newest half of the steps held, the others by `exp((r - mean) / std)` of
+        The first half is drawn evenly from the newest half of those steps, the others by `exp((r - mean) / std)` of
         their mean rewards, from all that are left.
 
         Source: TBA (arXiv 2503.18929), which draws from its buffer either by recency or by reward. Difference: whole
         groups, and both in each batch.
         """
         rng = np.random.default_rng([self._seed, policy_version])
-        names = sorted(self._groups)
+        oldest = policy_version - self._max_steps
+        names = sorted(name for name, held in self._groups.items() if oldest <= held.version < policy_version)
         recent = _drawn(self._recent(names), (num_groups + 1) // 2, rng, weights=None)
         others = sorted(set(names) - set(recent))
         good = _drawn(others, num_groups - len(recent), rng, weights=self._weights(others))

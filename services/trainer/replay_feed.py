@@ -2,12 +2,16 @@
 
 Promises:
 - After a restart the buffer holds again what the broker retains: nothing of it is the trainer's own.
+- A step draws when everything it may draw from has come, so that a step taken again draws the same.
 - A group that cannot be read is left out and told of; a feed that fell behind goes on with what is still retained.
 - Replaying changes no book: a replayed group was trained and acknowledged once, and is neither leased nor
   acknowledged again.
 """
 
 from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
 
 import structlog
 
@@ -17,6 +21,10 @@ from penstock.v1 import broker_pb2
 from services.trainer.context import RunContext
 from services.trainer.decoding import training_samples
 from services.trainer.replay import ReplayBuffer
+from services.trainer.samples import TrainingSample
+
+PATIENCE_S = 60.0
+"""So long a step waits for what it may draw from. It has come long before, but for the first step of a resumed run."""
 
 _log = structlog.get_logger()
 
@@ -28,6 +36,8 @@ class ReplayFeed:
         self._context = context
         self._buffer = buffer
         self._history: int | None = None
+        self._whole_until = 0
+        self._news = asyncio.Condition()
 
     async def run(self) -> None:
         """Follow until the run is closed; raises PenstockError where the broker refuses or stays away."""
@@ -44,10 +54,28 @@ class ReplayFeed:
         async for response in export.responses():
             if response.HasField("group"):
                 self._add(response)
+            else:
+                async with self._news:
+                    self._whole_until = response.policy_version
+                    self._news.notify_all()
+
+    async def draw(self, num_groups: int, *, policy_version: int) -> list[list[TrainingSample]]:
+        """See `ReplayBuffer.draw`; waits for all of those steps, at most PATIENCE_S, then draws from what has come."""
+        try:
+            async with asyncio.timeout(PATIENCE_S), self._news:
+                await self._news.wait_for(lambda: self._whole_until >= policy_version - 1)
+        except TimeoutError:
+            _log.warning("a step replays what has come so far", whole_until=self._whole_until)
+        return self._buffer.draw(num_groups, policy_version=policy_version)
+
+    def forget(self, group_ids: Sequence[str]) -> None:
+        """See `ReplayBuffer.forget`."""
+        self._buffer.forget(group_ids)
 
     def _add(self, response: broker_pb2.ExportTrajectoriesResponse) -> None:
         if self._history is not None and response.history > self._history:
             self._buffer.forget_from(response.policy_version)
+            self._whole_until = min(self._whole_until, response.policy_version - 1)
         self._history = response.history
         group_id = response.group.prompt.group_id
         try:

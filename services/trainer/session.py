@@ -110,10 +110,9 @@ class RunSession:
             if feeder is None
             else [feeder.run, monitor.run, self.watch_checkpoints]
         )
-        replay_buffer = None
-        if config.algorithm.num_replayed_groups:
-            replay_buffer = ReplayBuffer(max_steps=config.policy.num_retained_steps, seed=config.run.seed)
-            loops.append(ReplayFeed(self.context, replay_buffer).run)
+        replay = self._replay()
+        if replay is not None:
+            loops.append(replay.run)
         hooks = StepHooks(on_waiting=self._say_waiting, on_step=self._note_step, publish=self._publish)
         loop = StepLoop(
             context=self.context,
@@ -121,7 +120,7 @@ class RunSession:
             backend=self.backend,
             algorithm=self.algorithm,
             hooks=hooks,
-            replay_buffer=replay_buffer,
+            replay=replay,
         )
         if config.run.checkpoint_every_steps > config.policy.num_retained_steps:
             _log.warning(
@@ -135,6 +134,14 @@ class RunSession:
             if self._beside is not None:
                 self._beside.cancel()
                 await asyncio.gather(self._beside, return_exceptions=True)
+
+    def _replay(self) -> ReplayFeed | None:
+        run, policy = self.context.config.run, self.context.config.policy
+        if not self.context.config.algorithm.num_replayed_groups:
+            return None
+        # What is retained beyond the window is what a run that goes back to its last checkpoint draws from once more.
+        max_steps = max(1, policy.num_retained_steps - run.checkpoint_every_steps - 1)
+        return ReplayFeed(self.context, ReplayBuffer(max_steps=max_steps, seed=run.seed))
 
     async def _train(self, loop: StepLoop, evaluator: Evaluator) -> None:
         num_steps = self.context.config.run.num_steps

@@ -17,6 +17,12 @@ from tests.helpers.training import run_alone, run_document
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300), pytest.mark.usefixtures("one_thread")]
 NUM_STEPS = 6
 RESUMPTION = "resumption"
+ALGORITHMS = {
+    "grpo": {},
+    # The third optimiser step is then the first of a batch's two.
+    "minibatches": {"num_minibatches": 2},
+    "replay": {"name": "tba", "kl_coefficient": 0.01, "num_replayed_groups": 2},
+}
 
 
 class OrderedBroker(ScriptedTrainingBroker):
@@ -32,12 +38,12 @@ def _as_in_the_killed_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(submission, "SUBMIT_BATCH_GROUPS", SUBMIT_BATCH_GROUPS)
 
 
-def document_of(folder: Path, model: Path, target: str, num_minibatches: int) -> dict:
+def document_of(folder: Path, model: Path, target: str, algorithm: str) -> dict:
     folder.mkdir()
     document = run_document(
         folder, model, target, num_steps=NUM_STEPS, checkpoint_every_steps=1, num_eval_prompts=0, keep_checkpoints=1
     )
-    document["algorithm"]["num_minibatches"] = num_minibatches
+    document["algorithm"] |= ALGORITHMS[algorithm]
     # One sample a pack.
     return document | {"trainer": {"tokens_per_pack": 16}}
 
@@ -51,44 +57,45 @@ async def run_to_its_end(document: dict, *, resume: bool) -> list[dict]:
 
 
 @pytest.fixture(scope="module")
-def uninterrupted(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Awaitable[list[dict]]]:
-    """The metrics of a whole run, by its optimiser steps a batch."""
-    known: dict[int, list[dict]] = {}
+def uninterrupted(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Awaitable[list[dict]]]:
+    """The metrics of a whole run, by the name of its algorithm's settings."""
+    known: dict[str, list[dict]] = {}
 
-    async def metrics_of(num_minibatches: int) -> list[dict]:
-        if num_minibatches not in known:
+    async def metrics_of(algorithm: str) -> list[dict]:
+        if algorithm not in known:
             folder = tmp_path_factory.mktemp("whole") / "run"
             async with serving(OrderedBroker(max_queued=1).service()) as (_, target):
-                document = document_of(folder, model, target, num_minibatches)
-                known[num_minibatches] = await run_to_its_end(document, resume=False)
-        return known[num_minibatches]
+                document = document_of(folder, model, target, algorithm)
+                known[algorithm] = await run_to_its_end(document, resume=False)
+        return known[algorithm]
 
     return metrics_of
 
 
 @pytest.mark.parametrize(
-    ("moment", "num_minibatches"),
+    ("moment", "algorithm"),
     [
-        *((moment, 1) for moment in MOMENTS if not moment.startswith(RESUMPTION)),
-        pytest.param("step: after an optimiser step", 2, id="between a batch's optimiser steps"),
+        *((moment, "grpo") for moment in MOMENTS if not moment.startswith(RESUMPTION)),
+        ("step: after an optimiser step", "minibatches"),
+        ("step: after an optimiser step", "replay"),
     ],
 )
 async def test_a_run_killed_at_any_moment_trains_what_it_would_have_trained(
-    tmp_path, model, uninterrupted, moment, num_minibatches
+    tmp_path, model, uninterrupted, moment, algorithm
 ):
-    await check_deaths([moment], tmp_path, model, uninterrupted, num_minibatches)
+    await check_deaths([moment], tmp_path, model, uninterrupted, algorithm)
 
 
 @pytest.mark.parametrize("moment", [moment for moment in MOMENTS if moment.startswith(RESUMPTION)])
 async def test_a_run_killed_again_while_it_resumes_does_too(tmp_path, model, uninterrupted, moment):
-    await check_deaths(["step: after the broker heard of a step", moment], tmp_path, model, uninterrupted, 1)
+    await check_deaths(["step: after the broker heard of a step", moment], tmp_path, model, uninterrupted, "grpo")
 
 
-async def check_deaths(moments, tmp_path, model, uninterrupted, num_minibatches):
+async def check_deaths(moments, tmp_path, model, uninterrupted, algorithm):
     """A run that dies at each of these moments in turn, then comes to its end."""
     broker = OrderedBroker(max_queued=1)
     async with serving(broker.service()) as (_, target):
-        document = document_of(tmp_path / "run", model, target, num_minibatches)
+        document = document_of(tmp_path / "run", model, target, algorithm)
         for number, moment in enumerate(moments):
             await run_until(moment, document, resume=number > 0)
             assert not broker.is_closed
@@ -97,6 +104,7 @@ async def check_deaths(moments, tmp_path, model, uninterrupted, num_minibatches)
     books = broker.books()
     assert (books.trained, books.in_flight, books.balanced) == (NUM_STEPS * 2 * 4, 0, True)
     assert [line["policy_version"] for line in metrics] == list(range(1, NUM_STEPS + 1))
-    for found, expected in zip(metrics, await uninterrupted(num_minibatches), strict=True):
+    for found, expected in zip(metrics, await uninterrupted(algorithm), strict=True):
+        assert found.get("step/replayed_samples") == expected.get("step/replayed_samples")
         for name in ("loss/loss", "loss/entropy", "loss/ratio", "optimizer/grad_norm", "reward/mean"):
             assert found[name] == pytest.approx(expected[name], rel=1e-4, abs=1e-6), (name, found["policy_version"])

@@ -70,6 +70,6 @@ async def test_a_new_trainer_has_again_what_the_broker_retains(tmp_path: Path) -
                 await until(lambda held=buffer: len(held) == 4)
             feed.cancel()
             await asyncio.gather(feed, return_exceptions=True)
-        drawn = {group[0].group_id: group for group in buffer.draw(4, policy_version=2)}
+        drawn = {group[0].group_id: group for group in buffer.draw(4, policy_version=3)}
         assert sorted(drawn) == ["a", "b", "c", "d"]
         assert all(sample.reward is not None for group in drawn.values() for sample in group)

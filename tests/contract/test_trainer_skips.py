@@ -34,13 +34,14 @@ def poisoning(advantage: float, *group_ids: str):
     return make_group
 
 
-async def run_with(folder, model, make_group, **trainer):
+async def run_with(folder, model, make_group, algorithm=(), **trainer):
     """Three steps of two groups, every sample in a pack of its own: the broker, the run's end and its lines."""
     broker = ScriptedTrainingBroker()
     broker.make_group = make_group
     folder.mkdir()
     async with serving(broker.service()) as (_, target), running_trainer() as running:
         document = run_document(folder, model, target, num_eval_prompts=0)
+        document["algorithm"] |= dict(algorithm)
         run_dir = Path(await running.start(document | {"trainer": {"tokens_per_pack": 16, **trainer}}))
         finished = (await running.events())[-1].finished
     path = run_dir / "metrics.jsonl"
@@ -92,3 +93,19 @@ async def test_without_leave_to_skip_the_first_one_ends_the_run(tmp_path, model)
     assert finished.outcome == trainer_pb2.RUN_OUTCOME_FAILED
     assert finished.message.endswith("of groups t1")
     assert not broker.dropped
+
+
+async def test_a_poisoned_group_that_is_replayed_costs_no_fresh_one(tmp_path, model) -> None:
+    handed_out = set()
+
+    def make_group(prompt: types_pb2.Prompt, *, policy_version: int) -> types_pb2.TrajectoryGroup:
+        is_retained = prompt.group_id in handed_out
+        handed_out.add(prompt.group_id)
+        advantage = POISON_OF_THE_LOSS if is_retained and prompt.group_id == "t0" else 0.5
+        return poisoning(advantage)(prompt, policy_version=policy_version)
+
+    replaying = {"name": "tba", "kl_coefficient": 0.01, "num_replayed_groups": 2}
+    broker, finished, lines = await run_with(tmp_path / "run", model, make_group, replaying, max_skips_in_a_row=1)
+    assert finished.outcome == trainer_pb2.RUN_OUTCOME_COMPLETED, finished.message
+    assert [line["step/skipped_attempts"] for line in lines] == [0, 0, 1]
+    assert (broker.dropped, broker.books().trained) == ({}, 24)

@@ -12,9 +12,9 @@ from services.trainer.step_settings import StepSettings
 from tests.unit.trainer.builders import RecordingBackend, build_group, build_sample
 
 
-def buffer_of(steps, *, max_steps=10):
+def buffer_of(steps, *, max_steps=10, seed=3):
     """A buffer of steps of (name, rewards) pairs."""
-    buffer = ReplayBuffer(max_steps=max_steps, seed=3)
+    buffer = ReplayBuffer(max_steps=max_steps, seed=seed)
     for version, groups in enumerate(steps, start=1):
         for name, rewards in groups:
             buffer.add(name, build_group(name, rewards), policy_version=version)
@@ -25,10 +25,22 @@ def names(groups):
     return [group[0].group_id for group in groups]
 
 
-def test_groups_of_the_newest_steps_are_held():
-    buffer = buffer_of([[("a", [1.0]), ("b", [0.0])], [("c", [0.5])], [("d", [0.5])]], max_steps=2)
-    assert sorted(names(buffer.draw(10, policy_version=3))) == ["c", "d"]
-    assert len(buffer) == 2
+def test_a_step_draws_from_the_steps_before_the_newest_and_no_older_ones_are_held():
+    buffer = buffer_of([[("a", [1.0]), ("b", [0.0])], [("c", [0.5])], [("d", [0.5])], [("e", [0.5])]], max_steps=2)
+    assert sorted(names(buffer.draw(10, policy_version=4))) == ["c", "d"]
+    assert len(buffer) == 3
+
+
+def test_whether_the_newest_step_has_come_does_not_change_a_draw():
+    steps = [[(f"g{step}{i}", [0.0, i / 4]) for i in range(4)] for step in range(6)]
+    early, late = (names(buffer_of(known, max_steps=3).draw(5, policy_version=6)) for known in (steps[:5], steps))
+    assert early == late
+
+
+def test_what_is_forgotten_is_not_drawn():
+    buffer = buffer_of([[("a", [1.0]), ("b", [0.0])]])
+    buffer.forget(["a"])
+    assert names(buffer.draw(2, policy_version=2)) == ["b"]
 
 
 def test_a_draw_names_no_group_twice_and_is_repeatable():
@@ -40,8 +52,10 @@ def test_a_draw_names_no_group_twice_and_is_repeatable():
 
 def test_recent_groups_and_well_rewarded_old_ones_are_drawn_most_often():
     steps = [[(f"old-bad{i}", [0.0, 0.0]) for i in range(9)] + [("old-good", [1.0, 1.0])]] + [[]] * 8
-    buffer = buffer_of([*steps, [("new-bad", [0.0, 0.0])]])
-    counts = Counter(name for version in range(200) for name in names(buffer.draw(2, policy_version=version)))
+    steps.append([("new-bad", [0.0, 0.0])])
+    counts = Counter(
+        name for seed in range(200) for name in names(buffer_of(steps, seed=seed).draw(2, policy_version=11))
+    )
     assert counts["new-bad"] == 200
     # exp(1 / std) over nine times 1: a good third or more, where an even draw gives a tenth.
     assert counts["old-good"] > 100
@@ -57,7 +71,7 @@ def test_nothing_is_drawn_from_an_empty_buffer_and_no_unscored_sample():
 def test_steps_that_a_rewind_made_void_are_forgotten():
     buffer = buffer_of([[("a", [1.0])], [("b", [1.0])], [("c", [1.0])]])
     buffer.forget_from(2)
-    assert names(buffer.draw(5, policy_version=2)) == ["a"]
+    assert names(buffer.draw(5, policy_version=4)) == ["a"]
 
 
 def open_step(algorithm, *, policy_version=20):
