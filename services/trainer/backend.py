@@ -167,6 +167,13 @@ class Backend(Protocol):
     def forward_logprobs(self, pack: Pack) -> npt.NDArray[np.float32]:
         """Log-probs of the pack's loss tokens under the current weights, float32[N], nats."""
 
+    def reference_logprobs(self, pack: Pack) -> npt.NDArray[np.float32]:
+        """Log-probs of the pack's loss tokens under the reference, float32[N], nats.
+
+        Raises:
+            ValueError: No reference is kept.
+        """
+
     def token_scores(self, pack: Pack, *, with_log_ratios: bool) -> TokenScores:
         """Values and log-ratios of the pack's loss tokens, without gradient."""
 

@@ -110,6 +110,11 @@ class InterruptibleBackend:
         self._stop_if_interrupted()
         return self._backend.forward_logprobs(pack)
 
+    def reference_logprobs(self, pack: Pack) -> npt.NDArray[np.float32]:
+        """See `Backend`; raises InterruptedComputeError after `interrupt`."""
+        self._stop_if_interrupted()
+        return self._backend.reference_logprobs(pack)
+
     def token_scores(self, pack: Pack, *, with_log_ratios: bool) -> TokenScores:
         """See `Backend`; raises InterruptedComputeError after `interrupt`."""
         self._stop_if_interrupted()

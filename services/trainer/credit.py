@@ -3,7 +3,8 @@
 Invariants:
 - Credit uses exactly the samples that are trained on; which groups came together changes nothing but rounding.
 - Where credit needs more than rewards (a critic's values, a KL to the reference), one forward pass without gradient is
-  made over samples as they come.
+  made over samples as they come. Where it waits for the whole step, so are the passes that the later gradient compares
+  with (`early_scores`).
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ from services.trainer.algorithms.base import Rewards
 from services.trainer.algorithms.gae import generalized_advantages, normalized
 from services.trainer.algorithms.overlong import overlong_penalties
 from services.trainer.backend import Backend
-from services.trainer.packing import Trajectory, pack_trajectories
+from services.trainer.early_scores import EarlyScores
+from services.trainer.packing import Trajectory, full_enough, pack_trajectories
 from services.trainer.samples import TrainingSample, trajectory_of
 from services.trainer.step_settings import StepSettings
 
@@ -55,6 +57,9 @@ class Creditor:
     def __init__(self, backend: Backend, settings: StepSettings) -> None:
         self._backend = backend
         self._settings = settings
+        self._early = EarlyScores(backend, settings)
+        self._arrived: list[_Scored] = []
+        """Their early scores wait for a full pack."""
         self._held: list[_Scored] = []
         self.num_zero_advantage_groups = 0
         """Groups whose credit was zero throughout, as far as credit is given by groups."""
@@ -71,15 +76,18 @@ class Creditor:
         for group in groups:
             siblings = [next(scored) for _ in group]
             if estimate is None:
-                self._held += siblings
+                self._arrived += siblings
                 continue
             credits = estimate(_penalised(siblings))
             self.num_zero_advantage_groups += not credits.any()
             credited += _with_credits(siblings, credits)
+        if self._arrived:
+            self._score_early(is_last=False)
         return credited
 
     def credit_rest(self) -> list[CreditedSample]:
         """The samples whose credit depends on the whole step."""
+        self._score_early(is_last=True)
         held, self._held = self._held, []
         algorithm = self._settings.algorithm
         if not held:
@@ -87,6 +95,15 @@ class Creditor:
         if algorithm.step_advantages is not None:
             return _with_credits(held, algorithm.step_advantages(_penalised(held)))
         return self._by_critic(held)
+
+    def _score_early(self, *, is_last: bool) -> None:
+        """What the gradient will be compared with, of packs that are full or the last ones."""
+        due, self._arrived = self._arrived, []
+        if self._early.is_needed and not is_last:
+            lengths = [int(scored.blank.token_ids.size) for scored in due]
+            due, self._arrived = full_enough(due, lengths=lengths, capacity=self._settings.max_pack_tokens)
+        trajectories = self._early.of([scored.blank for scored in due])
+        self._held += [replace(scored, blank=trajectory) for scored, trajectory in zip(due, trajectories, strict=True)]
 
     def _scored(self, samples: Sequence[TrainingSample]) -> list[_Scored]:
         blanks = [trajectory_of(sample, 0.0) for sample in samples]
@@ -151,9 +168,15 @@ def _penalised(samples: Sequence[_Scored]) -> Rewards:
 
 def _with_credits(samples: Sequence[_Scored], credits: npt.NDArray[np.float32]) -> list[CreditedSample]:
     return [
-        CreditedSample(scored.sample, trajectory_of(scored.sample, credit))
+        CreditedSample(scored.sample, _with_credit(scored, credit))
         for scored, credit in zip(samples, credits.tolist(), strict=True)
     ]
+
+
+def _with_credit(scored: _Scored, credit: float) -> Trajectory:
+    """The trajectory with the same credit on each token, unless the sample brought its own."""
+    blank = scored.blank
+    return replace(blank, advantages=trajectory_of(scored.sample, credit).advantages)
 
 
 def _by_token(scored: _Scored, advantages: Floats, *, returns: Floats) -> Trajectory:

@@ -58,7 +58,7 @@ def _done(backend: Backend, call: dict[str, Any], arrays: Arrays) -> tuple[dict[
     match call["op"]:
         case "forward_backward":
             return {"totals": dataclasses.asdict(backend.forward_backward(decoded(arrays)))}, {}
-        case "forward_logprobs" | "token_scores":
+        case "forward_logprobs" | "reference_logprobs" | "token_scores":
             return {}, _scores(backend, call, decoded(arrays))
         case "optimizer_step":
             backend.optimizer_step(divisor=int(call["divisor"]), is_last=bool(call["is_last"]))
@@ -83,6 +83,8 @@ def _scores(backend: Backend, call: dict[str, Any], pack: Pack | None) -> Arrays
         raise ValueError(f"{call['op']} came without a pack")
     if call["op"] == "forward_logprobs":
         return {"logprobs": backend.forward_logprobs(pack)}
+    if call["op"] == "reference_logprobs":
+        return {"logprobs": backend.reference_logprobs(pack)}
     return arrays_of(backend.token_scores(pack, with_log_ratios=bool(call["with_log_ratios"])))
 
 

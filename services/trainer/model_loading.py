@@ -36,7 +36,7 @@ class ModelSettings:
     keep_reference: bool = False
     """Keep the model as loaded from `path`, for a loss or a credit that needs reference log-probs."""
     loss_reads_reference: bool = True
-    """Whether the loss needs them, or only the credit (`token_scores`)."""
+    """Whether the loss finds them in the pass of each pack; else they come with the pack, or only credit needs them."""
     critic_learning_rate: float | None = None
     """Train a critic beside the model, at this rate; None has none."""
     gradient_checkpointing: bool = False

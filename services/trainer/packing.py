@@ -48,6 +48,9 @@ class Trajectory:
     proximal_logprobs: npt.NDArray[np.float32] | None = None
     """float32[T], nats, of each token under the weights before the batch's first optimiser step; likewise. None where
     those are the weights that are being trained."""
+    reference_logprobs: npt.NDArray[np.float32] | None = None
+    """float32[T], nats, of each token under the reference; likewise. None where the backend finds them itself, or where
+    the loss has no term of them."""
     group_id: str = ""
     """Of the sample group; read only to say whose numbers went astray."""
 
@@ -59,7 +62,7 @@ class Trajectory:
         """
         shape = self.token_ids.shape
         aligned = [self.loss_mask, self.behavior_logprobs, self.advantages]
-        optional = (self.values, self.returns, self.proximal_logprobs)
+        optional = (self.values, self.returns, self.proximal_logprobs, self.reference_logprobs)
         aligned += [array for array in optional if array is not None]
         if len(shape) != 1 or shape[0] < 2 or any(array.shape != shape for array in aligned):
             raise ValueError("the arrays of a trajectory must all have shape [T] with T >= 2")
@@ -100,6 +103,8 @@ class Pack:
     returns: npt.NDArray[np.float32] | None = None
     """float32[N], likewise."""
     proximal_logprobs: npt.NDArray[np.float32] | None = None
+    """float32[N], likewise."""
+    reference_logprobs: npt.NDArray[np.float32] | None = None
     """float32[N], likewise."""
 
     @property
@@ -210,13 +215,14 @@ def join(trajectories: Sequence[Trajectory], indices: Sequence[int]) -> Pack:
         values=_joined([member.values for member in members], targets),
         returns=_joined([member.returns for member in members], targets),
         proximal_logprobs=_joined([member.proximal_logprobs for member in members], targets),
+        reference_logprobs=_joined([member.reference_logprobs for member in members], targets),
     )
 
 
 def part_of(pack: Pack, segments: Sequence[int]) -> tuple[Pack, npt.NDArray[np.int64]]:
     """A pack of some of the segments, at least one, in ascending order; and which loss tokens those have, int64[N].
 
-    It is to be scored: a critic's values and returns are left out.
+    It is to be scored: what a gradient pass reads beside it is left out.
     """
     lengths = np.array(pack.segment_lengths, dtype=np.int64)
     starts = np.cumsum(lengths) - lengths

@@ -19,6 +19,7 @@ from services.trainer.launching import TorchrunRuns
 from services.trainer.model_loading import ModelSettings
 from services.trainer.peers import Peers
 from services.trainer.rank_backend import RankBackend
+from services.trainer.step_settings import is_reference_early
 from services.trainer.tokenizer import HuggingFaceTokenizer
 
 CRITIC_RATE_FACTOR, USUAL_CRITIC_RATE = 10.0, 1e-5
@@ -68,7 +69,7 @@ def local_backend(config: TrainingConfig, peers: Peers | None = None) -> Backend
             num_threads=config.trainer.num_threads,
             temperature=config.sampling.temperature,
             keep_reference=config.algorithm.kl_coefficient > 0,
-            loss_reads_reference=not algorithm.is_kl_in_reward,
+            loss_reads_reference=not algorithm.is_kl_in_reward and not is_reference_early(config.algorithm, algorithm),
             critic_learning_rate=critic_rate(config) if algorithm.has_critic else None,
             gradient_checkpointing=config.trainer.gradient_checkpointing,
         ),

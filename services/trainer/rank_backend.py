@@ -143,7 +143,7 @@ class RankBackend:
                 advantages=self._tensor(pack.advantages),
                 segments=self._tensor(pack.target_segments),
                 proximal_logprobs=None if pack.proximal_logprobs is None else self._tensor(pack.proximal_logprobs),
-                reference_logprobs=self._reference_logprobs(pack) if self._settings.loss_reads_reference else None,
+                reference_logprobs=self._reference_of_loss(pack),
             )
         )
         loss, totals = _totals(outputs, num_tokens=pack.num_loss_tokens)
@@ -161,6 +161,14 @@ class RankBackend:
         """See `Backend`."""
         with torch.no_grad():
             result: npt.NDArray[np.float32] = self._logprobs(self._model, pack).cpu().numpy()
+        return result
+
+    def reference_logprobs(self, pack: Pack) -> npt.NDArray[np.float32]:
+        """See `Backend`."""
+        logprobs = self._reference_logprobs(pack)
+        if logprobs is None:
+            raise ValueError("no reference model was kept")
+        result: npt.NDArray[np.float32] = logprobs.cpu().numpy()
         return result
 
     def token_scores(self, pack: Pack, *, with_log_ratios: bool) -> TokenScores:
@@ -281,6 +289,12 @@ class RankBackend:
             optimizer=self._optimizer_config,
         )
 
+    def _reference_of_loss(self, pack: Pack) -> Tensor | None:
+        """What comes with the pack, or a pass of the reference: by the settings, so that all processes do the same."""
+        if self._settings.loss_reads_reference:
+            return self._reference_logprobs(pack)
+        return None if pack.reference_logprobs is None else self._tensor(pack.reference_logprobs)
+
     def _reference_logprobs(self, pack: Pack) -> Tensor | None:
         if not self._settings.keep_reference:
             return None
@@ -337,7 +351,8 @@ def _probe_trajectory(vocab_size: int) -> Trajectory:
 def _idle_trajectory(vocab_size: int) -> Trajectory:
     """What a process without work of its own passes through all models, a critic too."""
     probe = _probe_trajectory(vocab_size)
-    return replace(probe, values=probe.advantages, returns=probe.advantages)
+    nothing = probe.advantages
+    return replace(probe, values=nothing, returns=nothing, reference_logprobs=nothing)
 
 
 def _totals(outputs: LossOutputs, *, num_tokens: int) -> tuple[float, LossTotals]:

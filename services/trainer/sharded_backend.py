@@ -98,6 +98,14 @@ class ShardedBackend:
 
         return self._shared_out("forward_logprobs", pack, here)["logprobs"]
 
+    def reference_logprobs(self, pack: Pack) -> npt.NDArray[np.float32]:
+        """See `Backend`; every process computes its share of the segments."""
+
+        def here(part: Pack) -> Arrays:
+            return {"logprobs": self._local.reference_logprobs(part)}
+
+        return self._shared_out("reference_logprobs", pack, here)["logprobs"]
+
     def token_scores(self, pack: Pack, *, with_log_ratios: bool) -> TokenScores:
         """See `Backend`; every process computes its share of the segments."""
 

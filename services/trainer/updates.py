@@ -1,7 +1,7 @@
 """From the lessons of a batch to its optimiser steps: one, or several of a minibatch each.
 
     StreamedUpdate     add: forward and backward as packs fill       finish: what waited, one optimiser step
-    MinibatchUpdates   add: proximal log-probs as packs fill         finish: what waited, then for each minibatch
+    MinibatchUpdates   add: proximal, reference log-probs likewise   finish: what waited, then for each minibatch
                                                                      forward, backward, optimiser step
 
 Invariants:
@@ -19,8 +19,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-import numpy as np
-
 from services.trainer.algorithms.base import Normalization, divisor
 from services.trainer.backend import (
     Backend,
@@ -31,7 +29,8 @@ from services.trainer.backend import (
     PartialStepError,
     StepMetrics,
 )
-from services.trainer.packing import Pack, Trajectory, full_enough, pack_trajectories
+from services.trainer.early_scores import EarlyScores
+from services.trainer.packing import Pack, Trajectory, full_enough
 from services.trainer.rounds import deal, tokens_of_a_round
 from services.trainer.step_settings import StepSettings
 
@@ -140,16 +139,17 @@ class MinibatchUpdates:
         self._backend = backend
         self._settings = settings
         self.passes = Passes(backend, max_pack_tokens=settings.max_pack_tokens)
+        self._early = EarlyScores(backend, settings)
         self._waiting: list[Lesson] = []
         self._lessons: list[Lesson] = []
 
     def add(self, lessons: Sequence[Lesson]) -> int:
         """See `Updates`."""
-        if self._settings.needs_proximal:
+        if self._early.is_needed:
             self._lessons += [lesson for lesson in lessons if lesson.trajectory is None]
             arrived = [lesson for lesson in lessons if lesson.trajectory is not None]
             due, self._waiting = _due([*self._waiting, *arrived], self.passes)
-            self._lessons += self._with_proximal(due)
+            self._lessons += self._with_scores(due)
         else:
             self._lessons += lessons
         return 0
@@ -157,7 +157,7 @@ class MinibatchUpdates:
     def finish(self, lessons: Sequence[Lesson]) -> StepMetrics:
         """See `Updates`."""
         rest = [*self._waiting, *lessons]
-        self._lessons += self._with_proximal(rest) if self._settings.needs_proximal else rest
+        self._lessons += self._with_scores(rest)
         minibatches = [
             minibatch
             for minibatch in split(self._lessons, num_minibatches=self._settings.num_minibatches)
@@ -177,20 +177,10 @@ class MinibatchUpdates:
         self.passes.run(_taught(minibatch))
         return _optimizer_step(self._backend, minibatch, self._settings.normalization, is_last=is_last)
 
-    def _with_proximal(self, lessons: Sequence[Lesson]) -> list[Lesson]:
-        """The same with log-probs under the present weights."""
-        scored = list(lessons)
-        taught = [index for index, lesson in enumerate(lessons) if lesson.trajectory is not None]
-        trajectories = _taught(lessons)
-        for pack in pack_trajectories(trajectories, max_pack_tokens=self._settings.max_pack_tokens):
-            for member, logprobs in pack.by_member(self._backend.forward_logprobs(pack)):
-                trajectory = trajectories[member]
-                if not np.isfinite(logprobs).all():
-                    # Found here nothing has changed yet; after the first optimiser step there would be no way back.
-                    raise NonFiniteLossError("log-probs before the step are not finite", [trajectory.group_id])
-                proximal = replace(trajectory, proximal_logprobs=trajectory.spread(logprobs))
-                scored[taught[member]] = replace(lessons[taught[member]], trajectory=proximal)
-        return scored
+    def _with_scores(self, lessons: Sequence[Lesson]) -> list[Lesson]:
+        """The same with the log-probs that gradients are taken against."""
+        scored = iter(self._early.of(_taught(lessons)))
+        return [lesson if lesson.trajectory is None else replace(lesson, trajectory=next(scored)) for lesson in lessons]
 
 
 def split(lessons: Sequence[Lesson], *, num_minibatches: int) -> list[list[Lesson]]:

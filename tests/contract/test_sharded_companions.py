@@ -20,6 +20,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 CASES = {
     "ppo": {"processes": (1.0, 2.0), "algorithm": {"name": "ppo", "kl_coefficient": 0.05}},
     "tba": {"algorithm": {"name": "tba", "kl_coefficient": 0.1}},
+    # Its reference is read as groups come, and travels with the packs.
+    "early reference": {"algorithm": {"name": "reinforce_plus_plus", "kl_coefficient": 0.1}},
 }
 
 

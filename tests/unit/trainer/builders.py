@@ -97,6 +97,9 @@ class RecordingBackend:
     def forward_logprobs(self, pack: Pack) -> np.ndarray:
         return np.zeros(pack.num_loss_tokens, dtype=np.float32)
 
+    def reference_logprobs(self, pack: Pack) -> np.ndarray:
+        return -pack.target_ids.astype(np.float32)
+
     def token_scores(self, pack: Pack, *, with_log_ratios: bool) -> TokenScores:
         """Every state is worth a hundredth of its token, every log-ratio is a thousandth of it."""
         tokens = pack.target_ids.astype(np.float32)

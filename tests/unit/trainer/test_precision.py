@@ -56,6 +56,21 @@ def test_log_probs_are_those_of_bfloat16_products(model_directory):
     assert 0 < np.abs(exact - rounded).max() < 0.1
 
 
+ON_A_GPU = (pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"))
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=ON_A_GPU)])
+def test_losses_and_gradients_are_close_to_those_of_float32(model_directory, device):
+    exact, rounded = (build_backend(model_directory, dtype=dtype, device=device) for dtype in ("float32", "bfloat16"))
+    pack = only_pack(0)
+    losses = [backend.forward_backward(pack).means()["loss"] for backend in (exact, rounded)]
+    assert losses[1] == pytest.approx(losses[0], rel=0.05, abs=0.02)
+    gradients = [torch.cat([p.grad.flatten() for p in each._parameters.values()]) for each in (exact, rounded)]
+    assert torch.nn.functional.cosine_similarity(*gradients, dim=0) > 0.99
+    assert 0 < (gradients[0] - gradients[1]).norm() < 0.1 * gradients[0].norm()
+    assert rounded._optimizer.defaults["fused"]
+
+
 def test_what_is_published_and_exported_is_bfloat16_and_what_resumes_is_not(tmp_path, model_directory):
     backend = build_backend(model_directory, dtype="bfloat16", optimizer={"learning_rate": RATE})
     step(backend, 0)
