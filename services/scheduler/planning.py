@@ -19,7 +19,7 @@ from services.scheduler.solvers.multilevel import MultilevelSolver
 from services.scheduler.solvers.partition import PartitionSolver
 from services.scheduler.solvers.regeneration import regenerate
 from services.scheduler.solvers.streamrl import StreamRlSolver
-from services.scheduler.validate import check_plan
+from services.scheduler.validate import check_plan, violations
 
 AUTO = "auto"
 SOLVERS: dict[str, Solver] = {
@@ -58,14 +58,21 @@ def _checked(rm1: Rm1, solution: Solution) -> Solution:
 
 
 def _without_idlers(rm1: Rm1, solution: Solution, plan: PlanDocument) -> Solution:
-    """The solution without replicas that add nothing: out of the weights' reach, or left with not one sequence."""
+    """The solution without replicas that add nothing: out of the weights' reach, or left with not one sequence.
+
+    Where it is slower without them, they stay if they may.
+    """
     if not isinstance(solution.score, Score):
         return solution
     idlers = [each.replicas for each in solution.score.generation if each.state is None or each.duty <= 0]
     if not idlers:
         return solution
     smaller = PlanDocument(gen=tuple(each for each in plan.gen if each not in idlers), train=plan.train)
-    return replace(solution, plan=smaller, score=rm1.score(smaller))
+    score = rm1.score(smaller)
+    if score.samples_per_second < solution.score.samples_per_second * (1 - 1e-9) and not violations(rm1.problem, plan):
+        # Their share of the samples under way makes the others' batches smaller, which tails or slow links may want.
+        return solution
+    return replace(solution, plan=smaller, score=score)
 
 
 def advice(rm1: Rm1, solution: Solution, *, time_left: TimeLeft, seed: int = 0) -> Document:
