@@ -101,12 +101,22 @@ def build_engine(settings: VllmSettings) -> AsyncLLM:
         worker_extension_cls=_WORKER_EXTENSION,
         weight_transfer_config=WeightTransferConfig(backend=TRANSFER_BACKEND),
         **_lora_arguments(settings),
+        **_kernel_arguments(is_cpu=is_cpu),
     )
     config = args.create_engine_config(UsageContext.ENGINE_CONTEXT)
     # As vLLM chose to schedule, which it does not for a class that it does not know.
     is_async = config.scheduler_config.async_scheduling
     config.scheduler_config.scheduler_cls = _ASYNC_SCHEDULER if is_async else _SCHEDULER
     return AsyncLLM.from_vllm_config(config, stat_loggers=[StatsRecorder], disable_log_stats=True)
+
+
+def _kernel_arguments(*, is_cpu: bool) -> dict[str, Any]:
+    """GPU engines take compiled kernels by themselves."""
+    if not is_cpu:
+        return {}
+    from services.generator.vllm_kernels import PRIORITY
+
+    return {"ir_op_priority": PRIORITY}
 
 
 def _lora_arguments(settings: VllmSettings) -> dict[str, Any]:

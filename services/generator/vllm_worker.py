@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+from vllm.platforms import current_platform
 
 from services.generator.vllm_adapters import install_adapter
 from services.generator.vllm_held import held_tensors, open_checkpoint
@@ -20,6 +21,11 @@ from services.generator.vllm_setup import TRANSFER_BACKEND
 
 # vLLM's own way to add one: a worker looks it up by this name, in this process, before it loads the model.
 WeightTransferEngineFactory.register_engine(TRANSFER_BACKEND, "services.generator.vllm_transfer", "FileTransferEngine")
+
+
+if current_platform.is_cpu():
+    # Registers its kernels, which the worker's settings name, before the worker reads those.
+    import services.generator.vllm_kernels  # noqa: F401
 
 
 class PenstockWorkerExtension:
