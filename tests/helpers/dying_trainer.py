@@ -127,7 +127,7 @@ async def run_until(moment: str, document: dict[str, Any], *, resume: bool = Fal
     process = _processes.Process(target=_live_and_die, args=(document, moment, resume), daemon=True)
     await asyncio.to_thread(process.start)
     try:
-        await until(lambda: process.exitcode is not None, timeout_s=120)
+        await until(lambda: process.exitcode is not None, timeout_s=200)
     finally:
         process.kill()
     assert process.exitcode == -signal.SIGKILL, f"the run ended with {process.exitcode} and never came to: {moment}"
