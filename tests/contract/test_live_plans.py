@@ -1,74 +1,19 @@
 """A plan in force follows the machines that are there and the lengths that are seen."""
 
 import json
-from contextlib import asynccontextmanager
 
 import pytest
-from prometheus_client import CollectorRegistry
 
-from penstock.clock import ManualClock
 from penstock.errors import InvalidFieldError
-from penstock.rpc import call
 from penstock.v1 import scheduler_pb2 as pb
-from penstock.v1 import scheduler_pb2_grpc
 from services.scheduler import service as scheduler_service
-from services.scheduler.config import LengthsConfig
 from services.scheduler.cost_model.demand import demand_of
 from services.scheduler.cost_model.replica import ReplicaModel
 from services.scheduler.cost_model.rm1 import Rm1
-from services.scheduler.inventory import CONCURRENT_SAMPLES, TOKEN_S
 from services.scheduler.live_plans import GRACE_INTERVALS, MIN_LENGTHS, document_of
 from services.scheduler.plan_document import node_classes
-from services.scheduler.revision import COOL_DOWN_INTERVALS
-from services.scheduler.server import make_forecaster, make_service
-from services.scheduler.service import SchedulerServicer
+from tests.helpers.planned_fleet import COOL_DOWN_S, INTERVAL_S, KINDS, planned_fleet
 from tests.helpers.planning import document, problem
-from tests.helpers.serving import channel_to
-
-INTERVAL_S = 5.0
-COOL_DOWN_S = COOL_DOWN_INTERVALS * INTERVAL_S
-KINDS = {"h20-0": "H20", "h800-0": "H800"}
-
-
-class Fleet:
-    """A scheduler with the machines of tiny_02, each alive as long as it reports."""
-
-    def __init__(self, channel, servicer, clock):
-        self._channel, self.servicer, self.clock = channel, servicer, clock
-        self.alive = {}
-
-    async def ask(self, method, request):
-        stub = scheduler_pb2_grpc.SchedulerServiceStub(self._channel)
-        return await call(getattr(stub, method), request, peer="scheduler")
-
-    async def join(self, name, kind):
-        node = pb.Node(node_id=name, accelerators=[pb.Accelerator(kind=kind, count=8)])
-        await self.ask("RegisterNode", pb.RegisterNodeRequest(node=node))
-        self.alive[name] = 0.0
-
-    async def pass_time(self, seconds, *, rates=None):
-        """Everybody alive reports, with rates by machine; then plans are looked at."""
-        self.clock.advance(seconds)
-        for name in self.alive:
-            told = [(rates or {})[name]] if name in (rates or {}) else []
-            await self.ask("ReportNode", pb.ReportNodeRequest(node_id=name, rates=told))
-        await self.servicer.revise()
-        return (await self.ask("GetPlan", pb.GetPlanRequest(run_id="r"))).plan
-
-
-@asynccontextmanager
-async def planned_fleet(*, registered):
-    clock = ManualClock()
-    lengths = make_forecaster(LengthsConfig(), clock=clock, registry=CollectorRegistry())
-    servicer = SchedulerServicer(clock=clock, heartbeat_interval_s=INTERVAL_S, lengths=lengths)
-    async with channel_to(make_service(servicer)) as channel:
-        fleet = Fleet(channel, servicer, clock)
-        for name in registered:
-            await fleet.join(name, KINDS[name])
-        request = pb.CreatePlanRequest(run_id="r", problem_json=json.dumps(document("tiny_02")))
-        await fleet.ask("CreatePlan", request)
-        yield fleet
-        await lengths.close()
 
 
 @pytest.fixture
@@ -227,24 +172,6 @@ async def test_machines_that_tell_tokens_per_second_alone_are_compared_with_othe
     await fleet.pass_time(2 * COOL_DOWN_S, rates=rates)
 
     assert "H20 at 10%" in fleet.servicer._live._runs["r"].looked_at.gpu_types
-
-
-@pytest.mark.parametrize("token_s", TOKEN_S)
-@pytest.mark.parametrize("num_samples", CONCURRENT_SAMPLES)
-async def test_rates_that_no_machine_has_are_planned_with_all_the_same(fleet, token_s, num_samples):
-    rate = pb.MeasuredRate(role=pb.ROLE_GENERATOR, token_s=token_s, num_concurrent_samples=num_samples)
-    plan = await fleet.pass_time(2 * COOL_DOWN_S, rates={"h20-0": rate})
-
-    assert trainers(plan)
-
-
-@pytest.mark.parametrize(
-    "wrong",
-    [{"token_s": 0.0, "num_concurrent_samples": 1.0}, {"token_s": 0.1}, {"tokens_per_second": 1e300}],
-)
-async def test_rates_that_cannot_be_are_refused(fleet, wrong):
-    with pytest.raises(InvalidFieldError, match="rates"):
-        await fleet.pass_time(1.0, rates={"h20-0": pb.MeasuredRate(role=pb.ROLE_GENERATOR, **wrong)})
 
 
 async def test_a_machine_that_never_registers_is_waited_for_and_then_done_without(unregistered):
