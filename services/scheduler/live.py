@@ -111,7 +111,7 @@ def live_problem(
 
 
 def _with_lengths(planned: Problem, growth: float) -> Problem:
-    if abs(growth - 1) <= LENGTHS_CHANGED_BY:
+    if round(abs(growth - 1), 3) <= LENGTHS_CHANGED_BY:
         return planned
     lengths = scaled(planned.workload.output_len, growth)
     return planned.model_copy(update={"workload": planned.workload.model_copy(update={"output_len": lengths})})

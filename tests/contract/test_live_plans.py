@@ -95,20 +95,48 @@ async def test_a_machine_that_says_it_leaves_is_left_out(fleet):
     assert machines(plan) == set(KINDS)
 
 
-async def test_lengths_that_grow_are_planned_for(fleet):
-    stated = Rm1(problem("tiny_02")).demand.completion_tokens
-    seen = [pb.LengthObservation(query=pb.LengthQuery(group_id="g"), num_completion_tokens=int(2 * stated))]
+async def see_lengths(fleet, growth, num_samples=MIN_LENGTHS):
+    """Completions that are so many times as long as the problem says."""
+    tokens = round(growth * Rm1(problem("tiny_02")).demand.completion_tokens)
+    seen = pb.LengthObservation(query=pb.LengthQuery(group_id="g"), num_completion_tokens=tokens)
+    await fleet.ask("ReportLengths", pb.ReportLengthsRequest(run_id="r", observations=[seen] * num_samples))
 
-    await fleet.ask("ReportLengths", pb.ReportLengthsRequest(run_id="r", observations=seen * (MIN_LENGTHS - 1)))
+
+def num_generating(plan):
+    return sum(len(each.accelerator_indices) for each in plan.assignments if each.role == pb.ROLE_GENERATOR)
+
+
+async def test_lengths_that_grow_are_generated_by_more_gpus_once_enough_were_seen(fleet):
+    await see_lengths(fleet, 8, MIN_LENGTHS - 1)
     before = await fleet.pass_time(2 * COOL_DOWN_S)
+    await see_lengths(fleet, 8, 1)
+    after = await fleet.pass_time(1.0)
+
+    assert (before.revision, after.revision) == (1, 2)
+    assert num_generating(after) > num_generating(before)
+    assert "faster; the change stops" in after.explanation
+
+
+async def test_lengths_that_differ_a_little_change_nothing(fleet):
+    await see_lengths(fleet, 1.1)
+    assert (await fleet.pass_time(2 * COOL_DOWN_S)).revision == 1
     assert fleet.servicer._live._runs["r"].looked_at == problem("tiny_02")
 
-    await fleet.ask("ReportLengths", pb.ReportLengthsRequest(run_id="r", observations=seen))
-    await fleet.pass_time(2 * COOL_DOWN_S)
 
-    assert before.revision == 1
-    looked_at = fleet.servicer._live._runs["r"].looked_at
-    assert Rm1(looked_at).demand.completion_tokens > 1.5 * stated
+async def test_generators_that_shorter_lengths_make_needless_are_given_up_after_a_time_of_rest(fleet):
+    await fleet.join("h20-new", "H20")
+    await fleet.ask("CreatePlan", going_on())
+    many = await fleet.pass_time(2 * COOL_DOWN_S)
+    assert num_generating(many) == 16
+
+    await see_lengths(fleet, 0.1)
+    few = await fleet.pass_time(2 * COOL_DOWN_S)
+    assert num_generating(few) < 16
+    assert "GPUs fewer are as fast" in few.explanation
+
+    await see_lengths(fleet, 8, 2048)
+    assert num_generating(await fleet.pass_time(COOL_DOWN_S / 2)) == num_generating(few)
+    assert num_generating(await fleet.pass_time(COOL_DOWN_S)) == 16
 
 
 def measured(times_slower, *, tp=1, batch=64):

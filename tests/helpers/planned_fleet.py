@@ -2,6 +2,7 @@
 
 import json
 from contextlib import asynccontextmanager
+from unittest.mock import patch
 
 from prometheus_client import CollectorRegistry
 
@@ -9,6 +10,7 @@ from penstock.clock import ManualClock
 from penstock.rpc import call
 from penstock.v1 import scheduler_pb2 as pb
 from penstock.v1 import scheduler_pb2_grpc
+from services.scheduler import service as scheduler_service
 from services.scheduler.config import LengthsConfig
 from services.scheduler.revision import COOL_DOWN_INTERVALS
 from services.scheduler.server import make_forecaster, make_service
@@ -30,7 +32,7 @@ class Fleet:
 
     async def ask(self, method, request):
         stub = scheduler_pb2_grpc.SchedulerServiceStub(self.channel)
-        return await call(getattr(stub, method), request, peer="scheduler")
+        return await call(getattr(stub, method), request, peer="scheduler", timeout_s=60.0)
 
     async def join(self, name, kind):
         node = pb.Node(node_id=name, accelerators=[pb.Accelerator(kind=kind, count=8)])
@@ -52,11 +54,14 @@ async def planned_fleet(*, registered):
     clock = ManualClock()
     lengths = make_forecaster(LengthsConfig(), clock=clock, registry=CollectorRegistry())
     servicer = SchedulerServicer(clock=clock, heartbeat_interval_s=INTERVAL_S, lengths=lengths)
-    async with channel_to(make_service(servicer)) as channel:
-        fleet = Fleet(channel, servicer, clock)
-        for name in registered:
-            await fleet.join(name, KINDS[name])
-        request = pb.CreatePlanRequest(run_id="r", problem_json=json.dumps(document("tiny_02")))
-        await fleet.ask("CreatePlan", request)
-        yield fleet
-        await lengths.close()
+    # On a busy machine a search that ends by itself must not be cut short: what it finds would differ.
+    patient = patch.object(scheduler_service, "REVISE_BUDGET_S", 60.0)
+    with patient, patch.object(scheduler_service, "DEFAULT_BUDGET_S", 60.0):
+        async with channel_to(make_service(servicer)) as channel:
+            fleet = Fleet(channel, servicer, clock)
+            for name in registered:
+                await fleet.join(name, KINDS[name])
+            request = pb.CreatePlanRequest(run_id="r", problem_json=json.dumps(document("tiny_02")))
+            await fleet.ask("CreatePlan", request)
+            yield fleet
+            await lengths.close()

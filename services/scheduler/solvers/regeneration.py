@@ -1,31 +1,65 @@
 """Other generators around a training pool that stays where it is: what a run that goes on can change.
 
 Every machine keeps the GPUs that train; what its others do is changed, for all machines alike and for one alone, as
-long as that makes the plan better.
+long as that makes the plan better. Machines without which generation keeps up with training are then given up, the
+dearest first: StreamRL (Zhong et al. 2025, section 4.3) adds units only.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from services.scheduler.cost_model.rm1 import Rm1
+from services.scheduler.cost_model.rm1 import Rm1, Score
 from services.scheduler.plan_document import PlanDocument
 from services.scheduler.problem import NodeClass
-from services.scheduler.solvers.divisions import Division, Split, best_split, machine_splits
+from services.scheduler.solvers.divisions import Division, Split, best_split, machine_splits, plan_of
 from services.scheduler.solvers.interface import Solution, TimeLeft
-from services.scheduler.solvers.scored import Parts, Scored, climb, parts_of
+from services.scheduler.solvers.scored import BETTER, Parts, Scored, climb, parts_of
 
 NAME = "regeneration"
+MIN_SPARE = 0.1
+"""Of what trainers take, that generators could make beyond it, for a machine to be needless."""
 
 
 def regenerate(rm1: Rm1, running: PlanDocument, *, time_left: TimeLeft) -> Solution:
-    """The best plan found that trains where `running` does; never worse than it, and of equal ones itself."""
+    """The best plan found that trains where `running` does, without what is needless; never slower than it."""
     scored = Scored(rm1)
     kept = parts_of(rm1, running)
     around = _Neighbourhood(rm1)
     for start in (kept, tuple(_filled(rm1, part) for part in kept)):
         climb(scored, start, around.neighbours, time_left=time_left)
+    while scored.best is not None and time_left() > 0:
+        if (leaner := _leaner(rm1, scored, scored.best)) is None:
+            break
+        scored.settle_for(leaner)
     return scored.solution(NAME)
+
+
+def _leaner(rm1: Rm1, scored: Scored, parts: Parts) -> Parts | None:
+    """The plan without the dearest machine that is needless; None where each is needed."""
+    offers: list[tuple[float, Parts]] = []
+    for index, part in enumerate(parts):
+        for split in dict.fromkeys(part.splits):
+            idle = Split((0,) * len(split.replicas), split.train_gpus)
+            position = part.splits.index(split)
+            splits = (*part.splits[:position], idle, *part.splits[position + 1 :])
+            without = (*parts[:index], Division(part.node, splits), *parts[index + 1 :])
+            if split == idle or scored.rate(without) < scored.best_rate / BETTER or _spare(rm1, without) < MIN_SPARE:
+                continue
+            offers.append((part.node.price_per_gpu_hour * (part.node.gpus - split.train_gpus), without))
+    return max(offers, key=lambda offer: offer[0])[1] if offers else None
+
+
+def _spare(rm1: Rm1, parts: Parts) -> float:
+    """What generators could make beyond what is trained, as a share of that."""
+    score = rm1.score(plan_of(rm1, parts))
+    assert isinstance(score, Score)
+    made = sum(
+        each.replicas.count * each.state.samples_per_second * each.duty
+        for each in score.generation
+        if each.state is not None
+    )
+    return made / score.samples_per_second - 1
 
 
 def _filled(rm1: Rm1, part: Division) -> Division:

@@ -49,6 +49,10 @@ class Scored:
                 self.best, self.best_rate = parts, score.samples_per_second
         return self._known[key]
 
+    def settle_for(self, parts: Parts) -> None:
+        """Take this for the best: as fast as it, and preferable."""
+        self.best, self.answer = parts, self._rm1.score(plan_of(self._rm1, parts))
+
     def solution(self, solver: str, *, bound: float | None = None, is_optimal: bool = False) -> Solution:
         """The best so far as a solver's answer."""
         plan = plan_of(self._rm1, self.best) if self.best is not None else None
