@@ -70,6 +70,23 @@ async def test_a_version_published_while_decoding_is_taken_in_flight(bench):
     assert set(versions) == {0, 1}
 
 
+async def test_decoding_goes_on_while_a_version_is_on_its_way(bench):
+    bench.broker.submit(prompt("long", max_new_tokens=4000))
+    await bench.store.publish(0)
+    async with bench.running(emulated(token_s=5e-3, mean_tokens=4000, length_sigma=0)):
+        sample = bench.broker.samples[0]
+        await until(lambda: len(sample.token_ids) > 10)
+        bench.store.is_sending.clear()
+        num_asked = len(bench.store.ranges)
+        await bench.store.publish(1)
+        await until(lambda: len(bench.store.ranges) > num_asked)
+        num_tokens = len(sample.token_ids)
+        await until(lambda: len(sample.token_ids) > num_tokens + 20)
+        assert set(sample.versions) == {0}
+        bench.store.is_sending.set()
+        await until(lambda: sample.versions[-1] == 1)
+
+
 async def test_it_asks_for_no_more_than_its_kv_cache_bears(bench):
     samples = [s for g in range(15) for s in bench.broker.submit(prompt(f"g{g}", group_size=4, max_new_tokens=200))]
     await bench.store.publish(0)

@@ -70,6 +70,8 @@ class ScriptedWeightStore(weights_pb2_grpc.WeightStoreServiceServicer):
         """HTTP answers that break off after so many bytes, in order."""
         self.ignores_ranges = False
         self.is_gone = False
+        self.is_sending = asyncio.Event()
+        self.is_sending.set()
         self.refuses_reports = False
         self._base_url = ""
         self._changed = asyncio.Condition()
@@ -117,6 +119,7 @@ class ScriptedWeightStore(weights_pb2_grpc.WeightStoreServiceServicer):
         self.ranges.append(request.headers.get("Range", ""))
         if self.is_gone:
             raise web.HTTPNotFound
+        await self.is_sending.wait()
         data = (self.directory / request.match_info["name"]).read_bytes()
         asked = slice(None) if self.ignores_ranges else request.http_range
         start, stop, _ = asked.indices(len(data))
