@@ -24,7 +24,7 @@ from services.scheduler.solvers.streamrl import StreamRlSolver
 _FIRST: tuple[tuple[Solver, float], ...] = (
     (PartitionSolver(), 0.3),
     (StreamRlSolver(), 0.6),
-    (ExhaustiveSolver(), 0.1),
+    (ExhaustiveSolver(), 0.25),
     (MultilevelSolver(), 0.6),
     (MilpSolver(), 0.6),
 )
