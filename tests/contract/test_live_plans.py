@@ -15,6 +15,9 @@ from services.scheduler.plan_document import node_classes
 from tests.helpers.planned_fleet import COOL_DOWN_S, INTERVAL_S, KINDS, planned_fleet
 from tests.helpers.planning import document, problem
 
+# A search takes a second; on a machine with much else to do it takes many.
+pytestmark = pytest.mark.timeout(240)
+
 
 @pytest.fixture
 async def fleet():
