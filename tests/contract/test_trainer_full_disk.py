@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 from pathlib import Path
 
@@ -13,10 +14,12 @@ from tests.helpers.full_disk import largest_file
 from tests.helpers.scripted_training_broker import ScriptedTrainingBroker
 from tests.helpers.serving import serving
 from tests.helpers.training import run_alone, run_document
+from tests.helpers.waiting import until
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 NUM_STEPS = 4
 FULL_AT_STEP = 3
+SMALLER_THAN_WEIGHTS = 100_000
 
 
 def outcome_of(run_dir: Path) -> tuple[str, str]:
@@ -37,15 +40,15 @@ def is_of_the_metrics(lines: JsonLines, line: dict[str, object]) -> bool:
 
 
 @pytest.mark.parametrize(
-    ("owner", "name", "is_it", "room"),
+    ("owner", "name", "is_it"),
     [
-        pytest.param(weight_publisher, "write_safetensors", is_of_the_publication, 100_000, id="publication"),
-        pytest.param(checkpoint, "_write_state", is_of_the_checkpoint, 10, id="checkpoint"),
-        pytest.param(JsonLines, "append", is_of_the_metrics, 100, id="metrics"),
+        pytest.param(weight_publisher, "write_safetensors", is_of_the_publication, id="publication"),
+        pytest.param(checkpoint, "_write_state", is_of_the_checkpoint, id="checkpoint"),
+        pytest.param(JsonLines, "append", is_of_the_metrics, id="metrics"),
     ],
 )
 async def test_a_disk_that_is_full_at_one_moment_costs_no_sample(
-    tmp_path, model, monkeypatch, owner, name, is_it, room
+    tmp_path, model, monkeypatch, owner, name, is_it
 ) -> None:
     document = run_document(tmp_path, model, "", num_steps=NUM_STEPS, checkpoint_every_steps=2, num_eval_prompts=0)
     original = getattr(owner, name)
@@ -53,8 +56,11 @@ async def test_a_disk_that_is_full_at_one_moment_costs_no_sample(
     def refused(*args, **kwargs):
         if not is_it(*args, **kwargs):
             return original(*args, **kwargs)
-        with largest_file(room):
-            return original(*args, **kwargs)
+        if owner is weight_publisher:
+            # The kernel refuses it, and large files of other threads with it; small ones would take the log along.
+            with largest_file(SMALLER_THAN_WEIGHTS):
+                return original(*args, **kwargs)
+        raise OSError(errno.ENOSPC, "No space left on device")
 
     broker = ScriptedTrainingBroker()
     async with serving(broker.service()) as (_, target):
@@ -63,8 +69,9 @@ async def test_a_disk_that_is_full_at_one_moment_costs_no_sample(
             run_dir = await run_alone(document | {"broker": target})
         outcome, message = outcome_of(run_dir)
         assert outcome == "failed"
-        assert "too large" in message.lower(), message
-        assert not list(run_dir.rglob("*.tmp"))
+        assert "too large" in message.lower() or "No space left" in message, message
+        # A publication that was under way goes on in its thread.
+        await until(lambda: not list(run_dir.rglob("*.tmp")), timeout_s=30)
         assert all(checkpoint.is_complete(path) for path in (run_dir / "checkpoints").glob("step_*"))
         assert not broker.is_closed
         await run_alone(document | {"broker": target}, resume=True)
