@@ -14,8 +14,6 @@ import redis.asyncio
 from benchmarks.broker import bare, latency, memory, queue_depth, throughput, token_stream
 from benchmarks.broker.peers import peer
 from benchmarks.broker.processes import Stage, Worker, free_port
-from benchmarks.broker.workload import WORKLOADS
-from benchmarks.free_memory import touch_free_memory
 from benchmarks.scratch import scratch_folder
 
 REWRITE_TIMEOUT_S = 60.0
@@ -127,14 +125,8 @@ async def _throughputs(
 async def _side_by_side(
     stage: Stage, workers: list[Worker], beside: Mapping[str, _Beside], workload: str, count: int, *, run_id: str
 ) -> dict[str, dict[str, float]]:
-    """One repetition of everybody, one after the other, each with memory that was touched before."""
-    rows: dict[str, dict[str, float]] = {}
-    # The payload in Redis, in its file, and in buffers on its way.
-    needed_bytes = 4 * count * WORKLOADS[workload].size_bytes
-    for name, each in beside.items():
-        await asyncio.to_thread(touch_free_memory, needed_bytes)
-        rows[name] = await each.measure(workload, count)
-    await asyncio.to_thread(touch_free_memory, needed_bytes)
+    """One repetition of everybody, one after the other."""
+    rows = {name: await each.measure(workload, count) for name, each in beside.items()}
     rows["ours"] = await throughput.measure(stage, workers, workload=workload, count=count, run_id=run_id)
     await _empty(stage)
     return rows
