@@ -1,7 +1,7 @@
 """Fetching full contents on loopback, against a bare parallel ranged download of the same bytes.
 
-The bare one uses the same HTTP library, as many connections and ranges of the same size, and writes to a file as well;
-it checks nothing and can continue nothing. Repetitions are interleaved; which of the two goes first alternates.
+The bare one uses the same HTTP library, connections, threads and pieces, ranges of the same size, and writes to a file
+as well; it checks nothing and can continue nothing. Repetitions are interleaved; which of the two goes first swaps.
 """
 
 from __future__ import annotations
@@ -11,41 +11,50 @@ import os
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable
+from contextlib import closing
+from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any
-
-import aiohttp
+from urllib.parse import urlsplit
 
 from benchmarks.weights.contents import RUN_ID, make_manifest, median_and_spread, write_weights
 from benchmarks.weights.origin import running_origin
 from penstock.clients.downloads import NUM_CONNECTIONS, Downloader
 from penstock.transfer.fetching import span_bytes
+from penstock.transfer.span_read import PIECE_BYTES
 from penstock.v1 import weights_pb2
 
 MB = 1_000_000
 
 
 async def bare_download(url: str, target: Path, *, size_bytes: int) -> None:
-    """Ranged GETs over NUM_CONNECTIONS connections, each piece written where it belongs."""
+    """Ranged GETs over NUM_CONNECTIONS connections, a thread each; each piece is written where it belongs."""
     length = span_bytes(size_bytes, NUM_CONNECTIONS)
     begins = deque(range(0, size_bytes, length))
     descriptor = os.open(target, os.O_RDWR | os.O_CREAT | os.O_TRUNC)
     try:
         os.ftruncate(descriptor, size_bytes)
-        async with aiohttp.ClientSession(auto_decompress=False) as session:
-
-            async def work() -> None:
-                while begins:
-                    offset = begins.popleft()
-                    last = min(offset + length, size_bytes) - 1
-                    async with session.get(url, headers={"Range": f"bytes={offset}-{last}"}) as response:
-                        async for piece in response.content.iter_any():
-                            os.pwrite(descriptor, piece, offset)
-                            offset += len(piece)
-
-            await asyncio.gather(*(work() for _ in range(NUM_CONNECTIONS)))
+        await asyncio.gather(
+            *(asyncio.to_thread(_download, url, descriptor, begins, length, size_bytes) for _ in range(NUM_CONNECTIONS))
+        )
     finally:
         os.close(descriptor)
+
+
+def _download(url: str, descriptor: int, begins: deque[int], length: int, size_bytes: int) -> None:
+    parts = urlsplit(url)
+    with closing(HTTPConnection(parts.hostname or "", parts.port)) as connection:
+        while True:
+            try:
+                offset = begins.popleft()
+            except IndexError:
+                return
+            last = min(offset + length, size_bytes) - 1
+            connection.request("GET", parts.path, headers={"Range": f"bytes={offset}-{last}"})
+            with connection.getresponse() as response:
+                while piece := response.read1(PIECE_BYTES):
+                    os.pwrite(descriptor, piece, offset)
+                    offset += len(piece)
 
 
 async def measure(folder: Path, *, sizes_bytes: dict[int, int], progress: Callable[[str], None]) -> dict[str, Any]:
