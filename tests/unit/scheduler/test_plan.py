@@ -38,7 +38,7 @@ def test_measured_rates_set_the_generators_shares():
     inventory = inventory_of(machine("a"), machine("b"))
     for name, rate in (("a", 300), ("b", 100)):
         measured = pb.MeasuredRate(role=pb.ROLE_GENERATOR, tokens_per_second=rate)
-        inventory.report(name, [measured], is_leaving=False, now_s=1)
+        inventory.report(pb.ReportNodeRequest(node_id=name, rates=[measured]), now_s=1)
 
     plan = first_fit(inventory.views(now_s=1), run_id="r", num_generators=0)
 
@@ -63,10 +63,10 @@ def test_a_machine_that_stopped_reporting_gets_no_work():
 
 def test_a_machine_that_leaves_must_register_again():
     inventory = inventory_of(machine("a"))
-    inventory.report("a", [], is_leaving=True, now_s=1)
+    inventory.report(pb.ReportNodeRequest(node_id="a", is_leaving=True), now_s=1)
 
     with pytest.raises(UnknownNodeError):
-        inventory.report("a", [], is_leaving=False, now_s=2)
+        inventory.report(pb.ReportNodeRequest(node_id="a"), now_s=2)
 
 
 @pytest.mark.parametrize(
