@@ -101,7 +101,7 @@ async def test_a_problem_is_answered_with_the_plan_that_is_best_for_its_machines
 
     rm1 = Rm1(problem("tiny_02"))
     assert read == plan
-    assert (plan.revision, plan.solver) == (1, "exhaustive")
+    assert plan.revision == 1
     assert plan.expected_tokens_per_second == pytest.approx(13.170059514017444 * rm1.demand.completion_tokens)
     assert plan.bound_tokens_per_second == pytest.approx(plan.expected_tokens_per_second)
     used = {}
