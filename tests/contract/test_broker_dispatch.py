@@ -37,6 +37,8 @@ class Scheduler(scheduler_pb2_grpc.SchedulerServiceServicer):
         self.expected: dict[str, float] = {}
         self.queries: list[scheduler_pb2.LengthQuery] = []
         self.is_away = False
+        self.time_left_s = 0.0
+        """What the last question gave it."""
         self.may_answer = asyncio.Event()
         self.may_answer.set()
 
@@ -46,6 +48,7 @@ class Scheduler(scheduler_pb2_grpc.SchedulerServiceServicer):
         if self.is_away:
             raise ServiceUnavailableError("away")
         self.queries += request.queries
+        self.time_left_s = context.time_remaining()
         return scheduler_pb2.ForecastLengthsResponse(
             forecasts=[
                 scheduler_pb2.LengthForecast(expected_tokens=self.expected.get(query.group_id))
@@ -90,6 +93,8 @@ async def test_forecasts_come_with_the_leases_and_the_longest_goes_first() -> No
         await broker.submit(*(prompt(name, group_size=1) for name in ("a", "b", "c")))
         assert {query.group_id for query in scheduler.queries} == {"a", "b", "c"}
         assert scheduler.queries[0].num_prompt_tokens == 3
+        # The deadline is the forecaster's own, which a submission waits for at most, and no default; gRPC rounds it up.
+        assert 0.5 * PATIENCE_S < scheduler.time_left_s < 1.1 * PATIENCE_S
         generator = Generator.connect(broker.channel, profile=FAST)
         generator.beat(credits=2)
         leases = await generator.leases(2)
