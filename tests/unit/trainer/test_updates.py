@@ -11,7 +11,8 @@ from services.trainer.algorithms.base import Clip, Normalization
 from services.trainer.algorithms.correction import Correction
 from services.trainer.algorithms.dr_grpo import DR_GRPO
 from services.trainer.algorithms.loss import LossSettings, policy_loss
-from services.trainer.backend import NonFiniteLossError, PartialStepError
+from services.trainer.algorithms.ppo import PPO
+from services.trainer.backend import NonFiniteLossError, PartialStepError, TokenScores
 from services.trainer.config import OptimizerConfig
 from services.trainer.model_loading import ModelSettings
 from services.trainer.packing import pack_trajectories
@@ -89,6 +90,26 @@ def test_every_step_is_anchored_to_the_weights_before_the_first():
     assert all(pack.proximal_logprobs is not None and not pack.proximal_logprobs.any() for pack in backend.packs)
     assert (backend.lasts, sum(backend.steps)) == ([False, False, True], report.num_loss_tokens)
     assert (report.num_groups, report.num_samples) == (7, 21)
+
+
+def test_a_critics_values_and_returns_are_those_of_before_the_first_step():
+    class ValuingBackend(SteppingBackend):
+        """Its values are one more than the number of optimiser steps taken."""
+
+        def token_scores(self, pack, *, with_log_ratios):
+            assert not with_log_ratios
+            worth = np.full(pack.num_loss_tokens, 1.0 + len(self.steps), dtype=np.float32)
+            return TokenScores(values=worth, log_ratios=None)
+
+    backend = ValuingBackend()
+    step = open_step(backend, algorithm=PPO, gae_lambda=1.0)
+    step.add_groups(GROUPS)
+    step.finish()
+    assert set(backend.step_of_pack) == {0, 1, 2}
+    for pack in backend.packs:
+        np.testing.assert_array_equal(pack.values, 1.0)
+        # Later rewards are not discounted: what comes back is the reward, whatever was expected.
+        assert np.isin(pack.returns, [0.0, 1.0]).all()
 
 
 def test_each_token_gets_its_own_proximal_log_prob():
