@@ -21,6 +21,7 @@ from penstock.errors import LeaseLostError, PenstockError, UnknownSampleError, V
 from penstock.security import Security
 from penstock.v1 import trainer_pb2, types_pb2, weights_pb2
 from penstock.weights import manifest_digest, safetensors_digests
+from services.trainer import submission
 from services.trainer.weight_publisher import serving_weights
 from services.trainer.weight_store import WeightStore
 from tests.helpers.scripted_training_broker import ScriptedTrainingBroker, scored_group
@@ -153,7 +154,10 @@ async def test_a_group_without_usable_samples_is_dropped_and_replaced(tmp_path, 
     assert (books.submitted, books.trained, books.in_flight, books.balanced) == (28, 24, 0, True)
 
 
-async def test_a_stopped_run_resumes_with_the_same_optimizer_and_data(tmp_path, model, broker) -> None:
+async def test_a_stopped_run_resumes_with_the_same_optimizer_and_data(tmp_path, model, broker, monkeypatch) -> None:
+    # The data are not all read when it is stopped.
+    broker.max_queued = 1
+    monkeypatch.setattr(submission, "SUBMIT_BATCH_GROUPS", 2)
     document = run_document(tmp_path, model, "", num_steps=5)
     async with serving(broker.service()) as (_, target), running_trainer() as trainer:
         document["broker"] = target
@@ -171,6 +175,8 @@ async def test_a_stopped_run_resumes_with_the_same_optimizer_and_data(tmp_path, 
         resumed = await trainer.events()
     assert finish_of(resumed).outcome == trainer_pb2.RUN_OUTCOME_COMPLETED, finish_of(resumed).message
     assert [e.step.policy_version for e in resumed if e.HasField("step")] == list(range(steps_before + 1, 6))
+    # A group's name says where in the data it stands: none was passed over, none read again.
+    assert [name for name in broker.prompts if name.startswith("t")] == [f"t{position}" for position in range(5 * 2)]
     assert broker.books().trained == 5 * 2 * 4
     assert broker.books().balanced
     assert json.loads(finish_of(resumed).summary_json)["samples_trained"] == 40
