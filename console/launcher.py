@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from console.config import RunConfig
+from console.cores import Cores
 from console.derive import (
     Addresses,
     Endpoint,
@@ -26,7 +27,7 @@ from console.embedded_redis import redis_spec, redis_url
 from console.folder import ProcessRecord, RunFolder
 from console.ports import free_addresses
 from console.probes import BROKER, GENERATOR, REWARD, SCHEDULER, TRAINER
-from console.processes import ServiceSpec, console_argv, service_environment
+from console.processes import ProcessState, ServiceSpec, console_argv, service_environment
 from console.service_processes import ServiceProcesses
 from penstock.config import StrictModel
 from penstock.security import Security
@@ -53,7 +54,9 @@ class Launcher:
         self.addresses = choose_addresses(config)
         self._config = config
         self._folder = folder
-        self._services = ServiceProcesses(folder, security=security, log=config.log, on_change=on_change)
+        self._services = ServiceProcesses(folder, security=security, log=config.log, on_change=self._take_change)
+        self._on_change = on_change
+        self._cores: Cores | None = None
 
     @property
     def names(self) -> list[str]:
@@ -71,6 +74,8 @@ class Launcher:
         Reward worker and generators load meanwhile; they find the run by themselves once it is open.
         """
         addresses, config = self.addresses, self._config
+        num_generators = sum(endpoint.is_local for endpoint in addresses.generators)
+        self._cores = Cores.of_run(config, num_generators=num_generators)
         if addresses.broker.is_local:
             settings = broker_config(addresses, config.broker.redis_url or await self._start_redis())
             self._launch("broker", "broker", settings, addresses.broker, BROKER)
@@ -105,6 +110,8 @@ class Launcher:
         generators = [name for name in self.names if name.startswith(("generator-", "node-"))]
         for group in (generators, ["reward"], ["trainer"], ["scheduler"], ["broker"], ["redis"]):
             await self._services.stop(group)
+        if self._cores is not None:
+            self._cores.release()
 
     async def kill(self) -> None:
         """End everything at once."""
@@ -113,6 +120,12 @@ class Launcher:
     def kill_now(self) -> None:
         """`kill` for a signal handler: does not wait."""
         self._services.kill_now()
+
+    def _take_change(self, record: ProcessRecord) -> None:
+        # Not before: while they load, every core is wanted by all.
+        if record.state == ProcessState.READY and self._cores is not None:
+            self._cores.bind(record.name, record.pid)
+        self._on_change(record)
 
     def _launch_node(self, path: Path) -> None:
         name = f"node-{path.stem.removeprefix('node-')}"

@@ -1,7 +1,9 @@
 """The quick start, shortened: five real services, vLLM on the CPU, and a model that gets better."""
 
 import json
+import os
 import re
+from pathlib import Path
 
 import pytest
 
@@ -19,6 +21,8 @@ def test_a_model_learns_and_its_checkpoint_loads(task, tmp_path):
     with penstock(
         "quickstart", "--dir", str(TASK_DIR.parent), *settings, cwd=tmp_path, run_dir=tmp_path / "short"
     ) as run:
+        run.wait_for_step(2)
+        assert_the_engine_has_a_core_of_its_own(run)
         assert run.end(timeout_s=800) == 0, run.text
         summary = run.summary()
 
@@ -32,6 +36,24 @@ def test_a_model_learns_and_its_checkpoint_loads(task, tmp_path):
     assert_readable_offline(run.folder.report.read_text())
     prompt = json.loads(task.eval_path.read_text().splitlines()[0])["prompt"]
     assert_loads_with_transformers(run.folder.checkpoints / f"step_{NUM_STEPS}", prompt)
+
+
+def assert_the_engine_has_a_core_of_its_own(run):
+    usable = os.sched_getaffinity(0)
+    if len(usable) < 2:
+        return
+    pids = {record.name: record.pid for record in run.folder.records()}
+    assert [os.sched_getaffinity(engine) for engine in engines_of(pids["generator-0"])] == [{max(usable)}]
+    for name in ("generator-0", "trainer", "broker", "scheduler", "reward", "redis"):
+        assert os.sched_getaffinity(pids[name]) == usable - {max(usable)}
+
+
+def engines_of(pid):
+    """Processes of vLLM's that a process has started."""
+    stats = [path.read_text() for path in Path("/proc").glob("[0-9]*/stat")]
+    return [
+        int(stat.split()[0]) for stat in stats if "EngineCor" in stat and int(stat.rpartition(")")[2].split()[1]) == pid
+    ]
 
 
 def assert_lengths_were_foreseen(lengths):
