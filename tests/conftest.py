@@ -12,6 +12,13 @@ from services.broker.store import Store
 from tests.helpers.stores import GROUPED_STORES, STORES, RedisServers, opened_store, redis_servers
 
 
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Why a test that passed the second time failed the first, which a rerun would hide."""
+    for report in terminalreporter.stats.get("rerun", ()):
+        terminalreporter.section(f"first try of {report.nodeid}")
+        terminalreporter.line(report.longreprtext)
+
+
 @pytest.fixture(autouse=True)
 def _logging_as_it_was() -> Iterator[None]:
     """A command run inside a test sets up logging for its process; the next test must not inherit that."""
