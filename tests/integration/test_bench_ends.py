@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.scratch import PREFIX, remove_abandoned, scratch_folder
+from tests.helpers.processes import children_of, is_running
 from tests.helpers.waiting import until
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
@@ -33,26 +34,6 @@ def root() -> Iterator[Path]:
     # Not pytest's own: the name of a Unix socket has 107 characters at most.
     with tempfile.TemporaryDirectory() as folder:
         yield Path(folder)
-
-
-def processes() -> dict[int, tuple[str, int]]:
-    """Who is there: process id to state and parent."""
-    found = {}
-    for path in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            fields = path.read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
-        except OSError:
-            continue
-        found[int(path.parent.name)] = (fields[0], int(fields[1]))
-    return found
-
-
-def children_of(parent: int) -> set[int]:
-    return {pid for pid, (_, ppid) in processes().items() if ppid == parent}
-
-
-def is_running(pid: int) -> bool:
-    return processes().get(pid, ("Z", 0))[0] != "Z"
 
 
 def wait_until(condition: Callable[[], bool]) -> None:

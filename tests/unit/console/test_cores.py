@@ -5,10 +5,12 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
 
+from console.config import RunConfig
 from console.cores import Cores
 
 STARTS_A_CHILD = (
@@ -53,6 +55,21 @@ def test_an_engine_of_another_run_keeps_its_core(tmp_path):
 def test_where_claims_cannot_be_noted_nothing_is_bound(tmp_path):
     (tmp_path / "cores").write_text("a file in the folder's place")
     assert cores(tmp_path).of_engine == {}
+
+
+@pytest.mark.parametrize(
+    ("engine", "is_for_cpus", "num_bound"), [("vllm", True, 1), ("vllm", False, 0), ("transformers", True, 0)]
+)
+def test_only_engines_that_decode_on_cpus_have_cores_of_their_own(
+    tmp_path, monkeypatch, engine, is_for_cpus, num_bound
+):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _pid: {4, 5, 6}, raising=False)
+    monkeypatch.setattr("console.cores.decodes_on_cpus", lambda: is_for_cpus)
+    document = {"model": {"path": "none"}, "data": {"train": "none"}, "generator": {"engine": engine}}
+    shared_out = Cores.of_run(RunConfig.model_validate(document), num_generators=1)
+    assert shared_out.of_engine == ({"generator-0": {6}} if num_bound else {})
+    shared_out.release()
 
 
 def affinities(pid: int) -> set[frozenset[int]]:
