@@ -204,7 +204,8 @@ def _full(model: str, gpu: str, tp: int, prompt: int, output: int) -> Callable[[
     """As many as fit, all the time; of all `tp` GPUs."""
 
     def predict(constants: CostConstants) -> float:
-        state = _replica(constants, model, gpu, tp=tp, prompt=prompt, output=output, is_fp8=True).at(1.0)
+        replica = _replica(constants, model, gpu, tp=tp, prompt=prompt, output=output, is_fp8=True)
+        state = replica.at(replica.batch())
         return state.samples_per_second * output if state is not None else 0.0
 
     return predict
@@ -228,7 +229,8 @@ def _steady(model: str) -> Callable[[CostConstants], float]:
     def predict(constants: CostConstants) -> float:
         changed = with_constants(problem, constants)
         demand = demand_of(changed)
-        state = ReplicaModel(changed, demand, changed.nodes[0], 1).at(1.0)
+        replica = ReplicaModel(changed, demand, changed.nodes[0], 1)
+        state = replica.at(replica.batch())
         return state.samples_per_second * demand.completion_tokens if state is not None else 0.0
 
     return predict

@@ -145,7 +145,7 @@ def _rate(model: Rm1, node: NodeClass, tp: int) -> float:
 def _replica(model: Rm1, name: str, tp: int, index: int) -> GeneratorSpec:
     node = model.nodes[name]
     replica = ReplicaModel(model.problem, model.demand, node, tp)
-    state = replica.at(1.0)
+    state = replica.at(replica.batch())
     if state is None:
         raise SetupError(f"tp {tp} on {name}: no room for the cache of one sample")
     return GeneratorSpec(

@@ -93,9 +93,12 @@ class ReplicaModel:
         """From one token of a sequence to its next, with the prefill of others in between."""
         return batch / (self._demand.completion_tokens * self.samples_per_second(batch))
 
-    def at(self, batch_share: float) -> ReplicaState | None:
-        """The replica at this share of its largest batch; None when not one sequence is left."""
-        batch = math.floor(self.max_batch * batch_share)
+    def batch(self, share: float = 1.0) -> int:
+        """Sequences decoded at once at this share of its largest batch."""
+        return math.floor(self.max_batch * share)
+
+    def at(self, batch: int) -> ReplicaState | None:
+        """The replica with so many sequences; None when that is not one."""
         if batch < 1:
             return None
         demand = self._demand

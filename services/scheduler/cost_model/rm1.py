@@ -93,16 +93,19 @@ class Rm1:
             for node in problem.nodes
             for tp in self.degrees[node.name]
         }
-        self._states: dict[tuple[str, int, float], ReplicaState | None] = {}
+        self._states: dict[tuple[str, int, int], ReplicaState | None] = {}
 
     def replica(self, node: NodeClass, tp: int, batch_share: float = 1.0) -> ReplicaState | None:
         """A replica at this share of its largest batch; None when not one sequence is left. `tp` is one that fits."""
-        key = (node.name, tp, batch_share)
+        model = self._models[node.name, tp]
+        key = (node.name, tp, model.batch(batch_share))
         if key not in self._states:
-            if len(self._states) > 100_000:
-                self._states.clear()
-            self._states[key] = self._models[node.name, tp].at(batch_share)
+            self._states[key] = model.at(key[2])
         return self._states[key]
+
+    def largest_batch(self, node: NodeClass, tp: int) -> float:
+        """Sequences that a replica could decode at once, not rounded."""
+        return self._models[node.name, tp].max_batch
 
     def score(self, plan: PlanDocument) -> Score | Infeasible:
         """What the plan achieves, or why it cannot run."""
@@ -146,6 +149,21 @@ class Rm1:
         return None
 
 
+_States = list[ReplicaState | None]
+"""Of each kind of replica; None where the batch leaves it not one sequence."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Kind:
+    """Replicas of one degree on machines of one entry."""
+
+    node: NodeClass
+    tp: int
+    count: int
+    transfer_s: float | None
+    """How long new weights travel to them; None where they cannot."""
+
+
 class _Scoring:
     """One plan's fixed point."""
 
@@ -155,12 +173,26 @@ class _Scoring:
         self._samples_per_step = demand.samples_per_step
         self._versions = rm1.problem.workload.staleness + 1.0
         """Policy versions within which a sample is of use."""
-        self._nodes = [rm1.nodes[replicas.node] for replicas in plan.gen]
-        self._transfers_s = [
-            0.0 if node.region in homes else rm1.network.transfer_s(sorted(homes), node.region, demand.weight_bytes)
-            for node in self._nodes
+        # Machines of an entry are alike, and so are their replicas of one degree: they are reckoned together.
+        counts: dict[tuple[str, int], int] = {}
+        for replicas in plan.gen:
+            key = (rm1.nodes[replicas.node].name, replicas.tp)
+            counts[key] = counts.get(key, 0) + replicas.count
+        entries = {node.name: node for node in rm1.problem.nodes}
+        self._kinds = [
+            _Kind(entries[name], tp, count, self._transfer_s(entries[name], homes))
+            for (name, tp), count in counts.items()
         ]
-        """How long new weights travel to each; None where they cannot."""
+        self._batches = [
+            (kind.count, rm1.largest_batch(kind.node, kind.tp)) for kind in self._kinds if kind.transfer_s is not None
+        ]
+        """Of those that weights reach: replicas, and the largest batch of one."""
+
+    def _transfer_s(self, node: NodeClass, homes: frozenset[str]) -> float | None:
+        """How long new weights travel to a machine; None where they cannot."""
+        if node.region in homes:
+            return 0.0
+        return self._rm1.network.transfer_s(sorted(homes), node.region, self._rm1.demand.weight_bytes)
 
     def best(self) -> Score:
         """The best over the batch sizes worth trying: smaller ones than allowed help only against the tail."""
@@ -186,30 +218,32 @@ class _Scoring:
             throughput = upper
             limit = Limit.TRAINING if upper == trained else Limit.TAIL if upper == ceiling else Limit.GENERATION
         else:
+            # Only weights that travel make less be generated when more is trained.
             throughput = _largest(lambda candidate: self._generated(states, candidate) >= candidate, upper=upper)
             limit = Limit.GENERATION
-        duties = [self._duty(transfer_s, throughput) for transfer_s in self._transfers_s]
-        shares = zip(self._plan.gen, states, duties, strict=True)
-        return Score(throughput, limit, self._step, tuple(Generation(*each) for each in shares))
+        return Score(throughput, limit, self._step, self._generation(states, throughput))
 
-    def _states(self, share: float) -> list[ReplicaState | None]:
-        pairs = zip(self._nodes, self._plan.gen, strict=True)
-        return [self._rm1.replica(node, replicas.tp, share) for node, replicas in pairs]
+    def _generation(self, states: _States, throughput: float) -> tuple[Generation, ...]:
+        """What each machine's replicas do, in the order of the plan."""
+        found = {
+            (kind.node.name, kind.tp): (state, self._duty(kind.transfer_s, throughput))
+            for kind, state in zip(self._kinds, states, strict=True)
+        }
+        nodes = self._rm1.nodes
+        return tuple(Generation(each, *found[nodes[each.node].name, each.tp]) for each in self._plan.gen)
+
+    def _states(self, share: float) -> _States:
+        return [self._rm1.replica(kind.node, kind.tp, share) for kind in self._kinds]
 
     def _samples_under_way(self, share: float) -> int:
-        each = zip(self._states(share), self._plan.gen, self._transfers_s, strict=True)
-        return sum(
-            replicas.count * state.batch
-            for state, replicas, transfer_s in each
-            if state is not None and transfer_s is not None
-        )
+        return sum(count * math.floor(largest * share) for count, largest in self._batches)
 
-    def _generated(self, states: list[ReplicaState | None], throughput: float) -> float:
+    def _generated(self, states: _States, throughput: float) -> float:
         """Fresh samples per second that the replicas make when training goes on at `throughput`."""
         made, paused = 0.0, 0.0
-        for state, replicas, transfer_s in zip(states, self._plan.gen, self._transfers_s, strict=True):
+        for kind, state in zip(self._kinds, states, strict=True):
             if state is not None:
-                fresh = replicas.count * state.samples_per_second * self._duty(transfer_s, throughput)
+                fresh = kind.count * state.samples_per_second * self._duty(kind.transfer_s, throughput)
                 made += fresh
                 paused += fresh * state.pause_s
         return made / (1 + paused / self._samples_per_step)
@@ -220,7 +254,7 @@ class _Scoring:
         lag_versions = transfer_s * throughput / self._samples_per_step
         return max(0.0, min(1.0, (self._versions - lag_versions) / max(1.0, lag_versions)))
 
-    def _tail(self, states: list[ReplicaState | None]) -> float:
+    def _tail(self, states: _States) -> float:
         """Throughput at which the longest sample, on the fastest replica, is just fresh enough."""
         steps_s = [state.step_s for state in states if state is not None]
         if not self._rm1.problem.constraints.tail_blocking or not steps_s:

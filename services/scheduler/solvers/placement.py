@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import cache, partial
 from random import Random
 
 from services.scheduler.cost_model.rm1 import Rm1
@@ -23,6 +24,7 @@ class Placement:
         self._rm1 = rm1
         self._nodes = ordered_nodes(rm1.problem)
         self._splits = {node.name: self._listed(node) for node in self._nodes}
+        self._best_split = cache(partial(best_split, rm1))
 
     def training_range(self, home: frozenset[str]) -> tuple[int, int]:
         """Fewest and most GPUs of a place that can train; more than most where its memory does not suffice."""
@@ -104,7 +106,7 @@ class Placement:
         if not degrees:
             return parts
         most = self.random.choice(degrees)
-        splits = (best_split(self._rm1, part.node, split.train_gpus, most_degree=most) for split in part.splits)
+        splits = (self._best_split(part.node, split.train_gpus, most_degree=most) for split in part.splits)
         return (*parts[:index], Division(part.node, tuple(splits)), *parts[index + 1 :])
 
     def _idled(self, parts: Parts) -> Parts:
@@ -114,7 +116,7 @@ class Placement:
         none = (0,) * len(self._rm1.degrees[part.node.name])
         is_idle = all(split.replicas == none for split in part.splits)
         splits = (
-            best_split(self._rm1, part.node, split.train_gpus) if is_idle else Split(none, split.train_gpus)
+            self._best_split(part.node, split.train_gpus) if is_idle else Split(none, split.train_gpus)
             for split in part.splits
         )
         return (*parts[:index], Division(part.node, tuple(splits)), *parts[index + 1 :])
@@ -132,11 +134,11 @@ class Placement:
 
     def _with_training(self, parts: Parts, index: int, position: int, train_gpus: int) -> Parts:
         node = parts[index].node
-        choices = [best_split(self._rm1, node, train_gpus), self.random.choice(self._alike(node, train_gpus))]
+        choices = [self._best_split(node, train_gpus), self.random.choice(self._alike(node, train_gpus))]
         return _replaced(parts, index, position, self.random.choice(choices))
 
     def _alike(self, node: NodeClass, train_gpus: int) -> list[Split]:
-        return self._splits[node.name].get(train_gpus) or [best_split(self._rm1, node, train_gpus)]
+        return self._splits[node.name].get(train_gpus) or [self._best_split(node, train_gpus)]
 
     def _listed(self, node: NodeClass) -> dict[int, list[Split]]:
         found: dict[int, list[Split]] = {}
@@ -147,11 +149,11 @@ class Placement:
         return found
 
     def _division(self, node: NodeClass, trains: list[int]) -> Division:
-        return Division(node, tuple(best_split(self._rm1, node, gpus) for gpus in trains))
+        return Division(node, tuple(self._best_split(node, gpus) for gpus in trains))
 
     def _generation_rate(self, node: NodeClass) -> float:
         """Samples per second of one GPU of it at the best degree."""
-        split = best_split(self._rm1, node, 0)
+        split = self._best_split(node, 0)
         states = [self._rm1.replica(node, degree) for degree in self._rm1.degrees[node.name]]
         rates = [state.samples_per_second if state is not None else 0.0 for state in states]
         return sum(map(float.__mul__, map(float, split.replicas), rates)) / node.gpus
