@@ -1,17 +1,19 @@
 """The portfolio next to each of its members alone, all with the same budget.
 
-python -m benchmarks.scheduler.members [PROBLEM...] [--drawn N] [--seeds N] [--plans N]
+python -m benchmarks.scheduler.members [PROBLEM...] [--drawn N] [--seeds N] [--plans N | --seconds S]
 
 The budget is a number of plans that may be scored, so nothing depends on the machine but the integer programs, which
-may take PLAN_S for each plan and end long before. Each cell is the throughput over the best that any of a row reached,
-the least over the seeds; "below" is how far `auto` is below the best member of the same seed, at most.
+may take PLAN_S for each plan and end long before; or it is seconds of CPU. Each cell is the throughput over the best
+that any of a row reached, the least over the seeds; "below" is how far `auto` is below the best member of the same
+seed, at most.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from benchmarks.scheduler.drawn import drawn_problem
@@ -19,7 +21,7 @@ from services.scheduler.cost_model.rm1 import Infeasible, Rm1, Score
 from services.scheduler.plan_document import PlanDocument
 from services.scheduler.planning import AUTO, SOLVERS, solve
 from services.scheduler.problem import Problem, read_problem
-from services.scheduler.solvers.interface import ProblemTooLargeError
+from services.scheduler.solvers.interface import ProblemTooLargeError, TimeLeft
 
 PLAN_S = 0.01
 """What a plan that is scored counts for."""
@@ -37,19 +39,38 @@ class Budgeted(Rm1):
         return super().score(plan)
 
 
-def reached(problem: Problem, solver: str, *, plans: int, seed: int) -> float:
-    """Samples per second that a solver finds with so many plans; 0 where it finds none or cannot treat the problem."""
+Budget = Callable[[Budgeted], TimeLeft]
+"""What is left for a solver that scores plans with this model."""
+
+
+def plans_left(num_plans: int) -> Budget:
+    """So many plans may be scored."""
+    return lambda rm1: lambda: (num_plans - rm1.num_scored) * PLAN_S
+
+
+def seconds_left(budget_s: float) -> Budget:
+    """So many seconds of this process's CPU, from now on."""
+
+    def begun(_rm1: Budgeted) -> TimeLeft:
+        end_s = time.process_time() + budget_s
+        return lambda: end_s - time.process_time()
+
+    return begun
+
+
+def reached(problem: Problem, solver: str, *, budget: Budget, seed: int) -> float:
+    """Samples per second that a solver finds within a budget; 0 where it finds none or cannot treat the problem."""
     rm1 = Budgeted(problem)
     try:
-        solution = solve(rm1, solver, time_left=lambda: (plans - rm1.num_scored) * PLAN_S, seed=seed)
+        solution = solve(rm1, solver, time_left=budget(rm1), seed=seed)
     except ProblemTooLargeError:
         return 0.0
     return solution.score.samples_per_second
 
 
-def row(problem: Problem, *, plans: int, seeds: Sequence[int]) -> tuple[dict[str, float], float]:
+def row(problem: Problem, *, budget: Budget, seeds: Sequence[int]) -> tuple[dict[str, float], float]:
     """Each solver's share of the best reached, the least over the seeds; and how far `auto` is below a member."""
-    rates = [{name: reached(problem, name, plans=plans, seed=seed) for name in (AUTO, *MEMBERS)} for seed in seeds]
+    rates = [{name: reached(problem, name, budget=budget, seed=seed) for name in (AUTO, *MEMBERS)} for seed in seeds]
     best = max(max(each.values()) for each in rates)
     if not best:
         return dict.fromkeys(rates[0], 1.0), 0.0
@@ -63,15 +84,18 @@ def main() -> int:
     parser.add_argument("problems", nargs="*", type=Path)
     parser.add_argument("--drawn", type=int, default=20, help="how many drawn problems")
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--plans", type=int, default=1000, help="how many plans may be scored")
+    budgets = parser.add_mutually_exclusive_group()
+    budgets.add_argument("--plans", type=int, default=1000, help="how many plans may be scored")
+    budgets.add_argument("--seconds", type=float, help="seconds of CPU in place of plans")
     options = parser.parse_args()
+    budget = plans_left(options.plans) if options.seconds is None else seconds_left(options.seconds)
     problems = [read_problem(path) for path in options.problems] + [
         drawn_problem(seed) for seed in range(options.drawn)
     ]
     print(f"| problem | {' | '.join((AUTO, *MEMBERS))} | below |\n|{'---|' * (len(MEMBERS) + 3)}")
     most = 0.0
     for problem in problems:
-        shares, below = row(problem, plans=options.plans, seeds=range(options.seeds))
+        shares, below = row(problem, budget=budget, seeds=range(options.seeds))
         told = (f"{share:.4f}" if share else "-" for share in shares.values())
         print(f"| {problem.id} | {' | '.join(told)} | {below:.2%} |", flush=True)
         most = max(most, below)

@@ -23,9 +23,12 @@ MAX_GPUS = 1024
 """Of a machine."""
 SCHEMA = "rl-sched-instance/1"
 
-Positive = Annotated[float, Field(gt=0)]
-NotNegative = Annotated[float, Field(ge=0)]
-Share = Annotated[float, Field(gt=0, le=1)]
+MAX_NUMBER = 1e15
+"""Of any quantity: more than anybody has of it, and little enough to be reckoned with."""
+
+Positive = Annotated[float, Field(gt=0, le=MAX_NUMBER)]
+NotNegative = Annotated[float, Field(ge=0, le=MAX_NUMBER)]
+Share = Annotated[float, Field(ge=1e-6, le=1)]
 Name = Annotated[str, Field(min_length=1, max_length=128)]
 Count = Annotated[int, Field(ge=1, le=1_000_000)]
 
@@ -85,6 +88,16 @@ class Model(StrictModel):
     """Per parameter, in generation."""
     kv_bytes: Positive = 2.0
     """Per element of the KV cache."""
+
+    @model_validator(mode="after")
+    def _is_more_than_its_embedding(self) -> Self:
+        # The rest is what a token is multiplied with: without it, costs would be negative.
+        embedding = self.vocab * self.hidden
+        if self.params <= embedding and not self.tied_embeddings:
+            raise ValueError(
+                f"params: {self.params:g}; must be more than the {embedding:g} of the input embedding (vocab x hidden)"
+            )
+        return self
 
 
 class TrainTask(StrictModel):

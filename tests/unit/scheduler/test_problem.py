@@ -19,6 +19,9 @@ def test_a_problem_reads_the_same_from_json_and_from_yaml(tmp_path):
     [
         (["workload.stalenes=1"], "workload.stalenes: unknown key; did you mean 'staleness'?"),
         (["model.params=-1"], "model.params: Input should be greater than 0 (got -1)"),
+        (["workload.prompt_len=1e300"], "workload.prompt_len: Input should be less than or equal to 1000000000000000"),
+        (["cost_model.eta_bw=1e-300"], "cost_model.eta_bw: Input should be greater than or equal to 0.000001"),
+        (["model.params=5e8"], "model: params: 5e+08; must be more than the 6.2233e+08 of the input embedding"),
         (["workload.output_len={type: gamma}"], "workload.output_len: Input tag 'gamma'"),
         (["gpu_types={L4: {tflops_bf16: 1, hbm_GB: 1, hbm_GBps: 1, ar_bus_GBps: 1}}"], "nodes.0.gpu: 'A100-80'"),
         (["links=[{a: r0, b: moon, bw_Gbps: 1}]"], "links.0.b: no node is in region 'moon'"),
