@@ -311,18 +311,35 @@ def test_a_sample_is_about_one_event_however_many_generators_there_are():
     assert record.num_events < 1.5 * ledger.num_begun
 
 
+UNLIKE = plan([("l40s-0", 1, 2), ("l4-0", 1, 1), ("l4-1", 1, 1)], [("head-0", 2)])
+
+
+def pretended(*, staleness: int) -> Rm1:
+    """Two L40S and two L4 that generate for two A100."""
+    return Rm1(Problem.model_validate({**PRETENDED, "workload": {**PRETENDED["workload"], "staleness": staleness}}))
+
+
 def test_a_steady_rate_is_what_the_cost_model_expects_where_staleness_leaves_enough_work_and_far_below_where_not():
-    def share(staleness):
-        stated = {**PRETENDED, "workload": {**PRETENDED["workload"], "staleness": staleness}}
-        model = Rm1(Problem.model_validate(stated))
-        generators = [("l40s-0", 1, 2), ("l4-0", 1, 1), ("l4-1", 1, 1)]
-        split = plan(generators, [("head-0", 2)])
-        rate = steady_rate(model, split, time_left=lambda: math.inf)
+    def share(staleness: int) -> float:
+        model = pretended(staleness=staleness)
+        rate = steady_rate(model, UNLIKE, time_left=lambda: math.inf)
         assert rate is not None
-        return rate / model.score(split).samples_per_second
+        return rate / model.score(UNLIKE).samples_per_second
 
     assert share(12) == pytest.approx(1, abs=0.05)
     assert share(3) < 0.8
+
+
+@pytest.mark.parametrize(("staleness", "places"), [(12, False), (1, True)])
+def test_a_steady_rate_is_that_of_the_dispatch_that_suits_the_fleet(staleness, places):
+    model = pretended(staleness=staleness)
+
+    def rate(*, places: bool) -> float:
+        options = Options(mode=Mode.ASYNC, num_steps=staleness + 51, skip=staleness + 3, places=places)
+        return simulate_plan(model, UNLIKE, options).samples_per_second
+
+    assert rate(places=places) > 1.2 * rate(places=not places)
+    assert steady_rate(model, UNLIKE, time_left=lambda: math.inf) == rate(places=places)
 
 
 def test_there_is_no_steady_rate_where_time_is_too_short():
