@@ -22,7 +22,7 @@ from services.scheduler.solvers.partition import PartitionSolver
 from services.scheduler.solvers.streamrl import StreamRlSolver
 
 _FIRST: tuple[tuple[Solver, float], ...] = (
-    (PartitionSolver(), 0.3),
+    (PartitionSolver(), 0.8),
     (StreamRlSolver(), 0.6),
     (ExhaustiveSolver(), 0.25),
     (MultilevelSolver(), 0.6),
