@@ -1,7 +1,9 @@
 """The comparison of the portfolio with its members: budgets are kept, and problems drawn anew are the same."""
 
+import time
+
 from benchmarks.scheduler.drawn import drawn_problem
-from benchmarks.scheduler.members import MEMBERS, Budgeted, row
+from benchmarks.scheduler.members import MEMBERS, Budgeted, plans_left, row, seconds_left
 from services.scheduler.planning import AUTO, _checked, solve
 from services.scheduler.solvers.multilevel import MultilevelSolver
 
@@ -26,7 +28,17 @@ def test_a_budget_of_plans_is_kept_and_auto_is_compared_with_every_member():
     solve(rm1, "multilevel", time_left=lambda: float(40 - rm1.num_scored))
     assert 0 < rm1.num_scored <= 41
 
-    shares, below = row(problem, plans=200, seeds=[0])
+    shares, below = row(problem, budget=plans_left(200), seeds=[0])
     assert set(shares) == {AUTO, *MEMBERS}
     assert 0 < max(shares.values()) <= 1
     assert 0 <= below < 0.1
+
+
+def test_a_budget_of_seconds_is_of_cpu_from_when_a_solver_begins():
+    budget = seconds_left(0.2)
+    left = budget(Budgeted(drawn_problem(1)))
+    assert 0.1 < left() <= 0.2
+    began_s = time.process_time()
+    while left() > 0:
+        assert time.process_time() - began_s < 1.0
+    assert budget(Budgeted(drawn_problem(1)))() > 0.1
