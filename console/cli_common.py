@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -19,9 +20,13 @@ RunsDir = Annotated[Path, typer.Option("--dir", help="Folder that holds run fold
 Broker = Annotated[str | None, typer.Option("--broker", metavar="HOST:PORT,...", help="Broker to ask; or several.")]
 
 
-def interrupt(_number: int, _frame: object) -> NoReturn:
-    """A handler of SIGTERM: the command ends, and cleans up, as after Ctrl-C."""
-    raise KeyboardInterrupt
+def interrupt(_number: int, _frame: object) -> None:
+    """A handler of SIGTERM: the command ends, and cleans up, as after Ctrl-C.
+
+    As a signal, not by raising: where asyncio runs it cancels the main task, while an exception in the midst of what
+    gRPC sets up ends the process with a segmentation fault.
+    """
+    signal.raise_signal(signal.SIGINT)
 
 
 def exit_with(work: Callable[[], int]) -> NoReturn:

@@ -132,9 +132,14 @@ class Stage:
         settings |= {"appendonly": "yes", "appendfsync": "everysec", "maxmemory-policy": "noeviction"}
         settings |= {"auto-aof-rewrite-min-size": "512mb"}
         options = [text for key, value in settings.items() for text in (f"--{key}", str(value))]
-        self.redis = await self.start(str(self.redis_server), *options, env=REDIS_ENVIRONMENT)
         self.redis_url = f"unix://{socket_path}?db=0"
-        self.brokers.append(await self.start_broker())
+        try:
+            self.redis = await self.start(str(self.redis_server), *options, env=REDIS_ENVIRONMENT)
+            self.brokers.append(await self.start_broker())
+        except BaseException:
+            # Nobody ends what an interrupted beginning has started: it would write into a folder that is removed.
+            await self._stack.aclose()
+            raise
         return self
 
     async def __aexit__(self, *_exception: object) -> None:
