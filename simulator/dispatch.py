@@ -162,7 +162,7 @@ class _Simulation:
             stored = self._state.groups[group_id].samples[index].num_tokens
             if num_tokens > stored or finish_reason:
                 chunks.append(_chunk(grant, stored, num_tokens, finish_reason))
-        errors = generation.accept_chunks(self._state, name, chunks, now_s)
+        errors = generation.accept_chunks(self._state, name, chunks, now_s).errors
         if errors:
             raise RuntimeError(f"the broker refused a chunk: {errors[0]}")
         self._state.settle()

@@ -68,6 +68,16 @@ class Grants:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Accepted:
+    """What became of chunks; those that are in neither list are stored."""
+
+    errors: list[broker_pb2.ChunkError]
+    """Those that were refused."""
+    repeated: list[ChunkFacts]
+    """Those that were stored already, sent under the same lease: accepted again without effect."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
     """How dispatch answers the generator that asks."""
 
@@ -274,43 +284,47 @@ def _requeue(state: RunState, group: GroupRecord, index: int) -> None:
         sample.state = _QUEUED
 
 
-def accept_chunks(
-    state: RunState, generator_id: str, chunks: Sequence[ChunkFacts], now_s: float
-) -> list[broker_pb2.ChunkError]:
-    """Store chunks of any number of samples; those of one sample come in order. Returns the refused ones."""
-    errors: list[broker_pb2.ChunkError] = []
+def accept_chunks(state: RunState, generator_id: str, chunks: Sequence[ChunkFacts], now_s: float) -> Accepted:
+    """Store chunks of any number of samples; those of one sample come in order."""
+    accepted = Accepted(errors=[], repeated=[])
     by_group: dict[str, list[ChunkFacts]] = {}
     for chunk in chunks:
         by_group.setdefault(chunk.group_id, []).append(chunk)
     for group_id, members in by_group.items():
-        if group_id not in state.groups:
-            errors += [chunk.refuse("UNKNOWN_SAMPLE", 0, "no such group, or it was dropped") for chunk in members]
+        group = state.groups.get(group_id)
+        if group is None:
+            text = "no such group, or it was dropped"
+            accepted.errors.extend(chunk.refuse("UNKNOWN_SAMPLE", 0, text) for chunk in members)
             continue
-        fresh = [chunk for chunk in members if not _is_known(state.groups[group_id], chunk, generator_id)]
-        refusals = [_refusal(state, state.groups[group_id], chunk, generator_id) for chunk in fresh]
-        if None not in refusals:
+        fresh: list[ChunkFacts] = []
+        for chunk in members:
+            (accepted.repeated if _is_known(group, chunk, generator_id) else fresh).append(chunk)
+        if all(_refusal(state, group, chunk, generator_id) is not None for chunk in fresh):
             # Nothing is stored, so nothing is committed: who sends nonsense costs no write.
-            errors += [refusal for refusal in refusals if refusal is not None]
+            _store_group(state, group, fresh, generator_id, now_s, accepted)
             continue
         is_end = any(chunk.finish_reason for chunk in fresh)
-        with state.edit(group_id) if is_end else state.grow(group_id) as group:
-            for chunk in fresh:
-                refusal = _refusal(state, group, chunk, generator_id)
-                if refusal is None:
-                    _store(state, group, chunk, now_s)
-                else:
-                    errors.append(refusal)
+        with state.edit(group_id) if is_end else state.grow(group_id):
+            _store_group(state, group, fresh, generator_id, now_s, accepted)
             if is_end:
                 drops.close_group(state, group, now_s)
-    return errors
+    return accepted
 
 
-def repeated(state: RunState, generator_id: str, chunks: Sequence[ChunkFacts]) -> list[ChunkFacts]:
-    """Chunks that are stored already, sent under the same lease: accepted again without effect."""
-    groups = state.groups
-    return [
-        chunk for chunk in chunks if chunk.group_id in groups and _is_known(groups[chunk.group_id], chunk, generator_id)
-    ]
+def _store_group(
+    state: RunState,
+    group: GroupRecord,
+    chunks: Sequence[ChunkFacts],
+    generator_id: str,
+    now_s: float,
+    accepted: Accepted,
+) -> None:
+    for chunk in chunks:
+        refusal = _refusal(state, group, chunk, generator_id)
+        if refusal is None:
+            _store(state, group, chunk, now_s)
+        else:
+            accepted.errors.append(refusal)
 
 
 def _is_known(group: GroupRecord, chunk: ChunkFacts, generator_id: str) -> bool:

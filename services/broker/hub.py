@@ -7,7 +7,8 @@ Promises:
   fails leaves no trace and does not hurt the others.
 - A commit of unknown outcome (the store went away, the caller gave up) throws the copy away; the next call loads it
   anew.
-- Listeners are woken by every change, whoever made it; changes of other processes are noticed by `poll`.
+- Listeners are woken by every change, whoever made it, but not where samples under way only grew; changes of other
+  processes are noticed by `poll`.
 """
 
 from __future__ import annotations
@@ -77,7 +78,8 @@ class RunHub:
         self._mark: Mark | None = None
         self._waiting: deque[_Request] = deque()
         self._worker: asyncio.Task[None] | None = None
-        self._listeners: dict[asyncio.Event, None] = {}
+        self._listeners: dict[asyncio.Event, bool] = {}
+        """Events to set, and whether only for the run's end."""
         self._followers: dict[Follower, Callable[[asyncio.Future[Any]], None]] = {}
         """In order of arrival: woken in that order, so that who asked first is served first."""
         self._prompts: OrderedDict[str, types_pb2.Prompt] = OrderedDict()
@@ -92,10 +94,14 @@ class RunHub:
     # -- listening -----------------------------------------------------------------------------------------------------
 
     @contextmanager
-    def listening(self, event: asyncio.Event | None = None) -> Iterator[asyncio.Event]:
-        """An event (the given one, or a new one) that every change of the run sets; the listener clears it."""
+    def listening(self, event: asyncio.Event | None = None, *, only_end: bool = False) -> Iterator[asyncio.Event]:
+        """An event (the given one, or a new one) that changes of the run set, see above; the listener clears it.
+
+        With `only_end` nothing but the run's closing or going sets it: of many streams that wait for no more than that,
+        every commit would else wake each.
+        """
         event = event or asyncio.Event()
-        self._listeners[event] = None
+        self._listeners[event] = only_end
         try:
             yield event
         finally:
@@ -121,9 +127,11 @@ class RunHub:
         return len(self._listeners)
 
     def wake(self) -> None:
-        """Set every listener's event."""
-        for event in self._listeners:
-            event.set()
+        """Set listeners' events."""
+        is_ended = self._state is None or self._state.run.is_closed
+        for event, only_end in self._listeners.items():
+            if is_ended or not only_end:
+                event.set()
 
     @property
     def copy(self) -> RunState | None:
@@ -319,7 +327,7 @@ class RunHub:
         return state
 
     async def _commit(self, state: RunState) -> bool:
-        delta = state.delta()
+        delta, only_grew = state.delta(), state.only_grew
         try:
             self._mark = await self.store.commit(self.run_id, self._mark, delta)
         except RetiredError as error:
@@ -339,7 +347,9 @@ class RunHub:
         state.settle()
         state.known_retired.clear()
         self._state = state
-        self.wake()
+        if not only_grew:
+            # Growth is what happens most often by far, and nobody waits for it.
+            self.wake()
         return True
 
     async def _refresh(self, state: RunState) -> bool:

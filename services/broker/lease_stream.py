@@ -79,12 +79,24 @@ class LeaseStream:
                     if frames:
                         spoke_s = loop.time()
                         await asyncio.sleep(PACE_S)
-                    elif not await wait_for_event(wake, IDLE_EVERY_S) or loop.time() - spoke_s >= MAX_SILENCE_S:
-                        # Others' commits wake this stream too, many a second: it has to speak all the same.
+                        continue
+                    is_woken = await wait_for_event(wake, self._patience_s())
+                    # Others' commits wake this stream too, many a second: it has to speak all the same.
+                    if loop.time() - spoke_s >= (MAX_SILENCE_S if is_woken else IDLE_EVERY_S):
                         spoke_s = loop.time()
                         yield _Response(idle=broker_pb2.LeaseIdle(reason=self._reason))
                 intake.check()
         await self._hub.peers.leave(self._hello.generator_id)
+
+    def _patience_s(self) -> float:
+        """How long to wait for a change before asking again all the same."""
+        now_s = self._hub.clock.now_s()
+        due_s = [now_s + IDLE_EVERY_S]
+        if self._ask_again_s > now_s:
+            due_s.append(self._ask_again_s)
+        if self._idle_since_s is not None:
+            due_s.append(self._idle_since_s + IDLE_BEFORE_MOVE_S)
+        return max(PACE_S, min(due_s) - now_s)
 
     async def _on_request(self, request: broker_pb2.StreamLeasesRequest) -> None:
         if request.WhichOneof("frame") != "beat":

@@ -56,7 +56,7 @@ async def serve_puts(hubs: Hubs, requests: AsyncIterator[bytes]) -> AsyncIterato
             request, put = read_request(data)
             if hub is None:
                 hub = hubs.hub(request.run_id)
-                listening.enter_context(hub.listening(wake))
+                listening.enter_context(hub.listening(wake, only_end=True))
             if hub.run_id != request.run_id:
                 raise InvalidFieldError(f"run_id: {request.run_id!r}; the stream is of {hub.run_id!r}", field="run_id")
             await _wait_for_room(hub, put)

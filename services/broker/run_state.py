@@ -61,6 +61,8 @@ class RunState:
         """What the operations since the last commit changed, as it was then."""
         self.pending: Delta
         """What the operation under way does beside the records."""
+        self._is_turned = False
+        """Whether a record changed since the last commit in more than what `grow` allows."""
         self.known_retired: set[str] = set()
         """Ids that the store refused because their groups are retired; see `Delta.fresh`."""
         self._reset(RunRecord())
@@ -152,6 +154,7 @@ class RunState:
 
     def add(self, group: GroupRecord, prompt: bytes) -> None:
         """Take in a new group."""
+        self._is_turned = True
         self._undo[group.group_id] = None
         self.groups[group.group_id] = group
         self.pending.prompts[group.group_id] = prompt
@@ -160,9 +163,8 @@ class RunState:
     @contextmanager
     def edit(self, group_id: str) -> Iterator[GroupRecord]:
         """The group's record, to be changed inside the block."""
-        group = self.groups[group_id]
-        if group_id not in self._undo:
-            self._undo[group_id] = group.SerializeToString()
+        self._is_turned = True
+        group = self._noted(group_id)
         self._unindex(group_id)
         try:
             yield group
@@ -176,9 +178,7 @@ class RunState:
 
         Cheaper than `edit`, for what happens most often: no queue has to be looked at.
         """
-        group = self.groups[group_id]
-        if group_id not in self._undo:
-            self._undo[group_id] = group.SerializeToString()
+        group = self._noted(group_id)
         try:
             yield group
         finally:
@@ -211,7 +211,15 @@ class RunState:
         self.pending.dropped_payloads.add(record.payload_id)
         self.pending.retired.update(record.group_ids)
 
+    def _noted(self, group_id: str) -> GroupRecord:
+        """The group, whose record is about to change."""
+        group = self.groups[group_id]
+        if group_id not in self._undo:
+            self._undo[group_id] = group.SerializeToString()
+        return group
+
     def _note_parcel(self, name: str) -> None:
+        self._is_turned = True
         if name not in self._undo:
             record = self.shelf.records.get(name)
             self._undo[name] = None if record is None else record.SerializeToString()
@@ -227,9 +235,8 @@ class RunState:
 
     def retire(self, group_id: str) -> None:
         """Forget a group and its payload, but never accept its id again."""
-        group = self.groups[group_id]
-        if group_id not in self._undo:
-            self._undo[group_id] = group.SerializeToString()
+        self._is_turned = True
+        group = self._noted(group_id)
         self._unindex(group_id)
         del self.groups[group_id]
         del self._by_sequence[group.sequence]
@@ -246,6 +253,11 @@ class RunState:
         return (
             bool(self._undo or self._kept_undo) or self.run.SerializeToString(deterministic=True) != self._run_committed
         )
+
+    @property
+    def only_grew(self) -> bool:
+        """Whether all that the delta changes is tokens of samples that are still under way."""
+        return not self._is_turned and self._run_kept == self._run_committed
 
     def keep(self) -> None:
         """The operation under way is decided: its changes are part of the next delta."""
@@ -274,7 +286,7 @@ class RunState:
         """The delta is stored."""
         self.keep()
         self._run_committed = self._run_kept
-        self._kept_undo, self._kept = {}, Delta(run=b"")
+        self._kept_undo, self._kept, self._is_turned = {}, Delta(run=b""), False
 
     def rollback(self) -> None:
         """The delta was not stored: back to the last commit."""
@@ -299,7 +311,7 @@ class RunState:
         self._read_limits()
 
     def _forget(self, run: bytes) -> None:
-        self._undo, self._kept_undo = {}, {}
+        self._undo, self._kept_undo, self._is_turned = {}, {}, False
         self.pending, self._kept = Delta(run=b""), Delta(run=b"")
         self._run_kept = self._run_committed = run
 

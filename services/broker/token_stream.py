@@ -11,6 +11,7 @@ from penstock.errors import RunClosedError
 from penstock.v1 import broker_pb2, types_pb2
 from services.broker import generation
 from services.broker.chunks import ChunkFacts, read_chunks
+from services.broker.generation import Accepted
 from services.broker.hub import RunHub
 from services.broker.hubs import Hubs
 from services.broker.intake import Intake, wait_for_event
@@ -40,7 +41,7 @@ async def serve_tokens(
             await answers.put(await accept(hubs, request))
             if request.run_id not in runs:
                 runs[request.run_id] = hubs.hub(request.run_id)
-                listening.enter_context(runs[request.run_id].listening(wake))
+                listening.enter_context(runs[request.run_id].listening(wake, only_end=True))
 
         async with Intake(requests, handle, wake) as intake:
             while True:
@@ -70,27 +71,25 @@ async def accept(hubs: Hubs, request: broker_pb2.StreamTokensRequest) -> broker_
     def operation(state: RunState) -> _Outcome:
         if state.run.is_closed:
             raise RunClosedError(f"run {state.run.run_id!r} is closed", run_id=state.run.run_id)
-        repeated = generation.repeated(state, generator_id, chunks)
-        errors = generation.accept_chunks(state, generator_id, chunks, hub.clock.now_s())
-        return _Outcome(errors=errors, repeated=repeated, policy_version=state.run.policy_version)
+        accepted = generation.accept_chunks(state, generator_id, chunks, hub.clock.now_s())
+        return _Outcome(accepted=accepted, policy_version=state.run.policy_version)
 
     outcome = await hub.transact(operation)
     _count(hubs.metrics, chunks, outcome)
     _report_lengths(hubs, request.run_id, chunks, outcome)
-    return broker_pb2.StreamTokensResponse(sequence=request.sequence, errors=outcome.errors)
+    return broker_pb2.StreamTokensResponse(sequence=request.sequence, errors=outcome.accepted.errors)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Outcome:
-    errors: list[broker_pb2.ChunkError]
-    repeated: list[ChunkFacts]
+    accepted: Accepted
     policy_version: int
 
 
 def _report_lengths(hubs: Hubs, run_id: str, chunks: Sequence[ChunkFacts], outcome: _Outcome) -> None:
     """Note how long the samples were that this request finished, each once."""
-    passed_over = {(error.key.group_id, error.key.sample_index, error.lease_id) for error in outcome.errors}
-    passed_over |= {(chunk.group_id, chunk.sample_index, chunk.lease_id) for chunk in outcome.repeated}
+    passed_over = {(error.key.group_id, error.key.sample_index, error.lease_id) for error in outcome.accepted.errors}
+    passed_over |= {(chunk.group_id, chunk.sample_index, chunk.lease_id) for chunk in outcome.accepted.repeated}
     for chunk in chunks:
         is_finished = chunk.finish_reason in (types_pb2.FINISH_REASON_STOP, types_pb2.FINISH_REASON_LENGTH)
         if is_finished and (chunk.group_id, chunk.sample_index, chunk.lease_id) not in passed_over:
@@ -100,9 +99,11 @@ def _report_lengths(hubs: Hubs, run_id: str, chunks: Sequence[ChunkFacts], outco
 def _count(metrics: BrokerMetrics, chunks: Sequence[ChunkFacts], outcome: _Outcome) -> None:
     """Put what became of the chunks of a request into the metrics."""
     invariants = metrics.invariants
-    invariants.count_duplicates("chunk", len(outcome.repeated))
-    reasons = {(error.key.group_id, error.key.sample_index, error.lease_id): error.reason for error in outcome.errors}
-    num_stored = -sum(chunk.num_tokens for chunk in outcome.repeated)
+    invariants.count_duplicates("chunk", len(outcome.accepted.repeated))
+    reasons = {
+        (error.key.group_id, error.key.sample_index, error.lease_id): error.reason for error in outcome.accepted.errors
+    }
+    num_stored = -sum(chunk.num_tokens for chunk in outcome.accepted.repeated)
     for chunk in chunks:
         reason = reasons.get((chunk.group_id, chunk.sample_index, chunk.lease_id))
         if reason is None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from typing import Any
 
 import pytest
 
@@ -12,7 +13,7 @@ from penstock import rpc
 from penstock.codec import int32_array
 from penstock.errors import ServiceUnavailableError
 from penstock.v1 import broker_pb2, scheduler_pb2, scheduler_pb2_grpc, types_pb2
-from services.broker import dispatcher, forecasts, lease_stream
+from services.broker import dispatcher, forecasts, generation, lease_stream
 from services.broker.memory_store import MemoryStore
 from tests.helpers.broker import RUN, Generator, RunningBroker, chunk, eventually, prompt, serving
 
@@ -242,3 +243,35 @@ async def test_an_idle_stream_speaks_while_the_commits_of_others_wake_it(
     waking = asyncio.create_task(wake())
     assert "empty" in await idle.idle_reason()
     waking.cancel()
+
+
+async def test_work_left_to_a_faster_generator_is_asked_for_again_though_nothing_is_committed(
+    broker: RunningBroker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lease_stream, "IDLE_EVERY_S", PATIENCE_S)
+    monkeypatch.setattr(lease_stream, "IDLE_BEFORE_MOVE_S", PATIENCE_S)
+    reasons: list[str] = []
+
+    def leasing(*args: Any, **more: Any) -> generation.Grants:
+        grants = lease(*args, **more)
+        reasons.append(grants.reason)
+        return grants
+
+    lease = generation.lease
+    monkeypatch.setattr(generation, "lease", leasing)
+    await broker.open(group_size=1, groups_per_step=4)
+    slow = Generator.connect(broker.channel, "a-slow", profile=SLOW)
+    fast = Generator.connect(broker.channel, "b-fast", profile=FAST)
+    fast.beat()
+    await eventually(lambda: _are_connected(broker, 1))
+    slow.beat(credits=1)
+    await eventually(lambda: _are_connected(broker, 2))
+    await broker.submit(prompt("a", group_size=1))
+    await eventually(lambda: _has(reasons, generation.LEFT_TO_OTHERS))
+    fast.stream.done_writing()
+    (granted,) = await slow.leases(1)
+    assert granted.key.group_id == "a"
+
+
+async def _has(reasons: list[str], wanted: str) -> bool:
+    return wanted in reasons

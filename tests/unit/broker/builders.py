@@ -66,7 +66,7 @@ def put(
 ) -> list[broker_pb2.ChunkError]:
     """Send one chunk."""
     facts_of_chunk = read_chunk(chunk(as_lease(grant), tokens, **changes))
-    return generation.accept_chunks(state, holder, [facts_of_chunk], now_s)
+    return generation.accept_chunks(state, holder, [facts_of_chunk], now_s).errors
 
 
 def finish(state: RunState, grants: list[Grant], version: int = 0, *, holder: str = "gen-1") -> None:

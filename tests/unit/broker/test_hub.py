@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
 from penstock.clock import SystemClock
 from penstock.errors import InvalidFieldError, ServiceUnavailableError
-from penstock.v1 import broker_pb2
-from services.broker import submission
+from penstock.v1 import broker_pb2, types_pb2
+from services.broker import generation, submission
 from services.broker.hub import RunHub
 from services.broker.memory_store import MemoryStore
 from services.broker.run_state import RunState
 from services.broker.store import Delta, Mark
-from tests.helpers.broker import limits, prompt
+from tests.helpers.broker import chunk, limits, prompt
+from tests.unit.broker.builders import as_lease, lease, read_chunk
 
 
 class SlowStore(MemoryStore):
@@ -172,3 +174,41 @@ async def test_a_follower_that_fails_leaves_no_trace_in_the_commit_it_follows() 
     assert isinstance(answers[0].exception(), InvalidFieldError)
     assert hub.copy is not None
     assert set(hub.copy.groups) == {"a"}
+
+
+async def test_listeners_are_woken_by_changes_but_not_where_samples_only_grow() -> None:
+    hub = await open_hub(SlowStore())
+    await submit_all(hub, "a")
+    (grant,) = await hub.transact(lambda state: lease(state, 1))
+
+    async def decode(offset: int, *tokens: int, **more: Any) -> None:
+        facts = read_chunk(chunk(as_lease(grant), list(tokens), offset=offset, **more))
+        accepted = await hub.transact(lambda state: generation.accept_chunks(state, "gen-1", [facts], 3.0))
+        assert accepted.errors == []
+
+    with hub.listening() as every, hub.listening(only_end=True) as end:
+        await decode(0, 5, 6)
+        await decode(2, 7)
+        assert not every.is_set()
+        await decode(3, 8, finish=types_pb2.FINISH_REASON_STOP)
+        assert every.is_set()
+        every.clear()
+        await submit_all(hub, "b")
+        assert every.is_set()
+        assert not end.is_set()
+        await hub.transact(lambda state: setattr(state.run, "is_closed", True))
+        assert end.is_set()
+
+
+async def test_a_sample_that_grows_in_the_commit_of_another_change_wakes_listeners() -> None:
+    store = SlowStore()
+    hub = await open_hub(store)
+    await submit_all(hub, "a")
+    (grant,) = await hub.transact(lambda state: lease(state, 1))
+    facts = read_chunk(chunk(as_lease(grant), [5, 6]))
+    with hub.listening() as every:
+        grown = hub.transact(lambda state: generation.accept_chunks(state, "gen-1", [facts], 3.0))
+        before = store.num_commits
+        await asyncio.gather(submit_all(hub, "b"), grown)
+        assert store.num_commits == before + 1
+        assert every.is_set()
