@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from penstock.v1 import broker_pb2, types_pb2
-from services.broker import generation, moves, submission
+from services.broker import accepting, generation, moves, submission
 from services.broker.chunks import ChunkFacts
 from services.broker.dispatch.latency import LatencyModel
 from services.broker.dispatch.moving import MOVE_COST_S
@@ -162,7 +162,7 @@ class _Simulation:
             stored = self._state.groups[group_id].samples[index].num_tokens
             if num_tokens > stored or finish_reason:
                 chunks.append(_chunk(grant, stored, num_tokens, finish_reason))
-        errors = generation.accept_chunks(self._state, name, chunks, now_s).errors
+        errors = accepting.accept_chunks(self._state, name, chunks, now_s).errors
         if errors:
             raise RuntimeError(f"the broker refused a chunk: {errors[0]}")
         self._state.settle()

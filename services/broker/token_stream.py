@@ -9,9 +9,9 @@ from dataclasses import dataclass
 
 from penstock.errors import RunClosedError
 from penstock.v1 import broker_pb2, types_pb2
-from services.broker import generation
+from services.broker import accepting
+from services.broker.accepting import Accepted
 from services.broker.chunks import ChunkFacts, read_chunks
-from services.broker.generation import Accepted
 from services.broker.hub import RunHub
 from services.broker.hubs import Hubs
 from services.broker.intake import Intake, wait_for_event
@@ -71,7 +71,7 @@ async def accept(hubs: Hubs, request: broker_pb2.StreamTokensRequest) -> broker_
     def operation(state: RunState) -> _Outcome:
         if state.run.is_closed:
             raise RunClosedError(f"run {state.run.run_id!r} is closed", run_id=state.run.run_id)
-        accepted = generation.accept_chunks(state, generator_id, chunks, hub.clock.now_s())
+        accepted = accepting.accept_chunks(state, generator_id, chunks, hub.clock.now_s())
         return _Outcome(accepted=accepted, policy_version=state.run.policy_version)
 
     outcome = await hub.transact(operation)

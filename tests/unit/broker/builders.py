@@ -6,7 +6,7 @@ import itertools
 from typing import Any
 
 from penstock.v1 import broker_pb2, types_pb2
-from services.broker import delivery, generation, scoring, submission
+from services.broker import accepting, delivery, generation, scoring, submission
 from services.broker.chunks import read_chunk
 from services.broker.delivery import Consumer
 from services.broker.generation import GeneratorFacts, Grant
@@ -66,7 +66,7 @@ def put(
 ) -> list[broker_pb2.ChunkError]:
     """Send one chunk."""
     facts_of_chunk = read_chunk(chunk(as_lease(grant), tokens, **changes))
-    return generation.accept_chunks(state, holder, [facts_of_chunk], now_s).errors
+    return accepting.accept_chunks(state, holder, [facts_of_chunk], now_s).errors
 
 
 def finish(state: RunState, grants: list[Grant], version: int = 0, *, holder: str = "gen-1") -> None:

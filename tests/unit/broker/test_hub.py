@@ -11,7 +11,7 @@ import pytest
 from penstock.clock import SystemClock
 from penstock.errors import InvalidFieldError, ServiceUnavailableError
 from penstock.v1 import broker_pb2, types_pb2
-from services.broker import generation, submission
+from services.broker import accepting, submission
 from services.broker.hub import RunHub
 from services.broker.memory_store import MemoryStore
 from services.broker.run_state import RunState
@@ -183,7 +183,7 @@ async def test_listeners_are_woken_by_changes_but_not_where_samples_only_grow() 
 
     async def decode(offset: int, *tokens: int, **more: Any) -> None:
         facts = read_chunk(chunk(as_lease(grant), list(tokens), offset=offset, **more))
-        accepted = await hub.transact(lambda state: generation.accept_chunks(state, "gen-1", [facts], 3.0))
+        accepted = await hub.transact(lambda state: accepting.accept_chunks(state, "gen-1", [facts], 3.0))
         assert accepted.errors == []
 
     with hub.listening() as every, hub.listening(only_end=True) as end:
@@ -207,7 +207,7 @@ async def test_a_sample_that_grows_in_the_commit_of_another_change_wakes_listene
     (grant,) = await hub.transact(lambda state: lease(state, 1))
     facts = read_chunk(chunk(as_lease(grant), [5, 6]))
     with hub.listening() as every:
-        grown = hub.transact(lambda state: generation.accept_chunks(state, "gen-1", [facts], 3.0))
+        grown = hub.transact(lambda state: accepting.accept_chunks(state, "gen-1", [facts], 3.0))
         before = store.num_commits
         await asyncio.gather(submit_all(hub, "b"), grown)
         assert store.num_commits == before + 1
