@@ -30,7 +30,10 @@ def bench(
     ] = None,
     peers: Annotated[
         bool,
-        typer.Option("--peers", help="broker: Reverb and TransferQueue beside it; environments are made in runs/."),
+        typer.Option(
+            "--peers",
+            help="broker: PipelineRL's pattern, Reverb and TransferQueue beside it; environments are made in runs/.",
+        ),
     ] = False,
     engine: Annotated[
         str | None, typer.Option(help="weights: whose pauses are measured, transformers (default) or vllm.")

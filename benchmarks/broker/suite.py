@@ -89,7 +89,7 @@ class _Beside(Protocol):
 
 
 async def _throughputs(
-    stage: Stage, workers: list[Worker], plan: Plan, pythons: Mapping[str, Path], progress: Callable[[str], None]
+    stage: Stage, workers: list[Worker], plan: Plan, pythons: Mapping[str, Path | None], progress: Callable[[str], None]
 ) -> Result:
     # Processes of its own for each workload: as they come, those that have carried long messages keep their buffers
     # from then on, and carry short ones 1.5 times as fast.

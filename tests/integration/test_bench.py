@@ -6,8 +6,14 @@ import json
 import math
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+
+from benchmarks.broker.peers import peer
+from benchmarks.broker.processes import Stage
+from benchmarks.scratch import scratch_folder
+from tests.helpers.redis_server import find_redis_server
 
 RATES = ("trajectories_per_second", "mb_per_second", "ratio_to_bare_stream", "cpu_s_per_1k")
 NUMBERS = {
@@ -33,6 +39,17 @@ def test_a_quick_run_prints_every_number_as_json() -> None:
     assert result["memory"]["is_bounded"]
     assert result["short"]["spread"].keys() >= set(RATES)
     assert "short: repetition 1 of 1" in done.stderr
+
+
+async def test_pipelinerls_pattern_carries_both_workloads_once_and_intact() -> None:
+    """The one of the peers that needs no packages of its own; `measure` raises where something came twice or damaged."""
+    with scratch_folder() as folder:
+        async with Stage(folder, Path(find_redis_server())) as stage:
+            kind = peer.KINDS["pipelinerl_pattern"]
+            pattern = await peer.Peer.start(stage, kind, None, num_workers=3)
+            rows = [await pattern.measure(workload, count=8) for workload in ("short", "long")]
+            await pattern.stop()
+    assert all(row["trajectories_per_second"] > 0 for row in rows)
 
 
 def test_a_quick_run_of_the_ranker_compares_it_with_baseline_and_oracle() -> None:

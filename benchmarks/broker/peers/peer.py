@@ -30,10 +30,12 @@ class Kind:
 
     module: str
     """Its roles."""
-    environment: Environment
+    environment: Environment | None
+    """None: Penstock's own Python."""
 
 
 KINDS = {
+    "pipelinerl_pattern": Kind(module="peers.pipelinerl_side", environment=None),
     "reverb": Kind(
         module="peers.reverb_side",
         environment=Environment(
@@ -70,15 +72,16 @@ class Peer:
     _runs: counting[int] = field(default_factory=counting)
 
     @classmethod
-    async def start(cls, stage: Stage, kind: Kind, python: Path, *, num_workers: int) -> Peer:
-        """Start everything."""
+    async def start(cls, stage: Stage, kind: Kind, python: Path | None, *, num_workers: int) -> Peer:
+        """Start everything, in `python`, or in Penstock's own without Penstock's tuning."""
         # Not one of its own: Ray makes sockets under it, whose paths may have 107 bytes.
         folder = stage.folder
         # Ray listens on the machine's address: only for who has the token.
         env = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32), "RAY_USAGE_STATS_ENABLED": "0"}
-        server, address = await stage.start_worker(python=python, env=env), f"127.0.0.1:{free_port()}"
+        server = await stage.start_worker(python=python, is_plain=True, env=env)
+        address = f"127.0.0.1:{free_port()}"
         await server.prepare(f"{kind.module}:serve", address=address, folder=str(folder), max_queued=MAX_QUEUED)
-        workers = [await stage.start_worker(python=python, env=env) for _ in range(num_workers)]
+        workers = [await stage.start_worker(python=python, is_plain=True, env=env) for _ in range(num_workers)]
         await _until_idle(server)
         return cls(module=kind.module, folder=folder, address=address, server=server, workers=workers)
 
@@ -120,6 +123,9 @@ async def _until_idle(server: Worker) -> None:
                 return
 
 
-async def pythons(*, cache_dir: Path, progress: Callable[[str], None]) -> dict[str, Path]:
-    """A Python for each kind, made where it is not there. Raises RuntimeError."""
-    return {name: await kind.environment.python(cache_dir=cache_dir, progress=progress) for name, kind in KINDS.items()}
+async def pythons(*, cache_dir: Path, progress: Callable[[str], None]) -> dict[str, Path | None]:
+    """A Python for each kind that needs one of its own, made where it is not there. Raises RuntimeError."""
+    return {
+        name: await kind.environment.python(cache_dir=cache_dir, progress=progress) if kind.environment else None
+        for name, kind in KINDS.items()
+    }
