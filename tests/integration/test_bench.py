@@ -42,7 +42,7 @@ def test_a_quick_run_prints_every_number_as_json() -> None:
 
 
 async def test_pipelinerls_pattern_carries_both_workloads_once_and_intact() -> None:
-    """The one of the peers that needs no packages of its own; `measure` raises where something came twice or damaged."""
+    """The peer that needs no packages of its own; `measure` raises where something came twice or damaged."""
     with scratch_folder() as folder:
         async with Stage(folder, Path(find_redis_server())) as stage:
             kind = peer.KINDS["pipelinerl_pattern"]
