@@ -36,26 +36,38 @@ def accept_chunks(state: RunState, generator_id: str, chunks: Sequence[ChunkFact
         by_group.setdefault(chunk.group_id, []).append(chunk)
     for group_id, members in by_group.items():
         group = state.groups.get(group_id)
-        if group is None:
+        if group is not None:
+            _accept_group(state, group, members, generator_id, now_s, accepted)
+        else:
             text = "no such group, or it was dropped"
             accepted.errors.extend(chunk.refuse("UNKNOWN_SAMPLE", 0, text) for chunk in members)
-            continue
-        fresh: list[ChunkFacts] = []
-        for chunk in members:
-            (accepted.repeated if _is_known(group, chunk, generator_id) else fresh).append(chunk)
-        if all(_refusal(state, group, chunk, generator_id) is not None for chunk in fresh):
-            # Nothing is stored, so nothing is committed: who sends nonsense costs no write.
-            _store_group(state, group, fresh, generator_id, now_s, accepted)
-            continue
-        is_end = any(chunk.finish_reason for chunk in fresh)
-        with state.edit(group_id) if is_end else state.grow(group_id):
-            _store_group(state, group, fresh, generator_id, now_s, accepted)
-            if is_end:
-                drops.close_group(state, group, now_s)
     return accepted
 
 
-def _store_group(
+def _accept_group(
+    state: RunState,
+    group: GroupRecord,
+    chunks: Sequence[ChunkFacts],
+    generator_id: str,
+    now_s: float,
+    accepted: Accepted,
+) -> None:
+    """Chunks of one group. Where none is stored the record stays as it is: who sends nonsense costs no write."""
+    start = next(
+        (at for at, chunk in enumerate(chunks) if _is_welcome(state, group, chunk, generator_id, accepted)), None
+    )
+    if start is None:
+        return
+    if any(chunk.finish_reason for chunk in chunks[start:]):
+        with state.edit(group.group_id):
+            _store_welcome(state, group, chunks[start:], generator_id, now_s, accepted)
+            drops.close_group(state, group, now_s)
+    else:
+        state.grow(group.group_id)
+        _store_welcome(state, group, chunks[start:], generator_id, now_s, accepted)
+
+
+def _store_welcome(
     state: RunState,
     group: GroupRecord,
     chunks: Sequence[ChunkFacts],
@@ -64,56 +76,40 @@ def _store_group(
     accepted: Accepted,
 ) -> None:
     for chunk in chunks:
-        refusal = _refusal(state, group, chunk, generator_id)
-        if refusal is None:
+        if _is_welcome(state, group, chunk, generator_id, accepted):
             _store(state, group, chunk, now_s)
-        else:
-            accepted.errors.append(refusal)
 
 
-def _is_known(group: GroupRecord, chunk: ChunkFacts, generator_id: str) -> bool:
-    """Whether the chunk is a repetition of what is stored already, sent under the same lease."""
-    if chunk.sample_index >= len(group.samples):
+def _is_welcome(state: RunState, group: GroupRecord, chunk: ChunkFacts, generator_id: str, accepted: Accepted) -> bool:
+    """Whether a chunk is to be stored; why not is put down in `accepted`."""
+    samples = group.samples
+    if chunk.sample_index >= len(samples):
+        accepted.errors.append(chunk.refuse("UNKNOWN_SAMPLE", 0, f"the group has {len(samples)} samples"))
         return False
-    sample = group.samples[chunk.sample_index]
-    if (sample.lease_id, sample.generator_id) != (chunk.lease_id, generator_id):
+    sample = samples[chunk.sample_index]
+    num_tokens, sample_state = sample.num_tokens, sample.state
+    is_held = sample.lease_id == chunk.lease_id and sample.generator_id == generator_id
+    if is_held and _is_stored(sample_state, num_tokens, chunk):
+        accepted.repeated.append(chunk)
+    elif not is_held or sample_state != _LEASED:
+        accepted.errors.append(chunk.refuse("LEASE_LOST", num_tokens, "the lease expired or was revoked"))
+    elif chunk.offset != num_tokens:
+        accepted.errors.append(chunk.refuse("OFFSET_MISMATCH", num_tokens, f"{num_tokens} tokens are stored"))
+    elif fault := chunk.fault or _fault(state, chunk):
+        accepted.errors.append(chunk.refuse("INVALID_FIELD", num_tokens, fault))
+    else:
+        return True
+    return False
+
+
+def _is_stored(sample_state: broker_pb2.SampleState.ValueType, num_tokens: int, chunk: ChunkFacts) -> bool:
+    """Whether a chunk of the sample's holder is a repetition; `num_tokens` are stored."""
+    if chunk.end > num_tokens:
         return False
-    if sample.state == _LEASED:
-        return chunk.end <= sample.num_tokens and chunk.num_tokens > 0 and not chunk.finish_reason
+    if sample_state == _LEASED:
+        return chunk.num_tokens > 0 and not chunk.finish_reason
     was_aborted = chunk.finish_reason == types_pb2.FINISH_REASON_ABORTED
-    return (
-        sample.state not in (_QUEUED, broker_pb2.SAMPLE_STATE_DROPPED) or was_aborted
-    ) and chunk.end <= sample.num_tokens
-
-
-def _refusal(state: RunState, group: GroupRecord, chunk: ChunkFacts, generator_id: str) -> broker_pb2.ChunkError | None:
-    """Why a chunk cannot be stored; None when it can."""
-    if chunk.sample_index >= len(group.samples):
-        return chunk.refuse("UNKNOWN_SAMPLE", 0, f"the group has {len(group.samples)} samples")
-    sample = group.samples[chunk.sample_index]
-    if sample.state != _LEASED or (sample.lease_id, sample.generator_id) != (chunk.lease_id, generator_id):
-        return chunk.refuse("LEASE_LOST", sample.num_tokens, "the lease expired or was revoked")
-    if chunk.offset != sample.num_tokens:
-        return chunk.refuse("OFFSET_MISMATCH", sample.num_tokens, f"{sample.num_tokens} tokens are stored")
-    fault = chunk.fault or _fault(state, chunk)
-    if fault:
-        return chunk.refuse("INVALID_FIELD", sample.num_tokens, fault)
-    return None
-
-
-def _store(state: RunState, group: GroupRecord, chunk: ChunkFacts, now_s: float) -> None:
-    sample = group.samples[chunk.sample_index]
-    if chunk.num_tokens or chunk.finish_reason in (
-        types_pb2.FINISH_REASON_STOP,
-        types_pb2.FINISH_REASON_LENGTH,
-    ):
-        state.append((group.group_id, chunk.sample_index), chunk.payload)
-    _add_tokens(sample, chunk)
-    sample.last_chunk_s = now_s
-    if chunk.finish_reason == types_pb2.FINISH_REASON_ABORTED:
-        generation.requeue(state, group, chunk.sample_index)
-    elif chunk.finish_reason:
-        sample.state, sample.finish_reason, sample.finish_s = _FINISHED, chunk.finish_reason, now_s
+    return was_aborted or sample_state not in (_QUEUED, broker_pb2.SAMPLE_STATE_DROPPED)
 
 
 def _fault(state: RunState, chunk: ChunkFacts) -> str:
@@ -125,13 +121,29 @@ def _fault(state: RunState, chunk: ChunkFacts) -> str:
     return ""
 
 
-def _add_tokens(sample: SampleRecord, chunk: ChunkFacts) -> None:
+def _store(state: RunState, group: GroupRecord, chunk: ChunkFacts, now_s: float) -> None:
+    sample = group.samples[chunk.sample_index]
+    if chunk.num_tokens or chunk.finish_reason in (
+        types_pb2.FINISH_REASON_STOP,
+        types_pb2.FINISH_REASON_LENGTH,
+    ):
+        state.append((chunk.group_id, chunk.sample_index), chunk.payload)
+    _add_tokens(state, sample, chunk)
+    sample.last_chunk_s = now_s
+    if chunk.finish_reason == types_pb2.FINISH_REASON_ABORTED:
+        generation.requeue(state, group, chunk.sample_index)
+    elif chunk.finish_reason:
+        sample.state, sample.finish_reason, sample.finish_s = _FINISHED, chunk.finish_reason, now_s
+
+
+def _add_tokens(state: RunState, sample: SampleRecord, chunk: ChunkFacts) -> None:
     sample.num_tokens = chunk.end
-    if chunk.min_version is None or chunk.max_version is None:
+    oldest, newest = chunk.min_version, chunk.max_version
+    if oldest is None or newest is None:
         return
-    known_min = sample.min_version if sample.HasField("min_version") else chunk.min_version
-    known_max = sample.max_version if sample.HasField("max_version") else chunk.max_version
-    sample.min_version, sample.max_version = (
-        min(known_min, chunk.min_version),
-        max(known_max, chunk.max_version),
-    )
+    has_versions = sample.HasField("min_version")
+    if not has_versions or oldest < sample.min_version:
+        sample.min_version = oldest
+        state.lower_version(chunk.group_id, oldest)
+    if not has_versions or newest > sample.max_version:
+        sample.max_version = newest

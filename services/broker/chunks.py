@@ -20,6 +20,8 @@ MAX_TEXT_BYTES = 1024 * 1024
 MAX_LOGPROB = 1e-3
 """A log-probability is at most 0; engines round a certain token to slightly more."""
 _FINISH_REASONS = frozenset(types_pb2.FinishReason.values())
+_Look = tuple[int, int | None, int | None]
+"""Number of tokens of a chunk, oldest and newest version of them; None where there are none, or they are malformed."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -63,12 +65,12 @@ def read_chunks(chunks: Sequence[types_pb2.TokenChunk]) -> list[ChunkFacts]:
     and looking at each alone would cost more than everything else that happens to it.
     """
     are_ordinary = [_is_ordinary(chunk) for chunk in chunks]
-    versions = _versions_if_all_good(list(compress(chunks, are_ordinary)))
-    if versions is None:
+    looked_at = _look_if_all_good(list(compress(chunks, are_ordinary)))
+    if looked_at is None:
         return [read_chunk(chunk) for chunk in chunks]
-    found = iter(versions)
+    found = iter(looked_at)
     return [
-        _facts(chunk, next(found), "") if is_ordinary else read_chunk(chunk)
+        _facts(chunk, next(found)) if is_ordinary else read_chunk(chunk)
         for chunk, is_ordinary in zip(chunks, are_ordinary, strict=True)
     ]
 
@@ -80,13 +82,20 @@ def _is_ordinary(chunk: types_pb2.TokenChunk) -> bool:
 
 def read_chunk(chunk: types_pb2.TokenChunk) -> ChunkFacts:
     """Check one chunk by itself; see `read_chunks`."""
+    num_tokens, finish_reason = len(chunk.token_ids) // 4, chunk.finish_reason
     try:
-        return _facts(chunk, _check(chunk), "")
+        oldest, newest = _check(chunk) or (None, None)
     except InvalidFieldError as error:
-        return _facts(chunk, None, str(error))
+        return _facts(chunk, (num_tokens, None, None), finish_reason, str(error))
+    return _facts(chunk, (num_tokens, oldest, newest), finish_reason)
 
 
-def _facts(chunk: types_pb2.TokenChunk, versions: tuple[int, int] | None, fault: str) -> ChunkFacts:
+def _facts(
+    chunk: types_pb2.TokenChunk,
+    look: _Look,
+    finish_reason: types_pb2.FinishReason.ValueType = types_pb2.FINISH_REASON_UNSPECIFIED,
+    fault: str = "",
+) -> ChunkFacts:
     key = chunk.key
     group_id, sample_index, attempt, lease_id = key.group_id, key.sample_index, key.attempt, chunk.lease_id
     chunk.ClearField("key")
@@ -97,17 +106,17 @@ def _facts(chunk: types_pb2.TokenChunk, versions: tuple[int, int] | None, fault:
         attempt=attempt,
         lease_id=lease_id,
         offset=chunk.offset,
-        num_tokens=len(chunk.token_ids) // 4,
-        finish_reason=chunk.finish_reason,
-        min_version=versions[0] if versions else None,
-        max_version=versions[1] if versions else None,
+        num_tokens=look[0],
+        finish_reason=finish_reason,
+        min_version=look[1],
+        max_version=look[2],
         fault=fault,
         payload=chunk.SerializeToString(),
     )
 
 
-def _versions_if_all_good(chunks: Sequence[types_pb2.TokenChunk]) -> list[tuple[int, int]] | None:
-    """Oldest and newest version of each chunk's tokens; None where one is malformed or empty."""
+def _look_if_all_good(chunks: Sequence[types_pb2.TokenChunk]) -> list[_Look] | None:
+    """What is found of each chunk's tokens; None where one is malformed or empty."""
     token_ids, logprobs = [chunk.token_ids for chunk in chunks], [chunk.logprobs for chunk in chunks]
     runs = [chunk.policy_versions for chunk in chunks]
     parts, lengths_parts = [run.versions for run in runs], [run.lengths for run in runs]
@@ -122,6 +131,7 @@ def _versions_if_all_good(chunks: Sequence[types_pb2.TokenChunk]) -> list[tuple[
     ids, probabilities = np.frombuffer(b"".join(token_ids), "<i4"), np.frombuffer(b"".join(logprobs), "<f4")
     versions, lengths = np.frombuffer(b"".join(parts), "<i8"), np.frombuffer(b"".join(lengths_parts), "<i4")
     starts = [0, *accumulate(size // 4 for size in run_sizes[:-1])]
+    num_tokens = [size // 4 for size in sizes]
     is_good = (
         int(ids.min()) >= 0
         # A NaN makes either of them NaN, which compares false.
@@ -129,12 +139,12 @@ def _versions_if_all_good(chunks: Sequence[types_pb2.TokenChunk]) -> list[tuple[
         and float(probabilities.min()) > -math.inf
         and int(lengths.min()) >= 1
         and int(versions.min()) >= 0
-        and np.add.reduceat(lengths.astype(np.int64), starts).tolist() == [size // 4 for size in sizes]
+        and np.add.reduceat(lengths.astype(np.int64), starts).tolist() == num_tokens
     )
     if not is_good:
         return None
     oldest, newest = np.minimum.reduceat(versions, starts), np.maximum.reduceat(versions, starts)
-    return list(zip(oldest.tolist(), newest.tolist(), strict=True))
+    return list(zip(num_tokens, oldest.tolist(), newest.tolist(), strict=True))
 
 
 def _check(chunk: types_pb2.TokenChunk) -> tuple[int, int] | None:

@@ -172,19 +172,18 @@ class RunState:
             if group_id in self.groups:
                 self._index(group)
 
-    @contextmanager
-    def grow(self, group_id: str) -> Iterator[GroupRecord]:
-        """The group's record, of which only tokens of leased samples and their versions change inside the block.
+    def grow(self, group_id: str) -> None:
+        """From now on tokens of the group's leased samples may be added to its record, and versions, nothing else.
 
-        Cheaper than `edit`, for what happens most often: no queue has to be looked at.
+        Cheaper than `edit`, for what happens most often: no queue has to be looked at. A sample that gets older goes
+        to `lower_version`.
         """
-        group = self._noted(group_id)
-        try:
-            yield group
-        finally:
-            version = group_version(group)
-            if group_id in self.versions and version is not None:
-                self.versions[group_id] = version
+        self._noted(group_id)
+
+    def lower_version(self, group_id: str, version: int) -> None:
+        """A sample of the group has tokens of `version`. Inside an `edit` it is not needed and does nothing."""
+        if version < self.versions.get(group_id, version):
+            self.versions[group_id] = version
 
     def add_parcel(self, record: ParcelRecord) -> str:
         """Take in a parcel, or put another record in the place of the one that begins with the same group."""

@@ -21,6 +21,7 @@ from services.broker.validation import MAX_CHUNKS, check_bytes, check_count, che
 
 MAX_UNREAD = 64
 CHECK_EVERY_S = 5.0
+_FINISHED = frozenset((types_pb2.FINISH_REASON_STOP, types_pb2.FINISH_REASON_LENGTH))
 
 
 async def serve_tokens(
@@ -88,16 +89,22 @@ class _Outcome:
 
 def _report_lengths(hubs: Hubs, run_id: str, chunks: Sequence[ChunkFacts], outcome: _Outcome) -> None:
     """Note how long the samples were that this request finished, each once."""
+    finished = [chunk for chunk in chunks if chunk.finish_reason in _FINISHED]
+    if not finished:
+        return
     passed_over = {(error.key.group_id, error.key.sample_index, error.lease_id) for error in outcome.accepted.errors}
     passed_over |= {(chunk.group_id, chunk.sample_index, chunk.lease_id) for chunk in outcome.accepted.repeated}
-    for chunk in chunks:
-        is_finished = chunk.finish_reason in (types_pb2.FINISH_REASON_STOP, types_pb2.FINISH_REASON_LENGTH)
-        if is_finished and (chunk.group_id, chunk.sample_index, chunk.lease_id) not in passed_over:
+    for chunk in finished:
+        if (chunk.group_id, chunk.sample_index, chunk.lease_id) not in passed_over:
             hubs.length_reporter.note(run_id, chunk.group_id, chunk.end)
 
 
 def _count(metrics: BrokerMetrics, chunks: Sequence[ChunkFacts], outcome: _Outcome) -> None:
     """Put what became of the chunks of a request into the metrics."""
+    if not outcome.accepted.errors and not outcome.accepted.repeated:
+        # As nearly always.
+        metrics.count_tokens(sum(chunk.num_tokens for chunk in chunks))
+        return
     invariants = metrics.invariants
     invariants.count_duplicates("chunk", len(outcome.accepted.repeated))
     reasons = {
