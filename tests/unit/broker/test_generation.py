@@ -6,13 +6,14 @@ import pytest
 
 from penstock.codec import encode_versions, float32_bytes, int32_bytes
 from penstock.v1 import broker_pb2, types_pb2
-from services.broker import generation
+from services.broker import accepting, generation
 from services.broker.audit import audit
 from services.broker.chunks import read_chunk, read_chunks
 from services.broker.generation import GeneratorFacts
 from tests.helpers.broker import chunk
 from tests.unit.broker.builders import (
     acknowledge,
+    as_lease,
     deliver,
     facts,
     finish,
@@ -234,6 +235,33 @@ def test_versions_across_an_update_are_remembered() -> None:
     assert put(state, grant, [5, 6], policy_versions=encode_versions([3, 4])) == []
     sample = state.groups["a"].samples[grant.sample[1]]
     assert (sample.min_version, sample.max_version) == (3, 4)
+
+
+def test_tokens_of_older_weights_than_the_lease_make_their_group_older_at_once() -> None:
+    state = open_state(version=3, max_staleness=3)
+    submit(state, "a", group_size=2)
+    first, second = lease(state, 2, 3)
+    assert put(state, first, [1, 2], version=3) == []
+    assert state.versions == {"a": 3}
+    assert put(state, second, [1, 2], version=1) == []
+    assert put(state, first, [3], offset=2, version=2) == []
+    assert state.versions == {"a": 1}
+    with state.edit("a"):
+        pass  # Afterwards it is what the whole record says.
+    assert state.versions == {"a": 1}
+
+
+def test_a_chunk_that_comes_twice_in_a_request_is_stored_once() -> None:
+    state = open_state()
+    submit(state, "a")
+    (grant,) = lease(state, 1)
+    once, more = chunk(as_lease(grant), [1, 2]), chunk(as_lease(grant), [3], offset=2)
+    chunks = read_chunks([deepcopy(once), deepcopy(once), more])
+    accepted = accepting.accept_chunks(state, "gen-1", chunks, 3.0)
+    assert accepted.errors == []
+    assert [facts_of_chunk.offset for facts_of_chunk in accepted.repeated] == [0]
+    assert state.groups["a"].samples[0].num_tokens == 3
+    assert [data for _sample, data in state.pending.chunks] == [chunks[0].payload, chunks[2].payload]
 
 
 def test_an_aborted_sample_returns_to_the_queue_with_its_tokens() -> None:
