@@ -30,76 +30,68 @@ class Accepted:
 
 def accept_chunks(state: RunState, generator_id: str, chunks: Sequence[ChunkFacts], now_s: float) -> Accepted:
     """Store chunks of any number of samples; those of one sample come in order."""
-    accepted = Accepted(errors=[], repeated=[])
+    acceptance = _Acceptance(state, generator_id, now_s)
     by_group: dict[str, list[ChunkFacts]] = {}
     for chunk in chunks:
         by_group.setdefault(chunk.group_id, []).append(chunk)
     for group_id, members in by_group.items():
-        group = state.groups.get(group_id)
-        if group is not None:
-            _accept_group(state, group, members, generator_id, now_s, accepted)
+        acceptance.add(group_id, members)
+    return acceptance.accepted
+
+
+class _Acceptance:
+    """One generator's chunks, put into the run group by group."""
+
+    def __init__(self, state: RunState, generator_id: str, now_s: float) -> None:
+        self._state, self._generator_id, self._now_s = state, generator_id, now_s
+        self.accepted = Accepted(errors=[], repeated=[])
+
+    def add(self, group_id: str, chunks: Sequence[ChunkFacts]) -> None:
+        """Chunks of one group. Where none is stored the record stays as it is: who sends nonsense costs no write."""
+        group = self._state.groups.get(group_id)
+        if group is None:
+            for chunk in chunks:
+                self._refuse(chunk, "UNKNOWN_SAMPLE", 0, "no such group, or it was dropped")
+            return
+        start = next((at for at, chunk in enumerate(chunks) if self._is_welcome(group, chunk)), None)
+        if start is None:
+            return
+        if any(chunk.finish_reason for chunk in chunks[start:]):
+            with self._state.edit(group_id):
+                self._store_welcome(group, chunks[start:])
+                drops.close_group(self._state, group, self._now_s)
         else:
-            text = "no such group, or it was dropped"
-            accepted.errors.extend(chunk.refuse("UNKNOWN_SAMPLE", 0, text) for chunk in members)
-    return accepted
+            self._state.grow(group_id)
+            self._store_welcome(group, chunks[start:])
 
+    def _store_welcome(self, group: GroupRecord, chunks: Sequence[ChunkFacts]) -> None:
+        for chunk in chunks:
+            if self._is_welcome(group, chunk):
+                _store(self._state, group, chunk, self._now_s)
 
-def _accept_group(
-    state: RunState,
-    group: GroupRecord,
-    chunks: Sequence[ChunkFacts],
-    generator_id: str,
-    now_s: float,
-    accepted: Accepted,
-) -> None:
-    """Chunks of one group. Where none is stored the record stays as it is: who sends nonsense costs no write."""
-    start = next(
-        (at for at, chunk in enumerate(chunks) if _is_welcome(state, group, chunk, generator_id, accepted)), None
-    )
-    if start is None:
-        return
-    if any(chunk.finish_reason for chunk in chunks[start:]):
-        with state.edit(group.group_id):
-            _store_welcome(state, group, chunks[start:], generator_id, now_s, accepted)
-            drops.close_group(state, group, now_s)
-    else:
-        state.grow(group.group_id)
-        _store_welcome(state, group, chunks[start:], generator_id, now_s, accepted)
-
-
-def _store_welcome(
-    state: RunState,
-    group: GroupRecord,
-    chunks: Sequence[ChunkFacts],
-    generator_id: str,
-    now_s: float,
-    accepted: Accepted,
-) -> None:
-    for chunk in chunks:
-        if _is_welcome(state, group, chunk, generator_id, accepted):
-            _store(state, group, chunk, now_s)
-
-
-def _is_welcome(state: RunState, group: GroupRecord, chunk: ChunkFacts, generator_id: str, accepted: Accepted) -> bool:
-    """Whether a chunk is to be stored; why not is put down in `accepted`."""
-    samples = group.samples
-    if chunk.sample_index >= len(samples):
-        accepted.errors.append(chunk.refuse("UNKNOWN_SAMPLE", 0, f"the group has {len(samples)} samples"))
+    def _is_welcome(self, group: GroupRecord, chunk: ChunkFacts) -> bool:
+        """Whether a chunk is to be stored; why not is put down in `accepted`."""
+        samples = group.samples
+        if chunk.sample_index >= len(samples):
+            self._refuse(chunk, "UNKNOWN_SAMPLE", 0, f"the group has {len(samples)} samples")
+            return False
+        sample = samples[chunk.sample_index]
+        num_tokens, sample_state = sample.num_tokens, sample.state
+        is_held = sample.lease_id == chunk.lease_id and sample.generator_id == self._generator_id
+        if is_held and _is_stored(sample_state, num_tokens, chunk):
+            self.accepted.repeated.append(chunk)
+        elif not is_held or sample_state != _LEASED:
+            self._refuse(chunk, "LEASE_LOST", num_tokens, "the lease expired or was revoked")
+        elif chunk.offset != num_tokens:
+            self._refuse(chunk, "OFFSET_MISMATCH", num_tokens, f"{num_tokens} tokens are stored")
+        elif fault := chunk.fault or _fault(self._state, chunk):
+            self._refuse(chunk, "INVALID_FIELD", num_tokens, fault)
+        else:
+            return True
         return False
-    sample = samples[chunk.sample_index]
-    num_tokens, sample_state = sample.num_tokens, sample.state
-    is_held = sample.lease_id == chunk.lease_id and sample.generator_id == generator_id
-    if is_held and _is_stored(sample_state, num_tokens, chunk):
-        accepted.repeated.append(chunk)
-    elif not is_held or sample_state != _LEASED:
-        accepted.errors.append(chunk.refuse("LEASE_LOST", num_tokens, "the lease expired or was revoked"))
-    elif chunk.offset != num_tokens:
-        accepted.errors.append(chunk.refuse("OFFSET_MISMATCH", num_tokens, f"{num_tokens} tokens are stored"))
-    elif fault := chunk.fault or _fault(state, chunk):
-        accepted.errors.append(chunk.refuse("INVALID_FIELD", num_tokens, fault))
-    else:
-        return True
-    return False
+
+    def _refuse(self, chunk: ChunkFacts, reason: str, next_offset: int, message: str) -> None:
+        self.accepted.errors.append(chunk.refuse(reason, next_offset, message))
 
 
 def _is_stored(sample_state: broker_pb2.SampleState.ValueType, num_tokens: int, chunk: ChunkFacts) -> bool:
