@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-import signal
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -12,7 +11,7 @@ from typing import Annotated
 
 import typer
 
-from console.cli_common import exit_with, interrupt
+from console.cli_common import end_by_sigterm, exit_with
 
 
 def register(app: typer.Typer) -> None:
@@ -86,7 +85,7 @@ def bench(
             raise ConfigError(f"bench: --engine has no meaning for {what}")
         if only is not None and what != "generator":
             raise ConfigError(f"bench: --only has no meaning for {what}")
-        signal.signal(signal.SIGTERM, interrupt)
+        end_by_sigterm()
         return commands[what](is_json=json_output, is_quick=quick)
 
     exit_with(work)

@@ -20,13 +20,16 @@ RunsDir = Annotated[Path, typer.Option("--dir", help="Folder that holds run fold
 Broker = Annotated[str | None, typer.Option("--broker", metavar="HOST:PORT,...", help="Broker to ask; or several.")]
 
 
-def interrupt(_number: int, _frame: object) -> None:
-    """A handler of SIGTERM: the command ends, and cleans up, as after Ctrl-C.
+def end_by_sigterm() -> None:
+    """From now on SIGTERM ends the command, which cleans up, as Ctrl-C does.
 
     As a signal, not by raising: where asyncio runs it cancels the main task, while an exception in the midst of what
     gRPC sets up ends the process with a segmentation fault.
     """
-    signal.raise_signal(signal.SIGINT)
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        # A script's background job begins so, and there SIGTERM would be passed on to nobody.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGTERM, lambda _number, _frame: signal.raise_signal(signal.SIGINT))
 
 
 def exit_with(work: Callable[[], int]) -> NoReturn:

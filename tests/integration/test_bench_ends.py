@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -40,10 +41,15 @@ def wait_until(condition: Callable[[], bool]) -> None:
     asyncio.run(until(condition, timeout_s=TIMEOUT_S))
 
 
-def test_a_benchmark_that_is_terminated_cleans_up(root: Path) -> None:
+@pytest.mark.parametrize("sigint", [signal.SIG_DFL, signal.SIG_IGN], ids=["foreground", "background_of_a_script"])
+def test_a_benchmark_that_is_terminated_cleans_up(root: Path, sigint: signal.Handlers) -> None:
     command = [sys.executable, "-m", "console", "bench", "broker"]
     quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-    process = subprocess.Popen(command, env=os.environ | {"TMPDIR": str(root)}, **quiet)
+
+    def begin() -> None:
+        signal.signal(signal.SIGINT, sigint)
+
+    process = subprocess.Popen(command, env=os.environ | {"TMPDIR": str(root)}, preexec_fn=begin, **quiet)
     children: set[int] = set()
     try:
         wait_until(lambda: len(children_of(process.pid)) > 0)
@@ -51,7 +57,10 @@ def test_a_benchmark_that_is_terminated_cleans_up(root: Path) -> None:
         assert len(list(root.glob(f"{PREFIX}*"))) == 1
     finally:
         process.terminate()
-    process.wait(TIMEOUT_S)
+    try:
+        process.wait(TIMEOUT_S)
+    finally:
+        process.kill()
     wait_until(lambda: not any(map(is_running, children)))
     assert list(root.iterdir()) == []
 
