@@ -96,6 +96,7 @@ def _facts(
     finish_reason: types_pb2.FinishReason.ValueType = types_pb2.FINISH_REASON_UNSPECIFIED,
     fault: str = "",
 ) -> ChunkFacts:
+    num_tokens, oldest, newest = look
     key = chunk.key
     group_id, sample_index, attempt, lease_id = key.group_id, key.sample_index, key.attempt, chunk.lease_id
     chunk.ClearField("key")
@@ -106,10 +107,10 @@ def _facts(
         attempt=attempt,
         lease_id=lease_id,
         offset=chunk.offset,
-        num_tokens=look[0],
+        num_tokens=num_tokens,
         finish_reason=finish_reason,
-        min_version=look[1],
-        max_version=look[2],
+        min_version=oldest,
+        max_version=newest,
         fault=fault,
         payload=chunk.SerializeToString(),
     )

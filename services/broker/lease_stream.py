@@ -91,12 +91,10 @@ class LeaseStream:
     def _patience_s(self) -> float:
         """How long to wait for a change before asking again all the same."""
         now_s = self._hub.clock.now_s()
-        due_s = [now_s + IDLE_EVERY_S]
-        if self._ask_again_s > now_s:
-            due_s.append(self._ask_again_s)
-        if self._idle_since_s is not None:
-            due_s.append(self._idle_since_s + IDLE_BEFORE_MOVE_S)
-        return max(PACE_S, min(due_s) - now_s)
+        move_s = 0.0 if self._idle_since_s is None else self._idle_since_s + IDLE_BEFORE_MOVE_S
+        # Before it may ask again it looks at nothing; a time that is past was passed over, and would be each time.
+        due_s = next((at_s for at_s in (self._ask_again_s, move_s) if at_s > now_s), now_s + IDLE_EVERY_S)
+        return min(IDLE_EVERY_S, max(PACE_S, due_s - now_s))
 
     async def _on_request(self, request: broker_pb2.StreamLeasesRequest) -> None:
         if request.WhichOneof("frame") != "beat":

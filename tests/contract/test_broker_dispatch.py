@@ -14,6 +14,7 @@ from penstock.codec import int32_array
 from penstock.errors import ServiceUnavailableError
 from penstock.v1 import broker_pb2, scheduler_pb2, scheduler_pb2_grpc, types_pb2
 from services.broker import dispatcher, forecasts, generation, lease_stream
+from services.broker.intake import wait_for_event
 from services.broker.memory_store import MemoryStore
 from tests.helpers.broker import RUN, Generator, RunningBroker, chunk, eventually, prompt, serving
 
@@ -245,17 +246,17 @@ async def test_an_idle_stream_speaks_while_the_commits_of_others_wake_it(
     waking.cancel()
 
 
-async def test_work_left_to_a_faster_generator_is_asked_for_again_though_nothing_is_committed(
-    broker: RunningBroker, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(lease_stream, "IDLE_EVERY_S", PATIENCE_S)
-    monkeypatch.setattr(lease_stream, "IDLE_BEFORE_MOVE_S", PATIENCE_S)
+async def _leave_to_a_faster_one(broker: RunningBroker, monkeypatch: pytest.MonkeyPatch) -> tuple[Generator, Generator]:
+    """A slow generator that found work which is left to a fast one without a free slot; both."""
     reasons: list[str] = []
 
     def leasing(*args: Any, **more: Any) -> generation.Grants:
         grants = lease(*args, **more)
         reasons.append(grants.reason)
         return grants
+
+    async def is_left() -> bool:
+        return generation.LEFT_TO_OTHERS in reasons
 
     lease = generation.lease
     monkeypatch.setattr(generation, "lease", leasing)
@@ -267,11 +268,39 @@ async def test_work_left_to_a_faster_generator_is_asked_for_again_though_nothing
     slow.beat(credits=1)
     await eventually(lambda: _are_connected(broker, 2))
     await broker.submit(prompt("a", group_size=1))
-    await eventually(lambda: _has(reasons, generation.LEFT_TO_OTHERS))
+    await eventually(is_left)
+    return slow, fast
+
+
+async def test_work_left_to_a_faster_generator_is_asked_for_again_though_nothing_is_committed(
+    broker: RunningBroker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lease_stream, "IDLE_EVERY_S", PATIENCE_S)
+    monkeypatch.setattr(lease_stream, "IDLE_BEFORE_MOVE_S", PATIENCE_S)
+    slow, fast = await _leave_to_a_faster_one(broker, monkeypatch)
     fast.stream.done_writing()
     (granted,) = await slow.leases(1)
     assert granted.key.group_id == "a"
 
 
-async def _has(reasons: list[str], wanted: str) -> bool:
-    return wanted in reasons
+async def test_a_stream_that_may_not_ask_yet_does_not_look_again_and_again(
+    broker: RunningBroker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waits_s: list[float] = []
+
+    async def waiting(event: asyncio.Event, timeout_s: float) -> bool:
+        waits_s.append(timeout_s)
+        return await wait_for_event(event, timeout_s)
+
+    async def has_waited() -> bool:
+        return len(waits_s) >= 8
+
+    monkeypatch.setattr(lease_stream, "wait_for_event", waiting)
+    monkeypatch.setattr(lease_stream, "ASK_AGAIN_S", PATIENCE_S)
+    monkeypatch.setattr(lease_stream, "IDLE_BEFORE_MOVE_S", 0.05)
+    monkeypatch.setattr(lease_stream, "IDLE_EVERY_S", 0.1)
+    await _leave_to_a_faster_one(broker, monkeypatch)
+    # Meanwhile the time at which it might have taken work over passes.
+    waits_s.clear()
+    await eventually(has_waited)
+    assert min(waits_s) == pytest.approx(0.1)
