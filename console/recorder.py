@@ -20,6 +20,8 @@ from penstock.security import Security
 PATIENCE_S = 600.0
 FINISH_S = 15.0
 """Time to fetch the last step when the run ends."""
+SETTLE_S = 5.0
+"""Time to open the file, and for the rest of a step that is being recorded: left in the midst, it is recorded twice."""
 TRAJECTORIES = "trajectories.jsonl"
 
 
@@ -46,6 +48,8 @@ class RunRecorder:
         self._is_over = False
         """Whether nothing more will come: the run was closed, or recording stopped."""
         self._task: asyncio.Task[None] | None = None
+        self._has_settled = asyncio.Event()
+        """Set when the file is open, and after each step."""
 
     def start(self) -> None:
         """Begin; waits for the run to be opened."""
@@ -55,6 +59,11 @@ class RunRecorder:
         """Fetch what is still missing, as far as the broker answers in time, and complete the file."""
         if self._task is None:
             return
+        if self._writer is None or self._recording.is_in_step:
+            self._has_settled.clear()
+            settled = asyncio.create_task(self._has_settled.wait())
+            await asyncio.wait({self._task, settled}, timeout=SETTLE_S, return_when=asyncio.FIRST_COMPLETED)
+            settled.cancel()
         self._task.cancel()
         await asyncio.gather(self._task, return_exceptions=True)
         if self._writer is None:
@@ -79,6 +88,7 @@ class RunRecorder:
         try:
             self._next = await asyncio.to_thread(resume_point, self._path, self._run_id)
             self._writer = open_writer(self._path, is_followed=True)
+            self._has_settled.set()
             while True:
                 try:
                     await self._export(self._writer, follow=True)
@@ -108,7 +118,13 @@ class RunRecorder:
                 patience_s=PATIENCE_S,
             )
             try:
-                await record(export, writer, run_id=self._run_id, recording=self._recording)
+                await record(
+                    export,
+                    writer,
+                    run_id=self._run_id,
+                    recording=self._recording,
+                    on_step=lambda _recording: self._has_settled.set(),
+                )
             finally:
                 self._next = (export.next_version, export.history)
 

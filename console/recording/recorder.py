@@ -23,6 +23,8 @@ class Recording:
     """Policy version of the first step."""
     last_version: int | None = None
     """Policy version of the newest step."""
+    is_in_step: bool = False
+    """Whether some of a step's samples are written and others are still to come."""
 
 
 async def record(
@@ -40,9 +42,11 @@ async def record(
     async for response in export.responses():
         if not response.HasField("group"):
             await in_thread(writer.end_step)
+            recording.is_in_step = False
             on_step(recording)
             continue
         samples = samples_of(run_id, response)
+        recording.is_in_step = True
         await in_thread(writer.write, samples)
         recording.num_samples += len(samples)
         recording.last_version = response.policy_version

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -194,6 +195,35 @@ async def test_a_run_that_is_interrupted_is_recorded_to_its_last_step(tmp_path: 
         await again.finish()
     assert names(path) == whole(1, "a", "b") + whole(2, "c", "d")
     assert (notes, list(recorder.closing_lines())) == ([], [f"recording: {path} (4 samples, steps 1 to 1)"])
+
+
+async def test_a_run_that_ends_while_a_step_is_recorded_has_it_once(
+    broker: RunningBroker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, notes = tmp_path / "run.jsonl", list[str]()
+    is_writing, may_write = threading.Event(), threading.Event()
+
+    class SlowWriter:
+        def __init__(self, *args: Any, **more: Any) -> None:
+            self._writer = open_writer(*args, **more)
+            self.end_step, self.close = self._writer.end_step, self._writer.close
+
+        def write(self, samples: Any) -> None:
+            is_writing.set()
+            assert may_write.wait(60)
+            self._writer.write(samples)
+
+    monkeypatch.setattr("console.recorder.open_writer", SlowWriter)
+    recorder = run_recorder(broker, path, notes)
+    recorder.start()
+    await train_step(broker, "a", "b")
+    await until(is_writing.is_set)
+    finishing = asyncio.create_task(recorder.finish())
+    await asyncio.sleep(0)
+    may_write.set()
+    await finishing
+    assert names(path) == whole(1, "a", "b")
+    assert (len(path.read_text().splitlines()), notes) == (4, [])
 
 
 async def test_a_gap_in_a_runs_recording_is_told_and_the_rest_is_recorded(tmp_path: Path) -> None:
