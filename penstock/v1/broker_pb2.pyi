@@ -338,6 +338,7 @@ class OpenRunResponse(_message.Message):
     NUM_GROUPS_REWOUND_FIELD_NUMBER: _builtins.int
     HISTORY_FIELD_NUMBER: _builtins.int
     NUM_GROUPS_IN_FLIGHT_FIELD_NUMBER: _builtins.int
+    NUM_SAMPLES_ABANDONED_FIELD_NUMBER: _builtins.int
     policy_version: _builtins.int
     """The run's policy version after opening: the request's."""
     existed: _builtins.bool
@@ -348,6 +349,10 @@ class OpenRunResponse(_message.Message):
     """Counts the rewinds of the run."""
     num_groups_in_flight: _builtins.int
     """Training groups in flight (submitted, neither trained nor dropped), so that the trainer submits no more than it needs."""
+    num_samples_abandoned: _builtins.int
+    """Samples of later steps that are no longer retained: they cannot be handed out again and were dropped with reason
+    `abandoned_step`.
+    """
     def __init__(
         self,
         *,
@@ -356,10 +361,11 @@ class OpenRunResponse(_message.Message):
         num_groups_rewound: _builtins.int = ...,
         history: _builtins.int = ...,
         num_groups_in_flight: _builtins.int = ...,
+        num_samples_abandoned: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["existed", b"existed", "history", b"history", "num_groups_in_flight", b"num_groups_in_flight", "num_groups_rewound", b"num_groups_rewound", "policy_version", b"policy_version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["existed", b"existed", "history", b"history", "num_groups_in_flight", b"num_groups_in_flight", "num_groups_rewound", b"num_groups_rewound", "num_samples_abandoned", b"num_samples_abandoned", "policy_version", b"policy_version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

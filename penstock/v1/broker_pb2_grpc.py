@@ -128,7 +128,7 @@ class BrokerServiceServicer:
         """Creates a run, or re-attaches to it after a restart of the trainer.
 
         Re-opening with an older policy_version than the broker's rewinds the run: groups trained in later steps are handed
-        out again, provided the trainer had not called those steps durable.
+        out again. Those of steps that are no longer retained are dropped instead, with reason `abandoned_step`.
         FAILED_PRECONDITION / RUN_CONFLICT: the run exists with other limits or another policy.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)

@@ -52,7 +52,7 @@ class BrokerServiceStub:
     """Creates a run, or re-attaches to it after a restart of the trainer.
 
     Re-opening with an older policy_version than the broker's rewinds the run: groups trained in later steps are handed
-    out again, provided the trainer had not called those steps durable.
+    out again. Those of steps that are no longer retained are dropped instead, with reason `abandoned_step`.
     FAILED_PRECONDITION / RUN_CONFLICT: the run exists with other limits or another policy.
     """
     CloseRun: _grpc.UnaryUnaryMultiCallable[_broker_pb2.CloseRunRequest, _broker_pb2.CloseRunResponse]
@@ -128,7 +128,7 @@ class BrokerServiceAsyncStub(BrokerServiceStub):
     """Creates a run, or re-attaches to it after a restart of the trainer.
 
     Re-opening with an older policy_version than the broker's rewinds the run: groups trained in later steps are handed
-    out again, provided the trainer had not called those steps durable.
+    out again. Those of steps that are no longer retained are dropped instead, with reason `abandoned_step`.
     FAILED_PRECONDITION / RUN_CONFLICT: the run exists with other limits or another policy.
     """
     CloseRun: _aio.UnaryUnaryMultiCallable[_broker_pb2.CloseRunRequest, _broker_pb2.CloseRunResponse]  # type: ignore[assignment]
@@ -207,7 +207,7 @@ class BrokerServiceServicer(metaclass=_abc_1.ABCMeta):
         """Creates a run, or re-attaches to it after a restart of the trainer.
 
         Re-opening with an older policy_version than the broker's rewinds the run: groups trained in later steps are handed
-        out again, provided the trainer had not called those steps durable.
+        out again. Those of steps that are no longer retained are dropped instead, with reason `abandoned_step`.
         FAILED_PRECONDITION / RUN_CONFLICT: the run exists with other limits or another policy.
         """
 

@@ -19,12 +19,12 @@ from penstock.errors import (
     VersionConflictError,
 )
 from penstock.v1 import broker_pb2, types_pb2
-from services.broker import books, drops, parcels
+from services.broker import books, drops, parcels, tallies
 from services.broker.batching import ReadyGroup, StepView, choose
 from services.broker.parcel_shelf import is_parcel
 from services.broker.records_pb2 import GroupRecord, SampleRecord
 from services.broker.run_state import RunState
-from services.broker.staleness import deadline, staleness
+from services.broker.staleness import deadline, trained_staleness
 
 _SCORED, _DELIVERED = broker_pb2.SAMPLE_STATE_SCORED, broker_pb2.SAMPLE_STATE_DELIVERED
 _TRAINED = broker_pb2.SAMPLE_STATE_TRAINED
@@ -242,15 +242,9 @@ def count_sample_trained(
         state,
         version=group.submit_version,
         num_tokens=sample.num_tokens,
-        staleness=sample_staleness(sample, trained_version),
+        staleness=trained_staleness(sample, trained_version),
         num_samples=num_samples,
     )
-
-
-def sample_staleness(sample: SampleRecord, trained_version: int) -> int:
-    """Staleness of a sample in the step that made `trained_version`."""
-    oldest = sample.min_version if sample.HasField("min_version") else sample.lease_version
-    return staleness(policy_version=trained_version - 1, version=oldest)
 
 
 def advance(state: RunState, policy_version: int, now_s: float) -> None:
@@ -258,18 +252,14 @@ def advance(state: RunState, policy_version: int, now_s: float) -> None:
     state.run.policy_version, state.run.version_s = policy_version, now_s
     oldest_kept = max(policy_version - state.policy.num_retained_steps + 1, parcels.oldest_affordable(state))
     for version in sorted(version for version in state.trained_versions if version < oldest_kept):
-        for group_id in list(state.trained.get(version, ())):
-            state.retire(group_id)
-        for name in list(state.shelf.trained.get(version, ())):
-            state.retire_parcel(name)
-        state.run.forgotten_version = version
+        tallies.forget_step(state, version)
     books.fold(state)
     drops.drop_stale(state)
 
 
 def _receipt(state: RunState, group_ids: Sequence[str], policy_version: int) -> broker_pb2.AckStepResponse:
     counts = Counter(
-        sample_staleness(sample, policy_version)
+        trained_staleness(sample, policy_version)
         for group_id in group_ids
         if group_id in state.groups
         for sample in state.groups[group_id].samples

@@ -13,11 +13,12 @@ from google.protobuf.message import Message
 
 from penstock.errors import InvalidFieldError, RunConflictError, VersionConflictError
 from penstock.v1 import broker_pb2, types_pb2
-from services.broker import books, delivery, drops, parcels
+from services.broker import delivery, drops, parcels, tallies
 from services.broker.limits import Limits
 from services.broker.policy import Policy
 from services.broker.records_pb2 import GroupRecord, RunRecord
 from services.broker.run_state import RunState
+from services.broker.staleness import trained_staleness
 
 _QUEUED, _LEASED = broker_pb2.SAMPLE_STATE_QUEUED, broker_pb2.SAMPLE_STATE_LEASED
 MAX_REWINDS_KEPT = 16
@@ -51,7 +52,7 @@ def reopen_run(state: RunState, request: broker_pb2.OpenRunRequest, now_s: float
 
     Raises:
         RunConflictError: other limits, or another policy.
-        VersionConflictError: the version is older than what is retained.
+        VersionConflictError: the version is older than any step that can still be taken back.
     """
     run = state.run
     limits = Limits.from_proto(request.limits)
@@ -60,15 +61,16 @@ def reopen_run(state: RunState, request: broker_pb2.OpenRunRequest, now_s: float
     _check_unchanged(run.run_id, "policy", state.policy.to_proto(), policy.to_proto())
     _check_steps(request)
     run.is_closed = False
-    num_rewound = 0
+    num_rewound = num_abandoned = 0
     if request.policy_version < run.policy_version:
-        num_rewound = _rewind(state, request.policy_version, now_s)
+        num_rewound, num_abandoned = _rewind(state, request.policy_version, now_s)
     elif request.policy_version > run.policy_version:
         _catch_up(state, request.steps, request.policy_version, now_s)
     return broker_pb2.OpenRunResponse(
         policy_version=run.policy_version,
         existed=True,
         num_groups_rewound=num_rewound,
+        num_samples_abandoned=num_abandoned,
         history=run.history,
         num_groups_in_flight=state.shelf.num_live_groups
         + sum(state.groups[group_id].purpose == types_pb2.PURPOSE_TRAIN for group_id in state.live),
@@ -100,19 +102,18 @@ def _check_steps(request: broker_pb2.OpenRunRequest) -> None:
         raise InvalidFieldError("steps: versions must rise, from 1 to policy_version at most", field="steps")
 
 
-def _rewind(state: RunState, policy_version: int, now_s: float) -> int:
-    """Back to an older version; returns the number of groups handed out again.
+def _rewind(state: RunState, policy_version: int, now_s: float) -> tuple[int, int]:
+    """Back to an older version; returns the number of groups handed out again, and of samples that could not be.
 
     Tokens that weights of the abandoned versions sampled are thrown away: those weights exist no more, and the trainer
     will make others of the same number.
     """
     run = state.run
-    num_retained = state.policy.num_retained_steps
-    forgotten = max(run.policy_version - num_retained, run.forgotten_version)
-    if policy_version < forgotten:
+    oldest = tallies.oldest_reachable(state)
+    if policy_version < oldest:
         raise VersionConflictError(
-            f"policy_version: {policy_version}; the run is at {run.policy_version}, and no step up to {forgotten} is "
-            "retained any more",
+            f"policy_version: {policy_version}; the run is at {run.policy_version} and can be taken back to {oldest} "
+            f"at most: resume from a newer checkpoint, or begin anew after `penstock runs delete {run.run_id}`",
             policy_version=run.policy_version,
         )
     run.policy_version, run.version_s = policy_version, now_s
@@ -129,9 +130,10 @@ def _rewind(state: RunState, policy_version: int, now_s: float) -> int:
     for group_id in sorted(state.live):
         _forget_future(state, group_id, policy_version, now_s)
     num_undone = len(undone) + parcels.untrain(state, policy_version)
+    num_abandoned = tallies.abandon_after(state, policy_version)
     parcels.drop_abandoned(state, policy_version)
     drops.drop_stale(state)
-    return num_undone
+    return num_undone, num_abandoned
 
 
 def _untrain(state: RunState, group_id: str, now_s: float) -> None:
@@ -190,11 +192,7 @@ def _catch_up(state: RunState, steps: Sequence[broker_pb2.StepRecord], policy_ve
             elif not state.knows(group_id):
                 # Even its submission is lost. It was trained on, so both sides of the books get it, without tokens.
                 state.pending.retired.add(group_id)
-                num_samples = state.limits.group_size
-                books.count_submitted(state, version=run.policy_version, num_samples=num_samples)
-                books.count_trained(
-                    state, version=run.policy_version, num_tokens=0, staleness=0, num_samples=num_samples
-                )
+                tallies.note_lost_group(state, step.policy_version, num_samples=state.limits.group_size)
     delivery.advance(state, policy_version, now_s)
 
 
@@ -205,7 +203,7 @@ def _forget_unfinished(state: RunState, group_id: str, policy_version: int) -> N
     """
     with state.edit(group_id) as group:
         for index, sample in enumerate(group.samples):
-            is_too_old = delivery.sample_staleness(sample, policy_version) > state.limits.max_staleness
+            is_too_old = trained_staleness(sample, policy_version) > state.limits.max_staleness
             if sample.state != broker_pb2.SAMPLE_STATE_DROPPED and (is_too_old or not sample.HasField("score")):
                 drops.reset_sample(state, group, index)
                 sample.lease_version = policy_version - 1

@@ -371,6 +371,74 @@ class ParcelRecord(_message.Message):
 Global___ParcelRecord: _TypeAlias = ParcelRecord  # noqa: Y015
 
 @_typing.final
+class TallyRow(_message.Message):
+    """Trained samples that are alike; see StepTally."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SUBMIT_VERSION_FIELD_NUMBER: _builtins.int
+    MAX_TOKENS_FIELD_NUMBER: _builtins.int
+    STALENESS_FIELD_NUMBER: _builtins.int
+    NUM_SAMPLES_FIELD_NUMBER: _builtins.int
+    submit_version: _builtins.int
+    """The run's policy version when they were submitted."""
+    max_tokens: _builtins.int
+    """Their length bucket: most completion tokens."""
+    staleness: _builtins.int
+    """Their staleness in the step, versions."""
+    num_samples: _builtins.int
+    """How many they are."""
+    def __init__(
+        self,
+        *,
+        submit_version: _builtins.int = ...,
+        max_tokens: _builtins.int = ...,
+        staleness: _builtins.int = ...,
+        num_samples: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["max_tokens", b"max_tokens", "num_samples", b"num_samples", "staleness", b"staleness", "submit_version", b"submit_version"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TallyRow: _TypeAlias = TallyRow  # noqa: Y015
+
+@_typing.final
+class StepTally(_message.Message):
+    """The part of an acknowledged step whose groups' records are gone (no longer retained, or lost by Redis): what a rewind
+    needs to take them out of the trained samples.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    POLICY_VERSION_FIELD_NUMBER: _builtins.int
+    NUM_GROUPS_FIELD_NUMBER: _builtins.int
+    ROWS_FIELD_NUMBER: _builtins.int
+    policy_version: _builtins.int
+    """The version the step produced."""
+    num_groups: _builtins.int
+    """Groups without a record."""
+    @_builtins.property
+    def rows(self) -> _containers.RepeatedCompositeFieldContainer[Global___TallyRow]:
+        """Their samples."""
+
+    def __init__(
+        self,
+        *,
+        policy_version: _builtins.int = ...,
+        num_groups: _builtins.int = ...,
+        rows: _abc.Iterable[Global___TallyRow] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_groups", b"num_groups", "policy_version", b"policy_version", "rows", b"rows"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___StepTally: _TypeAlias = StepTally  # noqa: Y015
+
+@_typing.final
 class RunRecord(_message.Message):
     """A run."""
 
@@ -476,7 +544,7 @@ class RunRecord(_message.Message):
     there were rows, which keep totals only.
     """
     forgotten_version: _builtins.int
-    """The newest step whose records are gone; a rewind cannot undo it. Unset while none is."""
+    """The newest step whose records are gone; a rewind behind it drops its samples. Unset while none is."""
     @_builtins.property
     def limits(self) -> _broker_pb2.RunLimits:
         """Its limits, every default filled in."""

@@ -23,9 +23,10 @@ from services.broker.limits import Limits
 from services.broker.ordered import SortedKeys
 from services.broker.parcel_shelf import ParcelShelf, is_parcel, parcel_name
 from services.broker.policy import Policy
-from services.broker.records_pb2 import GroupRecord, ParcelRecord, RunRecord, SampleRecord
+from services.broker.records_pb2 import GroupRecord, ParcelRecord, RunRecord, SampleRecord, StepTally
 from services.broker.staleness import group_version
 from services.broker.store import Delta, SampleId, Snapshot
+from services.broker.tally_names import is_tally, tally_name, tally_version
 
 _QUEUED, _LEASED = broker_pb2.SAMPLE_STATE_QUEUED, broker_pb2.SAMPLE_STATE_LEASED
 _FINISHED, _SCORING = broker_pb2.SAMPLE_STATE_FINISHED, broker_pb2.SAMPLE_STATE_SCORING
@@ -85,6 +86,8 @@ class RunState:
         }
         self._waiting: dict[int, set[str]] = {types_pb2.PURPOSE_TRAIN: set(), types_pb2.PURPOSE_EVALUATE: set()}
         self.trained: dict[int, set[str]] = {}
+        self.tallies: dict[int, StepTally] = {}
+        """By step: what is known of its groups that have no record any more."""
         self.num_samples: Counter[broker_pb2.SampleState.ValueType] = Counter()
         """Samples of live training groups by state, as their records say; parcels count their own."""
         self.versions: dict[str, int] = {}
@@ -210,6 +213,18 @@ class RunState:
         self.pending.dropped_payloads.add(record.payload_id)
         self.pending.retired.update(record.group_ids)
 
+    def set_tally(self, version: int, tally: StepTally | None) -> None:
+        """Keep another tally of a step, or none."""
+        self._is_turned = True
+        name = tally_name(version)
+        if name not in self._undo:
+            old = self.tallies.get(version)
+            self._undo[name] = None if old is None else old.SerializeToString()
+        if tally is None:
+            self.tallies.pop(version, None)
+        else:
+            self.tallies[version] = tally
+
     def _noted(self, group_id: str) -> GroupRecord:
         """The group, whose record is about to change."""
         group = self.groups[group_id]
@@ -276,10 +291,18 @@ class RunState:
         self.keep()
         self._kept.run = self._run_kept
         for name in self._kept_undo:
-            record = self.shelf.records.get(name) if is_parcel(name) else self.groups.get(name)
+            record = self._record(name)
             self._kept.groups[name] = None if record is None else record.SerializeToString()
         self._kept.keep_payloads(self.shelf.is_used)
         return self._kept
+
+    def _record(self, name: str) -> GroupRecord | ParcelRecord | StepTally | None:
+        """The record of that name as it is now."""
+        if is_parcel(name):
+            return self.shelf.records.get(name)
+        if is_tally(name):
+            return self.tallies.get(tally_version(name))
+        return self.groups.get(name)
 
     def settle(self) -> None:
         """The delta is stored."""
@@ -324,6 +347,11 @@ class RunState:
             self.shelf.remove(group_id)
             if record is not None:
                 self.shelf.add(group_id, ParcelRecord.FromString(record))
+            return
+        if is_tally(group_id):
+            self.tallies.pop(tally_version(group_id), None)
+            if record is not None:
+                self.tallies[tally_version(group_id)] = StepTally.FromString(record)
             return
         old = self.groups.pop(group_id, None)
         if old is not None:

@@ -38,3 +38,9 @@ def staleness(*, policy_version: int, version: int) -> int:
 def deadline(*, version: int, max_staleness: int) -> int:
     """The last policy version from which a step may train on tokens of `version`."""
     return version + max_staleness
+
+
+def trained_staleness(sample: SampleRecord, trained_version: int) -> int:
+    """Staleness of a sample in the step that made `trained_version`."""
+    oldest = sample.min_version if sample.HasField("min_version") else sample.lease_version
+    return staleness(policy_version=trained_version - 1, version=oldest)

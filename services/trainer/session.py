@@ -71,6 +71,12 @@ class RunSession:
         async with self.context.version_lock:
             opened = await self.context.open_run(progress.policy_version)
         self._history = opened.history
+        if opened.num_samples_abandoned:
+            _log.warning(
+                "samples of later steps are no longer retained and were dropped",
+                reason="abandoned_step",
+                num_samples=opened.num_samples_abandoned,
+            )
         self.publisher.open()
         await (await self._publish())
         submitter = PromptSubmitter(self.context.client, self.context.run_id)
@@ -124,7 +130,8 @@ class RunSession:
         )
         if config.run.checkpoint_every_steps > config.policy.num_retained_steps:
             _log.warning(
-                "the broker keeps the samples of the last steps only; a checkpoint older than that cannot be resumed",
+                "the broker keeps the samples of the last steps only; resuming from a checkpoint older than that drops "
+                "those of the steps between",
                 checkpoint_every_steps=config.run.checkpoint_every_steps,
                 num_retained_steps=config.policy.num_retained_steps,
             )

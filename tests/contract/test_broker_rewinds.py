@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
+from penstock.v1 import broker_pb2
 from services.broker import lease_stream
 from services.broker.generation import ABANDONED_WEIGHTS
 from services.broker.store import Store
@@ -41,3 +42,23 @@ async def test_a_generator_that_does_not_say_is_leased_to(broker: RunningBroker)
     generator = Generator.connect(broker.channel, "gen-plain")
     generator.beat(credits=2, version=0)
     assert len(await generator.leases(2)) == 2
+
+
+async def test_a_rewind_behind_what_is_retained_drops_it_by_name_and_the_run_goes_on(broker: RunningBroker) -> None:
+    policy = broker_pb2.RunPolicy(num_retained_steps=1)
+    await broker.open(policy=policy)
+    for version in range(4):
+        await train_step(broker, f"a{version}", f"b{version}", version=version)
+    opened = await broker.open(version=1, policy=policy)
+    assert (opened.num_groups_rewound, opened.num_samples_abandoned, opened.history) == (2, 2 * 4, 1)
+    books = await broker.audit()
+    assert (books.trained, dict(books.dropped), books.in_flight) == (4, {"abandoned_step": 8}, 4)
+    assert books.balanced
+    # A trainer submits again what its checkpoint calls outstanding: what is gone is known, and adds nothing.
+    await broker.submit(*(prompt(name) for name in ("a1", "b1", "a2", "b2")))
+    assert (await broker.audit()).submitted == books.submitted
+    for version in range(1, 4):
+        names = () if version == 1 else (f"c{version}", f"d{version}")
+        await train_step(broker, *names, version=version, num_groups=2)
+    books = await broker.audit()
+    assert (books.trained, books.in_flight, books.balanced) == (16, 0, True)

@@ -6,16 +6,26 @@ from tests.helpers.broker import RUN, Generator, RunningBroker, Trainer, Worker,
 
 
 async def train_step(
-    broker: RunningBroker, *names: str, version: int = 0, weights: int | None = None, run_id: str = RUN
+    broker: RunningBroker,
+    *names: str,
+    version: int = 0,
+    weights: int | None = None,
+    run_id: str = RUN,
+    num_groups: int | None = None,
 ) -> Trainer:
-    """Take groups all the way to an acknowledged step; `weights` is the generator's version, `version` if not given."""
-    await broker.submit(*(prompt(name) for name in names), run_id=run_id)
+    """Take groups all the way to an acknowledged step; `weights` is the generator's version, `version` if not given.
+
+    `num_groups` counts those that were submitted before, too.
+    """
+    count = len(names) if num_groups is None else num_groups
+    if names:
+        await broker.submit(*(prompt(name) for name in names), run_id=run_id)
     generator = Generator.connect(broker.channel, run_id=run_id)
     worker, trainer = (kind.connect(broker.channel, run_id=run_id) for kind in (Worker, Trainer))
-    generator.beat(credits=2 * len(names), version=version if weights is None else weights)
-    await generator.finish(await generator.leases(2 * len(names)))
-    await worker.score(2 * len(names))
-    await ack_step(trainer, len(names), version=version, run_id=run_id)
+    generator.beat(credits=2 * count, version=version if weights is None else weights)
+    await generator.finish(await generator.leases(2 * count))
+    await worker.score(2 * count)
+    await ack_step(trainer, count, version=version, run_id=run_id)
     return trainer
 
 

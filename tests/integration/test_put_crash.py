@@ -15,10 +15,10 @@ from penstock import rpc
 from penstock.clients.broker import BrokerClient
 from penstock.clients.training import MicrobatchSession, Subscription
 from penstock.clients.trajectories import TrajectorySession
-from penstock.v1 import types_pb2
+from penstock.v1 import broker_pb2, types_pb2
 from tests.helpers.broker import RUN, limits
 from tests.helpers.redis_server import RedisProcess, free_port
-from tests.helpers.trajectories import groups
+from tests.helpers.trajectories import group, groups
 
 NUM_GROUPS, GROUPS_PER_STEP, TIMEOUT_S = 240, 40, 40.0
 
@@ -80,6 +80,48 @@ async def test_a_broker_killed_between_put_and_receipt_loses_and_doubles_nothing
     assert receipt.num_samples <= 2 * NUM_GROUPS
     assert books.balanced
     assert (books.submitted, books.trained, books.in_flight) == (2 * NUM_GROUPS, 2 * NUM_GROUPS, 0)
+
+
+async def test_a_killed_run_of_agents_resumes_from_a_checkpoint_older_than_what_is_retained(
+    broker: BrokerProcess,
+) -> None:
+    """Broker and trainer are killed at version 12; the newest checkpoint is of 2, and two steps are retained."""
+    policy, agents = broker_pb2.RunPolicy(num_retained_steps=2), limits(groups_per_step=2, max_staleness=1)
+    await broker.start()
+    async with asyncio.timeout(TIMEOUT_S), BrokerClient(broker.address) as client:
+        await client.open_run(RUN, limits=agents, policy=policy, policy_version=0)
+        for version in range(12):
+            await _put_and_train(client, version, f"old{version}")
+        broker.kill()
+        await broker.start()
+        opened = await client.open_run(RUN, limits=agents, policy=policy, policy_version=2)
+        # Steps 3 to 10 are gone; 11 and 12 are there, but weights that exist no more sampled them.
+        assert (opened.policy_version, opened.history, opened.num_samples_abandoned) == (2, 1, 8 * 4)
+        books = await client.audit(RUN)
+        assert (books.trained, dict(books.dropped)) == (2 * 4, {"abandoned_step": 8 * 4, "abandoned_version": 2 * 4})
+        assert (books.balanced, books.in_flight) == (True, 0)
+        for version in range(2, 14):
+            await _put_and_train(client, version, f"new{version}")
+        books = await client.audit(RUN)
+    assert (books.policy_version, books.trained, books.in_flight, books.balanced) == (14, 14 * 4, 0, True)
+
+
+async def _put_and_train(client: BrokerClient, version: int, prefix: str) -> None:
+    """One step of two groups that agents sampled from `version`."""
+    made = [group(f"{prefix}-{number}", version=version) for number in range(2)]
+    async with TrajectorySession(client.channel, run_id=RUN, producer_id="p", peer="broker") as producer:
+        assert (await producer.put(made)).num_samples == 4
+    subscription = Subscription(
+        run_id=RUN, consumer_id="rank-0", purpose=types_pb2.PURPOSE_TRAIN, max_held_groups=2, max_groups=2
+    )
+    async with MicrobatchSession(client.channel, peer="broker", subscription=subscription) as session:
+        step: list[str] = []
+        while len(step) < 2:
+            microbatch = await session.next(timeout_s=TIMEOUT_S)
+            assert microbatch is not None
+            step += [member.prompt.group_id for member in microbatch.groups]
+    assert sorted(step) == [member.prompt.group_id for member in made]
+    await client.ack_step(RUN, consumer_id="rank-0", group_ids=step, policy_version=version + 1)
 
 
 async def _train_all(client: BrokerClient) -> list[str]:

@@ -329,6 +329,20 @@ class BrokerMachine(RuleBasedStateMachine):
             assert (response.num_samples, len(response.errors)) == (0, 0)
             assert (await self.world.audit()).submitted == before.submitted
 
+    @rule(num_steps=st.integers(1, 4), is_saved=st.booleans())
+    def put_steps_and_crash(self, num_steps: int, is_saved: bool) -> None:
+        """A run of agents is killed, perhaps further from its checkpoint than the broker retains, and resumed."""
+        if is_saved:
+            self.trainer.save()
+        self.run(self._put_steps_and_crash(num_steps))
+
+    async def _put_steps_and_crash(self, num_steps: int) -> None:
+        count = self.world.limits.groups_per_step
+        for _ in range(num_steps):
+            await self.producer.put(self.producer.make(count, self.trainer.memory.version, is_equal=False))
+            await self.trainer.fill_and_step(least=count)
+        await self.trainer.crash()
+
     @rule(accepts=st.booleans())
     def change_the_trainers_reading(self, accepts: bool) -> None:
         """A trainer that reads packed groups, or one that does not, takes the place of this one."""

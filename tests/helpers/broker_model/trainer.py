@@ -227,10 +227,6 @@ class ModelTrainer:
         self.memory.outstanding = [name for name in self.memory.outstanding if name not in groups]
         self.held.clear()
         await self.acknowledge()
-        retained = self.world.setting.policy.num_retained_steps
-        if retained and self.memory.version - self._checkpoint.version >= retained:
-            # No rewind goes further back than the broker retains.
-            self.save()
 
     async def _drop_stale(self) -> None:
         """A trainer looks at the bound itself: a store that lost commits has forgotten how far the run is."""

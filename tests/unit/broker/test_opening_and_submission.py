@@ -6,7 +6,7 @@ import pytest
 
 from penstock.errors import InvalidFieldError, RunClosedError, RunConflictError, VersionConflictError
 from penstock.v1 import broker_pb2, types_pb2
-from services.broker import submission
+from services.broker import submission, tallies
 from services.broker.audit import audit
 from services.broker.opening import create_run, reopen_run
 from services.broker.run_state import RunState
@@ -25,9 +25,17 @@ from tests.unit.broker.builders import (
 )
 
 
-def _reopen(state: RunState, version: int, *steps: tuple[int, list[str]], **changes: Any) -> broker_pb2.OpenRunResponse:
+def _reopen(
+    state: RunState,
+    version: int,
+    *steps: tuple[int, list[str]],
+    policy: broker_pb2.RunPolicy | None = None,
+    **changes: Any,
+) -> broker_pb2.OpenRunResponse:
     records = [broker_pb2.StepRecord(policy_version=number, group_ids=names) for number, names in steps]
-    request = broker_pb2.OpenRunRequest(run_id="run-1", limits=limits(**changes), policy_version=version, steps=records)
+    request = broker_pb2.OpenRunRequest(
+        run_id="run-1", limits=limits(**changes), policy_version=version, steps=records, policy=policy
+    )
     return reopen_run(state, request, 7.0)
 
 
@@ -123,11 +131,46 @@ def test_a_rewind_does_not_stall_a_synchronous_run() -> None:
     assert deliver(state) == ["g4"]
 
 
-def test_a_rewind_beyond_the_retention_is_refused() -> None:
-    state = open_state(version=100)
-    with pytest.raises(VersionConflictError):
-        _reopen(state, 35)
-    assert state.run.policy_version == 100
+@pytest.mark.parametrize("version", [0, 1, 3])
+def test_a_rewind_beyond_the_retention_drops_what_is_gone_and_goes_on(version: int) -> None:
+    policy = broker_pb2.RunPolicy(num_retained_steps=2)
+    state = open_state(policy=policy)
+    for step in range(5):
+        _train(state, step, f"a{step}", f"b{step}")
+    response = _reopen(state, version, policy=policy)
+    num_gone = 4 * (3 - version)
+    assert (response.num_groups_rewound, response.num_samples_abandoned) == (4, num_gone)
+    books = audit(state)
+    assert (books.trained, books.dropped.get("abandoned_step", 0), books.in_flight) == (4 * version, num_gone, 8)
+    assert books.balanced
+    assert not any(step > version for step in state.tallies)
+    for step in range(version, version + 5):
+        _train(state, step, f"c{step}", f"d{step}") if step >= version + 2 else _finish_step(state, step)
+    books = audit(state)
+    assert (books.trained, books.in_flight, books.balanced) == (4 * (version + 5), 0, True)
+    assert _reopen(state, version, policy=policy).num_samples_abandoned == 12
+    assert (audit(state).trained, audit(state).balanced) == (4 * version, True)
+
+
+def _finish_step(state: RunState, version: int) -> None:
+    """Train on two groups that were handed out again; what abandoned weights sampled is sampled anew."""
+    finish(state, lease(state, 100, version), version)
+    for grant in lease_scoring(state, 100):
+        score(state, grant)
+    acknowledge(state, deliver(state), version + 1)
+
+
+def test_a_rewind_behind_the_oldest_tally_is_refused_with_the_way_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tallies, "MAX_TALLIES", 2)
+    policy = broker_pb2.RunPolicy(num_retained_steps=1)
+    state = open_state(policy=policy)
+    for step in range(5):
+        _train(state, step, f"a{step}", f"b{step}")
+    with pytest.raises(VersionConflictError, match=r"taken back to 2 at most.*penstock runs delete run-1"):
+        _reopen(state, 1, policy=policy)
+    assert state.run.policy_version == 5
+    assert _reopen(state, 2, policy=policy).num_samples_abandoned == 8
+    assert (audit(state).trained, audit(state).balanced) == (8, True)
 
 
 def test_a_broker_that_lost_its_last_step_catches_up() -> None:

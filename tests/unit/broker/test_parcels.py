@@ -362,8 +362,12 @@ def test_older_steps_go_when_their_payload_is_more_than_is_retained(monkeypatch:
         step(state, version + 1)
     assert sorted(state.trained_versions) == [3, 4]
     request = broker_pb2.OpenRunRequest(run_id="run-1", limits=state.limits.to_proto(), policy_version=1)
-    with pytest.raises(VersionConflictError, match="no step up to 2"):
-        reopen_run(state, request, 2.0)
+    response = reopen_run(state, request, 2.0)
+    check(state)
+    # Step 2 is gone; steps 3 and 4 are there, but weights that are abandoned sampled them.
+    assert (response.num_groups_rewound, response.num_samples_abandoned) == (2, 2)
+    books = audit(state)
+    assert (books.trained, dict(books.dropped)) == (2, {"abandoned_step": 2, "abandoned_version": 4})
 
 
 def test_an_operation_undone_leaves_parcels_as_they_were() -> None:
