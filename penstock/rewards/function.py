@@ -15,6 +15,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, overload
 
 from penstock.rewards.model import DEFAULT_MAX_BATCH_SIZE, BatchReward
+from penstock.rewards.outcomes import is_own_cancellation, read_error, read_outcome
 from penstock.rewards.threads import DaemonThreads
 from penstock.rewards.types import RewardItem, RewardResult, ScoreStatus, UnscorableError
 
@@ -73,21 +74,18 @@ class FunctionReward(BatchReward):
             async with asyncio.timeout(timeout_s):
                 arguments = self._arguments(item)
                 if not self._is_async:
-                    outcome = await self._threads.run(lambda: self.function(**arguments))
-                else:
-                    async with self._slots:
-                        outcome = await self.function(**arguments)  # type: ignore[misc]
+                    # Read in the thread too: converting an answer may run the user's code, which may hang.
+                    return await self._threads.run(lambda: read_outcome(self.function(**arguments)))
+                async with self._slots:
+                    return read_outcome(await self.function(**arguments))  # type: ignore[misc]
         except TimeoutError:
             return RewardResult(
                 status=ScoreStatus.TIMEOUT, message=f"{self.name} did not answer within {timeout_s:.3g} s"
             )
-        except UnscorableError as error:
-            return RewardResult(status=ScoreStatus.INVALID, message=str(error))
-        except Exception as error:  # a user's function may raise anything; it concerns this sample only
-            return RewardResult(
-                status=ScoreStatus.FAILED, message=f"{self.name} raised {type(error).__name__}: {error}"
-            )
-        return (outcome if isinstance(outcome, RewardResult) else RewardResult(outcome)).checked()  # type: ignore[arg-type]
+        except BaseException as error:  # a user's function may raise anything; it concerns this sample only
+            if isinstance(error, GeneratorExit) or is_own_cancellation(error):
+                raise
+            return read_error(error, name=self.name)
 
     def _arguments(self, item: RewardItem) -> dict[str, Any]:
         arguments: dict[str, Any] = {}

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from itertools import islice
 
 import structlog
 
 from penstock.errors import InvalidFieldError
 from penstock.rewards.model import BatchReward
+from penstock.rewards.outcomes import clean_text, is_own_cancellation, read_error
 from penstock.rewards.types import RewardItem, RewardResult, ScoreStatus, UnscorableError
 from penstock.rewards.wire import read_item, write_score
 from penstock.v1 import reward_pb2, types_pb2
 
 _log = structlog.get_logger()
+
+_PENDING = object()
 
 
 class LocalModel:
@@ -25,7 +29,7 @@ class LocalModel:
     @property
     def name(self) -> str:
         """The reward's own name."""
-        return self._reward.name or type(self._reward).__name__
+        return clean_text(self._reward.name or type(self._reward).__name__)
 
     async def probe(self) -> None:
         """Return at once: what runs in this process is there."""
@@ -36,42 +40,46 @@ class LocalModel:
             name=self.name,
             max_batch_size=self._reward.max_batch_size,
             wants_token_ids=self._reward.wants_token_ids,
-            version=self._reward.version,
+            version=clean_text(self._reward.version),
         )
 
     async def score(self, items: Sequence[reward_pb2.ScoreItem], *, timeout_s: float) -> list[types_pb2.Score]:
         """One score per item, in order."""
-        results: list[RewardResult | None] = []
+        results: list[object] = []
         readable: list[RewardItem] = []
         for message in items:
             try:
                 readable.append(read_item(message))
-                results.append(None)
+                results.append(_PENDING)
             except InvalidFieldError as error:
                 results.append(RewardResult(status=ScoreStatus.INVALID, message=str(error)))
         answers = iter(await self._judge(readable, timeout_s)) if readable else iter(())
-        return [write_score(result or next(answers), model=self.name) for result in results]
+        return [write_score(next(answers) if result is _PENDING else result, model=self.name) for result in results]
 
     async def close(self) -> None:
         """Release what the reward holds."""
         await self._reward.close()
 
-    async def _judge(self, items: list[RewardItem], timeout_s: float) -> Sequence[RewardResult]:
+    async def _judge(self, items: list[RewardItem], timeout_s: float) -> Sequence[object]:
+        """What the reward answered, one object an item: whatever it is, `write_score` reads it."""
         try:
             # A little longer than what the reward was told, so that its own verdict on slow items comes first.
             async with asyncio.timeout(timeout_s * 1.05 + 0.1):
                 results = await self._reward.score_within(items, timeout_s=timeout_s)
+                # One more than asked for shows a wrong count, even of an iterable that never ends.
+                results = list(islice(results, len(items) + 1))
         except TimeoutError:
             message = f"{self.name} did not answer within {timeout_s:.3g} s"
             return [RewardResult(status=ScoreStatus.TIMEOUT, message=message)] * len(items)
-        except UnscorableError as error:
-            return [RewardResult(status=ScoreStatus.INVALID, message=str(error))] * len(items)
-        except Exception as error:  # a user's class may raise anything; it concerns this batch only
-            _log.error("reward model raised", model=self.name, num_items=len(items), exc_info=error)
-            message = f"{self.name} raised {type(error).__name__}: {error}"
-            return [RewardResult(status=ScoreStatus.FAILED, message=message)] * len(items)
+        except BaseException as error:  # a user's class may raise anything; it concerns this batch only
+            if isinstance(error, GeneratorExit) or is_own_cancellation(error):
+                raise
+            if not isinstance(error, UnscorableError):
+                _log.error("reward model raised", model=self.name, num_items=len(items), exc_info=error)
+            return [read_error(error, name=self.name)] * len(items)
         if len(results) != len(items):
-            message = f"{self.name} answered {len(results)} results for {len(items)} items"
+            count = len(results) if len(results) < len(items) else f"more than {len(items)}"
+            message = f"{self.name} answered {count} results for {len(items)} items"
             _log.error("reward model answered a wrong count", model=self.name, problem=message)
             return [RewardResult(status=ScoreStatus.FAILED, message=message)] * len(items)
         return results

@@ -14,6 +14,8 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
+from penstock.rewards.outcomes import describe
+
 _Result = TypeVar("_Result")
 _Job = tuple[Callable[[], Any], "Future[Any]"]
 
@@ -58,6 +60,6 @@ def _carried(error: BaseException) -> Exception:
     # asyncio refuses to carry StopIteration, and SystemExit would end the process that serves everybody else.
     if isinstance(error, Exception) and not isinstance(error, StopIteration):
         return error
-    carried = RuntimeError(f"{type(error).__name__}: {error}")
+    carried = RuntimeError(describe(error))
     carried.__cause__ = error
     return carried

@@ -5,7 +5,6 @@ Invariant: an error is never a value. A result carries a finite number if and on
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -68,32 +67,3 @@ class RewardResult:
     """Anything but OK carries no value."""
     message: str = ""
     """What went wrong, for people."""
-
-    def checked(self) -> RewardResult:
-        """This result if it is consistent, else a FAILED one that says why it is not."""
-        if self.status is not ScoreStatus.OK:
-            return RewardResult(status=self.status, message=self.message or self.status.value)
-        if self.value is None:
-            return RewardResult(status=ScoreStatus.ABSTAINED, message=self.message or "the reward model abstained")
-        if not _is_finite_number(self.value):
-            return RewardResult(
-                status=ScoreStatus.FAILED,
-                message=f"the reward must be a finite number or None, got {self.value!r:.100}",
-            )
-        for name, part in self.components.items():
-            if not _is_finite_number(part):
-                return RewardResult(
-                    status=ScoreStatus.FAILED,
-                    message=f"component {name!r:.60} must be a finite number, got {part!r:.100}",
-                )
-        return self
-
-
-def _is_finite_number(value: object) -> bool:
-    # numpy's and torch's scalars are no subclass of float but convert to one; text converts too and is refused.
-    if isinstance(value, str | bytes):
-        return False
-    try:
-        return math.isfinite(value)  # type: ignore[arg-type]
-    except (TypeError, ValueError, OverflowError):
-        return False

@@ -11,12 +11,10 @@ from typing import Any
 
 from penstock.codec import int32_array
 from penstock.errors import InvalidFieldError
+from penstock.rewards.outcomes import MAX_COMPONENTS, MAX_NAME_CHARACTERS, clean_text, read_outcome
 from penstock.rewards.types import RewardItem, RewardResult, ScoreStatus, Turn
 from penstock.v1 import reward_pb2, types_pb2
 
-MAX_MESSAGE_CHARACTERS = 1024
-MAX_COMPONENTS = 32
-MAX_NAME_CHARACTERS = 64
 MAX_METADATA_BYTES = 64 * 1024
 
 _STATUS_TO_WIRE = {
@@ -57,19 +55,16 @@ def write_item(item: RewardItem) -> reward_pb2.ScoreItem:
     )
 
 
-def write_score(result: RewardResult, *, model: str) -> types_pb2.Score:
-    """The Score that says `result`; an inconsistent result becomes FAILED."""
-    result = result.checked()
+def write_score(result: object, *, model: str) -> types_pb2.Score:
+    """The Score that says `result`; what is no consistent RewardResult becomes FAILED. Never raises."""
+    read = read_outcome(result)
     score = types_pb2.Score(
-        status=_STATUS_TO_WIRE[result.status],
-        model=model[:MAX_NAME_CHARACTERS],
-        message=result.message[:MAX_MESSAGE_CHARACTERS],
+        status=_STATUS_TO_WIRE[read.status], model=clean_text(model, MAX_NAME_CHARACTERS), message=read.message
     )
-    if result.status is ScoreStatus.OK and result.value is not None:
-        score.value = float(result.value)
+    if read.status is ScoreStatus.OK and read.value is not None:
+        score.value = read.value
         score.message = ""
-        for name, part in list(result.components.items())[:MAX_COMPONENTS]:
-            score.components[str(name)[:MAX_NAME_CHARACTERS]] = float(part)
+        score.components.update(read.components)
     return score
 
 

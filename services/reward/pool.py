@@ -20,8 +20,9 @@ from typing import Protocol
 import structlog
 from google.protobuf.duration_pb2 import Duration
 
-from penstock.errors import PenstockError, ServiceUnavailableError
+from penstock.errors import InternalError, PenstockError, ServiceUnavailableError
 from penstock.rewards import ModelAwayError, RewardModel, ScoreStatus
+from penstock.rewards.outcomes import describe
 from penstock.rewards.wire import failed_score
 from penstock.rpc import backoff_s
 from penstock.v1 import broker_pb2, types_pb2
@@ -134,6 +135,9 @@ class ScoringPool:
                 if error.is_retryable:
                     self._breaker.failed(str(error), is_away=isinstance(error, ServiceUnavailableError))
                 return error
+            except Exception as error:  # a defect of the model's adapter must cost samples, never the worker
+                _log.error("reward model's adapter raised", model=self._model.name, exc_info=error)
+                return InternalError(f"{self._model.name} raised {describe(error)}")
             finally:
                 IS_HOLDING_BACK.set(self._breaker.is_open)
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from penstock.rewards import BatchReward, RewardItem, RewardResult, ScoreStatus, UnscorableError
+from penstock.rewards import BatchReward, RewardItem, RewardResult
+from penstock.rewards.outcomes import read_error
 
 
 class InlineReward(BatchReward):
@@ -23,5 +24,5 @@ class InlineReward(BatchReward):
     def _score_one(self, item: RewardItem) -> RewardResult:
         try:
             return RewardResult(self._function(item))
-        except UnscorableError as error:
-            return RewardResult(status=ScoreStatus.INVALID, message=str(error))
+        except Exception as error:  # of this sample only: its neighbours keep their scores
+            return read_error(error, name=self.name)

@@ -14,7 +14,8 @@ from penstock.errors import (
 )
 from penstock.rewards import ModelAwayError
 from penstock.rewards.model import DEFAULT_MAX_BATCH_SIZE
-from penstock.rewards.wire import MAX_MESSAGE_CHARACTERS, MAX_NAME_CHARACTERS, check_score, failed_score
+from penstock.rewards.outcomes import MAX_MESSAGE_CHARACTERS, MAX_NAME_CHARACTERS
+from penstock.rewards.wire import check_score, failed_score
 from penstock.rpc import call, open_channel
 from penstock.security import NO_SECURITY, Security
 from penstock.v1 import reward_pb2, reward_pb2_grpc, types_pb2
