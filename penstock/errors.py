@@ -13,6 +13,8 @@
     +-- VersionConflictError     FAILED_PRECONDITION  the step does not follow the run's policy version
     +-- RunConflictError         FAILED_PRECONDITION  the run exists with other limits or policy
     +-- RunClosedError           FAILED_PRECONDITION  the run is closed
+    +-- FencedError              FAILED_PRECONDITION  another trainer has taken the run over
+    +-- OtherInstanceError       FAILED_PRECONDITION  another run was opened under this id
     +-- ServiceUnavailableError  UNAVAILABLE          draining, or a part it needs is away
     +-- DigestMismatchError      DATA_LOSS            weights are not what their manifest states
     +-- NotOfferedError          UNIMPLEMENTED        this server does not offer the call
@@ -125,6 +127,18 @@ class RunClosedError(PenstockError):
     """The run is closed."""
 
     code, reason = code_pb2.FAILED_PRECONDITION, "RUN_CLOSED"
+
+
+class FencedError(PenstockError):
+    """Another trainer has taken the run over; `metadata["owner_id"]` names it. The caller must end."""
+
+    code, reason = code_pb2.FAILED_PRECONDITION, "FENCED"
+
+
+class OtherInstanceError(PenstockError):
+    """Another run was opened under this id."""
+
+    code, reason = code_pb2.FAILED_PRECONDITION, "OTHER_INSTANCE"
 
 
 class ServiceUnavailableError(PenstockError):

@@ -27,7 +27,11 @@ _Response = TypeVar("_Response")
 
 
 class BrokerClient:
-    """The broker at `target` (host:port). Every method raises the PenstockError that the broker raised."""
+    """The broker at `target` (host:port). Every method raises the PenstockError that the broker raised.
+
+    A trainer sets `owner` once it has taken its run over; calls that only the run's trainer may make then say so, and
+    raise FencedError when another one has taken it over since.
+    """
 
     def __init__(
         self, target: str, *, security: Security = NO_SECURITY, patience_s: float = DEFAULT_PATIENCE_S
@@ -36,6 +40,7 @@ class BrokerClient:
         self.channel: grpc.aio.Channel = open_channel(target, security)
         self._stub = broker_pb2_grpc.BrokerServiceStub(self.channel)
         self._patience_s = patience_s
+        self.owner: broker_pb2.RunOwner | None = None
 
     async def __aenter__(self) -> Self:
         """The client itself."""
@@ -57,26 +62,44 @@ class BrokerClient:
         policy_version: int,
         policy: broker_pb2.RunPolicy | None = None,
         steps: Sequence[broker_pb2.StepRecord] = (),
+        takes_over: bool = False,
     ) -> broker_pb2.OpenRunResponse:
         """Create the run, or attach to it again; no policy means every default.
 
+        Args:
+            run_id: Names the run.
+            limits: Its limits.
+            policy_version: The caller's; only with `takes_over` may it be older than the run's.
+            policy: How its samples are treated.
+            steps: The caller's last steps, newest last.
+            takes_over: Become the run's trainer, as `self.owner`, and fence the one before.
+
         Raises:
+            OtherInstanceError: another run was opened under this id.
+            FencedError: another trainer has taken it over.
             RunConflictError: it exists with other limits or another policy.
         """
         request = broker_pb2.OpenRunRequest(
-            run_id=run_id, limits=limits, policy=policy, policy_version=policy_version, steps=steps
+            run_id=run_id,
+            limits=limits,
+            policy=policy,
+            policy_version=policy_version,
+            steps=steps,
+            owner=self.owner,
+            takes_over=takes_over,
         )
         return await self._call(self._stub.OpenRun, request)
 
     async def close_run(self, run_id: str, *, drop_reason: str = "") -> None:
         """End the run: no more leases, its streams end; groups in flight are dropped where there is a reason."""
-        await self._call(self._stub.CloseRun, broker_pb2.CloseRunRequest(run_id=run_id, drop_reason=drop_reason))
+        request = broker_pb2.CloseRunRequest(run_id=run_id, drop_reason=drop_reason, owner=self.owner)
+        await self._call(self._stub.CloseRun, request)
 
     async def submit_prompts(
         self, run_id: str, prompts: Sequence[types_pb2.Prompt]
     ) -> broker_pb2.SubmitPromptsResponse:
         """Queue prompts, at most MAX_PROMPTS_PER_CALL and MAX_PROMPT_BYTES_PER_CALL; per-item errors are returned."""
-        request = broker_pb2.SubmitPromptsRequest(run_id=run_id, prompts=prompts)
+        request = broker_pb2.SubmitPromptsRequest(run_id=run_id, prompts=prompts, owner=self.owner)
         return await self._call(self._stub.SubmitPrompts, request)
 
     async def ack_step(
@@ -84,7 +107,11 @@ class BrokerClient:
     ) -> broker_pb2.AckStepResponse:
         """Mark the groups trained and advance the run to `policy_version`; raises VersionConflictError."""
         request = broker_pb2.AckStepRequest(
-            run_id=run_id, consumer_id=consumer_id, group_ids=group_ids, policy_version=policy_version
+            run_id=run_id,
+            consumer_id=consumer_id,
+            group_ids=group_ids,
+            policy_version=policy_version,
+            owner=self.owner,
         )
         return await self._call(self._stub.AckStep, request)
 
@@ -93,7 +120,7 @@ class BrokerClient:
         num_samples = 0
         for start in range(0, len(group_ids), MAX_GROUP_IDS_PER_CALL):
             part = group_ids[start : start + MAX_GROUP_IDS_PER_CALL]
-            request = broker_pb2.DropGroupsRequest(run_id=run_id, group_ids=part, reason=reason)
+            request = broker_pb2.DropGroupsRequest(run_id=run_id, group_ids=part, reason=reason, owner=self.owner)
             num_samples += (await self._call(self._stub.DropGroups, request)).num_samples
         return num_samples
 

@@ -44,6 +44,8 @@ class Subscription:
     """Most groups in one microbatch, >= 1."""
     target_tokens: int = 0
     """Aim for about this many tokens a microbatch; 0 means no aim."""
+    owner: broker_pb2.RunOwner | None = None
+    """The trainer that pulls; None where the run has no named owner."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,6 +81,7 @@ class MicrobatchSession:
             max_groups=subscription.max_groups,
             target_tokens=subscription.target_tokens,
             accepts_packed_groups=True,
+            owner=subscription.owner,
         )
         self._max_held_groups = subscription.max_held_groups
         self._held: dict[str, None] = {}

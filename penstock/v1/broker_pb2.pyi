@@ -256,6 +256,44 @@ class RunPolicy(_message.Message):
 Global___RunPolicy: _TypeAlias = RunPolicy  # noqa: Y015
 
 @_typing.final
+class RunOwner(_message.Message):
+    """In whose name a trainer calls. A run has one owner at a time: the trainer process that took it over last. Calls that
+    change what is trained are refused with FENCED when they come from any other.
+
+    A run that was never taken over by a named owner has the empty one, whose calls leave all three fields empty.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    INSTANCE_ID_FIELD_NUMBER: _builtins.int
+    OWNER_ID_FIELD_NUMBER: _builtins.int
+    EPOCH_FIELD_NUMBER: _builtins.int
+    instance_id: _builtins.str
+    """Which run of that id: random, chosen when the run began, and kept in its folder and checkpoints. At most 128
+    characters. Empty in runs from before there were instances.
+    """
+    owner_id: _builtins.str
+    """The trainer process: random, at most 128 characters, for people too ("gpu-3-4711-9f2c01aa")."""
+    epoch: _builtins.int
+    """Raised by one each time the run is taken over; at least 1 where there is an owner_id, 0 where there is none (and in
+    the first call of a new trainer that has none yet).
+    """
+    def __init__(
+        self,
+        *,
+        instance_id: _builtins.str = ...,
+        owner_id: _builtins.str = ...,
+        epoch: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "instance_id", b"instance_id", "owner_id", b"owner_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RunOwner: _TypeAlias = RunOwner  # noqa: Y015
+
+@_typing.final
 class StepRecord(_message.Message):
     """The groups of one step, as the trainer's checkpoint remembers them."""
 
@@ -294,10 +332,14 @@ class OpenRunRequest(_message.Message):
     POLICY_VERSION_FIELD_NUMBER: _builtins.int
     STEPS_FIELD_NUMBER: _builtins.int
     POLICY_FIELD_NUMBER: _builtins.int
+    OWNER_FIELD_NUMBER: _builtins.int
+    TAKES_OVER_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     """Names the run; 1 to 64 characters of [A-Za-z0-9._-]."""
     policy_version: _builtins.int
     """The trainer's policy version: 0 for a new run, the checkpoint's for a resumed one."""
+    takes_over: _builtins.bool
+    """Make the caller the run's owner. Repeated by the owner (its answer was lost) it changes nothing."""
     @_builtins.property
     def limits(self) -> Global___RunLimits:
         """Its limits."""
@@ -310,6 +352,10 @@ class OpenRunRequest(_message.Message):
     def policy(self) -> Global___RunPolicy:
         """How its samples are treated; unset means every default."""
 
+    @_builtins.property
+    def owner(self) -> Global___RunOwner:
+        """Who calls. With takes_over the epoch is the newest one the caller knows of, from its checkpoint say."""
+
     def __init__(
         self,
         *,
@@ -318,10 +364,12 @@ class OpenRunRequest(_message.Message):
         policy_version: _builtins.int = ...,
         steps: _abc.Iterable[Global___StepRecord] | None = ...,
         policy: Global___RunPolicy | None = ...,
+        owner: Global___RunOwner | None = ...,
+        takes_over: _builtins.bool = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["limits", b"limits", "policy", b"policy"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["limits", b"limits", "owner", b"owner", "policy", b"policy"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["limits", b"limits", "policy", b"policy", "policy_version", b"policy_version", "run_id", b"run_id", "steps", b"steps"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["limits", b"limits", "owner", b"owner", "policy", b"policy", "policy_version", b"policy_version", "run_id", b"run_id", "steps", b"steps", "takes_over", b"takes_over"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -338,6 +386,7 @@ class OpenRunResponse(_message.Message):
     NUM_GROUPS_REWOUND_FIELD_NUMBER: _builtins.int
     HISTORY_FIELD_NUMBER: _builtins.int
     NUM_GROUPS_IN_FLIGHT_FIELD_NUMBER: _builtins.int
+    EPOCH_FIELD_NUMBER: _builtins.int
     NUM_SAMPLES_ABANDONED_FIELD_NUMBER: _builtins.int
     policy_version: _builtins.int
     """The run's policy version after opening: the request's."""
@@ -349,6 +398,8 @@ class OpenRunResponse(_message.Message):
     """Counts the rewinds of the run."""
     num_groups_in_flight: _builtins.int
     """Training groups in flight (submitted, neither trained nor dropped), so that the trainer submits no more than it needs."""
+    epoch: _builtins.int
+    """The run's epoch now; with takes_over, the one the caller's calls carry from now on."""
     num_samples_abandoned: _builtins.int
     """Samples of later steps that are no longer retained: they cannot be handed out again and were dropped with reason
     `abandoned_step`.
@@ -361,11 +412,12 @@ class OpenRunResponse(_message.Message):
         num_groups_rewound: _builtins.int = ...,
         history: _builtins.int = ...,
         num_groups_in_flight: _builtins.int = ...,
+        epoch: _builtins.int = ...,
         num_samples_abandoned: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["existed", b"existed", "history", b"history", "num_groups_in_flight", b"num_groups_in_flight", "num_groups_rewound", b"num_groups_rewound", "num_samples_abandoned", b"num_samples_abandoned", "policy_version", b"policy_version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "existed", b"existed", "history", b"history", "num_groups_in_flight", b"num_groups_in_flight", "num_groups_rewound", b"num_groups_rewound", "num_samples_abandoned", b"num_samples_abandoned", "policy_version", b"policy_version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -379,21 +431,27 @@ class CloseRunRequest(_message.Message):
 
     RUN_ID_FIELD_NUMBER: _builtins.int
     DROP_REASON_FIELD_NUMBER: _builtins.int
+    OWNER_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     """Which run."""
     drop_reason: _builtins.str
     """Where it is not empty, all groups in flight are dropped for this reason, 1 to 64 characters of [a-z0-9_], as the run
     closes: nobody will train on them. Without it they are there again when the run is opened anew.
     """
+    @_builtins.property
+    def owner(self) -> Global___RunOwner:
+        """The trainer that calls: refused with FENCED when it is not the owner. Unset in a person's call."""
+
     def __init__(
         self,
         *,
         run_id: _builtins.str = ...,
         drop_reason: _builtins.str = ...,
+        owner: Global___RunOwner | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["owner", b"owner"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["drop_reason", b"drop_reason", "run_id", b"run_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["drop_reason", b"drop_reason", "owner", b"owner", "run_id", b"run_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -424,21 +482,27 @@ class SubmitPromptsRequest(_message.Message):
 
     RUN_ID_FIELD_NUMBER: _builtins.int
     PROMPTS_FIELD_NUMBER: _builtins.int
+    OWNER_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     """Which run."""
     @_builtins.property
     def prompts(self) -> _containers.RepeatedCompositeFieldContainer[_types_pb2.Prompt]:
         """The prompts, at most 1,024 and 1 MiB."""
 
+    @_builtins.property
+    def owner(self) -> Global___RunOwner:
+        """The trainer that calls: refused with FENCED when it is not the owner. Unset in calls of others."""
+
     def __init__(
         self,
         *,
         run_id: _builtins.str = ...,
         prompts: _abc.Iterable[_types_pb2.Prompt] | None = ...,
+        owner: Global___RunOwner | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["owner", b"owner"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["prompts", b"prompts", "run_id", b"run_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["owner", b"owner", "prompts", b"prompts", "run_id", b"run_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -587,6 +651,7 @@ class GeneratorBeat(_message.Message):
     BUSY_SPANS_FIELD_NUMBER: _builtins.int
     IS_DRAINING_FIELD_NUMBER: _builtins.int
     HISTORY_FIELD_NUMBER: _builtins.int
+    INSTANCE_ID_FIELD_NUMBER: _builtins.int
     credit_total: _builtins.int
     """Leases this stream may have been sent so far, in total; grows as slots free up. The broker never sends more."""
     policy_version: _builtins.int
@@ -604,6 +669,10 @@ class GeneratorBeat(_message.Message):
     history: _builtins.int
     """History counter of the run (WeightsManifest.history) that policy_version belongs to: after a rewind another version
     has the same number, and a generator that still holds the old one gets no work. Unset: not stated, not checked.
+    """
+    instance_id: _builtins.str
+    """Instance of the run (WeightsManifest.instance_id) that policy_version belongs to; a generator that holds weights of
+    another one gets no work. Empty: not stated, not checked.
     """
     @_builtins.property
     def active_lease_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
@@ -626,10 +695,11 @@ class GeneratorBeat(_message.Message):
         busy_spans: _abc.Iterable[_types_pb2.TimeSpan] | None = ...,
         is_draining: _builtins.bool = ...,
         history: _builtins.int | None = ...,
+        instance_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_history", b"_history", "history", b"history"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_history", b"_history", "active_lease_ids", b"active_lease_ids", "busy_spans", b"busy_spans", "credit_total", b"credit_total", "history", b"history", "is_draining", b"is_draining", "kv_cache_usage", b"kv_cache_usage", "num_running", b"num_running", "num_waiting", b"num_waiting", "policy_version", b"policy_version", "tokens_per_second", b"tokens_per_second"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_history", b"_history", "active_lease_ids", b"active_lease_ids", "busy_spans", b"busy_spans", "credit_total", b"credit_total", "history", b"history", "instance_id", b"instance_id", "is_draining", b"is_draining", "kv_cache_usage", b"kv_cache_usage", "num_running", b"num_running", "num_waiting", b"num_waiting", "policy_version", b"policy_version", "tokens_per_second", b"tokens_per_second"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__history: _TypeAlias = _typing.Literal["history"]  # noqa: Y015
     _WhichOneofArgType__history: _TypeAlias = _typing.Literal["_history", b"_history"]  # noqa: Y015
@@ -780,6 +850,7 @@ class StreamLeasesResponse(_message.Message):
     LEASE_FIELD_NUMBER: _builtins.int
     REVOCATION_FIELD_NUMBER: _builtins.int
     IDLE_FIELD_NUMBER: _builtins.int
+    OWNER_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def lease(self) -> Global___Lease:
         """Work."""
@@ -792,18 +863,25 @@ class StreamLeasesResponse(_message.Message):
     def idle(self) -> Global___LeaseIdle:
         """Nothing to do, and why; at least every 5 seconds."""
 
+    @_builtins.property
+    def owner(self) -> Global___RunOwner:
+        """Who trains the run: the first frame of a stream, and again when another trainer has taken it over. Weights of
+        another instance, or of a lower epoch, must not be installed any more.
+        """
+
     def __init__(
         self,
         *,
         lease: Global___Lease | None = ...,
         revocation: Global___LeaseRevocation | None = ...,
         idle: Global___LeaseIdle | None = ...,
+        owner: Global___RunOwner | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["frame", b"frame", "idle", b"idle", "lease", b"lease", "revocation", b"revocation"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["frame", b"frame", "idle", b"idle", "lease", b"lease", "owner", b"owner", "revocation", b"revocation"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["frame", b"frame", "idle", b"idle", "lease", b"lease", "revocation", b"revocation"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["frame", b"frame", "idle", b"idle", "lease", b"lease", "owner", b"owner", "revocation", b"revocation"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_frame: _TypeAlias = _typing.Literal["lease", "revocation", "idle"]  # noqa: Y015
+    _WhichOneofReturnType_frame: _TypeAlias = _typing.Literal["lease", "revocation", "idle", "owner"]  # noqa: Y015
     _WhichOneofArgType_frame: _TypeAlias = _typing.Literal["frame", b"frame"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_frame) -> _WhichOneofReturnType_frame | None: ...
 
@@ -1176,6 +1254,7 @@ class TrainerHello(_message.Message):
     MAX_GROUPS_FIELD_NUMBER: _builtins.int
     TARGET_TOKENS_FIELD_NUMBER: _builtins.int
     ACCEPTS_PACKED_GROUPS_FIELD_NUMBER: _builtins.int
+    OWNER_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     """Which run."""
     consumer_id: _builtins.str
@@ -1192,6 +1271,10 @@ class TrainerHello(_message.Message):
     def held_group_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Groups it was handed and still holds unacknowledged; everything else it once held is handed out again."""
 
+    @_builtins.property
+    def owner(self) -> Global___RunOwner:
+        """The trainer that calls. FENCED when it is not the owner, also later, once another one has taken the run over."""
+
     def __init__(
         self,
         *,
@@ -1202,10 +1285,11 @@ class TrainerHello(_message.Message):
         max_groups: _builtins.int = ...,
         target_tokens: _builtins.int = ...,
         accepts_packed_groups: _builtins.bool = ...,
+        owner: Global___RunOwner | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["owner", b"owner"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepts_packed_groups", b"accepts_packed_groups", "consumer_id", b"consumer_id", "held_group_ids", b"held_group_ids", "max_groups", b"max_groups", "purpose", b"purpose", "run_id", b"run_id", "target_tokens", b"target_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepts_packed_groups", b"accepts_packed_groups", "consumer_id", b"consumer_id", "held_group_ids", b"held_group_ids", "max_groups", b"max_groups", "owner", b"owner", "purpose", b"purpose", "run_id", b"run_id", "target_tokens", b"target_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1353,6 +1437,7 @@ class AckStepRequest(_message.Message):
     CONSUMER_ID_FIELD_NUMBER: _builtins.int
     GROUP_IDS_FIELD_NUMBER: _builtins.int
     POLICY_VERSION_FIELD_NUMBER: _builtins.int
+    OWNER_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     """Which run."""
     consumer_id: _builtins.str
@@ -1363,6 +1448,10 @@ class AckStepRequest(_message.Message):
     def group_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """The groups of the step."""
 
+    @_builtins.property
+    def owner(self) -> Global___RunOwner:
+        """The trainer that calls."""
+
     def __init__(
         self,
         *,
@@ -1370,10 +1459,11 @@ class AckStepRequest(_message.Message):
         consumer_id: _builtins.str = ...,
         group_ids: _abc.Iterable[_builtins.str] | None = ...,
         policy_version: _builtins.int = ...,
+        owner: Global___RunOwner | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["owner", b"owner"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["consumer_id", b"consumer_id", "group_ids", b"group_ids", "policy_version", b"policy_version", "run_id", b"run_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["consumer_id", b"consumer_id", "group_ids", b"group_ids", "owner", b"owner", "policy_version", b"policy_version", "run_id", b"run_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1418,6 +1508,7 @@ class DropGroupsRequest(_message.Message):
     RUN_ID_FIELD_NUMBER: _builtins.int
     GROUP_IDS_FIELD_NUMBER: _builtins.int
     REASON_FIELD_NUMBER: _builtins.int
+    OWNER_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     """Which run."""
     reason: _builtins.str
@@ -1426,16 +1517,21 @@ class DropGroupsRequest(_message.Message):
     def group_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """The groups."""
 
+    @_builtins.property
+    def owner(self) -> Global___RunOwner:
+        """The trainer that calls: refused with FENCED when it is not the owner. Unset in a person's call."""
+
     def __init__(
         self,
         *,
         run_id: _builtins.str = ...,
         group_ids: _abc.Iterable[_builtins.str] | None = ...,
         reason: _builtins.str = ...,
+        owner: Global___RunOwner | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["owner", b"owner"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["group_ids", b"group_ids", "reason", b"reason", "run_id", b"run_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["group_ids", b"group_ids", "owner", b"owner", "reason", b"reason", "run_id", b"run_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1876,6 +1972,8 @@ class GetRunResponse(_message.Message):
     REWARD_WORKER_IDS_FIELD_NUMBER: _builtins.int
     POLICY_FIELD_NUMBER: _builtins.int
     DISPATCH_STATE_FIELD_NUMBER: _builtins.int
+    OWNER_FIELD_NUMBER: _builtins.int
+    OWNER_TIME_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     """Which run."""
     policy_version: _builtins.int
@@ -1910,6 +2008,14 @@ class GetRunResponse(_message.Message):
     def policy(self) -> Global___RunPolicy:
         """How its samples are treated, every default filled in."""
 
+    @_builtins.property
+    def owner(self) -> Global___RunOwner:
+        """Who trains it."""
+
+    @_builtins.property
+    def owner_time(self) -> _timestamp_pb2.Timestamp:
+        """Since when; unset when the run was never taken over."""
+
     def __init__(
         self,
         *,
@@ -1923,10 +2029,12 @@ class GetRunResponse(_message.Message):
         reward_worker_ids: _abc.Iterable[_builtins.str] | None = ...,
         policy: Global___RunPolicy | None = ...,
         dispatch_state: _builtins.str = ...,
+        owner: Global___RunOwner | None = ...,
+        owner_time: _timestamp_pb2.Timestamp | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["audit", b"audit", "limits", b"limits", "policy", b"policy"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["audit", b"audit", "limits", b"limits", "owner", b"owner", "owner_time", b"owner_time", "policy", b"policy"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["audit", b"audit", "dispatch_state", b"dispatch_state", "generators", b"generators", "is_closed", b"is_closed", "limits", b"limits", "policy", b"policy", "policy_version", b"policy_version", "reward_worker_ids", b"reward_worker_ids", "run_id", b"run_id", "waits", b"waits"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["audit", b"audit", "dispatch_state", b"dispatch_state", "generators", b"generators", "is_closed", b"is_closed", "limits", b"limits", "owner", b"owner", "owner_time", b"owner_time", "policy", b"policy", "policy_version", b"policy_version", "reward_worker_ids", b"reward_worker_ids", "run_id", b"run_id", "waits", b"waits"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -129,7 +129,15 @@ class BrokerServiceServicer:
 
         Re-opening with an older policy_version than the broker's rewinds the run: groups trained in later steps are handed
         out again. Those of steps that are no longer retained are dropped instead, with reason `abandoned_step`.
+
+        With `takes_over` the caller becomes the run's owner, and every other trainer is fenced from then on; without it the
+        caller must be the owner, and the call neither rewinds the run nor opens it again once it is closed.
+
         FAILED_PRECONDITION / RUN_CONFLICT: the run exists with other limits or another policy.
+        FAILED_PRECONDITION / OTHER_INSTANCE: another run was opened under this id; nothing was changed.
+        FAILED_PRECONDITION / FENCED: another trainer has taken the run over; stop.
+        FAILED_PRECONDITION / VERSION_CONFLICT: the call would rewind the run, and does not take it over; or the step it
+        would go back to is no longer retained.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -204,6 +212,7 @@ class BrokerServiceServicer:
 
         FAILED_PRECONDITION / VERSION_CONFLICT: policy_version is not the run's version + 1; re-open the run. Repeating an
         acknowledged step is answered with OK and changes nothing.
+        FAILED_PRECONDITION / FENCED: another trainer has taken the run over; stop.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

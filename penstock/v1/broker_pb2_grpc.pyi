@@ -53,7 +53,15 @@ class BrokerServiceStub:
 
     Re-opening with an older policy_version than the broker's rewinds the run: groups trained in later steps are handed
     out again. Those of steps that are no longer retained are dropped instead, with reason `abandoned_step`.
+
+    With `takes_over` the caller becomes the run's owner, and every other trainer is fenced from then on; without it the
+    caller must be the owner, and the call neither rewinds the run nor opens it again once it is closed.
+
     FAILED_PRECONDITION / RUN_CONFLICT: the run exists with other limits or another policy.
+    FAILED_PRECONDITION / OTHER_INSTANCE: another run was opened under this id; nothing was changed.
+    FAILED_PRECONDITION / FENCED: another trainer has taken the run over; stop.
+    FAILED_PRECONDITION / VERSION_CONFLICT: the call would rewind the run, and does not take it over; or the step it
+    would go back to is no longer retained.
     """
     CloseRun: _grpc.UnaryUnaryMultiCallable[_broker_pb2.CloseRunRequest, _broker_pb2.CloseRunResponse]
     """Ends a run: no more leases, every open stream of the run ends with OK. Idempotent. Counters stay readable."""
@@ -94,6 +102,7 @@ class BrokerServiceStub:
 
     FAILED_PRECONDITION / VERSION_CONFLICT: policy_version is not the run's version + 1; re-open the run. Repeating an
     acknowledged step is answered with OK and changes nothing.
+    FAILED_PRECONDITION / FENCED: another trainer has taken the run over; stop.
     """
     DropGroups: _grpc.UnaryUnaryMultiCallable[_broker_pb2.DropGroupsRequest, _broker_pb2.DropGroupsResponse]
     """Gives groups up for a stated reason (poisoned data, over-long, no longer wanted). Idempotent; counted by reason."""
@@ -129,7 +138,15 @@ class BrokerServiceAsyncStub(BrokerServiceStub):
 
     Re-opening with an older policy_version than the broker's rewinds the run: groups trained in later steps are handed
     out again. Those of steps that are no longer retained are dropped instead, with reason `abandoned_step`.
+
+    With `takes_over` the caller becomes the run's owner, and every other trainer is fenced from then on; without it the
+    caller must be the owner, and the call neither rewinds the run nor opens it again once it is closed.
+
     FAILED_PRECONDITION / RUN_CONFLICT: the run exists with other limits or another policy.
+    FAILED_PRECONDITION / OTHER_INSTANCE: another run was opened under this id; nothing was changed.
+    FAILED_PRECONDITION / FENCED: another trainer has taken the run over; stop.
+    FAILED_PRECONDITION / VERSION_CONFLICT: the call would rewind the run, and does not take it over; or the step it
+    would go back to is no longer retained.
     """
     CloseRun: _aio.UnaryUnaryMultiCallable[_broker_pb2.CloseRunRequest, _broker_pb2.CloseRunResponse]  # type: ignore[assignment]
     """Ends a run: no more leases, every open stream of the run ends with OK. Idempotent. Counters stay readable."""
@@ -170,6 +187,7 @@ class BrokerServiceAsyncStub(BrokerServiceStub):
 
     FAILED_PRECONDITION / VERSION_CONFLICT: policy_version is not the run's version + 1; re-open the run. Repeating an
     acknowledged step is answered with OK and changes nothing.
+    FAILED_PRECONDITION / FENCED: another trainer has taken the run over; stop.
     """
     DropGroups: _aio.UnaryUnaryMultiCallable[_broker_pb2.DropGroupsRequest, _broker_pb2.DropGroupsResponse]  # type: ignore[assignment]
     """Gives groups up for a stated reason (poisoned data, over-long, no longer wanted). Idempotent; counted by reason."""
@@ -208,7 +226,15 @@ class BrokerServiceServicer(metaclass=_abc_1.ABCMeta):
 
         Re-opening with an older policy_version than the broker's rewinds the run: groups trained in later steps are handed
         out again. Those of steps that are no longer retained are dropped instead, with reason `abandoned_step`.
+
+        With `takes_over` the caller becomes the run's owner, and every other trainer is fenced from then on; without it the
+        caller must be the owner, and the call neither rewinds the run nor opens it again once it is closed.
+
         FAILED_PRECONDITION / RUN_CONFLICT: the run exists with other limits or another policy.
+        FAILED_PRECONDITION / OTHER_INSTANCE: another run was opened under this id; nothing was changed.
+        FAILED_PRECONDITION / FENCED: another trainer has taken the run over; stop.
+        FAILED_PRECONDITION / VERSION_CONFLICT: the call would rewind the run, and does not take it over; or the step it
+        would go back to is no longer retained.
         """
 
     @_abc_1.abstractmethod
@@ -297,6 +323,7 @@ class BrokerServiceServicer(metaclass=_abc_1.ABCMeta):
 
         FAILED_PRECONDITION / VERSION_CONFLICT: policy_version is not the run's version + 1; re-open the run. Repeating an
         acknowledged step is answered with OK and changes nothing.
+        FAILED_PRECONDITION / FENCED: another trainer has taken the run over; stop.
         """
 
     @_abc_1.abstractmethod

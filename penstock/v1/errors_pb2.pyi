@@ -67,6 +67,10 @@ class _ErrorReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ErrorReas
     """[ALREADY_EXISTS] The trainer runs another run. Stop that one first."""
     ERROR_REASON_NOT_RETAINED: _ErrorReason.ValueType  # 18
     """[OUT_OF_RANGE] The step's payload is no longer retained. Ask from the version in the metadata, or not at all."""
+    ERROR_REASON_FENCED: _ErrorReason.ValueType  # 19
+    """[FAILED_PRECONDITION] Another trainer has taken the run over. Stop; write and publish nothing more."""
+    ERROR_REASON_OTHER_INSTANCE: _ErrorReason.ValueType  # 20
+    """[FAILED_PRECONDITION] Another run was opened under this id: resume that one, choose another id, or delete it."""
 
 class ErrorReason(_ErrorReason, metaclass=_ErrorReasonEnumTypeWrapper):
     """Why a call, or one item of it, was refused. The status code that goes with each is in brackets."""
@@ -109,6 +113,10 @@ ERROR_REASON_BUSY: ErrorReason.ValueType  # 17
 """[ALREADY_EXISTS] The trainer runs another run. Stop that one first."""
 ERROR_REASON_NOT_RETAINED: ErrorReason.ValueType  # 18
 """[OUT_OF_RANGE] The step's payload is no longer retained. Ask from the version in the metadata, or not at all."""
+ERROR_REASON_FENCED: ErrorReason.ValueType  # 19
+"""[FAILED_PRECONDITION] Another trainer has taken the run over. Stop; write and publish nothing more."""
+ERROR_REASON_OTHER_INSTANCE: ErrorReason.ValueType  # 20
+"""[FAILED_PRECONDITION] Another run was opened under this id: resume that one, choose another id, or delete it."""
 Global___ErrorReason: _TypeAlias = ErrorReason  # noqa: Y015
 
 @_typing.final

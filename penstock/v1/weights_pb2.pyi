@@ -238,6 +238,8 @@ class WeightsManifest(_message.Message):
     PUBLISH_TIME_FIELD_NUMBER: _builtins.int
     BASE_DIGEST_FIELD_NUMBER: _builtins.int
     ADAPTER_FIELD_NUMBER: _builtins.int
+    INSTANCE_ID_FIELD_NUMBER: _builtins.int
+    EPOCH_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     """The run that trains this policy."""
     policy_version: _builtins.int
@@ -256,6 +258,12 @@ class WeightsManifest(_message.Message):
     """Size of the content as it travels."""
     base_digest: _builtins.str
     """Digest of the version a delta applies to; set if and only if kind is DELTA."""
+    instance_id: _builtins.str
+    """Instance of the run, and epoch of the trainer that published it (RunOwner). A receiver installs no weights of
+    another instance, or of a lower epoch, than the broker names. Empty and 0 from trainers that know neither.
+    """
+    epoch: _builtins.int
+    """See above."""
     @_builtins.property
     def tensors(self) -> _containers.RepeatedCompositeFieldContainer[Global___TensorInfo]:
         """The tensors after installation, sorted by name."""
@@ -295,10 +303,12 @@ class WeightsManifest(_message.Message):
         publish_time: _timestamp_pb2.Timestamp | None = ...,
         base_digest: _builtins.str = ...,
         adapter: Global___AdapterInfo | None = ...,
+        instance_id: _builtins.str = ...,
+        epoch: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_base_version", b"_base_version", "adapter", b"adapter", "base_version", b"base_version", "publish_time", b"publish_time"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_base_version", b"_base_version", "adapter", b"adapter", "base_digest", b"base_digest", "base_version", b"base_version", "chunks", b"chunks", "digest", b"digest", "encoding", b"encoding", "history", b"history", "kind", b"kind", "policy_version", b"policy_version", "publish_time", b"publish_time", "run_id", b"run_id", "size_bytes", b"size_bytes", "tensors", b"tensors", "urls", b"urls"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_base_version", b"_base_version", "adapter", b"adapter", "base_digest", b"base_digest", "base_version", b"base_version", "chunks", b"chunks", "digest", b"digest", "encoding", b"encoding", "epoch", b"epoch", "history", b"history", "instance_id", b"instance_id", "kind", b"kind", "policy_version", b"policy_version", "publish_time", b"publish_time", "run_id", b"run_id", "size_bytes", b"size_bytes", "tensors", b"tensors", "urls", b"urls"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__base_version: _TypeAlias = _typing.Literal["base_version"]  # noqa: Y015
     _WhichOneofArgType__base_version: _TypeAlias = _typing.Literal["_base_version", b"_base_version"]  # noqa: Y015

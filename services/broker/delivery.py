@@ -177,6 +177,15 @@ def hand_back(state: RunState, group_id: str) -> None:
         _move_samples(group, _DELIVERED, _SCORED)
 
 
+def hand_all_back(state: RunState) -> None:
+    """Make all delivered groups ready again: whoever held them is not the run's trainer any more."""
+    for group_ids in state.delivered.values():
+        for group_id in sorted(group_ids):
+            hand_back(state, group_id)
+    for name in sorted(state.shelf.delivered):
+        parcels.hand_back(state, name)
+
+
 def acknowledge(
     state: RunState, consumer_id: str, group_ids: Sequence[str], policy_version: int, now_s: float
 ) -> broker_pb2.AckStepResponse:

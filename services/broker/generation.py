@@ -25,7 +25,10 @@ MAX_GROUPS_SCANNED = 512
 LEFT_TO_OTHERS = "dispatch leaves what is queued to generators that are done with it sooner"
 MAX_SILENT_LIVES = 20
 """Lives of a lease after which it is no longer renewed unless tokens come: a generator that beats may still hang."""
-ABANDONED_WEIGHTS = "the generator holds weights of before the run's last rewind: it waits until it has pulled others"
+ABANDONED_WEIGHTS = (
+    "the generator holds weights of before the run's last rewind, or of another run of this id: it waits until it has "
+    "pulled others"
+)
 NO_ROOM = "by what dispatch knows of the generator, its KV cache has no room for one more"
 NOTHING_QUEUED = "the queue of prompts is empty: nothing was submitted that is not already out"
 
@@ -41,6 +44,8 @@ class GeneratorFacts:
     """The most any connected generator holds: longer work is given up. None while others may still connect."""
     history: int | None = None
     """The run's history its weights belong to; None where it does not say."""
+    instance_id: str = ""
+    """The instance of the run its weights belong to; empty where it does not say."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,7 +134,12 @@ def lease(
 
 
 def holds_abandoned(state: RunState, generator: GeneratorFacts) -> bool:
-    """Whether the generator's weights are of before a rewind: their version number means others now."""
+    """Whether the generator's weights are of before a rewind, or of another run of this id.
+
+    Their version number means other weights now.
+    """
+    if generator.instance_id not in ("", state.run.owner.instance_id):
+        return True
     return generator.history is not None and generator.history < state.run.history
 
 

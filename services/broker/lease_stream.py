@@ -50,6 +50,8 @@ class LeaseStream:
         self._idle_since_s: float | None = None
         """Since when it found nothing to lease though it could hold more."""
         self._ask_again_s = 0.0
+        self._owner: broker_pb2.RunOwner | None = None
+        """Who trains the run, as the generator was last told."""
 
     @classmethod
     async def open(cls, hubs: Hubs, requests: AsyncIterator[broker_pb2.StreamLeasesRequest]) -> LeaseStream:
@@ -71,7 +73,7 @@ class LeaseStream:
             async with Intake(requests, self._on_request, wake) as intake:
                 while not intake.is_ended:
                     self._hubs.check_serving()
-                    frames = self._revocations() + await self._leases()
+                    frames = self._owner_news() + self._revocations() + await self._leases()
                     for frame in frames:
                         yield frame
                     if self._is_closed():
@@ -131,6 +133,7 @@ class LeaseStream:
             max_context_tokens=self._hello.max_context_tokens,
             longest_context_tokens=self._hub.peers.longest_context_tokens(),
             history=beat.history if beat.HasField("history") else None,
+            instance_id=beat.instance_id,
         )
         grants = await self._lease(facts, credit, now_s) if state is None or state.queue else []
         if state is not None and not state.queue and not grants:
@@ -205,6 +208,15 @@ class LeaseStream:
             for grant in grants
             if grant.sample[0] in prompts
         ]
+
+    def _owner_news(self) -> list[_Response]:
+        """Who trains the run, where the generator does not know it yet."""
+        state = self._hub.copy
+        if state is None or state.run.owner == self._owner:
+            return []
+        self._owner = broker_pb2.RunOwner()
+        self._owner.CopyFrom(state.run.owner)
+        return [_Response(owner=self._owner)]
 
     def _revocations(self) -> list[_Response]:
         state = self._hub.copy

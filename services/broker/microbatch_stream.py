@@ -15,7 +15,7 @@ import structlog
 from penstock.codec import Packed
 from penstock.errors import InvalidFieldError, RunClosedError
 from penstock.v1 import broker_pb2, types_pb2
-from services.broker import delivery, drops, waits
+from services.broker import delivery, drops, ownership, waits
 from services.broker.delivery import Consumer
 from services.broker.hub import RunHub
 from services.broker.hubs import Hubs
@@ -138,7 +138,7 @@ class MicrobatchStream:
                     if self._hub.copy is not None:
                         if self._hub.copy.run.is_closed:
                             return
-                        delivery.check_attached(self._hub.copy, self._consumer)
+                        self._check_serving(self._hub.copy)
                     if loop.time() - last_sent_s >= WAITING_EVERY_S:
                         last_sent_s = loop.time()
                         yield await self._waiting()
@@ -148,7 +148,13 @@ class MicrobatchStream:
     def _attach(self, state: RunState) -> Consumer:
         if state.run.is_closed:
             raise RunClosedError(f"run {state.run.run_id!r} is closed", run_id=state.run.run_id)
+        ownership.admit(state, self._hello.owner, self._hub.clock.now_s())
         return delivery.attach(state, self._consumer, held=frozenset(self._hello.held_group_ids))
+
+    def _check_serving(self, state: RunState) -> None:
+        """Whether the stream may still hand anything out; raises FencedError and what `check_attached` raises."""
+        ownership.check_not_fenced(state.run, self._hello.owner)
+        delivery.check_attached(state, self._consumer)
 
     async def _on_request(self, request: broker_pb2.StreamMicrobatchesRequest) -> None:
         if request.HasField("hello"):
@@ -166,6 +172,7 @@ class MicrobatchStream:
             return None
 
         def operation(state: RunState) -> _Delivery:
+            self._check_serving(state)
             found = _Delivery(microbatches=[], policy_version=state.run.policy_version)
             while (
                 len(found.microbatches) < MAX_MICROBATCHES

@@ -1,4 +1,7 @@
-"""Opening a run: create it, re-attach to it, rewind it, or let it catch up. Pure operations on a RunState.
+"""Opening a run: create it, take it over, rewind it, or let it catch up. Pure operations on a RunState.
+
+Only a trainer that takes the run over may rewind it, or open it again once it is closed; whoever calls without that
+finds out how the run stands, and tells a store that lost its end what it forgot.
 
 The trainer's checkpoint decides. What the broker counted as trained and the checkpoint does not know is handed out
 again; what the checkpoint trained and the broker forgot is marked trained.
@@ -11,9 +14,9 @@ from collections.abc import Sequence
 from google.protobuf.json_format import MessageToDict
 from google.protobuf.message import Message
 
-from penstock.errors import InvalidFieldError, RunConflictError, VersionConflictError
+from penstock.errors import InvalidFieldError, RunClosedError, RunConflictError, VersionConflictError
 from penstock.v1 import broker_pb2, types_pb2
-from services.broker import delivery, drops, parcels, tallies
+from services.broker import delivery, drops, ownership, parcels, tallies
 from services.broker.limits import Limits
 from services.broker.policy import Policy
 from services.broker.records_pb2 import GroupRecord, RunRecord
@@ -31,9 +34,11 @@ def create_run(state: RunState, request: broker_pb2.OpenRunRequest, now_s: float
     limits = Limits.from_proto(request.limits)
     policy = Policy.from_proto(request.policy, limits)
     _check_steps(request)
+    ownership.check_form(request.owner)
     state.create(
         RunRecord(
             run_id=request.run_id,
+            owner=broker_pb2.RunOwner(instance_id=request.owner.instance_id),
             limits=limits.to_proto(),
             policy=policy.to_proto(),
             policy_version=request.policy_version,
@@ -44,23 +49,30 @@ def create_run(state: RunState, request: broker_pb2.OpenRunRequest, now_s: float
     )
     for step in request.steps:
         state.pending.retired.update(step.group_ids)
-    return broker_pb2.OpenRunResponse(policy_version=request.policy_version)
+    _enter(state, request, now_s)
+    return broker_pb2.OpenRunResponse(policy_version=request.policy_version, epoch=state.run.owner.epoch)
 
 
 def reopen_run(state: RunState, request: broker_pb2.OpenRunRequest, now_s: float) -> broker_pb2.OpenRunResponse:
-    """Re-attach to a run, closed or not.
+    """Take a run over, closed or not, or come back to it as its owner.
 
     Raises:
+        OtherInstanceError: the run is another instance than the caller's.
         RunConflictError: other limits, or another policy.
-        VersionConflictError: the version is older than any step that can still be taken back.
+        FencedError: the caller neither owns the run nor takes it over.
+        RunClosedError: the run is closed, and the caller does not take it over.
+        VersionConflictError: the version is older than any step that can still be taken back, or than the run's in a
+            call that does not take it over.
     """
     run = state.run
+    ownership.check_form(request.owner)
+    ownership.check_instance(run, request.owner)
     limits = Limits.from_proto(request.limits)
     _check_unchanged(run.run_id, "limits", state.limits.to_proto(), limits.to_proto())
     policy = Policy.from_proto(request.policy, limits)
     _check_unchanged(run.run_id, "policy", state.policy.to_proto(), policy.to_proto())
     _check_steps(request)
-    run.is_closed = False
+    _enter(state, request, now_s)
     num_rewound = num_abandoned = 0
     if request.policy_version < run.policy_version:
         num_rewound, num_abandoned = _rewind(state, request.policy_version, now_s)
@@ -74,7 +86,26 @@ def reopen_run(state: RunState, request: broker_pb2.OpenRunRequest, now_s: float
         history=run.history,
         num_groups_in_flight=state.shelf.num_live_groups
         + sum(state.groups[group_id].purpose == types_pb2.PURPOSE_TRAIN for group_id in state.live),
+        epoch=run.owner.epoch,
     )
+
+
+def _enter(state: RunState, request: broker_pb2.OpenRunRequest, now_s: float) -> None:
+    """Make the caller the owner, or see that it is; raises what `reopen_run` does."""
+    run = state.run
+    if request.takes_over:
+        ownership.take_over(state, request.owner, now_s)
+        run.is_closed = False
+        return
+    ownership.admit(state, request.owner, now_s)
+    if run.is_closed:
+        raise RunClosedError(f"run {run.run_id!r} is closed; only a call that takes it over opens it again")
+    if request.policy_version < run.policy_version:
+        raise VersionConflictError(
+            f"policy_version: {request.policy_version}, but the run is at {run.policy_version}; only a call that takes "
+            "it over goes back",
+            policy_version=run.policy_version,
+        )
 
 
 def _check_unchanged(run_id: str, name: str, kept: Message, asked: Message) -> None:

@@ -521,6 +521,8 @@ class RunRecord(_message.Message):
     BOOKS_VERSION_FIELD_NUMBER: _builtins.int
     FORGOTTEN_VERSION_FIELD_NUMBER: _builtins.int
     REWINDS_FIELD_NUMBER: _builtins.int
+    OWNER_FIELD_NUMBER: _builtins.int
+    OWNER_S_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     """Its name."""
     policy_version: _builtins.int
@@ -545,6 +547,8 @@ class RunRecord(_message.Message):
     """
     forgotten_version: _builtins.int
     """The newest step whose records are gone; a rewind behind it drops its samples. Unset while none is."""
+    owner_s: _builtins.float
+    """When it did; 0 while none has."""
     @_builtins.property
     def limits(self) -> _broker_pb2.RunLimits:
         """Its limits, every default filled in."""
@@ -569,6 +573,10 @@ class RunRecord(_message.Message):
     def rewinds(self) -> _containers.RepeatedCompositeFieldContainer[Global___RewindRecord]:
         """Its last rewinds, oldest first."""
 
+    @_builtins.property
+    def owner(self) -> _broker_pb2.RunOwner:
+        """Which instance of the run id this is, and the trainer that took it over last."""
+
     def __init__(
         self,
         *,
@@ -589,10 +597,12 @@ class RunRecord(_message.Message):
         books_version: _builtins.int | None = ...,
         forgotten_version: _builtins.int | None = ...,
         rewinds: _abc.Iterable[Global___RewindRecord] | None = ...,
+        owner: _broker_pb2.RunOwner | None = ...,
+        owner_s: _builtins.float = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_books_version", b"_books_version", "_forgotten_version", b"_forgotten_version", "books_version", b"books_version", "forgotten_version", b"forgotten_version", "limits", b"limits", "policy", b"policy"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_books_version", b"_books_version", "_forgotten_version", b"_forgotten_version", "books_version", b"books_version", "forgotten_version", b"forgotten_version", "limits", b"limits", "owner", b"owner", "policy", b"policy"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_books_version", b"_books_version", "_forgotten_version", b"_forgotten_version", "books_version", b"books_version", "dropped", b"dropped", "forgotten_version", b"forgotten_version", "history", b"history", "is_closed", b"is_closed", "last_sequence", b"last_sequence", "limits", b"limits", "open_s", b"open_s", "policy", b"policy", "policy_version", b"policy_version", "rewinds", b"rewinds", "run_id", b"run_id", "streams", b"streams", "submitted", b"submitted", "trained", b"trained", "trained_by_staleness", b"trained_by_staleness", "version_s", b"version_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_books_version", b"_books_version", "_forgotten_version", b"_forgotten_version", "books_version", b"books_version", "dropped", b"dropped", "forgotten_version", b"forgotten_version", "history", b"history", "is_closed", b"is_closed", "last_sequence", b"last_sequence", "limits", b"limits", "open_s", b"open_s", "owner", b"owner", "owner_s", b"owner_s", "policy", b"policy", "policy_version", b"policy_version", "rewinds", b"rewinds", "run_id", b"run_id", "streams", b"streams", "submitted", b"submitted", "trained", b"trained", "trained_by_staleness", b"trained_by_staleness", "version_s", b"version_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__books_version: _TypeAlias = _typing.Literal["books_version"]  # noqa: Y015
     _WhichOneofArgType__books_version: _TypeAlias = _typing.Literal["_books_version", b"_books_version"]  # noqa: Y015

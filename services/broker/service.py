@@ -11,7 +11,7 @@ from google.protobuf.duration_pb2 import Duration
 
 from penstock.guard import takes_bytes
 from penstock.v1 import broker_pb2, broker_pb2_grpc
-from services.broker import delivery, drops, submission, waits
+from services.broker import delivery, drops, ownership, submission, waits
 from services.broker.audit import audit_rows, totals
 from services.broker.export import export
 from services.broker.hubs import Hubs
@@ -41,6 +41,16 @@ WATCH_CHECK_S = 5.0
 _Context = grpc.aio.ServicerContext[Any, Any]
 
 
+def _admit_trainer(
+    state: RunState,
+    request: broker_pb2.CloseRunRequest | broker_pb2.SubmitPromptsRequest | broker_pb2.DropGroupsRequest,
+    now_s: float,
+) -> None:
+    """What a trainer asks for is refused once another one has taken the run over; others may ask for it at any time."""
+    if request.HasField("owner"):
+        ownership.admit(state, request.owner, now_s)
+
+
 class BrokerService(broker_pb2_grpc.BrokerServiceServicer):
     """See broker.proto for what each call promises."""
 
@@ -58,13 +68,15 @@ class BrokerService(broker_pb2_grpc.BrokerServiceServicer):
         check_run_id(request.run_id)
         if request.drop_reason:
             check_reason(request.drop_reason, field="drop_reason")
+        hub = self._hubs.hub(request.run_id)
 
         def operation(state: RunState) -> None:
+            _admit_trainer(state, request, hub.clock.now_s())
             if request.drop_reason:
                 drops.drop_all(state, request.drop_reason)
             state.run.is_closed = True
 
-        await self._hubs.hub(request.run_id).transact(operation)
+        await hub.transact(operation)
         return broker_pb2.CloseRunResponse()
 
     async def SubmitPrompts(
@@ -79,6 +91,7 @@ class BrokerService(broker_pb2_grpc.BrokerServiceServicer):
         forecasts = await self._hubs.forecaster.forecasts(request.run_id, request.prompts)
 
         def operation(state: RunState) -> tuple[broker_pb2.SubmitPromptsResponse, int]:
+            _admit_trainer(state, request, hub.clock.now_s())
             num_before = state.run.last_sequence
             errors = submission.submit(
                 state, request.prompts, retired=retired, now_s=hub.clock.now_s(), forecasts=forecasts
@@ -142,6 +155,7 @@ class BrokerService(broker_pb2_grpc.BrokerServiceServicer):
         hub = self._hubs.hub(request.run_id)
 
         def operation(state: RunState) -> tuple[broker_pb2.AckStepResponse, bool]:
+            ownership.admit(state, request.owner, hub.clock.now_s())
             is_repeated = request.policy_version <= state.run.policy_version
             response = delivery.acknowledge(
                 state, request.consumer_id, list(request.group_ids), request.policy_version, hub.clock.now_s()
@@ -159,11 +173,13 @@ class BrokerService(broker_pb2_grpc.BrokerServiceServicer):
         check_run_id(request.run_id)
         check_reason(request.reason)
         check_count("group_ids", len(request.group_ids), MAX_GROUP_IDS)
+        hub = self._hubs.hub(request.run_id)
 
         def operation(state: RunState) -> int:
+            _admit_trainer(state, request, hub.clock.now_s())
             return drops.drop_groups(state, request.group_ids, request.reason)
 
-        num_samples = await self._hubs.hub(request.run_id).transact(operation)
+        num_samples = await hub.transact(operation)
         return broker_pb2.DropGroupsResponse(num_samples=num_samples)
 
     async def GetRun(self, request: broker_pb2.GetRunRequest, context: _Context) -> broker_pb2.GetRunResponse:
@@ -178,12 +194,15 @@ class BrokerService(broker_pb2_grpc.BrokerServiceServicer):
         def operation(state: RunState) -> broker_pb2.GetRunResponse:
             for view in generators:
                 view.num_leases = len(state.generation_leases.get(view.hello.generator_id, ()))
+            run = state.run
             return broker_pb2.GetRunResponse(
-                run_id=state.run.run_id,
-                limits=state.run.limits,
+                run_id=run.run_id,
+                limits=run.limits,
                 policy=state.policy.to_proto(),
-                policy_version=state.run.policy_version,
-                is_closed=state.run.is_closed,
+                policy_version=run.policy_version,
+                is_closed=run.is_closed,
+                owner=run.owner,
+                owner_time=waits.timestamp(run.owner_s) if run.owner_s else None,
                 audit=totals(state),
                 generators=generators,
                 waits=waits.waits(state, present, hub.clock.now_s()),

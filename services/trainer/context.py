@@ -59,8 +59,14 @@ class RunContext:
         """The run's name."""
         return self.spec.run_id
 
-    async def open_run(self, policy_version: int) -> broker_pb2.OpenRunResponse:
-        """Create the run or attach to it again, telling the broker the ledger; call with `version_lock` held."""
+    async def open_run(self, policy_version: int, *, takes_over: bool = False) -> broker_pb2.OpenRunResponse:
+        """Tell the broker the ledger, and hear how the run stands; call with `version_lock` held.
+
+        Args:
+            policy_version: The trainer's version.
+            takes_over: Create the run or become its trainer, and rewind it where it is further; raises what
+                `BrokerClient.open_run` does.
+        """
         algorithm = self.config.algorithm
         limits = broker_pb2.RunLimits(
             groups_per_step=algorithm.prompts_per_step,
@@ -76,6 +82,7 @@ class RunContext:
             policy=run_policy(self.config.policy),
             policy_version=policy_version,
             steps=self.progress.step_records(),
+            takes_over=takes_over,
         )
 
 

@@ -69,7 +69,7 @@ class RunSession:
         """Everything from OpenRun to CloseRun; raises what a part raised."""
         progress = self.context.progress
         async with self.context.version_lock:
-            opened = await self.context.open_run(progress.policy_version)
+            opened = await self.context.open_run(progress.policy_version, takes_over=True)
         self._history = opened.history
         if opened.num_samples_abandoned:
             _log.warning(

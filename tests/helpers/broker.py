@@ -253,6 +253,7 @@ class Trainer:
     stream: Duplex
     consumer_id: str
     num_credits: int = 0
+    owner: broker_pb2.RunOwner | None = None
 
     @classmethod
     def connect(
@@ -263,15 +264,20 @@ class Trainer:
         purpose: types_pb2.Purpose.ValueType = types_pb2.PURPOSE_TRAIN,
         held: Iterable[str] = (),
         run_id: str = RUN,
+        owner: broker_pb2.RunOwner | None = None,
     ) -> Trainer:
         """Open the stream."""
         stub = broker_pb2_grpc.BrokerServiceStub(channel)
         hello = broker_pb2.TrainerHello(
-            run_id=run_id, consumer_id=consumer_id, purpose=purpose, held_group_ids=list(held), max_groups=8
+            run_id=run_id,
+            consumer_id=consumer_id,
+            purpose=purpose,
+            held_group_ids=list(held),
+            max_groups=8,
+            owner=owner,
         )
-        return cls(
-            stub, Duplex(stub.StreamMicrobatches, broker_pb2.StreamMicrobatchesRequest(hello=hello)), consumer_id
-        )
+        stream = Duplex(stub.StreamMicrobatches, broker_pb2.StreamMicrobatchesRequest(hello=hello))
+        return cls(stub, stream, consumer_id, owner=owner)
 
     async def groups(self, count: int) -> list[types_pb2.TrajectoryGroup]:
         """The next `count` groups."""
@@ -289,7 +295,11 @@ class Trainer:
     async def ack(self, group_ids: Iterable[str], version: int, *, run_id: str = RUN) -> broker_pb2.AckStepResponse:
         """Acknowledge a step."""
         request = broker_pb2.AckStepRequest(
-            run_id=run_id, consumer_id=self.consumer_id, group_ids=list(group_ids), policy_version=version
+            run_id=run_id,
+            consumer_id=self.consumer_id,
+            group_ids=list(group_ids),
+            policy_version=version,
+            owner=self.owner,
         )
         return await rpc.call(self.stub.AckStep, request, peer="broker")
 
@@ -308,11 +318,22 @@ class RunningBroker:
         return await rpc.call(getattr(self.stub, method), request, peer="broker", timeout_s=TIMEOUT_S)
 
     async def open(
-        self, *, run_id: str = RUN, version: int = 0, policy: broker_pb2.RunPolicy | None = None, **changes: Any
+        self,
+        *,
+        run_id: str = RUN,
+        version: int = 0,
+        policy: broker_pb2.RunPolicy | None = None,
+        owner: broker_pb2.RunOwner | None = None,
+        **changes: Any,
     ) -> broker_pb2.OpenRunResponse:
-        """Open a run."""
+        """Open a run, or take it over; without a name if no owner is given."""
         request = broker_pb2.OpenRunRequest(
-            run_id=run_id, limits=limits(**changes), policy_version=version, policy=policy
+            run_id=run_id,
+            limits=limits(**changes),
+            policy_version=version,
+            policy=policy,
+            owner=owner,
+            takes_over=True,
         )
         response: broker_pb2.OpenRunResponse = await self.call("OpenRun", request)
         return response

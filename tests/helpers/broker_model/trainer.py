@@ -64,6 +64,7 @@ class ModelTrainer:
             policy=self.world.setting.policy,
             policy_version=self.memory.version,
             steps=steps,
+            takes_over=True,
         )
         before = await self._version_at_broker()
         response = await self.world.call("OpenRun", request)

@@ -110,6 +110,7 @@ class Trainer:
             policy=workload.policy(),
             policy_version=self._progress.version,
             steps=self._progress.records(),
+            takes_over=True,
         )
 
     async def _feed(self) -> None:

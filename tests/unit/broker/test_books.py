@@ -85,7 +85,7 @@ def test_a_rewind_takes_trained_samples_out_again() -> None:
     make_ready(state, "a")
     acknowledge(state, deliver(state), 1)
     assert _rows(state) == [(0, 2, 2, {}, 0)]
-    reopen_run(state, broker_pb2.OpenRunRequest(run_id="run-1", limits=limits(groups_per_step=1)), 9.0)
+    reopen_run(state, broker_pb2.OpenRunRequest(run_id="run-1", limits=limits(groups_per_step=1), takes_over=True), 9.0)
     assert _rows(state) == [(0, 2, 0, {}, 2)]
 
 

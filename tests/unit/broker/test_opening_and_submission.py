@@ -34,7 +34,12 @@ def _reopen(
 ) -> broker_pb2.OpenRunResponse:
     records = [broker_pb2.StepRecord(policy_version=number, group_ids=names) for number, names in steps]
     request = broker_pb2.OpenRunRequest(
-        run_id="run-1", limits=limits(**changes), policy_version=version, steps=records, policy=policy
+        run_id="run-1",
+        limits=limits(**changes),
+        policy_version=version,
+        steps=records,
+        policy=policy,
+        takes_over=True,
     )
     return reopen_run(state, request, 7.0)
 
@@ -228,7 +233,7 @@ def test_steps_out_of_order_are_refused(versions: list[int]) -> None:
     ],
 )
 def test_impossible_limits_are_refused(changes: dict[str, Any]) -> None:
-    request = broker_pb2.OpenRunRequest(run_id="r", limits=limits(**changes))
+    request = broker_pb2.OpenRunRequest(run_id="r", limits=limits(**changes), takes_over=True)
     with pytest.raises(InvalidFieldError):
         create_run(RunState(), request, 0.0)
 

@@ -310,7 +310,9 @@ def test_a_rewind_hands_trained_parcels_out_again() -> None:
     put(state, *groups("c"))
     assert step(state, 1, 2) == ["a", "b"]
     assert step(state, 2) == ["c"]
-    request = broker_pb2.OpenRunRequest(run_id="run-1", limits=state.limits.to_proto(), policy_version=1)
+    request = broker_pb2.OpenRunRequest(
+        run_id="run-1", limits=state.limits.to_proto(), policy_version=1, takes_over=True
+    )
     assert reopen_run(state, request, 2.0).num_groups_rewound == 1
     check(state)
     attach(state)
@@ -323,7 +325,9 @@ def test_a_rewind_gives_up_what_abandoned_weights_sampled() -> None:
     put(state, group("kept", version=1), group("gone", version=1))
     assert step(state, 2) == ["kept", "gone"]
     put(state, group("early", version=1), group("late", version=2))
-    request = broker_pb2.OpenRunRequest(run_id="run-1", limits=state.limits.to_proto(), policy_version=1)
+    request = broker_pb2.OpenRunRequest(
+        run_id="run-1", limits=state.limits.to_proto(), policy_version=1, takes_over=True
+    )
     reopen_run(state, request, 2.0)
     check(state)
     assert dict(audit(state).dropped) == {"abandoned_version": 2}
@@ -361,7 +365,9 @@ def test_older_steps_go_when_their_payload_is_more_than_is_retained(monkeypatch:
         put(state, group(f"g{version}", version=version))
         step(state, version + 1)
     assert sorted(state.trained_versions) == [3, 4]
-    request = broker_pb2.OpenRunRequest(run_id="run-1", limits=state.limits.to_proto(), policy_version=1)
+    request = broker_pb2.OpenRunRequest(
+        run_id="run-1", limits=state.limits.to_proto(), policy_version=1, takes_over=True
+    )
     response = reopen_run(state, request, 2.0)
     check(state)
     # Step 2 is gone; steps 3 and 4 are there, but weights that are abandoned sampled them.

@@ -216,7 +216,9 @@ def test_as_many_steps_are_retained_as_the_policy_says() -> None:
         make_ready(state, f"g{version}", version=version)
         acknowledge(state, deliver(state), version + 1)
     assert sorted(state.trained) == [3, 4]
-    request = broker_pb2.OpenRunRequest(run_id="run-1", limits=limits(), policy=state.policy.to_proto())
+    request = broker_pb2.OpenRunRequest(
+        run_id="run-1", limits=limits(), policy=state.policy.to_proto(), takes_over=True
+    )
     request.limits.CopyFrom(state.limits.to_proto())
     request.policy_version = 1
     response = reopen_run(state, request, 2.0)
