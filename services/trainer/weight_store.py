@@ -185,7 +185,9 @@ class WeightStore:
                 policy_version=holding.policy_version,
             )
         if digest != published:
-            _log.error("refused weights", receiver=receiver_id, policy_version=holding.policy_version, digest=digest)
+            _log.error(
+                "refused weights", receiver=receiver_id[:64], policy_version=holding.policy_version, digest=digest[:64]
+            )
             raise DigestMismatchError(
                 f"version {holding.policy_version} has digest {published}, {receiver_id} holds {digest:.64}; "
                 "do not serve it, fetch it again",
