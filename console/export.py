@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 from console.recording import RecordingWriter, open_writer
-from console.recording.recorder import Recording, record, resume_point
+from console.recording.recorder import Recording, missing_line, record, resume_point
 from console.target import Target, find_run
 from penstock.clients.export import StepExport
 from penstock.config import ConfigError
@@ -35,6 +35,8 @@ def export_command(
         if recording.num_samples:
             steps = f"steps {recording.first_version} to {recording.last_version}"
             print(f"{out}: {recording.num_samples} samples, {steps} of {target.run_id}")
+    for version, num_samples in recording.missing.items():
+        print(f"{out}: {missing_line(version, num_samples)}", file=sys.stderr)
     if not recording.num_samples:
         raise ConfigError(f"{target.run_id}: the broker retains no trained step that was asked for")
     return 0

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from console.recording import RecordingError, RecordingWriter, open_writer
-from console.recording.recorder import Recording, record, resume_point
+from console.recording.recorder import Recording, missing_line, record, resume_point
 from penstock.clients.export import StepExport
 from penstock.errors import NotRetainedError, PenstockError
 from penstock.rpc import open_channel
@@ -43,6 +43,7 @@ class RunRecorder:
         self._security, self._note = security, note
         self._recording = Recording()
         self._problems: list[str] = []
+        self._told_missing: dict[int, int] = {}
         self._writer: RecordingWriter | None = None
         self._next: tuple[int, int | None] = (0, None)
         self._is_over = False
@@ -123,10 +124,16 @@ class RunRecorder:
                     writer,
                     run_id=self._run_id,
                     recording=self._recording,
-                    on_step=lambda _recording: self._has_settled.set(),
+                    on_step=self._on_step,
                 )
             finally:
                 self._next = (export.next_version, export.history)
+
+    def _on_step(self, recording: Recording) -> None:
+        self._has_settled.set()
+        for version in recording.missing.keys() - self._told_missing.keys():
+            self._told_missing[version] = recording.missing[version]
+            self._problem(missing_line(version, recording.missing[version]))
 
     def _problem(self, text: str) -> None:
         self._problems.append(text)

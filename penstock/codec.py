@@ -192,3 +192,17 @@ def _read_varint(data: bytes, at: int) -> tuple[int, int]:
         shift += 7
         at += 1
     return value | data[at] << shift, at + 1
+
+
+def index_mask(indices: Iterable[int]) -> bytes:
+    """Indices as a bit mask: index i is bit i % 8 of byte i / 8."""
+    mask = 0
+    for index in indices:
+        mask |= 1 << index
+    return mask.to_bytes((mask.bit_length() + 7) // 8, "little")
+
+
+def masked_indices(mask: bytes) -> frozenset[int]:
+    """The indices of a bit mask; see `index_mask`."""
+    bits = int.from_bytes(mask, "little")
+    return frozenset(index for index in range(bits.bit_length()) if bits >> index & 1)

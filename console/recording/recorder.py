@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from console.recording.reader import scan
@@ -23,6 +23,8 @@ class Recording:
     """Policy version of the first step."""
     last_version: int | None = None
     """Policy version of the newest step."""
+    missing: dict[int, int] = field(default_factory=dict)
+    """Samples that the broker's Redis lost, by the policy version of their step."""
     is_in_step: bool = False
     """Whether some of a step's samples are written and others are still to come."""
 
@@ -43,6 +45,8 @@ async def record(
         if not response.HasField("group"):
             await in_thread(writer.end_step)
             recording.is_in_step = False
+            if response.num_missing_samples:
+                recording.missing[response.policy_version] = response.num_missing_samples
             on_step(recording)
             continue
         samples = samples_of(run_id, response)
@@ -67,6 +71,11 @@ def resume_point(path: Path, run_id: str) -> tuple[int, int | None]:
     if set(runs) != {run_id}:
         raise RecordingError(f"{path}: holds run {', '.join(sorted(runs))}; record {run_id} to another file")
     return runs[run_id].last_version, runs[run_id].last_history
+
+
+def missing_line(version: int, num_samples: int) -> str:
+    """What a person is told of samples that cannot be recorded."""
+    return f"step {version}: {num_samples} samples are missing, Redis lost them"
 
 
 async def in_thread(work: Callable[..., None], *arguments: object) -> None:

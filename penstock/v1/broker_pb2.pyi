@@ -301,21 +301,29 @@ class StepRecord(_message.Message):
 
     POLICY_VERSION_FIELD_NUMBER: _builtins.int
     GROUP_IDS_FIELD_NUMBER: _builtins.int
+    TRAINED_SAMPLES_FIELD_NUMBER: _builtins.int
     policy_version: _builtins.int
     """The version that step produced."""
     @_builtins.property
     def group_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """The groups trained in it."""
 
+    @_builtins.property
+    def trained_samples(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
+        """The samples trained on, a mask for each of group_ids: sample i is bit i % 8 of byte i / 8. At most 128 bytes each.
+        Empty from trainers that do not say: every sample that was not dropped then counts as trained.
+        """
+
     def __init__(
         self,
         *,
         policy_version: _builtins.int = ...,
         group_ids: _abc.Iterable[_builtins.str] | None = ...,
+        trained_samples: _abc.Iterable[_builtins.bytes] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["group_ids", b"group_ids", "policy_version", b"policy_version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["group_ids", b"group_ids", "policy_version", b"policy_version", "trained_samples", b"trained_samples"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -2176,11 +2184,16 @@ class ExportTrajectoriesResponse(_message.Message):
     GROUP_FIELD_NUMBER: _builtins.int
     POLICY_VERSION_FIELD_NUMBER: _builtins.int
     HISTORY_FIELD_NUMBER: _builtins.int
+    NUM_MISSING_SAMPLES_FIELD_NUMBER: _builtins.int
     policy_version: _builtins.int
     """The version its step produced; in a sign of life, the last version of which everything was sent."""
     history: _builtins.int
     """The run's history counter when it was sent: after a rewind, steps come again under a higher one and replace those
     of the same version sent before.
+    """
+    num_missing_samples: _builtins.int
+    """Without a group, at the end of step policy_version: samples of it that cannot be exported, because Redis lost them.
+    Such a response then comes without `follow`, too.
     """
     @_builtins.property
     def group(self) -> _types_pb2.TrajectoryGroup:
@@ -2194,10 +2207,11 @@ class ExportTrajectoriesResponse(_message.Message):
         group: _types_pb2.TrajectoryGroup | None = ...,
         policy_version: _builtins.int = ...,
         history: _builtins.int = ...,
+        num_missing_samples: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["group", b"group"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["group", b"group", "history", b"history", "policy_version", b"policy_version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["group", b"group", "history", b"history", "num_missing_samples", b"num_missing_samples", "policy_version", b"policy_version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

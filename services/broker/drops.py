@@ -12,7 +12,7 @@ Invariants:
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 from penstock.v1 import broker_pb2, types_pb2
 from services.broker import books, parcels
@@ -29,6 +29,7 @@ CONTEXT_TOO_LONG = "context_too_long"
 ZERO_VARIANCE = "zero_variance"
 OVERSAMPLED = "oversampled"
 PAYLOAD_LOST = "payload_lost"
+NOT_TRAINED = "not_trained"
 
 _SCORED, _DROPPED = broker_pb2.SAMPLE_STATE_SCORED, broker_pb2.SAMPLE_STATE_DROPPED
 _USABLE_STATES = frozenset((_SCORED, _DROPPED))
@@ -156,6 +157,16 @@ def reset_sample(state: RunState, group: GroupRecord, index: int) -> None:
         fresh.predicted_tokens = old.predicted_tokens
     old.CopyFrom(fresh)
     state.clear((group.group_id, index))
+
+
+def keep_trained(state: RunState, group: GroupRecord, indices: Collection[int]) -> None:
+    """Inside an `edit` of a group that a step trained: of its samples, exactly those at `indices` are not dropped."""
+    for index, sample in enumerate(group.samples):
+        if sample.state != _DROPPED and index not in indices:
+            _drop_sample(state, group, index, NOT_TRAINED)
+        elif sample.state == _DROPPED and index in indices:
+            books.count_submitted(state, version=group.submit_version, num_samples=1)
+            reset_sample(state, group, index)
 
 
 def _drop_sample(state: RunState, group: GroupRecord, index: int, reason: str) -> None:

@@ -1,8 +1,9 @@
 """Trained groups on their way out: retained steps, oldest first, and with `follow` each step as it is acknowledged.
 
-Promises: no step is left out silently (one that is no longer retained ends the stream with NotRetainedError); steps
-trained anew after a rewind are sent again; what is read ahead is bounded, so a client that stops reading costs no
-memory; a follower hears something at least every SIGN_OF_LIFE_S.
+Promises: no step is left out silently: one that is no longer retained ends the stream with NotRetainedError, and
+samples that Redis lost are counted at the end of their step. Steps trained anew after a rewind are sent again; what is
+read ahead is bounded, so a client that stops reading costs no memory; a follower hears something at least every
+SIGN_OF_LIFE_S.
 """
 
 from __future__ import annotations
@@ -13,13 +14,17 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from functools import partial
 
-from penstock.errors import InternalError, InvalidFieldError, NotRetainedError
+import structlog
+
+from penstock.errors import InvalidFieldError, NotRetainedError
 from penstock.v1 import broker_pb2, types_pb2
+from services.broker import tallies
 from services.broker.hub import RunHub
 from services.broker.hubs import Hubs
 from services.broker.intake import wait_for_event
 from services.broker.microbatch_stream import copy_of, load_groups, load_parcels
 from services.broker.parcel_shelf import is_parcel
+from services.broker.payload import kept_indices
 from services.broker.records_pb2 import GroupRecord, ParcelRecord
 from services.broker.run_state import RunState
 
@@ -28,6 +33,7 @@ MAX_BATCH_RECORDS = 64
 MAX_BATCH_TOKENS = 256 * 1024
 """About 2 MiB of payload read ahead; a larger group goes alone."""
 
+_log = structlog.get_logger()
 _Response = broker_pb2.ExportTrajectoriesResponse
 Record = GroupRecord | ParcelRecord
 
@@ -52,8 +58,15 @@ class Plan:
     """The run's history counter."""
     names: tuple[str, ...]
     """Its groups and parcels in order of submission; empty when the step is not done yet."""
+    num_lost: int
+    """Samples of the step of which not even a record is left."""
     is_closed: bool
     """Whether the run is closed."""
+
+    @property
+    def is_due(self) -> bool:
+        """Whether the step was trained, so that there is something to send."""
+        return bool(self.names or self.num_lost)
 
 
 def cursor_of(request: broker_pb2.ExportTrajectoriesRequest) -> Cursor:
@@ -69,14 +82,15 @@ def plan(state: RunState, cursor: Cursor) -> Plan:
     run = state.run
     version = _version_after_rewinds(state, cursor) or min(state.trained_versions, default=run.policy_version + 1)
     names = _names(state, version)
-    if not names and version <= run.policy_version:
+    num_lost = tallies.num_lost_samples(state, version) if version > run.forgotten_version else 0
+    if not names and not num_lost and version <= run.policy_version:
         oldest = min((kept for kept in state.trained_versions if kept > version), default=run.policy_version + 1)
         raise NotRetainedError(
             f"step {version} of run {run.run_id!r} is no longer retained; the first that is, or will be, is {oldest}",
             policy_version=version,
             oldest_policy_version=oldest,
         )
-    return Plan(version=version, history=run.history, names=names, is_closed=run.is_closed)
+    return Plan(version=version, history=run.history, names=names, num_lost=num_lost, is_closed=run.is_closed)
 
 
 def _names(state: RunState, version: int) -> tuple[str, ...]:
@@ -104,22 +118,27 @@ async def export(hubs: Hubs, request: broker_pb2.ExportTrajectoriesRequest) -> A
             hubs.check_serving()
             planned = await hub.transact(partial(plan, cursor=cursor), must_verify=must_verify)
             must_verify = False
-            if not planned.names and (planned.is_closed or not request.follow):
+            if not planned.is_due and (planned.is_closed or not request.follow):
                 return
-            num_sent = 0
+            num_sent, num_missing = 0, planned.num_lost
             while records := await hub.transact(partial(_records, planned=planned, start=num_sent), must_verify=False):
-                groups = await _load(hub, records)
-                if groups is None:
-                    await _check_still_there(hub, planned)
+                groups, num_without = await _load(hub, records)
+                if num_without and not await _is_still_there(hub, planned):
                     break
                 num_sent += len(records)
+                num_missing += num_without
                 for group in groups:
                     yield _Response(group=group, policy_version=planned.version, history=planned.history)
-            is_sent = bool(planned.names) and num_sent == len(planned.names)
+            is_sent = planned.is_due and num_sent == len(planned.names)
             cursor = Cursor(next_version=planned.version + is_sent, history=planned.history)
-            if request.follow and (is_sent or time.monotonic() - spoke_s >= SIGN_OF_LIFE_S):
+            is_silent = time.monotonic() - spoke_s >= SIGN_OF_LIFE_S
+            if (is_sent and num_missing) or (request.follow and (is_sent or is_silent)):
                 spoke_s = time.monotonic()
-                yield _Response(policy_version=cursor.next_version - 1, history=planned.history)
+                yield _Response(
+                    policy_version=cursor.next_version - 1,
+                    history=planned.history,
+                    num_missing_samples=num_missing if is_sent else 0,
+                )
             await _wait_for_news(hubs, hub, cursor, wake, spoke_s + SIGN_OF_LIFE_S)
 
 
@@ -144,26 +163,42 @@ def _num_tokens(record: Record) -> int:
     return record.num_prompt_tokens + sum(sample.num_tokens for sample in record.samples)
 
 
-async def _load(hub: RunHub, records: list[Record]) -> list[types_pb2.TrajectoryGroup] | None:
-    """The groups of the records with their payload; None where some of it is gone."""
+async def _load(hub: RunHub, records: list[Record]) -> tuple[list[types_pb2.TrajectoryGroup], int]:
+    """The groups of the records with their payload, and how many samples have none."""
     single = [record for record in records if isinstance(record, GroupRecord)]
+    num_without = sum(_leave_out_lost(record) for record in single)
     by_id = {group.prompt.group_id: group for group in await load_groups(hub, single, has_text=True)}
     packed = await load_parcels(hub, [record for record in records if isinstance(record, ParcelRecord)])
     groups: list[types_pb2.TrajectoryGroup] = []
     for record in records:
         if isinstance(record, ParcelRecord) and packed[record.sequence]:
             groups += types_pb2.TrajectoryGroups.FromString(bytes(packed[record.sequence])).groups
-        elif isinstance(record, GroupRecord) and record.group_id in by_id:
+        elif isinstance(record, ParcelRecord):
+            num_without += len(record.sample_tokens)
+        elif record.group_id not in by_id:
+            num_without += len(kept_indices(record))
+        elif by_id[record.group_id].trajectories:
             groups.append(by_id[record.group_id])
-        else:
-            return None
-    return groups
+    return groups, num_without
 
 
-async def _check_still_there(hub: RunHub, planned: Plan) -> None:
-    """Payload went while it was read. Raises InternalError unless the step went too."""
-    if await hub.transact(partial(_records, planned=planned, start=0)):
-        raise InternalError(f"run {hub.run_id!r}: payload of step {planned.version} is missing")
+def _leave_out_lost(copy: GroupRecord) -> int:
+    """Take out of a record's copy the samples that count as trained on the trainer's word alone; returns how many.
+
+    Redis lost their end, the score among it; see `opening`.
+    """
+    lost = [copy.samples[index] for index in kept_indices(copy) if not copy.samples[index].HasField("score")]
+    for sample in lost:
+        sample.state = broker_pb2.SAMPLE_STATE_DROPPED
+    return len(lost)
+
+
+async def _is_still_there(hub: RunHub, planned: Plan) -> bool:
+    """Payload is missing: whether it is lost, or the step went while it was read."""
+    if not await hub.transact(partial(_records, planned=planned, start=0)):
+        return False
+    _log.warning("payload of a step is lost and left out of an export", run_id=hub.run_id, version=planned.version)
+    return True
 
 
 async def _wait_for_news(hubs: Hubs, hub: RunHub, cursor: Cursor, wake: asyncio.Event, until_s: float) -> None:

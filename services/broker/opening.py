@@ -9,15 +9,16 @@ again; what the checkpoint trained and the broker forgot is marked trained.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 from google.protobuf.json_format import MessageToDict
 from google.protobuf.message import Message
 
+from penstock.codec import masked_indices
 from penstock.errors import InvalidFieldError, RunClosedError, RunConflictError, VersionConflictError
 from penstock.v1 import broker_pb2, types_pb2
 from services.broker import delivery, drops, ownership, parcels, tallies
-from services.broker.limits import Limits
+from services.broker.limits import MAX_GROUP_SIZE, Limits
 from services.broker.policy import Policy
 from services.broker.records_pb2 import GroupRecord, RunRecord
 from services.broker.run_state import RunState
@@ -131,6 +132,14 @@ def _check_steps(request: broker_pb2.OpenRunRequest) -> None:
         versions and not 1 <= versions[0] <= versions[-1] <= request.policy_version
     ):
         raise InvalidFieldError("steps: versions must rise, from 1 to policy_version at most", field="steps")
+    for step in request.steps:
+        masks = step.trained_samples
+        if masks and (len(masks) != len(step.group_ids) or max(map(len, masks)) * 8 > MAX_GROUP_SIZE):
+            raise InvalidFieldError(
+                f"steps.trained_samples: {len(masks)} masks for {len(step.group_ids)} groups; must be one for each, of "
+                f"at most {MAX_GROUP_SIZE} samples",
+                field="steps.trained_samples",
+            )
 
 
 def _rewind(state: RunState, policy_version: int, now_s: float) -> tuple[int, int]:
@@ -216,23 +225,33 @@ def _catch_up(state: RunState, steps: Sequence[broker_pb2.StepRecord], policy_ve
         if step.policy_version <= run.policy_version:
             continue
         parcels.train(state, step.group_ids, step.policy_version)
-        for group_id in step.group_ids:
+        for group_id, indices in _trained_samples(step):
             if group_id in state.live:
-                _forget_unfinished(state, group_id, step.policy_version)
+                _forget_unfinished(state, group_id, step.policy_version, indices)
                 delivery.train(state, group_id, step.policy_version)
             elif not state.knows(group_id):
                 # Even its submission is lost. It was trained on, so both sides of the books get it, without tokens.
                 state.pending.retired.add(group_id)
-                tallies.note_lost_group(state, step.policy_version, num_samples=state.limits.group_size)
+                num_samples = state.limits.group_size if indices is None else len(indices)
+                tallies.note_lost_group(state, step.policy_version, num_samples=num_samples)
     delivery.advance(state, policy_version, now_s)
 
 
-def _forget_unfinished(state: RunState, group_id: str, policy_version: int) -> None:
+def _trained_samples(step: broker_pb2.StepRecord) -> Iterator[tuple[str, frozenset[int] | None]]:
+    """The groups of a step, each with the samples that were trained on; None where the trainer does not say."""
+    for position, group_id in enumerate(step.group_ids):
+        yield group_id, masked_indices(step.trained_samples[position]) if step.trained_samples else None
+
+
+def _forget_unfinished(state: RunState, group_id: str, policy_version: int, indices: Collection[int] | None) -> None:
     """Before a group is marked trained on the trainer's word: throw away what cannot be what the trainer had.
 
-    The store lost the end of such a sample, so its age in that step is not known; the trainer saw to the bound.
+    The store lost the end of such a sample, so its age in that step is not known; the trainer saw to the bound. Samples
+    that the trainer does not name were dropped in what the store lost, or left out of the step.
     """
     with state.edit(group_id) as group:
+        if indices is not None:
+            drops.keep_trained(state, group, indices)
         for index, sample in enumerate(group.samples):
             is_too_old = trained_staleness(sample, policy_version) > state.limits.max_staleness
             if sample.state != broker_pb2.SAMPLE_STATE_DROPPED and (is_too_old or not sample.HasField("score")):

@@ -84,9 +84,9 @@ def abandon_after(state: RunState, policy_version: int) -> int:
     return num_samples
 
 
-def num_lost_groups(state: RunState, version: int) -> int:
-    """Groups of a retained step of which nothing but their number is left."""
-    return state.tallies[version].num_groups if version in state.tallies else 0
+def num_lost_samples(state: RunState, version: int) -> int:
+    """Samples of a retained step of which nothing but their number is left."""
+    return sum(row.num_samples for row in state.tallies[version].rows) if version in state.tallies else 0
 
 
 def _forgotten(state: RunState) -> list[int]:

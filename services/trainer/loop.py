@@ -217,7 +217,9 @@ class StepLoop:
     async def _finish(self, open_step: _OpenStep) -> None:
         report = await self._compute.run(open_step.step.finish)
         progress = self._context.progress
-        progress.record_step(tuple(open_step.groups))
+        progress.record_step(
+            {group_id: [sample.sample_index for sample in samples] for group_id, samples in open_step.groups.items()}
+        )
         progress.num_samples += report.num_samples
         progress.num_response_tokens += report.num_completion_tokens
         progress.max_staleness_seen = max(progress.max_staleness_seen, report.staleness_max)

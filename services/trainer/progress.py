@@ -12,14 +12,18 @@ from __future__ import annotations
 
 import json
 from collections import deque
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 
+from penstock.codec import index_mask
 from penstock.v1 import broker_pb2
 from services.trainer.checkpoint import CheckpointFormatError, ResumeState
 from services.trainer.overlap import OverlapTotals
 
 MAX_LEDGER_STEPS = 64
 """Steps whose groups are remembered: more than a broker's store can lose between two of its writes to disk."""
+MAX_SAMPLE_INDEX = 1_023
+"""The largest that the broker gives a sample of a prompt."""
 _EXTRA_KEY = "progress"
 
 
@@ -29,6 +33,8 @@ class LedgerStep:
 
     policy_version: int
     group_ids: tuple[str, ...]
+    trained_samples: tuple[bytes, ...] = ()
+    """A mask of the samples trained on for each group (`index_mask`); none in older checkpoints."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -54,25 +60,36 @@ class Progress:
     overlap: OverlapTotals = field(default_factory=OverlapTotals)
     """The training phase of earlier processes, likewise."""
 
-    def record_step(self, group_ids: tuple[str, ...]) -> None:
-        """An optimiser step was taken on these groups."""
+    def record_step(self, groups: Mapping[str, Iterable[int]]) -> None:
+        """An optimiser step was taken on these samples: their indices by group id."""
         self.policy_version += 1
-        self.ledger.append(LedgerStep(policy_version=self.policy_version, group_ids=group_ids))
-        self.num_trained_groups += len(group_ids)
-        for group_id in group_ids:
+        step = LedgerStep(
+            policy_version=self.policy_version,
+            group_ids=tuple(groups),
+            trained_samples=tuple(_mask(indices) for indices in groups.values()),
+        )
+        self.ledger.append(step)
+        self.num_trained_groups += len(groups)
+        for group_id in groups:
             self.outstanding.pop(group_id, None)
 
     def step_records(self) -> list[broker_pb2.StepRecord]:
         """The ledger as OpenRun takes it, newest last."""
         return [
-            broker_pb2.StepRecord(policy_version=step.policy_version, group_ids=step.group_ids) for step in self.ledger
+            broker_pb2.StepRecord(
+                policy_version=step.policy_version, group_ids=step.group_ids, trained_samples=step.trained_samples
+            )
+            for step in self.ledger
         ]
 
     def to_resume_state(self, *, wall_s: float, overlap: OverlapTotals) -> ResumeState:
         """What a checkpoint of the present moment holds."""
         document = {
             "outstanding": list(self.outstanding),
-            "ledger": [asdict(step) for step in self.ledger],
+            "ledger": [
+                asdict(step) | {"trained_samples": [mask.hex() for mask in step.trained_samples]}
+                for step in self.ledger
+            ],
             "num_trained_groups": self.num_trained_groups,
             "num_dropped_groups": self.num_dropped_groups,
             "num_samples": self.num_samples,
@@ -95,7 +112,11 @@ class Progress:
         try:
             document = json.loads(state.extra[_EXTRA_KEY])
             steps = [
-                LedgerStep(policy_version=int(step["policy_version"]), group_ids=tuple(step["group_ids"]))
+                LedgerStep(
+                    policy_version=int(step["policy_version"]),
+                    group_ids=tuple(step["group_ids"]),
+                    trained_samples=tuple(bytes.fromhex(mask) for mask in step.get("trained_samples", ())),
+                )
                 for step in document["ledger"]
             ]
             return cls(
@@ -114,3 +135,9 @@ class Progress:
             )
         except (ValueError, KeyError, TypeError) as error:
             raise CheckpointFormatError(f"the checkpoint's progress cannot be read: {error!r}") from error
+
+
+def _mask(indices: Iterable[int]) -> bytes:
+    """The samples of a group. Who puts a group numbers them freely; of those only how many they are matters."""
+    found = list(indices)
+    return index_mask(found if max(found, default=0) <= MAX_SAMPLE_INDEX else range(len(found)))

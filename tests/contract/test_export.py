@@ -10,7 +10,7 @@ import grpc
 import pytest
 
 from penstock.clients.trajectories import TrajectorySession
-from penstock.errors import InvalidFieldError, NotRetainedError, PenstockError, ServiceUnavailableError, from_rpc_error
+from penstock.errors import InvalidFieldError, NotRetainedError, ServiceUnavailableError, from_rpc_error
 from penstock.v1 import broker_pb2
 from services.broker import export
 from services.broker.memory_store import MemoryStore
@@ -165,17 +165,21 @@ async def test_a_negative_version_is_refused(broker: RunningBroker) -> None:
         await _Follower(broker, from_policy_version=-1).read()
 
 
-async def test_no_payload_where_there_should_be_some_is_a_fault_and_not_a_gap(
+async def test_payload_that_is_lost_is_counted_at_the_end_of_its_step(
     broker: RunningBroker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await train_step(broker, "a", "b")
+    load_groups = export.load_groups
 
-    async def nothing(*_arguments: Any, **_options: Any) -> list[Any]:
-        return []
+    async def without_the_first(*arguments: Any, **options: Any) -> list[Any]:
+        return (await load_groups(*arguments, **options))[1:]
 
-    monkeypatch.setattr(export, "load_groups", nothing)
-    with pytest.raises(PenstockError, match="payload of step 1 is missing"):
-        await _Follower(broker).read()
+    monkeypatch.setattr(export, "load_groups", without_the_first)
+    follower = _Follower(broker, follow=False)
+    assert (await follower.read()).group.prompt.group_id == "b"
+    end = await follower.read()
+    assert (end.HasField("group"), end.policy_version, end.num_missing_samples) == (False, 1, 2)
+    assert await follower.read() is grpc.aio.EOF
 
 
 async def test_groups_that_were_put_are_exported_with_the_others(broker: RunningBroker) -> None:

@@ -63,7 +63,7 @@ async def _train(context: RunContext, trainer: Trainer, generator: Generator) ->
         groups = [group for _ in range(GROUPS_PER_STEP) for group in await trainer.groups(1)]
         assert {len(group.trajectories) for group in groups} == {GROUP_SIZE}
         async with context.version_lock:
-            progress.record_step(tuple(group.prompt.group_id for group in groups))
+            progress.record_step({group.prompt.group_id: range(GROUP_SIZE) for group in groups})
             await trainer.ack([group.prompt.group_id for group in groups], version + 1)
             progress.acked_version = version + 1
         generator.beat(version=version + 1)

@@ -94,7 +94,7 @@ async def test_a_killed_run_of_agents_resumes_from_a_checkpoint_older_than_what_
             await _put_and_train(client, version, f"old{version}")
         broker.kill()
         await broker.start()
-        opened = await client.open_run(RUN, limits=agents, policy=policy, policy_version=2)
+        opened = await client.open_run(RUN, limits=agents, policy=policy, policy_version=2, takes_over=True)
         # Steps 3 to 10 are gone; 11 and 12 are there, but weights that exist no more sampled them.
         assert (opened.policy_version, opened.history, opened.num_samples_abandoned) == (2, 1, 8 * 4)
         books = await client.audit(RUN)

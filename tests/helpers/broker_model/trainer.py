@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 from dataclasses import dataclass, field
 
-from penstock.codec import int32_bytes
+from penstock.codec import index_mask, int32_bytes
 from penstock.errors import LeaseLostError, PenstockError, UnknownSampleError, VersionConflictError
 from penstock.v1 import broker_pb2, types_pb2
 from tests.helpers.broker_model.truth import attempt_of, tokens_trained_on
@@ -24,14 +24,14 @@ class Memory:
     """What a checkpoint holds."""
 
     version: int = 0
-    ledger: list[tuple[int, dict[str, int]]] = field(default_factory=list)
-    """Steps taken: the version each made, and how many samples of which group went into it."""
+    ledger: list[tuple[int, dict[str, list[int]]]] = field(default_factory=list)
+    """Steps taken: the version each made, and which samples of which group went into it."""
     outstanding: list[str] = field(default_factory=list)
 
     @property
     def trained(self) -> dict[str, int]:
         """Samples by group, over all steps."""
-        return {group_id: count for _version, groups in self.ledger for group_id, count in groups.items()}
+        return {group_id: len(indices) for _version, groups in self.ledger for group_id, indices in groups.items()}
 
 
 class ModelTrainer:
@@ -55,7 +55,9 @@ class ModelTrainer:
     async def open(self) -> broker_pb2.OpenRunResponse:
         """Open the run at the present version, with the ledger."""
         steps = [
-            broker_pb2.StepRecord(policy_version=version, group_ids=list(groups))
+            broker_pb2.StepRecord(
+                policy_version=version, group_ids=list(groups), trained_samples=map(index_mask, groups.values())
+            )
             for version, groups in self.memory.ledger[-64:]
         ]
         request = broker_pb2.OpenRunRequest(
@@ -221,7 +223,10 @@ class ModelTrainer:
         if not self.held:
             return
         self.is_regular = self.is_regular and len(self.held) == self.world.limits.groups_per_step
-        groups = {group_id: len(group.trajectories) for group_id, group in self.held.items()}
+        groups = {
+            group_id: [trajectory.key.sample_index for trajectory in group.trajectories]
+            for group_id, group in self.held.items()
+        }
         assert not groups.keys() & self.memory.trained.keys()
         self.memory.version += 1
         self.memory.ledger.append((self.memory.version, groups))
@@ -254,7 +259,7 @@ class ModelTrainer:
             return None
         assert response.policy_version == self.memory.version
         # What a broker marked trained on the trainer's word it counts as its store remembers it.
-        assert response.num_samples == sum(groups.values()) or self.world.has_lost_commits
+        assert response.num_samples == sum(map(len, groups.values())) or self.world.has_lost_commits
         assert response.max_staleness_seen <= self.world.limits.max_staleness
         return response
 
