@@ -5,7 +5,7 @@
     plans.jsonl            every plan that was followed, with `scheduler.problem`
     services/<name>.yaml   configuration of a service started here
     services/<name>.json   its process: id, address, restarts (read by ps, status, stop)
-    logs/<name>.log        its log
+    logs/<name>.log        its log; .log.1, .log.2 ... are older
     redis/                 the embedded Redis' append-only files
     cache/<name>/          weights fetched by a generator
     lengths/               what a scheduler started here learned about lengths
@@ -104,10 +104,14 @@ def open_folder(path: Path) -> RunFolder:
 
 
 def replace_text(path: Path, text: str) -> None:
-    """Write a file as a whole: readers see the old text or the new one."""
+    """Write a file as a whole: readers see the old text or the new one, also where the disk refuses (OSError)."""
     beside = path.with_name(f".{path.name}.{os.getpid()}")
-    beside.write_text(text, encoding="utf-8")
-    beside.replace(path)
+    try:
+        beside.write_text(text, encoding="utf-8")
+        beside.replace(path)
+    except OSError:
+        beside.unlink(missing_ok=True)
+        raise
 
 
 def started_ticks_of(pid: int) -> int | None:

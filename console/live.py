@@ -92,8 +92,8 @@ class PlainDisplay:
         self._spoke_s = self._now_s()
         try:
             print(text, file=self._out, flush=True)
-        except BrokenPipeError:
-            # A run does not end because nobody watches it any more.
+        except OSError:
+            # A run does not end because nobody watches it any more, or because the file that this goes to is full.
             discard(self._out)
 
 

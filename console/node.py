@@ -21,6 +21,7 @@ from pathlib import Path
 
 import structlog
 
+from console.disk_watch import FolderRefusedError
 from console.folder import RunFolder
 from console.node_config import NodeConfig, read_node
 from console.node_plan import Placement, change, generator_config, misfits, placements
@@ -60,7 +61,7 @@ async def _run(config: NodeConfig, security: Security) -> int:
         await asyncio.wait({working, stopped}, return_when=asyncio.FIRST_COMPLETED)
         if working.done():
             working.result()
-    except ServiceFailedError as error:
+    except (ServiceFailedError, FolderRefusedError) as error:
         _log.error("this machine leaves", reason=str(error))
         return EXIT_FAILED
     finally:

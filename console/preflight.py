@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from console.config import RunConfig
+from console.disk_watch import MIN_FREE_BYTES
 from console.embedded_redis import redis_executable
 from console.folder import CONSOLE_NAME, RunFolder
 from console.model_check import context_problem, data_problems, model_problems
@@ -19,6 +20,7 @@ from console.ports import listen_problem
 from console.probes import BROKER, GENERATOR, REWARD, SCHEDULER, TRAINER, redis_problem, service_problem
 from console.processes import console_argv, service_environment
 from penstock.config import ConfigError
+from penstock.disk import free_bytes, full_message
 from penstock.security import Security
 from services.scheduler.plan_document import read_plan
 from services.scheduler.problem import read_problem
@@ -123,6 +125,8 @@ def _local_reward_problems(model: str) -> list[str]:
 
 
 def _folder_problems(folder: RunFolder, *, is_resume: bool) -> list[str]:
+    if free_bytes(folder.path) < MIN_FREE_BYTES:
+        return [f"run.dir: {full_message(folder.path)}" if is_resume else f"run.dir: {folder.path}: the disk is full"]
     if is_resume:
         mine = [record for record in folder.records() if record.is_alive]
         running = [record for record in mine if record.name == CONSOLE_NAME]

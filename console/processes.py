@@ -5,12 +5,14 @@ Invariants:
 - It is restarted with the same command (hence on the same port), with back-off, at most MAX_RESTARTS times; a process
   that ends MAX_FAILED_STARTS times in a row without ever becoming ready is given up, and so is one that says on its
   first start that its configuration is wrong (exit status 2).
+- What it writes goes to its log through this process (`console.log_files`), which rotates it and outlives a full disk.
 - Readiness is polled by `ServiceSpec.is_ready`, which has a deadline of its own.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 import subprocess
@@ -22,6 +24,7 @@ from pathlib import Path
 
 import console
 from console.folder import ProcessRecord, started_ticks_of
+from console.log_files import LogPump, RotatedLog
 from penstock.rpc import backoff_s
 
 MAX_RESTARTS = 20
@@ -31,6 +34,10 @@ LAUNCHER_VARIABLE = "PENSTOCK_LAUNCHER_PID"
 _READY_POLL_S = 0.2
 _MAX_LINE_CHARACTERS = 400
 _TAIL_BYTES = 65536
+LOG_BYTES, LOG_FILES = 64 * 2**20, 5
+"""Largest size of a log, and how many are kept with those that were put aside."""
+_LAST_WORDS_S = 2.0
+"""For what the process left in its pipe; something that outlived it may hold the pipe for longer."""
 
 
 class ServiceFailedError(Exception):
@@ -65,13 +72,25 @@ class ServiceSpec:
     """Whether it is up, asked again and again after a start."""
     stop_grace_s: float = 10.0
     """Seconds between SIGTERM and SIGKILL."""
+    log_bytes: int = LOG_BYTES
+    """Size at which its log is put aside."""
+    log_files: int = LOG_FILES
+    """Logs kept, the one that is written to included."""
 
 
 class SupervisedProcess:
     """Keeps one process running until it is stopped."""
 
-    def __init__(self, spec: ServiceSpec, *, on_change: Callable[[ProcessRecord], None]) -> None:
+    def __init__(
+        self,
+        spec: ServiceSpec,
+        *,
+        on_change: Callable[[ProcessRecord], None],
+        on_refused_write: Callable[[OSError], None] = lambda error: None,
+    ) -> None:
         self.spec = spec
+        self._on_refused_write = on_refused_write
+        self._log = RotatedLog(spec.log_path, max_bytes=spec.log_bytes, num_files=spec.log_files)
         self.ready = asyncio.Event()
         self.num_restarts = 0
         self.state = ProcessState.STARTING
@@ -122,15 +141,23 @@ class SupervisedProcess:
         self._kill_group()
 
     async def _run_once(self) -> int:
-        with self.spec.log_path.open("ab") as log:
+        loop = asyncio.get_running_loop()
+        try:
+            self._log.open()
+        except OSError as error:
+            self._on_refused_write(error)
+        pump = LogPump(self._log, on_refusal=lambda error: self._take_refusal(loop, error))
+        try:
             self._process = await asyncio.create_subprocess_exec(
                 *self.spec.argv,
                 stdin=subprocess.DEVNULL,
-                stdout=log,
+                stdout=pump.writing_end,
                 stderr=subprocess.STDOUT,
                 env=dict(self.spec.env),
                 start_new_session=True,
             )
+        finally:
+            pump.start()
         self._set_state(self.state)
         watcher = asyncio.create_task(self._watch_readiness())
         try:
@@ -139,6 +166,12 @@ class SupervisedProcess:
             watcher.cancel()
             await asyncio.gather(watcher, return_exceptions=True)
             self._kill_group()
+            await asyncio.to_thread(pump.join, _LAST_WORDS_S)
+
+    def _take_refusal(self, loop: asyncio.AbstractEventLoop, error: OSError) -> None:
+        # Called in the pump's thread, which may outlive the loop.
+        with contextlib.suppress(RuntimeError):
+            loop.call_soon_threadsafe(self._on_refused_write, error)
 
     async def _watch_readiness(self) -> None:
         while not await self.spec.is_ready():  # noqa: ASYNC110 - another process' readiness sets no event here

@@ -1,7 +1,7 @@
 """Records a run beside it, for `penstock run` with `record`: every trained step, into the run's folder.
 
-A recorder that cannot go on says so and ends; the run goes on without it. Steps that were forgotten before they were
-recorded are told as a gap.
+A recorder that cannot go on says so and ends; the run goes on without it. Only a disk that refuses the recording ends
+the run too, which then can be resumed. Steps that were forgotten before they were recorded are told as a gap.
 """
 
 from __future__ import annotations
@@ -34,13 +34,21 @@ class RunRecorder:
         path: The recording; what is there is gone on with.
         security: For the connection.
         note: Told what a person should know.
+        on_refusal: Hears of a write that the disk refused.
     """
 
     def __init__(
-        self, *, run_id: str, broker: str, path: Path, security: Security, note: Callable[[str], None]
+        self,
+        *,
+        run_id: str,
+        broker: str,
+        path: Path,
+        security: Security,
+        note: Callable[[str], None],
+        on_refusal: Callable[[OSError, Path], None] = lambda error, path: None,
     ) -> None:
         self._run_id, self._broker, self._path = run_id, broker, path
-        self._security, self._note = security, note
+        self._security, self._note, self._on_refusal = security, note, on_refusal
         self._recording = Recording()
         self._problems: list[str] = []
         self._told_missing: dict[int, int] = {}
@@ -73,9 +81,12 @@ class RunRecorder:
             try:
                 async with asyncio.timeout(FINISH_S):
                     await self._export(self._writer, follow=False)
-            except (PenstockError, TimeoutError) as error:
-                self._problem(f"the last steps could not be fetched: {error or 'no answer in time'}")
-        self._writer.close()
+            except (PenstockError, RecordingError, OSError) as error:
+                self._problem(f"the last steps could not be fetched: {str(error) or 'no answer in time'}")
+        try:
+            self._writer.close()
+        except OSError as error:
+            self._problem(f"it could not be completed: {error}")
 
     def closing_lines(self) -> Iterator[str]:
         """What a person wants to know at the end."""
@@ -104,6 +115,8 @@ class RunRecorder:
         except (PenstockError, RecordingError, OSError) as error:
             self._is_over = True
             self._problem(f"it stopped: {error}")
+            if isinstance(error, OSError):
+                self._on_refusal(error, self._path)
 
     async def _export(self, writer: RecordingWriter, *, follow: bool) -> None:
         version, history = self._next

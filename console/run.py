@@ -8,22 +8,26 @@
       |                                                                 |
     services stop, report, exit 0 (completed) or 1 (failed)       exit 130, resumable
 
-A second Ctrl-C kills everything at once.
+A second Ctrl-C kills everything at once. A run folder that takes no more (`console.disk_watch`) stops the run as Ctrl-C
+does, but with exit status 1 and a line that says why.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import signal
 import sys
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Iterable
 from pathlib import Path
 from typing import Any, TypeVar
 
+from console.closed_output import discard
 from console.config import RunConfig, load_run_config, to_yaml
 from console.derive import training_config
+from console.disk_watch import DiskWatch, FolderRefusedError
 from console.folder import CONSOLE_NAME, ProcessRecord, RunFolder, open_folder, replace_text, started_ticks_of
 from console.launcher import Launcher
 from console.lengths import Document, fetch_lengths
@@ -38,6 +42,7 @@ from console.run_plan import RunPlan
 from console.session import RunSession, TrainerLostError
 from console.view import RunView
 from penstock.config import ConfigError
+from penstock.disk import failure_message
 from penstock.errors import PenstockError
 from penstock.security import Security
 from penstock.v1 import trainer_pb2
@@ -63,9 +68,12 @@ async def execute_run(config: RunConfig, *, is_resume: bool, source: str) -> int
     view = RunView(run_id=config.run.id, num_steps=config.run.num_steps)
     display = choose_display(view)
     run = _Run(config, folder, security=security, view=view, display=display)
-    folder.create()
-    if not is_resume:
-        replace_text(folder.config, to_yaml(config))
+    try:
+        folder.create()
+        if not is_resume:
+            replace_text(folder.config, to_yaml(config))
+    except OSError as error:
+        raise ConfigError(f"run.dir: {failure_message(folder.path, error)}") from error
     display.start()
     for warning in findings.warnings:
         display.note(f"note: {warning}")
@@ -94,6 +102,9 @@ class _Run:
         self._interrupted = asyncio.Event()
         self._launcher = Launcher(config, folder, security=security, on_change=self._take_change)
         self._session: RunSession | None = None
+        self._disk = DiskWatch(folder.path)
+        self._refusal = ""
+        """Why the folder takes no more; empty while it does."""
         self._recorder = self._make_recorder()
         self._plan = self._make_plan()
         self._helpers: list[asyncio.Task[None]] = []
@@ -105,11 +116,11 @@ class _Run:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, self._interrupt)
-        self._note_console(ProcessState.READY)
-        watcher = asyncio.create_task(self._launcher.watch())
+        watcher = asyncio.create_task(self._watch())
         finished: trainer_pb2.RunFinished | None = None
         problem = ""
         try:
+            self._note_console(ProcessState.READY)
             session = self._session = self._make_session(source)
             self._helpers += [
                 asyncio.create_task(session.poll()),
@@ -121,13 +132,27 @@ class _Run:
             problem = "interrupted before training began"
         except TimeoutError:
             problem = f"the trainer did not stop within {STOP_WAIT_S:g} s; its last checkpoint stands"
-        except (ServiceFailedError, TrainerLostError, PenstockError) as error:
+        except (ServiceFailedError, TrainerLostError, PenstockError, FolderRefusedError) as error:
             problem = str(error)
+        except OSError as error:
+            problem = failure_message(self._folder.path, error)
         finally:
             await self._end([watcher, *self._helpers])
             for number in (signal.SIGINT, signal.SIGTERM):
                 loop.remove_signal_handler(number)
-        return self._conclude(finished, problem)
+        return self._conclude(finished, self._refusal or problem)
+
+    async def _watch(self) -> None:
+        """Runs until a service is given up or the folder takes no more, and raises that error."""
+        watchers = [asyncio.create_task(work) for work in (self._launcher.watch(), self._disk.watch())]
+        try:
+            done, _ = await asyncio.wait(watchers, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                task.result()
+        finally:
+            for task in watchers:
+                task.cancel()
+            await asyncio.gather(*watchers, return_exceptions=True)
 
     async def _start(self, session: RunSession, *, is_resume: bool) -> None:
         self._view.phase = "starting services"
@@ -145,7 +170,8 @@ class _Run:
         following = asyncio.create_task(session.follow())
         try:
             return await self._unless_interrupted(_shielded(following), watcher)
-        except InterruptedByUserError:
+        except (InterruptedByUserError, FolderRefusedError) as reason:
+            self._refusal = str(reason)
             self._display.note("stopping: the trainer writes a checkpoint (Ctrl-C again ends everything at once)")
             await session.stop()
             async with asyncio.timeout(STOP_WAIT_S):
@@ -182,27 +208,36 @@ class _Run:
         await self._launcher.stop()
         if self._session is not None:
             await self._session.close()
-        self._note_console(ProcessState.STOPPED)
+        with contextlib.suppress(OSError):
+            # Where it cannot be noted, the process that is gone says it.
+            self._note_console(ProcessState.STOPPED)
 
     def _conclude(self, finished: trainer_pb2.RunFinished | None, problem: str) -> int:
         self._display.stop()
+        is_completed = finished is not None and finished.outcome == trainer_pb2.RUN_OUTCOME_COMPLETED
+        has_report = False
+        try:
+            has_report = self._write_results(finished)
+        except OSError as error:
+            problem = problem or failure_message(self._folder.path, error)
+        lines = closing_lines(self._folder, finished, has_report=has_report)
+        lines += self._recorder.closing_lines() if self._recorder is not None else ()
+        if not is_completed and self._folder.checkpoints.is_dir():
+            lines.append(f"continue with: penstock run --resume {self._folder.path}")
+        _print_lines(lines)
+        if problem:
+            print(f"penstock: {problem}", file=sys.stderr, flush=True)
+        if is_completed and not problem:
+            return EXIT_OK
+        return EXIT_INTERRUPTED if self._interrupted.is_set() else EXIT_FAILED
+
+    def _write_results(self, finished: trainer_pb2.RunFinished | None) -> bool:
+        """Keep what the run gave and draw its report; whether there is one. Raises OSError."""
         restarts = {record.name: record.num_restarts for record in self._launcher.records.values()}
         if finished is not None:
             keep_results(self._folder, finished, self._view.history)
             add_to_summary(self._folder, restarts=dict(sorted(restarts.items())), lengths=self._lengths)
-        has_report = self._folder.metrics.is_file() and write_report(self._folder)
-        for line in closing_lines(self._folder, finished, has_report=has_report):
-            print(line, flush=True)
-        for line in self._recorder.closing_lines() if self._recorder is not None else ():
-            print(line, flush=True)
-        is_resumable = self._folder.checkpoints.is_dir()
-        if is_resumable and (finished is None or finished.outcome != trainer_pb2.RUN_OUTCOME_COMPLETED):
-            print(f"continue with: penstock run --resume {self._folder.path}", flush=True)
-        if problem:
-            print(f"penstock: {problem}", file=sys.stderr, flush=True)
-        if finished is not None and finished.outcome == trainer_pb2.RUN_OUTCOME_COMPLETED:
-            return EXIT_OK
-        return EXIT_INTERRUPTED if self._interrupted.is_set() else EXIT_FAILED
+        return self._folder.metrics.is_file() and write_report(self._folder)
 
     def _make_session(self, source: str) -> RunSession:
         addresses = self._launcher.addresses
@@ -241,6 +276,7 @@ class _Run:
             path=record if isinstance(record, Path) else self._folder.path / TRAJECTORIES,
             security=self._security,
             note=self._display.note,
+            on_refusal=self._disk.take_refusal,
         )
 
     def _interrupt(self) -> None:
@@ -275,6 +311,17 @@ class _Run:
                 num_restarts=0,
             )
         )
+
+
+def _print_lines(lines: Iterable[str]) -> None:
+    try:
+        for line in lines:
+            print(line, flush=True)
+    except BrokenPipeError:
+        raise
+    except OSError:
+        # It goes to a file on a full disk; the reason why the run ends goes to stderr.
+        discard(sys.stdout)
 
 
 async def _shielded(task: asyncio.Task[_Result]) -> _Result:

@@ -2,7 +2,7 @@
 
 Invariants:
 - The folder's process records are current, so that `penstock ps` and `stop` need no help from this process.
-- A service that is given up is told to whoever waits in `watch`.
+- A service that is given up, and a disk that refuses logs or records, are told to whoever waits in `watch`.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Mapping
 
 from console.config import LogSection
 from console.derive import write_config
+from console.disk_watch import FolderRefusedError
 from console.folder import ProcessRecord, RunFolder
 from console.probes import service_problem
 from console.processes import (
@@ -23,6 +24,7 @@ from console.processes import (
     service_environment,
 )
 from penstock.config import StrictModel
+from penstock.disk import failure_message
 from penstock.security import Security
 
 _PROBE_S = 2.0
@@ -92,7 +94,7 @@ class ServiceProcesses:
 
     def launch(self, spec: ServiceSpec) -> None:
         """Start a process and keep it running."""
-        process = SupervisedProcess(spec, on_change=self._note)
+        process = SupervisedProcess(spec, on_change=self._note, on_refused_write=self._take_refusal)
         self._processes[spec.name] = process
         task = self._tasks[spec.name] = asyncio.create_task(process.run(), name=spec.name)
         task.add_done_callback(self._take_end)
@@ -112,7 +114,7 @@ class ServiceProcesses:
             raise ServiceFailedError(f"{name} is not up after {timeout_s:g} s (log: {self._folder.log_of(name)})")
 
     async def watch(self) -> None:
-        """Wait until a service is given up, now or later, and raise its ServiceFailedError."""
+        """Wait until a service is given up or the folder takes no more: ServiceFailedError, FolderRefusedError."""
         await self._given_up.wait()
         if self._failure is not None:
             raise self._failure
@@ -138,11 +140,21 @@ class ServiceProcesses:
 
     def _take_end(self, task: asyncio.Task[None]) -> None:
         failure = None if task.cancelled() else task.exception()
-        if failure is not None and self._failure is None:
+        if failure is not None:
+            self._fail(failure)
+
+    def _fail(self, failure: BaseException) -> None:
+        if self._failure is None:
             self._failure = failure
             self._given_up.set()
 
+    def _take_refusal(self, error: OSError) -> None:
+        self._fail(FolderRefusedError(failure_message(self._folder.path, error)))
+
     def _note(self, record: ProcessRecord) -> None:
         self.records[record.name] = record
-        self._folder.write_record(record)
+        try:
+            self._folder.write_record(record)
+        except OSError as error:
+            self._take_refusal(error)
         self._on_change(record)

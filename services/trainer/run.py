@@ -23,6 +23,7 @@ import structlog
 from penstock.clients.broker import BrokerClient
 from penstock.clock import Clock, SystemClock
 from penstock.config import ConfigError
+from penstock.disk import failure_message, full_message, is_full
 from penstock.errors import PenstockError
 from penstock.security import Security
 from penstock.v1 import broker_pb2, trainer_pb2
@@ -109,6 +110,17 @@ class TrainingRun:
 
     async def run(self) -> None:
         """The whole run."""
+        try:
+            await self._run()
+        except Exception as error:  # Whoever follows the run waits for its end, even where ending it goes wrong.
+            self.events.finish(
+                trainer_pb2.RUN_OUTCOME_FAILED,
+                message=f"internal error: {type(error).__name__}: {error}",
+                summary_json="",
+            )
+            _log.error("the run did not end well", exc_info=error)
+
+    async def _run(self) -> None:
         _log.info("run begins", run_id=self.spec.run_id, resume=self.spec.resume, run_dir=str(self.spec.run_dir))
         outcome, message, is_sound = await self._until_end()
         self._meter.end(self._clock.now_s())
@@ -121,9 +133,11 @@ class TrainingRun:
                 self.spec.run_dir / "summary.json", build_summary(self._facts(outcome, message, audit))
             )
         except (OSError, BackendError) as error:
-            _log.error("the run's last files could not be written", exc_info=error)
-            outcome = trainer_pb2.RUN_OUTCOME_FAILED
-            message, summary = f"{message + '; ' if message else ''}cannot write to the run's folder: {error}", ""
+            _log.error("the run's last files could not be written", error=str(error))
+            outcome, summary = trainer_pb2.RUN_OUTCOME_FAILED, ""
+            told = failure_message(self.spec.run_dir, error) if isinstance(error, OSError) else str(error)
+            # A full disk refuses one file after the other: it is named once.
+            message = told if is_full(error) or not message else f"{message}; {told}"
         finally:
             await self._close_backend()
             self._compute.close()
@@ -137,8 +151,9 @@ class TrainingRun:
             is_completed = await unless_set(self._work(), self._stop)
         except _EXPECTED_ERRORS as error:
             if not self._stop.is_set() or _is_broken(error):
+                message = full_message(self.spec.run_dir) if is_full(error) else str(error)
                 _log.error("run failed", error=str(error))
-                return trainer_pb2.RUN_OUTCOME_FAILED, str(error), not _is_broken(error)
+                return trainer_pb2.RUN_OUTCOME_FAILED, message, not _is_broken(error)
             _log.info("ended while stopping", error=str(error))
             is_completed = None
         except Exception as error:  # The edge of the run: its end must be told, whatever it was.
