@@ -19,6 +19,7 @@ from console.folder import RunFolder
 from console.processes import ServiceSpec
 from penstock.bound_child import bound
 from penstock.config import ConfigError
+from penstock.graces import STOP_GRACE_S
 from penstock.memory import REDIS_ENVIRONMENT
 
 # A unix socket's path may have 107 bytes; longer ones get a short folder of their own.
@@ -84,6 +85,7 @@ def redis_spec(folder: RunFolder, *, env: dict[str, str]) -> ServiceSpec:
         env=REDIS_ENVIRONMENT | env,
         log_path=folder.log_of("redis"),
         is_ready=lambda: _answers(path),
+        stop_grace_s=STOP_GRACE_S["redis"],
     )
 
 

@@ -30,12 +30,11 @@ from console.probes import BROKER, GENERATOR, REWARD, SCHEDULER, TRAINER
 from console.processes import ProcessState, ServiceSpec, console_argv, service_environment
 from console.service_processes import ServiceProcesses
 from penstock.config import StrictModel
+from penstock.graces import STOP_GRACE_S
 from penstock.security import Security
 
 REDIS_READY_S = 60.0
 SERVICE_READY_S = 120.0
-NODE_STOP_S = 30.0
-"""Longer than its generators have to give back what they hold."""
 # A generator or trainer imports torch and loads a model; on a busy small machine that takes minutes, not seconds.
 MODEL_READY_S = 600.0
 
@@ -142,7 +141,7 @@ class Launcher:
                 env=service_environment(os.environ, num_threads=1),
                 log_path=self._folder.log_of(name),
                 is_ready=is_ready,
-                stop_grace_s=NODE_STOP_S,
+                stop_grace_s=STOP_GRACE_S["node"],
             )
         )
 

@@ -15,8 +15,9 @@ from rich.text import Text
 
 from console.folder import CONSOLE_NAME, ProcessRecord, RunFolder, open_folder
 from penstock.config import ConfigError
+from penstock.graces import STOP_GRACE_S
 
-STOP_WAIT_S = 180.0
+STOP_WAIT_S = STOP_GRACE_S["run"]
 _POLL_S = 0.2
 _PIPE_WIDTH = 240
 _MAX_TAIL_BYTES = 4 * 1024 * 1024

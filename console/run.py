@@ -44,12 +44,13 @@ from console.view import RunView
 from penstock.config import ConfigError
 from penstock.disk import failure_message
 from penstock.errors import PenstockError
+from penstock.graces import CHECKPOINT_S
 from penstock.security import Security
 from penstock.v1 import trainer_pb2
 
 EXIT_OK, EXIT_FAILED, EXIT_INTERRUPTED = 0, 1, 130
 # The step under way ends and a checkpoint is written: seconds for a small model, longer for a large one.
-STOP_WAIT_S = 120.0
+STOP_WAIT_S = CHECKPOINT_S + 15.0
 
 _Result = TypeVar("_Result")
 

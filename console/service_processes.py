@@ -25,10 +25,10 @@ from console.processes import (
 )
 from penstock.config import StrictModel
 from penstock.disk import failure_message
+from penstock.graces import STOP_GRACE_S
 from penstock.security import Security
 
 _PROBE_S = 2.0
-_STOP_GRACE_S: Mapping[str, float] = {"trainer": 60.0, "generator": 20.0}
 
 
 class ServiceProcesses:
@@ -83,7 +83,7 @@ class ServiceProcesses:
                 env=service_environment({**os.environ, **(environment or {})}, num_threads=num_threads),
                 log_path=self._folder.log_of(name),
                 is_ready=is_ready,
-                stop_grace_s=_STOP_GRACE_S.get(kind, 10.0),
+                stop_grace_s=STOP_GRACE_S[kind],
             )
         )
 

@@ -8,10 +8,18 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Annotated, Any, TypeVar, get_args
+from typing import Annotated, Any, Self, TypeVar, get_args
 
 import yaml
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, ValidationError
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    model_validator,
+)
 
 from penstock.targets import split_targets
 
@@ -26,6 +34,29 @@ class StrictModel(BaseModel):
     """Base of every configuration section: frozen, unknown keys refused, attribute docstrings as descriptions."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
+
+
+class MeasuredConfig(StrictModel):
+    """Base of a service's configuration: where its Prometheus metrics are offered, if anywhere."""
+
+    metrics_port: int | None = Field(default=None, ge=1, le=65535)
+    """Port of 127.0.0.1 at which Prometheus metrics are offered; none when unset."""
+    metrics_listen: str | None = Field(default=None, pattern=r"^(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+):\d{1,5}$")
+    """The same at host:port, for a Prometheus elsewhere. Metrics are plain text and ask for no token: listen only where
+    strangers cannot reach."""
+
+    @model_validator(mode="after")
+    def _metrics_have_one_place(self) -> Self:
+        if self.metrics_port is not None and self.metrics_listen is not None:
+            raise ValueError("metrics_listen: has no effect with metrics_port; leave one of them out")
+        if self.metrics_listen is not None and not 1 <= int(self.metrics_listen.rpartition(":")[2]) <= 65535:
+            raise ValueError(f"metrics_listen: {self.metrics_listen} needs a port of 1 to 65535")
+        return self
+
+    @property
+    def metrics_address(self) -> str | None:
+        """Where metrics are offered, host:port; None where they are not."""
+        return f"127.0.0.1:{self.metrics_port}" if self.metrics_port is not None else self.metrics_listen
 
 
 def _joined(value: Any) -> Any:

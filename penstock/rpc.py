@@ -22,6 +22,7 @@ from grpc_reflection.v1alpha import reflection
 
 from penstock.errors import PenstockError, from_rpc_error
 from penstock.failover import FailoverChannel
+from penstock.graces import SERVER_STOP_S
 from penstock.guard import ErrorInterceptor
 from penstock.security import NO_SECURITY, Security
 from penstock.targets import split_targets
@@ -140,7 +141,7 @@ async def run_until_stopped(
     loops: Sequence[Callable[[], Coroutine[Any, Any, None]]] = (),
     on_started: Callable[[], None] = lambda: None,
     before_stop: Callable[[], Awaitable[None]] | None = None,
-    grace_s: float = 5.0,
+    grace_s: float = SERVER_STOP_S,
 ) -> None:
     """Serve until SIGTERM or SIGINT, or until a loop fails (its error is raised).
 

@@ -9,6 +9,7 @@ from typing import Any, Literal
 import structlog
 from prometheus_client import start_http_server
 
+from penstock.config import ConfigError
 from penstock.log_limits import SOURCE, BoundedLines, GuardedStderr
 
 LogFormat = Literal["text", "json"]
@@ -43,12 +44,21 @@ def configure_logging(service: str, *, level: str = "info", log_format: LogForma
     root.addHandler(_LibraryHandler(logging.WARNING))
 
 
-def serve_metrics(port: int | None, *, host: str = "127.0.0.1") -> None:
-    """Offer this process's Prometheus metrics at http://host:port/metrics; nothing when `port` is None."""
-    if port is not None:
-        server, _ = start_http_server(port, addr=host)
-        # socketserver would print the traceback of every connection that breaks.
-        setattr(server, "handle_error", _note_broken_connection)  # noqa: B010 -- mypy refuses to assign a method
+def serve_metrics(address: str | None) -> None:
+    """Offer this process's Prometheus metrics at http://host:port/metrics; nothing when `address` is None.
+
+    Raises:
+        ConfigError: It cannot be listened on.
+    """
+    if address is None:
+        return
+    host, _, port = address.rpartition(":")
+    try:
+        server, _ = start_http_server(int(port), addr=host.strip("[]"))
+    except OSError as error:
+        raise ConfigError(f"metrics_listen: cannot listen on {address}: {error}") from error
+    # socketserver would print the traceback of every connection that breaks.
+    setattr(server, "handle_error", _note_broken_connection)  # noqa: B010 -- mypy refuses to assign a method
 
 
 class _LibraryHandler(logging.Handler):

@@ -6,13 +6,13 @@ from typing import Self
 
 from pydantic import Field, field_validator, model_validator
 
-from penstock.config import StrictModel
+from penstock.config import MeasuredConfig
 from services.broker.redis_address import parse_redis_url
 
 MEMORY_URL = "memory://"
 
 
-class BrokerConfig(StrictModel):
+class BrokerConfig(MeasuredConfig):
     """Where it listens and where its state lives; a run's own limits come with OpenRun."""
 
     listen: str = "127.0.0.1:7301"
@@ -25,8 +25,6 @@ class BrokerConfig(StrictModel):
     replicas, so that one that hangs and comes back does not either. Not with a Cluster, whose client cannot wait."""
     scheduler: str | None = None
     """The scheduler that forecasts lengths for dispatch, host:port; without one lengths are unknown."""
-    metrics_port: int | None = Field(default=None, ge=1, le=65535)
-    """Port of the Prometheus endpoint; none when unset."""
 
     @field_validator("redis_url")
     @classmethod

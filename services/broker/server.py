@@ -67,7 +67,7 @@ async def serve(config: BrokerConfig) -> None:
     # What was imported lives as long as the process, and most of what calls make dies young.
     gc.freeze()
     gc.set_threshold(20_000, 20, 50)
-    telemetry.serve_metrics(config.metrics_port)
+    telemetry.serve_metrics(config.metrics_address)
     store = make_store(config, registry=REGISTRY)
     security = Security.from_environment()
     hubs = make_hubs(store, registry=REGISTRY, clock=SystemClock(), scheduler=config.scheduler, security=security)

@@ -9,7 +9,7 @@ from pydantic import Field, model_validator
 
 from penstock.adapters import MAX_RANK
 from penstock.collective.backend import Transport
-from penstock.config import StrictModel, Targets
+from penstock.config import MeasuredConfig, StrictModel, Targets
 from services.generator.engine import UpdateMode
 
 EngineName = Literal["vllm", "transformers", "emulated"]
@@ -126,7 +126,7 @@ class OpenAIConfig(OpenAISection):
     """Nucleus mass of sessions: the run's sampling.top_p."""
 
 
-class GeneratorConfig(StrictModel):
+class GeneratorConfig(MeasuredConfig):
     """A generator: leases prompts of one run, decodes them, swaps weights in flight."""
 
     listen: str = "127.0.0.1:7302"
@@ -176,8 +176,6 @@ class GeneratorConfig(StrictModel):
     """Most bytes of weights relayed a second; no limit when unset."""
     openai: OpenAIConfig = OpenAIConfig()
     """The OpenAI-compatible endpoint; off unless it has an address."""
-    metrics_port: int | None = Field(default=None, ge=1, le=65535)
-    """Port of the Prometheus endpoint; none when unset."""
 
     @model_validator(mode="after")
     def _only_emulated_engines_share_a_process(self) -> Self:

@@ -23,6 +23,7 @@ from penstock.clients.leases import LeaseSession
 from penstock.clients.tokens import TokenSession
 from penstock.clock import SystemClock
 from penstock.errors import NotOfferedError, PenstockError, ServiceUnavailableError
+from penstock.graces import ENGINE_STOP_S
 from penstock.rpc import open_channel
 from penstock.security import NO_SECURITY, Security
 from penstock.v1 import broker_pb2, generator_pb2
@@ -45,7 +46,6 @@ MAX_DRAIN_S = 3600.0
 """Longest a drain without a stated grace waits for samples to finish."""
 LEASES_ARRIVE_WITHIN_S = 0.2
 """The beat that says "draining" leaves within 50 ms; what the broker sent before it read that comes soon after."""
-ENGINE_STOP_TIMEOUT_S = 30.0
 WATCHES_PER_SILENCE = 8
 """So a hung engine is noticed at most an eighth later than stated."""
 MODE_MESSAGES = {
@@ -323,11 +323,11 @@ class Generator:
     async def _stop_engine(self) -> None:
         started_s = time.monotonic()
         try:
-            async with asyncio.timeout(ENGINE_STOP_TIMEOUT_S):
+            async with asyncio.timeout(ENGINE_STOP_S):
                 await self._engine.stop()
             _log.info("engine stopped", took_s=round(time.monotonic() - started_s, 2))
         except TimeoutError:
-            _log.warning("the engine did not stop in time", timeout_s=ENGINE_STOP_TIMEOUT_S)
+            _log.warning("the engine did not stop in time", timeout_s=ENGINE_STOP_S)
 
     def _is_standing_still(self) -> bool:
         """Whether no token is owed: updates have a deadline of their own."""

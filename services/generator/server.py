@@ -43,7 +43,7 @@ async def serve(config: GeneratorConfig) -> None:
         GeneratorFailedError: The engine failed while it decoded.
     """
     security = Security.from_environment()
-    serve_metrics(config.metrics_port)
+    serve_metrics(config.metrics_address)
     metrics = GeneratorMetrics()
     members = [_assemble(one, metrics, security) for one in expand(config)]
 

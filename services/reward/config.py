@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pydantic import Field
 
-from penstock.config import StrictModel, Targets
+from penstock.config import MeasuredConfig, StrictModel, Targets
 
 
 class RewardModelConfig(StrictModel):
@@ -22,7 +22,7 @@ class RewardModelConfig(StrictModel):
     """Most calls under way at once."""
 
 
-class RewardConfig(StrictModel):
+class RewardConfig(MeasuredConfig):
     """A reward worker: leases finished samples of one run, scores them."""
 
     listen: str = "127.0.0.1:7303"
@@ -35,5 +35,3 @@ class RewardConfig(StrictModel):
     """Its name in status and logs."""
     reward: RewardModelConfig = RewardModelConfig()
     """The reward model."""
-    metrics_port: int | None = Field(default=None, ge=1, le=65535)
-    """Port of the Prometheus endpoint; none when unset."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import structlog
 
 from penstock.clients.scoring import ScoringSession
+from penstock.graces import DRAIN_S
 from penstock.rewards.serving import reward_service
 from penstock.rpc import Server, run_until_stopped
 from penstock.security import Security
@@ -13,7 +14,6 @@ from services.reward.config import RewardConfig
 from services.reward.models.build import build_model
 from services.reward.pool import ScoringPool
 
-DRAIN_S = 5.0
 # Enough that every call under way finds the next batch waiting when it ends.
 _BATCHES_HELD_A_CALL = 2
 
@@ -25,7 +25,7 @@ async def serve(config: RewardConfig) -> None:
 
     Raises RewardLoadError, PortUnavailableError, and PenstockError where the broker refuses this process for good.
     """
-    serve_metrics(config.metrics_port)
+    serve_metrics(config.metrics_address)
     security = Security.from_environment()
     model = build_model(config.reward.model, security=security)
     max_leases = _BATCHES_HELD_A_CALL * config.reward.max_concurrent_batches * config.reward.max_batch_size

@@ -7,7 +7,7 @@ from typing import Self
 
 from pydantic import Field, model_validator
 
-from penstock.config import StrictModel
+from penstock.config import MeasuredConfig, StrictModel
 
 
 class LengthsConfig(StrictModel):
@@ -27,14 +27,12 @@ class LengthsConfig(StrictModel):
         return self
 
 
-class SchedulerConfig(StrictModel):
+class SchedulerConfig(MeasuredConfig):
     """Where it listens."""
 
     listen: str = "127.0.0.1:7306"
     """Address, host:port."""
     heartbeat_interval_s: float = Field(default=5.0, gt=0, le=300)
     """How often machines report; three missed reports make a machine count as gone."""
-    metrics_port: int | None = Field(default=None, ge=1, le=65535)
-    """Port of the Prometheus endpoint; none when unset."""
     lengths: LengthsConfig = LengthsConfig()
     """Forecasts of completion lengths."""

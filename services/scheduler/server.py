@@ -53,7 +53,7 @@ def make_service(servicer: SchedulerServicer) -> Service:
 
 async def serve(config: SchedulerConfig) -> None:
     """Serve until SIGTERM or SIGINT. Raises PortUnavailableError, ConfigError."""
-    serve_metrics(config.metrics_port)
+    serve_metrics(config.metrics_address)
     clock = SystemClock()
     lengths = make_forecaster(config.lengths, clock=clock, registry=REGISTRY)
     servicer = SchedulerServicer(clock=clock, heartbeat_interval_s=config.heartbeat_interval_s, lengths=lengths)

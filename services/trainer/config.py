@@ -9,7 +9,7 @@ from pydantic import Field, field_validator, model_validator
 
 from penstock.adapters import MAX_RANK, MAX_TARGET_MODULES, MODULE_NAME
 from penstock.collective.backend import Transport
-from penstock.config import StrictModel, Targets
+from penstock.config import MeasuredConfig, StrictModel, Targets
 from services.trainer.algorithms.base import Normalization
 
 MAX_SAMPLES_PER_GROUP = 1024
@@ -24,7 +24,7 @@ Share = Annotated[float, Field(gt=0)]
 Decay = Annotated[float, Field(ge=0, lt=1)]
 
 
-class TrainerConfig(StrictModel):
+class TrainerConfig(MeasuredConfig):
     """Where a trainer process listens; its work comes with StartRun."""
 
     listen: str = "127.0.0.1:7304"
@@ -48,8 +48,6 @@ class TrainerConfig(StrictModel):
     trusts_network: bool = False
     """Let processes that torchrun started on several machines talk to each other, though torch.distributed neither
     encrypts nor authenticates and TLS or a token protects everything else."""
-    metrics_port: int | None = Field(default=None, ge=1, le=65535)
-    """Port of the Prometheus endpoint; none when unset."""
 
 
 class RunSettings(StrictModel):

@@ -6,6 +6,7 @@ import asyncio
 import os
 
 from penstock.clock import SystemClock
+from penstock.graces import CHECKPOINT_S
 from penstock.rpc import Server, Service, run_until_stopped
 from penstock.security import Security
 from penstock.telemetry import serve_metrics
@@ -19,8 +20,6 @@ from services.trainer.service import SERVICE_NAME, TrainerService
 from services.trainer.weight_publisher import serving_weights
 from services.trainer.weight_store import SERVICE_NAME as WEIGHTS_SERVICE_NAME
 from services.trainer.weight_store import WeightStore, WeightStoreService
-
-STOP_TIMEOUT_S = 60.0
 
 
 async def serve(config: TrainerConfig) -> None:
@@ -41,7 +40,7 @@ async def serve(config: TrainerConfig) -> None:
         await _follow(place)
         return
     store = WeightStore()
-    serve_metrics(config.metrics_port)
+    serve_metrics(config.metrics_address)
     async with (
         serving_weights(
             store,
@@ -108,7 +107,7 @@ async def _serve_grpc(
     )
     trainer.stopping = weights.stopping = server.stopping
     try:
-        await run_until_stopped(server, before_stop=lambda: trainer.stop(timeout_s=STOP_TIMEOUT_S))
+        await run_until_stopped(server, before_stop=lambda: trainer.stop(timeout_s=CHECKPOINT_S))
     finally:
         if torchrun is not None:
             torchrun.end()

@@ -8,7 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from penstock.v1 import trainer_pb2
 from services.trainer import checkpoint, weight_publisher
+from services.trainer import run as run_module
+from services.trainer.events import RunEvents
 from services.trainer.metrics import JsonLines
 from tests.helpers.full_disk import largest_file
 from tests.helpers.scripted_training_broker import ScriptedTrainingBroker
@@ -69,7 +72,9 @@ async def test_a_disk_that_is_full_at_one_moment_costs_no_sample(
             run_dir = await run_alone(document | {"broker": target})
         outcome, message = outcome_of(run_dir)
         assert outcome == "failed"
-        assert "too large" in message.lower() or "No space left" in message, message
+        assert message.startswith(f"{run_dir}: the disk is full: "), message
+        assert f"penstock run --resume {run_dir}" in message
+        assert len(message.splitlines()) == 1
         # A publication that was under way goes on in its thread.
         await until(lambda: not list(run_dir.rglob("*.tmp")), timeout_s=30)
         assert all(checkpoint.is_complete(path) for path in (run_dir / "checkpoints").glob("step_*"))
@@ -78,3 +83,22 @@ async def test_a_disk_that_is_full_at_one_moment_costs_no_sample(
     assert outcome_of(run_dir) == ("completed", "")
     books = broker.books()
     assert (books.submitted, books.trained, books.in_flight, books.balanced) == (32, 32, 0, True)
+
+
+async def test_a_log_that_takes_no_more_hides_no_end_of_a_run(tmp_path, model, monkeypatch) -> None:
+    class FullLog:
+        def __getattr__(self, _level):
+            return self._refuse
+
+        def _refuse(self, *_words, **_facts):
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    ended = []
+    original = RunEvents.finish
+    monkeypatch.setattr(run_module, "_log", FullLog())
+    monkeypatch.setattr(
+        RunEvents, "finish", lambda self, outcome, **told: (ended.append(outcome), original(self, outcome, **told))
+    )
+    with pytest.raises(OSError, match="No space left"):
+        await run_alone(run_document(tmp_path, model, "127.0.0.1:1", num_steps=1))
+    assert ended == [trainer_pb2.RUN_OUTCOME_FAILED]

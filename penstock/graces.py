@@ -1,0 +1,36 @@
+"""How long each service takes to end after SIGTERM, at most: whoever starts it waits longer before it kills it.
+
+Services take their own limits from here, the console its time between SIGTERM and SIGKILL, and so do the compose files
+(`docker-compose.yml` by a test, those of `penstock plan --deploy` directly).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+CHECKPOINT_S = 300.0
+"""A trainer's last checkpoint, of a large model to a slow disk."""
+ENGINE_STOP_S = 30.0
+"""A generator's engine and what it started."""
+DRAIN_S = 5.0
+"""Calls of a reward model that are under way."""
+SERVER_STOP_S = 5.0
+"""gRPC calls that are under way, in every service."""
+
+LAST_ACT_S: Mapping[str, float] = {
+    "broker": SERVER_STOP_S,
+    "generator": ENGINE_STOP_S + SERVER_STOP_S,
+    "reward": DRAIN_S + SERVER_STOP_S,
+    "scheduler": SERVER_STOP_S,
+    "trainer": CHECKPOINT_S + SERVER_STOP_S,
+}
+_MARGIN_S = 15.0
+
+STOP_GRACE_S: Mapping[str, float] = {
+    **{service: last_act_s + _MARGIN_S for service, last_act_s in LAST_ACT_S.items()},
+    "node": LAST_ACT_S["generator"] + 2 * _MARGIN_S,
+    "redis": 60.0,
+    "run": CHECKPOINT_S + 4 * _MARGIN_S,
+}
+"""Seconds between SIGTERM and SIGKILL, by service. `node` is `penstock node` and `run` is `penstock run`, which wait
+for what they started; `redis` writes its append-only file."""
