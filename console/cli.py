@@ -51,6 +51,14 @@ def run(
     resume: Annotated[
         Path | None, typer.Option("--resume", metavar="RUN_DIR", help="Continue the run in this folder.")
     ] = None,
+    resume_or_start: Annotated[
+        bool,
+        typer.Option(
+            "--resume-or-start",
+            help="Continue the run with this run.id if it was begun before, else begin it; one that completed is "
+            "left as it is. For whoever starts this again and again: a container, a service manager.",
+        ),
+    ] = False,
 ) -> None:
     """Train: start what the config says is local, attach to the rest, follow the run to its end.
 
@@ -67,7 +75,7 @@ def run(
     def work() -> int:
         from console.commands import run_command
 
-        return run_command(arguments or [], dry_run=dry_run, resume=resume)
+        return run_command(arguments or [], dry_run=dry_run, resume=resume, resume_or_start=resume_or_start)
 
     exit_with(work)
 

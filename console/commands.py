@@ -18,10 +18,24 @@ from penstock.config import ConfigError
 from penstock.security import Security
 from penstock.telemetry import configure_logging
 
+_COMPLETED = (
+    "run {run_id} completed before; it stays as it is: {folder}\n"
+    "begin another with a run.id of its own, or give this one more steps: "
+    "penstock run --resume {folder} run.num_steps=N"
+)
 
-def run_command(arguments: list[str], *, dry_run: bool, resume: Path | None) -> int:
+
+def run_command(arguments: list[str], *, dry_run: bool, resume: Path | None, resume_or_start: bool = False) -> int:
     """`penstock run`; returns the exit status. Raises ConfigError."""
     _quiet_logging()
+    if resume_or_start:
+        folder = _folder_to_resume(arguments, resume=resume)
+        if folder is not None and _is_completed(folder):
+            print(_COMPLETED.format(run_id=folder.path.name, folder=folder.path))
+            return 0
+        if folder is not None:
+            print(f"resumes {folder.path}; its config.yaml counts, not {arguments[0]}", flush=True)
+            resume, arguments = folder.path, arguments[1:]
     if resume is not None:
         config, source = load_resumed(resume, arguments), str(resume / "config.yaml")
     elif not arguments:
@@ -60,6 +74,22 @@ def report_command(run_dir: Path) -> int:
         print(line)
     print(f"report: {folder.report}")
     return 0
+
+
+def _folder_to_resume(arguments: list[str], *, resume: Path | None) -> RunFolder | None:
+    """The folder of the run that is asked for, where it was begun before. Raises ConfigError."""
+    if resume is not None or not arguments:
+        raise ConfigError("--resume-or-start: name a configuration file with it, and no --resume")
+    config = load_run_config(Path(arguments[0]), arguments[1:])
+    if not config.run.id:
+        raise ConfigError("run.id: required with --resume-or-start, which finds the run by its id")
+    folder = RunFolder(config.run.dir.expanduser().absolute() / config.run.id)
+    return folder if folder.config.is_file() else None
+
+
+def _is_completed(folder: RunFolder) -> bool:
+    summary = read_summary(folder.summary)
+    return summary is not None and summary.get("outcome") == "completed"
 
 
 def _quiet_logging() -> None:

@@ -21,7 +21,9 @@ from console.probes import BROKER, GENERATOR, REWARD, SCHEDULER, TRAINER, redis_
 from console.processes import console_argv, service_environment
 from penstock.config import ConfigError
 from penstock.disk import free_bytes, full_message
+from penstock.secret import read_secret
 from penstock.security import Security
+from services.broker.redis_address import PASSWORD_VARIABLE, with_password
 from services.scheduler.plan_document import read_plan
 from services.scheduler.problem import read_problem
 from services.trainer.config import TRACKER_PACKAGES
@@ -213,7 +215,9 @@ async def _network_problems(config: RunConfig, security: Security) -> list[str]:
     answers = await asyncio.gather(*checks)
     problems = [f"endpoints.{key}: {problem}" for (key, _, _), problem in zip(wanted, answers, strict=True) if problem]
     if endpoints.broker is None and config.broker.redis_url is not None:
-        problem = await asyncio.to_thread(redis_problem, config.broker.redis_url)
+        problem = await asyncio.to_thread(
+            redis_problem, with_password(config.broker.redis_url, read_secret(PASSWORD_VARIABLE))
+        )
         problems += [f"broker.redis_url: {problem}"] if problem else []
     return problems
 

@@ -70,9 +70,11 @@ async def execute_run(config: RunConfig, *, is_resume: bool, source: str) -> int
     display = choose_display(view)
     run = _Run(config, folder, security=security, view=view, display=display)
     try:
-        folder.create()
         if not is_resume:
+            # First: with it the folder is a run's, which can be resumed whatever happens next.
+            folder.path.mkdir(parents=True, exist_ok=True)
             replace_text(folder.config, to_yaml(config))
+        folder.create()
     except OSError as error:
         raise ConfigError(f"run.dir: {failure_message(folder.path, error)}") from error
     display.start()
@@ -216,6 +218,8 @@ class _Run:
     def _conclude(self, finished: trainer_pb2.RunFinished | None, problem: str) -> int:
         self._display.stop()
         is_completed = finished is not None and finished.outcome == trainer_pb2.RUN_OUTCOME_COMPLETED
+        if finished is not None and finished.outcome == trainer_pb2.RUN_OUTCOME_FAILED:
+            problem = problem or finished.message
         has_report = False
         try:
             has_report = self._write_results(finished)
@@ -223,7 +227,7 @@ class _Run:
             problem = problem or failure_message(self._folder.path, error)
         lines = closing_lines(self._folder, finished, has_report=has_report)
         lines += self._recorder.closing_lines() if self._recorder is not None else ()
-        if not is_completed and self._folder.checkpoints.is_dir():
+        if not is_completed and self._folder.checkpoints.is_dir() and "--resume" not in problem:
             lines.append(f"continue with: penstock run --resume {self._folder.path}")
         _print_lines(lines)
         if problem:

@@ -17,6 +17,7 @@ import grpc
 from grpc_status import rpc_status
 
 from penstock.errors import BadTokenError, to_status
+from penstock.secret import read_secret
 
 TOKEN_VARIABLE = "PENSTOCK_TOKEN"
 _OPEN_METHODS = ("/grpc.health.v1.Health/",)
@@ -37,7 +38,10 @@ class Security:
 
     @classmethod
     def from_environment(cls) -> Security:
-        """PENSTOCK_TOKEN, PENSTOCK_TLS_CA, PENSTOCK_TLS_CERT and PENSTOCK_TLS_KEY; what is unset is off."""
+        """PENSTOCK_TOKEN or PENSTOCK_TOKEN_FILE, PENSTOCK_TLS_CA, PENSTOCK_TLS_CERT and PENSTOCK_TLS_KEY.
+
+        What is unset is off. Raises ConfigError.
+        """
 
         def file(name: str) -> Path | None:
             value = os.environ.get(name)
@@ -47,7 +51,7 @@ class Security:
             ca_file=file("PENSTOCK_TLS_CA"),
             cert_file=file("PENSTOCK_TLS_CERT"),
             key_file=file("PENSTOCK_TLS_KEY"),
-            token=os.environ.get(TOKEN_VARIABLE) or None,
+            token=read_secret(TOKEN_VARIABLE),
         )
 
     @property

@@ -5,7 +5,8 @@
     redis+cluster://HOST:PORT,HOST:PORT                         a Cluster, found through any of these nodes
 
 `rediss+sentinel` and `rediss+cluster` speak TLS. USER:PASSWORD@ before the first host is for the data nodes; Sentinels
-are asked without.
+are asked without. A password that shall be in no configuration comes from PENSTOCK_REDIS_PASSWORD or the file that
+PENSTOCK_REDIS_PASSWORD_FILE names.
 """
 
 from __future__ import annotations
@@ -13,9 +14,10 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from typing import Literal
-from urllib.parse import unquote
+from urllib.parse import quote, unquote
 
 SINGLE_SCHEMES = ("redis://", "rediss://", "unix://")
+PASSWORD_VARIABLE = "PENSTOCK_REDIS_PASSWORD"
 MAX_HOSTS = 64
 _GROUP_URL = re.compile(r"(?P<tls>rediss?)\+(?P<kind>sentinel|cluster)://(?:(?P<login>[^@/]*)@)?(?P<rest>.*)")
 _HOST = re.compile(r"(?P<host>\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+):(?P<port>\d{1,5})")
@@ -38,6 +40,15 @@ class RedisAddress:
     username: str | None = None
     password: str | None = None
     is_tls: bool = False
+
+
+def with_password(url: str, password: str | None) -> str:
+    """`url` with that password, unless it has one of its own or is a local socket."""
+    scheme, _, rest = url.partition("://")
+    login, at, hosts = rest.rpartition("@")
+    if password is None or scheme in ("unix", "memory") or ":" in login:
+        return url
+    return f"{scheme}://{login}:{quote(password, safe='')}@{hosts if at else rest}"
 
 
 def parse_redis_url(url: str) -> RedisAddress:

@@ -9,6 +9,7 @@ from prometheus_client import REGISTRY, CollectorRegistry
 
 from penstock import memory, rpc, telemetry
 from penstock.clock import Clock, SystemClock
+from penstock.secret import read_secret
 from penstock.security import NO_SECURITY, Security
 from penstock.v1 import broker_pb2_grpc
 from services.broker.config import MEMORY_URL, BrokerConfig
@@ -17,6 +18,7 @@ from services.broker.hubs import Hubs
 from services.broker.length_reports import LengthReporter
 from services.broker.memory_store import MemoryStore
 from services.broker.metrics import BrokerMetrics
+from services.broker.redis_address import PASSWORD_VARIABLE, with_password
 from services.broker.redis_metrics import RedisMetrics
 from services.broker.redis_store import RedisStore
 from services.broker.service import BrokerService
@@ -32,7 +34,8 @@ def make_store(config: BrokerConfig, *, registry: CollectorRegistry) -> Store:
     if config.redis_url == MEMORY_URL:
         return MemoryStore()
     faults = RedisMetrics(registry)
-    return RedisStore.from_url(config.redis_url, num_wait_replicas=config.redis_wait_replicas, on_fault=faults.count)
+    url = with_password(config.redis_url, read_secret(PASSWORD_VARIABLE))
+    return RedisStore.from_url(url, num_wait_replicas=config.redis_wait_replicas, on_fault=faults.count)
 
 
 def make_hubs(

@@ -19,8 +19,8 @@ def test_a_run_on_a_disk_that_fills_up_ends_by_name_and_is_resumed(task, tmp_pat
             run.wait_for_step(3)
             filler = fill(disk)
             assert run.end(timeout_s=240) == 1, run.text
-            (line,) = [line for line in run.lines if "the disk is full" in line]
-            assert str(run_dir) in line
+            line = run.lines[-1]
+            assert line.startswith(f"penstock: {run_dir}: the disk is full: "), run.text
             assert "MiB free, " in line
             assert f"penstock run --resume {run_dir}" in line
             assert "Traceback" not in run.text

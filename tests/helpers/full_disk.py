@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import resource
 import subprocess
@@ -41,9 +42,9 @@ def small_disk(folder: Path, num_bytes: int) -> Iterator[Path]:
 
 
 def fill(disk: Path, *, leave: int = 0) -> Path:
-    """A file that takes all the room but `leave` bytes; remove it to free the disk."""
+    """A file that takes all the room but `leave` bytes, also while others write; remove it to free the disk."""
     filler = disk / "filler"
-    room = os.statvfs(disk)
-    with filler.open("wb") as file:
-        os.posix_fallocate(file.fileno(), 0, max(1, room.f_bavail * room.f_frsize - leave))
+    with filler.open("wb", buffering=0) as file, contextlib.suppress(OSError):
+        while (room := os.statvfs(disk).f_bavail * os.statvfs(disk).f_frsize - leave) > 0:
+            file.write(bytes(min(room, 2**20)))
     return filler

@@ -1,0 +1,33 @@
+"""Secrets of this process: from its environment, or from files that the environment names."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from penstock.config import ConfigError
+
+MAX_SECRET_BYTES = 64 * 1024
+
+
+def read_secret(name: str) -> str | None:
+    """The variable `name`, or the content of the file that `name`_FILE names, without white space around it.
+
+    None when neither is set; what is empty counts as not set. Raises ConfigError.
+    """
+    value, path = os.environ.get(name), os.environ.get(f"{name}_FILE")
+    if not path:
+        return value or None
+    if value:
+        raise ConfigError(f"{name} and {name}_FILE are both set; leave one of them out")
+    try:
+        with Path(path).open("rb") as file:
+            content = file.read(MAX_SECRET_BYTES + 1)
+        text = content.decode("utf-8").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{name}_FILE: {path} cannot be read: {error}") from error
+    if not text or len(content) > MAX_SECRET_BYTES:
+        raise ConfigError(
+            f"{name}_FILE: {path} is {'too long' if text else 'empty'}; it holds the secret and nothing else"
+        )
+    return text
