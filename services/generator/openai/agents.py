@@ -3,8 +3,9 @@
     request -> which turn does it go on from? -> exact tokens -> a place at the engine -> answer -> turn of the session
 
 Promises:
-- A turn is recorded when its answer is whole, never before: a request that fails or whose client goes away leaves its
-  session as it was, so that a repetition goes on from the same tokens.
+- A turn is recorded when its answer is whole, never before: a request that fails or whose client goes away meanwhile
+  leaves its session as it was, so that a repetition goes on from the same tokens. It is recorded before its last part
+  is sent, since the client may go on at once; a client that goes away then leaves a turn that is not trained on.
 - Requests without a session are answered like the others and leave nothing behind.
 """
 
@@ -13,7 +14,7 @@ from __future__ import annotations
 import hashlib
 import secrets
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -42,6 +43,15 @@ class Labels:
     """Empty where siblings are recognised by their first prompt."""
 
 
+@dataclass(slots=True, eq=False)
+class Outcome:
+    """What became of a request of a session."""
+
+    session: Session
+    turn: Turn
+    answer: Answer
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Prepared:
     """A request, ready for the engine."""
@@ -59,6 +69,8 @@ class Prepared:
     transcript: list[tuple[str, str]]
     """The same for people and reward models."""
     labels: Labels | None
+    outcomes: list[Outcome] = field(default_factory=list)
+    """One where its turn was recorded."""
 
 
 class Agents:
@@ -154,6 +166,21 @@ class Agents:
         finally:
             if session is not None and self._book is not None:
                 self._book.leave(session, self.clock.now_s())
+
+    async def touch(self, session_id: str) -> bool:
+        """Whether a session is open, which then counts as used; raises ApiError where it is over."""
+        session = (await self.book()).find(session_id)
+        if session is not None:
+            session.last_used_s = self.clock.now_s()
+        return session is not None
+
+    def note_delivery(self, prepared: Prepared, *, is_whole: bool) -> None:
+        """Whether the client of a request got all of its answer."""
+        for outcome in prepared.outcomes:
+            if is_whole:
+                outcome.session.undelivered.discard(outcome.turn)
+            else:
+                outcome.session.undelivered.add(outcome.turn)
 
     async def finish(self, session_id: str, reward: float, *, components: dict[str, float], model: str) -> bool:
         """End a session with its reward; whether this was the first time. Raises ApiError."""
@@ -297,6 +324,7 @@ class Agents:
         )
         self._metrics.turns.labels(_kind(session, prepared.parent)).inc()
         session.add(turn, [*prepared.transcript, ("assistant", said)])
+        prepared.outcomes.append(Outcome(session, turn, answer))
 
     def _said(self, prepared: Prepared, answer: Answer) -> tuple[History, str]:
         """The conversation with the answer as the client will repeat it, and the answer's text."""

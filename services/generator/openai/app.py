@@ -27,6 +27,7 @@ from services.generator.openai.agents import Agents, Labels, Prepared
 from services.generator.openai.errors import ApiError, invalid, unavailable
 from services.generator.openai.metrics import OpenAIMetrics
 from services.generator.openai.protocol import ChatRequest, CompletionRequest, RewardRequest, SamplingRequest, read
+from services.generator.openai.repeats import KEY_HEADER, RETRY_HEADER, KeptAnswers, repeat_key
 from services.generator.openai.responses import Form
 from services.generator.openai.reward import SessionRewards
 from services.generator.openai.sampling import Answer, AnswerAbortedError, Piece
@@ -72,6 +73,7 @@ class OpenAIRoutes:
         self._model_name = model_name
         self._expected = None if token is None else f"Bearer {token}".encode()
         self._request_timeout_s = request_timeout_s
+        self._kept: KeptAnswers[tuple[Prepared, Form]] = KeptAnswers()
         self._start_s = int(agents.clock.now_s())
 
     def application(self) -> web.Application:
@@ -108,37 +110,83 @@ class OpenAIRoutes:
             raise ApiError(401, "missing or wrong API key; use the service's PENSTOCK_TOKEN", code="invalid_api_key")
 
     async def _chat(self, request: web.Request) -> web.StreamResponse:
-        body = read(ChatRequest, await _body(request))
+        body, labels = read(ChatRequest, await _body(request)), _labels(request)
         self._check_model(body)
-        return await self._respond(request, await self._agents.prepare_chat(body, _labels(request)))
+        return await self._answered_once(request, lambda: self._agents.prepare_chat(body, labels))
 
     async def _complete(self, request: web.Request) -> web.StreamResponse:
-        body = read(CompletionRequest, await _body(request))
+        body, labels = read(CompletionRequest, await _body(request)), _labels(request)
         self._check_model(body)
-        return await self._respond(request, await self._agents.prepare_text(body, _labels(request)))
+        return await self._answered_once(request, lambda: self._agents.prepare_text(body, labels))
 
-    async def _respond(self, request: web.Request, prepared: Prepared) -> web.StreamResponse:
+    async def _answered_once(
+        self, request: web.Request, prepare: Callable[[], Awaitable[Prepared]]
+    ) -> web.StreamResponse:
+        """A new answer, or the one that the same request got before."""
+        header = request.headers.get
+        key = repeat_key(header(SESSION_HEADER), header(KEY_HEADER), header(RETRY_HEADER), await _body(request))
+        if key is None:
+            prepared = await prepare()
+            return await self._respond(request, prepared, self._form(prepared))
+        async with asyncio.timeout(self._request_timeout_s) as waiting, self._kept.slot(key) as slot:
+            waiting.reschedule(None)
+            if slot.made is not None and await self._agents.touch(key.session_id):
+                self._metrics.repeats.inc()
+                return await self._respond(request, *slot.made)
+            prepared = await prepare()
+            form = self._form(prepared)
+            try:
+                return await self._respond(request, prepared, form)
+            finally:
+                slot.made = (prepared, form) if prepared.outcomes else None
+
+    def _form(self, prepared: Prepared) -> Form:
         is_chat = isinstance(prepared.body, ChatRequest)
-        form = Form(
+        return Form(
             response_id=f"{'chatcmpl' if is_chat else 'cmpl'}-{secrets.token_hex(12)}",
             created_s=int(self._agents.clock.now_s()),
             model=self._model_name,
             body=prepared.body,
             tokenizer=self._agents.tokenizer,
         )
-        if prepared.body.stream:
-            stream = EventStream(request, agents=self._agents, prepared=prepared, form=form)
-            return await self._stream(stream, prepared)
+
+    async def _respond(self, request: web.Request, prepared: Prepared, form: Form) -> web.StreamResponse:
+        """Sample, unless that was done before, and send all of it."""
+        is_whole = False
+        try:
+            if prepared.body.stream:
+                stream = EventStream(request, agents=self._agents, prepared=prepared, form=form)
+                is_whole = await self._stream(stream, prepared)
+                return stream.response
+            response = web.json_response(form.whole(prepared, await self._answers(prepared)))
+            try:
+                await response.prepare(request)
+                await response.write_eof()
+                is_whole = True
+            except ConnectionError:
+                _log.info("a client went away before its answer")
+            return response
+        finally:
+            self._agents.note_delivery(prepared, is_whole=is_whole)
+
+    async def _answers(self, prepared: Prepared) -> list[Answer]:
+        if prepared.outcomes:
+            return [outcome.answer for outcome in prepared.outcomes]
 
         async def ignore(_piece: Piece) -> None:
             pass
 
-        answers = await self._all(prepared, lambda index: self._agents.answer(prepared, index=index, emit=ignore))
-        return web.json_response(form.whole(prepared, answers))
+        return await self._all(prepared, lambda index: self._agents.answer(prepared, index=index, emit=ignore))
 
-    async def _stream(self, stream: EventStream, prepared: Prepared) -> web.StreamResponse:
+    async def _stream(self, stream: EventStream, prepared: Prepared) -> bool:
+        """Send a stream; whether all of it was sent."""
         try:
-            await stream.end(await self._all(prepared, stream.answer))
+            if prepared.outcomes:
+                told = [await stream.repeat(index, made.answer) for index, made in enumerate(prepared.outcomes)]
+            else:
+                told = await self._all(prepared, stream.answer)
+            await stream.end(told)
+            return True
         except ConnectionError:
             _log.info("a client went away in the middle of its stream")
         except Exception as error:
@@ -146,7 +194,7 @@ class OpenAIRoutes:
                 raise
             # Too late for a status: OpenAI's clients raise on an event with an error.
             await stream.write(as_api_error(error).body())
-        return stream.response
+        return False
 
     async def _all(self, prepared: Prepared, answer: Callable[[int], Awaitable[Answer]]) -> list[Answer]:
         try:
@@ -182,6 +230,7 @@ class OpenAIRoutes:
                 "group": session.task,
                 "turns": len(session.turns),
                 "branches": len(branches),
+                "turns_not_taken": len(session.not_taken()),
                 "sampled_tokens": sum(int(branch.loss_mask.sum()) for branch in branches),
             }
         )

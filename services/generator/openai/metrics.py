@@ -24,6 +24,9 @@ class OpenAIMetrics:
             ["kind"],
             registry=registry,
         )
+        self.repeats = Counter(
+            f"{_PREFIX}_repeats", "Repeated requests answered with what was sampled before.", registry=registry
+        )
         self._sessions = Counter(
             f"{_PREFIX}_sessions", "Sessions ended: put, or why they were dropped.", ["outcome"], registry=registry
         )
@@ -38,6 +41,8 @@ class OpenAIMetrics:
         self._seen: Tally[str] = Tally()
         self.outcomes: Tally[str] = Tally()
         """Sessions ended, by outcome."""
+        self.dropped_branches: Tally[str] = Tally()
+        """Branches left out, by reason."""
 
     def put(self, *, num_sessions: int, num_trajectories: int) -> None:
         """A group is stored."""
@@ -52,6 +57,7 @@ class OpenAIMetrics:
         """Branches that are left out of their group."""
         if num_branches:
             self._branches.labels(reason).inc(num_branches)
+            self.dropped_branches[reason] += num_branches
 
     def follow(self, book: SessionBook) -> None:
         """Take over what the book counts."""

@@ -92,8 +92,9 @@ class SessionRewards:
         if len(metadata) > MAX_METADATA_BYTES:
             raise invalid("metadata", f"{len(metadata)} characters as JSON; at most {MAX_METADATA_BYTES}")
         *before, (_, completion) = session.transcript
-        last = session.turns[-1].sampled
-        finish = types_pb2.FINISH_REASON_LENGTH if last.is_truncated else types_pb2.FINISH_REASON_STOP
+        last = session.latest
+        is_truncated = last is not None and last.sampled.is_truncated
+        finish = types_pb2.FINISH_REASON_LENGTH if is_truncated else types_pb2.FINISH_REASON_STOP
         return reward_pb2.ScoreItem(
             key=types_pb2.SampleKey(group_id=session.task),
             messages=[types_pb2.ChatMessage(role=role, content=text) for role, text in before],

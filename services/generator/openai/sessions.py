@@ -4,12 +4,14 @@
     turn <- turn <- turn          the client repeated the conversation and went on: the same tokens, extended
          <- turn                  it went on from an earlier point: a second branch
     turn                          it wrote the history anew: a tree of its own
+    turn, turn                    it asked the same again: the answer it went on from counts, or else the newest one
 
 Promises:
 - Sampled tokens are never tokenised again: a turn's prompt is its parent's tokens, as they were sampled, and what came
   since.
 - Every sampled token is trained on exactly once: where branches share turns, only the first branch counts them.
 - Given tokens are never trained on.
+- Nor is an answer that nobody took: its client went away before it had all of it, or asked the same again.
 """
 
 from __future__ import annotations
@@ -56,6 +58,11 @@ class Turn:
     """The conversation, this answer included, as the client will repeat it."""
     unsaid: str
     """Text of sampled tokens that the answer does not show: the end token, the stop string."""
+
+    @property
+    def request(self) -> tuple[int, bytes]:
+        """What was asked, equal where the same was asked again."""
+        return id(self.parent), self.given_token_ids.tobytes()
 
     def path(self) -> list[Turn]:
         """From the first turn to this one."""
@@ -110,10 +117,12 @@ class Session:
     """Requests being answered."""
     turns: list[Turn] = field(default_factory=list)
     """In the order in which they were answered."""
-    transcript: list[tuple[str, str]] = field(default_factory=list)
-    """The conversation of the last turn as (role, text), for reward models."""
     num_bytes: int = 0
     """About what it takes of memory."""
+    undelivered: set[Turn] = field(default_factory=set)
+    """Turns whose client went away before it had the whole answer."""
+    _transcripts: dict[Turn, list[tuple[str, str]]] = field(default_factory=dict)
+    """Conversations of the newest turn, and of the latest one before it that was taken."""
 
     @property
     def run_history(self) -> int | None:
@@ -130,18 +139,48 @@ class Session:
                 found = turn
         return found
 
+    @property
+    def latest(self) -> Turn | None:
+        """The newest turn that was taken."""
+        left_out = self.not_taken()
+        return next((turn for turn in reversed(self.turns) if turn not in left_out), None)
+
+    @property
+    def transcript(self) -> list[tuple[str, str]]:
+        """The conversation of the latest turn as (role, text), for reward models."""
+        latest = self.latest
+        return self._transcripts.get(latest, []) if latest is not None else []
+
     def add(self, turn: Turn, transcript: list[tuple[str, str]]) -> None:
         """A turn was answered."""
+        latest = self.latest
+        self.num_bytes += _size_bytes(turn) - _text_bytes(self._transcripts)
+        self._transcripts = {kept: said for kept, said in self._transcripts.items() if kept is latest}
+        self._transcripts[turn] = transcript
+        self.num_bytes += _text_bytes(self._transcripts)
         self.turns.append(turn)
-        self.num_bytes += _size_bytes(turn) + sum(len(text) for _, text in transcript)
-        self.num_bytes -= sum(len(text) for _, text in self.transcript)
-        self.transcript = transcript
+
+    def not_taken(self) -> set[Turn]:
+        """Turns that the client neither went on from nor kept: it did not get them whole, or asked the same again."""
+        continued = {turn.parent for turn in self.turns}
+        settled = {turn.request for turn in self.turns if turn in continued}
+        left_out: set[Turn] = set()
+        for turn in reversed(self.turns):
+            if turn in continued:
+                continue
+            if turn in self.undelivered or turn.request in settled:
+                left_out.add(turn)
+            else:
+                settled.add(turn.request)
+        return left_out
 
     def branches(self) -> list[Branch]:
-        """Every branch, in the order in which their last turns were answered."""
-        parents = {id(turn.parent) for turn in self.turns}
+        """Every branch whose end was taken, in the order in which their last turns were answered."""
+        left_out = self.not_taken()
+        kept = [turn for turn in self.turns if turn not in left_out]
+        parents = {turn.parent for turn in kept}
         counted: set[int] = set()
-        return [_branch(turn.path(), counted) for turn in self.turns if id(turn) not in parents]
+        return [_branch(turn.path(), counted) for turn in kept if turn not in parents]
 
 
 def _branch(path: Sequence[Turn], counted: set[int]) -> Branch:
@@ -167,6 +206,10 @@ def _branch(path: Sequence[Turn], counted: set[int]) -> Branch:
         loss_mask=np.concatenate(masks),
         is_truncated=path[-1].sampled.is_truncated,
     )
+
+
+def _text_bytes(transcripts: dict[Turn, list[tuple[str, str]]]) -> int:
+    return sum(len(text) for said in transcripts.values() for _, text in said)
 
 
 def _size_bytes(turn: Turn) -> int:

@@ -43,12 +43,21 @@ class EventStream:
             await self.write(chunk)
         return made
 
+    async def repeat(self, index: int, answer: Answer) -> Answer:
+        """Tell one choice that was sampled before."""
+        form = self._form
+        shown = Piece(text=answer.content[: answer.num_shown], tokens=answer.shown_tokens)
+        for chunk in [form.first_chunk(index), form.piece_chunk(index, shown), *form.last_chunks(index, answer)]:
+            await self.write(chunk)
+        return answer
+
     async def end(self, answers: list[Answer]) -> None:
         """Everything was told."""
         options = self._prepared.body.stream_options
         if options is not None and options.include_usage:
             await self.write(self._form.usage_chunk(self._prepared, answers))
         await self.response.write(END_OF_STREAM)
+        await self.response.write_eof()
 
     async def write(self, data: dict[str, Any] | None) -> None:
         """One event; nothing where there is none."""

@@ -51,6 +51,7 @@ def to_group(
 ) -> types_pb2.TrajectoryGroup | None:
     """The group to put; None where nothing of it can be. `on_dropped` hears of branches left out."""
     parts = [(done, branch) for done in group.finished for branch in done.session.branches()]
+    on_dropped("not_taken", sum(len(done.session.not_taken()) for done in group.finished))
     parts = _that_share_a_beginning(parts, on_dropped)
     num_shared = _num_shared([branch.prompt_token_ids for _, branch in parts])
     fitting = [part for part in parts if _num_completion_tokens(part[1], num_shared) <= shape.max_completion_tokens]
