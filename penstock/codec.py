@@ -6,7 +6,7 @@ message's own bytes, so decoding costs no copy.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -125,6 +125,14 @@ def field_prefix(number: int, size_bytes: int) -> bytes:
     return bytes((number << 3 | 2,)) + _varint(size_bytes)
 
 
+def prefix_size(data: Packed) -> int:
+    """Length of what `field_prefix` put before a field's bytes, for well-formed `data`."""
+    at = 1
+    while data[at] > 0x7F:
+        at += 1
+    return at + 1
+
+
 def _varint(value: int) -> bytes:
     """Protobuf's base-128 varint of a number that is not negative."""
     out = bytearray()
@@ -161,27 +169,39 @@ def field_span(data: bytes, number: int) -> tuple[int, int]:
 
     Raises InvalidFieldError where the field comes twice, or `data` is not well-formed.
     """
-    found, at = (0, 0), 0
+    found = (0, 0)
+    for tag_number, start, end in _fields(data):
+        if tag_number == number and start >= 0:
+            if found != (0, 0):
+                raise InvalidFieldError(f"request: field {number} comes twice", field="request")
+            found = (start, end)
+    return found
+
+
+def _fields(data: bytes) -> Iterator[tuple[int, int, int]]:
+    """Number of each field of a serialized message, and where its bytes begin and end; -1 where it is a number."""
+    at = 0
     try:
         while at < len(data):
             tag, at = _read_varint(data, at)
-            kind = tag & 7
+            kind, start = tag & 7, -1
             if kind == 2:
-                size_bytes, at = _read_varint(data, at)
-                if tag >> 3 == number:
-                    if found != (0, 0):
-                        raise InvalidFieldError(f"request: field {number} comes twice", field="request")
-                    found = (at, at + size_bytes)
-                at += size_bytes
+                size_bytes, start = _read_varint(data, at)
+                at = start + size_bytes
             elif kind == 0:
                 _value, at = _read_varint(data, at)
             else:
                 at += _FIXED_BYTES[kind]
+            yield tag >> 3, start, at
     except (IndexError, KeyError) as error:
         raise InvalidFieldError(f"request: byte {at} of {len(data)} begins no field", field="request") from error
     if at > len(data):
         raise InvalidFieldError(f"request: its {len(data)} bytes end inside a field", field="request")
-    return found
+
+
+def has_field(data: bytes, number: int) -> bool:
+    """Whether a field stands in a serialized message. Raises InvalidFieldError where `data` is not well-formed."""
+    return any(found == number for found, _start, _end in _fields(data))
 
 
 def _read_varint(data: bytes, at: int) -> tuple[int, int]:

@@ -15,6 +15,7 @@ import grpc
 import structlog
 
 from penstock.errors import PenstockError, ServiceUnavailableError, UnknownRunError, from_rpc_error
+from penstock.pieces import MAX_EXPORTED_BYTES, Assembly
 from penstock.rpc import backoff_s
 from penstock.v1 import broker_pb2, broker_pb2_grpc
 
@@ -90,12 +91,22 @@ class StepExport:
 
     async def _one_stream(self) -> AsyncIterator[_Response]:
         request = broker_pb2.ExportTrajectoriesRequest(
-            run_id=self._run_id, from_policy_version=self.next_version, follow=self._follow, history=self.history
+            run_id=self._run_id,
+            from_policy_version=self.next_version,
+            follow=self._follow,
+            history=self.history,
+            accepts_group_pieces=True,
         )
         call: Any = self._stub.ExportTrajectories(request)
+        assembly = Assembly(max_bytes=MAX_EXPORTED_BYTES)
         try:
             while (response := await self._read(call)) is not grpc.aio.EOF:
-                yield response
+                if not response.HasField("piece"):
+                    yield response
+                elif (whole := assembly.add(response.piece.data, is_last=response.piece.is_last)) is not None:
+                    response.ClearField("piece")
+                    response.group.MergeFromString(whole)
+                    yield response
         except grpc.aio.AioRpcError as error:
             raise from_rpc_error(error, peer=self._peer) from error
         finally:

@@ -15,8 +15,8 @@ from penstock.codec import Float32, Int32, float32_bytes, int32_bytes
 from penstock.v1 import broker_pb2, types_pb2
 
 MAX_TOKENS_PER_CHUNK = 16_384
-MAX_TEXT_BYTES = 512 * 1024
-"""Longer completions are cut for the reward model, so that a request stays under the broker's 1 MiB."""
+MAX_TEXT_BYTES = 8 * 1024 * 1024
+"""What the broker takes, 8 bytes a token of the longest completion; longer text is cut for the reward model."""
 _BYTES_PER_TOKEN = 8
 _Number = TypeVar("_Number", np.int32, np.float32)
 

@@ -5,6 +5,8 @@ Promises:
 - At most `max_held_groups` groups are in this process's hands: what was received and not yet released. Credits follow.
 - After a reconnect the broker hears which groups are held; a group that is held is never handed out a second time.
 - A stream that was silent for SILENCE_LIMIT_S (the broker speaks at least every 5 s) is taken for dead and reopened.
+- A group that comes in pieces counts, and is held, once it is whole; a stream that ends before throws its pieces away.
+  Beside the groups held, memory takes at most twice the largest group (`penstock.pieces.MAX_GROUP_BYTES`).
 - Errors that a retry cannot heal end the session and are raised by `next`.
 """
 
@@ -13,14 +15,22 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Iterable
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, Self, cast
 
 import grpc
 import structlog
 from google.protobuf.message import DecodeError
 
 from penstock import packed
-from penstock.errors import InternalError, PenstockError, RunClosedError, ServiceUnavailableError, from_rpc_error
+from penstock.errors import (
+    InternalError,
+    InvalidFieldError,
+    PenstockError,
+    RunClosedError,
+    ServiceUnavailableError,
+    from_rpc_error,
+)
+from penstock.pieces import Assembly
 from penstock.rpc import backoff_s
 from penstock.v1 import broker_pb2, types_pb2
 
@@ -82,11 +92,14 @@ class MicrobatchSession:
             target_tokens=subscription.target_tokens,
             accepts_packed_groups=True,
             owner=subscription.owner,
+            accepts_group_pieces=True,
         )
         self._max_held_groups = subscription.max_held_groups
         self._held: dict[str, None] = {}
         self._received: asyncio.Queue[ReceivedMicrobatch] = asyncio.Queue()
         self._num_received_on_stream = 0
+        self._assembly = Assembly()
+        """The group that comes in pieces."""
         self._credit_changed = asyncio.Event()
         self._reason = f"connecting to {peer}"
         self._failure: PenstockError | None = None
@@ -159,7 +172,7 @@ class MicrobatchSession:
 
     async def _follow_one_stream(self) -> None:
         """Read until the stream ends; returns when the broker ended it with OK. Raises PenstockError."""
-        self._num_received_on_stream = 0
+        self._num_received_on_stream, self._assembly = 0, Assembly()
         call = self._stream_microbatches(self._requests())
         try:
             is_first = True
@@ -208,7 +221,7 @@ class MicrobatchSession:
             return
         self._reason = ""
         microbatch = response.microbatch
-        groups: list[types_pb2.TrajectoryGroup] = [*microbatch.groups, *microbatch.packed_groups.groups]
+        groups = self._groups(microbatch)
         self._num_received_on_stream += len(groups)
         fresh = [group for group in groups if group.prompt.group_id not in self._held]
         if len(fresh) < len(groups):
@@ -221,3 +234,15 @@ class MicrobatchSession:
                     microbatch_id=microbatch.microbatch_id, groups=fresh, policy_version=microbatch.policy_version
                 )
             )
+
+    def _groups(self, microbatch: Any) -> list[types_pb2.TrajectoryGroup]:
+        """The groups that are whole with this message. Raises InternalError where its piece fits nowhere."""
+        if not microbatch.HasField("piece"):
+            if len(self._assembly):
+                raise InternalError(f"{self._peer}: a group that came in pieces was broken off by another one")
+            return [*microbatch.groups, *microbatch.packed_groups.groups]
+        try:
+            whole = self._assembly.add(microbatch.piece.data, is_last=microbatch.piece.is_last)
+            return [] if whole is None else [types_pb2.TrajectoryGroup.FromString(cast("bytes", whole))]
+        except (InvalidFieldError, DecodeError) as error:
+            raise InternalError(f"{self._peer}: a group in pieces cannot be read: {error}") from error

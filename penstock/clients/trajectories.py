@@ -6,8 +6,9 @@
 
 Promises:
 
-- At most `max_unanswered` requests are on the way; then `send` waits. So a stalled trainer slows its producers down,
-  and memory does not grow anywhere.
+- At most `max_unanswered` requests are on the way, of MAX_UNANSWERED_BYTES together or one that is larger by itself;
+  then `send` waits. So a stalled trainer slows its producers down, and memory does not grow anywhere.
+- A request above MAX_BYTES_PER_PUT, which is one large group, goes in parts and is stored like any other.
 - After a lost stream every unanswered request is sent again, as it was and in order; the broker knows it by its put id.
 - A request that the broker had no room for is sent again after the delay the broker asked for. Groups keep the order of
   the calls if `max_unanswered` is 1; else a later request may pass one that had to wait.
@@ -29,11 +30,14 @@ import structlog
 from penstock.clients.streams import converse
 from penstock.codec import field_prefix, packed_parts
 from penstock.errors import InternalError, InvalidFieldError, PenstockError, RunClosedError
+from penstock.pieces import MAX_GROUP_BYTES, spans
 from penstock.rpc import backoff_s
 from penstock.v1 import broker_pb2, types_pb2
 
 MAX_GROUPS_PER_PUT = 1024
 MAX_BYTES_PER_PUT = 4 * 1024 * 1024
+"""Of one message; what is larger goes in parts."""
+MAX_UNANSWERED_BYTES = 64 * 1024 * 1024
 DEFAULT_UNANSWERED = 4
 """More are slower on one machine (their payload leaves the caches), fewer between sites."""
 MAX_SILENCE_S = 20.0
@@ -57,10 +61,25 @@ class PutReceipt:
 
 @dataclass(slots=True, kw_only=True)
 class _Sent:
-    request: bytes
-    """Serialized."""
+    head: broker_pb2.PutTrajectoriesRequest
+    """Without the groups."""
+    parts: Sequence[bytes]
+    """A serialized TrajectoryGroups, in parts; in one where it is large."""
+    size_bytes: int
     receipt: asyncio.Future[PutReceipt]
     is_written: bool = False
+
+    def messages(self) -> Iterator[bytes]:
+        """The serialized request, or each of those that it is cut into."""
+        if self.size_bytes <= MAX_BYTES_PER_PUT:
+            yield b"".join((self.head.SerializeToString(), field_prefix(_GROUPS, self.size_bytes), *self.parts))
+            return
+        [groups] = self.parts
+        self.head.total_bytes = self.size_bytes
+        for start, end in spans(self.size_bytes):
+            self.head.offset = start
+            piece = memoryview(groups)[start:end]
+            yield b"".join((self.head.SerializeToString(), field_prefix(_GROUPS, len(piece)), piece))
 
 
 class TrajectorySession:
@@ -94,6 +113,7 @@ class TrajectorySession:
         self._session_id = secrets.token_hex(6)
         self._num_requests = 0
         self._unanswered: dict[str, _Sent] = {}
+        self._unanswered_bytes = 0
         self._paused_until_s = 0.0
         self._work = asyncio.Event()
         self._room = asyncio.Event()
@@ -150,7 +170,7 @@ class TrajectorySession:
         """Hand over one request's worth of groups; waits for room in the window and returns the receipt to come.
 
         Args:
-            groups: 1 to MAX_GROUPS_PER_PUT groups of at most MAX_BYTES_PER_PUT.
+            groups: 1 to MAX_GROUPS_PER_PUT groups of at most MAX_GROUP_BYTES; above MAX_BYTES_PER_PUT it goes in parts.
             put_id: Names the request among the producer's; give the same one to repeat a request of an earlier process.
 
         Raises:
@@ -158,12 +178,12 @@ class TrajectorySession:
         """
         parts = packed_parts(groups)
         size_bytes = sum(map(len, parts))
-        if not 1 <= len(groups) <= MAX_GROUPS_PER_PUT or size_bytes > MAX_BYTES_PER_PUT:
+        if not 1 <= len(groups) <= MAX_GROUPS_PER_PUT or size_bytes > MAX_GROUP_BYTES:
             raise ValueError(
                 f"{len(groups)} groups of {size_bytes} bytes; a put holds 1 to {MAX_GROUPS_PER_PUT} groups of at most "
-                f"{MAX_BYTES_PER_PUT} bytes: send fewer"
+                f"{MAX_GROUP_BYTES} bytes: send fewer"
             )
-        while len(self._unanswered) >= self._max_unanswered and self._failure is None:
+        while not self._has_room(size_bytes) and self._failure is None:
             self._room.clear()
             await self._room.wait()
         if self._failure is not None:
@@ -173,11 +193,20 @@ class TrajectorySession:
         if put_id in self._unanswered:
             return self._unanswered[put_id].receipt
         head = broker_pb2.PutTrajectoriesRequest(run_id=self._run_id, producer_id=self._producer_id, put_id=put_id)
-        request = b"".join((head.SerializeToString(), field_prefix(_GROUPS, size_bytes), *parts))
         receipt: asyncio.Future[PutReceipt] = asyncio.get_running_loop().create_future()
-        self._unanswered[put_id] = _Sent(request=request, receipt=receipt)
+        if size_bytes > MAX_BYTES_PER_PUT:
+            parts = [b"".join(parts)]
+        self._unanswered[put_id] = _Sent(head=head, parts=parts, size_bytes=size_bytes, receipt=receipt)
+        self._unanswered_bytes += size_bytes
         self._work.set()
         return receipt
+
+    def _has_room(self, size_bytes: int) -> bool:
+        """Whether a request may join those on the way."""
+        if not self._unanswered:
+            return True
+        has_bytes = self._unanswered_bytes + size_bytes <= MAX_UNANSWERED_BYTES
+        return has_bytes and len(self._unanswered) < self._max_unanswered
 
     async def _run(self) -> None:
         delays = backoff_s()
@@ -215,7 +244,11 @@ class TrajectorySession:
             pause_s = self._paused_until_s - loop.time()
             if sent is not None and pause_s <= 0:
                 sent.is_written = True
-                yield sent.request
+                for message in sent.messages():
+                    yield message
+                    if not sent.is_written:
+                        # Refused before all of its parts were sent.
+                        break
                 continue
             self._work.clear()
             with suppress(TimeoutError):
@@ -226,6 +259,8 @@ class TrajectorySession:
         sent = self._unanswered.get(response.put_id)
         if sent is None:
             raise InternalError(f"{self._peer}: answered put {response.put_id!r}, which was not sent")
+        if response.received_bytes:
+            return
         if response.HasField("retry_delay"):
             self.num_refusals += 1
             sent.is_written = False
@@ -233,6 +268,7 @@ class TrajectorySession:
             self._paused_until_s = asyncio.get_running_loop().time() + delay_s
         else:
             del self._unanswered[response.put_id]
+            self._unanswered_bytes -= sent.size_bytes
             self._room.set()
             if not sent.receipt.done():
                 receipt = PutReceipt(num_samples=response.num_samples, refused=list(response.errors))
@@ -248,21 +284,22 @@ class TrajectorySession:
                 # Marked as looked at: a caller that sent several may never await the later ones.
                 sent.receipt.exception()
         self._unanswered.clear()
+        self._unanswered_bytes = 0
 
 
 def split(
     groups: Sequence[types_pb2.TrajectoryGroup], *, max_groups: int = MAX_GROUPS_PER_PUT
 ) -> Iterator[Sequence[types_pb2.TrajectoryGroup]]:
-    """Groups in order, in parts that fit one request each.
+    """Groups in order, in parts that fit one request each; a group above MAX_BYTES_PER_PUT is a part by itself.
 
-    Raises InvalidFieldError where a single group is larger than MAX_BYTES_PER_PUT.
+    Raises InvalidFieldError where a single group is larger than MAX_GROUP_BYTES.
     """
     start, num_bytes = 0, 0
     for position, group in enumerate(groups):
         size_bytes = group.ByteSize() + 8
-        if size_bytes > MAX_BYTES_PER_PUT:
+        if size_bytes > MAX_GROUP_BYTES:
             raise InvalidFieldError(
-                f"groups: group {group.prompt.group_id!r} has {size_bytes} bytes; a put holds {MAX_BYTES_PER_PUT}",
+                f"groups: group {group.prompt.group_id!r} has {size_bytes} bytes; a put holds {MAX_GROUP_BYTES}",
                 field="groups",
             )
         if position > start and (position - start >= max_groups or num_bytes + size_bytes > MAX_BYTES_PER_PUT):

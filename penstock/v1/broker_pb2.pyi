@@ -170,7 +170,9 @@ class RunLimits(_message.Message):
     groups_per_step: _builtins.int
     """Groups in one step of the run, of which the trainer may make several optimiser steps, >= 1."""
     group_size: _builtins.int
-    """Samples in a training group, >= 1; a prompt with another group_size and purpose TRAIN is refused."""
+    """Samples in a training group, >= 1; a prompt with another group_size and purpose TRAIN is refused. Times
+    max_completion_tokens it is at most 16,777,216 tokens.
+    """
     max_staleness: _builtins.int
     """Most versions a sample may lag when it is trained on; 0 is on-policy."""
     max_queued_groups: _builtins.int
@@ -913,7 +915,7 @@ class StreamTokensRequest(_message.Message):
     """Counts the requests of this stream from 1; echoed."""
     @_builtins.property
     def chunks(self) -> _containers.RepeatedCompositeFieldContainer[_types_pb2.TokenChunk]:
-        """Chunks of any number of samples, at most 4,096 and 1 MiB; chunks of one sample in order."""
+        """Chunks of any number of samples, at most 4,096 and 12 MiB (aim for 64 KiB); chunks of one sample in order."""
 
     def __init__(
         self,
@@ -1009,6 +1011,8 @@ class PutTrajectoriesRequest(_message.Message):
     PRODUCER_ID_FIELD_NUMBER: _builtins.int
     PUT_ID_FIELD_NUMBER: _builtins.int
     GROUPS_FIELD_NUMBER: _builtins.int
+    TOTAL_BYTES_FIELD_NUMBER: _builtins.int
+    OFFSET_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     """Which run. Every request of a stream names the same one."""
     producer_id: _builtins.str
@@ -1018,7 +1022,15 @@ class PutTrajectoriesRequest(_message.Message):
     groups: _builtins.bytes
     """A serialized TrajectoryGroups of purpose TRAIN, every sample scored OK; 1 to 1,024 groups, at most 4 MiB, at most
     groups_per_step groups. Group ids are unique in the run; a group has 1 to group_size trajectories.
+
+    Larger ones, up to 448 MiB, are cut into parts at any byte, and each part is a request of its own with the same
+    put_id: in order, with no other request between them. The last part is answered like a request that holds them all;
+    a put that is sent again begins with its first part.
     """
+    total_bytes: _builtins.int
+    """Set in the parts of a put: the size of its groups over all parts, bytes."""
+    offset: _builtins.int
+    """Of a part: where in the groups it begins, bytes."""
     def __init__(
         self,
         *,
@@ -1026,10 +1038,12 @@ class PutTrajectoriesRequest(_message.Message):
         producer_id: _builtins.str = ...,
         put_id: _builtins.str = ...,
         groups: _builtins.bytes = ...,
+        total_bytes: _builtins.int = ...,
+        offset: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["groups", b"groups", "producer_id", b"producer_id", "put_id", b"put_id", "run_id", b"run_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["groups", b"groups", "offset", b"offset", "producer_id", b"producer_id", "put_id", b"put_id", "run_id", b"run_id", "total_bytes", b"total_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1045,17 +1059,22 @@ class PutTrajectoriesResponse(_message.Message):
     NUM_SAMPLES_FIELD_NUMBER: _builtins.int
     ERRORS_FIELD_NUMBER: _builtins.int
     RETRY_DELAY_FIELD_NUMBER: _builtins.int
+    RECEIVED_BYTES_FIELD_NUMBER: _builtins.int
     put_id: _builtins.str
     """The request it answers."""
     num_samples: _builtins.int
     """Samples this request added to the books; 0 for a repetition."""
+    received_bytes: _builtins.int
+    """A sign of life of a put whose parts are still coming, and no answer to it: bytes received so far. Else 0."""
     @_builtins.property
     def errors(self) -> _containers.RepeatedCompositeFieldContainer[_types_pb2.ItemError]:
         """The groups that were refused, by position in the request; everything else is stored."""
 
     @_builtins.property
     def retry_delay(self) -> _duration_pb2.Duration:
-        """Set when the whole request was refused because the run holds as much as it may: send it again after this long."""
+        """Set when the whole request was refused because the run holds as much as it may: send it again after this long. It
+        may answer the first part of a put already: the other parts are ignored then.
+        """
 
     def __init__(
         self,
@@ -1064,10 +1083,11 @@ class PutTrajectoriesResponse(_message.Message):
         num_samples: _builtins.int = ...,
         errors: _abc.Iterable[_types_pb2.ItemError] | None = ...,
         retry_delay: _duration_pb2.Duration | None = ...,
+        received_bytes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["retry_delay", b"retry_delay"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["errors", b"errors", "num_samples", b"num_samples", "put_id", b"put_id", "retry_delay", b"retry_delay"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["errors", b"errors", "num_samples", b"num_samples", "put_id", b"put_id", "received_bytes", b"received_bytes", "retry_delay", b"retry_delay"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1263,6 +1283,7 @@ class TrainerHello(_message.Message):
     TARGET_TOKENS_FIELD_NUMBER: _builtins.int
     ACCEPTS_PACKED_GROUPS_FIELD_NUMBER: _builtins.int
     OWNER_FIELD_NUMBER: _builtins.int
+    ACCEPTS_GROUP_PIECES_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     """Which run."""
     consumer_id: _builtins.str
@@ -1275,6 +1296,8 @@ class TrainerHello(_message.Message):
     """Aim for about this many tokens (prompts and completions) a microbatch. 0 means no aim."""
     accepts_packed_groups: _builtins.bool
     """Whether it reads Microbatch.packed_groups; else the broker parses every group for it."""
+    accepts_group_pieces: _builtins.bool
+    """Whether it reads Microbatch.piece; else a group that fits no message ends the stream with INVALID_ARGUMENT."""
     @_builtins.property
     def held_group_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Groups it was handed and still holds unacknowledged; everything else it once held is handed out again."""
@@ -1294,10 +1317,11 @@ class TrainerHello(_message.Message):
         target_tokens: _builtins.int = ...,
         accepts_packed_groups: _builtins.bool = ...,
         owner: Global___RunOwner | None = ...,
+        accepts_group_pieces: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["owner", b"owner"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepts_packed_groups", b"accepts_packed_groups", "consumer_id", b"consumer_id", "held_group_ids", b"held_group_ids", "max_groups", b"max_groups", "owner", b"owner", "purpose", b"purpose", "run_id", b"run_id", "target_tokens", b"target_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepts_group_pieces", b"accepts_group_pieces", "accepts_packed_groups", b"accepts_packed_groups", "consumer_id", b"consumer_id", "held_group_ids", b"held_group_ids", "max_groups", b"max_groups", "owner", b"owner", "purpose", b"purpose", "run_id", b"run_id", "target_tokens", b"target_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1341,6 +1365,7 @@ class Microbatch(_message.Message):
     GROUPS_FIELD_NUMBER: _builtins.int
     POLICY_VERSION_FIELD_NUMBER: _builtins.int
     PACKED_GROUPS_FIELD_NUMBER: _builtins.int
+    PIECE_FIELD_NUMBER: _builtins.int
     microbatch_id: _builtins.str
     """Names the delivery."""
     policy_version: _builtins.int
@@ -1353,6 +1378,12 @@ class Microbatch(_message.Message):
     def groups(self) -> _containers.RepeatedCompositeFieldContainer[_types_pb2.TrajectoryGroup]:
         """Whole groups."""
 
+    @_builtins.property
+    def piece(self) -> _types_pb2.GroupPiece:
+        """A part of one large group; the microbatch then holds nothing else. A group above 4 MiB comes in parts where the hello
+        accepts them: the parts of one group follow each other, and their microbatch is complete with the last one.
+        """
+
     def __init__(
         self,
         *,
@@ -1360,10 +1391,11 @@ class Microbatch(_message.Message):
         groups: _abc.Iterable[_types_pb2.TrajectoryGroup] | None = ...,
         policy_version: _builtins.int = ...,
         packed_groups: _builtins.bytes = ...,
+        piece: _types_pb2.GroupPiece | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["piece", b"piece"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["groups", b"groups", "microbatch_id", b"microbatch_id", "packed_groups", b"packed_groups", "policy_version", b"policy_version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["groups", b"groups", "microbatch_id", b"microbatch_id", "packed_groups", b"packed_groups", "piece", b"piece", "policy_version", b"policy_version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -2147,6 +2179,7 @@ class ExportTrajectoriesRequest(_message.Message):
     FROM_POLICY_VERSION_FIELD_NUMBER: _builtins.int
     FOLLOW_FIELD_NUMBER: _builtins.int
     HISTORY_FIELD_NUMBER: _builtins.int
+    ACCEPTS_GROUP_PIECES_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     """Which run."""
     from_policy_version: _builtins.int
@@ -2157,6 +2190,10 @@ class ExportTrajectoriesRequest(_message.Message):
     """For a client that goes on after a lost stream: the history counter it saw last. Steps that were trained anew after a
     rewind since then are sent again, also those before from_policy_version.
     """
+    accepts_group_pieces: _builtins.bool
+    """Whether it reads ExportTrajectoriesResponse.piece; else a group that fits no message ends the export with
+    INVALID_ARGUMENT.
+    """
     def __init__(
         self,
         *,
@@ -2164,10 +2201,11 @@ class ExportTrajectoriesRequest(_message.Message):
         from_policy_version: _builtins.int = ...,
         follow: _builtins.bool = ...,
         history: _builtins.int | None = ...,
+        accepts_group_pieces: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_history", b"_history", "history", b"history"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_history", b"_history", "follow", b"follow", "from_policy_version", b"from_policy_version", "history", b"history", "run_id", b"run_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_history", b"_history", "accepts_group_pieces", b"accepts_group_pieces", "follow", b"follow", "from_policy_version", b"from_policy_version", "history", b"history", "run_id", b"run_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__history: _TypeAlias = _typing.Literal["history"]  # noqa: Y015
     _WhichOneofArgType__history: _TypeAlias = _typing.Literal["_history", b"_history"]  # noqa: Y015
@@ -2185,6 +2223,7 @@ class ExportTrajectoriesResponse(_message.Message):
     POLICY_VERSION_FIELD_NUMBER: _builtins.int
     HISTORY_FIELD_NUMBER: _builtins.int
     NUM_MISSING_SAMPLES_FIELD_NUMBER: _builtins.int
+    PIECE_FIELD_NUMBER: _builtins.int
     policy_version: _builtins.int
     """The version its step produced; in a sign of life, the last version of which everything was sent."""
     history: _builtins.int
@@ -2197,9 +2236,13 @@ class ExportTrajectoriesResponse(_message.Message):
     """
     @_builtins.property
     def group(self) -> _types_pb2.TrajectoryGroup:
-        """A trained group, its completions' text included. Unset in a sign of life, which comes with `follow` after each step
-        and at least every 5 seconds.
+        """A trained group, its completions' text included. Unset where `piece` is set, and in a sign of life, which comes with
+        `follow` after each step and at least every 5 seconds.
         """
+
+    @_builtins.property
+    def piece(self) -> _types_pb2.GroupPiece:
+        """A part of one large group, where the request accepts it."""
 
     def __init__(
         self,
@@ -2208,10 +2251,11 @@ class ExportTrajectoriesResponse(_message.Message):
         policy_version: _builtins.int = ...,
         history: _builtins.int = ...,
         num_missing_samples: _builtins.int = ...,
+        piece: _types_pb2.GroupPiece | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["group", b"group"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["group", b"group", "piece", b"piece"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["group", b"group", "history", b"history", "num_missing_samples", b"num_missing_samples", "policy_version", b"policy_version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["group", b"group", "history", b"history", "num_missing_samples", b"num_missing_samples", "piece", b"piece", "policy_version", b"policy_version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -124,7 +124,7 @@ class SampleKey(_message.Message):
     SAMPLE_INDEX_FIELD_NUMBER: _builtins.int
     ATTEMPT_FIELD_NUMBER: _builtins.int
     group_id: _builtins.str
-    """The sample group it belongs to; opaque, unique in the run, 1 to 128 characters."""
+    """The sample group it belongs to; opaque, unique in the run, 1 to 128 characters of at most 240 bytes."""
     sample_index: _builtins.int
     """Position inside its group, from 0 to group size - 1, and beyond that in a run that draws extra samples."""
     attempt: _builtins.int
@@ -349,7 +349,7 @@ class TokenChunk(_message.Message):
     finish_reason: Global___FinishReason.ValueType
     """Set in the last chunk of a sample only."""
     text: _builtins.str
-    """The whole completion as text; set together with `finish_reason` (at most 1 MiB)."""
+    """The whole completion as text; set together with `finish_reason` (at most 8 MiB)."""
     @_builtins.property
     def key(self) -> Global___SampleKey:
         """Which sample."""
@@ -604,6 +604,34 @@ class TrajectoryGroups(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___TrajectoryGroups: _TypeAlias = TrajectoryGroups  # noqa: Y015
+
+@_typing.final
+class GroupPiece(_message.Message):
+    """A part of one group that is too large for a message. The parts of a group come in order, with no other group between
+    them; the `data` of all of them, joined, is a serialized TrajectoryGroup.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DATA_FIELD_NUMBER: _builtins.int
+    IS_LAST_FIELD_NUMBER: _builtins.int
+    data: _builtins.bytes
+    """The next bytes, at most 1 MiB."""
+    is_last: _builtins.bool
+    """Whether the group is complete with this part. It counts as received only then."""
+    def __init__(
+        self,
+        *,
+        data: _builtins.bytes = ...,
+        is_last: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["data", b"data", "is_last", b"is_last"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GroupPiece: _TypeAlias = GroupPiece  # noqa: Y015
 
 @_typing.final
 class ItemError(_message.Message):

@@ -16,7 +16,8 @@ from penstock.codec import decode_versions, float32_array, int32_array
 from penstock.errors import InvalidFieldError
 from penstock.v1 import broker_pb2, types_pb2
 
-MAX_TEXT_BYTES = 1024 * 1024
+MAX_TEXT_BYTES = 8 * 1024 * 1024
+"""With its token ids and its prompt a sample still fits the one message in which a reward worker gets it."""
 MAX_LOGPROB = 1e-3
 """A log-probability is at most 0; engines round a certain token to slightly more."""
 _FINISH_REASONS = frozenset(types_pb2.FinishReason.values())
@@ -152,8 +153,8 @@ def _check(chunk: types_pb2.TokenChunk) -> tuple[int, int] | None:
     """Oldest and newest version of the tokens, None when there are none. Raises InvalidFieldError."""
     if chunk.finish_reason not in _FINISH_REASONS:
         raise InvalidFieldError(f"finish_reason: {chunk.finish_reason} is not known", field="finish_reason")
-    if chunk.text and (not chunk.finish_reason or len(chunk.text) > MAX_TEXT_BYTES):
-        raise InvalidFieldError("text: set in the last chunk only, at most 1 MiB", field="text")
+    if chunk.text and (not chunk.finish_reason or _is_longer(chunk.text, MAX_TEXT_BYTES)):
+        raise InvalidFieldError(f"text: set in the last chunk only, at most {MAX_TEXT_BYTES} bytes", field="text")
     token_ids = int32_array(chunk.token_ids, "token_ids")
     logprobs = float32_array(chunk.logprobs, "logprobs")
     num_tokens = token_ids.size
@@ -172,3 +173,8 @@ def _check(chunk: types_pb2.TokenChunk) -> tuple[int, int] | None:
     if not float(logprobs.max()) <= MAX_LOGPROB or not np.isfinite(logprobs.min()):
         raise InvalidFieldError("logprobs: must be finite and at most 0, in nats", field="logprobs")
     return int(versions.min()), int(versions.max())
+
+
+def _is_longer(text: str, num_bytes: int) -> bool:
+    """Whether text takes more than so many bytes as UTF-8, of which a character takes at most 4."""
+    return 4 * len(text) > num_bytes and len(text.encode()) > num_bytes

@@ -10,19 +10,24 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
+from collections import Counter
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import aclosing
 from dataclasses import dataclass
 from functools import partial
 
 import structlog
 
 from penstock.errors import InvalidFieldError, NotRetainedError
+from penstock.rpc import MAX_MESSAGE_BYTES
 from penstock.v1 import broker_pb2, types_pb2
 from services.broker import tallies
 from services.broker.hub import RunHub
 from services.broker.hubs import Hubs
 from services.broker.intake import wait_for_event
-from services.broker.microbatch_stream import copy_of, load_groups, load_parcels
+from services.broker.large_groups import Record, is_large, read_pieces, single_groups
+from services.broker.loading import copy_of, load_groups, load_parcels
+from services.broker.microbatch_payload import ENVELOPE_BYTES, too_large
 from services.broker.parcel_shelf import is_parcel
 from services.broker.payload import kept_indices
 from services.broker.records_pb2 import GroupRecord, ParcelRecord
@@ -35,7 +40,6 @@ MAX_BATCH_TOKENS = 256 * 1024
 
 _log = structlog.get_logger()
 _Response = broker_pb2.ExportTrajectoriesResponse
-Record = GroupRecord | ParcelRecord
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,13 +126,21 @@ async def export(hubs: Hubs, request: broker_pb2.ExportTrajectoriesRequest) -> A
                 return
             num_sent, num_missing = 0, planned.num_lost
             while records := await hub.transact(partial(_records, planned=planned, start=num_sent), must_verify=False):
+                if is_large(records[0]) and request.accepts_group_pieces:
+                    left_out: Counter[str] = Counter()
+                    async with aclosing(_pieces(hub, planned, records[0], left_out)) as pieces:
+                        async for response in pieces:
+                            yield response
+                    num_sent += 1
+                    num_missing += left_out.total()
+                    continue
                 groups, num_without = await _load(hub, records)
                 if num_without and not await _is_still_there(hub, planned):
                     break
                 num_sent += len(records)
                 num_missing += num_without
                 for group in groups:
-                    yield _Response(group=group, policy_version=planned.version, history=planned.history)
+                    yield _whole(group, planned)
             is_sent = planned.is_due and num_sent == len(planned.names)
             cursor = Cursor(next_version=planned.version + is_sent, history=planned.history)
             is_silent = time.monotonic() - spoke_s >= SIGN_OF_LIFE_S
@@ -151,7 +163,7 @@ def _records(state: RunState, *, planned: Plan, start: int) -> list[Record]:
     for name in planned.names[start : start + MAX_BATCH_RECORDS]:
         record: Record = state.shelf.records[name] if is_parcel(name) else state.groups[name]
         num_tokens += _num_tokens(record)
-        if records and num_tokens > MAX_BATCH_TOKENS:
+        if records and (num_tokens > MAX_BATCH_TOKENS or is_large(record)):
             break
         records.append(copy_of(record))
     return records
@@ -161,6 +173,25 @@ def _num_tokens(record: Record) -> int:
     if isinstance(record, ParcelRecord):
         return sum(record.num_tokens)
     return record.num_prompt_tokens + sum(sample.num_tokens for sample in record.samples)
+
+
+def _whole(group: types_pb2.TrajectoryGroup, planned: Plan) -> _Response:
+    """A group in one message. Raises InvalidFieldError where it fits none."""
+    if group.ByteSize() > MAX_MESSAGE_BYTES - ENVELOPE_BYTES:
+        raise too_large(group, field="accepts_group_pieces")
+    return _Response(group=group, policy_version=planned.version, history=planned.history)
+
+
+async def _pieces(
+    hub: RunHub, planned: Plan, record: Record, left_out: Counter[str]
+) -> AsyncGenerator[_Response, None]:
+    """A record whose groups are too many or too large for one message, each in pieces; samples lost are counted."""
+    if isinstance(record, GroupRecord):
+        left_out[record.group_id] += _leave_out_lost(record)
+    for portion in single_groups(record):
+        async with aclosing(read_pieces(hub, portion, has_text=True, left_out=left_out)) as pieces:
+            async for piece in pieces:
+                yield _Response(piece=piece, policy_version=planned.version, history=planned.history)
 
 
 async def _load(hub: RunHub, records: list[Record]) -> tuple[list[types_pb2.TrajectoryGroup], int]:

@@ -87,6 +87,8 @@ class RunHub:
         """Groups of puts that are being stored."""
         self.coming_bytes = 0
         """Payload of puts that are being stored."""
+        self.receiving_bytes = 0
+        """Payload of puts that come in parts, until they are stored; see `put_parts`."""
         self.payloads = PayloadCache(run_id, store=store)
         self.peers = Peers(run_id, store=store, clock=clock)
         self.dispatcher = Dispatcher(self.peers)

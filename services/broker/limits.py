@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from google.protobuf.duration_pb2 import Duration
 
 from penstock.errors import InvalidFieldError
+from penstock.pieces import MAX_GROUP_TOKENS
+from penstock.rpc import MAX_MESSAGE_BYTES
 from penstock.v1 import broker_pb2
 
 DEFAULT_GENERATION_LEASE_S = 30.0
@@ -19,6 +22,10 @@ MAX_GROUPS_PER_STEP = 65_536
 MAX_GROUP_SIZE = 1_024
 MAX_STALENESS = 1_024
 MAX_COMPLETION_TOKENS = 1 << 20
+MAX_ID_BYTES = 240
+"""Of a group id, as UTF-8."""
+STEP_IDS_BYTES = MAX_MESSAGE_BYTES - 64 * 1024
+"""What a message has for the groups of one step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,6 +53,8 @@ class Limits:
         _require("group_size", limits.group_size, 1, MAX_GROUP_SIZE)
         _require("max_staleness", limits.max_staleness, 0, MAX_STALENESS)
         _require("max_completion_tokens", limits.max_completion_tokens, 1, MAX_COMPLETION_TOKENS)
+        _check_step_ids(limits)
+        _check_group_tokens(limits)
         return cls(
             groups_per_step=limits.groups_per_step,
             group_size=limits.group_size,
@@ -74,6 +83,29 @@ class Limits:
 def _require(field: str, value: int, least: int, most: int) -> None:
     if not least <= value <= most:
         raise InvalidFieldError(f"limits.{field}: {value} is not between {least} and {most}", field=f"limits.{field}")
+
+
+def _check_step_ids(limits: broker_pb2.RunLimits) -> None:
+    """A step must be possible to acknowledge, and to name in the ledger with a mask of the samples trained on."""
+    group_bytes = MAX_ID_BYTES + math.ceil(limits.group_size / 8) + 6
+    most = STEP_IDS_BYTES // group_bytes
+    if limits.groups_per_step > most:
+        raise InvalidFieldError(
+            f"limits.groups_per_step: {limits.groups_per_step} groups of {limits.group_size} samples cannot be "
+            f"acknowledged in one message; at most {most}",
+            field="limits.groups_per_step",
+        )
+
+
+def _check_group_tokens(limits: broker_pb2.RunLimits) -> None:
+    """What is sampled must be possible to deliver: see `penstock.pieces`."""
+    num_tokens = limits.group_size * limits.max_completion_tokens
+    if num_tokens > MAX_GROUP_TOKENS:
+        raise InvalidFieldError(
+            f"limits.group_size: {limits.group_size} samples of {limits.max_completion_tokens} tokens are {num_tokens} "
+            f"tokens a group; at most {MAX_GROUP_TOKENS} can be delivered: lower it, or max_completion_tokens",
+            field="limits.group_size",
+        )
 
 
 def _lease_s(limits: broker_pb2.RunLimits, field: str, default_s: float) -> float:

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
 
+from penstock.codec import Packed
 from services.broker.books import folded
 from services.broker.store import (
     MARKS_KEPT,
@@ -80,7 +81,7 @@ class MemoryStore:
             run.counts[name] = run.counts.get(name, 0) + count
         if delta.fold_version is not None:
             run.counts = folded(run.counts, delta.fold_version)
-        run.payloads.update((payload_id, bytes(data)) for payload_id, data in delta.payloads.items())
+        run.payloads.update((payload_id, bytes(data)) for payload_id, data in delta.payloads.items() if data)
         for payload_id in delta.dropped_payloads:
             run.payloads.pop(payload_id, None)
         return mark
@@ -99,6 +100,10 @@ class MemoryStore:
         """See `Store.books`."""
         run = self._runs.get(run_id)
         return None if run is None or run.mark is None else (run.mark, dict(run.counts))
+
+    async def put_payload(self, run_id: str, payload_id: str, payload: Packed) -> None:
+        """See `Store.put_payload`."""
+        self._run(run_id).payloads[payload_id] = bytes(payload)
 
     async def payloads(self, run_id: str, slices: Sequence[PayloadSlice]) -> list[bytes]:
         """See `Store.payloads`."""

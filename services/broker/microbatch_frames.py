@@ -25,11 +25,11 @@ class Frames:
         self._size_bytes = 0
         self._responses: list[bytes] = []
 
-    @property
-    def responses(self) -> list[bytes]:
-        """Everything added so far, each a serialized StreamMicrobatchesResponse; the last frame is closed."""
+    def take(self) -> list[bytes]:
+        """What was added since the last call, each a serialized StreamMicrobatchesResponse; the last is closed."""
         self.close()
-        return self._responses
+        responses, self._responses = self._responses, []
+        return responses
 
     def add_group(self, group: types_pb2.TrajectoryGroup) -> None:
         """A group as a message."""
@@ -42,6 +42,13 @@ class Frames:
             self._make_room(len(packed))
             self._packed.append(packed)
 
+    def add_piece(self, piece: types_pb2.GroupPiece) -> None:
+        """A part of a group, in a microbatch of its own."""
+        self.close()
+        microbatch = self._microbatch()
+        microbatch.piece.CopyFrom(piece)
+        self._responses.append(broker_pb2.StreamMicrobatchesResponse(microbatch=microbatch).SerializeToString())
+
     def _make_room(self, size_bytes: int) -> None:
         if self._size_bytes and self._size_bytes + size_bytes > MAX_FRAME_BYTES:
             self.close()
@@ -51,9 +58,7 @@ class Frames:
         """End a microbatch: what is added next begins another."""
         if not self._size_bytes:
             return
-        microbatch = broker_pb2.Microbatch()
-        microbatch.microbatch_id = f"{self._policy_version}-{secrets.token_hex(6)}"
-        microbatch.policy_version = self._policy_version
+        microbatch = self._microbatch()
         microbatch.groups.extend(self._groups)
         head, size_bytes = microbatch.SerializeToString(), sum(map(len, self._packed))
         if size_bytes:
@@ -61,3 +66,8 @@ class Frames:
         # One serialized list after the other is the serialized list of both.
         self._responses.append(b"".join((field_prefix(_MICROBATCH, len(head) + size_bytes), head, *self._packed)))
         self._groups, self._packed, self._size_bytes = [], [], 0
+
+    def _microbatch(self) -> broker_pb2.Microbatch:
+        return broker_pb2.Microbatch(
+            microbatch_id=f"{self._policy_version}-{secrets.token_hex(6)}", policy_version=self._policy_version
+        )

@@ -1,28 +1,23 @@
-"""One trainer rank's microbatch stream, and the loading of groups with their payload."""
+"""One trainer rank's microbatch stream."""
 
 from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from copy import deepcopy
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass
-from functools import partial
-from typing import TypeVar
 
-import structlog
-
-from penstock.codec import Packed
 from penstock.errors import InvalidFieldError, RunClosedError
 from penstock.v1 import broker_pb2, types_pb2
-from services.broker import delivery, drops, ownership, waits
+from services.broker import delivery, ownership, waits
 from services.broker.delivery import Consumer
-from services.broker.hub import RunHub
 from services.broker.hubs import Hubs
 from services.broker.intake import Intake, first_request, wait_for_event
-from services.broker.microbatch_frames import Frames
-from services.broker.parcel_shelf import is_parcel, slice_of
-from services.broker.payload import kept_indices, trajectory_group
+from services.broker.large_groups import portions
+from services.broker.loading import copy_of
+from services.broker.microbatch_payload import load_frames
+from services.broker.parcel_shelf import is_parcel
 from services.broker.records_pb2 import GroupRecord, ParcelRecord
 from services.broker.run_state import RunState
 from services.broker.validation import MAX_GROUP_IDS, check_count, check_id, check_run_id
@@ -35,7 +30,6 @@ MAX_MICROBATCHES = 4
 _Response = broker_pb2.StreamMicrobatchesResponse
 _Frame = _Response | bytes
 """A response, or one that is serialized already."""
-_log = structlog.get_logger()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,42 +49,6 @@ class _Delivery:
 
 def _num_groups(records: Sequence[GroupRecord | ParcelRecord]) -> int:
     return sum(len(record.group_ids) if isinstance(record, ParcelRecord) else 1 for record in records)
-
-
-async def load_groups(
-    hub: RunHub, groups: Sequence[GroupRecord], *, has_text: bool = False
-) -> list[types_pb2.TrajectoryGroup]:
-    """Groups with their payload, the completions' text if asked for; those given up meanwhile are left out."""
-    prompts = await hub.prompts([group.group_id for group in groups])
-    samples = [(group.group_id, index) for group in groups for index in kept_indices(group)]
-    stored = dict(zip(samples, await hub.store.chunks(hub.run_id, samples), strict=True))
-    loaded: list[types_pb2.TrajectoryGroup] = []
-    for group in groups:
-        parts = [stored[(group.group_id, index)] for index in kept_indices(group)]
-        if group.group_id in prompts and all(parts):
-            loaded.append(trajectory_group(group, prompts[group.group_id], parts, has_text=has_text))
-    return loaded
-
-
-async def load_parcels(hub: RunHub, parcels: Sequence[ParcelRecord]) -> dict[int, Packed]:
-    """The groups of parcels, packed, by the parcel's sequence; empty where the payload is lost, and given up then."""
-    slices = [slice_of(parcel) for parcel in parcels]
-    loaded: dict[int, Packed] = {}
-    for parcel, part, packed in zip(parcels, slices, await hub.payloads.load(slices), strict=True):
-        loaded[parcel.sequence] = packed
-        if len(packed) < part.size_bytes:
-            _log.error("payload is lost", run_id=hub.run_id, payload_id=part.payload_id, num_bytes=len(packed))
-            loaded[parcel.sequence] = b""
-            await hub.transact(partial(drops.drop_groups, group_ids=list(parcel.group_ids), reason=drops.PAYLOAD_LOST))
-    return loaded
-
-
-_Record = TypeVar("_Record", bound=GroupRecord | ParcelRecord)
-
-
-def copy_of(record: _Record) -> _Record:
-    """A copy that later transactions do not change."""
-    return deepcopy(record)
 
 
 class MicrobatchStream:
@@ -132,9 +90,12 @@ class MicrobatchStream:
             async with Intake(requests, self._on_request, wake) as intake:
                 while not intake.is_ended:
                     self._hubs.check_serving()
-                    for frame in await self._microbatches():
-                        last_sent_s = loop.time()
-                        yield frame
+                    handed_over = await self._next()
+                    if handed_over is not None:
+                        async with aclosing(self._load(handed_over)) as frames:
+                            async for frame in frames:
+                                last_sent_s = loop.time()
+                                yield frame
                     if self._hub.copy is not None:
                         if self._hub.copy.run.is_closed:
                             return
@@ -186,8 +147,11 @@ class MicrobatchStream:
                     break
                 found.microbatches.append(
                     [
-                        copy_of(state.shelf.records[name]) if is_parcel(name) else copy_of(state.groups[name])
+                        part
                         for name in names
+                        for part in portions(
+                            copy_of(state.shelf.records[name]) if is_parcel(name) else copy_of(state.groups[name])
+                        )
                     ]
                 )
             return found
@@ -207,60 +171,34 @@ class MicrobatchStream:
             answer.exception()
         self._wake.set()
 
-    async def _microbatches(self) -> list[bytes]:
+    async def _next(self) -> _Delivery | None:
+        """What is handed over now, committed; None where there is nothing."""
         if self._followed is not None:
             followed, self._followed, self._is_delivering = self._followed, None, False
-            return await self._send(followed.result())
+            return self._counted(followed.result())
         if self._hub.copy is None:
             await self._hub.transact(lambda state: None, must_verify=False)
         copy = self._hub.copy
         operation = None if self._is_delivering or copy is None else self._next_delivery(copy)
         if operation is None:
-            return []
+            return None
         self._is_delivering = True
         try:
             handed_over = await self._hub.transact(operation, must_verify=False)
         finally:
             self._is_delivering = False
-        return await self._send(handed_over)
+        return self._counted(handed_over)
 
-    async def _send(self, handed_over: _Delivery) -> list[bytes]:
+    def _counted(self, handed_over: _Delivery) -> _Delivery:
         self._num_sent += handed_over.num_groups
         if handed_over.chosen:
             # There may be more, and nobody else's commit need ever come to say so.
             self._wake.set()
-        return await self._load(handed_over)
+        return handed_over
 
-    async def _load(self, handed_over: _Delivery) -> list[bytes]:
-        """The payload of what is handed over, in frames."""
-        chosen = handed_over.chosen
-        groups = await load_groups(self._hub, [record for record in chosen if isinstance(record, GroupRecord)])
-        by_id = {group.prompt.group_id: group for group in groups}
-        parcels = [record for record in chosen if isinstance(record, ParcelRecord)]
-        packed = await load_parcels(self._hub, parcels)
-        frames = Frames(handed_over.policy_version)
-        for members in handed_over.microbatches:
-            for record in members:
-                self._add(frames, record, by_id, packed)
-            frames.close()
-        return frames.responses
-
-    def _add(
-        self,
-        frames: Frames,
-        record: GroupRecord | ParcelRecord,
-        groups: Mapping[str, types_pb2.TrajectoryGroup],
-        packed: Mapping[int, Packed],
-    ) -> None:
-        """Add a record's groups to the frame being filled; those whose payload is gone are left out."""
-        if isinstance(record, GroupRecord):
-            if record.group_id in groups:
-                frames.add_group(groups[record.group_id])
-        elif self._hello.accepts_packed_groups:
-            frames.add_packed(packed[record.sequence])
-        else:
-            for group in types_pb2.TrajectoryGroups.FromString(bytes(packed[record.sequence])).groups:
-                frames.add_group(group)
+    def _load(self, handed_over: _Delivery) -> AsyncGenerator[bytes, None]:
+        """The groups with their payload, in frames."""
+        return load_frames(self._hub, self._hello, handed_over.microbatches, policy_version=handed_over.policy_version)
 
     async def _waiting(self) -> _Response:
         now_s, present = self._hub.clock.now_s(), self._hub.peers.present()

@@ -36,12 +36,12 @@ def carve(state: RunState, name: str, wanted: Collection[str]) -> list[str]:
     if all(flags):
         return [name]
     cuts = [position for position in range(1, len(flags)) if flags[position] != flags[position - 1]]
-    pieces = _pieces(record, [0, *cuts, len(flags)])
+    pieces = cut_at(record, [0, *cuts, len(flags)])
     names = [(state.add_parcel(piece), flags[start]) for start, piece in pieces]
     return [piece_name for piece_name, is_wanted in names if is_wanted]
 
 
-def _pieces(record: ParcelRecord, cuts: Sequence[int]) -> list[tuple[int, ParcelRecord]]:
+def cut_at(record: ParcelRecord, cuts: Sequence[int]) -> list[tuple[int, ParcelRecord]]:
     """A parcel cut before the groups at `cuts`, which hold 0 and the number of groups: first group and piece, each."""
     byte_at = [0, *accumulate(record.group_bytes)]
     sample_at = [0, *accumulate(record.num_samples)]

@@ -24,8 +24,10 @@ class PayloadCache:
         self._size_bytes = 0
 
     def add(self, payload_id: str, payload: Packed) -> None:
-        """Keep a payload, at the cost of the oldest ones."""
+        """Keep a payload, at the cost of the oldest ones; one that is larger than all of the room is not kept."""
         self.discard(payload_id)
+        if len(payload) > self._max_bytes:
+            return
         self._payloads[payload_id] = payload
         self._size_bytes += len(payload)
         while self._size_bytes > self._max_bytes:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from itertools import accumulate, chain, pairwise, repeat
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -31,13 +31,19 @@ _LARGE_BYTES = 16 * 1024
 _INT32, _INT64, _FLOAT32 = np.dtype("<i4"), np.dtype("<i8"), np.dtype("<f4")
 
 
-def read_put(packed: Packed, messages: Sequence[types_pb2.TrajectoryGroup] | None = None) -> PutGroups:
+def read_put(
+    packed: Packed, messages: Sequence[types_pb2.TrajectoryGroup] | None = None, *, max_bytes: int = MAX_BYTES
+) -> PutGroups:
     """The groups of a request, each with its fault where it is malformed; `messages` where they are parsed already.
 
     Raises InvalidFieldError where the request as a whole cannot be read.
     """
-    if len(packed) > MAX_BYTES:
-        raise InvalidFieldError(f"groups: {len(packed)} bytes; at most {MAX_BYTES}: send fewer groups", field="groups")
+    if len(packed) > max_bytes:
+        raise InvalidFieldError(
+            f"groups: {len(packed)} bytes; at most {max_bytes} a request: send fewer groups, or parts of them (offset, "
+            "total_bytes)",
+            field="groups",
+        )
     slices = group_slices(packed)
     if not 1 <= len(slices) <= MAX_GROUPS:
         raise InvalidFieldError(f"groups: {len(slices)} groups; 1 to {MAX_GROUPS} a request", field="groups")
@@ -51,7 +57,7 @@ def read_put(packed: Packed, messages: Sequence[types_pb2.TrajectoryGroup] | Non
 
 def _parsed(packed: Packed) -> list[types_pb2.TrajectoryGroup]:
     try:
-        return list(types_pb2.TrajectoryGroups.FromString(bytes(packed)).groups)
+        return list(types_pb2.TrajectoryGroups.FromString(cast("bytes", packed)).groups)
     except DecodeError as error:
         raise InvalidFieldError(f"groups: not a serialized TrajectoryGroups: {error}", field="groups") from error
 

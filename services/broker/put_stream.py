@@ -11,14 +11,16 @@ from google.protobuf.duration_pb2 import Duration
 from google.protobuf.message import DecodeError
 
 from penstock import packed as packed_types
-from penstock.codec import field_span
+from penstock.codec import field_span, has_field
 from penstock.errors import InvalidFieldError
+from penstock.pieces import MAX_GROUP_BYTES
 from penstock.v1 import broker_pb2, types_pb2
 from services.broker import putting
 from services.broker.hub import RunHub
 from services.broker.hubs import Hubs
 from services.broker.intake import Intake, wait_for_event
 from services.broker.invariant_metrics import InvariantMetrics
+from services.broker.put_parts import PutParts
 from services.broker.put_reading import read_put
 from services.broker.putting import Put
 from services.broker.run_state import RunState
@@ -32,6 +34,8 @@ HOLD_S = 1.0
 a trainer that is merely slower than its producers paces them without a request being sent twice."""
 MAX_COMING_BYTES = 64 * 1024 * 1024
 """Payload of a run that is being stored at once, over all streams; more is refused."""
+HOLD_LARGE_S = 10.0
+"""The same for a put that came in parts, which costs much more to send again; below what clients wait for an answer."""
 RETRY_DELAY = Duration(nanos=100_000_000)
 """How long a producer waits when the run holds as much as it may: a fraction of a small step."""
 
@@ -46,40 +50,66 @@ async def serve_puts(hubs: Hubs, requests: AsyncIterator[bytes]) -> AsyncIterato
     with OK when its run is closed and nothing is asked of it, and with UNAVAILABLE when the process drains.
     """
     wake = asyncio.Event()
-    answers: asyncio.Queue[asyncio.Task[_Response]] = asyncio.Queue(MAX_UNANSWERED)
-    hub: RunHub | None = None
     with ExitStack() as listening:
         listening.enter_context(hubs.listening(wake))
-
-        async def handle(data: bytes) -> None:
-            nonlocal hub
-            request, put = read_request(data)
-            if hub is None:
-                hub = hubs.hub(request.run_id)
-                listening.enter_context(hub.listening(wake, only_end=True))
-            if hub.run_id != request.run_id:
-                raise InvalidFieldError(f"run_id: {request.run_id!r}; the stream is of {hub.run_id!r}", field="run_id")
-            await _wait_for_room(hub, put)
-            await answers.put(asyncio.create_task(store(hub, request.put_id, put)))
-
-        async with Intake(requests, handle, wake) as intake:
+        stream = _PutStream(hubs, wake, listening)
+        async with Intake(requests, stream.handle, wake) as intake:
             try:
                 while True:
                     is_ended = intake.is_ended
-                    while not answers.empty():
-                        response = await answers.get_nowait()
+                    while not stream.answers.empty():
+                        response = await stream.answers.get_nowait()
                         _count(hubs.metrics.invariants, response)
                         yield response
                     if is_ended:
                         break
                     hubs.check_serving()
                     intake.check_begun()
-                    if hub is not None and hub.copy is not None and hub.copy.run.is_closed and answers.empty():
+                    stream.parts.check()
+                    if stream.is_over:
                         return
                     await wait_for_event(wake, min(CHECK_EVERY_S, intake.patience_s))
                 intake.check()
             finally:
-                await _forget(answers)
+                await _forget(stream.answers)
+
+
+class _PutStream:
+    """One producer's stream: whose run it is, the put that it receives in parts, and the answers it is due."""
+
+    def __init__(self, hubs: Hubs, wake: asyncio.Event, listening: ExitStack) -> None:
+        self._hubs, self._wake, self._listening = hubs, wake, listening
+        self._hub: RunHub | None = None
+        self.parts = PutParts()
+        self.answers: asyncio.Queue[asyncio.Future[_Response]] = asyncio.Queue(MAX_UNANSWERED)
+        listening.callback(self.parts.release)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the run is closed and no answer is due."""
+        copy = None if self._hub is None else self._hub.copy
+        return copy is not None and copy.run.is_closed and self.answers.empty()
+
+    async def handle(self, data: bytes) -> None:
+        """Take a request, and see to its answer. Raises InvalidFieldError."""
+        if has_field(data, _Request.TOTAL_BYTES_FIELD_NUMBER):
+            part = _parsed(data)
+            answer = await _take_part(self._hub_of(part.run_id), self.parts, part)
+            if answer is not None:
+                await self.answers.put(answer)
+            return
+        request, put = read_request(data)
+        hub = self._hub_of(request.run_id)
+        await _wait_for_room(hub, put)
+        await self.answers.put(asyncio.create_task(store(hub, request.put_id, put)))
+
+    def _hub_of(self, run_id: str) -> RunHub:
+        if self._hub is None:
+            self._hub = self._hubs.hub(run_id)
+            self._listening.enter_context(self._hub.listening(self._wake, only_end=True))
+        if self._hub.run_id != run_id:
+            raise InvalidFieldError(f"run_id: {run_id!r}; the stream is of {self._hub.run_id!r}", field="run_id")
+        return self._hub
 
 
 def read_request(data: bytes) -> tuple[_Request, Put]:
@@ -96,11 +126,26 @@ def read_request(data: bytes) -> tuple[_Request, Put]:
         text = f"request: {len(data)} bytes that are no message of this method: {error}"
         raise InvalidFieldError(text, field="request") from error
     request = _Request(run_id=parsed.run_id, producer_id=parsed.producer_id, put_id=parsed.put_id)
+    _check_names(request)
+    groups = read_put(packed, list(parsed.groups.groups))
+    return request, Put(payload_id=secrets.token_hex(8), payload=packed, groups=groups)
+
+
+def _parsed(data: bytes) -> _Request:
+    """A request that is a part of a put. Raises InvalidFieldError."""
+    try:
+        request = _Request.FromString(data)
+    except DecodeError as error:
+        text = f"request: {len(data)} bytes that are no message of this method: {error}"
+        raise InvalidFieldError(text, field="request") from error
+    _check_names(request)
+    return request
+
+
+def _check_names(request: _Request) -> None:
     check_run_id(request.run_id)
     check_id("producer_id", request.producer_id)
     check_id("put_id", request.put_id)
-    groups = read_put(packed, list(parsed.groups.groups))
-    return request, Put(payload_id=secrets.token_hex(8), payload=packed, groups=groups)
 
 
 async def _wait_for_room(hub: RunHub, put: Put) -> None:
@@ -122,6 +167,65 @@ def _has_room(hub: RunHub, put: Put) -> bool:
     return not _is_too_much(hub, put) and not putting.is_full(hub.copy, num_groups, len(put.payload))
 
 
+async def _take_part(hub: RunHub, parts: PutParts, request: _Request) -> asyncio.Future[_Response] | None:
+    """Receive a part of a put; what is answered now, if anything. Raises InvalidFieldError."""
+    if parts.begins(request):
+        if not await _has_room_in_time(hub, parts, request.total_bytes):
+            parts.refuse(request)
+            return _answered(_Response(put_id=request.put_id, retry_delay=RETRY_DELAY))
+        parts.begin(hub, request)
+    elif parts.is_refused(request):
+        return None
+    received_bytes, whole = parts.add(request)
+    if whole is None:
+        return _answered(_Response(put_id=request.put_id, received_bytes=received_bytes))
+    try:
+        put = Put(
+            payload_id=secrets.token_hex(8),
+            payload=whole,
+            groups=read_put(whole, max_bytes=MAX_GROUP_BYTES),
+            is_stored_ahead=True,
+        )
+    except BaseException:
+        parts.give_back(hub, len(whole))
+        raise
+    storing = asyncio.create_task(_store_ahead(hub, request.put_id, put))
+    storing.add_done_callback(lambda _task: parts.give_back(hub, len(whole)))
+    return storing
+
+
+async def _has_room_in_time(hub: RunHub, parts: PutParts, total_bytes: int) -> bool:
+    """Whether a put of so many bytes may come, now or within HOLD_S."""
+
+    def has_room() -> bool:
+        is_full = hub.copy is not None and putting.is_full(hub.copy, 1, total_bytes)
+        return parts.has_room(hub, total_bytes) and not is_full
+
+    with hub.listening() as wake, suppress(TimeoutError):
+        async with asyncio.timeout(HOLD_S):
+            while not has_room():
+                await wake.wait()
+                wake.clear()
+    return has_room()
+
+
+async def _store_ahead(hub: RunHub, put_id: str, put: Put) -> _Response:
+    """Store a large put: first its payload, without the run's other calls having to wait for that, then the rest."""
+    await hub.store.put_payload(hub.run_id, put.payload_id, put.payload)
+    with hub.listening() as wake, suppress(TimeoutError):
+        async with asyncio.timeout(HOLD_LARGE_S):
+            while hub.copy is not None and putting.is_full(hub.copy, len(put.groups), len(put.payload)):
+                await wake.wait()
+                wake.clear()
+    return await _commit(hub, put_id, put)
+
+
+def _answered(response: _Response) -> asyncio.Future[_Response]:
+    answer: asyncio.Future[_Response] = asyncio.get_running_loop().create_future()
+    answer.set_result(response)
+    return answer
+
+
 def _is_too_much(hub: RunHub, put: Put) -> bool:
     """Whether this process has too much in its hands; never because of one request alone."""
     return bool(hub.coming_bytes) and hub.coming_bytes + len(put.payload) > MAX_COMING_BYTES
@@ -129,23 +233,27 @@ def _is_too_much(hub: RunHub, put: Put) -> bool:
 
 async def store(hub: RunHub, put_id: str, put: Put) -> _Response:
     """Store a request and answer it."""
+    if _is_too_much(hub, put):
+        return _Response(put_id=put_id, retry_delay=RETRY_DELAY)
+    hub.num_groups_coming += len(put.groups)
+    hub.coming_bytes += len(put.payload)
+    try:
+        return await _commit(hub, put_id, put)
+    finally:
+        hub.num_groups_coming -= len(put.groups)
+        hub.coming_bytes -= len(put.payload)
 
+
+async def _commit(hub: RunHub, put_id: str, put: Put) -> _Response:
     def operation(state: RunState) -> putting.PutOutcome:
         return putting.put(state, put, hub.clock.now_s())
 
-    if _is_too_much(hub, put):
-        return _Response(put_id=put_id, retry_delay=RETRY_DELAY)
     hub.payloads.add(put.payload_id, put.payload)
-    hub.num_groups_coming += len(put.groups)
-    hub.coming_bytes += len(put.payload)
     try:
         outcome = await hub.transact(operation)
     except BaseException:
         hub.payloads.discard(put.payload_id)
         raise
-    finally:
-        hub.num_groups_coming -= len(put.groups)
-        hub.coming_bytes -= len(put.payload)
     if not outcome.num_samples:
         hub.payloads.discard(put.payload_id)
     return _Response(
@@ -166,13 +274,15 @@ async def _without_retired(
 
 
 def _count(invariants: InvariantMetrics, response: _Response) -> None:
+    if response.received_bytes:
+        return
     is_full = response.HasField("retry_delay")
     invariants.count_refusals("puts", int(is_full))
     if not is_full and not response.num_samples and not response.errors:
         invariants.count_duplicates("put", 1)
 
 
-async def _forget(answers: asyncio.Queue[asyncio.Task[_Response]]) -> None:
+async def _forget(answers: asyncio.Queue[asyncio.Future[_Response]]) -> None:
     """The client went away: what was begun ends by itself, and nobody looks at its answer."""
     waiting = [answers.get_nowait() for _ in range(answers.qsize())]
     for task in waiting:

@@ -35,6 +35,8 @@ class Put:
     payload_id: str
     payload: Packed
     groups: PutGroups
+    is_stored_ahead: bool = False
+    """Whether the store has the payload already, for a while: see `Store.put_payload`."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -72,7 +74,7 @@ def put(state: RunState, request: Put, now_s: float) -> PutOutcome:
     for start, end in _runs(is_stored):
         state.add_parcel(_record(state, request, start, end, now_s))
     if any(is_stored):
-        state.pending.payloads[request.payload_id] = request.payload
+        state.pending.payloads[request.payload_id] = b"" if request.is_stored_ahead else request.payload
     outcome.num_samples = _enter(state, request.groups, fresh, is_stored)
     return outcome
 

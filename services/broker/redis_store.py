@@ -15,6 +15,7 @@ from typing import Any
 
 from redis.asyncio import Redis
 
+from penstock.codec import Packed
 from services.broker.keys import PROBE, RUNS, RunKeys
 from services.broker.redis_connection import RedisConnection, Script, confirmed
 from services.broker.store import (
@@ -33,6 +34,9 @@ PROBE_TTL_MS = 60_000
 
 ORPHAN_LIFE_S = 600
 """How long payload stays whose commit never came."""
+
+PAYLOAD_PART_BYTES = 8 * 1024 * 1024
+"""Of a large payload, written by one call."""
 
 _LUA = Path(__file__).parent / "lua"
 
@@ -102,7 +106,11 @@ class RedisStore:
             await self._redis.write(lambda redis: redis.zadd(RUNS, {run_id: time.time()}, nx=True))
         # Payload goes ahead of the commit that makes it last; without one it goes by itself. It is never written over
         # what is there: a repetition that comes late would give what is committed an expiry again.
-        ahead = [("SET", keys.payload(name), data, "EX", ORPHAN_LIFE_S, "NX") for name, data in delta.payloads.items()]
+        ahead = [
+            ("SET", keys.payload(name), data, "EX", ORPHAN_LIFE_S, "NX")
+            for name, data in delta.payloads.items()
+            if data
+        ]
         # Safe to repeat after a lost answer: the script knows a commit that it has by its name.
         revision = await self._redis.write(
             lambda redis: self._commit.run(redis, keys=script_keys, args=args, ahead=ahead)
@@ -112,6 +120,21 @@ class RedisStore:
         if isinstance(revision, list):
             raise RetiredError([delta.fresh[int(position) - 1] for position in revision])
         return Mark(int(revision), name)
+
+    async def put_payload(self, run_id: str, payload_id: str, payload: Packed) -> None:
+        """See `Store.put_payload`. In parts, each within a call's deadline; safe to repeat."""
+        key = RunKeys(run_id).payload(payload_id)
+        for start in range(0, len(payload), PAYLOAD_PART_BYTES):
+            part = payload[start : start + PAYLOAD_PART_BYTES]
+
+            async def write(redis: Redis, start: int = start, part: Packed = part) -> None:
+                pipeline = redis.pipeline(transaction=False)
+                # Before every part, so that none is ever there without an end of its life.
+                pipeline.set(key, b"", ex=ORPHAN_LIFE_S, nx=True)
+                pipeline.setrange(key, start, part)
+                await pipeline.execute()
+
+            await self._redis.write(write)
 
     async def payloads(self, run_id: str, slices: Sequence[PayloadSlice]) -> list[bytes]:
         """See `Store.payloads`."""

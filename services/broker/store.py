@@ -89,7 +89,7 @@ class Delta:
     fresh: list[str] = field(default_factory=list)
     """Ids taken for new: the change is refused where one of them is retired."""
     payloads: dict[str, Packed] = field(default_factory=dict)
-    """Payload of parcels by payload id."""
+    """Payload of parcels by payload id; empty where `put_payload` brought it ahead."""
     dropped_payloads: set[str] = field(default_factory=set)
     """Payload ids to delete."""
 
@@ -142,6 +142,10 @@ class Store(Protocol):
 
     async def books(self, run_id: str) -> tuple[Mark, Mapping[str, int]] | None:
         """Every counter of the books, and the commit after which they stood so. None: no such run."""
+        ...
+
+    async def put_payload(self, run_id: str, payload_id: str, payload: Packed) -> None:
+        """Store a large payload ahead of the commit that makes it last; it goes by itself when there is none."""
         ...
 
     async def payloads(self, run_id: str, slices: Sequence[PayloadSlice]) -> list[bytes]:

@@ -17,7 +17,14 @@ from services.broker.hubs import Hubs
 from services.broker.intake import Intake, wait_for_event
 from services.broker.metrics import BrokerMetrics
 from services.broker.run_state import RunState
-from services.broker.validation import MAX_CHUNKS, check_bytes, check_count, check_id, check_run_id
+from services.broker.validation import (
+    MAX_CHUNKS,
+    MAX_TOKENS_REQUEST_BYTES,
+    check_bytes,
+    check_count,
+    check_id,
+    check_run_id,
+)
 
 MAX_UNREAD = 64
 CHECK_EVERY_S = 5.0
@@ -64,7 +71,7 @@ async def accept(hubs: Hubs, request: broker_pb2.StreamTokensRequest) -> broker_
     check_run_id(request.run_id)
     check_id("generator_id", request.generator_id)
     check_count("chunks", len(request.chunks), MAX_CHUNKS)
-    check_bytes("chunks", request.ByteSize())
+    check_bytes("chunks", request.ByteSize(), most=MAX_TOKENS_REQUEST_BYTES)
     hub = hubs.hub(request.run_id)
     generator_id = request.generator_id
     chunks = read_chunks(request.chunks)

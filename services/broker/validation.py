@@ -14,7 +14,7 @@ from google.protobuf.timestamp_pb2 import Timestamp
 from penstock.codec import int32_array
 from penstock.errors import InvalidFieldError
 from penstock.v1 import broker_pb2, types_pb2
-from services.broker.limits import MAX_GROUP_SIZE, Limits
+from services.broker.limits import MAX_GROUP_SIZE, MAX_ID_BYTES, Limits
 
 MAX_PROMPTS = 1_024
 MAX_CHUNKS = 4_096
@@ -26,6 +26,8 @@ MAX_GROUP_IDS = 65_536
 MAX_STEP_RECORDS = 1_024
 MAX_BUSY_SPANS_PER_BEAT = 64
 MAX_BATCH_BYTES = 1024 * 1024
+MAX_TOKENS_REQUEST_BYTES = 12 * 1024 * 1024
+"""Chunks of one request: the text of one long completion, and what a generator sends together with it."""
 MAX_METADATA_BYTES = 64 * 1024
 MAX_TEXT_CHARACTERS = 1024
 MAX_ID_CHARACTERS = 128
@@ -41,9 +43,10 @@ def check_run_id(run_id: str) -> None:
 
 
 def check_id(field: str, value: str) -> None:
-    """1 to 128 printable characters."""
+    """1 to 128 printable characters, at most 240 bytes."""
     is_good = 1 <= len(value) <= MAX_ID_CHARACTERS and value.isprintable()
-    _require(is_good, field, value[:80], f"1 to {MAX_ID_CHARACTERS} printable characters")
+    is_good = is_good and (value.isascii() or len(value.encode()) <= MAX_ID_BYTES)
+    _require(is_good, field, value[:80], f"1 to {MAX_ID_CHARACTERS} printable characters of {MAX_ID_BYTES} bytes")
 
 
 def check_reason(reason: str, *, field: str = "reason") -> None:
@@ -56,9 +59,9 @@ def check_count(field: str, count: int, most: int) -> None:
     _require(count <= most, field, count, f"at most {most} items")
 
 
-def check_bytes(field: str, size_bytes: int) -> None:
-    """A batch of at most 1 MiB."""
-    _require(size_bytes <= MAX_BATCH_BYTES, field, f"{size_bytes} bytes", f"at most {MAX_BATCH_BYTES} bytes")
+def check_bytes(field: str, size_bytes: int, *, most: int = MAX_BATCH_BYTES) -> None:
+    """A batch of at most 1 MiB, or so many bytes."""
+    _require(size_bytes <= most, field, f"{size_bytes} bytes", f"at most {most} bytes")
 
 
 def check_timestamp(field: str, stamp: Timestamp) -> None:

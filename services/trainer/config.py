@@ -10,6 +10,7 @@ from pydantic import Field, field_validator, model_validator
 from penstock.adapters import MAX_RANK, MAX_TARGET_MODULES, MODULE_NAME
 from penstock.collective.backend import Transport
 from penstock.config import MeasuredConfig, StrictModel, Targets
+from penstock.pieces import MAX_GROUP_TOKENS
 from services.trainer.algorithms.base import Normalization
 
 MAX_SAMPLES_PER_GROUP = 1024
@@ -338,5 +339,12 @@ class TrainingConfig(StrictModel):
             raise ValueError(
                 f"policy.num_extra_samples: makes groups of {num_samples} samples with algorithm.group_size; "
                 f"at most {MAX_SAMPLES_PER_GROUP} are allowed"
+            )
+        num_tokens = self.algorithm.group_size * self.sampling.max_new_tokens
+        if num_tokens > MAX_GROUP_TOKENS:
+            raise ValueError(
+                f"sampling.max_new_tokens: groups of {self.algorithm.group_size} samples (algorithm.group_size) of "
+                f"{self.sampling.max_new_tokens} tokens are {num_tokens} tokens, and at most {MAX_GROUP_TOKENS} can be "
+                "delivered at once; lower one of the two"
             )
         return self

@@ -24,6 +24,8 @@ MAX_LEDGER_STEPS = 64
 """Steps whose groups are remembered: more than a broker's store can lose between two of its writes to disk."""
 MAX_SAMPLE_INDEX = 1_023
 """The largest that the broker gives a sample of a prompt."""
+MAX_RECORD_BYTES = 4 * 1024 * 1024
+"""Of the ledger in one OpenRun, which goes out every few seconds: a message holds 16 MiB, the largest step included."""
 _EXTRA_KEY = "progress"
 
 
@@ -73,14 +75,18 @@ class Progress:
         for group_id in groups:
             self.outstanding.pop(group_id, None)
 
-    def step_records(self) -> list[broker_pb2.StepRecord]:
-        """The ledger as OpenRun takes it, newest last."""
-        return [
-            broker_pb2.StepRecord(
+    def step_records(self, *, max_bytes: int = MAX_RECORD_BYTES) -> list[broker_pb2.StepRecord]:
+        """The end of the ledger as OpenRun takes it, newest last: as many steps as fit, and the newest one always."""
+        records: deque[broker_pb2.StepRecord] = deque()
+        for step in reversed(self.ledger):
+            record = broker_pb2.StepRecord(
                 policy_version=step.policy_version, group_ids=step.group_ids, trained_samples=step.trained_samples
             )
-            for step in self.ledger
-        ]
+            max_bytes -= record.ByteSize()
+            if records and max_bytes < 0:
+                break
+            records.appendleft(record)
+        return list(records)
 
     def to_resume_state(self, *, wall_s: float, overlap: OverlapTotals) -> ResumeState:
         """What a checkpoint of the present moment holds."""

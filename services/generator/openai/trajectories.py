@@ -21,6 +21,8 @@ from services.generator.openai.sessions import Branch
 
 MAX_TEXT_CHARACTERS = 256 * 1024
 """Of an exported completion; it is at most 1 MiB as UTF-8."""
+MAX_GROUP_TEXT_CHARACTERS = 8 * 1024 * 1024
+"""Of all exported completions of a group, in equal shares: a group has to fit `penstock.pieces.MAX_GROUP_BYTES`."""
 
 OnDropped = Callable[[str, int], None]
 """Hears a reason and how many branches were left out for it; often 0."""
@@ -62,8 +64,11 @@ def to_group(
         return None
     prompt_ids = kept[0][1].prompt_token_ids[:num_shared]
     made = types_pb2.TrajectoryGroup(prompt=_prompt(group, prompt_ids, shape, names))
+    max_characters = min(MAX_TEXT_CHARACTERS, MAX_GROUP_TEXT_CHARACTERS // len(kept))
     for index, (done, branch) in enumerate(kept):
-        made.trajectories.append(_trajectory(index, done, branch, num_shared, names))
+        sample = _trajectory(index, done, branch, num_shared, names)
+        sample.text = sample.text[:max_characters]
+        made.trajectories.append(sample)
     made.min_policy_version = min(trajectory.min_policy_version for trajectory in made.trajectories)
     return made
 
@@ -139,7 +144,7 @@ def _trajectory(index: int, done: Finished, branch: Branch, num_shared: int, nam
         lease_time=_timestamp(done.session.started_s),
         finish_time=_timestamp(done.session.last_used_s),
         score_time=_timestamp(done.finish_s),
-        text=names.text_of(token_ids.tolist())[:MAX_TEXT_CHARACTERS],
+        text=names.text_of(token_ids.tolist()),
     )
 
 

@@ -30,6 +30,12 @@ def test_contradictions_are_refused(algorithm, message):
         config(algorithm)
 
 
+def test_groups_that_cannot_be_delivered_are_refused():
+    with pytest.raises(ValidationError, match=r"sampling.max_new_tokens: .* 512 samples .* of 32769 tokens"):
+        config({"group_size": 512}, sampling={"max_new_tokens": 32_769})
+    config({"group_size": 512}, sampling={"max_new_tokens": 32_768})
+
+
 def test_an_adapters_reference_cannot_be_refreshed():
     with pytest.raises(ValidationError, match="with lora the reference is the model itself"):
         config({"kl_coefficient": 0.1, "reference_refresh_steps": 5}, lora={"rank": 4})

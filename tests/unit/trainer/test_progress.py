@@ -6,9 +6,10 @@ from dataclasses import replace
 import pytest
 
 from penstock.codec import masked_indices
+from penstock.rpc import MAX_MESSAGE_BYTES
 from services.trainer.checkpoint import CheckpointFormatError
 from services.trainer.overlap import OverlapTotals
-from services.trainer.progress import MAX_LEDGER_STEPS, Progress
+from services.trainer.progress import MAX_LEDGER_STEPS, MAX_RECORD_BYTES, Progress
 
 
 def test_progress_survives_a_checkpoint():
@@ -47,6 +48,18 @@ def test_the_ledger_keeps_the_newest_steps():
     records = progress.step_records()
     assert len(records) == MAX_LEDGER_STEPS
     assert records[-1].policy_version == progress.policy_version == MAX_LEDGER_STEPS + 5
+
+
+def test_the_ledger_of_large_steps_fits_one_message():
+    """20,000 groups a step for 64 steps used to pass what a message holds, and with it every call to open the run."""
+    progress = Progress()
+    for step in range(MAX_LEDGER_STEPS):
+        progress.record_step({f"agent-3f9c2a41-{step * 20_000 + number}-task": (0, 1) for number in range(20_000)})
+    records = progress.step_records()
+    assert records[-1].policy_version == progress.policy_version
+    assert [step.policy_version for step in records] == list(range(65 - len(records), 65))
+    assert sum(step.ByteSize() for step in records) <= MAX_RECORD_BYTES < MAX_MESSAGE_BYTES / 2
+    assert [step.policy_version for step in progress.step_records(max_bytes=1)] == [progress.policy_version]
 
 
 def test_a_damaged_record_is_refused():

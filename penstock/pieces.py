@@ -1,0 +1,51 @@
+"""Groups that are too large for one message: cut into pieces, and put together again.
+
+A piece is a run of bytes of a serialized TrajectoryGroup (of TrajectoryGroups in a put), cut at any place, so that
+cutting and joining are exact whatever a group holds. A receiver keeps what came of one group and nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from penstock.errors import InvalidFieldError
+
+MAX_GROUP_TOKENS = 1 << 24
+"""group_size x max_completion_tokens of a run: more is refused when the run is opened."""
+MAX_GROUP_BYTES = 448 * 1024 * 1024
+"""A group that a run of MAX_GROUP_TOKENS allows is never larger: a token takes at most 25 bytes (id, log-prob, mask,
+advantage, and a version run of its own), typically 8, and 48 MiB are left for prompt, text and the other fields of the
+samples. Redis takes values of up to 512 MiB."""
+MAX_EXPORTED_BYTES = 1536 * 1024 * 1024
+"""The same with the text of every completion, which takes at most 4 MiB each and 1 GiB a group."""
+MAX_WHOLE_BYTES = 4 * 1024 * 1024
+"""A larger group travels in pieces."""
+PIECE_BYTES = 1024 * 1024
+
+
+def spans(size_bytes: int) -> Iterator[tuple[int, int]]:
+    """Where the pieces of so many bytes begin and end."""
+    for start in range(0, size_bytes, PIECE_BYTES):
+        yield start, min(size_bytes, start + PIECE_BYTES)
+
+
+class Assembly:
+    """Joins the pieces of one group after the other; holds at most `max_bytes`."""
+
+    def __init__(self, *, max_bytes: int = MAX_GROUP_BYTES) -> None:
+        self._max_bytes = max_bytes
+        self._data = bytearray()
+
+    def __len__(self) -> int:
+        """Bytes of the group under way; 0 between two groups."""
+        return len(self._data)
+
+    def add(self, data: bytes, *, is_last: bool) -> bytearray | None:
+        """The whole group with its last piece, before that None. Raises InvalidFieldError beyond the bound."""
+        if len(self._data) + len(data) > self._max_bytes:
+            raise InvalidFieldError(f"piece: a group of more than {self._max_bytes} bytes", field="piece")
+        self._data += data
+        if not is_last:
+            return None
+        whole, self._data = self._data, bytearray()
+        return whole
