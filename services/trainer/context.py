@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from penstock.clients.broker import BrokerClient
 from penstock.clock import Clock
+from penstock.errors import FencedError
 from penstock.v1 import broker_pb2
 from services.trainer.algorithms.base import Algorithm
 from services.trainer.backend import Backend
 from services.trainer.config import SamplePolicyConfig, TrainingConfig
 from services.trainer.data import Tokenizer
+from services.trainer.instance import RunInstance, write_instance
 from services.trainer.progress import Progress
 
 # Generators and reward workers renew every few seconds; what a lost one held is with another after this long.
@@ -48,6 +50,8 @@ class RunContext:
     version_lock: asyncio.Lock
     """Held by whoever changes or states the run's version at the broker: stating an old one would rewind the run."""
     clock: Clock
+    owner: broker_pb2.RunOwner = field(default_factory=broker_pb2.RunOwner)
+    """In whose name this trainer calls the broker; its epoch is 0 until it has taken the run over."""
 
     @property
     def config(self) -> TrainingConfig:
@@ -58,6 +62,39 @@ class RunContext:
     def run_id(self) -> str:
         """The run's name."""
         return self.spec.run_id
+
+    async def take_over(self) -> broker_pb2.OpenRunResponse:
+        """Create the run or become its trainer: whoever trained it before is fenced from now on.
+
+        The client's calls say from now on in whose name they are made. Call with `version_lock` held. Raises what
+        `BrokerClient.open_run` does, and OSError.
+        """
+        owner = self.owner
+        self.client.owner = broker_pb2.RunOwner(
+            instance_id=owner.instance_id, owner_id=owner.owner_id, epoch=self.progress.epoch
+        )
+        response = await self.open_run(self.progress.policy_version, takes_over=True)
+        owner.epoch = self.progress.epoch = response.epoch
+        self.client.owner = owner
+        instance = RunInstance(instance_id=owner.instance_id, epoch=owner.epoch)
+        await asyncio.to_thread(write_instance, self.spec.run_dir, instance)
+        return response
+
+    async def check_owner(self) -> None:
+        """Raises FencedError where another trainer has taken the run over, and what `BrokerClient.get_run` does."""
+        self.check_view(await self.client.get_run(self.run_id))
+
+    def check_view(self, view: broker_pb2.GetRunResponse) -> None:
+        """The same, by a picture of the run."""
+        mine, owner = self.owner, view.owner
+        if mine.epoch and owner.owner_id != mine.owner_id and owner.epoch >= mine.epoch:
+            since = f"{view.owner_time.ToDatetime():%Y-%m-%d %H:%M:%S} UTC"
+            raise FencedError(
+                f"fenced: trainer {owner.owner_id!r} took run {self.run_id!r} over at {since} (epoch {owner.epoch}, "
+                f"this one's is {mine.epoch}); this trainer must end",
+                run_id=self.run_id,
+                owner_id=owner.owner_id,
+            )
 
     async def open_run(self, policy_version: int, *, takes_over: bool = False) -> broker_pb2.OpenRunResponse:
         """Tell the broker the ledger, and hear how the run stands; call with `version_lock` held.

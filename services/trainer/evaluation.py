@@ -140,6 +140,7 @@ class Evaluator:
                 purpose=types_pb2.PURPOSE_EVALUATE,
                 max_held_groups=MAX_HELD_GROUPS,
                 max_groups=GROUPS_PER_MICROBATCH,
+                owner=self._client.owner,
             ),
         )
         quiet_since_s = self._clock.now_s()

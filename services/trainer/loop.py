@@ -119,6 +119,7 @@ class StepLoop:
                 # commit of the acknowledgement begin it, without a round trip of the credit's own.
                 max_held_groups=2 * groups_per_step,
                 max_groups=min(context.config.trainer.max_groups_per_microbatch, groups_per_step),
+                owner=context.client.owner,
             ),
         )
 

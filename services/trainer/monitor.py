@@ -1,4 +1,4 @@
-"""Looks at the run through the broker about once a second: who decoded when, and how many samples were dropped."""
+"""Looks at the run through the broker once a second: who decoded when, what was dropped, who is the run's trainer."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _log = structlog.get_logger()
 
 
 class RunMonitor:
-    """Feeds the overlap meter; what it reads is for reports only, so a broker that is away costs nothing but detail."""
+    """Feeds the overlap meter; a broker that is away costs nothing but detail."""
 
     def __init__(self, *, context: RunContext, meter: OverlapMeter, on_dropped_samples: Callable[[int], None]) -> None:
         self._context = context
@@ -41,10 +41,11 @@ class RunMonitor:
             await asyncio.sleep(POLL_S)
 
     async def poll(self) -> None:
-        """Look once; raises PenstockError."""
+        """Look once; raises PenstockError, FencedError among them."""
         now_s = self._context.clock.now_s()
         view = await self._context.client.get_run(self._context.run_id, busy_since_s=self._last_poll_s - LOOK_BACK_S)
         self._last_poll_s = now_s
+        self._context.check_view(view)
         for generator in view.generators:
             self._take_spans(generator)
         self._meter.settle(now_s)

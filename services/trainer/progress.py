@@ -43,6 +43,10 @@ class LedgerStep:
 class Progress:
     """Mutable on purpose: the run's loop is its only writer."""
 
+    instance_id: str = ""
+    """Which run of this id it is; empty in runs from before there were instances."""
+    epoch: int = 0
+    """The newest epoch under which this run's trainers took it over, as far as is known here."""
     policy_version: int = 0
     acked_version: int = 0
     position: int = 0
@@ -91,6 +95,8 @@ class Progress:
     def to_resume_state(self, *, wall_s: float, overlap: OverlapTotals) -> ResumeState:
         """What a checkpoint of the present moment holds."""
         document = {
+            "instance_id": self.instance_id,
+            "epoch": self.epoch,
             "outstanding": list(self.outstanding),
             "ledger": [
                 asdict(step) | {"trained_samples": [mask.hex() for mask in step.trained_samples]}
@@ -126,6 +132,9 @@ class Progress:
                 for step in document["ledger"]
             ]
             return cls(
+                # Absent in checkpoints from before there were instances.
+                instance_id=str(document.get("instance_id", "")),
+                epoch=int(document.get("epoch", 0)),
                 policy_version=state.policy_version,
                 acked_version=state.policy_version,
                 position=state.data_position,

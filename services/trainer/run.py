@@ -11,6 +11,8 @@ Promises:
 - After an error that leaves the weights sound a checkpoint is written too; after a non-finite loss or gradient none
   is, and the last one stays as it was.
 - A run that completes leaves nothing in flight and is closed at the broker.
+- Once another trainer has taken the run over this one ends, and neither publishes nor writes a checkpoint or summary:
+  the folder may be the other's too.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ from penstock.clients.broker import BrokerClient
 from penstock.clock import Clock, SystemClock
 from penstock.config import ConfigError
 from penstock.disk import failure_message, full_message, is_full
-from penstock.errors import PenstockError
+from penstock.errors import FencedError, OtherInstanceError, PenstockError
 from penstock.security import Security
 from penstock.v1 import broker_pb2, trainer_pb2
 from services.trainer.backend import BackendError
@@ -36,6 +38,7 @@ from services.trainer.config import TrainingConfig
 from services.trainer.context import Policy, RunContext, RunSpec
 from services.trainer.data import PromptSet, load_prompts
 from services.trainer.events import RunEvents
+from services.trainer.instance import RunInstance, new_instance, new_owner_id, read_instance, write_instance
 from services.trainer.metrics import JsonLines
 from services.trainer.overlap import OverlapMeter
 from services.trainer.progress import Progress
@@ -99,7 +102,10 @@ class TrainingRun:
         self._backend: InterruptibleBackend | None = None
         self._opened: InterruptibleBackend | None = None
         self._progress = Progress()
+        self._owner = broker_pb2.RunOwner(owner_id=new_owner_id())
         self._num_skipped_rows = 0
+        self._is_fenced = False
+        """Whether the run belongs to another trainer, or the id to another run."""
         self._started_s = self._clock.now_s()
 
     def request_stop(self) -> None:
@@ -128,10 +134,9 @@ class TrainingRun:
             if is_sound:
                 await self.write_checkpoint()
             await self._checkpoints.finish()
-            audit = await self._last_words_with_broker()
-            summary = write_summary(
-                self.spec.run_dir / "summary.json", build_summary(self._facts(outcome, message, audit))
-            )
+            summary = "" if self._is_fenced else await self._summary(outcome, message)
+        except FencedError as error:
+            outcome, message, summary = trainer_pb2.RUN_OUTCOME_FAILED, str(error), ""
         except (OSError, BackendError) as error:
             _log.error("the run's last files could not be written", error=str(error))
             outcome, summary = trainer_pb2.RUN_OUTCOME_FAILED, ""
@@ -145,15 +150,21 @@ class TrainingRun:
         _log.info("run ends", run_id=self.spec.run_id, message=message, steps=self._progress.policy_version)
         self.events.finish(outcome, message=message, summary_json=summary)
 
+    async def _summary(self, outcome: trainer_pb2.RunOutcome.ValueType, message: str) -> str:
+        audit = await self._last_words_with_broker()
+        return write_summary(self.spec.run_dir / "summary.json", build_summary(self._facts(outcome, message, audit)))
+
     async def _until_end(self) -> tuple[trainer_pb2.RunOutcome.ValueType, str, bool]:
         """Outcome, message, and whether the weights are sound and worth a checkpoint."""
         try:
             is_completed = await unless_set(self._work(), self._stop)
         except _EXPECTED_ERRORS as error:
-            if not self._stop.is_set() or _is_broken(error):
+            self._is_fenced = isinstance(error, FencedError | OtherInstanceError)
+            is_sound = not _is_broken(error) and not self._is_fenced
+            if not self._stop.is_set() or not is_sound:
                 message = full_message(self.spec.run_dir) if is_full(error) else str(error)
                 _log.error("run failed", error=str(error))
-                return trainer_pb2.RUN_OUTCOME_FAILED, message, not _is_broken(error)
+                return trainer_pb2.RUN_OUTCOME_FAILED, message, is_sound
             _log.info("ended while stopping", error=str(error))
             is_completed = None
         except Exception as error:  # The edge of the run: its end must be told, whatever it was.
@@ -234,21 +245,53 @@ class TrainingRun:
 
     async def _restore(self, backend: InterruptibleBackend) -> None:
         """Go on from the newest complete checkpoint, if that is asked for and there is one."""
-        if self.spec.resume:
-            state = await self._checkpoints.load_latest(backend)
-            if state is not None:
-                self._progress = Progress.from_resume_state(state)
-                self._meter.restore(self._progress.overlap)
-                _log.info("resumed", policy_version=self._progress.policy_version)
+        known = await asyncio.to_thread(read_instance, self.spec.run_dir) if self.spec.resume else None
+        state = await self._checkpoints.load_latest(backend) if self.spec.resume else None
+        if state is not None:
+            self._progress = Progress.from_resume_state(state)
+            self._meter.restore(self._progress.overlap)
+            _log.info("resumed", policy_version=self._progress.policy_version)
+        else:
+            self._progress.instance_id = (known or new_instance()).instance_id
+        await self._name_run(known)
         self._metrics.cut_after(self._progress.policy_version)
         self._evaluations.cut_after(self._progress.policy_version)
 
+    async def _name_run(self, known: RunInstance | None) -> None:
+        """Settle which run this is, in its folder first: the broker is told only what will be found again."""
+        progress = self._progress
+        if known is not None and known.instance_id == progress.instance_id:
+            progress.epoch = max(progress.epoch, known.epoch)
+        self._owner.instance_id = progress.instance_id
+        instance = RunInstance(instance_id=progress.instance_id, epoch=progress.epoch)
+        await asyncio.to_thread(write_instance, self.spec.run_dir, instance)
+
     async def write_checkpoint(self) -> None:
-        """Begin a checkpoint of the present version, unless there is one; raises OSError, also of the one before."""
+        """Begin a checkpoint of the present version, unless there is one.
+
+        Raises:
+            FencedError: another trainer has taken the run over, and its folder perhaps.
+            OSError: also of the one before.
+        """
         if self._backend is not None:
+            await self._check_owner()
             overlap = self._meter.totals(self._clock.now_s())
             state = self._progress.to_resume_state(wall_s=self._wall_s(), overlap=overlap)
             await self._checkpoints.begin(self._backend, state)
+
+    async def _check_owner(self) -> None:
+        """Raises FencedError; a broker that does not answer soon keeps nobody from writing a checkpoint."""
+        async with BrokerClient(
+            self.spec.config.broker, security=self._security, patience_s=BROKER_PATIENCE_S
+        ) as client:
+            try:
+                async with asyncio.timeout(BROKER_PATIENCE_S):
+                    await self._context(client).check_owner()
+            except FencedError:
+                self._is_fenced = True
+                raise
+            except (PenstockError, TimeoutError) as error:
+                _log.warning("not known whether this is still the run's trainer", error=str(error))
 
     async def _close_backend(self) -> None:
         if self._opened is None:
@@ -283,8 +326,14 @@ class TrainingRun:
                 return None
 
     def _context(self, client: BrokerClient) -> RunContext:
+        client.owner = self._owner if self._owner.epoch else None
         return RunContext(
-            spec=self.spec, client=client, progress=self._progress, version_lock=asyncio.Lock(), clock=self._clock
+            spec=self.spec,
+            client=client,
+            progress=self._progress,
+            version_lock=asyncio.Lock(),
+            clock=self._clock,
+            owner=self._owner,
         )
 
     def _facts(

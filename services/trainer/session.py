@@ -69,7 +69,7 @@ class RunSession:
         """Everything from OpenRun to CloseRun; raises what a part raised."""
         progress = self.context.progress
         async with self.context.version_lock:
-            opened = await self.context.open_run(progress.policy_version, takes_over=True)
+            opened = await self.context.take_over()
         self._history = opened.history
         if opened.num_samples_abandoned:
             _log.warning(
@@ -77,7 +77,7 @@ class RunSession:
                 reason="abandoned_step",
                 num_samples=opened.num_samples_abandoned,
             )
-        self.publisher.open()
+        self.publisher.open(instance_id=self.context.owner.instance_id, epoch=self.context.owner.epoch)
         await (await self._publish())
         submitter = PromptSubmitter(self.context.client, self.context.run_id)
         evaluator = Evaluator(

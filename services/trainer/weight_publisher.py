@@ -57,9 +57,11 @@ class WeightPublisher:
         self._base_url = base_url.rstrip("/")
         self._clock = clock
         self._last: PublishedVersion | None = None
+        self._instance_id, self._epoch = "", 0
 
-    def open(self) -> None:
-        """Start with an empty folder and an empty store."""
+    def open(self, *, instance_id: str = "", epoch: int = 0) -> None:
+        """Start with an empty folder and an empty store; what is published says in whose name."""
+        self._instance_id, self._epoch = instance_id, epoch
         shutil.rmtree(self._directory, ignore_errors=True)
         self._directory.mkdir(parents=True)
         self._last = None
@@ -101,6 +103,8 @@ class WeightPublisher:
             run_id=self._run_id,
             policy_version=policy_version,
             history=history,
+            instance_id=self._instance_id,
+            epoch=self._epoch,
             kind=weights_pb2.WEIGHTS_KIND_FULL if adapter is None else weights_pb2.WEIGHTS_KIND_ADAPTER,
             encoding=weights_pb2.WEIGHTS_ENCODING_SAFETENSORS,
             tensors=[
