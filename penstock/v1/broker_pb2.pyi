@@ -2098,28 +2098,156 @@ class ListRunsRequest(_message.Message):
 Global___ListRunsRequest: _TypeAlias = ListRunsRequest  # noqa: Y015
 
 @_typing.final
+class RunSummary(_message.Message):
+    """A run in a list."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RUN_ID_FIELD_NUMBER: _builtins.int
+    INSTANCE_ID_FIELD_NUMBER: _builtins.int
+    POLICY_VERSION_FIELD_NUMBER: _builtins.int
+    IS_CLOSED_FIELD_NUMBER: _builtins.int
+    PAYLOAD_GONE_FIELD_NUMBER: _builtins.int
+    OPEN_TIME_FIELD_NUMBER: _builtins.int
+    ACTIVE_TIME_FIELD_NUMBER: _builtins.int
+    NUM_RECORDS_FIELD_NUMBER: _builtins.int
+    SUBMITTED_FIELD_NUMBER: _builtins.int
+    TRAINED_FIELD_NUMBER: _builtins.int
+    DROPPED_FIELD_NUMBER: _builtins.int
+    run_id: _builtins.str
+    """Which run."""
+    instance_id: _builtins.str
+    """Which instance of that id; empty in runs from before there were instances."""
+    policy_version: _builtins.int
+    """Its policy version."""
+    is_closed: _builtins.bool
+    """Whether it is closed."""
+    payload_gone: _builtins.str
+    """Why its records and payload are gone, or going: "expired" or "deleted"; empty while they are kept."""
+    num_records: _builtins.int
+    """Groups, parcels of groups and tallies of steps of which the store keeps a record, each with its payload."""
+    submitted: _builtins.int
+    """Training samples submitted."""
+    trained: _builtins.int
+    """Training samples trained."""
+    dropped: _builtins.int
+    """Training samples dropped."""
+    @_builtins.property
+    def open_time(self) -> _timestamp_pb2.Timestamp:
+        """When it was opened first."""
+
+    @_builtins.property
+    def active_time(self) -> _timestamp_pb2.Timestamp:
+        """When it was last opened, stepped or closed, whichever came last."""
+
+    def __init__(
+        self,
+        *,
+        run_id: _builtins.str = ...,
+        instance_id: _builtins.str = ...,
+        policy_version: _builtins.int = ...,
+        is_closed: _builtins.bool = ...,
+        payload_gone: _builtins.str = ...,
+        open_time: _timestamp_pb2.Timestamp | None = ...,
+        active_time: _timestamp_pb2.Timestamp | None = ...,
+        num_records: _builtins.int = ...,
+        submitted: _builtins.int = ...,
+        trained: _builtins.int = ...,
+        dropped: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["active_time", b"active_time", "open_time", b"open_time"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["active_time", b"active_time", "dropped", b"dropped", "instance_id", b"instance_id", "is_closed", b"is_closed", "num_records", b"num_records", "open_time", b"open_time", "payload_gone", b"payload_gone", "policy_version", b"policy_version", "run_id", b"run_id", "submitted", b"submitted", "trained", b"trained"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RunSummary: _TypeAlias = RunSummary  # noqa: Y015
+
+@_typing.final
 class ListRunsResponse(_message.Message):
     """Response of ListRuns."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     RUN_IDS_FIELD_NUMBER: _builtins.int
+    RUNS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def run_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Ids of the runs, oldest first, at most 1,000."""
+        """Ids of the runs, oldest first; of more than 1,000 the newest."""
+
+    @_builtins.property
+    def runs(self) -> _containers.RepeatedCompositeFieldContainer[Global___RunSummary]:
+        """The same runs with how they stand; those that are gone by now are missing."""
 
     def __init__(
         self,
         *,
         run_ids: _abc.Iterable[_builtins.str] | None = ...,
+        runs: _abc.Iterable[Global___RunSummary] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["run_ids", b"run_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["run_ids", b"run_ids", "runs", b"runs"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ListRunsResponse: _TypeAlias = ListRunsResponse  # noqa: Y015
+
+@_typing.final
+class DeleteRunRequest(_message.Message):
+    """Request of DeleteRun."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RUN_ID_FIELD_NUMBER: _builtins.int
+    FORCE_FIELD_NUMBER: _builtins.int
+    run_id: _builtins.str
+    """Which run."""
+    force: _builtins.bool
+    """Delete it even though it is open and being worked on: its streams end, and its trainer fails."""
+    def __init__(
+        self,
+        *,
+        run_id: _builtins.str = ...,
+        force: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["force", b"force", "run_id", b"run_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DeleteRunRequest: _TypeAlias = DeleteRunRequest  # noqa: Y015
+
+@_typing.final
+class DeleteRunResponse(_message.Message):
+    """Response of DeleteRun."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    EXISTED_FIELD_NUMBER: _builtins.int
+    NUM_KEYS_FIELD_NUMBER: _builtins.int
+    IS_COMPLETE_FIELD_NUMBER: _builtins.int
+    existed: _builtins.bool
+    """Whether there was anything to delete."""
+    num_keys: _builtins.int
+    """Keys and records deleted by this call."""
+    is_complete: _builtins.bool
+    """Whether nothing is left; else call again."""
+    def __init__(
+        self,
+        *,
+        existed: _builtins.bool = ...,
+        num_keys: _builtins.int = ...,
+        is_complete: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["existed", b"existed", "is_complete", b"is_complete", "num_keys", b"num_keys"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DeleteRunResponse: _TypeAlias = DeleteRunResponse  # noqa: Y015
 
 @_typing.final
 class WatchPolicyRequest(_message.Message):

@@ -99,6 +99,11 @@ class BrokerServiceStub:
                 request_serializer=penstock_dot_v1_dot_broker__pb2.ListRunsRequest.SerializeToString,
                 response_deserializer=penstock_dot_v1_dot_broker__pb2.ListRunsResponse.FromString,
                 _registered_method=True)
+        self.DeleteRun = channel.unary_unary(
+                '/penstock.v1.BrokerService/DeleteRun',
+                request_serializer=penstock_dot_v1_dot_broker__pb2.DeleteRunRequest.SerializeToString,
+                response_deserializer=penstock_dot_v1_dot_broker__pb2.DeleteRunResponse.FromString,
+                _registered_method=True)
         self.AuditRun = channel.unary_unary(
                 '/penstock.v1.BrokerService/AuditRun',
                 request_serializer=penstock_dot_v1_dot_broker__pb2.AuditRunRequest.SerializeToString,
@@ -239,6 +244,16 @@ class BrokerServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def DeleteRun(self, request, context):
+        """Deletes a run: every key of it, for good. Idempotent, and bounded: repeat the call until is_complete. Once begun it
+        cannot be taken back; a deletion that was left half done is finished by the broker.
+
+        FAILED_PRECONDITION / RUN_CONFLICT: the run is open and being worked on, and the request does not force it.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def AuditRun(self, request, context):
         """The conservation equation of a run, live or after the fact.
         """
@@ -327,6 +342,11 @@ def add_BrokerServiceServicer_to_server(servicer, server):
                     servicer.ListRuns,
                     request_deserializer=penstock_dot_v1_dot_broker__pb2.ListRunsRequest.FromString,
                     response_serializer=penstock_dot_v1_dot_broker__pb2.ListRunsResponse.SerializeToString,
+            ),
+            'DeleteRun': grpc.unary_unary_rpc_method_handler(
+                    servicer.DeleteRun,
+                    request_deserializer=penstock_dot_v1_dot_broker__pb2.DeleteRunRequest.FromString,
+                    response_serializer=penstock_dot_v1_dot_broker__pb2.DeleteRunResponse.SerializeToString,
             ),
             'AuditRun': grpc.unary_unary_rpc_method_handler(
                     servicer.AuditRun,
@@ -673,6 +693,33 @@ class BrokerService:
             '/penstock.v1.BrokerService/ListRuns',
             penstock_dot_v1_dot_broker__pb2.ListRunsRequest.SerializeToString,
             penstock_dot_v1_dot_broker__pb2.ListRunsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def DeleteRun(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/penstock.v1.BrokerService/DeleteRun',
+            penstock_dot_v1_dot_broker__pb2.DeleteRunRequest.SerializeToString,
+            penstock_dot_v1_dot_broker__pb2.DeleteRunResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -110,6 +110,12 @@ class BrokerServiceStub:
     """One coherent picture of a run: queues, holders, generators, who waits for whom and why."""
     ListRuns: _grpc.UnaryUnaryMultiCallable[_broker_pb2.ListRunsRequest, _broker_pb2.ListRunsResponse]
     """The runs this broker's Redis knows."""
+    DeleteRun: _grpc.UnaryUnaryMultiCallable[_broker_pb2.DeleteRunRequest, _broker_pb2.DeleteRunResponse]
+    """Deletes a run: every key of it, for good. Idempotent, and bounded: repeat the call until is_complete. Once begun it
+    cannot be taken back; a deletion that was left half done is finished by the broker.
+
+    FAILED_PRECONDITION / RUN_CONFLICT: the run is open and being worked on, and the request does not force it.
+    """
     AuditRun: _grpc.UnaryUnaryMultiCallable[_broker_pb2.AuditRunRequest, _broker_pb2.AuditRunResponse]
     """The conservation equation of a run, live or after the fact."""
     WatchPolicy: _grpc.UnaryStreamMultiCallable[_broker_pb2.WatchPolicyRequest, _broker_pb2.WatchPolicyResponse]
@@ -195,6 +201,12 @@ class BrokerServiceAsyncStub(BrokerServiceStub):
     """One coherent picture of a run: queues, holders, generators, who waits for whom and why."""
     ListRuns: _aio.UnaryUnaryMultiCallable[_broker_pb2.ListRunsRequest, _broker_pb2.ListRunsResponse]  # type: ignore[assignment]
     """The runs this broker's Redis knows."""
+    DeleteRun: _aio.UnaryUnaryMultiCallable[_broker_pb2.DeleteRunRequest, _broker_pb2.DeleteRunResponse]  # type: ignore[assignment]
+    """Deletes a run: every key of it, for good. Idempotent, and bounded: repeat the call until is_complete. Once begun it
+    cannot be taken back; a deletion that was left half done is finished by the broker.
+
+    FAILED_PRECONDITION / RUN_CONFLICT: the run is open and being worked on, and the request does not force it.
+    """
     AuditRun: _aio.UnaryUnaryMultiCallable[_broker_pb2.AuditRunRequest, _broker_pb2.AuditRunResponse]  # type: ignore[assignment]
     """The conservation equation of a run, live or after the fact."""
     WatchPolicy: _aio.UnaryStreamMultiCallable[_broker_pb2.WatchPolicyRequest, _broker_pb2.WatchPolicyResponse]  # type: ignore[assignment]
@@ -349,6 +361,18 @@ class BrokerServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_broker_pb2.ListRunsResponse, _abc.Awaitable[_broker_pb2.ListRunsResponse]]:
         """The runs this broker's Redis knows."""
+
+    @_abc_1.abstractmethod
+    def DeleteRun(
+        self,
+        request: _broker_pb2.DeleteRunRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_broker_pb2.DeleteRunResponse, _abc.Awaitable[_broker_pb2.DeleteRunResponse]]:
+        """Deletes a run: every key of it, for good. Idempotent, and bounded: repeat the call until is_complete. Once begun it
+        cannot be taken back; a deletion that was left half done is finished by the broker.
+
+        FAILED_PRECONDITION / RUN_CONFLICT: the run is open and being worked on, and the request does not force it.
+        """
 
     @_abc_1.abstractmethod
     def AuditRun(

@@ -25,6 +25,9 @@ class BrokerConfig(MeasuredConfig):
     replicas, so that one that hangs and comes back does not either. Not with a Cluster, whose client cannot wait."""
     scheduler: str | None = None
     """The scheduler that forecasts lengths for dispatch, host:port; without one lengths are unknown."""
+    closed_run_retention_s: float | None = Field(default=7 * 86_400.0, ge=0)
+    """How long the samples of a closed run stay in the store, seconds by the store's own clock; then they are deleted:
+    the run cannot be exported or resumed any more, its audit stays. None keeps them until the run is deleted."""
 
     @field_validator("redis_url")
     @classmethod

@@ -85,6 +85,12 @@ def plan(state: RunState, cursor: Cursor) -> Plan:
     """The step that comes next. Raises NotRetainedError when it was trained, but is forgotten."""
     run = state.run
     version = _version_after_rewinds(state, cursor) or min(state.trained_versions, default=run.policy_version + 1)
+    if run.payload_gone and cursor.next_version <= run.policy_version:
+        raise NotRetainedError(
+            f"no step of run {run.run_id!r} is retained any more: its payload is gone ({run.payload_gone})",
+            policy_version=cursor.next_version,
+            oldest_policy_version=run.policy_version + 1,
+        )
     names = _names(state, version)
     num_lost = tallies.num_lost_samples(state, version) if version > run.forgotten_version else 0
     if not names and not num_lost and version <= run.policy_version:

@@ -371,6 +371,12 @@ class RunHub:
         self.wake()
         return True
 
+    def forget(self) -> None:
+        """The run was deleted: let the copy go, and wake whoever waits for its end."""
+        self._forget()
+        self._prompts.clear()
+        self.wake()
+
     def _forget(self) -> None:
         self._state, self._mark = None, None
 

@@ -36,6 +36,11 @@ class RunKeys:
         self._spans = f"{base}:spans"
         self._payload = f"{base}:payload"
 
+    @property
+    def fixed(self) -> list[str]:
+        """Every key of the run whose name holds nothing but the run's id; `run` first."""
+        return [self.run, self.marks, self.changed, self.groups, self.prompts, self.retired, self.books, self.peers]
+
     def chunks(self, sample: SampleId) -> str:
         """List: TokenChunk of one sample, in order."""
         return f"{self._chunks}:{sample[0]}:{sample[1]}"

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
 
@@ -17,6 +18,7 @@ from services.broker.store import (
     Mark,
     PayloadSlice,
     RetiredError,
+    Root,
     SampleId,
     Snapshot,
 )
@@ -138,6 +140,31 @@ class MemoryStore:
     async def run_ids(self) -> list[str]:
         """See `Store.run_ids`."""
         return list(self._runs)
+
+    async def roots(self, run_ids: Sequence[str]) -> list[Root | None]:
+        """See `Store.roots`."""
+        runs = [self._run(run_id) for run_id in run_ids]
+        return [Root(mark=run.mark, run=run.run, num_records=len(run.groups)) if run.mark else None for run in runs]
+
+    async def now_s(self, run_id: str) -> float:
+        """See `Store.now_s`."""
+        return time.time()
+
+    async def purge(self, run_id: str, expected: Mark) -> AsyncIterator[int]:
+        """See `Store.purge`."""
+        run = self._run(run_id)
+        if run.mark != expected:
+            raise ConflictError(run_id)
+        num_keys = len(run.groups) + len(run.chunks) + len(run.payloads)
+        for content in (run.groups, run.chunks, run.payloads, run.prompts, run.retired):
+            content.clear()
+        yield num_keys
+
+    async def delete(self, run_id: str, expected: Mark | None) -> None:
+        """See `Store.delete`."""
+        if self._run(run_id).mark != expected:
+            raise ConflictError(run_id)
+        self._runs.pop(run_id, None)
 
     async def ping(self) -> None:
         """See `Store.ping`."""

@@ -21,7 +21,7 @@ from services.broker import delivery, drops, ownership, parcels, tallies
 from services.broker.limits import MAX_GROUP_SIZE, Limits
 from services.broker.policy import Policy
 from services.broker.records_pb2 import GroupRecord, RunRecord
-from services.broker.run_state import RunState
+from services.broker.run_state import FORMAT, RunState
 from services.broker.staleness import trained_staleness
 
 _QUEUED, _LEASED = broker_pb2.SAMPLE_STATE_QUEUED, broker_pb2.SAMPLE_STATE_LEASED
@@ -46,6 +46,7 @@ def create_run(state: RunState, request: broker_pb2.OpenRunRequest, now_s: float
             books_version=request.policy_version,
             open_s=now_s,
             version_s=now_s,
+            format=FORMAT,
         )
     )
     for step in request.steps:
@@ -59,7 +60,7 @@ def reopen_run(state: RunState, request: broker_pb2.OpenRunRequest, now_s: float
 
     Raises:
         OtherInstanceError: the run is another instance than the caller's.
-        RunConflictError: other limits, or another policy.
+        RunConflictError: other limits, or another policy; or the run's payload has expired, or is being deleted.
         FencedError: the caller neither owns the run nor takes it over.
         RunClosedError: the run is closed, and the caller does not take it over.
         VersionConflictError: the version is older than any step that can still be taken back, or than the run's in a
@@ -68,6 +69,7 @@ def reopen_run(state: RunState, request: broker_pb2.OpenRunRequest, now_s: float
     run = state.run
     ownership.check_form(request.owner)
     ownership.check_instance(run, request.owner)
+    _check_payload(run)
     limits = Limits.from_proto(request.limits)
     _check_unchanged(run.run_id, "limits", state.limits.to_proto(), limits.to_proto())
     policy = Policy.from_proto(request.policy, limits)
@@ -96,7 +98,7 @@ def _enter(state: RunState, request: broker_pb2.OpenRunRequest, now_s: float) ->
     run = state.run
     if request.takes_over:
         ownership.take_over(state, request.owner, now_s)
-        run.is_closed = False
+        run.is_closed, run.close_s = False, 0.0
         return
     ownership.admit(state, request.owner, now_s)
     if run.is_closed:
@@ -106,6 +108,21 @@ def _enter(state: RunState, request: broker_pb2.OpenRunRequest, now_s: float) ->
             f"policy_version: {request.policy_version}, but the run is at {run.policy_version}; only a call that takes "
             "it over goes back",
             policy_version=run.policy_version,
+        )
+
+
+def _check_payload(run: RunRecord) -> None:
+    """Raises RunConflictError where a run is closed for good."""
+    if run.payload_gone == "expired":
+        raise RunConflictError(
+            f"run {run.run_id!r} was closed at version {run.policy_version} so long ago that its payload has expired: "
+            f"it cannot be resumed; choose another run id, or delete it (penstock runs delete {run.run_id})",
+            run_id=run.run_id,
+        )
+    if run.payload_gone:
+        raise RunConflictError(
+            f"run {run.run_id!r} is being deleted; finish that first (penstock runs delete {run.run_id})",
+            run_id=run.run_id,
         )
 
 

@@ -523,6 +523,9 @@ class RunRecord(_message.Message):
     REWINDS_FIELD_NUMBER: _builtins.int
     OWNER_FIELD_NUMBER: _builtins.int
     OWNER_S_FIELD_NUMBER: _builtins.int
+    CLOSE_S_FIELD_NUMBER: _builtins.int
+    PAYLOAD_GONE_FIELD_NUMBER: _builtins.int
+    FORMAT_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     """Its name."""
     policy_version: _builtins.int
@@ -549,6 +552,14 @@ class RunRecord(_message.Message):
     """The newest step whose records are gone; a rewind behind it drops its samples. Unset while none is."""
     owner_s: _builtins.float
     """When it did; 0 while none has."""
+    close_s: _builtins.float
+    """When it was closed, by the store's own clock; 0 while it is open, and in runs closed before this was noted."""
+    payload_gone: _builtins.str
+    """Why its records and payload are gone, or going: "expired" or "deleted"; empty while they are kept. Such a run is
+    closed for good.
+    """
+    format: _builtins.int
+    """Version of these records; 0 in runs from before there was one."""
     @_builtins.property
     def limits(self) -> _broker_pb2.RunLimits:
         """Its limits, every default filled in."""
@@ -599,10 +610,13 @@ class RunRecord(_message.Message):
         rewinds: _abc.Iterable[Global___RewindRecord] | None = ...,
         owner: _broker_pb2.RunOwner | None = ...,
         owner_s: _builtins.float = ...,
+        close_s: _builtins.float = ...,
+        payload_gone: _builtins.str = ...,
+        format: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_books_version", b"_books_version", "_forgotten_version", b"_forgotten_version", "books_version", b"books_version", "forgotten_version", b"forgotten_version", "limits", b"limits", "owner", b"owner", "policy", b"policy"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_books_version", b"_books_version", "_forgotten_version", b"_forgotten_version", "books_version", b"books_version", "dropped", b"dropped", "forgotten_version", b"forgotten_version", "history", b"history", "is_closed", b"is_closed", "last_sequence", b"last_sequence", "limits", b"limits", "open_s", b"open_s", "owner", b"owner", "owner_s", b"owner_s", "policy", b"policy", "policy_version", b"policy_version", "rewinds", b"rewinds", "run_id", b"run_id", "streams", b"streams", "submitted", b"submitted", "trained", b"trained", "trained_by_staleness", b"trained_by_staleness", "version_s", b"version_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_books_version", b"_books_version", "_forgotten_version", b"_forgotten_version", "books_version", b"books_version", "close_s", b"close_s", "dropped", b"dropped", "forgotten_version", b"forgotten_version", "format", b"format", "history", b"history", "is_closed", b"is_closed", "last_sequence", b"last_sequence", "limits", b"limits", "open_s", b"open_s", "owner", b"owner", "owner_s", b"owner_s", "payload_gone", b"payload_gone", "policy", b"policy", "policy_version", b"policy_version", "rewinds", b"rewinds", "run_id", b"run_id", "streams", b"streams", "submitted", b"submitted", "trained", b"trained", "trained_by_staleness", b"trained_by_staleness", "version_s", b"version_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__books_version: _TypeAlias = _typing.Literal["books_version"]  # noqa: Y015
     _WhichOneofArgType__books_version: _TypeAlias = _typing.Literal["_books_version", b"_books_version"]  # noqa: Y015

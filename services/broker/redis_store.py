@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from redis.asyncio import Redis
 from penstock.codec import Packed
 from services.broker.keys import PROBE, RUNS, RunKeys
 from services.broker.redis_connection import RedisConnection, Script, confirmed
+from services.broker.redis_purge import RedisPurge
 from services.broker.store import (
     MARKS_KEPT,
     MAX_BUSY_SPANS,
@@ -26,12 +27,15 @@ from services.broker.store import (
     Mark,
     PayloadSlice,
     RetiredError,
+    Root,
     SampleId,
     Snapshot,
 )
 
 PROBE_TTL_MS = 60_000
 
+PEERS_LIFE_S = 86_400
+"""How long peers stay of which nothing is heard."""
 ORPHAN_LIFE_S = 600
 """How long payload stays whose commit never came."""
 
@@ -51,6 +55,8 @@ class RedisStore:
         self._load = Script(_LUA / "load.lua", num_replicas=num_wait_replicas)
         self._books = Script(_LUA / "books.lua", num_replicas=num_wait_replicas)
         self._commit = Script(_LUA / "commit.lua", num_replicas=num_wait_replicas)
+        self._now = Script(_LUA / "now.lua")
+        self._purge = RedisPurge(connection, num_wait_replicas=num_wait_replicas)
 
     @classmethod
     def from_url(
@@ -197,9 +203,12 @@ class RedisStore:
         async def write(redis: Redis) -> None:
             pipeline = redis.pipeline(transaction=False)
             pipeline.hset(keys.peers, peer_id, view)
+            # A peer that does not know yet that its run was deleted leaves nothing behind for good.
+            pipeline.expire(keys.peers, PEERS_LIFE_S)
             if busy_spans:
                 pipeline.rpush(keys.spans(peer_id), *busy_spans)
                 pipeline.ltrim(keys.spans(peer_id), -MAX_BUSY_SPANS, -1)
+                pipeline.expire(keys.spans(peer_id), PEERS_LIFE_S)
             await pipeline.execute()
 
         # Repeated after a lost answer it may store a span twice, which hints can bear.
@@ -236,6 +245,39 @@ class RedisStore:
         """See `Store.run_ids`."""
         found: list[Any] = await self._redis.read(lambda redis: redis.zrange(RUNS, 0, -1))
         return [run_id.decode() for run_id in found]
+
+    async def roots(self, run_ids: Sequence[str]) -> list[Root | None]:
+        """See `Store.roots`."""
+        if not run_ids:
+            return []
+
+        async def read(redis: Redis) -> list[Any]:
+            pipeline = redis.pipeline(transaction=False)
+            for run_id in run_ids:
+                pipeline.hmget(RunKeys(run_id).run, ["revision", "name", "record"])
+                pipeline.hlen(RunKeys(run_id).groups)
+            return await pipeline.execute()
+
+        found = await self._redis.read(read)
+        return [
+            Root(mark=Mark(int(revision), name.decode()), run=record, num_records=num_records) if revision else None
+            for (revision, name, record), num_records in zip(found[::2], found[1::2], strict=True)
+        ]
+
+    async def now_s(self, run_id: str) -> float:
+        """See `Store.now_s`."""
+        seconds, microseconds = await self._redis.read(
+            lambda redis: self._now.run(redis, keys=[RunKeys(run_id).run], args=[])
+        )
+        return int(seconds) + int(microseconds) / 1e6
+
+    def purge(self, run_id: str, expected: Mark) -> AsyncIterator[int]:
+        """See `Store.purge`."""
+        return self._purge.purge(run_id, expected)
+
+    async def delete(self, run_id: str, expected: Mark | None) -> None:
+        """See `Store.delete`."""
+        await self._purge.delete(run_id, expected)
 
     async def ping(self) -> None:
         """See `Store.ping`. Writes: a replica, or a server without memory or disk, answers a ping all the same."""

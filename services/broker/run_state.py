@@ -15,6 +15,7 @@ from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+from penstock.errors import RunConflictError
 from penstock.v1 import broker_pb2, types_pb2
 from services.broker.admission import AdmissionRule
 from services.broker.dispatch.lengths import LengthCounts
@@ -32,6 +33,8 @@ _QUEUED, _LEASED = broker_pb2.SAMPLE_STATE_QUEUED, broker_pb2.SAMPLE_STATE_LEASE
 _FINISHED, _SCORING = broker_pb2.SAMPLE_STATE_FINISHED, broker_pb2.SAMPLE_STATE_SCORING
 _READY_STATES = frozenset((broker_pb2.SAMPLE_STATE_SCORED, broker_pb2.SAMPLE_STATE_DROPPED))
 
+FORMAT = 1
+"""Version of the records that this code writes; it reads those of every older one."""
 Leases = dict[str, dict[str, SampleId]]
 """Sample by lease id, by holder."""
 FinishedKey = tuple[int, int, int]
@@ -318,11 +321,18 @@ class RunState:
     def apply(self, snapshot: Snapshot) -> None:
         """Take over what the store holds; nothing may be pending."""
         run = RunRecord.FromString(snapshot.run)
-        if snapshot.is_full:
+        if run.format > FORMAT:
+            raise RunConflictError(
+                f"run {run.run_id!r} was written by a newer Penstock (format {run.format}, this one reads {FORMAT}); "
+                "use that one",
+                run_id=run.run_id,
+            )
+        if snapshot.is_full or run.payload_gone:
             self._reset(run)
         self.run = run
         self._read_limits()
-        for group_id, record in snapshot.groups.items():
+        # Records that are being deleted are in nobody's way any more.
+        for group_id, record in ({} if run.payload_gone else snapshot.groups).items():
             self._replace(group_id, record)
         self._forget(run.SerializeToString(deterministic=True))
 

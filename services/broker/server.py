@@ -21,6 +21,7 @@ from services.broker.metrics import BrokerMetrics
 from services.broker.redis_address import PASSWORD_VARIABLE, with_password
 from services.broker.redis_metrics import RedisMetrics
 from services.broker.redis_store import RedisStore
+from services.broker.retention import Retention
 from services.broker.service import BrokerService
 from services.broker.store import Store
 
@@ -78,7 +79,11 @@ async def serve(config: BrokerConfig) -> None:
     try:
         await rpc.run_until_stopped(
             server,
-            loops=[lambda: hubs.care(server.set_serving), hubs.length_reporter.run],
+            loops=[
+                lambda: hubs.care(server.set_serving),
+                hubs.length_reporter.run,
+                Retention(hubs, keep_s=config.closed_run_retention_s).run,
+            ],
             on_started=lambda: _log.info("broker serves", listen=config.listen),
             before_stop=hubs.stop,
         )

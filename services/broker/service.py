@@ -11,7 +11,7 @@ from google.protobuf.duration_pb2 import Duration
 
 from penstock.guard import takes_bytes
 from penstock.v1 import broker_pb2, broker_pb2_grpc
-from services.broker import delivery, drops, ownership, submission, waits
+from services.broker import delivery, drops, ownership, removal, submission, waits
 from services.broker.audit import audit_rows, totals
 from services.broker.export import export
 from services.broker.hubs import Hubs
@@ -21,6 +21,7 @@ from services.broker.microbatch_stream import MicrobatchStream
 from services.broker.put_stream import serve_puts
 from services.broker.run_state import RunState
 from services.broker.scoring_stream import ScoringStream
+from services.broker.summaries import list_runs
 from services.broker.token_stream import serve_tokens
 from services.broker.validation import (
     MAX_GROUP_IDS,
@@ -35,7 +36,6 @@ from services.broker.validation import (
 
 RETRY_DELAY = Duration(nanos=200_000_000)
 """How long a client waits before it sends prompts again that found the queue full: a few steps of a small run."""
-MAX_RUNS_LISTED = 1_000
 WATCH_CHECK_S = 5.0
 
 _Context = grpc.aio.ServicerContext[Any, Any]
@@ -69,12 +69,13 @@ class BrokerService(broker_pb2_grpc.BrokerServiceServicer):
         if request.drop_reason:
             check_reason(request.drop_reason, field="drop_reason")
         hub = self._hubs.hub(request.run_id)
+        closed_s = await hub.store.now_s(request.run_id)
 
         def operation(state: RunState) -> None:
             _admit_trainer(state, request, hub.clock.now_s())
             if request.drop_reason:
                 drops.drop_all(state, request.drop_reason)
-            state.run.is_closed = True
+            state.run.is_closed, state.run.close_s = True, state.run.close_s or closed_s
 
         await hub.transact(operation)
         return broker_pb2.CloseRunResponse()
@@ -213,8 +214,13 @@ class BrokerService(broker_pb2_grpc.BrokerServiceServicer):
         return await hub.transact(operation)
 
     async def ListRuns(self, request: broker_pb2.ListRunsRequest, context: _Context) -> broker_pb2.ListRunsResponse:
-        """The runs of the store, oldest first."""
-        return broker_pb2.ListRunsResponse(run_ids=(await self._hubs.store.run_ids())[:MAX_RUNS_LISTED])
+        """The runs of the store, oldest first; see `summaries`."""
+        return await list_runs(self._hubs.store)
+
+    async def DeleteRun(self, request: broker_pb2.DeleteRunRequest, context: _Context) -> broker_pb2.DeleteRunResponse:
+        """Delete a run, or go on deleting it; see `removal`."""
+        check_run_id(request.run_id)
+        return await removal.delete(self._hubs.hub(request.run_id), is_forced=request.force)
 
     async def AuditRun(self, request: broker_pb2.AuditRunRequest, context: _Context) -> broker_pb2.AuditRunResponse:
         """The books, counted now."""

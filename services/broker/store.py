@@ -7,7 +7,7 @@ processes may serve one run and every decision is taken by the same Python code 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -65,6 +65,17 @@ class Snapshot:
     """RunRecord."""
     groups: Mapping[str, bytes | None]
     """GroupRecord by group id, ParcelRecord by the parcel's name; None where it is gone."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Root:
+    """A run without its groups."""
+
+    mark: Mark
+    run: bytes
+    """RunRecord."""
+    num_records: int
+    """Records that it has besides."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -174,6 +185,26 @@ class Store(Protocol):
 
     async def run_ids(self) -> list[str]:
         """Every run, oldest first."""
+        ...
+
+    async def roots(self, run_ids: Sequence[str]) -> list[Root | None]:
+        """Runs without their groups; None where there is no such run."""
+        ...
+
+    async def now_s(self, run_id: str) -> float:
+        """Unix time by the store's own clock, asked where that run is."""
+        ...
+
+    def purge(self, run_id: str, expected: Mark) -> AsyncIterator[int]:
+        """Delete the records and payload of a run, slice by slice; yields how many keys and records each slice took.
+
+        The run, its books and its peers stay. Whoever calls has marked the run, so that nobody writes to it any more.
+        Raises ConflictError when the run is no longer at `expected`.
+        """
+        ...
+
+    async def delete(self, run_id: str, expected: Mark | None) -> None:
+        """Delete what `purge` leaves. Raises ConflictError when the run is not at `expected` (None: there is none)."""
         ...
 
     async def ping(self) -> None:
