@@ -19,6 +19,7 @@ from console.cli_merge import register as register_merge
 from console.cli_node import register as register_node
 from console.cli_planning import register as register_planning
 from console.cli_recording import register as register_recording
+from console.cli_runs import register as register_runs
 from console.cli_simulate import register as register_simulate
 
 app = typer.Typer(
@@ -251,6 +252,7 @@ register_planning(app)
 register_node(app)
 register_simulate(app)
 register_merge(app)
+register_runs(app)
 register_bench(app)
 
 

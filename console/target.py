@@ -77,7 +77,7 @@ async def get_run(run_id: str, broker: str) -> broker_pb2.GetRunResponse:
     """The broker's picture of a run. Raises PenstockError."""
     async with open_channel(broker, Security.from_environment()) as channel:
         stub = broker_pb2_grpc.BrokerServiceStub(channel)
-        return await _answer(stub.GetRun, broker_pb2.GetRunRequest(run_id=run_id), broker)
+        return await answered(stub.GetRun, broker_pb2.GetRunRequest(run_id=run_id), broker)
 
 
 async def audit_run(run_id: str, broker: str) -> broker_pb2.Audit:
@@ -85,17 +85,20 @@ async def audit_run(run_id: str, broker: str) -> broker_pb2.Audit:
     async with open_channel(broker, Security.from_environment()) as channel:
         stub = broker_pb2_grpc.BrokerServiceStub(channel)
         request = broker_pb2.AuditRunRequest(run_id=run_id)
-        return (await _told(_answer(stub.AuditRun, request, broker))).audit
+        return (await _told(answered(stub.AuditRun, request, broker))).audit
 
 
 async def _list_runs(broker: str) -> list[str]:
     async with open_channel(broker, Security.from_environment()) as channel:
         stub = broker_pb2_grpc.BrokerServiceStub(channel)
-        return list((await _told(_answer(stub.ListRuns, broker_pb2.ListRunsRequest(), broker))).run_ids)
+        return list((await _told(answered(stub.ListRuns, broker_pb2.ListRunsRequest(), broker))).run_ids)
 
 
-async def _answer(method: Callable[..., Awaitable[_Response]], request: Any, broker: str) -> _Response:
-    """One broker is asked once; of several, the next when one does not answer."""
+async def answered(method: Callable[..., Awaitable[_Response]], request: Any, broker: str) -> _Response:
+    """The answer to a call. One broker is asked once; of several, the next when one does not answer.
+
+    Raises PenstockError.
+    """
     patience_s = _NEXT_BROKER_S if "," in broker else 0.0
     peer = f"broker {broker}"
     return await call_with_retry(method, request, peer=peer, timeout_s=_TIMEOUT_S, give_up_after_s=patience_s)
