@@ -86,7 +86,8 @@ class GeneratorServiceServicer:
         """Fetch and install a version now rather than when the weight store announces it.
 
         NOT_FOUND / UNKNOWN_VERSION: not published. DATA_LOSS / DIGEST_MISMATCH: the content or the engine does not hold what
-        the manifest states; the generator stays on the version it had. ALREADY installed versions are answered at once.
+        the manifest states; the generator stays on the version it had. ALREADY installed versions are answered at once, and
+        versions older than the one that is held are not installed: the answer names the one that is held.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

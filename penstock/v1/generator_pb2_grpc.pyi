@@ -43,7 +43,8 @@ class GeneratorServiceStub:
     """Fetch and install a version now rather than when the weight store announces it.
 
     NOT_FOUND / UNKNOWN_VERSION: not published. DATA_LOSS / DIGEST_MISMATCH: the content or the engine does not hold what
-    the manifest states; the generator stays on the version it had. ALREADY installed versions are answered at once.
+    the manifest states; the generator stays on the version it had. ALREADY installed versions are answered at once, and
+    versions older than the one that is held are not installed: the answer names the one that is held.
     """
 
 @_typing.type_check_only
@@ -61,7 +62,8 @@ class GeneratorServiceAsyncStub(GeneratorServiceStub):
     """Fetch and install a version now rather than when the weight store announces it.
 
     NOT_FOUND / UNKNOWN_VERSION: not published. DATA_LOSS / DIGEST_MISMATCH: the content or the engine does not hold what
-    the manifest states; the generator stays on the version it had. ALREADY installed versions are answered at once.
+    the manifest states; the generator stays on the version it had. ALREADY installed versions are answered at once, and
+    versions older than the one that is held are not installed: the answer names the one that is held.
     """
 
 class GeneratorServiceServicer(metaclass=_abc_1.ABCMeta):
@@ -100,7 +102,8 @@ class GeneratorServiceServicer(metaclass=_abc_1.ABCMeta):
         """Fetch and install a version now rather than when the weight store announces it.
 
         NOT_FOUND / UNKNOWN_VERSION: not published. DATA_LOSS / DIGEST_MISMATCH: the content or the engine does not hold what
-        the manifest states; the generator stays on the version it had. ALREADY installed versions are answered at once.
+        the manifest states; the generator stays on the version it had. ALREADY installed versions are answered at once, and
+        versions older than the one that is held are not installed: the answer names the one that is held.
         """
 
 def add_GeneratorServiceServicer_to_server(servicer: GeneratorServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

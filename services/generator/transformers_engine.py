@@ -274,6 +274,8 @@ class TransformersEngine:
         self._post([(request_id, self._take_span(row))])
 
     def _update(self, decoder: BatchDecoder, update: WeightUpdate, done: Future[UpdateReport]) -> None:
+        if not done.set_running_or_notify_cancel():
+            return
         started_s = time.monotonic()
         # What was decoded belongs to the old version, and must say so.
         self._post([(row.request_id, self._take_span(row)) for row in decoder.rows if row.new_token_ids])
@@ -327,7 +329,8 @@ class TransformersEngine:
         for row in rows:
             self._abort(decoder, row.request_id)
         for _, done in updates:
-            done.set_exception(EngineStoppedError("the transformers engine was stopped"))
+            if done.set_running_or_notify_cancel():
+                done.set_exception(EngineStoppedError("the transformers engine was stopped"))
 
     def _post(self, spans: Sequence[tuple[str, TokenSpan | None]]) -> None:
         assert self._loop is not None

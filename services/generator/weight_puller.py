@@ -8,6 +8,7 @@ Promises:
 
 - A version is held (and so named in beats) only after the digest the engine read back equals the published one.
 - Only the newest version is wanted: while one is being installed, those in between are skipped.
+- No install takes the engine back: what was asked for while a newer version came in is answered with that one.
 - One install at a time. Weights that cannot be proved after MAX_ENGINE_MISMATCHES tries end the process, because an
   engine that does not hold what it was given cannot be reasoned with.
 """
@@ -122,7 +123,7 @@ class WeightPuller:
             await asyncio.sleep(next(delays))
 
     async def pull(self, policy_version: int | None, mode: UpdateMode | None = None) -> UpdateReport:
-        """Fetch and install a version (the newest where None) now; one that is held already is answered at once.
+        """Fetch and install a version (the newest where None) now; where it or a newer one is held, say so at once.
 
         Without a mode it happens as it does to announced versions.
 
@@ -162,19 +163,20 @@ class WeightPuller:
             return True
         return (wanted.history, wanted.policy_version) > (held.history, held.policy_version)
 
-    def _holds(self, manifest: weights_pb2.WeightsManifest) -> bool:
+    def _held_instead(self, manifest: weights_pb2.WeightsManifest) -> Held | None:
+        """What is held where that is the manifest's version, or a newer one that came while this one waited."""
         held = self._held.current
-        return (
-            held is not None
-            and self._held.is_trusted
-            and (held.policy_version, held.history) == (manifest.policy_version, manifest.history)
-            and held.digest == manifest.digest
-        )
+        if held is None or not self._held.is_trusted:
+            return None
+        is_newer = (held.history, held.policy_version) > (manifest.history, manifest.policy_version)
+        is_same = (held.history, held.policy_version) == (manifest.history, manifest.policy_version)
+        return held if is_newer or (is_same and held.digest == manifest.digest) else None
 
     async def _install(self, manifest: weights_pb2.WeightsManifest, mode: UpdateMode) -> UpdateReport:
         async with self._installing:
-            if self._holds(manifest):
-                return UpdateReport(policy_version=manifest.policy_version, digest=manifest.digest, pause_s=0.0)
+            held = self._held_instead(manifest)
+            if held is not None:
+                return UpdateReport(policy_version=held.policy_version, digest=held.digest, pause_s=0.0)
             fetched = await self._fetcher.fetch(manifest)
             report = await self._update_engine(manifest, fetched.path, mode)
             await self._report(manifest, report, fetched)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+from concurrent.futures import Future
+from types import SimpleNamespace
 
 import pytest
 
@@ -12,6 +14,7 @@ from penstock.weights import mismatch_error
 from services.generator import weight_puller
 from services.generator.engine import EngineHungError, EngineStoppedError, GenerateRequest, SamplingSettings
 from services.generator.generator import GeneratorFailedError
+from services.generator.transformers_engine import TransformersEngine, TransformersSettings
 from tests.helpers.generator_bench import Bench, emulated
 from tests.helpers.scripted_engine import PausableScriptedEngine, ScriptedEngine, span
 from tests.helpers.scripted_generation_broker import prompt
@@ -138,3 +141,38 @@ async def test_an_engine_that_stands_still_on_purpose_is_not_hung(bench):
         await until(lambda: len(engine.requests) == 1)
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(asyncio.shield(bench.tasks[0]), 0.5)
+
+
+async def test_a_pull_that_was_overtaken_does_not_take_the_engine_back(bench, monkeypatch):
+    engine, has_asked, may_go_on = ScriptedEngine(), asyncio.Event(), asyncio.Event()
+    await bench.store.publish(0)
+    async with bench.running(engine):
+        await until(lambda: bench.generator.view().state == generator_pb2.GENERATOR_STATE_SERVING)
+        await until(lambda: [update.policy_version for update in engine.updates] == [0])
+        client = bench.generator._puller._client
+        get_manifest = client.get_manifest
+
+        async def get_slowly(version=None):
+            manifest = await get_manifest(version)
+            has_asked.set()
+            await may_go_on.wait()
+            return manifest
+
+        monkeypatch.setattr(client, "get_manifest", get_slowly)
+        request = generator_pb2.PullWeightsRequest()
+        pulling = asyncio.create_task(call(bench.stub.PullWeights, request, peer="generator", timeout_s=30))
+        await has_asked.wait()
+        await bench.store.publish(1)
+        await until(lambda: [update.policy_version for update in engine.updates] == [0, 1])
+        may_go_on.set()
+        assert (await pulling).policy_version == 1
+        assert [update.policy_version for update in engine.updates] == [0, 1]
+
+
+def test_stopping_an_engine_passes_over_updates_that_nobody_waits_for_any_more(tmp_path):
+    engine = TransformersEngine(TransformersSettings(model_path=tmp_path))
+    given_up, waited_for = Future(), Future()
+    given_up.cancel()
+    engine._updates.extend([(None, given_up), (None, waited_for)])
+    engine._end_all(SimpleNamespace(rows=[]))
+    assert isinstance(waited_for.exception(timeout=0), EngineStoppedError)

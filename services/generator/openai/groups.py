@@ -161,6 +161,8 @@ class SessionBook:
             raise ApiError(404, f"no session {session_id!r} here", code="unknown_session")
         if session.num_active:
             raise ApiError(400, f"session {session_id!r} is being answered; finish it afterwards", code="session_busy")
+        if not session.turns:
+            raise ApiError(400, f"session {session_id!r} has no turn to reward; drop it", code="session_empty")
         if session.latest is None:
             raise ApiError(
                 400,

@@ -63,10 +63,14 @@ def test_every_sampled_token_is_trained_on_once_and_no_given_one(plan):
         parent = turns[choice] if choice < len(turns) else None
         given_ids = [next(next_id) for _ in range(num_given + (parent is None))]
         turns.append(turn(given_ids, *(next(next_id) for _ in range(num_sampled)), parent=parent))
-    branches = session(*turns).branches()
+    made = session(*turns)
+    branches, left_out = made.branches(), made.not_taken()
     trained = [int(i) for b in branches for i, is_trained in zip(b.token_ids, b.loss_mask, strict=True) if is_trained]
-    assert sorted(trained) == sorted(int(i) for one in turns for i in one.sampled.token_ids)
-    leaves = [one for one in turns if not any(other.parent is one for other in turns)]
+    assert sorted(trained) == sorted(int(i) for one in turns for i in one.sampled.token_ids if one not in left_out)
+    # Whoever gave nothing new asked the same again.
+    assert all(any(one is not other and one.request == other.request for other in turns) for one in left_out)
+    kept = [one for one in turns if one not in left_out]
+    leaves = [one for one in kept if not any(other.parent is one for other in kept)]
     assert [[*b.prompt_token_ids.tolist(), *b.token_ids.tolist()] for b in branches] == [
         token_ids_of(x) for x in leaves
     ]
