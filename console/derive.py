@@ -88,6 +88,8 @@ def trainer_config(config: RunConfig, addresses: Addresses) -> TrainerConfig:
         weights_listen=addresses.weights_listen or "",
         weights_url=addresses.weights_url,
         weights_transport=config.weights.transport,
+        # The console that started it resumes its run, and ends it when it ends itself.
+        state_dir=None,
     )
 
 

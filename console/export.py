@@ -16,6 +16,7 @@ from penstock.rpc import open_channel
 from penstock.security import Security
 
 PATIENCE_S = 30.0
+"""How long an export waits for a broker that is away; one that follows waits for ever, as the run does."""
 
 
 def export_command(
@@ -53,8 +54,9 @@ async def _export(target: Target, out: Path, *, follow: bool, from_version: int,
             follow=follow,
             from_version=version or from_version,
             history=history,
-            patience_s=PATIENCE_S,
+            patience_s=None if follow else PATIENCE_S,
         )
+        export.outage.on_notice = _tell
         writer = open_writer(out, is_followed=follow)
         is_kept = follow
         try:
@@ -62,6 +64,10 @@ async def _export(target: Target, out: Path, *, follow: bool, from_version: int,
             is_kept = is_kept or recording.num_samples > 0
         finally:
             _finish(writer, is_kept=is_kept)
+
+
+def _tell(outage: str) -> None:
+    print(f"penstock: {outage or 'the broker is back'}", file=sys.stderr, flush=True)
 
 
 def _finish(writer: RecordingWriter, *, is_kept: bool) -> None:

@@ -17,7 +17,6 @@ from penstock.errors import NotRetainedError, PenstockError
 from penstock.rpc import open_channel
 from penstock.security import Security
 
-PATIENCE_S = 600.0
 FINISH_S = 15.0
 """Time to fetch the last step when the run ends."""
 SETTLE_S = 5.0
@@ -54,6 +53,7 @@ class RunRecorder:
         self._told_missing: dict[int, int] = {}
         self._writer: RecordingWriter | None = None
         self._next: tuple[int, int | None] = (0, None)
+        self._has_told_outage = False
         self._is_over = False
         """Whether nothing more will come: the run was closed, or recording stopped."""
         self._task: asyncio.Task[None] | None = None
@@ -129,8 +129,8 @@ class RunRecorder:
                 from_version=version,
                 history=history,
                 waits_for_run=follow,
-                patience_s=PATIENCE_S,
             )
+            export.outage.on_notice = self._note_outage
             try:
                 await record(
                     export,
@@ -147,6 +147,11 @@ class RunRecorder:
         for version in recording.missing.keys() - self._told_missing.keys():
             self._told_missing[version] = recording.missing[version]
             self._problem(missing_line(version, recording.missing[version]))
+
+    def _note_outage(self, text: str) -> None:
+        if text and not self._has_told_outage:
+            self._note(f"recording: {text}")
+        self._has_told_outage = bool(text)
 
     def _problem(self, text: str) -> None:
         self._problems.append(text)

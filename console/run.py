@@ -255,6 +255,7 @@ class _Run:
             security=self._security,
             view=self._view,
             display=self._display,
+            patience_s=self._config.run.patience_s,
         )
 
     def _make_plan(self) -> RunPlan | None:
@@ -268,6 +269,7 @@ class _Run:
             scheduler=self._launcher.addresses.scheduler.target,
             history=self._folder.plans,
             security=self._security,
+            patience_s=self._config.run.patience_s,
             note=self._display.note,
         )
 

@@ -16,6 +16,7 @@ from google.protobuf.json_format import MessageToDict
 from penstock.clients.plans import watch_plan
 from penstock.config import ConfigError, read_document
 from penstock.errors import InvalidFieldError, PenstockError
+from penstock.outage import Outage
 from penstock.rpc import call, call_with_retry, open_channel
 from penstock.security import Security
 from penstock.v1 import scheduler_pb2 as pb
@@ -24,7 +25,6 @@ from services.scheduler.plan_document import PlanDocument, read_plan
 
 BUDGET_S = 10.0
 _SLACK_S = 20.0
-_PATIENCE_S = 120.0
 
 
 class RunPlan:
@@ -39,9 +39,11 @@ class RunPlan:
         scheduler: str,
         history: Path,
         security: Security,
+        patience_s: float | None,
         note: Callable[[str], None],
     ) -> None:
         self._run_id = run_id
+        self._patience_s = patience_s
         self._problem_json = json.dumps(read_document(problem))
         self._scheduler = scheduler
         self._history = history
@@ -53,15 +55,18 @@ class RunPlan:
 
     async def create(self) -> None:
         """Have the run planned. Raises ConfigError where the problem is wrong, PenstockError where no plan can run."""
+        peer = f"scheduler {self._scheduler}"
+        outage = Outage(peer, on_notice=lambda text: self._note(text or f"{peer} is back"))
         async with open_channel(self._scheduler, self._security) as channel:
             stub = scheduler_pb2_grpc.SchedulerServiceStub(channel)
             try:
                 answer = await call_with_retry(
                     stub.CreatePlan,
                     self._request(),
-                    peer=f"scheduler {self._scheduler}",
+                    peer=peer,
                     timeout_s=BUDGET_S + _SLACK_S,
-                    give_up_after_s=_PATIENCE_S,
+                    give_up_after_s=self._patience_s,
+                    outage=outage,
                 )
             except InvalidFieldError as error:
                 raise ConfigError(f"scheduler.problem: {error}") from error

@@ -19,6 +19,7 @@
     +-- DigestMismatchError      DATA_LOSS            weights are not what their manifest states
     +-- NotOfferedError          UNIMPLEMENTED        this server does not offer the call
     +-- BadTokenError            UNAUTHENTICATED      the bearer token is missing or wrong
+    |   +-- BadCertificateError  UNAUTHENTICATED      TLS fails for good: certificate, name, authority (clients)
     +-- BusyError                ALREADY_EXISTS       another run is under way
     +-- InternalError            INTERNAL             a fault of the server
 
@@ -171,6 +172,10 @@ class BadTokenError(PenstockError):
     code, reason = code_pb2.UNAUTHENTICATED, "BAD_TOKEN"
 
 
+class BadCertificateError(BadTokenError):
+    """TLS with the server fails in a way that no retry heals; raised by clients, it never crosses the wire."""
+
+
 class BusyError(PenstockError):
     """Another run is under way."""
 
@@ -194,6 +199,10 @@ _BY_CODE: dict[int, type[PenstockError]] = {
 }
 _BROKEN_CONNECTION = ("Internal error from Core", "Received RST_STREAM", "Stream removed")
 """What gRPC itself says, as INTERNAL or UNKNOWN, where a connection broke in the middle of a message."""
+
+
+_BAD_TLS = ("CERTIFICATE_VERIFY_FAILED", "WRONG_VERSION_NUMBER", "Hostname Verification Check failed")
+"""What gRPC says, as UNAVAILABLE, where no certificate is trusted, the server speaks no TLS, or has another name."""
 
 
 def _cut(text: str, max_bytes: int) -> str:
@@ -221,6 +230,8 @@ def from_rpc_error(error: grpc.aio.AioRpcError, *, peer: str) -> PenstockError:
     for detail in status.details if status is not None else ():
         if detail.Unpack(info) and info.domain == ERROR_DOMAIN and info.reason in _BY_REASON:
             return _BY_REASON[info.reason](message, **dict(info.metadata))
+    if code == code_pb2.UNAVAILABLE and any(sign in message for sign in _BAD_TLS):
+        return BadCertificateError(f"{message}; check PENSTOCK_TLS_CA here and the certificate there")
     if code in (code_pb2.INTERNAL, code_pb2.UNKNOWN) and (error.details() or "").startswith(_BROKEN_CONNECTION):
         return ServiceUnavailableError(message)
     return _BY_CODE.get(code, InternalError)(message)

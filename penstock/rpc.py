@@ -24,6 +24,7 @@ from penstock.errors import PenstockError, from_rpc_error
 from penstock.failover import FailoverChannel
 from penstock.graces import SERVER_STOP_S
 from penstock.guard import ErrorInterceptor
+from penstock.outage import Outage
 from penstock.security import NO_SECURITY, Security
 from penstock.targets import split_targets
 
@@ -220,19 +221,36 @@ async def call_with_retry(
     *,
     peer: str,
     timeout_s: float = DEFAULT_TIMEOUT_S,
-    give_up_after_s: float,
+    give_up_after_s: float | None,
+    outage: Outage | None = None,
 ) -> _Response:
-    """`call`, repeated with back-off while the error is retryable, for at most `give_up_after_s` seconds."""
+    """`call`, repeated with back-off while the error is retryable, for at most `give_up_after_s` seconds.
+
+    None repeats for ever; errors that repeating cannot heal are raised at once. `outage` is kept up to date.
+    """
     loop = asyncio.get_running_loop()
-    deadline = loop.time() + give_up_after_s
+    deadline = None if give_up_after_s is None else loop.time() + give_up_after_s
+    outage = outage or Outage(peer)
     for delay_s in backoff_s():
         try:
-            return await call(method, request, peer=peer, timeout_s=timeout_s)
+            response = await call(method, request, peer=peer, timeout_s=timeout_s)
         except PenstockError as error:
-            if not error.is_retryable or loop.time() + delay_s > deadline:
+            if not error.is_retryable or _is_too_large(error):
+                outage.answered()
                 raise
+            if deadline is not None and loop.time() + delay_s > deadline:
+                raise
+            outage.failed(error)
             await asyncio.sleep(delay_s)
+        else:
+            outage.answered()
+            return response
     raise AssertionError("unreachable: backoff_s never ends")
+
+
+def _is_too_large(error: PenstockError) -> bool:
+    """Whether gRPC refused a message over its limit: it says so as if a queue were full, but no retry heals that."""
+    return "message larger than max" in str(error)
 
 
 async def wait_until_serving(

@@ -1,7 +1,8 @@
 """Unary calls to a broker, typed, each with a deadline and a bounded number of retries.
 
-A broker may be restarted at any moment: calls that fail with a retryable error (draining, Redis away, deadline) are
-repeated with back-off for `patience_s` seconds. That is safe: every call here is idempotent on the ids it carries.
+A broker or its Redis may be away at any moment, and for any time: calls that fail with a retryable error (draining,
+Redis away, deadline) are repeated with back-off, for ever unless `patience_s` says otherwise. That is safe: every call
+here is idempotent on the ids it carries.
 """
 
 from __future__ import annotations
@@ -13,11 +14,11 @@ from typing import Any, Self, TypeVar
 import grpc
 from google.protobuf import timestamp_pb2
 
+from penstock.outage import Outage
 from penstock.rpc import call_with_retry, open_channel
 from penstock.security import NO_SECURITY, Security
 from penstock.v1 import broker_pb2, broker_pb2_grpc, types_pb2
 
-DEFAULT_PATIENCE_S = 120.0
 MAX_PROMPTS_PER_CALL = 1024
 MAX_PROMPT_BYTES_PER_CALL = 900 * 1024
 """A little under the broker's limit of 1 MiB a request, to leave room for the message around the prompts."""
@@ -31,12 +32,25 @@ class BrokerClient:
 
     A trainer sets `owner` once it has taken its run over; calls that only the run's trainer may make then say so, and
     raise FencedError when another one has taken it over since.
+
+    Args:
+        target: Its address, or several separated by commas.
+        security: For the connection.
+        patience_s: How long a broker that is away is waited for, in each call; None for ever.
+        on_outage: Hears, now and then, a line that says for whom a call waits since when; an empty one when that ends.
     """
 
     def __init__(
-        self, target: str, *, security: Security = NO_SECURITY, patience_s: float = DEFAULT_PATIENCE_S
+        self,
+        target: str,
+        *,
+        security: Security = NO_SECURITY,
+        patience_s: float | None = None,
+        on_outage: Callable[[str], None] = lambda text: None,
     ) -> None:
         self.peer = f"broker {target}"
+        self.outage = Outage(self.peer, on_notice=on_outage)
+        """Whether it is away, as far as calls of this client tell."""
         self.channel: grpc.aio.Channel = open_channel(target, security)
         self._stub = broker_pb2_grpc.BrokerServiceStub(self.channel)
         self._patience_s = patience_s
@@ -141,7 +155,9 @@ class BrokerClient:
         return list((await self._call(self._stub.ListRuns, broker_pb2.ListRunsRequest())).run_ids)
 
     async def _call(self, method: Callable[..., Awaitable[_Response]], request: Any) -> _Response:
-        return await call_with_retry(method, request, peer=self.peer, give_up_after_s=self._patience_s)
+        return await call_with_retry(
+            method, request, peer=self.peer, give_up_after_s=self._patience_s, outage=self.outage
+        )
 
 
 def timestamp(unix_s: float) -> timestamp_pb2.Timestamp:

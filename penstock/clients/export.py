@@ -15,13 +15,13 @@ import grpc
 import structlog
 
 from penstock.errors import PenstockError, ServiceUnavailableError, UnknownRunError, from_rpc_error
+from penstock.outage import Outage
 from penstock.pieces import MAX_EXPORTED_BYTES, Assembly
 from penstock.rpc import backoff_s
 from penstock.v1 import broker_pb2, broker_pb2_grpc
 
 SILENCE_LIMIT_S = 20.0
 """The broker speaks at least every 5 s."""
-DEFAULT_PATIENCE_S = 120.0
 
 _log = structlog.get_logger()
 _Response = broker_pb2.ExportTrajectoriesResponse
@@ -38,7 +38,7 @@ class StepExport:
         from_version: First step wanted; 0 means the oldest one retained.
         history: The run's history counter that went with what the caller has already; None when it has nothing.
         waits_for_run: Whether a run that is not open yet is waited for.
-        patience_s: How long a broker that does not answer is waited for.
+        patience_s: How long a broker that is away is waited for; None for ever.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class StepExport:
         from_version: int = 0,
         history: int | None = None,
         waits_for_run: bool = False,
-        patience_s: float = DEFAULT_PATIENCE_S,
+        patience_s: float | None = None,
     ) -> None:
         self._stub = broker_pb2_grpc.BrokerServiceStub(channel)
         self._run_id, self._peer, self._follow = run_id, peer, follow
@@ -61,13 +61,15 @@ class StepExport:
         """The run's history counter that goes with what came; None while nothing did."""
         self._waits_for_run = waits_for_run
         self._patience_s = patience_s
+        self.outage = Outage(peer)
+        """Whether the broker is away; `on_notice` may be set."""
 
     async def responses(self) -> AsyncIterator[_Response]:
         """Groups and, with `follow`, signs of life, until the export is complete or the run closed.
 
         Raises:
             NotRetainedError: A step that is due is no longer kept.
-            PenstockError: The broker refused, or did not answer for `patience_s` seconds.
+            PenstockError: The broker refused, or was away for longer than `patience_s`.
         """
         loop = asyncio.get_running_loop()
         heard_s, delays = loop.time(), backoff_s()
@@ -75,14 +77,18 @@ class StepExport:
             try:
                 async for response in self._one_stream():
                     heard_s, delays = loop.time(), backoff_s()
+                    self.outage.answered()
                     self._note(response)
                     yield response
                 return
             except PenstockError as error:
                 may_heal = error.is_retryable or (self._waits_for_run and isinstance(error, UnknownRunError))
-                if not may_heal or loop.time() - heard_s > self._patience_s:
+                is_over = self._patience_s is not None and loop.time() - heard_s > self._patience_s
+                if not may_heal or is_over:
                     raise
-                _log.info("export stream lost", peer=self._peer, error=str(error))
+                _log.debug("export stream lost", peer=self._peer, error=str(error))
+                if error.is_retryable:
+                    self.outage.failed(error)
             await asyncio.sleep(next(delays))
 
     def _note(self, response: _Response) -> None:

@@ -28,6 +28,7 @@ from penstock.errors import (
     RunClosedError,
     UnknownRunError,
 )
+from penstock.outage import Outage
 from penstock.rpc import backoff_s
 from penstock.v1 import broker_pb2, broker_pb2_grpc
 
@@ -80,6 +81,7 @@ class LeaseSession:
         self._num_received = 0
         self._credit_total = 0
         self._has_spoken = False
+        self._outage = Outage(peer)
         self.waiting_reason = f"connecting to {peer}"
         """Why there is no work, as of the broker's last word; for people."""
 
@@ -128,6 +130,7 @@ class LeaseSession:
 
     def _take(self, response: broker_pb2.StreamLeasesResponse) -> None:
         self._has_spoken = True
+        self._outage.answered()
         match response.WhichOneof("frame"):
             case "lease":
                 self._num_received += 1
@@ -146,8 +149,8 @@ class LeaseSession:
         self._holder.run_closed()
 
     def _note_lost(self, error: PenstockError) -> None:
-        reason = f"reconnecting: {error}"
-        if self._has_spoken or reason != self.waiting_reason:
-            is_expected = error.is_retryable or isinstance(error, UnknownRunError)
+        is_expected = error.is_retryable or isinstance(error, UnknownRunError)
+        if self._has_spoken or not is_expected:
             (_log.info if is_expected else _log.warning)("lease stream lost", peer=self._peer, error=str(error))
-        self.waiting_reason = reason
+        self._outage.failed(error)
+        self.waiting_reason = self._outage.told(error)

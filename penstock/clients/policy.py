@@ -9,6 +9,7 @@ import grpc
 import structlog
 
 from penstock.errors import DeadlineError, PenstockError, RunClosedError, from_rpc_error
+from penstock.outage import Outage
 from penstock.rpc import backoff_s
 from penstock.v1 import broker_pb2, broker_pb2_grpc
 
@@ -31,6 +32,7 @@ class PolicyWatch:
         self._version: int | None = None
         self._failure: PenstockError | None = None
         self._task: asyncio.Task[None] | None = None
+        self._outage = Outage(peer)
 
     async def __aenter__(self) -> Self:
         """Start following."""
@@ -47,7 +49,8 @@ class PolicyWatch:
         """The run's version as soon as it is `version` or later.
 
         Raises:
-            DeadlineError: It was not, `timeout_s` seconds after it last changed.
+            DeadlineError: It was not, `timeout_s` seconds after it last changed; time in which the broker was away does
+                not count.
             RunClosedError: The run was closed before.
             PenstockError: The broker refused for good.
         """
@@ -59,6 +62,8 @@ class PolicyWatch:
                 async with asyncio.timeout(timeout_s):
                     await self._changed.wait()
             except TimeoutError:
+                if self._outage.since_s is not None:
+                    continue
                 raise DeadlineError(
                     f"{self._peer}: run {self._run_id!r} stays at version {self._version} for {timeout_s:g} s; is a "
                     "trainer attached?"
@@ -76,7 +81,7 @@ class PolicyWatch:
                 if not error.is_retryable:
                     self._fail(error)
                     return
-                _log.info("policy stream lost", peer=self._peer, error=str(error))
+                self._outage.failed(error)
             await asyncio.sleep(next(delays))
 
     async def _follow_one_stream(self) -> None:
@@ -85,6 +90,7 @@ class PolicyWatch:
         try:
             async for response in call:
                 self._version = response.policy_version
+                self._outage.answered()
                 self._changed.set()
         except grpc.aio.AioRpcError as error:
             raise from_rpc_error(error, peer=self._peer) from error

@@ -30,6 +30,7 @@ from penstock.errors import (
     ServiceUnavailableError,
     from_rpc_error,
 )
+from penstock.outage import Outage
 from penstock.pieces import Assembly
 from penstock.rpc import backoff_s
 from penstock.v1 import broker_pb2, types_pb2
@@ -102,6 +103,9 @@ class MicrobatchSession:
         """The group that comes in pieces."""
         self._credit_changed = asyncio.Event()
         self._reason = f"connecting to {peer}"
+        self.is_away = True
+        """Whether there is no stream: what does not come meanwhile says nothing of those who make it."""
+        self._outage = Outage(peer)
         self._failure: PenstockError | None = None
         self._task: asyncio.Task[None] | None = None
         self.num_connects = 0
@@ -164,8 +168,9 @@ class MicrobatchSession:
                 if not error.is_retryable:
                     self._failure = error
                     return
-                self._reason = f"reconnecting: {error}"
-                _log.info("microbatch stream lost", peer=self._peer, error=str(error))
+                self.is_away = True
+                self._outage.failed(error)
+                self._reason = self._outage.told(error)
             if self.num_connects > connects:
                 delays = backoff_s()
             await asyncio.sleep(next(delays))
@@ -178,7 +183,8 @@ class MicrobatchSession:
             is_first = True
             while (response := await self._read(call)) is not None:
                 self.num_connects += is_first
-                is_first = False
+                is_first = self.is_away = False
+                self._outage.answered()
                 self._take(response)
         except grpc.aio.AioRpcError as error:
             raise from_rpc_error(error, peer=self._peer) from error

@@ -5,6 +5,7 @@ The trainer: pulls microbatches, steps, acknowledges, publishes."""
 
 from collections import abc as _abc
 from google.protobuf import descriptor as _descriptor
+from google.protobuf import duration_pb2 as _duration_pb2
 from google.protobuf import message as _message
 from google.protobuf import timestamp_pb2 as _timestamp_pb2
 from google.protobuf.internal import containers as _containers
@@ -75,9 +76,11 @@ class _RunOutcomeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_RunOutcome
     RUN_OUTCOME_COMPLETED: _RunOutcome.ValueType  # 1
     """All steps done."""
     RUN_OUTCOME_STOPPED: _RunOutcome.ValueType  # 2
-    """Stopped by StopRun or a signal; can be resumed."""
+    """Stopped by StopRun; can be resumed."""
     RUN_OUTCOME_FAILED: _RunOutcome.ValueType  # 3
     """Ended by an error; the message says which, the last checkpoint can be resumed."""
+    RUN_OUTCOME_DRAINED: _RunOutcome.ValueType  # 4
+    """The trainer's process was told to end (SIGTERM): it wrote a checkpoint, and the run goes on when a trainer is back."""
 
 class RunOutcome(_RunOutcome, metaclass=_RunOutcomeEnumTypeWrapper):
     """How a run ended."""
@@ -87,9 +90,11 @@ RUN_OUTCOME_UNSPECIFIED: RunOutcome.ValueType  # 0
 RUN_OUTCOME_COMPLETED: RunOutcome.ValueType  # 1
 """All steps done."""
 RUN_OUTCOME_STOPPED: RunOutcome.ValueType  # 2
-"""Stopped by StopRun or a signal; can be resumed."""
+"""Stopped by StopRun; can be resumed."""
 RUN_OUTCOME_FAILED: RunOutcome.ValueType  # 3
 """Ended by an error; the message says which, the last checkpoint can be resumed."""
+RUN_OUTCOME_DRAINED: RunOutcome.ValueType  # 4
+"""The trainer's process was told to end (SIGTERM): it wrote a checkpoint, and the run goes on when a trainer is back."""
 Global___RunOutcome: _TypeAlias = RunOutcome  # noqa: Y015
 
 @_typing.final
@@ -152,19 +157,23 @@ class WatchRunRequest(_message.Message):
 
     RUN_ID_FIELD_NUMBER: _builtins.int
     FROM_SEQUENCE_FIELD_NUMBER: _builtins.int
+    INCARNATION_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     """Which run."""
     from_sequence: _builtins.int
     """First event wanted; 0 means all."""
+    incarnation: _builtins.str
+    """The incarnation that from_sequence counts in; with another one than the run's all events are sent. Empty: this one."""
     def __init__(
         self,
         *,
         run_id: _builtins.str = ...,
         from_sequence: _builtins.int = ...,
+        incarnation: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["from_sequence", b"from_sequence", "run_id", b"run_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["from_sequence", b"from_sequence", "incarnation", b"incarnation", "run_id", b"run_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -324,22 +333,28 @@ class RunFinished(_message.Message):
     OUTCOME_FIELD_NUMBER: _builtins.int
     MESSAGE_FIELD_NUMBER: _builtins.int
     SUMMARY_JSON_FIELD_NUMBER: _builtins.int
+    RETRY_DELAY_FIELD_NUMBER: _builtins.int
     outcome: Global___RunOutcome.ValueType
     """How."""
     message: _builtins.str
     """Why, for people; empty when completed."""
     summary_json: _builtins.str
     """summary.json as text."""
+    @_builtins.property
+    def retry_delay(self) -> _duration_pb2.Duration:
+        """Set where the trainer tries again by itself, after so long: the run goes on under another incarnation."""
+
     def __init__(
         self,
         *,
         outcome: Global___RunOutcome.ValueType = ...,
         message: _builtins.str = ...,
         summary_json: _builtins.str = ...,
+        retry_delay: _duration_pb2.Duration | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["retry_delay", b"retry_delay"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["message", b"message", "outcome", b"outcome", "summary_json", b"summary_json"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["message", b"message", "outcome", b"outcome", "retry_delay", b"retry_delay", "summary_json", b"summary_json"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -358,8 +373,11 @@ class WatchRunResponse(_message.Message):
     EVALUATION_FIELD_NUMBER: _builtins.int
     CHECKPOINT_FIELD_NUMBER: _builtins.int
     FINISHED_FIELD_NUMBER: _builtins.int
+    INCARNATION_FIELD_NUMBER: _builtins.int
     sequence: _builtins.int
     """Counts the events of a run from 1."""
+    incarnation: _builtins.str
+    """Names this life of the run in the trainer: random, other after each start or resumption."""
     @_builtins.property
     def event_time(self) -> _timestamp_pb2.Timestamp:
         """When it happened."""
@@ -394,10 +412,11 @@ class WatchRunResponse(_message.Message):
         evaluation: Global___EvaluationReport | None = ...,
         checkpoint: Global___CheckpointWritten | None = ...,
         finished: Global___RunFinished | None = ...,
+        incarnation: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["checkpoint", b"checkpoint", "evaluation", b"evaluation", "event", b"event", "event_time", b"event_time", "finished", b"finished", "state_changed", b"state_changed", "step", b"step"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["checkpoint", b"checkpoint", "evaluation", b"evaluation", "event", b"event", "event_time", b"event_time", "finished", b"finished", "sequence", b"sequence", "state_changed", b"state_changed", "step", b"step"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["checkpoint", b"checkpoint", "evaluation", b"evaluation", "event", b"event", "event_time", b"event_time", "finished", b"finished", "incarnation", b"incarnation", "sequence", b"sequence", "state_changed", b"state_changed", "step", b"step"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["state_changed", "step", "evaluation", "checkpoint", "finished"]  # noqa: Y015
     _WhichOneofArgType_event: _TypeAlias = _typing.Literal["event", b"event"]  # noqa: Y015

@@ -64,6 +64,9 @@ class TrainerServiceServicer:
     def StartRun(self, request, context):
         """Begins a run, or resumes one from its newest complete checkpoint. Returns once the configuration is accepted.
 
+        A trainer with a state folder keeps what was accepted until the run has ended as asked (completed, StopRun) or
+        failed for good, and goes on with it by itself after a restart.
+
         INVALID_ARGUMENT / INVALID_FIELD: the message names the key, the value and the fix.
         ALREADY_EXISTS / BUSY: another run is under way here. The same run_id again is answered with OK.
         """
@@ -73,6 +76,8 @@ class TrainerServiceServicer:
 
     def WatchRun(self, request, context):
         """Follows a run: first everything so far from `from_sequence` on, then live. Ends with OK after RunFinished.
+
+        Each start and each resumption of a run counts its events anew, under another incarnation.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -36,11 +36,17 @@ class TrainerServiceStub:
     StartRun: _grpc.UnaryUnaryMultiCallable[_trainer_pb2.StartRunRequest, _trainer_pb2.StartRunResponse]
     """Begins a run, or resumes one from its newest complete checkpoint. Returns once the configuration is accepted.
 
+    A trainer with a state folder keeps what was accepted until the run has ended as asked (completed, StopRun) or
+    failed for good, and goes on with it by itself after a restart.
+
     INVALID_ARGUMENT / INVALID_FIELD: the message names the key, the value and the fix.
     ALREADY_EXISTS / BUSY: another run is under way here. The same run_id again is answered with OK.
     """
     WatchRun: _grpc.UnaryStreamMultiCallable[_trainer_pb2.WatchRunRequest, _trainer_pb2.WatchRunResponse]
-    """Follows a run: first everything so far from `from_sequence` on, then live. Ends with OK after RunFinished."""
+    """Follows a run: first everything so far from `from_sequence` on, then live. Ends with OK after RunFinished.
+
+    Each start and each resumption of a run counts its events anew, under another incarnation.
+    """
     StopRun: _grpc.UnaryUnaryMultiCallable[_trainer_pb2.StopRunRequest, _trainer_pb2.StopRunResponse]
     """Stops after the step under way: writes a checkpoint, acknowledges, ends. Idempotent."""
     GetTrainer: _grpc.UnaryUnaryMultiCallable[_trainer_pb2.GetTrainerRequest, _trainer_pb2.GetTrainerResponse]
@@ -54,11 +60,17 @@ class TrainerServiceAsyncStub(TrainerServiceStub):
     StartRun: _aio.UnaryUnaryMultiCallable[_trainer_pb2.StartRunRequest, _trainer_pb2.StartRunResponse]  # type: ignore[assignment]
     """Begins a run, or resumes one from its newest complete checkpoint. Returns once the configuration is accepted.
 
+    A trainer with a state folder keeps what was accepted until the run has ended as asked (completed, StopRun) or
+    failed for good, and goes on with it by itself after a restart.
+
     INVALID_ARGUMENT / INVALID_FIELD: the message names the key, the value and the fix.
     ALREADY_EXISTS / BUSY: another run is under way here. The same run_id again is answered with OK.
     """
     WatchRun: _aio.UnaryStreamMultiCallable[_trainer_pb2.WatchRunRequest, _trainer_pb2.WatchRunResponse]  # type: ignore[assignment]
-    """Follows a run: first everything so far from `from_sequence` on, then live. Ends with OK after RunFinished."""
+    """Follows a run: first everything so far from `from_sequence` on, then live. Ends with OK after RunFinished.
+
+    Each start and each resumption of a run counts its events anew, under another incarnation.
+    """
     StopRun: _aio.UnaryUnaryMultiCallable[_trainer_pb2.StopRunRequest, _trainer_pb2.StopRunResponse]  # type: ignore[assignment]
     """Stops after the step under way: writes a checkpoint, acknowledges, ends. Idempotent."""
     GetTrainer: _aio.UnaryUnaryMultiCallable[_trainer_pb2.GetTrainerRequest, _trainer_pb2.GetTrainerResponse]  # type: ignore[assignment]
@@ -75,6 +87,9 @@ class TrainerServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_trainer_pb2.StartRunResponse, _abc.Awaitable[_trainer_pb2.StartRunResponse]]:
         """Begins a run, or resumes one from its newest complete checkpoint. Returns once the configuration is accepted.
 
+        A trainer with a state folder keeps what was accepted until the run has ended as asked (completed, StopRun) or
+        failed for good, and goes on with it by itself after a restart.
+
         INVALID_ARGUMENT / INVALID_FIELD: the message names the key, the value and the fix.
         ALREADY_EXISTS / BUSY: another run is under way here. The same run_id again is answered with OK.
         """
@@ -85,7 +100,10 @@ class TrainerServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _trainer_pb2.WatchRunRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_trainer_pb2.WatchRunResponse], _abc.AsyncIterator[_trainer_pb2.WatchRunResponse]]:
-        """Follows a run: first everything so far from `from_sequence` on, then live. Ends with OK after RunFinished."""
+        """Follows a run: first everything so far from `from_sequence` on, then live. Ends with OK after RunFinished.
+
+        Each start and each resumption of a run counts its events anew, under another incarnation.
+        """
 
     @_abc_1.abstractmethod
     def StopRun(

@@ -49,6 +49,9 @@ class TrainerConfig(MeasuredConfig):
     trusts_network: bool = False
     """Let processes that torchrun started on several machines talk to each other, though torch.distributed neither
     encrypts nor authenticates and TLS or a token protects everything else."""
+    state_dir: Path | None = Path("runs/.trainers")
+    """Folder in which the run under way is kept, so that a trainer that is started again on the same port goes on with
+    it by itself; with null, or a port that the system chooses, it waits for StartRun."""
 
 
 class RunSettings(StrictModel):
@@ -70,6 +73,8 @@ class RunSettings(StrictModel):
     """Steps between checkpoints; one is written at the end in any case."""
     keep_checkpoints: int = Field(default=2, ge=1)
     """Checkpoints kept; older ones are deleted."""
+    patience_s: float | None = Field(default=None, ge=0)
+    """How long a broker or trainer that is away is waited for before the run fails; for ever when unset."""
     trackers: tuple[TrackerName, ...] = ()
     """Where numbers go besides metrics.jsonl: tensorboard, wandb, wandb_offline; each needs its package."""
 

@@ -6,7 +6,8 @@ Promises:
 - Only generators that hold at least the measured version decode them. Nothing here is ever trained on.
 - A measurement is written to evaluations.jsonl before the broker may forget its groups, so that after a crash it is
   either on disk or still to be had.
-- No endless wait: without any new result for MAX_SILENCE_S the measurement fails and says what was waited for.
+- No endless wait: without any new result for MAX_SILENCE_S while the broker is there the measurement fails and says
+  what was waited for.
 """
 
 from __future__ import annotations
@@ -155,7 +156,7 @@ class Evaluator:
                     scores |= {i: _score(g) for i, g in zip(ids, microbatch.groups, strict=True) if i in groups}
                     await self._forget_strays([i for i in ids if i not in groups])
                     session.release(ids)
-                if len(scores) > num_before:
+                if len(scores) > num_before or session.is_away:
                     quiet_since_s = self._clock.now_s()
                 elif self._clock.now_s() - quiet_since_s > MAX_SILENCE_S:
                     raise DeadlineError(

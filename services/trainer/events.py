@@ -10,14 +10,16 @@ Promises:
 from __future__ import annotations
 
 import asyncio
+import secrets
 from collections import deque
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 
 from penstock.clients.broker import timestamp
 from penstock.clock import Clock
 from penstock.v1 import trainer_pb2
 
 MAX_KEPT_EVENTS = 8192
+FIRST_WAITING_GAP_S, MOST_WAITING_GAP_S = 5.0, 60.0
 
 
 class RunEvents:
@@ -29,10 +31,17 @@ class RunEvents:
         self.state: trainer_pb2.TrainerState.ValueType = trainer_pb2.TRAINER_STATE_STARTING
         self.message = ""
         self.policy_version = 0
+        self.incarnation = secrets.token_hex(8)
         self.is_finished = False
+        self.has_stepped = False
+        """Whether a step was taken in this incarnation."""
+        self.on_first_step: Callable[[], None] = lambda: None
+        """Called after the first one."""
         self._clock = clock
         self._events: deque[trainer_pb2.WatchRunResponse] = deque(maxlen=MAX_KEPT_EVENTS)
         self._num_events = 0
+        self._waited_at_s = 0.0
+        self._waiting_gap_s = FIRST_WAITING_GAP_S
         self._grown = asyncio.Event()
 
     def change_state(self, state: trainer_pb2.TrainerState.ValueType, message: str = "") -> None:
@@ -40,7 +49,20 @@ class RunEvents:
         if (state, message) == (self.state, self.message) and self._num_events:
             return
         self.state, self.message = state, message
+        self._waiting_gap_s = FIRST_WAITING_GAP_S
         self.announce()
+
+    def say_waiting(self, message: str) -> None:
+        """Say what is waited for; as an event now and then, at growing distances.
+
+        A night's wait must not push the steps out of the events that are kept.
+        """
+        self.message = message
+        now_s = self._clock.now_s()
+        if now_s - self._waited_at_s >= self._waiting_gap_s:
+            self._waited_at_s = now_s
+            self._waiting_gap_s = min(MOST_WAITING_GAP_S, 2 * self._waiting_gap_s)
+            self.announce()
 
     def announce(self) -> None:
         """Make an event of the present state and message."""
@@ -49,8 +71,12 @@ class RunEvents:
     def report_step(self, *, policy_version: int, metrics: Mapping[str, float]) -> None:
         """A step was taken and acknowledged."""
         self.policy_version = policy_version
+        self._waiting_gap_s = FIRST_WAITING_GAP_S
         step = trainer_pb2.StepReport(policy_version=policy_version, num_steps=self.num_steps, metrics=dict(metrics))
         self._append(step=step)
+        if not self.has_stepped:
+            self.has_stepped = True
+            self.on_first_step()
 
     def report_evaluation(self, report: trainer_pb2.EvaluationReport) -> None:
         """Held-out accuracy was measured."""
@@ -60,8 +86,18 @@ class RunEvents:
         """A checkpoint is complete on disk."""
         self._append(checkpoint=trainer_pb2.CheckpointWritten(policy_version=policy_version, path=path))
 
-    def finish(self, outcome: trainer_pb2.RunOutcome.ValueType, *, message: str, summary_json: str) -> None:
-        """The run ended; nothing follows. Ignored when it ended before."""
+    def finish(
+        self,
+        outcome: trainer_pb2.RunOutcome.ValueType,
+        *,
+        message: str,
+        summary_json: str,
+        retry_delay_s: float | None = None,
+    ) -> None:
+        """The run ended; nothing follows here. Ignored when it ended before.
+
+        With `retry_delay_s` the trainer resumes it after so long, as another incarnation.
+        """
         if self.is_finished:
             return
         is_failed = outcome == trainer_pb2.RUN_OUTCOME_FAILED
@@ -69,11 +105,16 @@ class RunEvents:
             trainer_pb2.TRAINER_STATE_FAILED if is_failed else trainer_pb2.TRAINER_STATE_FINISHED, message
         )
         self.is_finished = True
-        self._append(finished=trainer_pb2.RunFinished(outcome=outcome, message=message, summary_json=summary_json))
+        finished = trainer_pb2.RunFinished(outcome=outcome, message=message, summary_json=summary_json)
+        if retry_delay_s is not None:
+            finished.retry_delay.FromMilliseconds(round(1000 * retry_delay_s))
+        self._append(finished=finished)
 
-    async def follow(self, *, from_sequence: int = 0) -> AsyncIterator[trainer_pb2.WatchRunResponse]:
-        """Events from `from_sequence` on, then live; ends after RunFinished."""
-        wanted = max(1, from_sequence)
+    async def follow(
+        self, *, from_sequence: int = 0, incarnation: str = ""
+    ) -> AsyncIterator[trainer_pb2.WatchRunResponse]:
+        """Events from `from_sequence` of that incarnation on, all of another one, then live; ends after RunFinished."""
+        wanted = max(1, from_sequence) if incarnation in ("", self.incarnation) else 1
         while True:
             grown = self._grown
             while (event := self._at(wanted)) is not None:
@@ -102,6 +143,7 @@ class RunEvents:
         self._events.append(
             trainer_pb2.WatchRunResponse(
                 sequence=self._num_events,
+                incarnation=self.incarnation,
                 event_time=timestamp(self._clock.now_s()),
                 state_changed=state_changed,
                 step=step,

@@ -47,7 +47,7 @@ from services.trainer.waits import Cause, WaitMeter
 
 CONSUMER_ID = "trainer-0"
 MAX_SILENCE_S = 1800.0
-"""Without any new group for this long the run fails and says what it waited for."""
+"""Without any new group for this long, the broker being there, the run fails and says what it waited for."""
 POLL_S = 0.5
 
 _log = structlog.get_logger()
@@ -249,6 +249,9 @@ class StepLoop:
             if microbatch is not None:
                 self._received.extend(await self._without_trained(list(microbatch.groups)))
                 continue
+            if self.session.is_away:
+                # The broker is waited for: that nothing comes says nothing of those who make it.
+                quiet_since_s = self._context.clock.now_s()
             quiet_s = self._context.clock.now_s() - quiet_since_s
             if quiet_s > MAX_SILENCE_S:
                 raise DeadlineError(

@@ -50,7 +50,13 @@ class ReplayFeed:
 
     async def _follow(self) -> None:
         client = self._context.client
-        export = StepExport(client.channel, run_id=self._context.run_id, peer=client.peer, follow=True)
+        export = StepExport(
+            client.channel,
+            run_id=self._context.run_id,
+            peer=client.peer,
+            follow=True,
+            patience_s=self._context.config.run.patience_s,
+        )
         async for response in export.responses():
             if response.HasField("group"):
                 self._add(response)

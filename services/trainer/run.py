@@ -51,6 +51,11 @@ from services.trainer.weight_store import WeightStore
 
 BROKER_PATIENCE_S = 3.0
 
+_FINAL_REASONS = frozenset(
+    ("INVALID_FIELD", "RUN_CONFLICT", "RUN_CLOSED", "NOT_OFFERED", "BAD_TOKEN", "FENCED", "OTHER_INSTANCE")
+)
+"""Reasons of errors that end a run for good: repeated, they would say the same, or fight whoever took the run over."""
+
 _log = structlog.get_logger()
 _EXPECTED_ERRORS = (
     ConfigError,
@@ -81,6 +86,13 @@ class TrainingRun:
         self._load_policy = load_policy
         self._security = security
         self._stop = asyncio.Event()
+        self._is_drained = False
+        self.outcome: trainer_pb2.RunOutcome.ValueType = trainer_pb2.RUN_OUTCOME_UNSPECIFIED
+        """How it ended; known when `run` has returned."""
+        self.is_final = False
+        """Whether it failed in a way that another try would only repeat."""
+        self.retry_delay_s: Callable[[], float] = lambda: 0.0
+        """Asked when it has failed: after how long it is begun again by itself; 0 for never."""
         self._meter = OverlapMeter()
         self._compute = ComputeThread(clock=self._clock, on_span=self._meter_span)
         self._checkpoints = Checkpoints(
@@ -108,21 +120,35 @@ class TrainingRun:
         """Whether the run belongs to another trainer, or the id to another run."""
         self._started_s = self._clock.now_s()
 
-    def request_stop(self) -> None:
-        """End the run soon: within one forward pass, and the time a checkpoint takes."""
+    def request_stop(self, *, is_drain: bool = False) -> None:
+        """End the run soon: within one forward pass, and the time a checkpoint takes.
+
+        With `is_drain` only this process ends, not the run; a stop that was asked for before or after counts more.
+        """
+        self._is_drained = is_drain and (self._is_drained or not self._stop.is_set())
         self._stop.set()
         if self._backend is not None:
             self._backend.interrupt()
+
+    async def stopped_within(self, timeout_s: float) -> bool:
+        """Whether a stop was requested, or is within that time."""
+        try:
+            await asyncio.wait_for(self._stop.wait(), timeout_s)
+        except TimeoutError:
+            return False
+        return True
 
     async def run(self) -> None:
         """The whole run."""
         try:
             await self._run()
         except Exception as error:  # Whoever follows the run waits for its end, even where ending it goes wrong.
+            self.outcome = trainer_pb2.RUN_OUTCOME_FAILED
             self.events.finish(
-                trainer_pb2.RUN_OUTCOME_FAILED,
+                self.outcome,
                 message=f"internal error: {type(error).__name__}: {error}",
                 summary_json="",
+                retry_delay_s=self.retry_delay_s() or None,
             )
             _log.error("the run did not end well", exc_info=error)
 
@@ -148,7 +174,10 @@ class TrainingRun:
             self._compute.close()
             await asyncio.to_thread(self._trackers.close)
         _log.info("run ends", run_id=self.spec.run_id, message=message, steps=self._progress.policy_version)
-        self.events.finish(outcome, message=message, summary_json=summary)
+        self.outcome = outcome
+        is_retried = outcome == trainer_pb2.RUN_OUTCOME_FAILED and not self.is_final
+        retry_delay_s = (self.retry_delay_s() if is_retried else 0.0) or None
+        self.events.finish(outcome, message=message, summary_json=summary, retry_delay_s=retry_delay_s)
 
     async def _summary(self, outcome: trainer_pb2.RunOutcome.ValueType, message: str) -> str:
         audit = await self._last_words_with_broker()
@@ -164,6 +193,7 @@ class TrainingRun:
             if not self._stop.is_set() or not is_sound:
                 message = full_message(self.spec.run_dir) if is_full(error) else str(error)
                 _log.error("run failed", error=str(error))
+                self.is_final = _is_final(error)
                 return trainer_pb2.RUN_OUTCOME_FAILED, message, is_sound
             _log.info("ended while stopping", error=str(error))
             is_completed = None
@@ -174,11 +204,11 @@ class TrainingRun:
         if is_completed:
             return trainer_pb2.RUN_OUTCOME_COMPLETED, "", True
         self.events.change_state(trainer_pb2.TRAINER_STATE_STOPPING, "writing a checkpoint")
-        return (
-            trainer_pb2.RUN_OUTCOME_STOPPED,
-            f"stopped after step {self._progress.policy_version}; can be resumed",
-            True,
-        )
+        version = self._progress.policy_version
+        if self._is_drained:
+            message = f"the trainer was told to end after step {version}; the run goes on when it is back"
+            return trainer_pb2.RUN_OUTCOME_DRAINED, message, True
+        return trainer_pb2.RUN_OUTCOME_STOPPED, f"stopped after step {version}; can be resumed", True
 
     async def _work(self) -> bool:
         config = self.spec.config
@@ -192,7 +222,9 @@ class TrainingRun:
         self.events.policy_version = self._progress.policy_version
         await asyncio.to_thread(self._open_trackers)
         self.events.change_state(trainer_pb2.TRAINER_STATE_STARTING, f"opening the run at broker {config.broker}")
-        async with BrokerClient(config.broker, security=self._security) as client:
+        async with BrokerClient(
+            config.broker, security=self._security, patience_s=config.run.patience_s, on_outage=self._note_outage
+        ) as client:
             session = RunSession(
                 context=self._context(client),
                 compute=self._compute,
@@ -210,6 +242,12 @@ class TrainingRun:
             )
             await session.run_to_completion()
         return True
+
+    def _note_outage(self, text: str) -> None:
+        if text:
+            self.events.say_waiting(text)
+        else:
+            self.events.change_state(self.events.state)
 
     def _open_trackers(self) -> None:
         """Begin what the configuration asks for, and let lines go there; raises ConfigError."""
@@ -353,6 +391,13 @@ class TrainingRun:
             evaluations=self._evaluations.read(),
             audit=audit,
         )
+
+
+def _is_final(error: Exception) -> bool:
+    """Whether the same run would fail in the same way again, whatever happens meanwhile."""
+    if isinstance(error, PenstockError):
+        return error.reason in _FINAL_REASONS
+    return isinstance(error, (ConfigError, CheckpointFormatError))
 
 
 def _is_broken(error: Exception) -> bool:

@@ -14,6 +14,7 @@ from penstock.v1 import trainer_pb2_grpc, weights_pb2_grpc
 from services.trainer.broadcast_server import broadcasting
 from services.trainer.config import TrainerConfig, TrainingConfig
 from services.trainer.context import Policy, RunSpec
+from services.trainer.kept_run import KeptRun, kept_path
 from services.trainer.launching import Place, TorchrunRuns, check_size, check_trust, stay_on_loopback
 from services.trainer.run import TrainingRun
 from services.trainer.service import SERVICE_NAME, TrainerService
@@ -23,7 +24,9 @@ from services.trainer.weight_store import WeightStore, WeightStoreService
 
 
 async def serve(config: TrainerConfig) -> None:
-    """Serve until SIGTERM or SIGINT; a run under way is stopped, with a checkpoint, before the server is.
+    """Serve until SIGTERM or SIGINT; a run under way writes a checkpoint before the server ends.
+
+    It is kept in `state_dir`, and gone on with when a trainer is started there again.
 
     Under torchrun the first process serves; the others do their parts of its runs until it ends.
 
@@ -88,7 +91,8 @@ async def _serve_grpc(
             spec, store=store, weights_url=weights_url, load_policy=load_policy, security=security, clock=SystemClock()
         )
 
-    trainer = TrainerService(make_run=make_run, weights_url=weights_url)
+    kept = KeptRun(kept_path(config.state_dir, config.listen))
+    trainer = TrainerService(make_run=make_run, weights_url=weights_url, kept=kept)
     server = Server(
         listen=config.listen,
         services=[
@@ -107,7 +111,9 @@ async def _serve_grpc(
     )
     trainer.stopping = weights.stopping = server.stopping
     try:
-        await run_until_stopped(server, before_stop=lambda: trainer.stop(timeout_s=CHECKPOINT_S))
+        await run_until_stopped(
+            server, on_started=trainer.resume_kept, before_stop=lambda: trainer.stop(timeout_s=CHECKPOINT_S)
+        )
     finally:
         if torchrun is not None:
             torchrun.end()

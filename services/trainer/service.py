@@ -1,4 +1,4 @@
-"""The TrainerService: starts, follows and stops the one run of this process."""
+"""The TrainerService: starts, follows, resumes and stops the one run of this process."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import asyncio
 import json
 import re
 from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +19,15 @@ from penstock.errors import BusyError, InvalidFieldError, ServiceUnavailableErro
 from penstock.v1 import trainer_pb2, trainer_pb2_grpc
 from services.trainer.config import TrainingConfig
 from services.trainer.context import RunSpec
+from services.trainer.kept_run import Kept, KeptRun
 from services.trainer.run import TrainingRun
 
 SERVICE_NAME = "penstock.v1.TrainerService"
 MAX_CONFIG_BYTES = 1024 * 1024
 _RUN_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
 _RUN_FILES = ("metrics.jsonl", "checkpoints", "summary.json")
+
+_ENDS_AS_ASKED = (trainer_pb2.RUN_OUTCOME_COMPLETED, trainer_pb2.RUN_OUTCOME_STOPPED)
 
 _log = structlog.get_logger()
 
@@ -33,15 +38,21 @@ class TrainerService(trainer_pb2_grpc.TrainerServiceServicer):
     Args:
         make_run: Builds a run that has not begun.
         weights_url: Base address of the HTTP server of weights.
+        kept: Where the run is kept for the trainer's next start.
     """
 
-    def __init__(self, *, make_run: Callable[[RunSpec], TrainingRun], weights_url: str) -> None:
+    def __init__(
+        self, *, make_run: Callable[[RunSpec], TrainingRun], weights_url: str, kept: KeptRun | None = None
+    ) -> None:
         self.stopping = asyncio.Event()
         """Set when the server drains; whoever builds the server puts its own event here."""
         self._make_run = make_run
         self._weights_url = weights_url
+        self._kept = kept or KeptRun()
         self._run: TrainingRun | None = None
         self._task: asyncio.Task[None] | None = None
+        self._is_delayed = False
+        """Whether the run under way has not begun, for it failed a moment ago."""
 
     async def StartRun(
         self, request: trainer_pb2.StartRunRequest, context: grpc.aio.ServicerContext[Any, Any]
@@ -55,19 +66,86 @@ class TrainerService(trainer_pb2_grpc.TrainerServiceServicer):
                     f"run {self._run.spec.run_id} is under way here; stop it or use another trainer",
                     run_id=self._run.spec.run_id,
                 )
-            return trainer_pb2.StartRunResponse(run_dir=str(self._run.spec.run_dir))
+            if not self._is_delayed:
+                return trainer_pb2.StartRunResponse(run_dir=str(self._run.spec.run_dir))
         spec = read_spec(request)
         spec.run_dir.mkdir(parents=True, exist_ok=True)
-        self._run = self._make_run(spec)
-        self._task = asyncio.create_task(self._run.run())
+        if self._is_delayed and self._run is not None and self._task is not None:
+            # Somebody may have put right what made it fail: it is begun at once, as is asked for now.
+            self._task.cancel()
+            self._run.events.finish(
+                trainer_pb2.RUN_OUTCOME_FAILED, message="begun again by StartRun", summary_json="", retry_delay_s=0.0
+            )
+        kept = Kept(run_id=request.run_id, config_json=request.config_json, num_begins=1)
+        self._kept.write(kept)
+        self._begin(spec, kept, delay_s=0.0)
         return trainer_pb2.StartRunResponse(run_dir=str(spec.run_dir))
+
+    def resume_kept(self) -> None:
+        """Go on with the run that this trainer's last process left, if there is one and none is under way."""
+        kept = self._kept.read()
+        if kept is None or self._run is not None:
+            return
+        request = trainer_pb2.StartRunRequest(run_id=kept.run_id, config_json=kept.config_json, resume=True)
+        try:
+            spec = read_spec(request)
+            spec.run_dir.mkdir(parents=True, exist_ok=True)
+        except (InvalidFieldError, OSError) as error:
+            _log.error("the kept run cannot be resumed; start it again", run_id=kept.run_id, error=str(error))
+            return
+        delay_s = self._kept.delay_s(kept.num_begins)
+        kept = replace(kept, num_begins=kept.num_begins + 1)
+        self._kept.write(kept)
+        self._begin(spec, kept, delay_s=delay_s)
+
+    def _begin(self, spec: RunSpec, kept: Kept, *, delay_s: float) -> None:
+        self._run = self._make_run(spec)
+        self._task = asyncio.create_task(self._keep_running(self._run, kept, delay_s))
+
+    async def _keep_running(self, run: TrainingRun, kept: Kept, delay_s: float) -> None:
+        """A run, and it again after each failure that another try may heal."""
+        while True:
+            run.events.on_first_step = partial(self._kept.write, replace(kept, num_begins=0, problem=""))
+            run.retry_delay_s = partial(self._retry_delay_s, run, kept)
+            if delay_s:
+                await self._delay(run, kept, delay_s)
+            await run.run()
+            if run.outcome in _ENDS_AS_ASKED or run.is_final:
+                self._kept.clear()
+                return
+            delay_s = self._retry_delay_s(run, kept)
+            if run.outcome != trainer_pb2.RUN_OUTCOME_FAILED or not delay_s:
+                self._kept.write(replace(kept, num_begins=0))
+                return
+            num_begins = 1 if run.events.has_stepped else kept.num_begins + 1
+            kept = replace(kept, num_begins=num_begins, problem=run.events.message)
+            self._kept.write(kept)
+            run = self._run = self._make_run(replace(run.spec, resume=True))
+
+    def _retry_delay_s(self, run: TrainingRun, kept: Kept) -> float:
+        if not self._kept.is_kept or self.stopping.is_set():
+            return 0.0
+        return self._kept.delay_s(1 if run.events.has_stepped else kept.num_begins)
+
+    async def _delay(self, run: TrainingRun, kept: Kept, delay_s: float) -> None:
+        """Wait before another try; a stop ends the wait."""
+        why = f": {kept.problem}" if kept.problem else " without a step"
+        message = f"it ended {max(1, kept.num_begins - 1)} times{why}; tries again in {delay_s:g} s"
+        _log.warning("a run that failed is tried again later", run_id=run.spec.run_id, delay_s=delay_s)
+        run.events.change_state(trainer_pb2.TRAINER_STATE_STARTING, message)
+        self._is_delayed = True
+        try:
+            await run.stopped_within(delay_s)
+        finally:
+            self._is_delayed = False
 
     async def WatchRun(
         self, request: trainer_pb2.WatchRunRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> AsyncIterator[trainer_pb2.WatchRunResponse]:
         """Events from the asked one on; while the server drains it stays until the run has ended."""
         run = self._named(request.run_id)
-        async for event in run.events.follow(from_sequence=request.from_sequence):
+        events = run.events.follow(from_sequence=request.from_sequence, incarnation=request.incarnation)
+        async for event in events:
             yield event
 
     async def StopRun(
@@ -94,10 +172,10 @@ class TrainerService(trainer_pb2_grpc.TrainerServiceServicer):
         )
 
     async def stop(self, *, timeout_s: float) -> None:
-        """Stop the run under way and wait until it has ended, at most `timeout_s` seconds."""
+        """Let the run under way write a checkpoint, to be gone on with by a later process, at most `timeout_s` s."""
         if self._run is None or self._task is None:
             return
-        self._run.request_stop()
+        self._run.request_stop(is_drain=True)
         done, _ = await asyncio.wait([self._task], timeout=timeout_s)
         if not done:
             _log.error("the run did not end in time and is abandoned", run_id=self._run.spec.run_id)

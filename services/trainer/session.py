@@ -35,8 +35,6 @@ from services.trainer.weight_publisher import WeightPublisher
 if TYPE_CHECKING:
     from torch import Tensor
 
-WAITING_EVENT_EVERY_S = 5.0
-
 _log = structlog.get_logger()
 
 
@@ -61,7 +59,6 @@ class RunSession:
     watch_checkpoints: Callable[[], Coroutine[None, None, None]]
     """Raises when one cannot be written."""
     _history: int = field(default=0, init=False)
-    _last_waiting_event_s: float = field(default=0.0, init=False)
     _beside: asyncio.Task[None] | None = field(default=None, init=False)
     """An evaluation that runs while training goes on."""
 
@@ -119,7 +116,7 @@ class RunSession:
         replay = self._replay()
         if replay is not None:
             loops.append(replay.run)
-        hooks = StepHooks(on_waiting=self._say_waiting, on_step=self._note_step, publish=self._publish)
+        hooks = StepHooks(on_waiting=self.events.say_waiting, on_step=self._note_step, publish=self._publish)
         loop = StepLoop(
             context=self.context,
             compute=self.compute,
@@ -191,7 +188,7 @@ class RunSession:
         """Measure the present version while nothing else goes on."""
         version = self.context.progress.policy_version
         self.events.change_state(trainer_pb2.TRAINER_STATE_EVALUATING, f"version {version}")
-        await self._measure(evaluator, version, on_waiting=self._say_waiting)
+        await self._measure(evaluator, version, on_waiting=self.events.say_waiting)
 
     async def _measure(self, evaluator: Evaluator, version: int, *, on_waiting: Callable[[str], None]) -> None:
         if evaluator.has_prompts:
@@ -206,14 +203,6 @@ class RunSession:
             tensors, policy_version=version, history=self._history, adapter=self.backend.adapter
         )
         return asyncio.ensure_future(publishing)
-
-    def _say_waiting(self, reason: str) -> None:
-        """Tell what is waited for; as an event only now and then."""
-        now_s = self.context.clock.now_s()
-        self.events.message = reason
-        if now_s - self._last_waiting_event_s >= WAITING_EVENT_EVERY_S:
-            self._last_waiting_event_s = now_s
-            self.events.announce()
 
 
 def _ignore(_num_samples: int) -> None:

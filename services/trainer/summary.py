@@ -46,6 +46,7 @@ _OUTCOMES = {
     trainer_pb2.RUN_OUTCOME_COMPLETED: "completed",
     trainer_pb2.RUN_OUTCOME_STOPPED: "stopped",
     trainer_pb2.RUN_OUTCOME_FAILED: "failed",
+    trainer_pb2.RUN_OUTCOME_DRAINED: "drained",
 }
 Summary = dict[str, Any]
 

@@ -15,6 +15,7 @@ from penstock.security import NO_SECURITY
 from penstock.v1 import trainer_pb2, trainer_pb2_grpc, weights_pb2_grpc
 from services.trainer.config import TrainingConfig
 from services.trainer.context import Policy, RunSpec
+from services.trainer.kept_run import KeptRun
 from services.trainer.policy import load_policy
 from services.trainer.run import TrainingRun
 from services.trainer.service import SERVICE_NAME, TrainerService
@@ -53,7 +54,7 @@ class RunningTrainer:
 
 @asynccontextmanager
 async def running_trainer(
-    *, load: Callable[[TrainingConfig], Policy] = load_policy, security=NO_SECURITY
+    *, load: Callable[[TrainingConfig], Policy] = load_policy, security=NO_SECURITY, kept: KeptRun | None = None
 ) -> AsyncIterator[RunningTrainer]:
     store = WeightStore()
     async with serving_weights(store, listen="127.0.0.1:0", security=security) as url:
@@ -61,7 +62,7 @@ async def running_trainer(
         def make_run(spec: RunSpec) -> TrainingRun:
             return TrainingRun(spec, store=store, weights_url=url, load_policy=load, security=security)
 
-        service = TrainerService(make_run=make_run, weights_url=url)
+        service = TrainerService(make_run=make_run, weights_url=url, kept=kept)
         weights = WeightStoreService(store)
         server = Server(
             listen="127.0.0.1:0",
@@ -76,6 +77,7 @@ async def running_trainer(
         )
         service.stopping = weights.stopping = server.stopping
         port = await server.start()
+        service.resume_kept()
         async with open_channel(f"127.0.0.1:{port}") as channel:
             try:
                 yield RunningTrainer(
@@ -88,6 +90,7 @@ async def running_trainer(
                     weights_url=url,
                 )
             finally:
+                server.stopping.set()
                 await service.stop(timeout_s=20)
                 await server.stop(grace_s=0.2)
 

@@ -1,0 +1,78 @@
+"""A peer that is away: since when and why, logged when that has lasted a while, now and then, and when it ends.
+
+Nothing here waits or gives up: callers do, for as long as they were asked to.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from datetime import UTC, datetime
+
+import structlog
+
+FIRST_NOTICE_S = 3.0
+"""Shorter outages, such as a broker's restart, are not worth a line."""
+MOST_BETWEEN_NOTICES_S = 60.0
+
+_log = structlog.get_logger()
+
+
+class Outage:
+    """Whether one peer is away.
+
+    Args:
+        peer: Names it for people.
+        on_notice: Hears a line worth showing while the peer is away, and an empty one when it is back.
+        now_s: Unix seconds.
+    """
+
+    def __init__(
+        self, peer: str, *, on_notice: Callable[[str], None] = lambda text: None, now_s: Callable[[], float] = time.time
+    ) -> None:
+        self.peer = peer
+        self.since_s: float | None = None
+        """When it was first missed, Unix seconds; None while it answers."""
+        self.on_notice = on_notice
+        self._now_s = now_s
+        self._notice_at_s = 0.0
+        self._pause_s = FIRST_NOTICE_S
+
+    @property
+    def is_noticed(self) -> bool:
+        """Whether it has lasted long enough to be shown."""
+        return self.since_s is not None and self._pause_s > FIRST_NOTICE_S
+
+    def failed(self, error: Exception) -> None:
+        """A call failed in a way that may heal."""
+        now_s = self._now_s()
+        if self.since_s is None:
+            self.since_s, self._pause_s = now_s, FIRST_NOTICE_S
+            self._notice_at_s = now_s + FIRST_NOTICE_S
+        if now_s < self._notice_at_s:
+            return
+        self._pause_s = min(MOST_BETWEEN_NOTICES_S, 2 * self._pause_s)
+        self._notice_at_s = now_s + self._pause_s
+        _log.warning("waiting for a peer that is away", peer=self.peer, away_s=self._away_s(now_s), error=str(error))
+        self.on_notice(self.told(error))
+
+    def told(self, error: Exception) -> str:
+        """Who is waited for since when and why, for people."""
+        since = "" if self.since_s is None else f" since {_clock_time(self.since_s)}"
+        return f"waiting for {self.peer}{since}: {str(error).removeprefix(f'{self.peer}: ')}"
+
+    def answered(self) -> None:
+        """It answers, be it with a refusal."""
+        if self.since_s is None:
+            return
+        if self.is_noticed:
+            _log.info("the peer is back", peer=self.peer, away_s=self._away_s(self._now_s()))
+            self.on_notice("")
+        self.since_s = None
+
+    def _away_s(self, now_s: float) -> int:
+        return 0 if self.since_s is None else max(0, round(now_s - self.since_s))
+
+
+def _clock_time(unix_s: float) -> str:
+    return datetime.fromtimestamp(unix_s, tz=UTC).strftime("%Y-%m-%d %H:%M:%S UTC")

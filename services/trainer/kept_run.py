@@ -1,0 +1,120 @@
+"""The run that a trainer was given, kept on disk so that a trainer that is started again goes on with it by itself.
+
+Promises:
+
+- What StartRun accepted is there until it is cleared, over any crash: the file is replaced as a whole and synced.
+- It holds what StartRun carried, which has no secrets, and how often the run was begun since its last step.
+- A run that ends without a step is begun again with growing delays, never in a hot loop.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import structlog
+
+FORMAT_VERSION = 1
+FIRST_RETRY_S, MOST_RETRY_S = 10.0, 1800.0
+MAX_BYTES = 4 * 1024 * 1024
+"""Of a file that is read: more than StartRun takes."""
+
+_log = structlog.get_logger()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kept:
+    """What StartRun asked for, and what became of it."""
+
+    run_id: str
+    """Names the run."""
+    config_json: str
+    """Its configuration, as accepted."""
+    num_begins: int
+    """Times that it was begun since the last step it took."""
+    problem: str = ""
+    """Why it ended last; empty when that is not known."""
+
+
+class KeptRun:
+    """The file of one trainer; without a path nothing is kept.
+
+    Args:
+        path: The file; its folder is made when something is to be kept.
+        first_retry_s: Shortest delay before a run that failed is begun again.
+    """
+
+    def __init__(self, path: Path | None = None, *, first_retry_s: float = FIRST_RETRY_S) -> None:
+        self._path = path
+        self._first_retry_s = first_retry_s
+
+    @property
+    def is_kept(self) -> bool:
+        """Whether there is a place to keep runs in."""
+        return self._path is not None
+
+    def read(self) -> Kept | None:
+        """What is kept; None when nothing is, or nothing that can be read."""
+        if self._path is None or not self._path.exists():
+            return None
+        try:
+            if self._path.stat().st_size > MAX_BYTES:
+                raise ValueError(f"larger than {MAX_BYTES} bytes")
+            document = json.loads(self._path.read_text(encoding="utf-8"))
+            if document.pop("format_version") != FORMAT_VERSION:
+                raise ValueError("of another version of Penstock")
+            kept = Kept(**document)
+        except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+            _log.error("the kept run cannot be read and is left aside", path=str(self._path), error=str(error))
+            return None
+        return kept
+
+    def write(self, kept: Kept) -> None:
+        """Keep a run; where the disk refuses, the run goes on but is not kept."""
+        if self._path is None:
+            return
+        beside = self._path.with_name(f".{self._path.name}.{os.getpid()}")
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            with open(beside, "w", encoding="utf-8", opener=_only_mine) as file:
+                json.dump({"format_version": FORMAT_VERSION, **asdict(kept)}, file)
+                file.flush()
+                os.fsync(file.fileno())
+            beside.replace(self._path)
+            _sync_folder(self._path.parent)
+        except OSError as error:
+            _log.error("the run is not kept: a restarted trainer will wait for StartRun", error=str(error))
+
+    def clear(self) -> None:
+        """Forget the run."""
+        if self._path is not None:
+            self._path.unlink(missing_ok=True)
+
+    def delay_s(self, num_begins: int) -> float:
+        """How long to wait before a run is begun again that was begun so often since its last step; 0 for none."""
+        if num_begins <= 0:
+            return 0.0
+        return float(min(MOST_RETRY_S, self._first_retry_s * 2 ** min(num_begins - 1, 32)))
+
+
+def kept_path(state_dir: Path | None, listen: str) -> Path | None:
+    """The file of the trainer that listens there; None where nothing is to be kept.
+
+    A port that the system chooses is another one after a restart, so what such a trainer kept would be found by nobody.
+    """
+    port = listen.rpartition(":")[2]
+    return None if state_dir is None or port in ("", "0") else state_dir.expanduser() / f"trainer-{port}.json"
+
+
+def _only_mine(path: str, flags: int) -> int:
+    return os.open(path, flags, mode=0o600)
+
+
+def _sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
