@@ -7,6 +7,7 @@ from typing import Any
 
 from console.deployment_nodes import Machine
 from console.deployment_trainers import TrainingMachine
+from penstock.graces import STOP_GRACE_S
 
 Service = dict[str, Any]
 
@@ -29,7 +30,7 @@ def compose_file(
         image = "penstock-generator" if is_emulated else "penstock-generator-gpu"
         service = _service(image, ["node", f"/config/node-{each.name}.yaml"], each.name)
         # It serves nothing itself; its generators have health of their own.
-        service |= {"shm_size": "8gb", "stop_grace_period": "40s", "healthcheck": {"disable": True}}
+        service |= {"shm_size": "8gb", **_grace("node"), "healthcheck": {"disable": True}}
         services[f"node-{each.name}"] = service | ({} if is_emulated else _gpus(each.gpus))
     return {"services": services, "volumes": {"data": {}, "redis": {}, "runs": {}}}
 
@@ -41,18 +42,21 @@ def _center(machine: str, ports: Mapping[str, int]) -> dict[str, Service]:
             "image": "redis:7",
             "command": [*redis, "--maxmemory-policy", "noeviction", "--bind", "127.0.0.1"],
             "profiles": [machine],
-            "network_mode": "host",
-            "restart": "on-failure",
+            "user": "redis",
+            **_LIMITS,
+            **_grace("redis"),
             "volumes": ["redis:/data"],
             "healthcheck": {"test": ["CMD", "redis-cli", "-p", str(ports["redis"]), "ping"], **_PACE},
         }
     }
     for name, waits_for in (("broker", ("redis",)), ("scheduler", ()), ("reward", ("broker",))):
         service = _service(f"penstock-{name}", ["serve", name, "--config", f"/config/{name}.yaml"], machine)
-        services[name] = service | _health(ports[name]) | _after(waits_for)
+        services[name] = service | _grace(name) | _health(ports[name]) | _after(waits_for)
     services["run"] = {
-        **_service("penstock-console", ["run", "/config/run.yaml"], machine),
-        "restart": "no",
+        **_service("penstock-console", ["run", "/config/run.yaml", "--resume-or-start"], machine),
+        # A failure or a crash of it is resumed; a run that has ended stays so.
+        "restart": "on-failure",
+        **_grace("run"),
         **_after(("broker", "scheduler", "reward", "trainer")),
     }
     return services
@@ -62,7 +66,7 @@ def _trainer(trainer: TrainingMachine, *, is_head: bool, port: int, is_emulated:
     """The trainer on the head; on other machines of the pool the processes that it deals packs to."""
     image = "penstock-trainer" if is_emulated else "penstock-trainer-gpu"
     serve = ["serve", "trainer", "--config", "/config/trainer.yaml"]
-    service = _service(image, serve, trainer.name)
+    service = _service(image, serve, trainer.name) | _grace("trainer")
     if trainer.torchrun:
         service |= {"entrypoint": ["torchrun", *trainer.torchrun, "-m", "console"], "shm_size": "8gb"}
     if is_head:
@@ -72,7 +76,19 @@ def _trainer(trainer: TrainingMachine, *, is_head: bool, port: int, is_emulated:
     return {"trainer" if is_head else f"trainer-{trainer.name}": service | ({} if is_emulated else _gpus(trainer.gpus))}
 
 
-_PACE = {"interval": "15s", "timeout": "5s", "retries": 40, "start_period": "5s"}
+# Failures before `start_period` is over do not count: models are loaded in it.
+_PACE = {"interval": "15s", "timeout": "10s", "retries": 4, "start_period": "20m"}
+_LIMITS: Service = {
+    "network_mode": "host",
+    # Also after a reboot, but not after `docker-compose stop`.
+    "restart": "unless-stopped",
+    "cap_drop": ["ALL"],
+    "security_opt": ["no-new-privileges:true"],
+    "pids_limit": 4096,
+    "logging": {"driver": "json-file", "options": {"max-size": "64m", "max-file": "5"}},
+}
+# Taken from the environment of `docker-compose up` on each machine; what is empty is off.
+_CREDENTIALS = ("TOKEN", "TOKEN_FILE", "TLS_CA", "TLS_CERT", "TLS_KEY")
 
 
 def _service(image: str, command: list[str], machine: str) -> Service:
@@ -80,11 +96,14 @@ def _service(image: str, command: list[str], machine: str) -> Service:
         "image": image,
         "command": command,
         "profiles": [machine],
-        "network_mode": "host",
-        "restart": "on-failure",
-        "stop_grace_period": "20s",
-        "volumes": [".:/config:ro", "data:/data", "runs:/runs"],
+        **_LIMITS,
+        "environment": {f"PENSTOCK_{name}": f"${{PENSTOCK_{name}:-}}" for name in _CREDENTIALS},
+        "volumes": [".:/config:ro", "${PENSTOCK_SECRETS:-.}:/run/secrets:ro", "data:/data", "runs:/runs"],
     }
+
+
+def _grace(service: str) -> Service:
+    return {"stop_grace_period": f"{STOP_GRACE_S[service]:.0f}s"}
 
 
 def _health(port: int) -> Service:
