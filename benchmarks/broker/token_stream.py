@@ -53,6 +53,9 @@ class _Generator:
     def revoke(self, revocation: broker_pb2.LeaseRevocation) -> None:
         self.streams.pop(revocation.lease_id, None)
 
+    def owned_by(self, owner: broker_pb2.RunOwner) -> None:
+        """Nobody trains here."""
+
     def run_closed(self) -> None:
         self.streams.clear()
 

@@ -56,6 +56,9 @@ class LeaseHolder(Protocol):
     def revoke(self, revocation: broker_pb2.LeaseRevocation) -> None:
         """Work taken back."""
 
+    def owned_by(self, owner: broker_pb2.RunOwner) -> None:
+        """Who trains the run: said when the stream begins, and when another trainer has taken the run over."""
+
     def run_closed(self) -> None:
         """The run was closed: every lease is void. The session goes on trying, for the run may be opened again."""
 
@@ -139,6 +142,8 @@ class LeaseSession:
                 self._holder.revoke(response.revocation)
             case "idle":
                 self.waiting_reason = response.idle.reason
+            case "owner":
+                self._holder.owned_by(response.owner)
             case unknown:
                 _log.warning("frame of an unknown kind", peer=self._peer, frame=unknown)
 

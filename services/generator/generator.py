@@ -116,7 +116,6 @@ class Generator:
             on_engine_failure=self.fail,
         )
         self._rollouts = Rollouts(parts, max_concurrent_samples=config.engine.max_concurrent_samples)
-        self._holder = Holder(engine=engine, rollouts=self._rollouts, held=self._held, busy=self._busy)
         self._weights = WeightIntake(
             config,
             generator_id=self.generator_id,
@@ -128,6 +127,13 @@ class Generator:
             security=security,
         )
         self._puller = self._weights.puller
+        self._holder = Holder(
+            engine=engine,
+            rollouts=self._rollouts,
+            held=self._held,
+            busy=self._busy,
+            on_owner=self._puller.note_owner,
+        )
         self._leasing: asyncio.Task[None] | None = None
         self._drain: asyncio.Task[None] | None = None
         self._is_paused = False

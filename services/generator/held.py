@@ -17,6 +17,15 @@ class Held:
     """The run's history counter it belongs to."""
     digest: str
     """Digest of what the engine holds, read back from its memory."""
+    instance_id: str = ""
+    """Which run of this id it belongs to; empty where its trainer did not say."""
+    epoch: int = 0
+    """The epoch of the trainer that published it."""
+
+    @property
+    def order(self) -> tuple[int, int, int]:
+        """Of two versions of one instance the greater one is the newer, whatever their numbers."""
+        return self.epoch, self.history, self.policy_version
 
 
 class HeldWeights:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 
 from google.protobuf import timestamp_pb2
 
@@ -17,7 +18,16 @@ from services.generator.token_rate import TokenRate
 class Holder:
     """A `penstock.clients.leases.LeaseHolder`."""
 
-    def __init__(self, *, engine: Engine, rollouts: Rollouts, held: HeldWeights, busy: BusyTracker) -> None:
+    def __init__(
+        self,
+        *,
+        engine: Engine,
+        rollouts: Rollouts,
+        held: HeldWeights,
+        busy: BusyTracker,
+        on_owner: Callable[[broker_pb2.RunOwner], None],
+    ) -> None:
+        self._on_owner = on_owner
         self._engine = engine
         self._rollouts = rollouts
         self._held = held
@@ -36,6 +46,7 @@ class Holder:
         return broker_pb2.GeneratorBeat(
             policy_version=held.policy_version if held is not None else 0,
             history=held.history if held is not None else None,
+            instance_id=held.instance_id if held is not None else "",
             active_lease_ids=self._rollouts.lease_ids,
             num_running=stats.num_running,
             num_waiting=stats.num_waiting,
@@ -52,6 +63,10 @@ class Holder:
     def revoke(self, revocation: broker_pb2.LeaseRevocation) -> None:
         """Work taken back."""
         self._rollouts.drop(revocation.lease_id, f"revoked: {revocation.reason}")
+
+    def owned_by(self, owner: broker_pb2.RunOwner) -> None:
+        """Who trains the run: whose weights may be taken."""
+        self._on_owner(owner)
 
     def run_closed(self) -> None:
         """Every lease is void."""

@@ -9,6 +9,8 @@ Promises:
 - A version is held (and so named in beats) only after the digest the engine read back equals the published one.
 - Only the newest version is wanted: while one is being installed, those in between are skipped.
 - No install takes the engine back: what was asked for while a newer version came in is answered with that one.
+- Weights of another run of this id, or of a trainer that another has replaced, are not installed: the broker says who
+  trains the run.
 - One install at a time. Weights that cannot be proved after MAX_ENGINE_MISMATCHES tries end the process, because an
   engine that does not hold what it was given cannot be reasoned with.
 """
@@ -25,9 +27,9 @@ import structlog
 from penstock.adapters import adapter_of
 from penstock.clients.downloads import Downloader
 from penstock.clients.weights import WeightsClient, tensor_digests
-from penstock.errors import DigestMismatchError, PenstockError, UnknownVersionError
+from penstock.errors import DigestMismatchError, FencedError, PenstockError, UnknownVersionError
 from penstock.rpc import backoff_s
-from penstock.v1 import weights_pb2
+from penstock.v1 import broker_pb2, weights_pb2
 from services.generator.engine import Engine, UpdateMode, UpdateReport, WeightUpdate
 from services.generator.held import Held, HeldWeights
 from services.generator.metrics import GeneratorMetrics
@@ -88,12 +90,19 @@ class WeightPuller:
         )
         self._wanted: weights_pb2.WeightsManifest | None = None
         self._announced = asyncio.Event()
+        self._owner: broker_pb2.RunOwner | None = None
+        """Who trains the run, by the broker's last word; None before the first."""
         self._installing = asyncio.Lock()
         self._pulls: set[asyncio.Task[UpdateReport]] = set()
         self._num_engine_mismatches = 0
         self.counters = PullCounters()
         self.is_updating = False
         """Whether the engine is taking a version, and so may be silent."""
+
+    def note_owner(self, owner: broker_pb2.RunOwner) -> None:
+        """The broker says who trains the run."""
+        self._owner = owner
+        self._announced.set()
 
     async def watch(self) -> None:
         """Note what the store publishes, until cancelled; raises PenstockError where a retry cannot help."""
@@ -130,6 +139,7 @@ class WeightPuller:
         Raises:
             UnknownVersionError: Not published.
             DigestMismatchError: The content or the engine does not hold what the manifest states.
+            FencedError: The trainer that published it is not the run's any more.
             EngineError: The engine failed.
         """
         manifest = await self._client.get_manifest(policy_version)
@@ -140,6 +150,13 @@ class WeightPuller:
         return await asyncio.shield(task)
 
     def _announce(self, manifest: weights_pb2.WeightsManifest) -> None:
+        if self._is_fenced(manifest):
+            _log.warning(
+                "weights of a trainer that is not the run's are left",
+                policy_version=manifest.policy_version,
+                instance_id=manifest.instance_id,
+                epoch=manifest.epoch,
+            )
         self._wanted = manifest
         self._announced.set()
 
@@ -155,31 +172,57 @@ class WeightPuller:
         _log.warning("weights refused", error=str(error))
 
     def _is_behind(self) -> bool:
-        """Whether the announced version is one to install; a later history is newer whatever its version."""
+        """Whether the announced version is one to install; see `Held.order`."""
         held, wanted = self._held.current, self._wanted
-        if wanted is None:
+        if wanted is None or self._is_fenced(wanted):
             return False
-        if held is None or not self._held.is_trusted:
+        if held is None or not self._held.is_trusted or held.instance_id != wanted.instance_id:
             return True
-        return (wanted.history, wanted.policy_version) > (held.history, held.policy_version)
+        return _named(wanted).order > held.order
+
+    def _is_fenced(self, manifest: weights_pb2.WeightsManifest) -> bool:
+        owner = self._owner
+        return owner is not None and (manifest.instance_id != owner.instance_id or manifest.epoch < owner.epoch)
+
+    def _check_owner(self, manifest: weights_pb2.WeightsManifest) -> None:
+        if self._owner is not None and self._is_fenced(manifest):
+            raise FencedError(
+                f"version {manifest.policy_version} was published in epoch {manifest.epoch} of instance "
+                f"{manifest.instance_id!r}, but the run is trained in epoch {self._owner.epoch} of instance "
+                f"{self._owner.instance_id!r}: it is not installed"
+            )
 
     def _held_instead(self, manifest: weights_pb2.WeightsManifest) -> Held | None:
         """What is held where that is the manifest's version, or a newer one that came while this one waited."""
-        held = self._held.current
-        if held is None or not self._held.is_trusted:
+        held, named = self._held.current, _named(manifest)
+        if held is None or not self._held.is_trusted or held.instance_id != named.instance_id:
             return None
-        is_newer = (held.history, held.policy_version) > (manifest.history, manifest.policy_version)
-        is_same = (held.history, held.policy_version) == (manifest.history, manifest.policy_version)
-        return held if is_newer or (is_same and held.digest == manifest.digest) else None
+        return held if held == named or held.order > named.order else None
+
+    def _holds_content(self, manifest: weights_pb2.WeightsManifest) -> bool:
+        """Whether the engine holds these very weights under this number, whoever published them."""
+        held = self._held.current
+        return (
+            held is not None
+            and self._held.is_trusted
+            and (held.policy_version, held.digest) == (manifest.policy_version, manifest.digest)
+        )
 
     async def _install(self, manifest: weights_pb2.WeightsManifest, mode: UpdateMode) -> UpdateReport:
         async with self._installing:
+            self._check_owner(manifest)
             held = self._held_instead(manifest)
             if held is not None:
                 return UpdateReport(policy_version=held.policy_version, digest=held.digest, pause_s=0.0)
+            if self._holds_content(manifest):
+                await self._held.attest(_named(manifest))
+                await self._report(manifest, pause_s=0.0, fetched=None)
+                return UpdateReport(policy_version=manifest.policy_version, digest=manifest.digest, pause_s=0.0)
             fetched = await self._fetcher.fetch(manifest)
+            # That may have taken minutes.
+            self._check_owner(manifest)
             report = await self._update_engine(manifest, fetched.path, mode)
-            await self._report(manifest, report, fetched)
+            await self._report(manifest, pause_s=report.pause_s, fetched=fetched)
             await asyncio.to_thread(self._fetcher.clean, fetched.path)
             return report
 
@@ -210,20 +253,19 @@ class WeightPuller:
         finally:
             self.is_updating = False
         self._num_engine_mismatches = 0
-        await self._held.attest(
-            Held(policy_version=manifest.policy_version, history=manifest.history, digest=report.digest)
-        )
+        await self._held.attest(_named(manifest))
         self._count(report)
         return report
 
-    async def _report(self, manifest: weights_pb2.WeightsManifest, report: UpdateReport, fetched: Fetched) -> None:
+    async def _report(self, manifest: weights_pb2.WeightsManifest, *, pause_s: float, fetched: Fetched | None) -> None:
+        """Tell the store that the version is held; `fetched` is None where nothing had to be."""
         try:
             await self._client.report_holding(
                 policy_version=manifest.policy_version,
-                digest=report.digest,
-                swap_pause_s=report.pause_s,
-                fetched_bytes=fetched.fetched_bytes,
-                origin_bytes=fetched.origin_bytes,
+                digest=manifest.digest,
+                swap_pause_s=pause_s,
+                fetched_bytes=fetched.fetched_bytes if fetched is not None else 0,
+                origin_bytes=fetched.origin_bytes if fetched is not None else 0,
             )
         except DigestMismatchError as error:
             self._held.distrust()
@@ -252,3 +294,14 @@ class WeightPuller:
             pause_s=round(report.pause_s, 4),
             num_recomputed_tokens=report.num_recomputed_tokens,
         )
+
+
+def _named(manifest: weights_pb2.WeightsManifest) -> Held:
+    """The version a manifest describes, as it is held once it is attested."""
+    return Held(
+        policy_version=manifest.policy_version,
+        history=manifest.history,
+        digest=manifest.digest,
+        instance_id=manifest.instance_id,
+        epoch=manifest.epoch,
+    )

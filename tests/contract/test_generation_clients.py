@@ -28,6 +28,7 @@ class Holder:
         self.leases = {}
         self.revoked = []
         self.num_closed = 0
+        self.owners = []
 
     def num_free_slots(self):
         return self.num_slots - len(self.leases)
@@ -40,6 +41,9 @@ class Holder:
 
     def revoke(self, revocation):
         self.revoked.append(revocation.lease_id)
+
+    def owned_by(self, owner):
+        self.owners.append(owner)
 
     def run_closed(self):
         self.num_closed += 1

@@ -10,13 +10,14 @@ from google.protobuf import duration_pb2
 
 from penstock.clients import tokens
 from penstock.errors import (
+    FencedError,
     InvalidFieldError,
     NotOfferedError,
     ServiceUnavailableError,
     UnknownVersionError,
 )
 from penstock.rpc import call, wait_until_serving
-from penstock.v1 import generator_pb2, types_pb2
+from penstock.v1 import broker_pb2, generator_pb2, types_pb2
 from services.generator.engine import FinishReason
 from services.generator.server import SERVICE_NAME
 from tests.helpers.generator_bench import Bench, emulated
@@ -122,6 +123,55 @@ async def test_a_rewound_trainers_lower_version_replaces_a_higher_one(bench):
         await until(lambda: bench.store.reports[-1].policy_version == 5)
         # Well under the 2 s between beats: a new version is told at once.
         await until(lambda: bench.broker.beats[-1].policy_version == 5, timeout_s=1)
+
+
+def _owner(epoch, instance_id="first"):
+    return broker_pb2.RunOwner(instance_id=instance_id, owner_id=f"trainer-{epoch}", epoch=epoch)
+
+
+async def test_weights_of_a_trainer_that_was_replaced_are_not_installed(bench):
+    bench.broker.owner = _owner(1)
+    await bench.store.publish(3, owner=_owner(1))
+    async with bench.running(emulated()):
+        await until(lambda: len(bench.store.reports) == 1)
+        bench.broker.owner = _owner(2)
+        # One that says to have taken over is followed, and the zombie is not, also when it is asked for by name.
+        await bench.store.publish(4, owner=_owner(2))
+        await until(lambda: bench.broker.beats[-1].policy_version == 4)
+        await bench.store.publish(9, owner=_owner(1))
+        with pytest.raises(
+            FencedError, match="published in epoch 1 of instance 'first', but the run is trained in epoch"
+        ):
+            await call(bench.stub.PullWeights, generator_pb2.PullWeightsRequest(policy_version=9), peer="g")
+        await bench.store.publish(5, owner=_owner(2))
+        await until(lambda: bench.broker.beats[-1].policy_version == 5)
+    assert [report.policy_version for report in bench.store.reports] == [3, 4, 5]
+
+
+async def test_the_same_weights_of_a_later_epoch_are_taken_over_without_a_fetch(bench):
+    bench.broker.owner = _owner(1)
+    await bench.store.publish(3, owner=_owner(1))
+    async with bench.running(emulated()):
+        await until(lambda: len(bench.store.reports) == 1)
+        num_asked = len(bench.store.ranges)
+        bench.broker.owner = _owner(2)
+        await bench.store.publish(3, owner=_owner(2))
+        await until(lambda: len(bench.store.reports) == 2)
+        assert (bench.store.reports[1].policy_version, bench.store.reports[1].fetched_bytes) == (3, 0)
+        assert len(bench.store.ranges) == num_asked
+        assert (await bench.view()).num_weight_updates == 1
+
+
+async def test_another_run_of_the_same_id_is_followed_to_its_lower_version(bench):
+    bench.broker.owner = _owner(4)
+    await bench.store.publish(50, owner=_owner(4))
+    async with bench.running(emulated()):
+        await until(lambda: len(bench.store.reports) == 1)
+        # Announced before the broker says so: it waits for the broker's word.
+        await bench.store.publish(0, seed=99, owner=_owner(1, "second"))
+        bench.broker.owner = _owner(1, "second")
+        await until(lambda: bench.broker.beats[-1].policy_version == 0)
+        await until(lambda: bench.broker.beats[-1].instance_id == "second")
 
 
 async def test_a_stop_returns_unfinished_samples_with_their_prefix_and_another_generator_goes_on(bench):

@@ -64,6 +64,8 @@ class ScriptedGenerationBroker(broker_pb2_grpc.BrokerServiceServicer):
         self.refusals: deque[tuple[str, int]] = deque()
         """Reason and next_offset with which coming chunks are refused."""
         self.lease_breaks = 0
+        self.owner: broker_pb2.RunOwner | None = None
+        """Who trains the run; said where it is known, and when it changes."""
         self._revocations: asyncio.Queue[str] = asyncio.Queue()
 
     def service(self) -> Service:
@@ -100,6 +102,7 @@ class ScriptedGenerationBroker(broker_pb2_grpc.BrokerServiceServicer):
         first = await context.read()
         assert first.WhichOneof("frame") == "hello"
         self.hellos.append(first.hello)
+        told: broker_pb2.RunOwner | None = None
         latest = broker_pb2.GeneratorBeat()
         breaks = self.lease_breaks
         num_sent = 0
@@ -118,6 +121,9 @@ class ScriptedGenerationBroker(broker_pb2_grpc.BrokerServiceServicer):
             while not self.is_closed:
                 if self.lease_breaks > breaks:
                     raise ServiceUnavailableError("draining")
+                if self.owner != told:
+                    told = self.owner
+                    yield broker_pb2.StreamLeasesResponse(owner=told)
                 while not self._revocations.empty():
                     revocation = broker_pb2.LeaseRevocation(lease_id=self._revocations.get_nowait(), reason="test")
                     yield broker_pb2.StreamLeasesResponse(revocation=revocation)

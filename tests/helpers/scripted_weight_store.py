@@ -14,7 +14,7 @@ from safetensors.numpy import save_file
 from penstock.errors import DigestMismatchError, UnknownVersionError
 from penstock.rpc import Service
 from penstock.transfer.chunks import chunks_of
-from penstock.v1 import weights_pb2, weights_pb2_grpc
+from penstock.v1 import broker_pb2, weights_pb2, weights_pb2_grpc
 from penstock.weights import manifest_digest, safetensors_digests
 
 
@@ -84,17 +84,35 @@ class ScriptedWeightStore(weights_pb2_grpc.WeightStoreServiceServicer):
         )
 
     async def publish(
-        self, policy_version: int, *, history: int = 0, seed: int | None = None, is_announced: bool = True
+        self,
+        policy_version: int,
+        *,
+        history: int = 0,
+        seed: int | None = None,
+        is_announced: bool = True,
+        owner: broker_pb2.RunOwner | None = None,
     ):
         """Make a version and announce it, or leave it to be asked for."""
         name = f"v{policy_version}h{history}.safetensors"
         path = write_weights(self.directory / name, seed=policy_version if seed is None else seed)
-        return await self.publish_file(path, policy_version=policy_version, history=history, is_announced=is_announced)
+        return await self.publish_file(
+            path, policy_version=policy_version, history=history, is_announced=is_announced, owner=owner
+        )
 
-    async def publish_file(self, path: Path, *, policy_version: int, history: int = 0, is_announced: bool = True):
+    async def publish_file(
+        self,
+        path: Path,
+        *,
+        policy_version: int,
+        history: int = 0,
+        is_announced: bool = True,
+        owner: broker_pb2.RunOwner | None = None,
+    ):
         """Make a version of a file in the store's directory."""
         url = f"{self._base_url}/{path.name}"
         manifest = make_manifest(path, policy_version=policy_version, history=history, url=url)
+        if owner is not None:
+            manifest.instance_id, manifest.epoch = owner.instance_id, owner.epoch
         async with self._changed:
             self.manifests.append(manifest)
             if is_announced:

@@ -79,6 +79,9 @@ class Generator:
         if decoding is not None and decoding.task is not None:
             decoding.task.cancel()
 
+    def owned_by(self, owner: broker_pb2.RunOwner) -> None:
+        """Its versions are the run's, whoever trains it."""
+
     def run_closed(self) -> None:
         """Not in this run."""
 
