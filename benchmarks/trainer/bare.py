@@ -13,7 +13,7 @@ import torch
 from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM
 
-from services.trainer.attention import PACKED_ATTENTION, register_packed_attention
+from services.trainer.attention import PACKED_ATTENTION, packed_inputs, register_packed_attention
 from services.trainer.packing import Pack
 
 CLIP = 0.2
@@ -42,11 +42,7 @@ class BareLoop:
 
     def _forward_backward(self, pack: Pack, num_tokens: int) -> None:
         logits = self._model(
-            input_ids=torch.from_numpy(pack.token_ids)[None],
-            position_ids=torch.from_numpy(pack.position_ids)[None],
-            logits_to_keep=torch.from_numpy(pack.logit_positions),
-            segment_lengths=pack.segment_lengths,
-            use_cache=False,
+            **packed_inputs(pack, torch.device("cpu")), logits_to_keep=torch.from_numpy(pack.logit_positions)
         ).logits[0]
         logprobs = -cross_entropy(logits, torch.from_numpy(pack.target_ids), reduction="none")
         advantages = torch.from_numpy(pack.advantages)

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 from services.trainer.algorithms.ppo import value_losses
-from services.trainer.attention import PACKED_ATTENTION
+from services.trainer.attention import PACKED_ATTENTION, packed_inputs
 from services.trainer.backend import NonFiniteLossError
 from services.trainer.config import OptimizerConfig
 from services.trainer.named_tensors import below, check_layout, placed
@@ -83,12 +83,7 @@ class Critic:
     def values(self, pack: Pack) -> Tensor:
         """What the states before the loss tokens are worth, float32[N], with gradient where that is on."""
         with computing_in(self._dtype, self._device):
-            hidden_1th: Tensor = self._network(
-                input_ids=self._tensor(pack.token_ids)[None],
-                position_ids=self._tensor(pack.position_ids)[None],
-                segment_lengths=pack.segment_lengths,
-                use_cache=False,
-            ).last_hidden_state
+            hidden_1th: Tensor = self._network(**packed_inputs(pack, self._device)).last_hidden_state
         worth_n1: Tensor = self._head(hidden_1th[0, self._tensor(pack.logit_positions)].float())
         return worth_n1[:, 0]
 

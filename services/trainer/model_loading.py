@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from services.trainer.attention import PACKED_ATTENTION
 from services.trainer.backend import UnsupportedModelError
 from services.trainer.config import LoraSection
+from services.trainer.packing_check import check_packing
 from services.trainer.precision import MASTER, compute_dtype
 from services.trainer.trained_model import TrainedModel, WholeModel, checkpoint_layers
 
@@ -47,12 +48,13 @@ def load_trained(settings: ModelSettings, device: torch.device) -> TrainedModel:
     """What is trained, on its device, with the reference beside it where that is kept.
 
     Raises:
-        UnsupportedModelError: its attention cannot be replaced by the packed one.
+        UnsupportedModelError: packed rows would not train it on its own function.
         OSError: the directory does not hold a model.
     """
     # What is trained, and what it is compared with, is held in full precision; what only lies below an adapter is not.
     own = compute_dtype(settings.dtype, path=settings.path, device=device)
     model = _load_model(settings, device, dtype=MASTER if settings.lora is None else own)
+    check_packing(model, settings.path)
     if settings.gradient_checkpointing:
         checkpoint_layers(model)
     if settings.lora is None:
@@ -71,4 +73,7 @@ def _load_model(settings: ModelSettings, device: torch.device, *, dtype: torch.d
         )
     except ValueError as error:
         raise UnsupportedModelError(f"{settings.path}: {error}") from error
+    except KeyError as error:
+        # From a table of attentions that the model's own code holds.
+        raise UnsupportedModelError(f"{settings.path}: its attention cannot be replaced by {error}") from error
     return model.eval().to(device)

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import math
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,30 +24,27 @@ from torch.nn.functional import cross_entropy
 
 from penstock.adapters import AdapterSpec
 from services.trainer.algorithms.loss import LossFunction, LossInputs, LossOutputs
-from services.trainer.attention import register_packed_attention
+from services.trainer.attention import packed_inputs, register_packed_attention
 from services.trainer.backend import (
     LossTotals,
     NonFiniteGradientError,
     NonFiniteLossError,
     StepMetrics,
     TokenScores,
-    UnsupportedModelError,
 )
 from services.trainer.companions import Companions, read_companions, write_companions
 from services.trainer.config import OptimizerConfig
 from services.trainer.critic import Critic
 from services.trainer.model_files import copy_tokenizer
 from services.trainer.model_loading import ModelSettings, load_trained
-from services.trainer.packing import Pack, Trajectory, join, pack_trajectories
+from services.trainer.packing import Pack, Trajectory, join
 from services.trainer.peers import Alone, Peers
 from services.trainer.precision import compute_dtype, computing_in
 from services.trainer.resume_tensors import write_resume
 from services.trainer.training_state import TrainingState
 
 MIN_DECAY = 0.1
-PROBE_TOKENS = 8
-MAX_PROBE_DIFFERENCE = 0.05
-"""In nats. bfloat16 rounding stays below; reading a neighbour's tokens does not."""
+IDLE_TOKENS = 8
 
 
 class RankBackend:
@@ -68,7 +64,7 @@ class RankBackend:
         """Loads the model; with `peers` in all processes at once.
 
         Raises:
-            UnsupportedModelError: its attention cannot be replaced by the packed one.
+            UnsupportedModelError: packed rows would not train the model on its own function.
             OSError: the directory does not hold a model.
         """
         torch.set_num_threads(model.num_threads)
@@ -107,7 +103,6 @@ class RankBackend:
         for parameter in self._parameters.values():
             parameter.grad = torch.zeros_like(parameter)
         self._idle_pack = join([_idle_trajectory(self.vocab_size)], [0])
-        self._check_packing()
         self._critic = self._make_critic()
         self._companions = Companions(critic=self._critic, trained=self._trained, peers=self._peers)
 
@@ -257,25 +252,6 @@ class RankBackend:
         copy_tokenizer(self._settings.path, directory)
         write_companions(companions, directory)
 
-    def _check_packing(self) -> None:
-        """Compares a segment behind another one with the same segment alone.
-
-        A layer that carries state along the row (a convolution, a recurrence) would let one sample read another
-        without any error; this finds it before training does.
-        """
-        probe = _probe_trajectory(self.vocab_size)
-        (alone,) = pack_trajectories([probe], max_pack_tokens=1)
-        (packed,) = pack_trajectories([probe, probe], max_pack_tokens=2 * probe.token_ids.size)
-        try:
-            expected, found = self.forward_logprobs(alone), self.forward_logprobs(packed)
-        except (TypeError, ValueError) as error:
-            raise UnsupportedModelError(f"{self._settings.path}: packed rows fail: {error}") from error
-        difference = float(np.abs(found - np.tile(expected, 2)).max())
-        if not difference <= MAX_PROBE_DIFFERENCE:
-            raise UnsupportedModelError(
-                f"{self._settings.path}: samples packed in one row change each other's log-probs by {difference:.3g}"
-            )
-
     def _make_critic(self) -> Critic | None:
         rate = self._settings.critic_learning_rate
         if rate is None:
@@ -305,11 +281,7 @@ class RankBackend:
         """Log-probs of the loss tokens, float32[N]; logits exist for those positions only."""
         with computing_in(self._dtype, self._device):
             logits_1nv = model(
-                input_ids=self._tensor(pack.token_ids)[None],
-                position_ids=self._tensor(pack.position_ids)[None],
-                logits_to_keep=self._tensor(pack.logit_positions),
-                segment_lengths=pack.segment_lengths,
-                use_cache=False,
+                **packed_inputs(pack, self._device), logits_to_keep=self._tensor(pack.logit_positions)
             ).logits
         logits_nv = logits_1nv[0].float()
         if self._settings.temperature != 1.0:
@@ -337,22 +309,18 @@ def _copied(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: tensor.detach().cpu().clone().contiguous() for name, tensor in tensors.items()}
 
 
-def _probe_trajectory(vocab_size: int) -> Trajectory:
-    token_ids = (np.arange(PROBE_TOKENS, dtype=np.int32) * 7 + 3) % np.int32(vocab_size)
-    zeros = np.zeros(PROBE_TOKENS, dtype=np.float32)
-    return Trajectory(
-        token_ids=token_ids,
-        loss_mask=np.arange(PROBE_TOKENS) > 0,
-        behavior_logprobs=zeros,
-        advantages=zeros,
-    )
-
-
 def _idle_trajectory(vocab_size: int) -> Trajectory:
     """What a process without work of its own passes through all models, a critic too."""
-    probe = _probe_trajectory(vocab_size)
-    nothing = probe.advantages
-    return replace(probe, values=nothing, returns=nothing, reference_logprobs=nothing)
+    nothing = np.zeros(IDLE_TOKENS, dtype=np.float32)
+    return Trajectory(
+        token_ids=(np.arange(IDLE_TOKENS, dtype=np.int32) * 7 + 3) % np.int32(vocab_size),
+        loss_mask=np.arange(IDLE_TOKENS) > 0,
+        behavior_logprobs=nothing,
+        advantages=nothing,
+        values=nothing,
+        returns=nothing,
+        reference_logprobs=nothing,
+    )
 
 
 def _totals(outputs: LossOutputs, *, num_tokens: int) -> tuple[float, LossTotals]:
