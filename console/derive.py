@@ -123,7 +123,6 @@ def _openai_config(config: RunConfig, index: int) -> OpenAIConfig:
         listen=None if first is None else f"{host}:{int(port) + index}",
         reward=reward.removeprefix("grpc://") if reward.startswith("grpc://") else None,
         temperature=config.sampling.temperature,
-        top_p=config.sampling.top_p,
     )
 
 

@@ -96,7 +96,6 @@ class LaggingSampler:
         sampling = self._config.sampling
         return SamplingSettings(
             temperature=sampling.temperature,
-            top_p=sampling.top_p,
             max_new_tokens=sampling.max_new_tokens,
             seed=seed,
             stop_token_ids=(self._tokenizer.eos_token_id,),
@@ -111,6 +110,7 @@ class LaggingSampler:
             completion_token_ids=np.asarray(row.new_token_ids, np.int32),
             behavior_logprobs=np.asarray(row.new_logprobs, np.float32),
             policy_versions=np.full(len(row.new_token_ids), version, np.int64),
+            temperature=self._config.sampling.temperature,
             reward=self._score(prompt, row),
         )
 

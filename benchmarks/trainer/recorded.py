@@ -32,5 +32,6 @@ def _sample(row: Mapping[str, Any]) -> TrainingSample:
         completion_token_ids=np.array(row["token_ids"], dtype=np.int32),
         behavior_logprobs=np.array(row["logprobs"], dtype=np.float32),
         policy_versions=np.repeat(np.array(row["versions"], dtype=np.int64), row["version_lengths"]),
+        temperature=row["sampling"]["temperature"] or 1.0,
         reward=row["score"]["value"],
     )

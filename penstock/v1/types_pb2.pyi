@@ -148,7 +148,9 @@ Global___SampleKey: _TypeAlias = SampleKey  # noqa: Y015
 
 @_typing.final
 class SamplingParams(_message.Message):
-    """How to sample completions of a prompt."""
+    """How to sample completions of a prompt. To be trained on, samples must be drawn from the whole distribution: a training
+    prompt with top_p below 1, top_k, or a temperature outside 0.01 to 100 is refused with INVALID_ARGUMENT.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 

@@ -17,6 +17,7 @@ from google.protobuf.message import DecodeError
 
 from penstock.codec import Packed, group_slices
 from penstock.errors import InvalidFieldError
+from penstock.sampling import check_trainable
 from penstock.v1 import types_pb2
 from services.broker.chunks import MAX_LOGPROB
 from services.broker.put_groups import PutGroups
@@ -112,6 +113,8 @@ def _check_prompts(prompts: Sequence[types_pb2.Prompt]) -> tuple[list[str], list
         check_id("group_id", group_id)
     purposes = {prompt.purpose for prompt in prompts}
     _require(purposes == {types_pb2.PURPOSE_TRAIN}, "prompt.purpose", sorted(purposes), "TRAIN")
+    for prompt in prompts:
+        check_trainable(prompt.sampling, field="prompt.sampling")
     size = max(len(prompt.metadata_json) for prompt in prompts)
     _require(size <= MAX_METADATA_BYTES, "prompt.metadata_json", size, f"at most {MAX_METADATA_BYTES} characters")
     token_ids = [prompt.token_ids for prompt in prompts]

@@ -13,6 +13,7 @@ from google.protobuf.timestamp_pb2 import Timestamp
 
 from penstock.codec import int32_array
 from penstock.errors import InvalidFieldError
+from penstock.sampling import check_trainable
 from penstock.v1 import broker_pb2, types_pb2
 from services.broker.limits import MAX_GROUP_SIZE, MAX_ID_BYTES, Limits
 
@@ -105,6 +106,8 @@ def check_prompt(prompt: types_pb2.Prompt, limits: Limits) -> None:
         "at least 0",
     )
     _check_sampling(prompt.sampling, limits)
+    if is_training:
+        check_trainable(prompt.sampling)
     for message in prompt.messages:
         _require(message.role in _ROLES, "messages.role", message.role[:80], "system, user, assistant or tool")
     _check_metadata(prompt.metadata_json)

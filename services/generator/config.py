@@ -10,6 +10,7 @@ from pydantic import Field, model_validator
 from penstock.adapters import MAX_RANK
 from penstock.collective.backend import Transport
 from penstock.config import MeasuredConfig, StrictModel, Targets
+from penstock.sampling import MIN_TEMPERATURE
 from services.generator.engine import UpdateMode
 
 EngineName = Literal["vllm", "transformers", "emulated"]
@@ -118,12 +119,10 @@ class OpenAISection(StrictModel):
 
 
 class OpenAIConfig(OpenAISection):
-    """The endpoint and what the run samples with: the trainer takes log-probs at that temperature."""
+    """The endpoint and what the run samples with."""
 
-    temperature: float = Field(default=1.0, gt=0, le=10)
-    """Temperature of sessions: the run's sampling.temperature."""
-    top_p: float = Field(default=1.0, gt=0, le=1)
-    """Nucleus mass of sessions: the run's sampling.top_p."""
+    temperature: float = Field(default=1.0, ge=MIN_TEMPERATURE, le=10)
+    """Temperature of sessions, and of requests that name none: the run's sampling.temperature."""
 
 
 class GeneratorConfig(MeasuredConfig):

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
@@ -11,6 +12,7 @@ from penstock.adapters import MAX_RANK, MAX_TARGET_MODULES, MODULE_NAME
 from penstock.collective.backend import Transport
 from penstock.config import MeasuredConfig, StrictModel, Targets
 from penstock.pieces import MAX_GROUP_TOKENS
+from penstock.sampling import MIN_TEMPERATURE
 from services.trainer.algorithms.base import Normalization
 
 MAX_SAMPLES_PER_GROUP = 1024
@@ -20,7 +22,16 @@ TRACKER_PACKAGES: dict[TrackerName, str] = {"tensorboard": "tensorboard", "wandb
 AlgorithmName = Literal["grpo", "dr_grpo", "dapo", "gspo", "cispo", "rloo", "reinforce_plus_plus", "ppo", "tba"]
 """Keys of `algorithms.registry.ALGORITHMS`, which brings torch in and is not imported here."""
 
-
+UNTRAINABLE: Mapping[str, tuple[object, ...]] = {
+    "top_p": (None, 1),
+    "top_k": (None, 0, -1),
+    "min_p": (None, 0),
+    "repetition_penalty": (None, 1),
+    "presence_penalty": (None, 0),
+    "frequency_penalty": (None, 0),
+    "logit_bias": (None, {}),
+}
+"""Ways to sample that training refuses, each with the values that change nothing."""
 Share = Annotated[float, Field(gt=0)]
 Decay = Annotated[float, Field(ge=0, lt=1)]
 
@@ -136,12 +147,23 @@ class DataConfig(StrictModel):
 class SamplingConfig(StrictModel):
     """How completions are sampled for training."""
 
-    temperature: float = Field(default=1.0, gt=0, le=10)
+    temperature: float = Field(default=1.0, ge=MIN_TEMPERATURE, le=10)
     """Softmax temperature."""
-    top_p: float = Field(default=1.0, gt=0, le=1)
-    """Nucleus mass; 1 is off."""
     max_new_tokens: int = Field(default=256, ge=1)
     """Most completion tokens."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _from_the_whole_distribution(cls, given: Any) -> Any:
+        if not isinstance(given, dict):
+            return given
+        for name, neutral in UNTRAINABLE.items():
+            if name in given and given[name] not in neutral:
+                raise ValueError(
+                    f"{name}: {given[name]!r} would sample from another distribution than the whole softmax at "
+                    f"sampling.temperature, whose log-probs the trainer computes; leave {name} out"
+                )
+        return {name: value for name, value in given.items() if name not in UNTRAINABLE}
 
 
 class AlgorithmConfig(StrictModel):

@@ -7,6 +7,7 @@ import numpy.typing as npt
 
 from penstock.codec import decode_versions, float32_array, int32_array
 from penstock.errors import InvalidFieldError
+from penstock.sampling import check_trainable, temperature_of
 from penstock.v1 import types_pb2
 from services.trainer.samples import TrainingSample
 
@@ -14,10 +15,15 @@ from services.trainer.samples import TrainingSample
 def training_samples(group: types_pb2.TrajectoryGroup) -> list[TrainingSample]:
     """The samples of a group, in its order; raises InvalidFieldError naming the field that cannot be read."""
     prompt = int32_array(group.prompt.token_ids, "prompt.token_ids")
-    return [_sample(group.prompt.group_id, prompt, trajectory) for trajectory in group.trajectories]
+    check_trainable(group.prompt.sampling, field="prompt.sampling")
+    temperature = temperature_of(group.prompt.sampling)
+    group_id = group.prompt.group_id
+    return [_sample(group_id, prompt, trajectory, temperature=temperature) for trajectory in group.trajectories]
 
 
-def _sample(group_id: str, prompt: npt.NDArray[np.int32], trajectory: types_pb2.Trajectory) -> TrainingSample:
+def _sample(
+    group_id: str, prompt: npt.NDArray[np.int32], trajectory: types_pb2.Trajectory, *, temperature: float
+) -> TrainingSample:
     tokens = int32_array(trajectory.token_ids, "trajectory.token_ids")
     score = trajectory.score
     is_scored = score.status == types_pb2.SCORE_STATUS_OK and score.HasField("value")
@@ -32,6 +38,7 @@ def _sample(group_id: str, prompt: npt.NDArray[np.int32], trajectory: types_pb2.
         ),
         reward=score.value if is_scored else None,
         loss_mask=_loss_mask(trajectory.loss_mask, num_tokens=int(tokens.size)),
+        temperature=temperature,
         advantages=(float32_array(trajectory.advantages, "trajectory.advantages") if trajectory.advantages else None),
     )
 

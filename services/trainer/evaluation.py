@@ -121,9 +121,7 @@ class Evaluator:
 
     def _kinds(self) -> tuple[_Kind, _Kind]:
         sampling = self._config.sampling
-        sampled = types_pb2.SamplingParams(
-            temperature=sampling.temperature, top_p=sampling.top_p, max_new_tokens=sampling.max_new_tokens
-        )
+        sampled = types_pb2.SamplingParams(temperature=sampling.temperature, max_new_tokens=sampling.max_new_tokens)
         greedy = types_pb2.SamplingParams(temperature=0.0, max_new_tokens=sampling.max_new_tokens)
         return _Kind(is_greedy=False, sampling=sampled), _Kind(is_greedy=True, sampling=greedy)
 

@@ -29,9 +29,6 @@ class ModelSettings:
     """Where to train; auto takes CUDA where there is one."""
     num_threads: int = 1
     """CPU threads of PyTorch, set for the whole process."""
-    temperature: float = 1.0
-    """Sampling temperature: log-probs are of logits / temperature, as behaviour log-probs are. Nucleus and top-k cuts
-    are not modelled."""
     lora: LoraSection | None = None
     """Train an adapter over the model; unset trains all weights."""
     keep_reference: bool = False

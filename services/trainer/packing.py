@@ -51,6 +51,8 @@ class Trajectory:
     reference_logprobs: npt.NDArray[np.float32] | None = None
     """float32[T], nats, of each token under the reference; likewise. None where the backend finds them itself, or where
     the loss has no term of them."""
+    temperature: float = 1.0
+    """At which the loss tokens were sampled, > 0: log-probs are of logits / temperature."""
     group_id: str = ""
     """Of the sample group; read only to say whose numbers went astray."""
 
@@ -106,6 +108,8 @@ class Pack:
     """float32[N], likewise."""
     reference_logprobs: npt.NDArray[np.float32] | None = None
     """float32[N], likewise."""
+    temperatures: npt.NDArray[np.float32] | None = None
+    """float32[N], at which each loss token was sampled; None where all are 1."""
 
     @property
     def num_tokens(self) -> int:
@@ -216,6 +220,7 @@ def join(trajectories: Sequence[Trajectory], indices: Sequence[int]) -> Pack:
         returns=_joined([member.returns for member in members], targets),
         proximal_logprobs=_joined([member.proximal_logprobs for member in members], targets),
         reference_logprobs=_joined([member.reference_logprobs for member in members], targets),
+        temperatures=_temperatures(members, segments[targets]),
     )
 
 
@@ -246,9 +251,17 @@ def part_of(pack: Pack, segments: Sequence[int]) -> tuple[Pack, npt.NDArray[np.i
             behavior_logprobs=pack.behavior_logprobs[targets],
             advantages=pack.advantages[targets],
             members=tuple(pack.members[segment] for segment in segments),
+            temperatures=None if pack.temperatures is None else pack.temperatures[targets],
         ),
         targets,
     )
+
+
+def _temperatures(
+    members: Sequence[Trajectory], target_segments: npt.NDArray[np.int64]
+) -> npt.NDArray[np.float32] | None:
+    temperatures = np.array([member.temperature for member in members], dtype=np.float32)
+    return None if (temperatures == 1.0).all() else temperatures[target_segments]
 
 
 def _joined(

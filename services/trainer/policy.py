@@ -67,7 +67,6 @@ def local_backend(config: TrainingConfig, peers: Peers | None = None) -> Backend
             dtype=config.model.dtype,
             device=config.trainer.device,
             num_threads=config.trainer.num_threads,
-            temperature=config.sampling.temperature,
             keep_reference=config.algorithm.kl_coefficient > 0,
             loss_reads_reference=not algorithm.is_kl_in_reward and not is_reference_early(config.algorithm, algorithm),
             critic_learning_rate=critic_rate(config) if algorithm.has_critic else None,

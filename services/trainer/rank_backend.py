@@ -284,8 +284,8 @@ class RankBackend:
                 **packed_inputs(pack, self._device), logits_to_keep=self._tensor(pack.logit_positions)
             ).logits
         logits_nv = logits_1nv[0].float()
-        if self._settings.temperature != 1.0:
-            logits_nv = logits_nv / self._settings.temperature
+        if pack.temperatures is not None:
+            logits_nv = logits_nv / self._tensor(pack.temperatures)[:, None]
         # cross_entropy is the fused log-softmax and gather; the sign is all that differs.
         return -cross_entropy(logits_nv, self._tensor(pack.target_ids), reduction="none")
 

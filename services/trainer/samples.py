@@ -28,6 +28,8 @@ class TrainingSample:
     """int64[C], the version that sampled each token."""
     reward: float | None
     """The group-comparable score; None when it could not be scored."""
+    temperature: float = 1.0
+    """At which its tokens were sampled, > 0."""
     loss_mask: npt.NDArray[np.bool_] | None = None
     """bool[C], true where trained on; None trains on all."""
     advantages: npt.NDArray[np.float32] | None = None
@@ -67,5 +69,6 @@ def trajectory_of(sample: TrainingSample, credit: float) -> Trajectory:
         loss_mask=np.concatenate([nothing.astype(np.bool_), mask.astype(np.bool_)]),
         behavior_logprobs=np.concatenate([nothing, sample.behavior_logprobs]),
         advantages=np.concatenate([nothing, advantages]),
+        temperature=sample.temperature,
         group_id=sample.group_id,
     )

@@ -147,7 +147,6 @@ class TrainingFeeder:
             group_size=self._context.config.algorithm.group_size,
             sampling=types_pb2.SamplingParams(
                 temperature=sampling.temperature,
-                top_p=sampling.top_p,
                 max_new_tokens=sampling.max_new_tokens,
                 seed=sampling_seed(self._context.config.run.seed, position),
             ),

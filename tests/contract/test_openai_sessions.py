@@ -87,6 +87,16 @@ async def test_two_turns_with_a_tool_become_one_trajectory_whose_tool_output_is_
     assert list(bench.engine.requests[1].prompt_token_ids) == [*prompt, *turns[0], *tool]
 
 
+async def test_a_group_says_at_which_temperature_it_was_sampled(model):
+    async with endpoint_bench(model, use_a_tool, temperature=0.6) as bench:
+        for session in ("s1", "s2"):
+            await two_turns(bench, session, 1.0)
+        (group,) = await bench.groups(1)
+        assert {request.sampling.temperature for request in bench.engine.requests} == {0.6}
+    assert group.prompt.sampling.temperature == pytest.approx(0.6)
+    assert not group.prompt.sampling.HasField("top_p")
+
+
 async def test_sampled_tokens_are_never_tokenised_again(model):
     async with endpoint_bench(model) as bench:
         tokenizer = bench.tokenizer

@@ -107,6 +107,14 @@ def test_a_reward_that_does_not_exist_is_told(tmp_path: Path, reward: str, words
     assert words in refused(tmp_path, document(tmp_path), f"reward={reward}")
 
 
+@pytest.mark.parametrize("override", ["sampling.top_p=0.9", "sampling.top_k=50", "sampling.min_p=0.05"])
+def test_sampling_from_another_distribution_than_the_trainers_is_told(tmp_path: Path, override: str) -> None:
+    name, value = override.removeprefix("sampling.").split("=")
+    line = refused(tmp_path, document(tmp_path), override, "--dry-run")
+    assert f"sampling: {name}: {value} would sample from another distribution" in line
+    assert f"leave {name} out" in line
+
+
 def test_an_endpoint_that_does_not_answer_is_told(tmp_path: Path) -> None:
     line = refused(tmp_path, document(tmp_path), "endpoints.broker=127.0.0.1:1")
     assert "endpoints.broker: nothing answers at 127.0.0.1:1" in line

@@ -245,14 +245,14 @@ class Agents:
     def _sampling(self, body: SamplingRequest, *, is_in_session: bool, max_new_tokens: int) -> SamplingSettings:
         config = self._config
         temperature = config.temperature if body.temperature is None else body.temperature
-        top_p = config.top_p if body.top_p is None else body.top_p
+        top_p = 1.0 if body.top_p is None else body.top_p
         top_k = body.top_k if body.top_k is not None and body.top_k > 0 else None
         if is_in_session:
             if body.n > 1:
                 raise invalid("n", f"{body.n} in a session, which has one answer a turn: open more sessions")
             for name, found, wanted in (
                 ("temperature", temperature, config.temperature),
-                ("top_p", top_p, config.top_p),
+                ("top_p", top_p, 1.0),
                 ("top_k", top_k, None),
             ):
                 if found != wanted:

@@ -25,7 +25,13 @@ _NEUTRAL: Mapping[str, tuple[object, ...]] = {
     "frequency_penalty": (None, 0),
     "repetition_penalty": (None, 1),
     "min_p": (None, 0),
+    "typical_p": (None, 1),
     "logit_bias": (None, {}),
+    "bad_words": (None, []),
+    "allowed_token_ids": (None, []),
+    "min_tokens": (None, 0),
+    "ignore_eos": (None, False),
+    "use_beam_search": (None, False),
     "best_of": (None, 1),
     "echo": (None, False),
     "suffix": (None, ""),
@@ -33,7 +39,11 @@ _NEUTRAL: Mapping[str, tuple[object, ...]] = {
     "response_format": (None, {"type": "text"}),
     "tool_choice": (None, "auto", "none"),
     "functions": (None, []),
+    "structured_outputs": (None,),
     "guided_json": (None,),
+    "guided_regex": (None,),
+    "guided_choice": (None,),
+    "guided_grammar": (None,),
 }
 _Name = Annotated[str, Field(min_length=1, max_length=256)]
 

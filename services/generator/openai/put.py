@@ -33,16 +33,25 @@ class GroupPutter:
         broker: host:port, several as a list.
         run_id: The run.
         generator_id: This process.
+        temperature: At which sessions are sampled.
         security: Credentials of the process.
         metrics: Counts.
     """
 
     def __init__(
-        self, broker: str, *, run_id: str, generator_id: str, security: Security, metrics: OpenAIMetrics
+        self,
+        broker: str,
+        *,
+        run_id: str,
+        generator_id: str,
+        temperature: float,
+        security: Security,
+        metrics: OpenAIMetrics,
     ) -> None:
         self._client = BrokerClient(broker, security=security, patience_s=PATIENCE_S)
         self._run_id = run_id
         self._generator_id = generator_id
+        self._temperature = temperature
         self._metrics = metrics
         self._shape: RunShape | None = None
         self._instance = uuid.uuid4().hex[:8]
@@ -55,7 +64,11 @@ class GroupPutter:
         """What the run takes; asked once. Raises PenstockError while the broker does not know."""
         if self._shape is None:
             limits = (await self.get_run()).limits
-            self._shape = RunShape(group_size=limits.group_size, max_completion_tokens=limits.max_completion_tokens)
+            self._shape = RunShape(
+                group_size=limits.group_size,
+                max_completion_tokens=limits.max_completion_tokens,
+                temperature=self._temperature,
+            )
         return self._shape
 
     async def get_run(self) -> broker_pb2.GetRunResponse:

@@ -53,6 +53,7 @@ class OpenAIEndpoint:
             config.broker,
             run_id=config.run_id,
             generator_id=guests.generator_id,
+            temperature=config.openai.temperature,
             security=security,
             metrics=metrics,
         )

@@ -30,12 +30,14 @@ OnDropped = Callable[[str, int], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunShape:
-    """What the run takes."""
+    """What the run takes, and how its sessions are sampled."""
 
     group_size: int
     """Most trajectories of a group."""
     max_completion_tokens: int
     """Most tokens of a trajectory beyond the prompt."""
+    temperature: float = 1.0
+    """At which sessions are sampled."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,7 +114,7 @@ def _prompt(group: SessionGroup, token_ids: Int32, shape: RunShape, names: Group
         group_id=names.group_id,
         token_ids=int32_bytes(token_ids),
         group_size=shape.group_size,
-        sampling=types_pb2.SamplingParams(max_new_tokens=shape.max_completion_tokens),
+        sampling=types_pb2.SamplingParams(temperature=shape.temperature, max_new_tokens=shape.max_completion_tokens),
         text=names.text_of(token_ids.tolist())[:MAX_TEXT_CHARACTERS],
         metadata_json=json.dumps({"task": group.task, "sessions": sessions[: shape.group_size]}),
         purpose=types_pb2.PURPOSE_TRAIN,

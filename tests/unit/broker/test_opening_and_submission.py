@@ -288,6 +288,12 @@ def test_a_closed_run_takes_no_prompts_and_gives_no_leases() -> None:
         ({"sampling": types_pb2.SamplingParams(max_new_tokens=1, top_p=0)}, "top_p"),
         ({"sampling": types_pb2.SamplingParams(max_new_tokens=1, top_k=0)}, "top_k"),
         ({"sampling": types_pb2.SamplingParams(max_new_tokens=1, stop_token_ids=[1] * 65)}, "stop_token_ids"),
+        (
+            {"sampling": types_pb2.SamplingParams(max_new_tokens=1, top_p=0.9)},
+            "sampling.top_p: 0.9; must be unset",
+        ),
+        ({"sampling": types_pb2.SamplingParams(max_new_tokens=1, top_k=50)}, "sampling.top_k: 50; must be unset"),
+        ({"sampling": types_pb2.SamplingParams(max_new_tokens=1, temperature=0)}, "sampling.temperature: 0.0; must be"),
         ({"messages": [types_pb2.ChatMessage(role="oracle")]}, "role"),
         ({"metadata_json": "[1]"}, "metadata_json"),
         ({"metadata_json": "{"}, "metadata_json"),
@@ -301,3 +307,11 @@ def test_a_malformed_prompt_is_refused_by_name_and_the_others_are_taken(changes:
     assert [(error.index, error.code, error.reason) for error in errors] == [(1, 3, "INVALID_FIELD")]
     assert field in errors[0].message
     assert list(state.groups) == ["good"]
+
+
+def test_only_what_is_trained_on_must_be_drawn_from_the_whole_distribution() -> None:
+    state = open_state()
+    cut = types_pb2.SamplingParams(max_new_tokens=1, temperature=0, top_p=0.9, top_k=50)
+    hot = types_pb2.SamplingParams(max_new_tokens=1, temperature=0.01, top_p=1.0)
+    prompts = [evaluation("measured", sampling=cut), prompt("trained", sampling=hot)]
+    assert submission.submit(state, prompts, retired=(), now_s=1.0) == []

@@ -1,5 +1,7 @@
 """Settings of algorithms that contradict each other are refused, with the field to change."""
 
+import re
+
 import pytest
 from pydantic import ValidationError
 
@@ -34,6 +36,22 @@ def test_groups_that_cannot_be_delivered_are_refused():
     with pytest.raises(ValidationError, match=r"sampling.max_new_tokens: .* 512 samples .* of 32769 tokens"):
         config({"group_size": 512}, sampling={"max_new_tokens": 32_769})
     config({"group_size": 512}, sampling={"max_new_tokens": 32_768})
+
+
+@pytest.mark.parametrize(
+    "sampling", [{"top_p": 0.9}, {"top_k": 50}, {"min_p": 0.05}, {"repetition_penalty": 1.1}, {"logit_bias": {"3": 1}}]
+)
+def test_another_distribution_than_the_trainers_is_refused(sampling):
+    ((name, value),) = sampling.items()
+    with pytest.raises(ValidationError, match=re.escape(f"{name}: {value!r} would sample") + f".*leave {name} out"):
+        config({}, sampling=sampling)
+
+
+def test_ways_to_sample_that_change_nothing_are_taken():
+    made = config({}, sampling={"top_p": 1.0, "top_k": -1, "min_p": 0.0, "temperature": 0.7}).sampling
+    assert made.temperature == 0.7
+    with pytest.raises(ValidationError, match="greater than or equal to"):
+        config({}, sampling={"temperature": 0})
 
 
 def test_an_adapters_reference_cannot_be_refreshed():

@@ -1,6 +1,8 @@
 """A process' part of the backend, alone, on a tiny Qwen2: packed equals unpacked, safe failure, exact resume."""
 
+from dataclasses import replace
 from functools import partial
+from itertools import cycle
 
 import numpy as np
 import pytest
@@ -72,25 +74,28 @@ def assert_equal_tensors(found, expected):
         assert torch.equal(found[name], tensor), name
 
 
-def naive_logprobs(directory, trajectory, *, temperature=1.0):
+def naive_logprobs(directory, trajectory):
     """One sequence, eager attention, float64, full logits."""
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float64, attn_implementation="eager")
     ids = torch.from_numpy(trajectory.token_ids.astype(np.int64))
     with torch.no_grad():
-        logits = model(input_ids=ids[None]).logits[0] / temperature
+        logits = model(input_ids=ids[None]).logits[0] / trajectory.temperature
     logprobs = torch.log_softmax(logits, -1)[:-1].gather(1, ids[1:, None])[:, 0]
     return logprobs[torch.from_numpy(trajectory.loss_mask[1:])].numpy()
 
 
-@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize("temperatures", [[1.0], [0.7], [1.0, 0.6, 1.7]])
 @pytest.mark.parametrize("changes", [{}, {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 0}])
-def test_packed_logprobs_equal_those_of_each_sequence_alone(tmp_path, changes, temperature):
+def test_packed_logprobs_equal_those_of_each_sequence_alone_at_its_own_temperature(tmp_path, changes, temperatures):
     directory = save_tiny_qwen2(tmp_path, **changes)
-    backend = build_backend(directory, temperature=temperature)
-    trajectories = random_trajectories()
+    backend = build_backend(directory)
+    trajectories = [
+        replace(trajectory, temperature=temperature)
+        for trajectory, temperature in zip(random_trajectories(), cycle(temperatures), strict=False)
+    ]
     (pack,) = pack_trajectories(trajectories, max_pack_tokens=10_000)
     order = sorted(range(len(trajectories)), key=lambda index: -trajectories[index].token_ids.size)
-    expected = [naive_logprobs(directory, trajectories[index], temperature=temperature) for index in order]
+    expected = [naive_logprobs(directory, trajectories[index]) for index in order]
     np.testing.assert_allclose(backend.forward_logprobs(pack), np.concatenate(expected), atol=2e-5)
 
 

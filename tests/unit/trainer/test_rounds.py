@@ -1,5 +1,7 @@
 """Dealing to processes of unlike strength: every trajectory once, tokens in proportion to shares."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -15,7 +17,8 @@ SHARES = st.lists(st.sampled_from([1.0, 2.0, 3.5]), min_size=2, max_size=4)
 
 def trajectories(lengths):
     rng = np.random.default_rng(0)
-    return [build_trajectory(rng, num_prompt=1, num_completion=length - 1) for length in lengths]
+    made = [build_trajectory(rng, num_prompt=1, num_completion=length - 1) for length in lengths]
+    return [replace(trajectory, temperature=0.5 + index) for index, trajectory in enumerate(made)]
 
 
 @settings(deadline=None)
@@ -69,11 +72,20 @@ def test_a_pack_is_shared_out_by_whole_segments_and_every_loss_token_is_somewher
     pack = join(items, range(len(items)))
     parts = share_out(pack, shares=shares)
     assert len(parts) == len(shares)
+    assert pack.temperatures is not None
     seen = np.concatenate([tokens for _, tokens in parts])
     assert set(seen.tolist()) == set(range(pack.num_loss_tokens))
     for part, tokens in parts:
         expected = join(items, part.members)
-        for name in ("token_ids", "position_ids", "logit_positions", "target_ids", "target_segments", "advantages"):
+        for name in (
+            "token_ids",
+            "position_ids",
+            "logit_positions",
+            "target_ids",
+            "target_segments",
+            "advantages",
+            "temperatures",
+        ):
             np.testing.assert_array_equal(getattr(part, name), getattr(expected, name), err_msg=name)
         assert part.segment_lengths == expected.segment_lengths
         np.testing.assert_array_equal(pack.target_ids[tokens], part.target_ids)
