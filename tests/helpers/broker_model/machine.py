@@ -15,7 +15,7 @@ from unittest import mock
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from penstock.errors import VersionConflictError
+from penstock.errors import FencedError, OtherInstanceError, PenstockError, VersionConflictError
 from penstock.v1 import broker_pb2, types_pb2
 from services.broker.policy import DISPATCH_NAMES
 from tests.helpers.broker import duration
@@ -102,7 +102,7 @@ class BrokerMachine(RuleBasedStateMachine):
         self.workers = [ModelWorker(world, number) for number in range(NUM_WORKERS)]
         self.producer = ModelProducer(world)
         self.world = world
-        await self.trainer.open()
+        await self.trainer.take_over()
 
     # -- the trainer ---------------------------------------------------------------------------------------------------
 
@@ -145,7 +145,9 @@ class BrokerMachine(RuleBasedStateMachine):
         before = await self.world.audit()
         # A trainer that crashed may be behind the run.
         version = (await self.world.state()).run.policy_version + 3
-        request = broker_pb2.AckStepRequest(run_id=RUN, consumer_id="x", group_ids=["g1"], policy_version=version)
+        request = broker_pb2.AckStepRequest(
+            run_id=RUN, consumer_id="x", group_ids=["g1"], policy_version=version, owner=self.trainer.owner
+        )
         try:
             await self.world.call("AckStep", request)
         except VersionConflictError:
@@ -166,6 +168,40 @@ class BrokerMachine(RuleBasedStateMachine):
         self.do(lambda: self.trainer.pull(self.world.limits.groups_per_step))
         self.run(self.trainer.reconnect())
         self.do(lambda: self.trainer.pull(self.world.limits.groups_per_step))
+
+    @rule(place=st.integers(0, 3), is_another_run=st.booleans())
+    def a_replaced_trainer_wakes_up(self, place: int, is_another_run: bool) -> None:
+        """Or one of another run of this id: whatever it says is refused and changes nothing."""
+        if self.trainer.replaced:
+            self.run(self._wake_up(self.trainer.replaced[place % len(self.trainer.replaced)], is_another_run))
+
+    async def _wake_up(self, zombie: broker_pb2.RunOwner, is_another_run: bool) -> None:
+        before, state = await self.world.audit(), await self.world.state()
+        if zombie.epoch >= state.run.owner.epoch and not is_another_run:
+            # The store lost the commit that replaced it, and its successor was not heard of since.
+            return
+        owner = broker_pb2.RunOwner()
+        owner.CopyFrom(zombie)
+        expected: type[PenstockError] = FencedError
+        if is_another_run:
+            owner.instance_id, owner.epoch, expected = "second", zombie.epoch + 100, OtherInstanceError
+        setting, group_ids = self.world.setting, list(self.trainer.held) or ["g1"]
+        opening = broker_pb2.OpenRunRequest(limits=setting.limits, policy=setting.policy, takes_over=is_another_run)
+        for method, request in (
+            ("OpenRun", opening),
+            ("AckStep", broker_pb2.AckStepRequest(group_ids=group_ids, policy_version=before.policy_version + 1)),
+            ("AckStep", broker_pb2.AckStepRequest(group_ids=group_ids, policy_version=before.policy_version)),
+            ("DropGroups", broker_pb2.DropGroupsRequest(group_ids=group_ids, reason="unwanted")),
+            ("CloseRun", broker_pb2.CloseRunRequest(drop_reason="run_complete")),
+        ):
+            request.run_id = RUN
+            request.owner.CopyFrom(owner)
+            try:
+                await self.world.call(method, request)
+            except expected:
+                continue
+            raise AssertionError(f"{method} of a replaced trainer was taken")
+        assert await self.world.audit() == before
 
     @rule(place=st.integers(0, 7))
     def drop(self, place: int) -> None:
@@ -383,7 +419,7 @@ class BrokerMachine(RuleBasedStateMachine):
     async def _close_and_open(self) -> None:
         await self.world.call("CloseRun", broker_pb2.CloseRunRequest(run_id=RUN))
         await settle()
-        await self.trainer.open()
+        await self.trainer.take_over()
 
     @rule()
     def close_for_good_and_open_again(self) -> None:
@@ -397,7 +433,7 @@ class BrokerMachine(RuleBasedStateMachine):
         assert books.balanced, books
         assert not books.in_flight, books
         self.trainer.forget_in_flight()
-        await self.trainer.open()
+        await self.trainer.take_over()
 
     # -- everybody -----------------------------------------------------------------------------------------------------
 
@@ -467,7 +503,7 @@ class BrokerMachine(RuleBasedStateMachine):
 
     async def _finish_everything(self) -> None:
         """No endless wait: with everybody at work, all that was begun ends."""
-        await self.trainer.open()
+        await self.trainer.take_over()
         await self.trainer.submit_again()
         wanted = set(self.trainer.memory.outstanding)
         for _ in range(60):

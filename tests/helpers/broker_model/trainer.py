@@ -43,6 +43,9 @@ class ModelTrainer:
         self.held: dict[str, types_pb2.TrajectoryGroup] = {}
         self.num_submitted = 0
         self.must_reopen = False
+        self.owner = broker_pb2.RunOwner(instance_id="first")
+        self.replaced: list[broker_pb2.RunOwner] = []
+        """Trainers that were replaced by this one: each may wake up."""
         self.is_regular = True
         """Whether every step was whole and none was taken back: then nothing can become stale under WAIT."""
         self.accepts_packed_groups = False
@@ -52,7 +55,24 @@ class ModelTrainer:
 
     # -- the run -------------------------------------------------------------------------------------------------------
 
-    async def open(self) -> broker_pb2.OpenRunResponse:
+    async def take_over(self) -> None:
+        """A new process becomes the run's trainer."""
+        if self.owner.epoch:
+            former = broker_pb2.RunOwner()
+            former.CopyFrom(self.owner)
+            self.replaced = [*self.replaced, former][-4:]
+        self.owner.owner_id = f"trainer-{len(self.replaced)}-{self.owner.epoch}"
+        self.owner.epoch = (await self.open(takes_over=True)).epoch
+
+    async def come_back(self) -> None:
+        """Tell a store that lost commits what it forgot; what it has not heard of being taken back is taken back."""
+        try:
+            await self.open()
+        except VersionConflictError:
+            assert self.world.has_lost_commits
+            await self.open(takes_over=True)
+
+    async def open(self, *, takes_over: bool = False) -> broker_pb2.OpenRunResponse:
         """Open the run at the present version, with the ledger."""
         steps = [
             broker_pb2.StepRecord(
@@ -66,7 +86,8 @@ class ModelTrainer:
             policy=self.world.setting.policy,
             policy_version=self.memory.version,
             steps=steps,
-            takes_over=True,
+            owner=self.owner,
+            takes_over=takes_over,
         )
         before = await self._version_at_broker()
         response = await self.world.call("OpenRun", request)
@@ -92,7 +113,7 @@ class ModelTrainer:
         await self._link.close()
         self.held.clear()
         self.memory = copy.deepcopy(self._checkpoint)
-        await self.open()
+        await self.take_over()
         await self.submit_again()
 
     # -- prompts -------------------------------------------------------------------------------------------------------
@@ -137,9 +158,8 @@ class ModelTrainer:
 
     async def drop(self, group_ids: list[str]) -> None:
         """Give groups up."""
-        await self.world.call(
-            "DropGroups", broker_pb2.DropGroupsRequest(run_id=RUN, group_ids=group_ids, reason="unwanted")
-        )
+        request = broker_pb2.DropGroupsRequest(run_id=RUN, group_ids=group_ids, reason="unwanted", owner=self.owner)
+        await self.world.call("DropGroups", request)
         for group_id in group_ids:
             self.held.pop(group_id, None)
             if group_id in self.memory.outstanding:
@@ -167,6 +187,7 @@ class ModelTrainer:
             held_group_ids=list(self.held),
             max_groups=4,
             accepts_packed_groups=self.accepts_packed_groups,
+            owner=self.owner,
         )
         self._link.open(broker_pb2.StreamMicrobatchesRequest(hello=hello, credit_total=want))
 
@@ -218,7 +239,7 @@ class ModelTrainer:
     async def step(self) -> None:
         """Train on what is held: the optimiser's step, then the receipt."""
         if self.must_reopen:
-            await self.open()
+            await self.come_back()
         await self._drop_stale()
         if not self.held:
             return
@@ -249,13 +270,13 @@ class ModelTrainer:
         """The receipt of the last step; where the broker is behind it is told the ledger instead."""
         version, groups = self.memory.ledger[-1]
         request = broker_pb2.AckStepRequest(
-            run_id=RUN, consumer_id=CONSUMER, group_ids=list(groups), policy_version=version
+            run_id=RUN, consumer_id=CONSUMER, group_ids=list(groups), policy_version=version, owner=self.owner
         )
         try:
             response = await self.world.call("AckStep", request)
         except (VersionConflictError, LeaseLostError, UnknownSampleError):
             assert self.world.has_lost_commits
-            await self.open()
+            await self.come_back()
             return None
         assert response.policy_version == self.memory.version
         # What a broker marked trained on the trainer's word it counts as its store remembers it.
