@@ -12,7 +12,7 @@ Promises:
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from contextlib import suppress
 from typing import Protocol
 
@@ -115,7 +115,7 @@ class LeaseSession:
         call = self._stub.StreamLeases()
         await converse(call, self._frames(), self._take, peer=self._peer, max_silence_s=MAX_SILENCE_S)
 
-    async def _frames(self) -> AsyncIterator[broker_pb2.StreamLeasesRequest]:
+    async def _frames(self) -> AsyncGenerator[broker_pb2.StreamLeasesRequest, None]:
         yield broker_pb2.StreamLeasesRequest(hello=self._hello)
         while True:
             self._changed.clear()

@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -187,7 +187,7 @@ class ScoringSession:
             # New leases may have to be renewed sooner than the writer sleeps.
             self._changed.set()
 
-    async def _requests(self) -> AsyncIterator[broker_pb2.StreamScoringRequest]:
+    async def _requests(self) -> AsyncGenerator[broker_pb2.StreamScoringRequest, None]:
         hello = self._request(is_renewal=True)
         hello.hello.CopyFrom(self._hello)
         yield hello

@@ -1,13 +1,15 @@
 """One bidirectional call from its first write to its status: the part that every streaming client has in common.
 
 Writes run in a task of their own that never outlives the call: a request iterator handed to grpc would, and would take
-work meant for the next stream.
+work meant for the next stream. The writer closes the iterator when it ends: one that is left to the garbage collector
+is closed by the event loop in a task of its own, at any moment, which complains where a link broke during a write.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
 from typing import Any, TypeVar
 
 import grpc
@@ -22,7 +24,7 @@ _Response = TypeVar("_Response")
 
 async def converse(
     call: Any,
-    requests: AsyncIterator[_Request],
+    requests: AsyncGenerator[_Request, None],
     handle: Callable[[_Response], None],
     *,
     peer: str,
@@ -32,7 +34,7 @@ async def converse(
 
     Args:
         call: A stream-stream call that nothing was written to yet (its type takes no parameters at run time).
-        requests: What to write, in order; waits where there is nothing to say.
+        requests: What to write, in order; waits where there is nothing to say. Closed when this returns.
         handle: Takes one response, without waiting.
         peer: Names the server in messages.
         max_silence_s: The call is given up when no response came for so long.
@@ -68,10 +70,11 @@ async def _read(call: Any, peer: str, max_silence_s: float) -> Any:
         raise ServiceUnavailableError(f"{peer}: silent for {max_silence_s:.0f} s") from None
 
 
-async def _write_all(call: Any, requests: AsyncIterator[Any]) -> None:
+async def _write_all(call: Any, requests: AsyncGenerator[Any, None]) -> None:
     try:
-        async for request in requests:
-            await call.write(request)
+        async with aclosing(requests):
+            async for request in requests:
+                await call.write(request)
     except (grpc.aio.AioRpcError, asyncio.InvalidStateError) as error:
         # The call ended while something was being written; whoever reads it gets its status.
         _log.debug("stream ended while writing", error=type(error).__name__)

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -152,7 +152,7 @@ class TokenSession:
         call = self._stub.StreamTokens()
         await converse(call, self._requests(), self._acknowledge, peer=self._peer, max_silence_s=MAX_SILENCE_S)
 
-    async def _requests(self) -> AsyncIterator[broker_pb2.StreamTokensRequest]:
+    async def _requests(self) -> AsyncGenerator[broker_pb2.StreamTokensRequest, None]:
         sequence = 0
         for sent in list(self._unacknowledged):
             sequence += 1

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Self
@@ -237,7 +237,7 @@ class TrajectorySession:
                 delays = backoff_s()
             await asyncio.sleep(next(delays))
 
-    async def _requests(self) -> AsyncIterator[bytes]:
+    async def _requests(self) -> AsyncGenerator[bytes, None]:
         loop = asyncio.get_running_loop()
         while True:
             sent = next((sent for sent in self._unanswered.values() if not sent.is_written), None)

@@ -65,8 +65,8 @@ class EngineConfig(StrictModel):
     pipeline_parallel: int = Field(default=1, ge=1, le=1024)
     """Pipeline stages of one model replica, each of `tensor_parallel` GPUs; vllm only."""
     max_silence_s: float = Field(default=120.0, gt=0, le=3600)
-    """An engine that samples no token for so long, while samples are waited for, counts as hung: the process gives
-    everything back and ends, to be started afresh."""
+    """An engine counts as hung when it samples no token for so long while samples are waited for, or installs no tensor
+    of the version it is taking: the process gives everything back and ends, to be started afresh."""
     update_mode: UpdateMode = UpdateMode.KEEP
     """Samples under way when a version is taken: keep (go on over the old KV cache), recompute (it first), drain."""
     emulated_tokens_per_second: float = Field(default=2000.0, gt=0)

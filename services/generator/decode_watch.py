@@ -1,4 +1,4 @@
-"""Notices an engine that owes tokens and brings none: a hung kernel or a stopped process raises no error by itself.
+"""Notices an engine that owes something and brings nothing: a hung kernel or a stopped process raises no error.
 
 Pure: told what is the case, with a clock that never goes back.
 """
@@ -7,23 +7,23 @@ from __future__ import annotations
 
 
 class DecodeWatch:
-    """How long samples have been waited for without a single token sampled anywhere in the engine."""
+    """How long an engine has been waited for without a sign of life: a token sampled, a tensor installed."""
 
     def __init__(self) -> None:
-        self._num_tokens = 0
+        self._signs: object = None
         self._since_s: float | None = None
 
-    def silent_s(self, *, num_awaited: int, num_tokens: int, now_s: float) -> float:
+    def silent_s(self, *, is_awaited: bool, signs: object, now_s: float) -> float:
         """Seconds since the last sign of life.
 
         Args:
-            num_awaited: Samples whose next tokens are waited for; 0 also where the engine stands still on purpose.
-            num_tokens: Tokens the engine has sampled since its start.
+            is_awaited: Whether tokens or an installation are waited for; not where the engine stands still on purpose.
+            signs: Differs from before where the engine got on.
             now_s: Now.
         """
-        if num_awaited == 0:
+        if not is_awaited:
             self._since_s = None
             return 0.0
-        if self._since_s is None or num_tokens != self._num_tokens:
-            self._num_tokens, self._since_s = num_tokens, now_s
+        if self._since_s is None or signs != self._signs:
+            self._signs, self._since_s = signs, now_s
         return now_s - self._since_s

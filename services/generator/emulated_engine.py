@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
+import time
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field
 
@@ -241,6 +242,8 @@ class EmulatedEngine:
             num_preemptions=batch.num_preemptions,
             tokens_generated=self._tokens_generated,
             tokens_sampled=self._tokens_sampled,
+            # Nothing can hang in a sleep.
+            install_signs=time.monotonic_ns() if self._is_updating else None,
         )
 
     async def stop(self) -> None:

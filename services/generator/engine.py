@@ -44,7 +44,7 @@ class EngineStoppedError(EngineError):
 
 
 class EngineHungError(EngineError):
-    """The engine owes tokens and brings none."""
+    """The engine owes tokens, or weights, and brings none."""
 
 
 class RequestRefusedError(EngineError):
@@ -204,6 +204,8 @@ class EngineStats:
     """Tokens yielded."""
     tokens_sampled: int
     """Tokens sampled, yielded or not: grows as long as the engine works, whoever does not take them."""
+    install_signs: int | None = None
+    """Changes as long as an installation of weights gets on; None while there is none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

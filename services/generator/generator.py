@@ -171,19 +171,23 @@ class Generator:
         raise GeneratorFailedError(f"{type(error).__name__}: {error}") from error
 
     async def watch_engine(self) -> None:
-        """Take an engine that owes tokens and brings none for a failed one, until cancelled."""
+        """Take an engine that owes tokens, or an installation, and gets nowhere for a failed one, until cancelled."""
         await self._started.wait()
         watch, max_silence_s = DecodeWatch(), self._config.engine.max_silence_s
         decoding = self._rollouts.decoding
         while True:
             await asyncio.sleep(max_silence_s / WATCHES_PER_SILENCE)
+            stats = self._engine.stats()
+            is_installing = stats.install_signs is not None
+            owes_tokens = decoding.num_awaited > 0 and not self._is_standing_still()
             silent_s = watch.silent_s(
-                num_awaited=0 if self._is_standing_still() else decoding.num_awaited,
-                num_tokens=self._engine.stats().tokens_sampled,
+                is_awaited=is_installing or owes_tokens,
+                signs=(stats.tokens_sampled, stats.install_signs),
                 now_s=time.monotonic(),
             )
             if silent_s >= max_silence_s:
-                what = f"no token for {silent_s:.1f} s while {decoding.num_awaited} samples were waited for"
+                owed = f"no token for {silent_s:.1f} s while {decoding.num_awaited} samples were waited for"
+                what = f"weights were installed for {silent_s:.1f} s without getting on" if is_installing else owed
                 self.fail(EngineHungError(f"{what}; engine.max_silence_s is {max_silence_s}"))
 
     async def send_tokens(self) -> None:
@@ -336,8 +340,8 @@ class Generator:
             _log.warning("the engine did not stop in time", timeout_s=ENGINE_STOP_S)
 
     def _is_standing_still(self) -> bool:
-        """Whether no token is owed: updates have a deadline of their own."""
-        return self._is_paused or self._puller.is_updating or not self._held.is_trusted
+        """Whether no token is owed."""
+        return self._is_paused or not self._held.is_trusted
 
     def _check_started(self) -> None:
         if not self._started.is_set():

@@ -15,7 +15,7 @@ import asyncio
 import threading
 import time
 from collections import deque
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
@@ -43,6 +43,7 @@ from services.generator.engine import (
     finished_by_prefix,
     max_tokens_left,
 )
+from services.generator.install_signs import InstallSigns
 from services.generator.transformers_decoder import BatchDecoder, Row
 from services.generator.transformers_weights import install_adapter, install_weights, mismatched_base
 
@@ -100,6 +101,7 @@ class TransformersEngine:
         self._queues: dict[str, asyncio.Queue[TokenSpan | None]] = {}
         self._tokens_generated = 0
         self._tokens_sampled = 0
+        self._install_signs = InstallSigns()
 
     @property
     def policy_version(self) -> int:
@@ -198,6 +200,7 @@ class TransformersEngine:
             num_preemptions=0,
             tokens_generated=self._tokens_generated,
             tokens_sampled=self._tokens_sampled,
+            install_signs=self._install_signs.current,
         )
 
     async def stop(self) -> None:
@@ -281,7 +284,8 @@ class TransformersEngine:
         self._post([(row.request_id, self._take_span(row)) for row in decoder.rows if row.new_token_ids])
         self._is_untrusted = True
         try:
-            mismatched = _install(self._model, update)
+            with self._install_signs.installing():
+                mismatched = _install(self._model, update, on_tensor=self._install_signs.give)
         except (OSError, KeyError, ValueError, RuntimeError) as error:
             done.set_exception(EngineError(f"version {update.policy_version} cannot be loaded: {error}"))
             return
@@ -366,7 +370,7 @@ def _layout(model: Any) -> dict[str, tuple[int, ...]]:
     return {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
 
 
-def _install(model: Any, update: WeightUpdate) -> list[str]:
+def _install(model: Any, update: WeightUpdate, *, on_tensor: Callable[[], None]) -> list[str]:
     if update.adapter is None:
-        return install_weights(model, update.path)
+        return install_weights(model, update.path, on_tensor=on_tensor)
     return install_adapter(model, update.path, update.adapter)

@@ -6,7 +6,7 @@ small changes, and an update then moves the adapter's bytes only.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +19,11 @@ _OWN_NAME = "default"
 """What PEFT calls a model's only adapter; its name stands in the model's tensor names, and not in files."""
 
 
-def install_weights(model: Any, path: Path) -> list[str]:
-    """Copies a safetensors file into the model in place; returns the names of tensors that are not held afterwards."""
+def install_weights(model: Any, path: Path, *, on_tensor: Callable[[], None] = lambda: None) -> list[str]:
+    """Copies a safetensors file into the model in place; returns the names of tensors that are not held afterwards.
+
+    `on_tensor` is called at every tensor, once as it is copied and once as it is read back.
+    """
     held: dict[str, torch.Tensor] = model.state_dict()
     mismatched: set[str] = set()
     written: set[int] = set()
@@ -28,7 +31,9 @@ def install_weights(model: Any, path: Path) -> list[str]:
         for name, tensor in _tensors(path):
             held[name].copy_(tensor)
             written.add(held[name].data_ptr())
+            on_tensor()
         for name, tensor in _tensors(path):
+            on_tensor()
             if not torch.equal(held[name], tensor.to(held[name])):
                 mismatched.add(name)
     # A tied tensor is written through the name it shares memory with.

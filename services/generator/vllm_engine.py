@@ -54,6 +54,7 @@ from services.generator.engine import (
     finished_by_prefix,
     max_tokens_left,
 )
+from services.generator.install_signs import InstallSigns
 from services.generator.vllm_requests import sampling_params, to_spans, version_starts
 from services.generator.vllm_setup import VllmSettings, build_engine, can_seed_samples
 
@@ -84,6 +85,7 @@ class VllmEngine:
         self._is_paused = False
         self._num_installs = 0
         self._tokens_generated = 0
+        self._install_signs = InstallSigns()
 
     @property
     def policy_version(self) -> int:
@@ -181,7 +183,8 @@ class VllmEngine:
                 check_layout(self._layout, update.tensors, optional=self._optional)
             started_s = time.monotonic()
             async with self._deadline(f"installing version {update.policy_version}"):
-                num_recomputed_tokens = await self._install(llm, update)
+                with self._install_signs.installing(update.path):
+                    num_recomputed_tokens = await self._install(llm, update)
             return UpdateReport(
                 policy_version=update.policy_version,
                 digest=update.digest,
@@ -210,6 +213,7 @@ class VllmEngine:
             num_preemptions=recorder.num_preemptions if recorder else 0,
             tokens_generated=self._tokens_generated,
             tokens_sampled=recorder.num_sampled_tokens if recorder else 0,
+            install_signs=self._install_signs.current,
         )
 
     async def stop(self) -> None:
@@ -316,7 +320,9 @@ class VllmEngine:
 
         with _worker_errors(f"take {path}"):
             await llm.start_weight_update()
+            self._install_signs.give()
             await llm.update_weights(WeightTransferUpdateRequest(update_info={"path": str(path)}))
+            self._install_signs.give()
             # The version is set once it is proved.
             await llm.finish_weight_update()
 

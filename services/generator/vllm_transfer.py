@@ -9,7 +9,7 @@ afterwards tells whether it did its work.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +25,7 @@ from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMetho
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod, VocabParallelEmbedding
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
+from services.generator.install_signs import give_sign
 from services.generator.vllm_held import linear_parts, open_checkpoint, tied_heads
 
 
@@ -74,7 +75,7 @@ class FileTransferEngine(WeightTransferEngine[FileInitInfo, FileUpdateInfo]):  #
     def receive_weights(self, update_info: FileUpdateInfo) -> None:
         """Loads the file. Raises KeyError, RuntimeError where it is another model's."""
         with torch.inference_mode(), open_checkpoint([update_info.path]) as files:
-            checkpoint = Checkpoint(files, self._tied)
+            checkpoint = Checkpoint(files, self._tied, on_read=lambda: give_sign(update_info.path))
             if self._is_refilling:
                 refill(self.model, checkpoint)
             else:
@@ -102,13 +103,15 @@ class Checkpoint:
     old weights, and no error says so.
     """
 
-    def __init__(self, files: dict[str, Any], tied: dict[str, str]) -> None:
+    def __init__(self, files: dict[str, Any], tied: dict[str, str], *, on_read: Callable[[], None]) -> None:
         self._files = files
+        self._on_read = on_read
         self._names = {name: name for name in files}
         self._names |= {held: name for held, name in tied.items() if held not in files and name in files}
 
     def read(self, name: str) -> torch.Tensor:
         """One tensor. Raises KeyError."""
+        self._on_read()
         stored = self._names[name]
         tensor: torch.Tensor = self._files[stored].get_tensor(stored)
         return tensor

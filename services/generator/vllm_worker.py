@@ -15,6 +15,7 @@ from torch import nn
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.platforms import current_platform
 
+from services.generator.install_signs import give_sign
 from services.generator.vllm_adapters import install_adapter
 from services.generator.vllm_held import held_tensors, open_checkpoint
 from services.generator.vllm_setup import TRANSFER_BACKEND
@@ -49,6 +50,7 @@ class PenstockWorkerExtension:
         equal: set[str] = set()
         with torch.inference_mode(), open_checkpoint(paths) as checkpoint:
             for held in held_tensors(model):
+                give_sign(paths[0])
                 name = held.name if held.name in checkpoint else held.tied_name
                 if name is None or name not in checkpoint or not held.matches(checkpoint[name].get_tensor(name)):
                     differing.add(held.name)

@@ -96,8 +96,6 @@ class WeightPuller:
         self._pulls: set[asyncio.Task[UpdateReport]] = set()
         self._num_engine_mismatches = 0
         self.counters = PullCounters()
-        self.is_updating = False
-        """Whether the engine is taking a version, and so may be silent."""
 
     def note_owner(self, owner: broker_pb2.RunOwner) -> None:
         """The broker says who trains the run."""
@@ -239,7 +237,6 @@ class WeightPuller:
             async with AsyncExitStack() as stack:
                 if mode is UpdateMode.DRAIN:
                     await stack.enter_async_context(self._rollouts.nothing_decoding(timeout_s=MAX_DRAIN_WAIT_S))
-                self.is_updating = True
                 report = await self._engine.update_weights(update)
             if report.digest != manifest.digest:
                 raise DigestMismatchError(f"the engine holds {report.digest}, version states {manifest.digest}")
@@ -250,8 +247,6 @@ class WeightPuller:
             self._note_refused(error)
             await asyncio.to_thread(path.unlink, missing_ok=True)
             raise
-        finally:
-            self.is_updating = False
         self._num_engine_mismatches = 0
         await self._held.attest(_named(manifest))
         self._count(report)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from concurrent.futures import Future
 from types import SimpleNamespace
 
@@ -14,6 +15,7 @@ from penstock.weights import mismatch_error
 from services.generator import weight_puller
 from services.generator.engine import EngineHungError, EngineStoppedError, GenerateRequest, SamplingSettings
 from services.generator.generator import GeneratorFailedError
+from services.generator.install_signs import InstallSigns, give_sign, signs_file
 from services.generator.transformers_engine import TransformersEngine, TransformersSettings
 from tests.helpers.generator_bench import Bench, emulated
 from tests.helpers.scripted_engine import PausableScriptedEngine, ScriptedEngine, span
@@ -176,3 +178,37 @@ def test_stopping_an_engine_passes_over_updates_that_nobody_waits_for_any_more(t
     engine._updates.extend([(None, given_up), (None, waited_for)])
     engine._end_all(SimpleNamespace(rows=[]))
     assert isinstance(waited_for.exception(timeout=0), EngineStoppedError)
+
+
+async def test_an_installation_that_hangs_is_noticed_and_one_that_takes_long_is_not(bench):
+    engine = ScriptedEngine()
+    await bench.store.publish(0)
+    async with bench.running(engine, max_silence_s=0.8):
+        await until(lambda: bench.generator.view().state == generator_pb2.GENERATOR_STATE_SERVING)
+        await until(lambda: bench.generator.view().num_weight_updates == 1)
+        engine.may_install.clear()
+        engine.install_signs = 0
+        await bench.store.publish(1)
+        await until(lambda: len(engine.updates) == 2)
+        for _ in range(12):
+            engine.install_signs += 1
+            await asyncio.sleep(0.15)
+        assert not bench.tasks[0].done(), "one that is slow is not hung"
+        with pytest.raises(GeneratorFailedError, match="without getting on"):
+            await asyncio.wait_for(asyncio.shield(bench.tasks[0]), 20)
+    assert bench.num_engine_failures("hung") == 1
+
+
+def test_workers_give_their_signs_through_a_file(tmp_path):
+    signs, weights = InstallSigns(), tmp_path / "v1.safetensors"
+    give_sign(str(weights))
+    assert signs.current is None
+    with signs.installing(weights):
+        seen = signs.current
+        os.utime(signs_file(weights), ns=(1, 1))
+        assert signs.current != seen
+        seen = signs.current
+        give_sign(str(weights))
+        assert signs.current != seen
+    assert signs.current is None
+    assert list(tmp_path.iterdir()) == []

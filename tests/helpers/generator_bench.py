@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 
 from prometheus_client import CollectorRegistry
 
@@ -19,6 +19,7 @@ from services.generator.service import GeneratorServicer
 from tests.helpers.scripted_generation_broker import ScriptedGenerationBroker
 from tests.helpers.scripted_weight_store import ScriptedWeightStore
 from tests.helpers.serving import serving
+from tests.helpers.tcp_proxy import proxy_to
 
 
 class Bench:
@@ -33,14 +34,19 @@ class Bench:
         self.store = ScriptedWeightStore(published)
         self.generator = None
         self.stub = None
+        self.proxy = None
         self.tasks = []
 
     async def view(self):
         return await call(self.stub.GetGenerator, generator_pb2.GetGeneratorRequest(), peer="generator")
 
     @asynccontextmanager
-    async def running(self, engine, **settings):
-        async with serving(self.broker.service(), self.store.service()) as (_, target):
+    async def running(self, engine, *, through_proxy=False, **settings):
+        async with AsyncExitStack() as stack:
+            _, target = await stack.enter_async_context(serving(self.broker.service(), self.store.service()))
+            if through_proxy:
+                self.proxy = await stack.enter_async_context(proxy_to(int(target.rpartition(":")[2])))
+                target = self.proxy.address
             config = GeneratorConfig(
                 listen="127.0.0.1:0",
                 run_id="r",

@@ -33,6 +33,9 @@ class ScriptedEngine:
         self.max_model_len = 64
         self.num_recomputed_tokens = 7
         self.tokens_sampled = 0
+        self.install_signs = None
+        self.may_install = asyncio.Event()
+        self.may_install.set()
         self.is_stopped = False
         self.is_paused = False
         self._queues: dict[str, asyncio.Queue] = {}
@@ -71,6 +74,7 @@ class ScriptedEngine:
         self.updates.append(update)
         if self.update_errors:
             raise self.update_errors.pop(0)
+        await self.may_install.wait()
         self.policy_version = update.policy_version
         return UpdateReport(
             policy_version=update.policy_version,
@@ -90,6 +94,7 @@ class ScriptedEngine:
             num_preemptions=0,
             tokens_generated=0,
             tokens_sampled=self.tokens_sampled,
+            install_signs=self.install_signs,
         )
 
 
