@@ -38,9 +38,11 @@ class ProcessRecord:
     address: str
     """host:port it serves; empty when it serves none."""
     state: str
-    """starting, ready, restarting, stopped or failed."""
+    """starting, ready, restarting, paused, stopped or failed."""
     num_restarts: int
     """Restarts so far."""
+    why: str = ""
+    """Of one that is paused or failed: how it ended, and when it is tried again."""
 
     @property
     def is_alive(self) -> bool:

@@ -49,11 +49,14 @@ class Launcher:
         *,
         security: Security,
         on_change: Callable[[ProcessRecord], None] = lambda record: None,
+        on_wait: Callable[[str, str, float], None] = lambda name, problem, waited_s: None,
     ) -> None:
         self.addresses = choose_addresses(config)
         self._config = config
         self._folder = folder
-        self._services = ServiceProcesses(folder, security=security, log=config.log, on_change=self._take_change)
+        self._services = ServiceProcesses(
+            folder, security=security, log=config.log, on_change=self._take_change, on_wait=on_wait
+        )
         self._on_change = on_change
         self._cores: Cores | None = None
 
@@ -101,7 +104,7 @@ class Launcher:
         return redis_url(self._folder)
 
     async def watch(self) -> None:
-        """Wait until a service is given up, now or later, and raise its ServiceFailedError."""
+        """See `ServiceProcesses.watch`."""
         await self._services.watch()
 
     async def stop(self) -> None:
@@ -136,6 +139,7 @@ class Launcher:
         self._services.launch(
             ServiceSpec(
                 name=name,
+                kind="node",
                 argv=console_argv("node", str(path)),
                 address="",
                 env=service_environment(os.environ, num_threads=1),

@@ -211,7 +211,11 @@ def _nothing(_name: str) -> float | None:
 
 
 def _restarts_text(view: RunView) -> str:
-    restarted = [f"{record.name} ({record.num_restarts})" for record in view.processes.values() if record.num_restarts]
+    restarted = [
+        f"{record.name} ({record.num_restarts}{', paused' if record.state == 'paused' else ''})"
+        for record in view.processes.values()
+        if record.num_restarts
+    ]
     return ", ".join(restarted) or "none"
 
 

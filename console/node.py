@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import signal
 from collections.abc import Mapping
 from contextlib import aclosing
 from pathlib import Path
@@ -34,6 +33,7 @@ from console.service_processes import ServiceProcesses
 from penstock.clients.inventory import report_node, say_leaving, this_machine
 from penstock.clients.plans import watch_plan
 from penstock.security import Security
+from penstock.signals import StopSignals
 from penstock.telemetry import configure_logging
 from penstock.v1 import scheduler_pb2 as pb
 
@@ -50,13 +50,11 @@ def node_command(path: Path, overrides: list[str]) -> int:
 
 
 async def _run(config: NodeConfig, security: Security) -> int:
-    stopping = asyncio.Event()
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, stopping.set)
+    signals = StopSignals()
+    signals.listen()
     node = NodeAgent(config, security=security)
     working = asyncio.create_task(node.run())
-    stopped = asyncio.create_task(stopping.wait())
+    stopped = asyncio.create_task(signals.requested.wait())
     try:
         await asyncio.wait({working, stopped}, return_when=asyncio.FIRST_COMPLETED)
         if working.done():
@@ -80,7 +78,7 @@ class NodeAgent:
         self._security = security
         folder = RunFolder(config.dir.expanduser().absolute())
         folder.create()
-        self._services = ServiceProcesses(folder, security=security, log=config.log)
+        self._services = ServiceProcesses(folder, security=security, log=config.log, pauses=False)
         self._running: dict[str, Placement] = {}
         self._ports: dict[str, int] = {}
         """Of what runs: its first one."""

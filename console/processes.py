@@ -2,9 +2,9 @@
 
 Invariants:
 - Nothing of a process survives it: when its leader has ended, what is left of its group is killed.
-- It is restarted with the same command (hence on the same port), with back-off, at most MAX_RESTARTS times; a process
-  that ends MAX_FAILED_STARTS times in a row without ever becoming ready is given up, and so is one that says on its
-  first start that its configuration is wrong (exit status 2).
+- It is restarted with the same command (hence on the same port), with back-off; one that dies too often is paused for a
+  while, longer each time (`console.restarts`). Given up for good is only one that says, without ever having been ready,
+  that its configuration is wrong (exit status 2).
 - What it writes goes to its log through this process (`console.log_files`), which rotates it and outlives a full disk.
 - Readiness is polled by `ServiceSpec.is_ready`, which has a deadline of its own.
 """
@@ -17,6 +17,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
@@ -25,10 +26,8 @@ from pathlib import Path
 import console
 from console.folder import ProcessRecord, started_ticks_of
 from console.log_files import LogPump, RotatedLog
-from penstock.rpc import backoff_s
+from console.restarts import RestartBudget
 
-MAX_RESTARTS = 20
-MAX_FAILED_STARTS = 3
 USER_MISTAKE_STATUS = 2
 LAUNCHER_VARIABLE = "PENSTOCK_LAUNCHER_PID"
 _READY_POLL_S = 0.2
@@ -50,6 +49,7 @@ class ProcessState(StrEnum):
     STARTING = "starting"
     READY = "ready"
     RESTARTING = "restarting"
+    PAUSED = "paused"
     STOPPED = "stopped"
     FAILED = "failed"
 
@@ -70,6 +70,8 @@ class ServiceSpec:
     """Receives its output, appended."""
     is_ready: Callable[[], Awaitable[bool]]
     """Whether it is up, asked again and again after a start."""
+    kind: str = ""
+    """Processes of a kind stand in for each other; one without stands for itself."""
     stop_grace_s: float = 10.0
     """Seconds between SIGTERM and SIGKILL."""
     log_bytes: int = LOG_BYTES
@@ -87,7 +89,10 @@ class SupervisedProcess:
         *,
         on_change: Callable[[ProcessRecord], None],
         on_refused_write: Callable[[OSError], None] = lambda error: None,
+        pauses: bool = True,
+        now_s: Callable[[], float] = time.monotonic,
     ) -> None:
+        """Without `pauses` a process that dies too often is given up, to let somebody else decide."""
         self.spec = spec
         self._on_refused_write = on_refused_write
         self._log = RotatedLog(spec.log_path, max_bytes=spec.log_bytes, num_files=spec.log_files)
@@ -97,33 +102,50 @@ class SupervisedProcess:
         self._on_change = on_change
         self._process: asyncio.subprocess.Process | None = None
         self._is_stopping = False
+        self._stopped = asyncio.Event()
+        self._pauses = pauses
+        self._now_s = now_s
+        self._budget = RestartBudget(now_s=now_s)
+        self._ready_s = 0.0
+        self._why = ""
 
     async def run(self) -> None:
-        """Start, watch and restart until `stop`; raises ServiceFailedError when it is given up."""
-        num_failed_starts = 0
+        """Start, watch and restart until `stop`; raises ServiceFailedError when it is given up for good."""
         was_ever_ready = False
-        delays_s = backoff_s(first_s=0.25, most_s=10.0)
         while not self._is_stopping:
             status = await self._run_once()
             if self._is_stopping:
                 break
-            if self.ready.is_set():
-                num_failed_starts, was_ever_ready = 0, True
-                delays_s = backoff_s(first_s=0.25, most_s=10.0)
-            else:
-                num_failed_starts += 1
+            up_s = self._now_s() - self._ready_s if self.ready.is_set() else None
+            was_ever_ready = was_ever_ready or self.ready.is_set()
             self.ready.clear()
+            verdict = self._budget.ended(up_s=up_s)
             is_mistake = status == USER_MISTAKE_STATUS and not was_ever_ready
-            if is_mistake or num_failed_starts >= MAX_FAILED_STARTS or self.num_restarts >= MAX_RESTARTS:
+            if is_mistake or (verdict.is_pause and not self._pauses):
+                self._why = self._how(status)
                 self._set_state(ProcessState.FAILED)
-                raise ServiceFailedError(self._failure(status))
-            self.num_restarts += 1
+                raise ServiceFailedError(
+                    f"{self.spec.name} {self._why} and is not started again (log: {self.spec.log_path})"
+                )
+            if verdict.is_pause:
+                self._why = f"{self._how(status)}; next try {_clock_time(time.time() + verdict.delay_s)}"
+                self._set_state(ProcessState.PAUSED)
+                await self._sleep(verdict.delay_s)
+                self._why = ""
+            self.num_restarts += not self._is_stopping
             self._set_state(ProcessState.RESTARTING)
-            await asyncio.sleep(next(delays_s))
+            if not verdict.is_pause:
+                await self._sleep(verdict.delay_s)
+
+    async def _sleep(self, delay_s: float) -> None:
+        """Until it is time to start again, or `stop`."""
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._stopped.wait(), delay_s)
 
     async def stop(self) -> None:
         """Ask it to end, wait `stop_grace_s`, then kill its group. Idempotent."""
         self._is_stopping = True
+        self._stopped.set()
         process = self._process
         if process is not None and process.returncode is None:
             process.send_signal(signal.SIGTERM)
@@ -138,6 +160,7 @@ class SupervisedProcess:
     def kill(self) -> None:
         """Kill the process and whatever it started, at once."""
         self._is_stopping = True
+        self._stopped.set()
         self._kill_group()
 
     async def _run_once(self) -> int:
@@ -176,6 +199,7 @@ class SupervisedProcess:
     async def _watch_readiness(self) -> None:
         while not await self.spec.is_ready():  # noqa: ASYNC110 - another process' readiness sets no event here
             await asyncio.sleep(_READY_POLL_S)
+        self._ready_s = self._now_s()
         self.ready.set()
         self._set_state(ProcessState.READY)
 
@@ -199,14 +223,18 @@ class SupervisedProcess:
                 address=self.spec.address,
                 state=state.value,
                 num_restarts=self.num_restarts,
+                why=self._why,
             )
         )
 
-    def _failure(self, status: int) -> str:
+    def _how(self, status: int) -> str:
         how = f"was killed by signal {-status}" if status < 0 else f"ended with status {status}"
         said = last_line(self.spec.log_path)
-        words = f": {said}" if said else ""
-        return f"{self.spec.name} {how} and is not started again{words} (log: {self.spec.log_path})"
+        return f"{how}: {said}" if said else how
+
+
+def _clock_time(unix_s: float) -> str:
+    return time.strftime("%H:%M:%S UTC", time.gmtime(unix_s))
 
 
 def console_argv(*arguments: str) -> tuple[str, ...]:

@@ -8,7 +8,8 @@
       |                                                                 |
     services stop, report, exit 0 (completed) or 1 (failed)       exit 130, resumable
 
-A second Ctrl-C kills everything at once. A run folder that takes no more (`console.disk_watch`) stops the run as Ctrl-C
+Signals that come together, as from `timeout` or from two quick presses of Ctrl-C, are one; only a later one kills
+everything at once. A run folder that takes no more (`console.disk_watch`) stops the run as Ctrl-C
 does, but with exit status 1 and a line that says why.
 """
 
@@ -18,7 +19,6 @@ import asyncio
 import contextlib
 import json
 import os
-import signal
 import sys
 from collections.abc import Coroutine, Iterable
 from pathlib import Path
@@ -31,7 +31,7 @@ from console.disk_watch import DiskWatch, FolderRefusedError
 from console.folder import CONSOLE_NAME, ProcessRecord, RunFolder, open_folder, replace_text, started_ticks_of
 from console.launcher import Launcher
 from console.lengths import Document, fetch_lengths
-from console.live import Display, choose_display
+from console.live import Display, choose_display, duration
 from console.nodes import report_machine
 from console.outcome import add_to_summary, closing_lines, keep_results
 from console.preflight import check_run
@@ -46,10 +46,13 @@ from penstock.disk import failure_message
 from penstock.errors import PenstockError
 from penstock.graces import CHECKPOINT_S
 from penstock.security import Security
+from penstock.signals import FORCE_AFTER_S, StopSignals
 from penstock.v1 import trainer_pb2
 
 EXIT_OK, EXIT_FAILED, EXIT_INTERRUPTED = 0, 1, 130
 # The step under way ends and a checkpoint is written: seconds for a small model, longer for a large one.
+FIRST_WAIT_NOTE_S = 5.0
+"""A service that is not up after so long is named, with the reason."""
 STOP_WAIT_S = CHECKPOINT_S + 15.0
 
 _Result = TypeVar("_Result")
@@ -102,8 +105,12 @@ class _Run:
         self._security = security
         self._view = view
         self._display = display
-        self._interrupted = asyncio.Event()
-        self._launcher = Launcher(config, folder, security=security, on_change=self._take_change)
+        self._signals = StopSignals(force=self._force)
+        self._interrupted = self._signals.requested
+        self._launcher = Launcher(
+            config, folder, security=security, on_change=self._take_change, on_wait=self._note_wait
+        )
+        self._noted_waits: set[str] = set()
         self._session: RunSession | None = None
         self._disk = DiskWatch(folder.path)
         self._refusal = ""
@@ -116,9 +123,13 @@ class _Run:
 
     async def execute(self, *, is_resume: bool, source: str) -> int:
         """Everything after the checks; returns the exit status."""
-        loop = asyncio.get_running_loop()
-        for number in (signal.SIGINT, signal.SIGTERM):
-            loop.add_signal_handler(number, self._interrupt)
+        self._signals.listen()
+        try:
+            return await self._execute(is_resume=is_resume, source=source)
+        finally:
+            self._signals.ignore()
+
+    async def _execute(self, *, is_resume: bool, source: str) -> int:
         watcher = asyncio.create_task(self._watch())
         finished: trainer_pb2.RunFinished | None = None
         problem = ""
@@ -141,8 +152,6 @@ class _Run:
             problem = failure_message(self._folder.path, error)
         finally:
             await self._end([watcher, *self._helpers])
-            for number in (signal.SIGINT, signal.SIGTERM):
-                loop.remove_signal_handler(number)
         return self._conclude(finished, self._refusal or problem)
 
     async def _watch(self) -> None:
@@ -175,7 +184,10 @@ class _Run:
             return await self._unless_interrupted(_shielded(following), watcher)
         except (InterruptedByUserError, FolderRefusedError) as reason:
             self._refusal = str(reason)
-            self._display.note("stopping: the trainer writes a checkpoint (Ctrl-C again ends everything at once)")
+            self._display.note(
+                "stopping: the trainer writes a checkpoint "
+                f"(Ctrl-C again, {FORCE_AFTER_S:g} s from now or later, ends everything at once)"
+            )
             await session.stop()
             async with asyncio.timeout(STOP_WAIT_S):
                 return await following
@@ -286,20 +298,29 @@ class _Run:
             on_refusal=self._disk.take_refusal,
         )
 
-    def _interrupt(self) -> None:
-        if self._interrupted.is_set():
-            # Asked twice: whatever does not end by itself is ended. The terminal gets its cursor back first.
-            self._display.stop()
-            self._launcher.kill_now()
-            os._exit(EXIT_INTERRUPTED)
-        self._interrupted.set()
+    def _force(self) -> None:
+        # Asked again: whatever does not end by itself is ended. The terminal gets its cursor back first.
+        self._display.stop()
+        print("penstock: asked again: everything is ended at once", file=sys.stderr, flush=True)
+        self._launcher.kill_now()
+        os._exit(EXIT_INTERRUPTED)
+
+    def _note_wait(self, name: str, problem: str, waited_s: float) -> None:
+        """A service that is started here is not up yet."""
+        why = f": {problem}" if problem else ""
+        self._view.phase = f"starting services; waiting for {name} for {duration(waited_s)}{why}"
+        if waited_s >= FIRST_WAIT_NOTE_S and name not in self._noted_waits:
+            self._noted_waits.add(name)
+            self._display.note(f"waiting for {name}{why} (log: {self._folder.log_of(name)})")
 
     def _take_change(self, record: ProcessRecord) -> None:
         before = self._view.processes.get(record.name)
         self._view.processes[record.name] = record
         if before is not None and before.state == record.state:
             return
-        if record.state == ProcessState.RESTARTING:
+        if record.state in (ProcessState.PAUSED, ProcessState.FAILED):
+            self._display.note(f"{record.name} {record.why} (log: {self._folder.log_of(record.name)})")
+        elif record.state == ProcessState.RESTARTING:
             self._display.note(f"{record.name} restarted ({record.num_restarts})")
         elif before is None:
             self._display.note(f"{record.name} starts{f' on {record.address}' if record.address else ''}")

@@ -120,7 +120,8 @@ def render(picture: Picture) -> RenderableType:
         parts += [Text(_wait_line(wait, now_s=picture.now_s)) for wait in picture.run.waits]
     for record in picture.processes:
         state = record.state if record.is_alive else "gone"
-        parts.append(Text(f"process {record.name} is {state}, restarted {record.num_restarts} times"))
+        why = f": {record.why}" if record.why else ""
+        parts.append(Text(f"process {record.name} is {state}, restarted {record.num_restarts} times{why}"))
     return Group(*parts)
 
 
@@ -174,7 +175,9 @@ def as_document(picture: Picture) -> dict[str, Any]:
         "broker": picture.target.broker,
         "broker_problem": picture.problem or None,
         "lengths": picture.lengths,
-        "processes_down": [{"name": record.name, "state": record.state} for record in picture.processes],
+        "processes_down": [
+            {"name": record.name, "state": record.state, "why": record.why} for record in picture.processes
+        ],
     }
     run = picture.run
     if run is None:

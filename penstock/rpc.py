@@ -1,7 +1,7 @@
 """How every Penstock server and client speaks gRPC.
 
 Servers: health per service, reflection, message-size limits, errors as typed statuses, and a drain on SIGTERM or SIGINT
-that lets calls under way end (first signal drains, second one ends at once). Clients: channels with keepalive, calls
+that lets calls under way end (one some seconds after the first ends at once). Clients: channels with keepalive, calls
 that always have a deadline, back-off with jitter, and fail-over between servers that stand in for each other.
 """
 
@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import random
-import signal
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -26,6 +25,7 @@ from penstock.graces import SERVER_STOP_S
 from penstock.guard import ErrorInterceptor
 from penstock.outage import Outage
 from penstock.security import NO_SECURITY, Security
+from penstock.signals import StopSignals
 from penstock.targets import split_targets
 
 MAX_MESSAGE_BYTES = 16 * 1024 * 1024
@@ -144,22 +144,18 @@ async def run_until_stopped(
     before_stop: Callable[[], Awaitable[None]] | None = None,
     grace_s: float = SERVER_STOP_S,
 ) -> None:
-    """Serve until SIGTERM or SIGINT, or until a loop fails (its error is raised).
+    """Serve until SIGTERM or SIGINT, or until a loop fails (its error is raised); see `StopSignals`.
 
     `before_stop` runs after the signal and before the server stops, for work that needs the server still up.
     """
-    signalled = asyncio.Event()
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, signalled.set)
+    signals = StopSignals()
+    signals.listen()
     await server.start()
     on_started()
     tasks = [asyncio.create_task(make()) for make in loops]
-    waiter = asyncio.create_task(signalled.wait())
+    waiter = asyncio.create_task(signals.requested.wait())
     try:
         await _until_first_failure(waiter, tasks)
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.remove_signal_handler(number)
         server.stopping.set()
         if before_stop is not None:
             await before_stop()
@@ -168,6 +164,7 @@ async def run_until_stopped(
         for task in (waiter, *tasks):
             task.cancel()
         await asyncio.gather(waiter, *tasks, return_exceptions=True)
+        signals.ignore()
 
 
 async def _until_first_failure(waiter: asyncio.Task[bool], tasks: list[asyncio.Task[None]]) -> None:

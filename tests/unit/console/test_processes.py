@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import signal
 import sys
 from collections.abc import Awaitable, Callable
@@ -13,7 +14,6 @@ import pytest
 
 from console.folder import ProcessRecord, RunFolder, read_record, started_ticks_of
 from console.processes import (
-    MAX_FAILED_STARTS,
     ProcessState,
     ServiceFailedError,
     ServiceSpec,
@@ -21,6 +21,7 @@ from console.processes import (
     last_line,
     service_environment,
 )
+from console.restarts import MAX_FAILED_STARTS
 from tests.helpers.waiting import until
 
 SLEEPS = "import time; print('up', flush=True); time.sleep(60)"
@@ -94,13 +95,27 @@ async def test_a_process_that_ignores_sigterm_is_killed_after_its_grace(tmp_path
     assert started_ticks_of(records[-1].pid) is None
 
 
-async def test_a_process_that_never_gets_ready_is_given_up_with_its_last_words(tmp_path: Path) -> None:
+async def test_a_process_that_never_gets_ready_is_paused_with_its_last_words(tmp_path: Path) -> None:
+    records: list[ProcessRecord] = []
     process = SupervisedProcess(
-        spec(tmp_path, "print('no such model'); raise SystemExit(1)", never), on_change=lambda record: None
+        spec(tmp_path, "print('no such model'); raise SystemExit(1)", never), on_change=records.append
     )
-    with pytest.raises(ServiceFailedError, match=r"toy ended with status 1 .*no such model.*toy\.log"):
-        await asyncio.wait_for(process.run(), 20.0)
+    task = asyncio.create_task(process.run())
+    await until(lambda: process.state == ProcessState.PAUSED, timeout_s=30)
     assert process.num_restarts == MAX_FAILED_STARTS - 1
+    assert re.fullmatch(r"ended with status 1: no such model; next try \d\d:\d\d:\d\d UTC", records[-1].why)
+    await asyncio.wait_for(process.stop(), 5)
+    await task
+
+
+async def test_where_somebody_else_decides_it_is_given_up_instead(tmp_path: Path) -> None:
+    process = SupervisedProcess(
+        spec(tmp_path, "print('no such model'); raise SystemExit(1)", never),
+        on_change=lambda record: None,
+        pauses=False,
+    )
+    with pytest.raises(ServiceFailedError, match=r"toy ended with status 1.*no such model.*toy\.log"):
+        await asyncio.wait_for(process.run(), 20.0)
 
 
 async def test_a_wrong_configuration_is_not_tried_again(tmp_path: Path) -> None:
