@@ -74,6 +74,7 @@ class RunSession:
     async def start(self, *, resume: bool) -> None:
         """Hand the run to the trainer. Raises ConfigError when it refuses the configuration."""
         request = trainer_pb2.StartRunRequest(run_id=self._run_id, config_json=self._config_json, resume=resume)
+        self._incarnation, self._sequence, self._ended = "", 0, None
         try:
             await call_with_retry(
                 self._trainer.StartRun,

@@ -26,6 +26,7 @@ class ScriptedTrainer(trainer_pb2_grpc.TrainerServiceServicer):
         self._num_steps = 0
         self._knows_run = False
         self._events: list[trainer_pb2.WatchRunResponse] = []
+        self._incarnation = "first"
 
     @property
     def service(self) -> Service:
@@ -40,6 +41,11 @@ class ScriptedTrainer(trainer_pb2_grpc.TrainerServiceServicer):
         self._knows_run = False
         self._events = []
 
+    def resume_by_itself(self) -> None:
+        """Be a new process that kept the run and goes on with it."""
+        self._events = []
+        self._incarnation += "+"
+
     async def StartRun(self, request: trainer_pb2.StartRunRequest, context: Any) -> trainer_pb2.StartRunResponse:
         if self._refusal:
             raise InvalidFieldError(self._refusal)
@@ -53,9 +59,10 @@ class ScriptedTrainer(trainer_pb2_grpc.TrainerServiceServicer):
     ) -> AsyncIterator[trainer_pb2.WatchRunResponse]:
         if not self._knows_run:
             raise UnknownRunError(f"no run {request.run_id} here")
-        for event in self._events[max(0, request.from_sequence - 1) :]:
+        is_known = request.incarnation in ("", self._incarnation)
+        for event in self._events[max(0, request.from_sequence - 1) if is_known else 0 :]:
             yield event
-        while True:
+        while not (self._events and self._events[-1].HasField("finished")):
             event = await self._next()
             yield event
             if event.WhichOneof("event") == "finished":
@@ -66,7 +73,7 @@ class ScriptedTrainer(trainer_pb2_grpc.TrainerServiceServicer):
         return trainer_pb2.StopRunResponse()
 
     async def _next(self) -> trainer_pb2.WatchRunResponse:
-        event = trainer_pb2.WatchRunResponse(sequence=len(self._events) + 1)
+        event = trainer_pb2.WatchRunResponse(sequence=len(self._events) + 1, incarnation=self._incarnation)
         event.event_time.GetCurrentTime()
         done = sum(one.WhichOneof("event") == "step" for one in self._events)
         if not self._events:

@@ -18,6 +18,7 @@ from console.embedded_redis import redis_spec, redis_url
 from console.folder import RunFolder, read_record, started_ticks_of
 from console.processes import SupervisedProcess, service_environment
 from console.recording import read_samples
+from penstock.signals import FORCE_AFTER_S
 from penstock.v1 import trainer_pb2
 from tests.helpers.console import COMMAND, document, environment, write_document
 from tests.helpers.scripted_run import ScriptedRunBroker, ScriptedTrainer
@@ -218,16 +219,75 @@ async def serving_at(target: str, trainer: ScriptedTrainer, broker: ScriptedRunB
         await server.stop(grace_s=0.2)
 
 
-async def test_a_second_ctrl_c_does_not_wait_for_the_trainer(tmp_path: Path) -> None:
+async def test_only_a_later_ctrl_c_does_not_wait_for_the_trainer(tmp_path: Path) -> None:
     trainer = ScriptedTrainer(is_deaf=True)
     async with attached(tmp_path, trainer, ScriptedRunBroker()) as arguments:
         process = await started(arguments, tmp_path)
         await until(lambda: bool(trainer.starts), timeout_s=20)
         process.send_signal(signal.SIGINT)
+        asked_s = asyncio.get_running_loop().time()
         await until(trainer.stopped.is_set, timeout_s=20)
-        process.send_signal(signal.SIGINT)
-        status, _, _ = await asyncio.wait_for(ended(process), 5.0)
+        ending = asyncio.create_task(ended(process))
+        while not ending.done():
+            process.send_signal(signal.SIGINT)
+            await asyncio.wait({ending}, timeout=0.2)
+        lived_s = asyncio.get_running_loop().time() - asked_s
+        status, _, err = ending.result()
     assert status == 130
+    assert FORCE_AFTER_S <= lived_s < FORCE_AFTER_S + 5
+    assert "everything is ended at once" in err
+
+
+async def test_two_signals_at_once_stop_the_run_as_one_does(tmp_path: Path) -> None:
+    trainer = ScriptedTrainer()
+    async with attached(tmp_path, trainer, ScriptedRunBroker()) as arguments:
+        trainer.pace.release()
+        process = await started(arguments, tmp_path)
+        await until(lambda: trainer.pace.locked() and bool(trainer.starts), timeout_s=20)
+        # As `timeout` does it: the process, then its group.
+        process.send_signal(signal.SIGTERM)
+        process.send_signal(signal.SIGINT)
+        await until(trainer.stopped.is_set, timeout_s=20)
+        process.send_signal(signal.SIGTERM)
+        status, out, _ = await ended(process)
+    assert status == 130
+    assert "stopped" in out
+    assert json.loads((tmp_path / "runs" / "r1" / "summary.json").read_text())["steps"] == 1
+
+
+@pytest.mark.parametrize("keeps_its_run", [True, False])
+async def test_a_drained_trainer_leaves_the_run_waiting_for_it(tmp_path: Path, keeps_its_run: bool) -> None:
+    trainer = ScriptedTrainer()
+    trainer.outcome = trainer_pb2.RUN_OUTCOME_DRAINED
+    async with attached(tmp_path, trainer, ScriptedRunBroker()) as arguments:
+        process = await started(arguments, tmp_path)
+        for _ in range(3):
+            trainer.pace.release()
+        await until(lambda: bool(trainer._events) and trainer._events[-1].HasField("finished"), timeout_s=20)
+        trainer.outcome = trainer_pb2.RUN_OUTCOME_COMPLETED
+        trainer.resume_by_itself()
+        if not keeps_its_run:
+            trainer.forget()
+        for _ in range(3):
+            trainer.pace.release()
+        status, out, err = await ended(process)
+    assert (status, err) == (0, "")
+    assert "was stopped by a signal; waiting for it to come back" in out
+    assert [request.resume for request in trainer.starts] == ([False] if keeps_its_run else [False, True])
+
+
+async def test_a_stop_while_a_drained_trainer_is_waited_for_ends_within_seconds(tmp_path: Path) -> None:
+    trainer = ScriptedTrainer()
+    trainer.outcome = trainer_pb2.RUN_OUTCOME_DRAINED
+    async with attached(tmp_path, trainer, ScriptedRunBroker()) as arguments:
+        process = await started(arguments, tmp_path)
+        for _ in range(3):
+            trainer.pace.release()
+        await until(lambda: bool(trainer._events) and trainer._events[-1].HasField("finished"), timeout_s=20)
+        process.send_signal(signal.SIGTERM)
+        status, out, _ = await asyncio.wait_for(ended(process), 30)
+    assert status == 130
+    assert "drained" in out
 
 
 async def test_logs_and_stop_find_a_run_by_its_folder(tmp_path: Path) -> None:
