@@ -27,6 +27,10 @@ def export(
         bool, typer.Option("--follow", "-f", help="Go on with each step until the run is closed.")
     ] = False,
     from_version: Annotated[int, typer.Option("--from-version", min=0, help="First step; 0: the oldest retained.")] = 0,
+    max_bytes: Annotated[
+        int | None,
+        typer.Option("--max-bytes", min=1, help="With --follow: from this size on, go on in FILE-00002 and so on."),
+    ] = None,
 ) -> None:
     """Record a run's trained trajectories, one row a sample; docs/recording.md describes the columns.
 
@@ -41,7 +45,15 @@ def export(
     def work() -> int:
         from console.export import export_command
 
-        return export_command(run, out=out, follow=follow, from_version=from_version, broker=broker, runs_dir=directory)
+        return export_command(
+            run,
+            out=out,
+            follow=follow,
+            from_version=from_version,
+            broker=broker,
+            runs_dir=directory,
+            max_bytes=max_bytes,
+        )
 
     exit_with(work)
 

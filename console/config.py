@@ -199,6 +199,8 @@ class RunConfig(StrictModel):
     other, which pays where the trainer is elsewhere. Without a name each fetches its own."""
     record: bool | Path = False
     """Record what is trained on: true for trajectories.jsonl in the run folder, or a .jsonl or .parquet file."""
+    record_max_bytes: int | None = Field(default=None, ge=1024 * 1024)
+    """Size from which on the recording goes on in another file (trajectories-00002.jsonl ...); null keeps one file."""
 
     @field_validator("record")
     @classmethod

@@ -20,15 +20,26 @@ PATIENCE_S = 30.0
 
 
 def export_command(
-    run: str | None, *, out: Path, follow: bool, from_version: int, broker: str | None, runs_dir: Path
+    run: str | None,
+    *,
+    out: Path,
+    follow: bool,
+    from_version: int,
+    broker: str | None,
+    runs_dir: Path,
+    max_bytes: int | None = None,
 ) -> int:
     """Write a recording; returns the exit status. Raises ConfigError."""
     target = find_run(run, broker=broker, runs_dir=runs_dir)
     if target.broker is None:
         raise ConfigError(f"{target.run_id}: not under way here; name its broker with --broker")
+    if max_bytes is not None and not follow:
+        raise ConfigError("--max-bytes: only a recording that is followed is split; add --follow, or leave it out")
     recording = Recording()
     try:
-        asyncio.run(_export(target, out, follow=follow, from_version=from_version, recording=recording))
+        asyncio.run(
+            _export(target, out, follow=follow, from_version=from_version, recording=recording, max_bytes=max_bytes)
+        )
     except PenstockError as error:
         raise ConfigError(str(error)) from error
     finally:
@@ -43,7 +54,9 @@ def export_command(
     return 0
 
 
-async def _export(target: Target, out: Path, *, follow: bool, from_version: int, recording: Recording) -> None:
+async def _export(
+    target: Target, out: Path, *, follow: bool, from_version: int, recording: Recording, max_bytes: int | None
+) -> None:
     assert target.broker is not None
     version, history = resume_point(out, target.run_id) if follow else (0, None)
     async with open_channel(target.broker, Security.from_environment()) as channel:
@@ -57,7 +70,7 @@ async def _export(target: Target, out: Path, *, follow: bool, from_version: int,
             patience_s=None if follow else PATIENCE_S,
         )
         export.outage.on_notice = _tell
-        writer = open_writer(out, is_followed=follow)
+        writer = open_writer(out, is_followed=follow, max_bytes=max_bytes)
         is_kept = follow
         try:
             await record(export, writer, run_id=target.run_id, recording=recording, on_step=_progress)

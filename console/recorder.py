@@ -34,6 +34,7 @@ class RunRecorder:
         security: For the connection.
         note: Told what a person should know.
         on_refusal: Hears of a write that the disk refused.
+        max_bytes: Size from which on the recording goes on in another file; None never begins another.
     """
 
     def __init__(
@@ -45,9 +46,11 @@ class RunRecorder:
         security: Security,
         note: Callable[[str], None],
         on_refusal: Callable[[OSError, Path], None] = lambda error, path: None,
+        max_bytes: int | None = None,
     ) -> None:
         self._run_id, self._broker, self._path = run_id, broker, path
         self._security, self._note, self._on_refusal = security, note, on_refusal
+        self._max_bytes = max_bytes
         self._recording = Recording()
         self._problems: list[str] = []
         self._told_missing: dict[int, int] = {}
@@ -99,7 +102,7 @@ class RunRecorder:
     async def _run(self) -> None:
         try:
             self._next = await asyncio.to_thread(resume_point, self._path, self._run_id)
-            self._writer = open_writer(self._path, is_followed=True)
+            self._writer = await asyncio.to_thread(open_writer, self._path, is_followed=True, max_bytes=self._max_bytes)
             self._has_settled.set()
             while True:
                 try:

@@ -296,6 +296,7 @@ class _Run:
             security=self._security,
             note=self._display.note,
             on_refusal=self._disk.take_refusal,
+            max_bytes=self._config.record_max_bytes,
         )
 
     def _force(self) -> None:

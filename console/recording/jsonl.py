@@ -26,6 +26,11 @@ class JsonLinesWriter:
         self._file: BinaryIO = path.open("ab")
         _cut_torn_line(path)
 
+    @property
+    def size_bytes(self) -> int:
+        """How large the file is."""
+        return self._file.tell()
+
     def write(self, rows: Sequence[Row]) -> None:
         """Append rows."""
         self._file.write(b"".join(_line(row) for row in rows))

@@ -80,6 +80,7 @@ class ParquetWriter:
     """Gathers rows and writes a row group whenever there are enough of them. The file is readable once closed."""
 
     def __init__(self, path: Path) -> None:
+        self._path = path
         self._writer = pq.ParquetWriter(path, SCHEMA, compression=COMPRESSION)
         self._rows: list[Row] = []
         self._num_bytes = 0
@@ -91,6 +92,11 @@ class ParquetWriter:
             self._num_bytes += sum(value.nbytes for value in row.values() if isinstance(value, np.ndarray)) + 1024
             if self._num_bytes >= MAX_GROUP_BYTES:
                 self._write_group()
+
+    @property
+    def size_bytes(self) -> int:
+        """How large the file is, with what is gathered."""
+        return self._path.stat().st_size + self._num_bytes
 
     def flush(self) -> None:
         """Nothing to do: a parquet file is complete when it is closed, and not before."""

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 
 from console.config import RECORDING_SUFFIXES
 from console.recording.jsonl import read_json_lines
-from console.recording.rows import STEP_COLUMNS, Row, from_row, step_of
+from console.recording.parts import parts_of
+from console.recording.rows import POSITION_COLUMNS, STEP_COLUMNS, Row, from_row, position_of, step_of
 from console.recording.sample import Recorded, RecordingError, Step, group_of
 from penstock.v1 import types_pb2
 
@@ -57,18 +59,39 @@ def check_suffix(path: Path) -> None:
 
 
 def read_rows(path: Path, columns: Sequence[str] | None = None) -> Iterator[tuple[str, Row]]:
-    """Every row as it stands in the file, with its place for messages; where it is cheap, only some columns.
+    """Every row as it stands in the files, with its place for messages; where it is cheap, only some columns.
 
-    Raises RecordingError.
+    All parts of a recording that was split by size are read, one after the other. Raises RecordingError.
     """
     check_suffix(path)
-    if not path.is_file():
+    parts = parts_of(path)
+    if not parts:
         raise RecordingError(f"{path}: no such file")
+    return chain.from_iterable(read_part(part, columns) for part in parts)
+
+
+def read_part(path: Path, columns: Sequence[str] | None = None) -> Iterator[tuple[str, Row]]:
+    """The rows of one file; see `read_rows`."""
     if path.suffix == ".jsonl":
         return read_json_lines(path)
     from console.recording.parquet import read_parquet
 
     return read_parquet(path, columns)
+
+
+def last_step(path: Path) -> tuple[Step | None, set[tuple[str, int]]]:
+    """The step of a file's last row, and the samples of it that are there; None for an empty file.
+
+    Reads all of the file. Raises RecordingError.
+    """
+    step: Step | None = None
+    seen: set[tuple[str, int]] = set()
+    for where, row in read_part(path, (*STEP_COLUMNS, *POSITION_COLUMNS)):
+        found = step_of(row, where=where)
+        if found != step:
+            step, seen = found, set()
+        seen.add(position_of(row, where=where))
+    return step, seen
 
 
 def scan(path: Path) -> dict[str, RunIndex]:

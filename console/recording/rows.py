@@ -28,6 +28,8 @@ _OPTIONAL_SAMPLING = ("temperature", "top_p", "top_k", "seed")
 _DTYPES: dict[str, Any] = {"int32": "<i4", "int64": "<i8", "float32": "<f4", "uint8": "u1"}
 STEP_COLUMNS = ("run_id", "policy_version", "history")
 """Enough to tell which step a row belongs to."""
+POSITION_COLUMNS = ("group_id", "sample_index")
+"""Which sample of its step it is."""
 
 
 def to_row(sample: Recorded) -> Row:
@@ -79,6 +81,11 @@ def from_row(row: Mapping[str, Any], *, where: str) -> Recorded:
 def step_of(row: Mapping[str, Any], *, where: str) -> Step:
     """The step of a row; needs its STEP_COLUMNS only. Raises RecordingError that begins with `where`."""
     return _read(row, where, _Reading.step)
+
+
+def position_of(row: Mapping[str, Any], *, where: str) -> tuple[str, int]:
+    """Group id and sample index of a row; needs its POSITION_COLUMNS only. Raises RecordingError."""
+    return _read(row, where, lambda _reading: (str(row["group_id"]), int(row["sample_index"])))
 
 
 def _read(row: Mapping[str, Any], where: str, what: Callable[[_Reading], _Value]) -> _Value:

@@ -4,23 +4,32 @@
 
 A file that is written in one go appears whole, under its name, when it is closed. One that is followed step by step is
 appended to as JSON lines, each step on the disk before the next begins; as parquet it appears when it is closed, since
-a parquet file is readable only then.
+a parquet file is readable only then. With a size limit a followed recording goes on in another file (`parts`) when a
+step begins beyond it.
+
+Each step is recorded once: where the step under way comes again from its beginning (a lost stream, another recorder),
+what is written of it already is left out.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from itertools import groupby
 from pathlib import Path
 from typing import Protocol
 
 from console.recording.jsonl import JsonLinesWriter
-from console.recording.reader import check_suffix, read_rows
+from console.recording.parts import part_path, parts_of
+from console.recording.reader import check_suffix, last_step, read_part
 from console.recording.rows import Row, to_row
-from console.recording.sample import Recorded, RecordingError
+from console.recording.sample import Recorded, RecordingError, Step
 
 
 class _RowWriter(Protocol):
+    @property
+    def size_bytes(self) -> int: ...
+
     def write(self, rows: Sequence[Row]) -> None: ...
 
     def flush(self) -> None: ...
@@ -31,17 +40,33 @@ class _RowWriter(Protocol):
 class RecordingWriter:
     """Made by `open_writer`. Its calls do file work: keep them off an event loop that must not wait."""
 
-    def __init__(self, path: Path, *, beside: Path, rows: _RowWriter) -> None:
+    def __init__(self, path: Path, *, is_followed: bool, max_bytes: int | None) -> None:
         self.path = path
         self.num_samples = 0
         """Samples written by this writer."""
-        self._beside = beside
-        self._rows = rows
+        self._is_followed, self._max_bytes = is_followed, max_bytes
+        self._part = max(1, len(parts_of(path))) if is_followed else 1
+        self._rows, self._beside = self._opened()
+        self._step, self._seen = last_step(self._target) if self._target.exists() else (None, set())
 
     def write(self, samples: Sequence[Recorded]) -> None:
-        """Add samples; those of one group and of one step stand together."""
-        self._rows.write([to_row(sample) for sample in samples])
-        self.num_samples += len(samples)
+        """Add samples; those of one group and of one step stand together. What is there already is left out."""
+        for step, members in groupby(samples, key=lambda sample: sample.step):
+            if step != self._step:
+                self._begin(step)
+            fresh = [sample for sample in members if sample.position not in self._seen]
+            self._rows.write([to_row(sample) for sample in fresh])
+            self._seen.update(sample.position for sample in fresh)
+            self.num_samples += len(fresh)
+
+    def _begin(self, step: Step) -> None:
+        """Another step; in another file where this one is full."""
+        is_full = self._max_bytes is not None and self._rows.size_bytes >= self._max_bytes
+        if is_full and self._step is not None:
+            self._complete()
+            self._part += 1
+            self._rows, self._beside = self._opened()
+        self._step, self._seen = step, set()
 
     def end_step(self) -> None:
         """A step is complete: JSON lines that are followed are on the disk from now on."""
@@ -49,20 +74,48 @@ class RecordingWriter:
 
     def close(self) -> None:
         """Complete the file and give it its name."""
-        self._rows.close()
-        if self._beside != self.path:
-            _sync(self._beside)
-            self._beside.replace(self.path)
+        self._complete()
 
     def discard(self) -> None:
         """Forget a file that is written in one go; one that was appended to stays as far as it got."""
         self._rows.close()
-        if self._beside != self.path:
+        if self._beside != self._target:
             self._beside.unlink(missing_ok=True)
 
+    @property
+    def _target(self) -> Path:
+        return part_path(self.path, self._part)
 
-def open_writer(path: Path, *, is_followed: bool = False) -> RecordingWriter:
+    def _complete(self) -> None:
+        self._rows.close()
+        if self._beside != self._target:
+            _sync(self._beside)
+            self._beside.replace(self._target)
+
+    def _opened(self) -> tuple[_RowWriter, Path]:
+        """The part's writer, and the file it writes to."""
+        target = self._target
+        beside = target.with_name(f".{target.name}.{os.getpid()}")
+        if target.suffix == ".jsonl":
+            beside = target if self._is_followed else beside
+            return JsonLinesWriter(beside), beside
+        # pyarrow takes a quarter of a second to import and 50 MiB; JSON lines do without.
+        from console.recording.parquet import ParquetWriter
+
+        rows = ParquetWriter(beside)
+        if target.exists():
+            for _, row in read_part(target):
+                rows.write([row])
+        return rows, beside
+
+
+def open_writer(path: Path, *, is_followed: bool = False, max_bytes: int | None = None) -> RecordingWriter:
     """A writer by the file's suffix. With `is_followed` an existing recording is gone on with.
+
+    Args:
+        path: The recording's first file.
+        is_followed: Whether it is written step by step.
+        max_bytes: Where it is followed: a step that begins beyond so many bytes begins another file.
 
     Raises:
         RecordingError: The file is there already, cannot be written, or has a name that says nothing of its format.
@@ -71,19 +124,13 @@ def open_writer(path: Path, *, is_followed: bool = False) -> RecordingWriter:
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.exists() and not is_followed:
         raise RecordingError(f"{path}: exists already; remove it, or name another file")
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
+    second = part_path(path, 2)
+    if second.exists() and not path.exists():
+        raise RecordingError(
+            f"{second}: is left of another recording; remove it, or name another file than {path.name}"
+        )
     try:
-        if path.suffix == ".jsonl":
-            target = path if is_followed else beside
-            return RecordingWriter(path, beside=target, rows=JsonLinesWriter(target))
-        # pyarrow takes a quarter of a second to import and 50 MiB; JSON lines do without.
-        from console.recording.parquet import ParquetWriter
-
-        rows = ParquetWriter(beside)
-        if path.exists():
-            for _, row in read_rows(path):
-                rows.write([row])
-        return RecordingWriter(path, beside=beside, rows=rows)
+        return RecordingWriter(path, is_followed=is_followed, max_bytes=max_bytes if is_followed else None)
     except OSError as error:
         raise RecordingError(f"{path}: cannot be written: {error.strerror}") from error
 

@@ -14,6 +14,7 @@ import pytest
 from console.export import export_command
 from console.recorder import RunRecorder
 from console.recording import RecordingError, open_writer, read_samples
+from console.recording.parts import parts_of
 from console.recording.recorder import Recording, record, resume_point
 from penstock.clients.export import StepExport
 from penstock.config import ConfigError
@@ -278,3 +279,25 @@ async def test_the_command_exports_what_is_retained(
     assert "all.parquet: 8 samples, steps 1 to 2 of run-1" in capsys.readouterr().out
     with pytest.raises(ConfigError, match="exists already"):
         await asyncio.to_thread(exported(broker, tmp_path / "all.parquet"))
+
+
+async def test_a_run_is_recorded_into_files_of_a_size_and_replayed_from_them(tmp_path: Path) -> None:
+    path = tmp_path / "run.jsonl"
+    async with serving(MemoryStore()) as broker:
+        await broker.open(max_staleness=4)
+        recorder = RunRecorder(
+            run_id=RUN,
+            broker=target_of(broker),
+            path=path,
+            security=NO_SECURITY,
+            note=lambda _text: None,
+            max_bytes=1,
+        )
+        recorder.start()
+        for version, groups in enumerate((("a", "b"), ("c", "d"), ("e", "f"))):
+            await train_step(broker, *groups, version=version, weights=0)
+        await close(broker)
+        await recorder.finish()
+    assert names(path) == whole(1, "a", "b") + whole(2, "c", "d") + whole(3, "e", "f")
+    assert [part.name for part in parts_of(path)] == ["run.jsonl", "run-00002.jsonl", "run-00003.jsonl"]
+    assert resume_point(path, RUN) == (3, 0)

@@ -12,6 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from console.recording import Recorded, RecordingError, open_writer, read_groups, read_samples, scan
+from console.recording.parts import parts_of
+from console.recording.reader import read_part
 from console.recording.rows import shortest_decimals
 from penstock.codec import encode_versions, join_versions
 from penstock.v1 import types_pb2
@@ -170,3 +172,46 @@ def test_what_is_no_recording_is_told(tmp_path: Path, name: str) -> None:
     path.write_text("no recording\n")
     with pytest.raises(RecordingError, match=name):
         list(read_samples(path))
+
+
+@pytest.mark.parametrize("suffix", SUFFIXES)
+def test_a_followed_recording_is_split_by_size_and_read_as_one(tmp_path: Path, suffix: str) -> None:
+    path = tmp_path / f"run{suffix}"
+    for first in (1, 4):
+        writer = open_writer(path, is_followed=True, max_bytes=1)
+        for version in range(first, first + 3):
+            # The last step of the recording comes again when it is gone on with.
+            writer.write([recorded("a", version=version - (version == first == 4))])
+            writer.write([recorded("b", version=version)])
+            writer.end_step()
+        writer.close()
+    assert sorted(item.name for item in tmp_path.iterdir()) == sorted(
+        [path.name, *(f"run-{number:05d}{suffix}" for number in range(2, 7))]
+    )
+    assert names(path) == [
+        (version, group, 0) for version in range(1, 7) for group in "ab" if (version, group) != (4, "a")
+    ]
+    assert [item.policy_version for item in read_groups(path)] == [1, 1, 2, 2, 3, 3, 4, 5, 5, 6, 6]
+    assert scan(path)["run-1"].last_version == 6
+    # A step is in one file, and each row is there once.
+    assert [len(list(read_part(part))) for part in parts_of(path)] == [2, 2, 2, 1, 2, 2]
+
+
+@pytest.mark.parametrize("suffix", SUFFIXES)
+def test_a_step_that_comes_again_is_in_the_file_once(tmp_path: Path, suffix: str) -> None:
+    path = tmp_path / f"run{suffix}"
+    write(path, recorded("a"), recorded("b", version=2), is_followed=True)
+    writer = open_writer(path, is_followed=True)
+    for _ in range(2):
+        # A stream that was lost within the step begins with it again.
+        writer.write([recorded("b", version=2)])
+        writer.write([recorded("c", version=2)])
+    assert writer.num_samples == 1
+    writer.close()
+    assert [row["group_id"] for _where, row in read_part(path)] == ["a", "b", "c"]
+
+
+def test_parts_of_another_recording_are_not_taken_for_this_ones(tmp_path: Path) -> None:
+    (tmp_path / "run-00002.jsonl").write_text("")
+    with pytest.raises(RecordingError, match=r"run-00002\.jsonl: is left of another recording"):
+        open_writer(tmp_path / "run.jsonl", is_followed=True)

@@ -1,0 +1,22 @@
+"""The files of one recording: FILE.jsonl, then FILE-00002.jsonl, FILE-00003.jsonl ... where it is split by size."""
+
+from __future__ import annotations
+
+from itertools import count
+from pathlib import Path
+
+
+def part_path(path: Path, number: int) -> Path:
+    """Part `number` of a recording, counted from 1."""
+    return path if number == 1 else path.with_name(f"{path.stem}-{number:05d}{path.suffix}")
+
+
+def parts_of(path: Path) -> list[Path]:
+    """The parts of a recording that are there, in order; empty when there is none."""
+    found: list[Path] = []
+    for number in count(1):
+        part = part_path(path, number)
+        if not part.is_file():
+            return found
+        found.append(part)
+    raise AssertionError("unreachable")
