@@ -21,6 +21,7 @@ import json
 import math
 import os
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -117,16 +118,39 @@ def count_step(report: StepReport, samples: Sequence[TrainingSample], times: Ste
 
 
 class JsonLines:
-    """A file of JSON objects, one a line, each with a `policy_version`."""
+    """A file of JSON objects, one a line, each with a `policy_version`.
+
+    A line that the disk refuses is kept, whole, until the disk takes it: see `flush`.
+    """
 
     def __init__(self, path: Path) -> None:
         self._path = path
+        self._unwritten: list[str] = []
 
     def append(self, line: Mapping[str, object]) -> None:
-        """Add a line; integers stay integers for the reader's sake."""
+        """Add a line, whole numbers as such. Raises OSError where the disk refuses it, and keeps it then."""
         plain = {k: int(v) if k == "policy_version" and isinstance(v, float) else v for k, v in line.items()}
-        with self._path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(plain) + "\n")
+        self._unwritten.append(json.dumps(plain) + "\n")
+        self.flush()
+
+    def flush(self) -> None:
+        """Write what the disk refused before; call it before a checkpoint says that those steps need not come again.
+
+        Raises OSError when it refuses still; nothing is left half written.
+        """
+        while self._unwritten:
+            self._write(self._unwritten[0])
+            del self._unwritten[0]
+
+    def _write(self, text: str) -> None:
+        size_bytes = self._path.stat().st_size if self._path.exists() else 0
+        try:
+            with self._path.open("a", encoding="utf-8") as file:
+                file.write(text)
+        except OSError:
+            with suppress(OSError):
+                os.truncate(self._path, size_bytes)
+            raise
 
     def read(self) -> list[dict[str, float]]:
         """Every whole line, oldest first; a last line that a crash cut short is left out."""
@@ -139,5 +163,9 @@ class JsonLines:
         """Keep only lines of `policy_version` and before."""
         kept = [line for line in self.read() if line["policy_version"] <= policy_version]
         temporary = self._path.with_suffix(".tmp")
-        temporary.write_text("".join(json.dumps(line) + "\n" for line in kept), encoding="utf-8")
-        os.replace(temporary, self._path)
+        try:
+            temporary.write_text("".join(json.dumps(line) + "\n" for line in kept), encoding="utf-8")
+            os.replace(temporary, self._path)
+        except OSError:
+            temporary.unlink(missing_ok=True)
+            raise

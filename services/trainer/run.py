@@ -313,6 +313,9 @@ class TrainingRun:
         """
         if self._backend is not None:
             await self._check_owner()
+            # The steps of a checkpoint do not come again, nor do their lines.
+            self._metrics.flush()
+            self._evaluations.flush()
             overlap = self._meter.totals(self._clock.now_s())
             state = self._progress.to_resume_state(wall_s=self._wall_s(), overlap=overlap)
             await self._checkpoints.begin(self._backend, state)

@@ -142,8 +142,7 @@ class TrackedLines(JsonLines):
         self._prefix = prefix
 
     def append(self, line: Mapping[str, object]) -> None:
-        """Add a line to the file first."""
-        super().append(line)
+        """Add a line to the file, and to the trackers whether or not the disk takes it."""
         numbers = {
             f"{self._prefix}{name}": float(value)
             for name, value in line.items()
@@ -151,4 +150,7 @@ class TrackedLines(JsonLines):
         }
         version = line["policy_version"]
         assert isinstance(version, int | float)
-        self._trackers.log(numbers, policy_version=int(version))
+        try:
+            super().append(line)
+        finally:
+            self._trackers.log(numbers, policy_version=int(version))

@@ -2,11 +2,14 @@
 
 import json
 
+import pytest
+
 from penstock.v1 import broker_pb2, trainer_pb2
 from services.trainer.metrics import JsonLines
 from services.trainer.overlap import OverlapTotals
 from services.trainer.progress import Progress
 from services.trainer.summary import RunFacts, build_summary, package_versions, write_summary
+from tests.helpers.full_disk import largest_file
 
 PROMISED = {
     "steps", "samples_trained", "wall_s", "samples_per_second", "response_tokens_per_second", "reward_first",
@@ -101,5 +104,22 @@ def test_lines_beyond_the_resumed_version_are_cut_and_half_lines_are_left_out(tm
         file.write('{"policy_version": 4, "rew')
     assert [line["policy_version"] for line in lines.read()] == [1, 2, 3]
     lines.cut_after(2)
+    lines.append({"policy_version": 3.0})
+    assert [line["policy_version"] for line in lines.read()] == [1, 2, 3]
+
+
+def test_a_line_that_a_full_disk_refuses_is_kept_whole_and_written_once(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    lines = JsonLines(path)
+    lines.append({"policy_version": 1.0})
+    size_bytes = path.stat().st_size
+    with largest_file(size_bytes + 5):
+        with pytest.raises(OSError, match="large"):
+            lines.append({"policy_version": 2.0, "reward/mean": 0.5})
+        with pytest.raises(OSError, match="large"):
+            lines.flush()
+        assert path.stat().st_size == size_bytes
+    lines.flush()
+    lines.flush()
     lines.append({"policy_version": 3.0})
     assert [line["policy_version"] for line in lines.read()] == [1, 2, 3]
