@@ -77,7 +77,7 @@ def _trainer(trainer: TrainingMachine, *, is_head: bool, port: int, is_emulated:
 
 
 # Failures before `start_period` is over do not count: models are loaded in it.
-_PACE = {"interval": "15s", "timeout": "10s", "retries": 4, "start_period": "20m"}
+_PACE = {"interval": "15s", "timeout": "30s", "retries": 10, "start_period": "20m"}
 _LIMITS: Service = {
     "network_mode": "host",
     # Also after a reboot, but not after `docker-compose stop`.
