@@ -167,6 +167,7 @@ class RunLimits(_message.Message):
     GENERATION_LEASE_FIELD_NUMBER: _builtins.int
     SCORING_LEASE_FIELD_NUMBER: _builtins.int
     MAX_LEASES_PER_SAMPLE_FIELD_NUMBER: _builtins.int
+    TOKEN_SILENCE_FIELD_NUMBER: _builtins.int
     groups_per_step: _builtins.int
     """Groups in one step of the run, of which the trainer may make several optimiser steps, >= 1."""
     group_size: _builtins.int
@@ -183,13 +184,18 @@ class RunLimits(_message.Message):
     """Most leases for one sample before it is dropped with reason `too_many_leases`. 0 means 8."""
     @_builtins.property
     def generation_lease(self) -> _duration_pb2.Duration:
-        """How long a lease of a generator lives without a heartbeat. Unset means 30 s. After 20 times as long without a token it
-        ends in spite of heartbeats: the generator is alive, but the sample hangs.
-        """
+        """How long a lease of a generator lives without a heartbeat. Unset means 30 s."""
 
     @_builtins.property
     def scoring_lease(self) -> _duration_pb2.Duration:
         """How long a lease of a reward worker lives. Unset means 60 s."""
+
+    @_builtins.property
+    def token_silence(self) -> _duration_pb2.Duration:
+        """How long a lease of a generator lives without a token in spite of heartbeats: the generator is alive, but the sample
+        hangs. At most 7 days. Unset means 20 times generation_lease, or three times what a completion of
+        max_completion_tokens takes at the speed measured of the generator's samples, where that is more.
+        """
 
     def __init__(
         self,
@@ -202,10 +208,11 @@ class RunLimits(_message.Message):
         generation_lease: _duration_pb2.Duration | None = ...,
         scoring_lease: _duration_pb2.Duration | None = ...,
         max_leases_per_sample: _builtins.int = ...,
+        token_silence: _duration_pb2.Duration | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["generation_lease", b"generation_lease", "scoring_lease", b"scoring_lease"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["generation_lease", b"generation_lease", "scoring_lease", b"scoring_lease", "token_silence", b"token_silence"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["generation_lease", b"generation_lease", "group_size", b"group_size", "groups_per_step", b"groups_per_step", "max_completion_tokens", b"max_completion_tokens", "max_leases_per_sample", b"max_leases_per_sample", "max_queued_groups", b"max_queued_groups", "max_staleness", b"max_staleness", "scoring_lease", b"scoring_lease"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["generation_lease", b"generation_lease", "group_size", b"group_size", "groups_per_step", b"groups_per_step", "max_completion_tokens", b"max_completion_tokens", "max_leases_per_sample", b"max_leases_per_sample", "max_queued_groups", b"max_queued_groups", "max_staleness", b"max_staleness", "scoring_lease", b"scoring_lease", "token_silence", b"token_silence"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

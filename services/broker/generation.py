@@ -23,8 +23,6 @@ _QUEUED, _LEASED = broker_pb2.SAMPLE_STATE_QUEUED, broker_pb2.SAMPLE_STATE_LEASE
 MAX_GROUPS_SCANNED = 512
 """A generator looks no further down the queue than this for work that fits it."""
 LEFT_TO_OTHERS = "dispatch leaves what is queued to generators that are done with it sooner"
-MAX_SILENT_LIVES = 20
-"""Lives of a lease after which it is no longer renewed unless tokens come: a generator that beats may still hang."""
 ABANDONED_WEIGHTS = (
     "the generator holds weights of before the run's last rewind, or of another run of this id: it waits until it has "
     "pulled others"
@@ -235,28 +233,40 @@ def may_take(state: RunState, generator: GeneratorFacts, group: GroupRecord, ind
     return _judge(state.admission(), generator, group, oldest, num_context_tokens).is_allowed
 
 
-def renew(state: RunState, generator_id: str, lease_ids: Sequence[str], now_s: float) -> None:
+def renew(
+    state: RunState,
+    generator_id: str,
+    lease_ids: Sequence[str],
+    now_s: float,
+    *,
+    tokens_per_second: float | None = None,
+) -> list[str]:
     """Extend the leases a generator still works on; a lease with more than half of its life left is not rewritten.
 
-    A lease under which no token came for MAX_SILENT_LIVES lives is left to expire: the next generator goes on from what
-    is stored.
+    A lease under which no token came for too long (`Limits.token_silence`) is left to expire: the next generator goes
+    on from what is stored. `tokens_per_second` is the speed of the generator's samples, where it was measured. Returns
+    the leases that are left to expire.
     """
     held = state.generation_leases.get(generator_id, {})
     life_s = state.limits.generation_lease_s
+    max_silence_s = state.limits.token_silence(generator_id, tokens_per_second).value_s
     due: dict[str, list[int]] = {}
+    silent: list[str] = []
     for lease_id in lease_ids:
         sample_id = held.get(lease_id)
         if sample_id is None:
             continue
         group_id, index = sample_id
         sample = state.groups[group_id].samples[index]
-        is_silent = now_s - max(sample.lease_s, sample.last_chunk_s) > MAX_SILENT_LIVES * life_s
-        if sample.lease_expire_s - now_s < life_s / 2 and not is_silent:
+        if now_s - max(sample.lease_s, sample.last_chunk_s) > max_silence_s:
+            silent.append(lease_id)
+        elif sample.lease_expire_s - now_s < life_s / 2:
             due.setdefault(group_id, []).append(index)
     for group_id, indices in due.items():
         with state.edit(group_id) as group:
             for index in indices:
                 group.samples[index].lease_expire_s = now_s + life_s
+    return silent
 
 
 def expire(state: RunState, now_s: float) -> int:

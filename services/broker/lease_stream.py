@@ -6,7 +6,10 @@ import asyncio
 import secrets
 from collections.abc import AsyncIterator
 
+import structlog
+
 from penstock.errors import InvalidFieldError, RunClosedError
+from penstock.silence import SilenceLimit
 from penstock.v1 import broker_pb2
 from services.broker import generation
 from services.broker.generation import GeneratorFacts, Grant, Grants
@@ -28,6 +31,7 @@ ASK_AGAIN_S = 0.25
 IDLE_BEFORE_MOVE_S = 1.0
 """A generator stands idle for this long before it takes work over from others."""
 
+_log = structlog.get_logger()
 _Response = broker_pb2.StreamLeasesResponse
 
 
@@ -50,6 +54,8 @@ class LeaseStream:
         self._idle_since_s: float | None = None
         """Since when it found nothing to lease though it could hold more."""
         self._ask_again_s = 0.0
+        self._silent: set[str] = set()
+        """Leases that are no longer renewed because no token came."""
         self._owner: broker_pb2.RunOwner | None = None
         """Who trains the run, as the generator was last told."""
 
@@ -105,13 +111,26 @@ class LeaseStream:
         check_beat(beat)
         self._beat = beat
         self._known.update(beat.active_lease_ids)
-        generator_id, lease_ids = self._hello.generator_id, list(beat.active_lease_ids)
-        if lease_ids:
-            await self._hub.transact(
-                lambda state: generation.renew(state, generator_id, lease_ids, self._hub.clock.now_s()),
-                must_verify=False,
-            )
+        if beat.active_lease_ids:
+            await self._renew(list(beat.active_lease_ids))
         await self._hub.peers.see_generator(self._hello, beat, num_free=self._credit)
+
+    async def _renew(self, lease_ids: list[str]) -> None:
+        """Extend leases; says of each once, for the log, that it is not because no token came."""
+        generator_id = self._hello.generator_id
+        speed = self._hub.peers.sample_speed(generator_id)
+
+        def operation(state: RunState) -> tuple[list[str], SilenceLimit]:
+            now_s = self._hub.clock.now_s()
+            silent = generation.renew(state, generator_id, lease_ids, now_s, tokens_per_second=speed)
+            return silent, state.limits.token_silence(generator_id, speed)
+
+        silent, limit = await self._hub.transact(operation, must_verify=False)
+        for lease_id in set(silent) - self._silent:
+            _log.warning(
+                "a lease is left to expire: no token came", lease_id=lease_id, generator=generator_id, limit=str(limit)
+            )
+        self._silent = set(silent)
 
     async def _leases(self) -> list[_Response]:
         beat, state = self._beat, self._hub.copy

@@ -10,6 +10,7 @@ from google.protobuf.duration_pb2 import Duration
 from penstock.errors import InvalidFieldError
 from penstock.pieces import MAX_GROUP_TOKENS
 from penstock.rpc import MAX_MESSAGE_BYTES
+from penstock.silence import SilenceLimit, silence_limit
 from penstock.v1 import broker_pb2
 
 DEFAULT_GENERATION_LEASE_S = 30.0
@@ -17,6 +18,9 @@ DEFAULT_SCORING_LEASE_S = 60.0
 DEFAULT_MAX_LEASES = 8
 MIN_QUEUED_GROUPS = 64
 MIN_LEASE_S, MAX_LEASE_S = 0.1, 3600.0
+MAX_SILENT_LIVES = 20
+"""Lives of a lease after which, at the earliest, it is no longer renewed unless tokens come."""
+MAX_TOKEN_SILENCE_S = 7 * 24 * 3600.0
 
 MAX_GROUPS_PER_STEP = 65_536
 MAX_GROUP_SIZE = 1_024
@@ -40,6 +44,8 @@ class Limits:
     generation_lease_s: float
     scoring_lease_s: float
     max_leases_per_sample: int
+    token_silence_s: float | None
+    """None derives it from the generator's speed."""
 
     @property
     def min_usable_samples(self) -> int:
@@ -64,11 +70,12 @@ class Limits:
             generation_lease_s=_lease_s(limits, "generation_lease", DEFAULT_GENERATION_LEASE_S),
             scoring_lease_s=_lease_s(limits, "scoring_lease", DEFAULT_SCORING_LEASE_S),
             max_leases_per_sample=limits.max_leases_per_sample or DEFAULT_MAX_LEASES,
+            token_silence_s=_duration_s(limits, "token_silence", MAX_TOKEN_SILENCE_S),
         )
 
     def to_proto(self) -> broker_pb2.RunLimits:
         """The same as a message, nothing left at its default."""
-        return broker_pb2.RunLimits(
+        stated = broker_pb2.RunLimits(
             groups_per_step=self.groups_per_step,
             group_size=self.group_size,
             max_staleness=self.max_staleness,
@@ -77,6 +84,19 @@ class Limits:
             generation_lease=_duration(self.generation_lease_s),
             scoring_lease=_duration(self.scoring_lease_s),
             max_leases_per_sample=self.max_leases_per_sample,
+        )
+        if self.token_silence_s is not None:
+            stated.token_silence.CopyFrom(_duration(self.token_silence_s))
+        return stated
+
+    def token_silence(self, generator_id: str, tokens_per_second: float | None) -> SilenceLimit:
+        """How long a lease lives without a token, given the speed of its generator's samples."""
+        return silence_limit(
+            setting="limits.token_silence (trainer.max_lease_silence_s)",
+            configured_s=self.token_silence_s,
+            least_s=MAX_SILENT_LIVES * self.generation_lease_s,
+            max_tokens=self.max_completion_tokens,
+            speeds={} if tokens_per_second is None else {generator_id: tokens_per_second},
         )
 
 
@@ -109,13 +129,19 @@ def _check_group_tokens(limits: broker_pb2.RunLimits) -> None:
 
 
 def _lease_s(limits: broker_pb2.RunLimits, field: str, default_s: float) -> float:
+    seconds = _duration_s(limits, field, MAX_LEASE_S)
+    return default_s if seconds is None else seconds
+
+
+def _duration_s(limits: broker_pb2.RunLimits, field: str, most_s: float) -> float | None:
+    """A duration in its bounds, seconds; None where it is unset. Raises InvalidFieldError."""
     if not limits.HasField(field):  # type: ignore[arg-type]
-        return default_s
+        return None
     duration: Duration = getattr(limits, field)
     seconds = duration.seconds + duration.nanos / 1e9
-    if not MIN_LEASE_S <= seconds <= MAX_LEASE_S:
+    if not MIN_LEASE_S <= seconds <= most_s:
         raise InvalidFieldError(
-            f"limits.{field}: {seconds} s is not between {MIN_LEASE_S} and {MAX_LEASE_S} s",
+            f"limits.{field}: {seconds} s is not between {MIN_LEASE_S} and {most_s} s",
             field=f"limits.{field}",
         )
     return seconds

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from penstock.clock import Clock
+from penstock.silence import sample_speed
 from penstock.v1 import broker_pb2, types_pb2
 from services.broker.causes import Present
 from services.broker.records_pb2 import WorkerView
@@ -62,6 +63,11 @@ class Peers:
             and view.HasField("beat")
             and now_s - view.beat_time.ToMicroseconds() / 1e6 <= max_age_s
         ]
+
+    def sample_speed(self, generator_id: str) -> float | None:
+        """Tokens per second of each sample that it decodes; None where that was not measured."""
+        view = self._generators.get(generator_id)
+        return None if view is None else sample_speed(view)
 
     def note_free(self, generator_id: str, num_free: int) -> None:
         """How many leases a generator could be given now."""

@@ -69,6 +69,9 @@ class EngineConfig(StrictModel):
     of the version it is taking: the process gives everything back and ends, to be started afresh."""
     update_mode: UpdateMode = UpdateMode.KEEP
     """Samples under way when a version is taken: keep (go on over the old KV cache), recompute (it first), drain."""
+    max_drain_s: float | None = Field(default=None, gt=0)
+    """With drain, how long samples under way may take to end before they are let go on and the version is tried again.
+    Unset: 300 s, or three times what the longest of them may still take at the engine's speed, where that is more."""
     emulated_tokens_per_second: float = Field(default=2000.0, gt=0)
     """Speed of an emulated engine, all samples together."""
     emulated_mean_tokens: int = Field(default=45, ge=1)

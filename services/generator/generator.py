@@ -30,6 +30,7 @@ from penstock.v1 import broker_pb2, generator_pb2
 from services.generator.busy import BusyTracker
 from services.generator.config import GeneratorConfig
 from services.generator.decode_watch import DecodeWatch
+from services.generator.drain import Drain
 from services.generator.engine import Engine, EngineError, EngineHungError, EngineProfile, UpdateMode, UpdateReport
 from services.generator.engines import PausableEngine, engine_version
 from services.generator.failures import Failure, FailureCounts
@@ -122,7 +123,12 @@ class Generator:
             cache_dir=cache_dir,
             engine=engine,
             held=self._held,
-            rollouts=self._rollouts,
+            drain=Drain(
+                self._rollouts,
+                max_wait_s=config.engine.max_drain_s,
+                # Made below: it names the puller, which drains through this.
+                sample_speed=lambda: self._holder.sample_speed(),
+            ),
             metrics=metrics,
             security=security,
         )

@@ -40,6 +40,11 @@ class Holder:
         """Leases it can take now."""
         return self._rollouts.num_free_slots()
 
+    def sample_speed(self) -> float | None:
+        """Tokens per second of each sample under way, as of the last beat; None where none was measured."""
+        rate = self._rate.tokens_per_second
+        return rate / max(1, self._engine.stats().num_running) if rate > 0 else None
+
     def beat(self) -> broker_pb2.GeneratorBeat:
         """How it is now; hands out the busy spans since the last beat."""
         stats, held = self._engine.stats(), self._held.current

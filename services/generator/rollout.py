@@ -127,6 +127,15 @@ class Rollouts:
         return not self._works and not self._num_guests
 
     @property
+    def longest_remaining_tokens(self) -> int:
+        """The most that any sample in hand may still need; a guest may need whatever the engine takes."""
+        remaining = [
+            work.lease.prompt.sampling.max_new_tokens - (0 if work.stream is None else work.stream.num_tokens)
+            for work in self._works.values()
+        ]
+        return max([*remaining, self._parts.engine.max_model_len if self._num_guests else 0], default=0)
+
+    @property
     def num_in_slots(self) -> int:
         """Leased samples that are decoded or are about to be."""
         return sum(work.is_in_slot for work in self._works.values())
@@ -296,7 +305,8 @@ class Rollouts:
         request = to_request(work.lease, end_token_ids=parts.end_token_ids)
         async with asyncio.timeout(MAX_VERSION_WAIT_S):
             await parts.held.wait_for(work.lease.min_policy_version)
-            await self.decoding.wait_until_may_begin()
+        # Bounded by whoever waits for silence, as long as the completions under way are.
+        await self.decoding.wait_until_may_begin()
         is_finished = False
         with self.decoding.one(), self.decoding.awaiting():
             # To its very end, past the last span: leaving an iteration early makes the engine abort.

@@ -12,13 +12,14 @@ class TokenRate:
     def __init__(self) -> None:
         self._mark_s: float | None = None
         self._mark_tokens = 0
-        self._tokens_per_second = 0.0
+        self.tokens_per_second = 0.0
+        """The last rate; 0 before the first."""
 
     def update(self, num_tokens: int, now_s: float) -> float:
         """The rate, given the count of tokens since start and a clock that never goes back, in seconds."""
         if self._mark_s is None:
             self._mark_s, self._mark_tokens = now_s, num_tokens
         elif now_s - self._mark_s >= MIN_WINDOW_S:
-            self._tokens_per_second = (num_tokens - self._mark_tokens) / (now_s - self._mark_s)
+            self.tokens_per_second = (num_tokens - self._mark_tokens) / (now_s - self._mark_s)
             self._mark_s, self._mark_tokens = now_s, num_tokens
-        return self._tokens_per_second
+        return self.tokens_per_second

@@ -13,10 +13,10 @@ from penstock.collective.receiver import BroadcastReceiver
 from penstock.security import Security
 from penstock.transfer.relay import Relay
 from services.generator.config import GeneratorConfig
+from services.generator.drain import Drain
 from services.generator.engine import Engine
 from services.generator.held import HeldWeights
 from services.generator.metrics import GeneratorMetrics
-from services.generator.rollout import Rollouts
 from services.generator.weight_puller import WeightPuller
 
 
@@ -29,7 +29,7 @@ class WeightIntake:
         cache_dir: Folder of its weight files.
         engine: Takes the versions.
         held: Told what was attested.
-        rollouts: Held back where an update must not meet running samples.
+        drain: For updates that must not meet running samples.
         metrics: Counts bytes, swaps and refusals.
         security: Credentials of the process.
     """
@@ -42,7 +42,7 @@ class WeightIntake:
         cache_dir: Path,
         engine: Engine,
         held: HeldWeights,
-        rollouts: Rollouts,
+        drain: Drain,
         metrics: GeneratorMetrics,
         security: Security,
     ) -> None:
@@ -66,7 +66,7 @@ class WeightIntake:
             downloader=self._downloader,
             engine=engine,
             held=held,
-            rollouts=rollouts,
+            drain=drain,
             cache_dir=cache_dir,
             metrics=metrics,
             mode=config.engine.update_mode,

@@ -30,14 +30,13 @@ from penstock.clients.weights import WeightsClient, tensor_digests
 from penstock.errors import DigestMismatchError, FencedError, PenstockError, UnknownVersionError
 from penstock.rpc import backoff_s
 from penstock.v1 import broker_pb2, weights_pb2
+from services.generator.drain import Drain
 from services.generator.engine import Engine, UpdateMode, UpdateReport, WeightUpdate
 from services.generator.held import Held, HeldWeights
 from services.generator.metrics import GeneratorMetrics
-from services.generator.rollout import Rollouts
 from services.generator.weight_fetcher import Fetched, WeightFetcher
 
 MAX_ENGINE_MISMATCHES = 3
-MAX_DRAIN_WAIT_S = 300.0
 
 _log = structlog.get_logger()
 
@@ -61,7 +60,7 @@ class WeightPuller:
         downloader: Fetches contents; entered already.
         engine: Started already when `run` or `pull` is called.
         held: Told what was attested.
-        rollouts: Held back where an update must not meet running samples.
+        drain: For updates that must not meet running samples.
         cache_dir: Folder of this generator's weight files.
         metrics: Counts swaps and refusals.
         mode: What happens to running samples when an announced version is taken.
@@ -74,7 +73,7 @@ class WeightPuller:
         downloader: Downloader,
         engine: Engine,
         held: HeldWeights,
-        rollouts: Rollouts,
+        drain: Drain,
         cache_dir: Path,
         metrics: GeneratorMetrics,
         mode: UpdateMode = UpdateMode.KEEP,
@@ -82,7 +81,7 @@ class WeightPuller:
         self._client = client
         self._engine = engine
         self._held = held
-        self._rollouts = rollouts
+        self._drain = drain
         self._metrics = metrics
         self._mode = mode
         self._fetcher = WeightFetcher(
@@ -236,7 +235,7 @@ class WeightPuller:
         try:
             async with AsyncExitStack() as stack:
                 if mode is UpdateMode.DRAIN:
-                    await stack.enter_async_context(self._rollouts.nothing_decoding(timeout_s=MAX_DRAIN_WAIT_S))
+                    await stack.enter_async_context(self._drain.drained())
                 report = await self._engine.update_weights(update)
             if report.digest != manifest.digest:
                 raise DigestMismatchError(f"the engine holds {report.digest}, version states {manifest.digest}")

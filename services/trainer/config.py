@@ -265,6 +265,13 @@ class ComputeConfig(StrictModel):
     torchrun on many: how many; or, where devices are unlike, the tokens that each takes, in any unit: [1, 2]."""
     gradient_checkpointing: bool = False
     """Keep less for the backward pass and compute it again: less memory, about a third more work."""
+    max_silence_s: float | None = Field(default=None, gt=0)
+    """Without a new group for so long, the broker being there, the run fails. Unset: 1800 s, or three times what the
+    longest completion takes the slowest generator, where that is more."""
+    max_evaluation_silence_s: float | None = Field(default=None, gt=0)
+    """The same of an evaluation's results; unset: 900 s or more."""
+    max_lease_silence_s: float | None = Field(default=None, ge=1, le=604_800)
+    """A lease under which no token came for so long ends though its generator renews it; unset: 300 s or more."""
     max_skips_in_a_row: int = Field(default=0, ge=0, le=1000)
     """A step whose loss or gradient is not finite is begun again without the groups that may be at fault, which are
     dropped, at most so often in a row; then the run stops. 0 stops it at once."""

@@ -113,6 +113,8 @@ class RunContext:
         )
         limits.generation_lease.FromSeconds(LEASE_S)
         limits.scoring_lease.FromSeconds(LEASE_S)
+        if (silence_s := self.config.trainer.max_lease_silence_s) is not None:
+            limits.token_silence.FromNanoseconds(round(silence_s * 1e9))
         return await self.client.open_run(
             self.run_id,
             limits=limits,

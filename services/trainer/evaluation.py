@@ -6,8 +6,8 @@ Promises:
 - Only generators that hold at least the measured version decode them. Nothing here is ever trained on.
 - A measurement is written to evaluations.jsonl before the broker may forget its groups, so that after a crash it is
   either on disk or still to be had.
-- No endless wait: without any new result for MAX_SILENCE_S while the broker is there the measurement fails and says
-  what was waited for.
+- No endless wait: without any new result for as long as `trainer.max_evaluation_silence_s` says, or what is derived in
+  its place, the measurement fails and says what was waited for. Time in which the broker was away does not count.
 """
 
 from __future__ import annotations
@@ -24,10 +24,11 @@ from penstock.v1 import trainer_pb2, types_pb2
 from services.trainer.context import RunContext
 from services.trainer.data import EncodedPrompt, build_prompt, evaluation_group_id, sampling_seed
 from services.trainer.metrics import JsonLines
+from services.trainer.silence import Silence
 from services.trainer.submission import PromptSubmitter
 
 CONSUMER_ID = "trainer-0-evaluation"
-MAX_SILENCE_S = 900.0
+LEAST_SILENCE_S = 900.0
 MAX_HELD_GROUPS = 128
 GROUPS_PER_MICROBATCH = 32
 POLL_S = 0.5
@@ -53,6 +54,12 @@ class Evaluator:
         record: JsonLines,
     ) -> None:
         self._config = context.config
+        self._silence = Silence(
+            context,
+            setting="trainer.max_evaluation_silence_s",
+            configured_s=context.config.trainer.max_evaluation_silence_s,
+            least_s=LEAST_SILENCE_S,
+        )
         self._run_id = context.run_id
         self._client = context.client
         self._clock = context.clock
@@ -82,7 +89,7 @@ class Evaluator:
             on_waiting: Told what is waited for, for people.
 
         Raises:
-            DeadlineError: No new result for MAX_SILENCE_S.
+            DeadlineError: No new result for too long, see above.
             PenstockError: The broker refused something for good.
         """
         for line in self._record.read():
@@ -142,7 +149,7 @@ class Evaluator:
                 owner=self._client.owner,
             ),
         )
-        quiet_since_s = self._clock.now_s()
+        self._silence.restart()
         async with session:
             while len(scores) < len(groups):
                 if sending.done():
@@ -155,11 +162,11 @@ class Evaluator:
                     await self._forget_strays([i for i in ids if i not in groups])
                     session.release(ids)
                 if len(scores) > num_before or session.is_away:
-                    quiet_since_s = self._clock.now_s()
-                elif self._clock.now_s() - quiet_since_s > MAX_SILENCE_S:
+                    self._silence.restart()
+                elif (limit := await self._silence.exceeded()) is not None:
                     raise DeadlineError(
                         f"evaluation: {len(groups) - len(scores)} of {len(groups)} held-out completions did not come "
-                        f"within {MAX_SILENCE_S:.0f} s; last word: {session.waiting_reason}"
+                        f"within {limit}; last word: {session.waiting_reason}"
                     )
                 why = f"; {session.waiting_reason}" if session.waiting_reason else ""
                 on_waiting(f"{len(scores)} of {len(groups)} held-out completions scored{why}")

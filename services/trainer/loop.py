@@ -41,13 +41,14 @@ from services.trainer.decoding import training_samples
 from services.trainer.metrics import SKIPPED_STEPS, Line, StepTimes, count_step, step_line
 from services.trainer.replay_feed import ReplayFeed
 from services.trainer.samples import TrainingSample
+from services.trainer.silence import Silence
 from services.trainer.step import MicrobatchReport, SkipReason, StepReport, TrainingStep
 from services.trainer.step_settings import step_settings
 from services.trainer.waits import Cause, WaitMeter
 
 CONSUMER_ID = "trainer-0"
-MAX_SILENCE_S = 1800.0
-"""Without any new group for this long, the broker being there, the run fails and says what it waited for."""
+LEAST_SILENCE_S = 1800.0
+"""Without any new group for this long, or longer where completions are (`penstock.silence`), the run fails."""
 POLL_S = 0.5
 
 _log = structlog.get_logger()
@@ -105,6 +106,12 @@ class StepLoop:
         self._publishing: asyncio.Future[float] | None = None
         self._last_publish_s = 0.0
         self.waits = WaitMeter(context.clock)
+        self._silence = Silence(
+            context,
+            setting="trainer.max_silence_s",
+            configured_s=context.config.trainer.max_silence_s,
+            least_s=LEAST_SILENCE_S,
+        )
         self._line_s = context.clock.now_s()
         self._busy_at_line_s = compute.busy_s
         groups_per_step = context.config.algorithm.prompts_per_step
@@ -128,7 +135,7 @@ class StepLoop:
 
         Raises:
             BackendError: A loss or gradient was not finite, and not for the first time; nothing changed.
-            DeadlineError: No new group for MAX_SILENCE_S.
+            DeadlineError: No new group for as long as `trainer.max_silence_s` says, or what is derived in its place.
             PenstockError: The broker refused something for good, or was away for too long.
         """
         num_skipped, kept = 0, await self._attempt({}, num_skipped=0)
@@ -243,20 +250,16 @@ class StepLoop:
 
     async def _next_groups(self, max_groups: int) -> list[types_pb2.TrajectoryGroup]:
         """At least one and at most `max_groups` groups, none of which was trained on."""
-        quiet_since_s = self._context.clock.now_s()
+        self._silence.restart()
         while not self._received:
             microbatch = await self.session.next(timeout_s=POLL_S)
             if microbatch is not None:
                 self._received.extend(await self._without_trained(list(microbatch.groups)))
                 continue
             if self.session.is_away:
-                # The broker is waited for: that nothing comes says nothing of those who make it.
-                quiet_since_s = self._context.clock.now_s()
-            quiet_s = self._context.clock.now_s() - quiet_since_s
-            if quiet_s > MAX_SILENCE_S:
-                raise DeadlineError(
-                    f"no sample group came for {MAX_SILENCE_S:.0f} s; last word: {self.session.waiting_reason}"
-                )
+                self._silence.restart()
+            elif (limit := await self._silence.exceeded()) is not None:
+                raise DeadlineError(f"no sample group came for {limit}; last word: {self.session.waiting_reason}")
             self._hooks.on_waiting(self.session.waiting_reason)
         return [self._received.popleft() for _ in range(min(max_groups, len(self._received)))]
 

@@ -25,8 +25,8 @@ LIMIT_S = 1.0
 @pytest.fixture(autouse=True)
 def short_limits(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every limit that could end the run, scaled down."""
-    monkeypatch.setattr(loop, "MAX_SILENCE_S", LIMIT_S)
-    monkeypatch.setattr(evaluation, "MAX_SILENCE_S", LIMIT_S)
+    monkeypatch.setattr(loop, "LEAST_SILENCE_S", LIMIT_S)
+    monkeypatch.setattr(evaluation, "LEAST_SILENCE_S", LIMIT_S)
     monkeypatch.setattr("penstock.clients.broker.DEFAULT_PATIENCE_S", LIMIT_S, raising=False)
     monkeypatch.setattr("penstock.clients.export.DEFAULT_PATIENCE_S", LIMIT_S, raising=False)
     monkeypatch.setattr("penstock.outage.FIRST_NOTICE_S", 0.3, raising=False)

@@ -414,6 +414,26 @@ async def test_weights_need_the_token_when_there_is_one() -> None:
             assert response.status == 404
 
 
+@pytest.mark.parametrize(
+    ("section", "message"),
+    [
+        ({"max_silence_s": 0.2}, "no sample group came for 0.2 s (as trainer.max_silence_s says); last word"),
+        ({"max_evaluation_silence_s": 0.2}, "did not come within 0.2 s (as trainer.max_evaluation_silence_s says)"),
+    ],
+)
+async def test_a_run_that_waits_too_long_says_by_which_limit_it_ends(tmp_path, model, broker, section, message) -> None:
+    broker.is_handing_out = False
+    async with serving(broker.service()) as (_, target), running_trainer() as trainer:
+        document = run_document(tmp_path, model, target)
+        if "max_silence_s" in section:
+            document["data"].pop("eval", None)
+        document["trainer"] = document.get("trainer", {}) | section
+        await trainer.start(document)
+        finished = finish_of(await trainer.events())
+    assert finished.outcome == trainer_pb2.RUN_OUTCOME_FAILED
+    assert message in finished.message
+
+
 async def test_a_stop_does_not_wait_for_a_broker_that_is_away(tmp_path, model) -> None:
     async with running_trainer() as trainer:
         await trainer.start(run_document(tmp_path, model, "127.0.0.1:9"))

@@ -5,12 +5,13 @@ from copy import deepcopy
 import pytest
 
 from penstock.codec import encode_versions, float32_bytes, int32_bytes
+from penstock.errors import InvalidFieldError
 from penstock.v1 import broker_pb2, types_pb2
 from services.broker import accepting, generation
 from services.broker.audit import audit
 from services.broker.chunks import read_chunk, read_chunks
 from services.broker.generation import GeneratorFacts
-from tests.helpers.broker import chunk
+from tests.helpers.broker import chunk, duration
 from tests.unit.broker.builders import (
     acknowledge,
     as_lease,
@@ -128,6 +129,32 @@ def test_a_lease_that_is_renewed_but_brings_no_token_ends() -> None:
     assert num_expired == 1
     assert state.groups["a"].samples[0].state == broker_pb2.SAMPLE_STATE_QUEUED
     assert state.groups["a"].samples[1].state == broker_pb2.SAMPLE_STATE_LEASED
+
+
+def test_a_lease_of_long_completions_on_a_slow_generator_lives_on_without_a_token() -> None:
+    """20 lives of 15 s are 300 s: a sample may wait longer than that for a drain, or behind another one."""
+    state = open_state(max_completion_tokens=32_768)
+    submit(state, "a")
+    grants = lease(state, 2)
+    ids = [grant.lease_id for grant in grants]
+    for now_s in range(10, 4920, 10):
+        assert generation.renew(state, "gen-1", ids, float(now_s), tokens_per_second=20.0) == [], now_s
+    assert generation.expire(state, 4915.0) == 0
+    assert generation.renew(state, "gen-1", ids, 4920.0, tokens_per_second=20.0) == ids
+    assert str(state.limits.token_silence("gen-1", 20.0)) == (
+        "4915 s (3 x 32768 tokens at 20 tokens/s of gen-1; limits.token_silence (trainer.max_lease_silence_s) sets "
+        "another)"
+    )
+
+
+def test_how_long_a_lease_lives_without_a_token_can_be_set() -> None:
+    state = open_state(token_silence=duration(45))
+    submit(state, "a")
+    [grant] = lease(state, 1)
+    assert generation.renew(state, "gen-1", [grant.lease_id], 40.0, tokens_per_second=1.0) == []
+    assert generation.renew(state, "gen-1", [grant.lease_id], 48.0, tokens_per_second=1.0) == [grant.lease_id]
+    with pytest.raises(InvalidFieldError, match=r"limits.token_silence: 700000"):
+        open_state(token_silence=duration(700_000))
 
 
 def test_only_the_holder_renews_a_lease() -> None:

@@ -166,7 +166,7 @@ def test_every_field_is_described() -> None:
 
 
 def test_the_number_of_fields_stays_within_the_budget() -> None:
-    assert len([name for model, name, _ in fields(RunConfig) if model is not RunConfig]) <= 98
+    assert len([name for model, name, _ in fields(RunConfig) if model is not RunConfig]) <= 102
 
 
 @pytest.mark.parametrize("name", ["quickstart.yaml", "own_task.yaml"])

@@ -10,9 +10,11 @@ from prometheus_client import CollectorRegistry
 from penstock.clients.sample_stream import SampleStream
 from penstock.clock import ManualClock
 from penstock.codec import int32_array, int32_bytes
+from penstock.errors import DeadlineError
 from penstock.v1 import broker_pb2, types_pb2
 from services.generator import rollout
 from services.generator.busy import BusyTracker
+from services.generator.drain import Drain
 from services.generator.engine import EngineStoppedError, FinishReason, RequestRefusedError
 from services.generator.held import Held, HeldWeights
 from services.generator.metrics import GeneratorMetrics
@@ -259,6 +261,37 @@ async def test_an_update_can_wait_until_nothing_is_decoded(bench):
     leave.set()
     await task
     await bench.decoding("b")
+
+
+async def test_a_sample_that_waits_for_a_drain_is_not_given_back_for_it(bench, monkeypatch):
+    monkeypatch.setattr(rollout, "MAX_VERSION_WAIT_S", 0.02)
+    await bench.begin("a")
+    await bench.decoding("a")
+    drain = Drain(bench.rollouts, max_wait_s=None, sample_speed=lambda: 0.001)
+
+    async def update():
+        async with drain.drained():
+            pass
+
+    task = asyncio.create_task(update())
+    await asyncio.sleep(0)
+    await bench.begin("b")
+    await asyncio.sleep(0.1)
+    assert "b" in bench.rollouts.lease_ids
+    bench.engine.say("a", span(2, finish=FinishReason.STOP))
+    await task
+    await bench.decoding("b")
+
+
+async def test_a_drain_that_takes_too_long_says_by_which_limit_it_ends(bench):
+    await bench.begin("a")
+    await bench.decoding("a")
+    assert bench.rollouts.longest_remaining_tokens > 0
+    drain = Drain(bench.rollouts, max_wait_s=0.02, sample_speed=lambda: 20.0)
+    with pytest.raises(DeadlineError, match=r"did not end within 0.02 s \(as engine.max_drain_s says\); they go on"):
+        async with drain.drained():
+            pass
+    assert bench.rollouts.decoding.may_begin
 
 
 async def test_a_guest_has_a_slot_of_its_own_and_holds_updates_back_that_wait_for_silence(bench):
