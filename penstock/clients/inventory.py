@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 import structlog
 
 from penstock.errors import PenstockError
+from penstock.outage import Outage
 from penstock.rpc import call, open_channel
 from penstock.security import Security
 from penstock.v1 import scheduler_pb2 as pb
@@ -52,6 +53,7 @@ async def report_node(
         stub = scheduler_pb2_grpc.SchedulerServiceStub(channel)
         is_known = False
         interval_s = _RETRY_S
+        outage = Outage(f"scheduler {scheduler}")
         while True:
             try:
                 if not is_known:
@@ -61,9 +63,10 @@ async def report_node(
                     is_known = True
                 report = pb.ReportNodeRequest(node_id=node.node_id, rates=measure(), generator_start_s=start_s())
                 await call(stub.ReportNode, report, peer="scheduler", timeout_s=_TIMEOUT_S)
+                outage.answered()
             except PenstockError as error:
                 is_known = False
-                _log.debug("scheduler away", scheduler=scheduler, error=str(error))
+                outage.failed(error)
             await asyncio.sleep(interval_s)
 
 
