@@ -132,8 +132,10 @@ class BrokerMachine(RuleBasedStateMachine):
         self.run(self._acknowledge_again())
 
     async def _acknowledge_again(self) -> None:
-        before = await self.world.audit()
-        if self.trainer.memory.ledger and before.policy_version == self.trainer.memory.version:
+        before, state = await self.world.audit(), await self.world.state()
+        version = self.trainer.memory.version
+        # A run that went back may stand at a step that is no longer retained, and is not recognised.
+        if self.trainer.memory.ledger and before.policy_version == version and version in state.trained_versions:
             await self.trainer.acknowledge()
             assert await self.world.audit() == before
 
