@@ -155,7 +155,7 @@ class RunSession:
     async def poll(self) -> None:
         """Keep the broker's picture in the view until cancelled."""
         while True:
-            self._view.set_run(await self._get_run(), now_s=time.time())
+            self._view.set_run(await self._get_run())
             self._display.tick()
             await asyncio.sleep(_POLL_S)
 

@@ -38,11 +38,13 @@ class Picture:
 
     target: Target
     now_s: float
+    """Unix seconds by the clock of the run, of which its times are; by this machine's where no broker answers."""
     run: broker_pb2.GetRunResponse | None
     """None while the broker does not answer."""
     problem: str
     """Why it does not; empty when it does."""
-    problem_since_s: float
+    problem_for_s: float
+    """For how long."""
     processes: Sequence[ProcessRecord]
     """Processes of the run on this machine that are not up."""
     lengths: Document | None = None
@@ -80,14 +82,14 @@ def pictures(target: Target) -> Iterator[Picture]:
             raise ConfigError(str(error)) from error
         except PenstockError as error:
             problem = str(error)
-        now_s = time.time()
-        since_s = None if run is not None else since_s or now_s
+        asked_s = time.monotonic()
+        since_s = None if run is not None else since_s or asked_s
         yield Picture(
             target=target,
-            now_s=now_s,
+            now_s=time.time() if run is None else _unix_s(run.now_time),
             run=run,
             problem=problem,
-            problem_since_s=since_s or now_s,
+            problem_for_s=asked_s - (since_s or asked_s),
             processes=_processes_down(target),
             lengths=asyncio.run(fetch_lengths(target.run_id, target.scheduler, Security.from_environment())),
         )
@@ -110,7 +112,7 @@ def render(picture: Picture) -> RenderableType:
     """The picture as a person reads it: how it stands, who is there, who waits for whom."""
     parts: list[RenderableType] = []
     if picture.run is None:
-        away = duration(picture.now_s - picture.problem_since_s)
+        away = duration(picture.problem_for_s)
         parts.append(Text(f"{picture.problem} (asked for {away}; the run goes on when its broker answers)"))
     else:
         parts += [Text(line) for line in _summary(picture.run)]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from console.folder import ProcessRecord
@@ -111,18 +111,18 @@ class RunView:
         self.evaluations.append(evaluation)
         return evaluation
 
-    def set_run(self, run: broker_pb2.GetRunResponse | None, *, now_s: float) -> None:
+    def set_run(self, run: broker_pb2.GetRunResponse | None) -> None:
         """Take in the broker's picture."""
         self.run = run
-        self.generator_idle_ratio = _idle_ratio(run.generators, now_s=now_s) if run is not None else None
+        self.generator_idle_ratio = _idle_ratio(run) if run is not None else None
 
 
-def _idle_ratio(generators: Sequence[broker_pb2.GeneratorView], *, now_s: float) -> float | None:
+def _idle_ratio(run: broker_pb2.GetRunResponse) -> float | None:
+    begin_s = run.now_time.ToNanoseconds() / 1e9 - BUSY_WINDOW_S
     ratios = []
-    for generator in generators:
+    for generator in run.generators:
         # Spans come with heartbeats, so nothing is known of the time after the last one.
         end_s = generator.beat_time.ToNanoseconds() / 1e9
-        begin_s = now_s - BUSY_WINDOW_S
         if end_s <= begin_s:
             continue
         busy_s = sum(

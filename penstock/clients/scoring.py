@@ -34,7 +34,7 @@ MAX_MESSAGE_BYTES = 512 * 1024
 MAX_REASON_CHARACTERS = 1024
 SILENCE_LIMIT_S = 30.0
 RECEIPT_LIMIT_S = 30.0
-# Renewals come at a third of a lease's life inside these bounds, which also bound the harm of clocks that disagree.
+# Renewals come at a third of a lease's life, inside these bounds.
 _LEAST_RENEWAL_S, _MOST_RENEWAL_S = 0.5, 5.0
 _MOST_BETWEEN_CONNECTS_S = 1.5
 _REPEAT_LOG_AFTER_S = 30.0
@@ -292,7 +292,7 @@ class _Notice:
 
 
 def _renewal_s(lease: broker_pb2.ScoringLease) -> float:
-    if not lease.HasField("expire_time"):
+    if not lease.HasField("lease_duration"):
         return _MOST_RENEWAL_S
-    left_s = lease.expire_time.ToMilliseconds() / 1000 - time.time()
-    return min(_MOST_RENEWAL_S, max(_LEAST_RENEWAL_S, left_s / 3))
+    life_s = lease.lease_duration.ToMilliseconds() / 1000
+    return min(_MOST_RENEWAL_S, max(_LEAST_RENEWAL_S, life_s / 3))

@@ -769,6 +769,7 @@ class Lease(_message.Message):
     MIN_POLICY_VERSION_FIELD_NUMBER: _builtins.int
     EXPIRE_TIME_FIELD_NUMBER: _builtins.int
     PREDICTED_TOKENS_FIELD_NUMBER: _builtins.int
+    LEASE_DURATION_FIELD_NUMBER: _builtins.int
     lease_id: _builtins.str
     """Names the lease."""
     prefix_token_ids: _builtins.bytes
@@ -787,7 +788,11 @@ class Lease(_message.Message):
 
     @_builtins.property
     def expire_time(self) -> _timestamp_pb2.Timestamp:
-        """When it expires unless renewed."""
+        """When it expires unless renewed, by the run's clock, for people; decide by lease_duration."""
+
+    @_builtins.property
+    def lease_duration(self) -> _duration_pb2.Duration:
+        """How long it lasts from now, and from each renewal, unless renewed."""
 
     def __init__(
         self,
@@ -799,10 +804,11 @@ class Lease(_message.Message):
         min_policy_version: _builtins.int = ...,
         expire_time: _timestamp_pb2.Timestamp | None = ...,
         predicted_tokens: _builtins.float | None = ...,
+        lease_duration: _duration_pb2.Duration | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_predicted_tokens", b"_predicted_tokens", "expire_time", b"expire_time", "key", b"key", "predicted_tokens", b"predicted_tokens", "prompt", b"prompt"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_predicted_tokens", b"_predicted_tokens", "expire_time", b"expire_time", "key", b"key", "lease_duration", b"lease_duration", "predicted_tokens", b"predicted_tokens", "prompt", b"prompt"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_predicted_tokens", b"_predicted_tokens", "expire_time", b"expire_time", "key", b"key", "lease_id", b"lease_id", "min_policy_version", b"min_policy_version", "predicted_tokens", b"predicted_tokens", "prefix_token_ids", b"prefix_token_ids", "prompt", b"prompt"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_predicted_tokens", b"_predicted_tokens", "expire_time", b"expire_time", "key", b"key", "lease_duration", b"lease_duration", "lease_id", b"lease_id", "min_policy_version", b"min_policy_version", "predicted_tokens", b"predicted_tokens", "prefix_token_ids", b"prefix_token_ids", "prompt", b"prompt"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__predicted_tokens: _TypeAlias = _typing.Literal["predicted_tokens"]  # noqa: Y015
     _WhichOneofArgType__predicted_tokens: _TypeAlias = _typing.Literal["_predicted_tokens", b"_predicted_tokens"]  # noqa: Y015
@@ -1215,6 +1221,7 @@ class ScoringLease(_message.Message):
     LEASE_ID_FIELD_NUMBER: _builtins.int
     ITEM_FIELD_NUMBER: _builtins.int
     EXPIRE_TIME_FIELD_NUMBER: _builtins.int
+    LEASE_DURATION_FIELD_NUMBER: _builtins.int
     lease_id: _builtins.str
     """Names the lease."""
     @_builtins.property
@@ -1223,7 +1230,11 @@ class ScoringLease(_message.Message):
 
     @_builtins.property
     def expire_time(self) -> _timestamp_pb2.Timestamp:
-        """When it expires unless renewed."""
+        """When it expires unless renewed, by the run's clock, for people; decide by lease_duration."""
+
+    @_builtins.property
+    def lease_duration(self) -> _duration_pb2.Duration:
+        """How long it lasts from now, and from each renewal, unless renewed."""
 
     def __init__(
         self,
@@ -1231,10 +1242,11 @@ class ScoringLease(_message.Message):
         lease_id: _builtins.str = ...,
         item: _reward_pb2.ScoreItem | None = ...,
         expire_time: _timestamp_pb2.Timestamp | None = ...,
+        lease_duration: _duration_pb2.Duration | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["expire_time", b"expire_time", "item", b"item"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["expire_time", b"expire_time", "item", b"item", "lease_duration", b"lease_duration"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["expire_time", b"expire_time", "item", b"item", "lease_id", b"lease_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["expire_time", b"expire_time", "item", b"item", "lease_duration", b"lease_duration", "lease_id", b"lease_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -2021,6 +2033,7 @@ class GetRunResponse(_message.Message):
     DISPATCH_STATE_FIELD_NUMBER: _builtins.int
     OWNER_FIELD_NUMBER: _builtins.int
     OWNER_TIME_FIELD_NUMBER: _builtins.int
+    NOW_TIME_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     """Which run."""
     policy_version: _builtins.int
@@ -2063,6 +2076,10 @@ class GetRunResponse(_message.Message):
     def owner_time(self) -> _timestamp_pb2.Timestamp:
         """Since when; unset when the run was never taken over."""
 
+    @_builtins.property
+    def now_time(self) -> _timestamp_pb2.Timestamp:
+        """The run's clock, of which every other time here is: the store's time, not that of the machine that asks."""
+
     def __init__(
         self,
         *,
@@ -2078,10 +2095,11 @@ class GetRunResponse(_message.Message):
         dispatch_state: _builtins.str = ...,
         owner: Global___RunOwner | None = ...,
         owner_time: _timestamp_pb2.Timestamp | None = ...,
+        now_time: _timestamp_pb2.Timestamp | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["audit", b"audit", "limits", b"limits", "owner", b"owner", "owner_time", b"owner_time", "policy", b"policy"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["audit", b"audit", "limits", b"limits", "now_time", b"now_time", "owner", b"owner", "owner_time", b"owner_time", "policy", b"policy"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["audit", b"audit", "dispatch_state", b"dispatch_state", "generators", b"generators", "is_closed", b"is_closed", "limits", b"limits", "owner", b"owner", "owner_time", b"owner_time", "policy", b"policy", "policy_version", b"policy_version", "reward_worker_ids", b"reward_worker_ids", "run_id", b"run_id", "waits", b"waits"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["audit", b"audit", "dispatch_state", b"dispatch_state", "generators", b"generators", "is_closed", b"is_closed", "limits", b"limits", "now_time", b"now_time", "owner", b"owner", "owner_time", b"owner_time", "policy", b"policy", "policy_version", b"policy_version", "reward_worker_ids", b"reward_worker_ids", "run_id", b"run_id", "waits", b"waits"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

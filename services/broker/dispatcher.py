@@ -47,7 +47,7 @@ class Dispatcher:
         left_since_s = self._left_since_s.get(generator.generator_id, now_s)
         if not policy.needs_situation or now_s - left_since_s >= MAX_LEFT_S:
             return EVERYTHING
-        statuses = _statuses(self._starting(state, now_s, generator.generator_id), generator, max_leases)
+        statuses = _statuses(self._starting(state, generator.generator_id), generator, max_leases)
         situation = self._fleet.situation(state, statuses, generator.generator_id, now_s)
         decision = policy.decide(situation)
         return Choice(order=policy.order, decision=decision, mean_tokens=situation.mean_tokens)
@@ -69,7 +69,7 @@ class Dispatcher:
             return
         self._review_s = now_s + REVIEW_EVERY_S
         self._fleet.measure(state)
-        statuses = _statuses(self._starting(state, now_s), None, 0)
+        statuses = _statuses(self._starting(state), None, 0)
         if not statuses or not state.queue:
             return
         situation = self._fleet.look(state, statuses, now_s)
@@ -82,9 +82,9 @@ class Dispatcher:
     ) -> list[Grant]:
         """Move work of other generators to one that finds nothing to lease; see `moves`."""
         # Of all: near the end of a step nobody may start anything, and it is then that work moves.
-        statuses = _statuses(self._live(now_s), generator, max_leases)
+        statuses = _statuses(self._live(), generator, max_leases)
         situation = self._fleet.situation(state, statuses, generator.generator_id, now_s)
-        num_waiting = {view.hello.generator_id: view.beat.num_waiting for view in self._live(now_s)}
+        num_waiting = {view.hello.generator_id: view.beat.num_waiting for view in self._live()}
         return moves.take_over(
             state, generator, situation, num_waiting=num_waiting, now_s=now_s, make_suffix=make_suffix
         )
@@ -101,10 +101,10 @@ class Dispatcher:
             self._policy = make_policy(state.policy.dispatch)
         return self._policy
 
-    def _live(self, now_s: float) -> list[broker_pb2.GeneratorView]:
-        return self._peers.generators(max_age_s=MAX_BEAT_AGE_S, now_s=now_s)
+    def _live(self) -> list[broker_pb2.GeneratorView]:
+        return self._peers.generators(max_age_s=MAX_BEAT_AGE_S)
 
-    def _starting(self, state: RunState, now_s: float, asking: str = "") -> list[broker_pb2.GeneratorView]:
+    def _starting(self, state: RunState, asking: str = "") -> list[broker_pb2.GeneratorView]:
         """The generators that may start new work now, and the one that asks, whether it may or not.
 
         What it is must be known in any case: it may go on with what others began, and the version of the beat that is
@@ -113,7 +113,7 @@ class Dispatcher:
         admission = state.admission()
         return [
             view
-            for view in self._live(now_s)
+            for view in self._live()
             if view.hello.generator_id == asking
             or (
                 not view.beat.is_draining

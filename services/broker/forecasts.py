@@ -78,10 +78,10 @@ class Forecaster:
         """Expected completion tokens by group id, where there is an expectation; empty when the scheduler is away."""
         if self._channel is None:
             return {}
-        if self._clock.now_s() < self._retry_s:
+        if self._clock.monotonic_s() < self._retry_s:
             self._on_answer("skipped")
             return {}
-        asked_s = self._clock.now_s()
+        asked_s = self._clock.monotonic_s()
         stub = scheduler_pb2_grpc.SchedulerServiceStub(self._channel)
         request = scheduler_pb2.ForecastLengthsRequest(run_id=run_id, queries=map(_query, prompts[:MAX_QUERIES]))
         try:
@@ -110,7 +110,7 @@ class Forecaster:
             _log.warning("scheduler away: dispatch goes on without forecasts", target=self._target, error=str(error))
         backoff_s = min(MAX_BACKOFF_S, MIN_BACKOFF_S * 2**self._num_failures)
         self._num_failures += 1
-        self._failed_s = self._clock.now_s()
+        self._failed_s = self._clock.monotonic_s()
         self._retry_s = self._failed_s + backoff_s
 
     def _note_answer(self, model_version: int) -> None:

@@ -55,6 +55,8 @@ class Grant:
     attempt: int
     num_prefix_tokens: int
     expire_s: float
+    life_s: float
+    """How long it lasts from then on, and after each renewal."""
     min_policy_version: int
     predicted_tokens: float | None = None
     """Forecast of the completion's length."""
@@ -221,6 +223,7 @@ def lease_sample(
         attempt=sample.attempt,
         num_prefix_tokens=sample.num_tokens,
         expire_s=sample.lease_expire_s,
+        life_s=state.limits.generation_lease_s,
         min_policy_version=generator.policy_version,
         predicted_tokens=sample.predicted_tokens if sample.HasField("predicted_tokens") else None,
     )
@@ -240,12 +243,13 @@ def renew(
     now_s: float,
     *,
     tokens_per_second: float | None = None,
+    unbroken_since_s: float = 0.0,
 ) -> list[str]:
     """Extend the leases a generator still works on; a lease with more than half of its life left is not rewritten.
 
     A lease under which no token came for too long (`Limits.token_silence`) is left to expire: the next generator goes
-    on from what is stored. `tokens_per_second` is the speed of the generator's samples, where it was measured. Returns
-    the leases that are left to expire.
+    on from what is stored. Silence counts from `unbroken_since_s` at the earliest, see `run_clock`. `tokens_per_second`
+    is the speed of the generator's samples, where it was measured. Returns the leases that are left to expire.
     """
     held = state.generation_leases.get(generator_id, {})
     life_s = state.limits.generation_lease_s
@@ -258,7 +262,7 @@ def renew(
             continue
         group_id, index = sample_id
         sample = state.groups[group_id].samples[index]
-        if now_s - max(sample.lease_s, sample.last_chunk_s) > max_silence_s:
+        if now_s - max(sample.lease_s, sample.last_chunk_s, unbroken_since_s) > max_silence_s:
             silent.append(lease_id)
         elif sample.lease_expire_s - now_s < life_s / 2:
             due.setdefault(group_id, []).append(index)
@@ -269,8 +273,13 @@ def renew(
     return silent
 
 
-def expire(state: RunState, now_s: float) -> int:
-    """Put the samples of expired generators' leases back at the front of the queue; returns how many."""
+def expire(state: RunState, now_s: float, *, unbroken_since_s: float = 0.0) -> int:
+    """Put the samples of expired generators' leases back at the front of the queue; returns how many.
+
+    After a gap in the run's clock every lease has a full life: until then its holder could not be heard.
+    """
+    if now_s - unbroken_since_s < state.limits.generation_lease_s:
+        return 0
     late: dict[str, list[int]] = {}
     for held in state.generation_leases.values():
         for group_id, index in held.values():

@@ -14,6 +14,7 @@ Promises:
 from __future__ import annotations
 
 import asyncio
+import math
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -27,8 +28,9 @@ from services.broker.dispatcher import Dispatcher
 from services.broker.opening import create_run, reopen_run
 from services.broker.payload_cache import PayloadCache
 from services.broker.peers import Peers
+from services.broker.run_clock import MAX_GAP_S, RunClock, max_gap_s
 from services.broker.run_state import RunState
-from services.broker.store import ConflictError, Mark, RetiredError, Store
+from services.broker.store import ConflictError, Mark, RetiredError, Snapshot, Store
 
 TRANSACTION_TIMEOUT_S = 8.0
 MAX_ATTEMPTS = 200
@@ -67,12 +69,13 @@ class RunHub:
     def __init__(self, run_id: str, *, store: Store, clock: Clock) -> None:
         self.run_id = run_id
         self.store = store
-        self.clock = clock
+        self.clock = RunClock(clock)
         self.num_conflicts = 0
-        self.last_used_s = clock.now_s()
-        self.books_read_s = 0.0
+        self.last_used_s = clock.monotonic_s()
+        """The times of this process's own housekeeping are of its monotonic clock."""
+        self.books_read_s = -math.inf
         """When the caretaker last read the books."""
-        self.observed_s = 0.0
+        self.observed_s = -math.inf
         """When it last set the metrics of the run's queues and waits."""
         self._state: RunState | None = None
         self._mark: Mark | None = None
@@ -90,7 +93,7 @@ class RunHub:
         self.receiving_bytes = 0
         """Payload of puts that come in parts, until they are stored; see `put_parts`."""
         self.payloads = PayloadCache(run_id, store=store)
-        self.peers = Peers(run_id, store=store, clock=clock)
+        self.peers = Peers(run_id, store=store, clock=self.clock)
         self.dispatcher = Dispatcher(self.peers)
 
     # -- listening -----------------------------------------------------------------------------------------------------
@@ -169,6 +172,11 @@ class RunHub:
         result: _T = await self._request(operation, must_verify=must_verify, create=None)
         return result
 
+    async def keep_time(self) -> None:
+        """Advance the run's clock in the store, and read it."""
+        gap_s = MAX_GAP_S if self._state is None else max_gap_s(self._state.limits)
+        self.clock.take(await self.store.tick(self.run_id, gap_s))
+
     async def poll(self) -> None:
         """Take over what other processes changed; drops the copy of a run that is gone."""
         if self._state is not None:
@@ -196,7 +204,7 @@ class RunHub:
         reading: Callable[[RunState, Mapping[str, int]], Any] | None = None,
     ) -> Any:
         """Queue an operation and wait for its commit. A caller that goes away does not tear a commit in two."""
-        self.last_used_s = self.clock.now_s()
+        self.last_used_s = self.clock.monotonic_s()
         answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self._waiting.append(_Request(operation, must_verify, create, answer, reading))
         if self._worker is None:
@@ -323,7 +331,9 @@ class RunHub:
             if not may_create:
                 raise UnknownRunError(f"run {self.run_id!r} is not open", run_id=self.run_id)
             self._mark = None
+            await self.keep_time()
             return state
+        self._read_clock(snapshot)
         state.apply(snapshot)
         self._state, self._mark = state, snapshot.mark
         return state
@@ -364,6 +374,7 @@ class RunHub:
         if snapshot is None:
             self._forget()
             raise UnknownRunError(f"run {self.run_id!r} is not open", run_id=self.run_id)
+        self._read_clock(snapshot)
         if snapshot.mark == self._mark:
             return False
         state.apply(snapshot)
@@ -376,6 +387,10 @@ class RunHub:
         self._forget()
         self._prompts.clear()
         self.wake()
+
+    def _read_clock(self, snapshot: Snapshot) -> None:
+        if snapshot.clock is not None:
+            self.clock.take(snapshot.clock)
 
     def _forget(self) -> None:
         self._state, self._mark = None, None

@@ -1,6 +1,7 @@
 """The runs a broker process works on, and their caretaker: polls, expires leases, watches the store.
 
-Every broker process expires leases; the store's commits make sure that each expiry happens once.
+Every broker process advances the runs' clocks and expires leases; the store's commits make sure that each expiry
+happens once.
 """
 
 from __future__ import annotations
@@ -111,18 +112,19 @@ class Hubs:
             await asyncio.sleep(POLL_EVERY_S)
 
     async def _care_for(self, hub: RunHub) -> None:
-        is_idle = hub.copy is None or self.clock.now_s() - hub.last_used_s > IDLE_RUN_S
+        is_idle = hub.copy is None or self.clock.monotonic_s() - hub.last_used_s > IDLE_RUN_S
         if is_idle and not hub.num_listeners:
             self._used_lately.pop(hub.run_id, None)
             return
         used_s = hub.last_used_s
         try:
+            await hub.keep_time()
             await hub.poll()
             await expire(hub, self.metrics)
             await hub.peers.refresh()
             await self._observe_books(hub)
             if hub.copy is not None:
-                await hub.dispatcher.review(hub.copy, self.clock.now_s())
+                await hub.dispatcher.review(hub.copy, hub.clock.now_s())
         except ServiceUnavailableError:
             raise
         except PenstockError as error:
@@ -131,9 +133,9 @@ class Hubs:
         self._observe(hub)
 
     def _observe(self, hub: RunHub) -> None:
-        now_s = self.clock.now_s()
-        if hub.copy is not None and now_s - hub.observed_s >= OBSERVE_EVERY_S:
-            hub.observed_s = now_s
+        at_s, now_s = self.clock.monotonic_s(), hub.clock.now_s()
+        if hub.copy is not None and at_s - hub.observed_s >= OBSERVE_EVERY_S:
+            hub.observed_s = at_s
             self.metrics.observe(
                 hub.copy,
                 num_conflicts=hub.num_conflicts,
@@ -142,20 +144,26 @@ class Hubs:
             )
 
     async def _observe_books(self, hub: RunHub) -> None:
-        now_s = self.clock.now_s()
-        if hub.copy is not None and now_s - hub.books_read_s >= BOOKS_EVERY_S:
-            hub.books_read_s = now_s
+        at_s = self.clock.monotonic_s()
+        if hub.copy is not None and at_s - hub.books_read_s >= BOOKS_EVERY_S:
+            hub.books_read_s = at_s
             self.metrics.observe_books(hub.run_id, await hub.read_books(lambda _state, counts: counts))
 
 
 async def expire(hub: RunHub, metrics: BrokerMetrics) -> None:
-    """Take expired leases back, if there are any."""
+    """Take expired leases back, if there are any: by what the run's clock was when it was last read, and not later."""
     if hub.copy is None:
         return
 
     def operation(state: RunState) -> tuple[int, int]:
-        now_s = hub.clock.now_s()
-        return generation.expire(state, now_s), scoring.expire_scoring(state, now_s)
+        clock = hub.clock.reading
+        if clock is None:
+            return 0, 0
+        now_s, since_s = clock.now_s, clock.unbroken_since_s
+        return (
+            generation.expire(state, now_s, unbroken_since_s=since_s),
+            scoring.expire_scoring(state, now_s, unbroken_since_s=since_s),
+        )
 
     num_generation, num_scoring = await hub.transact(operation, must_verify=False)
     metrics.count_expired("generation", num_generation)

@@ -17,7 +17,9 @@ class RunKeys:
     def __init__(self, run_id: str) -> None:
         base = f"{PREFIX}:{{{run_id}}}"
         self.run = f"{base}:run"
-        """Hash: revision, name (of the last commit), record (RunRecord)."""
+        """Hash: revision, name (of the last commit), record (RunRecord); of the run's clock: clock_at (time of the
+        machine when it was last advanced), clock_lead (how far it is ahead of that), clock_since (end of its last gap),
+        microseconds."""
         self.marks = f"{base}:marks"
         """Sorted set: names of the last commits by revision."""
         self.changed = f"{base}:changed"

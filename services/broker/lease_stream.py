@@ -15,6 +15,7 @@ from services.broker import generation
 from services.broker.generation import GeneratorFacts, Grant, Grants
 from services.broker.hubs import Hubs
 from services.broker.intake import Intake, first_request, wait_for_event
+from services.broker.limits import duration
 from services.broker.payload import prefix_token_ids, sample_key
 from services.broker.run_state import RunState
 from services.broker.validation import MAX_ACTIVE_LEASES, check_beat, check_hello
@@ -117,12 +118,18 @@ class LeaseStream:
 
     async def _renew(self, lease_ids: list[str]) -> None:
         """Extend leases; says of each once, for the log, that it is not because no token came."""
-        generator_id = self._hello.generator_id
+        clock, generator_id = self._hub.clock, self._hello.generator_id
         speed = self._hub.peers.sample_speed(generator_id)
 
         def operation(state: RunState) -> tuple[list[str], SilenceLimit]:
-            now_s = self._hub.clock.now_s()
-            silent = generation.renew(state, generator_id, lease_ids, now_s, tokens_per_second=speed)
+            silent = generation.renew(
+                state,
+                generator_id,
+                lease_ids,
+                clock.now_s(),
+                tokens_per_second=speed,
+                unbroken_since_s=clock.unbroken_since_s,
+            )
             return silent, state.limits.token_silence(generator_id, speed)
 
         silent, limit = await self._hub.transact(operation, must_verify=False)
@@ -222,6 +229,7 @@ class LeaseStream:
                     prefix_token_ids=prefixes.get(grant.sample, b""),
                     min_policy_version=grant.min_policy_version,
                     expire_time=timestamp(grant.expire_s),
+                    lease_duration=duration(grant.life_s),
                 )
             )
             for grant in grants

@@ -81,8 +81,8 @@ class Limits:
             max_staleness=self.max_staleness,
             max_queued_groups=self.max_queued_groups,
             max_completion_tokens=self.max_completion_tokens,
-            generation_lease=_duration(self.generation_lease_s),
-            scoring_lease=_duration(self.scoring_lease_s),
+            generation_lease=duration(self.generation_lease_s),
+            scoring_lease=duration(self.scoring_lease_s),
             max_leases_per_sample=self.max_leases_per_sample,
         )
         if self.token_silence_s is not None:
@@ -147,7 +147,8 @@ def _duration_s(limits: broker_pb2.RunLimits, field: str, most_s: float) -> floa
     return seconds
 
 
-def _duration(seconds: float) -> Duration:
-    duration = Duration()
-    duration.FromNanoseconds(round(seconds * 1e9))
-    return duration
+def duration(seconds: float) -> Duration:
+    """Seconds as a message."""
+    message = Duration()
+    message.FromNanoseconds(round(seconds * 1e9))
+    return message

@@ -8,8 +8,10 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
 
+from penstock.clock import Clock, SystemClock
 from penstock.codec import Packed
 from services.broker.books import folded
+from services.broker.run_clock import MAX_GAP_S, Reading, StoredClock
 from services.broker.store import (
     MARKS_KEPT,
     MAX_BUSY_SPANS,
@@ -40,25 +42,36 @@ class _Run:
     counts: dict[str, int] = field(default_factory=dict)
     peers: dict[str, bytes] = field(default_factory=dict)
     spans: dict[str, list[bytes]] = field(default_factory=dict)
+    clock: StoredClock = field(default_factory=StoredClock)
 
 
 class MemoryStore:
     """A `Store` that several brokers of one process may share."""
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Clock | None = None) -> None:
         self._runs: dict[str, _Run] = {}
+        self._clock = clock or SystemClock()
 
     async def load(self, run_id: str, since: Mark | None) -> Snapshot | None:
         """See `Store.load`."""
         run = self._runs.get(run_id)
         if run is None or run.mark is None:
             return None
+        clock = run.clock.read(self._clock.now_s(), MAX_GAP_S)
         if since is None or run.marks.get(since.revision) != since:
-            return Snapshot(mark=run.mark, is_full=True, run=run.run, groups=dict(run.groups))
+            return Snapshot(mark=run.mark, is_full=True, run=run.run, groups=dict(run.groups), clock=clock)
         names = [name for name, revision in run.changed.items() if revision > since.revision]
         return Snapshot(
-            mark=run.mark, is_full=False, run=run.run, groups={name: run.groups.get(name) for name in names}
+            mark=run.mark,
+            is_full=False,
+            run=run.run,
+            groups={name: run.groups.get(name) for name in names},
+            clock=clock,
         )
+
+    async def tick(self, run_id: str, max_gap_s: float) -> Reading:
+        """See `Store.tick`."""
+        return self._run(run_id).clock.advance(self._clock.now_s(), max_gap_s)
 
     async def commit(self, run_id: str, expected: Mark | None, delta: Delta) -> Mark:
         """See `Store.commit`."""

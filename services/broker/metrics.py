@@ -19,6 +19,7 @@ class BrokerMetrics:
     """The broker's metrics in one registry."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
+        self.registry = registry
         self.invariants = InvariantMetrics(registry)
         self._leases = PrometheusCounter("penstock_broker_leases", "Leases given", ["kind"], registry=registry)
         self._expired = PrometheusCounter(

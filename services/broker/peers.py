@@ -6,13 +6,14 @@ gives work.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 
-from penstock.clock import Clock
 from penstock.silence import sample_speed
 from penstock.v1 import broker_pb2, types_pb2
 from services.broker.causes import Present
 from services.broker.records_pb2 import WorkerView
+from services.broker.run_clock import RunClock
 from services.broker.speeds import Speeds
 from services.broker.store import Store
 from services.broker.waits import timestamp
@@ -34,13 +35,13 @@ _GENERATOR, _WORKER = "g:", "w:"
 class Peers:
     """The peers of one run."""
 
-    def __init__(self, run_id: str, *, store: Store, clock: Clock) -> None:
+    def __init__(self, run_id: str, *, store: Store, clock: RunClock) -> None:
         self._run_id, self._store, self._clock = run_id, store, clock
         self._generators: dict[str, broker_pb2.GeneratorView] = {}
         self._spans: dict[str, list[bytes]] = {}
         self._workers: dict[str, WorkerView] = {}
         self._written_s: dict[str, float] = {}
-        self._refreshed_s = 0.0
+        self._refreshed_s = -math.inf
         self._first_seen_s: float | None = None
         self._speeds = Speeds()
         self._gone: set[str] = set()
@@ -48,20 +49,19 @@ class Peers:
 
     def longest_context_tokens(self) -> int | None:
         """The most any generator holds; None until others had time to connect."""
-        now_s = self._clock.now_s()
-        if self._first_seen_s is None or now_s - self._first_seen_s < CONTEXT_GRACE_S:
+        if self._first_seen_s is None or self._clock.monotonic_s() - self._first_seen_s < CONTEXT_GRACE_S:
             return None
-        live = [view.hello.max_context_tokens for view in self._generators.values() if self._is_live(view, now_s)]
+        live = [view.hello.max_context_tokens for view in self._generators.values() if self._is_live(view)]
         return max(live, default=None)
 
-    def generators(self, *, max_age_s: float, now_s: float) -> list[broker_pb2.GeneratorView]:
+    def generators(self, *, max_age_s: float) -> list[broker_pb2.GeneratorView]:
         """The generators that beat lately, at any broker process."""
         return [
             view
             for generator_id, view in self._generators.items()
             if generator_id not in self._gone
             and view.HasField("beat")
-            and now_s - view.beat_time.ToMicroseconds() / 1e6 <= max_age_s
+            and self._clock.age_s(_beat_s(view)) <= max_age_s
         ]
 
     def sample_speed(self, generator_id: str) -> float | None:
@@ -79,9 +79,9 @@ class Peers:
         self, hello: broker_pb2.GeneratorHello, beat: broker_pb2.GeneratorBeat | None, *, num_free: int = 0
     ) -> None:
         """Note a hello or a beat, and how many leases it could be given; written to the store at most once a second."""
-        now_s = self._clock.now_s()
-        self._first_seen_s = now_s if self._first_seen_s is None else self._first_seen_s
-        view = broker_pb2.GeneratorView(hello=hello, beat_time=timestamp(now_s))
+        at_s = self._clock.monotonic_s()
+        self._first_seen_s = at_s if self._first_seen_s is None else self._first_seen_s
+        view = broker_pb2.GeneratorView(hello=hello, beat_time=timestamp(self._clock.now_s()))
         view.num_free_leases = num_free
         if beat is not None:
             view.beat.CopyFrom(beat)
@@ -93,7 +93,7 @@ class Peers:
             del spans[:-MAX_BUFFERED_SPANS]
         self._generators[hello.generator_id] = view
         self._gone.discard(hello.generator_id)
-        if now_s - self._written_s.get(_GENERATOR + hello.generator_id, 0.0) >= WRITE_EVERY_S:
+        if at_s - self._written_s.get(_GENERATOR + hello.generator_id, -math.inf) >= WRITE_EVERY_S:
             await self.flush(hello.generator_id)
 
     def _add_speed(self, view: broker_pb2.GeneratorView) -> None:
@@ -116,32 +116,32 @@ class Peers:
         """Write what is known of a generator."""
         view = self._generators.get(generator_id)
         if view is not None:
-            self._written_s[_GENERATOR + generator_id] = self._clock.now_s()
+            self._written_s[_GENERATOR + generator_id] = self._clock.monotonic_s()
             spans = self._spans.pop(generator_id, [])
             await self._store.put_peer(self._run_id, _GENERATOR + generator_id, view.SerializeToString(), spans)
 
     async def see_worker(self, worker_id: str, *, holding_reason: str | None = None) -> None:
         """Note a sign of life of a reward worker, and why it holds work back if it says; written once a second."""
-        now_s = self._clock.now_s()
+        at_s, now_s = self._clock.monotonic_s(), self._clock.now_s()
         view = self._workers.setdefault(worker_id, WorkerView())
         view.seen_s = now_s
         if holding_reason is not None:
             view.holding_since_s = (view.holding_since_s or now_s) if holding_reason else 0.0
             view.holding_reason = holding_reason
-        if now_s - self._written_s.get(_WORKER + worker_id, 0.0) >= WRITE_EVERY_S:
-            self._written_s[_WORKER + worker_id] = now_s
+        if at_s - self._written_s.get(_WORKER + worker_id, -math.inf) >= WRITE_EVERY_S:
+            self._written_s[_WORKER + worker_id] = at_s
             await self._store.put_peer(self._run_id, _WORKER + worker_id, view.SerializeToString(), ())
 
     async def refresh(self) -> None:
         """Learn of the generators of other broker processes, at most every two seconds."""
-        now_s = self._clock.now_s()
-        if now_s - self._refreshed_s >= REFRESH_EVERY_S:
-            self._refreshed_s = now_s
+        at_s = self._clock.monotonic_s()
+        if at_s - self._refreshed_s >= REFRESH_EVERY_S:
+            self._refreshed_s = at_s
             stored = await self._store.peers(self._run_id)
-            await self._forget(stored, now_s)
+            await self._forget(stored)
             self._note_workers(stored)
             for view in self.generators_in(stored):
-                self._first_seen_s = now_s if self._first_seen_s is None else self._first_seen_s
+                self._first_seen_s = at_s if self._first_seen_s is None else self._first_seen_s
                 self._generators.setdefault(view.hello.generator_id, view)
                 if (
                     view.beat_time.ToMicroseconds()
@@ -150,16 +150,16 @@ class Peers:
                     self._generators[view.hello.generator_id] = view
                     self._gone.discard(view.hello.generator_id)
 
-    async def _forget(self, stored: dict[str, bytes], now_s: float) -> None:
+    async def _forget(self, stored: dict[str, bytes]) -> None:
         """Let go of peers that are long gone, here, in the store and in `stored`."""
         seen_s = {_WORKER + worker_id: view.seen_s for worker_id, view in self._workers.items()}
         for view in [*self._generators.values(), *self.generators_in(stored)]:
             peer_id = _GENERATOR + view.hello.generator_id
-            seen_s[peer_id] = max(seen_s.get(peer_id, 0.0), view.beat_time.ToMicroseconds() / 1e6)
+            seen_s[peer_id] = max(seen_s.get(peer_id, 0.0), _beat_s(view))
         for peer_id, raw in stored.items():
             if peer_id.startswith(_WORKER):
                 seen_s[peer_id] = max(seen_s.get(peer_id, 0.0), WorkerView.FromString(raw).seen_s)
-        gone = [peer_id for peer_id, last_s in seen_s.items() if now_s - last_s > KEPT_S]
+        gone = [peer_id for peer_id, last_s in seen_s.items() if self._clock.age_s(last_s) > KEPT_S]
         for peer_id in gone:
             name = peer_id[len(_GENERATOR) :]
             if peer_id.startswith(_WORKER):
@@ -177,7 +177,6 @@ class Peers:
     async def views(self, busy_since_s: float | None) -> tuple[list[broker_pb2.GeneratorView], list[str]]:
         """Generators, with spans that end after `busy_since_s` if given, and ids of reward workers seen lately."""
         stored = await self._store.peers(self._run_id)
-        now_s = self._clock.now_s()
         views: list[broker_pb2.GeneratorView] = []
         for stored_view in self.generators_in(stored):
             generator_id = stored_view.hello.generator_id
@@ -189,16 +188,15 @@ class Peers:
                 ]
                 spans = [types_pb2.TimeSpan.FromString(span) for span in raw]
                 view.busy_spans.extend(span for span in spans if _seconds(span) > busy_since_s)
-            if view.busy_spans or self._is_live(view, now_s):
+            if view.busy_spans or self._is_live(view):
                 views.append(view)
         self._note_workers(stored)
-        return views, self._live_workers(now_s)
+        return views, self._live_workers()
 
     def present(self) -> Present:
         """Who is connected, as of the last refresh; asks nobody."""
-        now_s = self._clock.now_s()
-        generators = [view for view in self._generators.values() if self._is_live(view, now_s)]
-        workers = {worker_id: self._workers[worker_id] for worker_id in self._live_workers(now_s)}
+        generators = [view for view in self._generators.values() if self._is_live(view)]
+        workers = {worker_id: self._workers[worker_id] for worker_id in self._live_workers()}
         holding = {worker_id: view for worker_id, view in workers.items() if view.holding_reason}
         return Present(generators=generators, worker_ids=workers, holding=holding)
 
@@ -209,8 +207,8 @@ class Peers:
                 if worker_id not in self._workers or view.seen_s > self._workers[worker_id].seen_s:
                     self._workers[worker_id] = view
 
-    def _live_workers(self, now_s: float) -> list[str]:
-        return sorted(name for name, view in self._workers.items() if now_s - view.seen_s < WORKER_TIMEOUT_S)
+    def _live_workers(self) -> list[str]:
+        return sorted(name for name, view in self._workers.items() if self._clock.age_s(view.seen_s) < WORKER_TIMEOUT_S)
 
     @staticmethod
     def generators_in(stored: dict[str, bytes]) -> Iterable[broker_pb2.GeneratorView]:
@@ -224,8 +222,12 @@ class Peers:
         newest = max(known, stored, key=lambda view: view.beat_time.ToMicroseconds())
         return broker_pb2.GeneratorView.FromString(newest.SerializeToString())
 
-    def _is_live(self, view: broker_pb2.GeneratorView, now_s: float) -> bool:
-        return now_s - view.beat_time.ToMicroseconds() / 1e6 < PEER_TIMEOUT_S
+    def _is_live(self, view: broker_pb2.GeneratorView) -> bool:
+        return self._clock.age_s(_beat_s(view)) < PEER_TIMEOUT_S
+
+
+def _beat_s(view: broker_pb2.GeneratorView) -> float:
+    return view.beat_time.ToMicroseconds() / 1e6
 
 
 def _seconds(span: types_pb2.TimeSpan) -> float:

@@ -57,8 +57,9 @@ class Script:
     otherwise confirm what the new one has never heard of.
     """
 
-    def __init__(self, path: Path, *, num_replicas: int = 0) -> None:
-        self._text = path.read_text(encoding="ascii")
+    def __init__(self, *paths: Path, num_replicas: int = 0) -> None:
+        """The files make one script, in order."""
+        self._text = "".join(path.read_text(encoding="ascii") for path in paths)
         self._digest = hashlib.sha1(self._text.encode("ascii"), usedforsecurity=False).hexdigest()
         self._num_replicas = num_replicas
 

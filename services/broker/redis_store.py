@@ -19,6 +19,7 @@ from penstock.codec import Packed
 from services.broker.keys import PROBE, RUNS, RunKeys
 from services.broker.redis_connection import RedisConnection, Script, confirmed
 from services.broker.redis_purge import RedisPurge
+from services.broker.run_clock import MAX_GAP_S, Reading
 from services.broker.store import (
     MARKS_KEPT,
     MAX_BUSY_SPANS,
@@ -52,7 +53,8 @@ class RedisStore:
         """`num_wait_replicas`: nothing is answered before so many replicas have what the answer rests on."""
         self._redis = connection
         self._num_wait_replicas = num_wait_replicas
-        self._load = Script(_LUA / "load.lua", num_replicas=num_wait_replicas)
+        self._load = Script(_LUA / "clock.lua", _LUA / "load.lua", num_replicas=num_wait_replicas)
+        self._tick = Script(_LUA / "clock.lua", _LUA / "tick.lua", num_replicas=num_wait_replicas)
         self._books = Script(_LUA / "books.lua", num_replicas=num_wait_replicas)
         self._commit = Script(_LUA / "commit.lua", num_replicas=num_wait_replicas)
         self._now = Script(_LUA / "now.lua")
@@ -71,17 +73,24 @@ class RedisStore:
         revision, name = (since.revision, since.name) if since else (0, "")
         script_keys = [keys.run, keys.marks, keys.changed, keys.groups]
         reply: list[Any] | None = await self._redis.read(
-            lambda redis: self._load.run(redis, keys=script_keys, args=[revision, name])
+            lambda redis: self._load.run(redis, keys=script_keys, args=[revision, name, round(MAX_GAP_S * 1e6)])
         )
         if not reply:
             return None
-        names = [raw.decode() for raw in reply[4::2]]
+        names = [raw.decode() for raw in reply[6::2]]
         return Snapshot(
             mark=Mark(int(reply[0]), reply[1].decode()),
             is_full=bool(reply[3]),
             run=reply[2],
-            groups={name: record or None for name, record in zip(names, reply[5::2], strict=True)},
+            groups={name: record or None for name, record in zip(names, reply[7::2], strict=True)},
+            clock=_reading(reply[4:6]),
         )
+
+    async def tick(self, run_id: str, max_gap_s: float) -> Reading:
+        """See `Store.tick`."""
+        args = [round(max_gap_s * 1e6)]
+        reply = await self._redis.write(lambda redis: self._tick.run(redis, keys=[RunKeys(run_id).run], args=args))
+        return _reading(reply)
 
     async def commit(self, run_id: str, expected: Mark | None, delta: Delta) -> Mark:
         """See `Store.commit`."""
@@ -287,3 +296,8 @@ class RedisStore:
     async def close(self) -> None:
         """See `Store.close`."""
         await self._redis.close()
+
+
+def _reading(reply: Sequence[bytes]) -> Reading:
+    """The clock, of microseconds as text."""
+    return Reading(now_s=int(reply[0]) / 1e6, unbroken_since_s=int(reply[1]) / 1e6)

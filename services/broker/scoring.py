@@ -40,6 +40,8 @@ class ScoringGrant:
     attempt: int
     finish_reason: types_pb2.FinishReason.ValueType
     expire_s: float
+    life_s: float
+    """How long it lasts from then on, and after each renewal."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -79,6 +81,7 @@ def lease_scoring(
                         attempt=sample.attempt,
                         finish_reason=sample.finish_reason,
                         expire_s=expire_s,
+                        life_s=state.limits.scoring_lease_s,
                     )
                 )
     return grants
@@ -97,8 +100,10 @@ def renew_scoring(state: RunState, worker_id: str, lease_ids: Sequence[str], now
                 group.samples[index].scoring_expire_s = now_s + life_s
 
 
-def expire_scoring(state: RunState, now_s: float) -> int:
-    """Hand the samples of expired workers' leases out again; returns how many."""
+def expire_scoring(state: RunState, now_s: float, *, unbroken_since_s: float = 0.0) -> int:
+    """Hand the samples of expired workers' leases out again; returns how many. Gaps count as in `generation.expire`."""
+    if now_s - unbroken_since_s < state.limits.scoring_lease_s:
+        return 0
     late: dict[str, list[int]] = {}
     for held in state.scoring_leases.values():
         for group_id, index in held.values():

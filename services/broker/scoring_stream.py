@@ -11,6 +11,7 @@ from penstock.v1 import broker_pb2
 from services.broker import scoring
 from services.broker.hubs import Hubs
 from services.broker.intake import Intake, first_request, wait_for_event
+from services.broker.limits import duration
 from services.broker.payload import MAX_FRAME_BYTES, sample_key, score_item
 from services.broker.run_state import RunState
 from services.broker.scoring import Receipts, ScoringGrant
@@ -149,7 +150,12 @@ class ScoringStream:
                 continue
             key = sample_key(grant.sample, grant.attempt)
             item = score_item(self._hub.run_id, prompt, key, grant.finish_reason, parts)
-            lease = broker_pb2.ScoringLease(lease_id=grant.lease_id, item=item, expire_time=timestamp(grant.expire_s))
+            lease = broker_pb2.ScoringLease(
+                lease_id=grant.lease_id,
+                item=item,
+                expire_time=timestamp(grant.expire_s),
+                lease_duration=duration(grant.life_s),
+            )
             num_bytes += lease.ByteSize()
             if num_bytes > MAX_FRAME_BYTES and frames[-1].leases:
                 frames.append(_Response())

@@ -209,6 +209,7 @@ class BrokerService(broker_pb2_grpc.BrokerServiceServicer):
                 waits=waits.waits(state, present, hub.clock.now_s()),
                 reward_worker_ids=workers,
                 dispatch_state=hub.dispatcher.describe(state, self._hubs.forecaster.state),
+                now_time=waits.timestamp(hub.clock.now_s()),
             )
 
         return await hub.transact(operation)

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from penstock.codec import Packed
+from services.broker.run_clock import Reading
 
 SampleId = tuple[str, int]
 """Group id and sample index."""
@@ -65,6 +66,8 @@ class Snapshot:
     """RunRecord."""
     groups: Mapping[str, bytes | None]
     """GroupRecord by group id, ParcelRecord by the parcel's name; None where it is gone."""
+    clock: Reading | None = None
+    """The run's clock when this was read."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,6 +144,13 @@ class Store(Protocol):
 
     async def commit(self, run_id: str, expected: Mark | None, delta: Delta) -> Mark:
         """Store a change on top of `expected` (None: the run must not exist). Raises ConflictError, RetiredError."""
+        ...
+
+    async def tick(self, run_id: str, max_gap_s: float) -> Reading:
+        """Advance the run's clock, see `run_clock`; a longer time since this was last called is a gap.
+
+        Of a run that does not exist, the store's own time.
+        """
         ...
 
     async def prompts(self, run_id: str, group_ids: Sequence[str]) -> list[bytes | None]:

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import random
+import time
 from collections.abc import Mapping
+from contextlib import closing
 
 import pytest
+import redis
 
 from services.broker import memory_store, redis_store
 from services.broker.store import MAX_BUSY_SPANS, ConflictError, Delta, Mark, Snapshot, Store
+from tests.helpers.stepped_redis import OFFSET_KEY, stepped_store
+from tests.helpers.stores import RedisServers
 
 RUN = "r"
 NAMES = ("a", "b", "b:1", "\u00e9 \u4e2d", "x" * 128)
@@ -285,3 +290,40 @@ async def test_the_counters_of_the_books_are_kept_with_each_commit_and_folded(st
         second,
         {"10|0|submitted": 2, "10|4|trained": 6, "10|4|dropped:stale": 3, "11|4|trained": -1},
     )
+
+
+async def test_the_clock_of_a_run_goes_on_and_knows_of_gaps(store: Store) -> None:
+    before = await store.tick(RUN, 5.0)
+    assert abs(before.now_s - time.time()) < 60.0
+    await store.commit(RUN, None, Delta(run=b"run"))
+    first = await store.tick(RUN, 5.0)
+    second = await store.tick(RUN, 5.0)
+    assert before.now_s <= first.now_s < second.now_s
+    assert first.unbroken_since_s == second.unbroken_since_s == first.now_s
+    read = (await loaded(store)).clock
+    assert read is not None
+    assert read.now_s > second.now_s
+    assert read.unbroken_since_s == first.now_s
+    # Any time at all is too long a gap now.
+    third = await store.tick(RUN, 0.0)
+    assert third.unbroken_since_s == third.now_s > read.now_s
+
+
+@pytest.mark.parametrize("seconds", [3600.0, -3600.0])
+async def test_a_machine_of_another_time_takes_a_run_nowhere_back(servers: RedisServers, seconds: float) -> None:
+    url = servers.emptied("redis")
+    store = stepped_store(url)
+    try:
+        await store.commit(RUN, None, Delta(run=b"run"))
+        first = await store.tick(RUN, 5.0)
+        with closing(redis.Redis.from_url(url)) as client:
+            client.set(OFFSET_KEY, round(seconds * 1e6))
+        snapshot, second, third = await loaded(store), await store.tick(RUN, 5.0), await store.tick(RUN, 5.0)
+        assert snapshot.clock is not None
+        assert first.now_s <= snapshot.clock.now_s <= second.now_s < third.now_s < first.now_s + max(0, seconds) + 60
+        if seconds > 0:
+            assert third.unbroken_since_s == second.unbroken_since_s == second.now_s > first.now_s + seconds
+        else:
+            assert third.unbroken_since_s == first.unbroken_since_s
+    finally:
+        await store.close()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections import deque
 
 from penstock.errors import ServiceUnavailableError, UnknownRunError
@@ -103,7 +102,7 @@ class ScriptedBroker(broker_pb2_grpc.BrokerServiceServicer):
         while self.items and self._given < self._credit and len(leases) < 64:
             item = self.items.popleft()
             lease = broker_pb2.ScoringLease(lease_id=f"lease-{item.key.sample_index}", item=item)
-            lease.expire_time.FromMilliseconds(int((time.time() + self._lease_s) * 1000))
+            lease.lease_duration.FromMilliseconds(int(self._lease_s * 1000))
             leases.append(lease)
             self._given += 1
             self.num_out += 1

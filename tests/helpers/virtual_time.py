@@ -37,6 +37,10 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         """The same as seconds since some epoch."""
         return START_S + self._elapsed_s
 
+    def monotonic_s(self) -> float:
+        """The same as `time`."""
+        return self._elapsed_s
+
     def jump(self, seconds: float) -> None:
         """Let time pass."""
         self._elapsed_s += seconds

@@ -1,12 +1,15 @@
 -- The run as a change of the copy at a mark.
--- KEYS: run, marks, changed, groups.  ARGV: revision, name of the copy's mark (revision "0": no copy).
--- Returns false when there is no run, else {revision, name, record, is_full, group id, record, group id, record, ...};
--- a record that is gone is the empty string. A copy whose mark is not in this history gets everything.
+-- KEYS: run, marks, changed, groups.  ARGV: revision, name of the copy's mark (revision "0": no copy), longest time
+-- between two advances of the clock that counts, microseconds.
+-- Returns false when there is no run, else {revision, name, record, is_full, time of the run's clock, end of its last
+-- gap, group id, record, group id, record, ...}; a record that is gone is the empty string. A copy whose mark is not in
+-- this history gets everything.
 local current = redis.call('HMGET', KEYS[1], 'revision', 'name', 'record')
 if not current[1] then
   return false
 end
-local reply = {current[1], current[2], '', 0}
+local now, _, _, since = clock_now(KEYS[1], tonumber(ARGV[3]))
+local reply = {current[1], current[2], '', 0, string.format('%d', now), string.format('%d', since)}
 if ARGV[1] == current[1] and ARGV[2] == current[2] then
   return reply
 end

@@ -83,16 +83,15 @@ def attested(state: RunState) -> None:
 
 def no_endless_wait(world: World, state: RunState, response: broker_pb2.GetRunResponse) -> None:
     """Every lease ends; while something is in flight somebody waits for somebody, with a reason."""
-    now_s = world.loop.now_s()
     for group in state.groups.values():
         for sample in group.samples:
             if sample.state == _LEASED:
-                left_s = sample.lease_expire_s - now_s
+                left_s = _left_s(world, sample.lease_expire_s, world.limits.generation_lease_s)
                 assert -SLACK_S <= left_s <= world.limits.generation_lease_s, (
                     f"{group.group_id} is leased for {left_s} s"
                 )
             if sample.state == _SCORING:
-                left_s = sample.scoring_expire_s - now_s
+                left_s = _left_s(world, sample.scoring_expire_s, world.limits.scoring_lease_s)
                 assert -SLACK_S <= left_s <= world.limits.scoring_lease_s, f"{group.group_id} is scored for {left_s} s"
     assert response.waits
     for wait in response.waits:
@@ -102,12 +101,18 @@ def no_endless_wait(world: World, state: RunState, response: broker_pb2.GetRunRe
         assert wait.HasField("since_time")
 
 
+def _left_s(world: World, expire_s: float, life_s: float) -> float:
+    """How long a lease still lasts by the run's clock: a full life at least from the end of its last gap."""
+    clock = world.store_time.read()
+    return max(expire_s, clock.unbroken_since_s + life_s) - clock.now_s
+
+
 def any_overdue(world: World, state: RunState) -> bool:
     """Whether a lease is past its end."""
-    oldest_s = world.loop.now_s() - SLACK_S
+    limits = world.limits
     return any(
-        (sample.state == _LEASED and sample.lease_expire_s < oldest_s)
-        or (sample.state == _SCORING and sample.scoring_expire_s < oldest_s)
+        (sample.state == _LEASED and _left_s(world, sample.lease_expire_s, limits.generation_lease_s) < -SLACK_S)
+        or (sample.state == _SCORING and _left_s(world, sample.scoring_expire_s, limits.scoring_lease_s) < -SLACK_S)
         for group in state.groups.values()
         for sample in group.samples
     )

@@ -37,6 +37,8 @@ STATUSES = (types_pb2.SCORE_STATUS_OK, types_pb2.SCORE_STATUS_OK, types_pb2.SCOR
 generators = st.integers(0, NUM_GENERATORS - 1)
 workers = st.integers(0, NUM_WORKERS - 1)
 brokers = st.integers(0, 1)
+jumps = st.sampled_from([-3600.0, -60.0, -1.5, 60.0, 3600.0])
+"""Seconds by which a wall clock may be stepped."""
 
 
 def settings_of(group_size: int) -> st.SearchStrategy[Setting]:
@@ -413,6 +415,36 @@ class BrokerMachine(RuleBasedStateMachine):
     @rule(seconds=st.sampled_from([0.5, 1.5, 2.5, 4.0, 70.0]))
     def let_time_pass(self, seconds: float) -> None:
         self.run(asyncio.sleep(seconds))
+
+    @rule(number=brokers, seconds=jumps)
+    def step_a_brokers_clock(self, number: int, seconds: float) -> None:
+        self.world.broker(number).clock.offset_s += seconds
+
+    @rule(number=generators, steps=st.lists(jumps, min_size=1, max_size=3))
+    def work_on_while_clocks_jump(self, number: int, steps: list[float]) -> None:
+        """The wall clocks of brokers and store are stepped; who beats all the while keeps every lease."""
+        self.run(self._beat_through(self.generators[number], steps))
+
+    async def _beat_through(self, generator: ModelGenerator, steps: list[float]) -> None:
+        before = set(generator.held)
+        generator.load(self.trainer.memory.version, newest=self.trainer.memory.version)
+        generator.beat(slots=SLOTS)
+        await settle()
+        fresh = {lease_id: held.lease.key for lease_id, held in generator.held.items() if lease_id not in before}
+        for seconds in steps:
+            self.world.store_time.offset_s += seconds
+            for broker in self.world.brokers:
+                broker.clock.offset_s -= seconds
+            for _ in range(5):
+                generator.beat(slots=0)
+                await asyncio.sleep(self.world.limits.generation_lease_s / 5)
+        state = await self.world.state()
+        for lease_id, key in fresh.items():
+            group = state.groups.get(key.group_id)
+            sample = group.samples[key.sample_index] if group is not None else None
+            if sample is not None and sample.attempt == key.attempt and not sample.num_moves:
+                assert sample.lease_id == lease_id, "a lease expired whose holder never was silent"
+                assert sample.state != broker_pb2.SAMPLE_STATE_QUEUED, "a lease expired whose holder never was silent"
 
     @rule()
     def close_and_open_again(self) -> None:

@@ -11,6 +11,7 @@ import copy
 from collections import deque
 from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any, Literal, Protocol, TypeVar
 
 import redis
@@ -22,9 +23,10 @@ from penstock.v1 import broker_pb2
 from services.broker.keys import RunKeys
 from services.broker.memory_store import MemoryStore
 from services.broker.redis_store import RedisStore
+from services.broker.run_clock import MAX_GAP_S, Reading, StoredClock
 from services.broker.server import make_hubs
 from services.broker.service import BrokerService
-from services.broker.store import Delta, Mark, Store
+from services.broker.store import Delta, Mark, Snapshot, Store
 from tests.helpers.virtual_time import VirtualLoop
 
 Fault = Literal["before", "after"]
@@ -97,11 +99,46 @@ class RedisBacking:
         return prompts, {(group_id, int(index)) for group_id, _, index in (name.rpartition(":") for name in names)}
 
 
+class StoreTime:
+    """The store's own clock and that of the run, on virtual time, whatever the store."""
+
+    def __init__(self, loop: VirtualLoop) -> None:
+        self._loop = loop
+        self.offset_s = 0.0
+        """Of the store's machine, against virtual time."""
+        self.clock = StoredClock()
+
+    @property
+    def machine_s(self) -> float:
+        """What the clock of the store's machine shows."""
+        return self._loop.now_s() + self.offset_s
+
+    def read(self) -> Reading:
+        """The run's clock."""
+        return self.clock.read(self.machine_s, MAX_GAP_S)
+
+
+class SkewedClock:
+    """The clock of a broker's machine, on virtual time: its wall clock shows what it likes."""
+
+    def __init__(self, loop: VirtualLoop, offset_s: float) -> None:
+        self._loop = loop
+        self.offset_s = offset_s
+
+    def now_s(self) -> float:
+        """See `Clock`."""
+        return self._loop.now_s() + self.offset_s
+
+    def monotonic_s(self) -> float:
+        """See `Clock`."""
+        return self._loop.monotonic_s()
+
+
 class StoreHandle:
     """One broker's way to the store: fails when told to, and for good once `cut`."""
 
-    def __init__(self, backing: Backing, loop: VirtualLoop) -> None:
-        self._backing, self._loop = backing, loop
+    def __init__(self, backing: Backing, loop: VirtualLoop, time: StoreTime) -> None:
+        self._backing, self._loop, self._time = backing, loop, time
         self.faults: deque[Fault] = deque()
         self.is_cut = False
 
@@ -114,6 +151,18 @@ class StoreHandle:
                 return await method(*args, **kwargs)
 
         return call
+
+    async def load(self, run_id: str, since: Mark | None) -> Snapshot | None:
+        """See `Store.load`."""
+        self._check()
+        with self._loop.waiting_outside():
+            snapshot = await self._backing.store.load(run_id, since)
+        return None if snapshot is None else replace(snapshot, clock=self._time.read())
+
+    async def tick(self, _run_id: str, max_gap_s: float) -> Reading:
+        """See `Store.tick`."""
+        self._check()
+        return self._time.clock.advance(self._time.machine_s, max_gap_s)
 
     async def commit(self, run_id: str, expected: Mark | None, delta: Delta) -> Mark:
         """A commit, its failure if one is due: before it is stored, or after, when only the answer is lost."""
@@ -145,11 +194,14 @@ def parsed(response: bytes) -> broker_pb2.StreamMicrobatchesResponse:
 class InProcessBroker:
     """One broker; kill it and make another over the same backing."""
 
-    def __init__(self, backing: Backing, loop: VirtualLoop, crashes: list[BaseException]) -> None:
+    def __init__(
+        self, backing: Backing, loop: VirtualLoop, crashes: list[BaseException], time: StoreTime, *, skew_s: float = 0.0
+    ) -> None:
         self.crashes = crashes
-        self.store = StoreHandle(backing, loop)
+        self.clock = SkewedClock(loop, skew_s)
+        self.store = StoreHandle(backing, loop, time)
         self.registry = CollectorRegistry()
-        self.hubs = make_hubs(self.store, registry=self.registry, clock=loop)
+        self.hubs = make_hubs(self.store, registry=self.registry, clock=self.clock)
         self.service = BrokerService(self.hubs)
         self.streams: set[Stream] = set()
         self._caretaker = loop.create_task(self._care())

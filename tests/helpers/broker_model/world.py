@@ -14,7 +14,7 @@ from penstock.errors import PenstockError, ServiceUnavailableError
 from penstock.v1 import broker_pb2
 from services.broker.limits import Limits
 from services.broker.run_state import RunState
-from tests.helpers.broker_model.process import Backing, InProcessBroker, Stream
+from tests.helpers.broker_model.process import Backing, InProcessBroker, StoreTime, Stream
 from tests.helpers.broker_model.truth import Serials, Truth
 from tests.helpers.virtual_time import VirtualLoop
 
@@ -42,7 +42,8 @@ class World:
         self.backing = backing
         self.crashes: list[BaseException] = []
         """Errors that no client should ever see."""
-        self.brokers = [InProcessBroker(self.backing, loop, self.crashes) for _ in range(num_brokers)]
+        self.store_time = StoreTime(loop)
+        self.brokers = [self._start(number) for number in range(num_brokers)]
         self.truth = Truth()
         self.serials = Serials()
         self.has_lost_commits = False
@@ -64,7 +65,11 @@ class World:
     async def restart(self, number: int) -> None:
         """Kill a broker and start another in its place."""
         await self.broker(number).kill()
-        self.brokers[number % len(self.brokers)] = InProcessBroker(self.backing, self.loop, self.crashes)
+        self.brokers[number % len(self.brokers)] = self._start(number)
+
+    def _start(self, number: int) -> InProcessBroker:
+        """A broker process; the clocks of their machines are an hour apart."""
+        return InProcessBroker(self.backing, self.loop, self.crashes, self.store_time, skew_s=3600.0 * (number % 2))
 
     def save_store(self) -> None:
         """The store's present state is what it may come back with."""

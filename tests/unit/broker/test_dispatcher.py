@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from penstock.clock import ManualClock
 from penstock.v1 import broker_pb2
 from services.broker import generation
 from services.broker.dispatch.latency import UNKNOWN_MAX_SAMPLES
@@ -9,6 +10,7 @@ from services.broker.dispatcher import Dispatcher
 from services.broker.generation import Grants
 from services.broker.memory_store import MemoryStore
 from services.broker.peers import Peers
+from services.broker.run_clock import RunClock
 from services.broker.run_state import RunState
 from services.broker.store import Delta
 from tests.unit.broker.builders import facts, open_state, submit, suffix
@@ -17,14 +19,9 @@ NUM_SLOTS = 2 * UNKNOWN_MAX_SAMPLES
 GROUP_SIZE = 16
 
 
-class _Clock:
-    def now_s(self) -> float:
-        return 1_000_000.0
-
-
 async def _dispatcher(*, beat_version: int) -> Dispatcher:
     """Knows one generator of NUM_SLOTS, whose newest beat named that version."""
-    store, clock = MemoryStore(), _Clock()
+    store, clock = MemoryStore(), RunClock(ManualClock())
     await store.commit("run-1", None, Delta(run=b""))
     peers = Peers("run-1", store=store, clock=clock)
     hello = broker_pb2.GeneratorHello(
@@ -48,7 +45,7 @@ def _run() -> RunState:
 
 
 def _lease(dispatcher: Dispatcher, state: RunState, *, version: int) -> Grants:
-    now_s, asking = _Clock().now_s(), facts(version)
+    now_s, asking = ManualClock().now_s(), facts(version)
     choice = dispatcher.choose(state, asking, NUM_SLOTS, now_s)
     return generation.lease(state, asking, max_leases=NUM_SLOTS, now_s=now_s, make_suffix=suffix, choice=choice)
 
