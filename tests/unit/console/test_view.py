@@ -57,9 +57,10 @@ def test_generators_idle_time_is_what_their_spans_leave_over() -> None:
     span = generator.busy_spans.add()
     span.start_time.FromSeconds(900)
     span.end_time.FromSeconds(995)
-    view.set_run(run, now_s=1000.0)
+    run.now_time.FromSeconds(1000)
+    view.set_run(run)
     assert view.generator_idle_ratio == pytest.approx(1 / 3)
-    view.set_run(None, now_s=1000.0)
+    view.set_run(None)
     assert view.generator_idle_ratio is None
 
 
@@ -69,7 +70,7 @@ def test_the_table_shows_queues_waits_and_restarts() -> None:
     run = broker_pb2.GetRunResponse()
     run.audit.in_flight_by_state.update({"queued": 7})
     run.waits.add(waiter="trainer", owner="reward", reason="37 samples are not scored")
-    view.set_run(run, now_s=0.0)
+    view.set_run(run)
     out = io.StringIO()
     Console(file=out, width=160).print(render(view))
     for words in ("10 / 100", "queued 7", "trainer waits for reward: 37 samples", "generator-0 (1)"):
