@@ -86,7 +86,7 @@ class Limits:
             max_leases_per_sample=self.max_leases_per_sample,
         )
         if self.token_silence_s is not None:
-            stated.token_silence.CopyFrom(_duration(self.token_silence_s))
+            stated.token_silence.CopyFrom(duration(self.token_silence_s))
         return stated
 
     def token_silence(self, generator_id: str, tokens_per_second: float | None) -> SilenceLimit:
