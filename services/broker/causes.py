@@ -108,7 +108,7 @@ def _no_generator(state: RunState, present: Present, now_s: float) -> Iterator[C
 
 def _first_submit_s(state: RunState) -> float:
     for rank in state.queue.first(1):
-        group = state.group_at(rank[-1])
+        group = state.groups.at(rank[-1])
         if group is not None:
             return group.submit_s
     return state.run.version_s
@@ -266,7 +266,7 @@ def _heard_s(sample: SampleRecord) -> float:
 
 def _first_finish_s(state: RunState) -> float:
     for _purpose_flag, sequence, index in state.finished.first(1):
-        group = state.group_at(sequence)
+        group = state.groups.at(sequence)
         if group is not None:
             return group.samples[index].finish_s
     return state.run.version_s

@@ -104,7 +104,7 @@ def plan(state: RunState, cursor: Cursor) -> Plan:
 
 
 def _names(state: RunState, version: int) -> tuple[str, ...]:
-    records: list[tuple[int, str]] = [(state.groups[name].sequence, name) for name in state.trained.get(version, ())]
+    records: list[tuple[int, str]] = [(state.groups.sequence(name), name) for name in state.trained.get(version, ())]
     records += [(state.shelf.records[name].sequence, name) for name in state.shelf.trained.get(version, ())]
     return tuple(name for _sequence, name in sorted(records))
 

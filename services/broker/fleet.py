@@ -128,7 +128,7 @@ def prompts_of(state: RunState) -> list[Prompt]:
             running.setdefault(group_id, []).append((name, state.groups[group_id].samples[index].num_tokens))
     found: list[Prompt] = []
     for rank in state.queue.first(MAX_GROUPS_SHOWN):
-        if group := state.group_at(rank[-1]):
+        if group := state.groups.at(rank[-1]):
             is_begun = rank[0] < NEW_RANK
             found.append(_prompt(state, group, running.pop(group.group_id, ()), is_begun=is_begun))
     found += [_prompt(state, state.groups[group_id], held, is_begun=True) for group_id, held in running.items()]

@@ -109,7 +109,7 @@ def lease(
     for rank in state.queued_in(choice.order).first(MAX_GROUPS_SCANNED):
         if len(grants) >= max_leases or choice.decision.is_done:
             break
-        group = state.group_at(rank[-1])
+        group = state.groups.at(rank[-1])
         if group is None:
             continue
         oldest = state.versions.get(group.group_id)

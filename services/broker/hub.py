@@ -5,8 +5,10 @@ Promises:
   the difference and decides again. Nothing is answered before the store has it.
 - Operations that come while a commit is under way are decided in order and committed together by the next one. One that
   fails leaves no trace and does not hurt the others.
-- A commit of unknown outcome (the store went away, the caller gave up) throws the copy away; the next call loads it
-  anew.
+- After a commit of unknown outcome (the store went away, it took too long) the copy goes back to where it was before,
+  and the next call begins with what changed in the store since: that commit, if it happened.
+- Loading a copy goes on in slices between which others run, however long it takes and whoever still waits for it; no
+  deadline of this process runs meanwhile.
 - Listeners are woken by every change, whoever made it, but not where samples under way only grew; changes of other
   processes are noticed by `poll`.
 """
@@ -24,13 +26,14 @@ from typing import Any, TypeVar
 from penstock.clock import Clock
 from penstock.errors import PenstockError, ServiceUnavailableError, UnknownRunError
 from penstock.v1 import broker_pb2, types_pb2
+from services.broker.deadlines import Deadlines
 from services.broker.dispatcher import Dispatcher
 from services.broker.opening import create_run, reopen_run
 from services.broker.payload_cache import PayloadCache
 from services.broker.peers import Peers
 from services.broker.run_clock import MAX_GAP_S, RunClock, max_gap_s
 from services.broker.run_state import RunState
-from services.broker.store import ConflictError, Mark, RetiredError, Snapshot, Store
+from services.broker.store import ConflictError, LostMarkError, Mark, RetiredError, Snapshot, Store
 
 TRANSACTION_TIMEOUT_S = 8.0
 MAX_ATTEMPTS = 200
@@ -79,6 +82,9 @@ class RunHub:
         """When it last set the metrics of the run's queues and waits."""
         self._state: RunState | None = None
         self._mark: Mark | None = None
+        self._is_doubtful = False
+        """Whether the store may have a commit that the copy does not know of."""
+        self._deadlines = Deadlines()
         self._waiting: deque[_Request] = deque()
         self._worker: asyncio.Task[None] | None = None
         self._listeners: dict[asyncio.Event, bool] = {}
@@ -210,7 +216,7 @@ class RunHub:
         if self._worker is None:
             self._worker = asyncio.create_task(self._work())
         try:
-            async with asyncio.timeout(TRANSACTION_TIMEOUT_S):
+            async with self._deadlines.within(TRANSACTION_TIMEOUT_S):
                 return await answer
         except TimeoutError as error:
             raise ServiceUnavailableError(f"run {self.run_id!r}: no answer in {TRANSACTION_TIMEOUT_S} s") from error
@@ -221,14 +227,16 @@ class RunHub:
             while self._waiting:
                 batch = self._next_batch()
                 try:
-                    async with asyncio.timeout(TRANSACTION_TIMEOUT_S):
+                    async with self._deadlines.within(TRANSACTION_TIMEOUT_S):
                         await self._settle(batch)
                 except TimeoutError:
-                    self._forget()
+                    self._go_back()
                     message = f"run {self.run_id!r}: no answer in {TRANSACTION_TIMEOUT_S} s"
                     _fail(batch, ServiceUnavailableError(message))
+                except PenstockError as error:
+                    self._go_back()
+                    _fail(batch, error)
                 except BaseException as error:
-                    # The outcome of a commit may be unknown: the next batch begins from what the store has.
                     self._forget()
                     _fail(batch, error)
                     if not isinstance(error, Exception):
@@ -323,20 +331,32 @@ class RunHub:
         return await self._refresh(state)
 
     async def _load(self, *, may_create: bool) -> RunState:
+        """The copy, up to date where it was in doubt; an empty one where the run does not exist."""
+        if self._state is not None and self._is_doubtful:
+            await self._refresh(self._state)
         if self._state is not None and self._mark is not None:
             return self._state
-        snapshot = await self.store.load(self.run_id, None)
         state = RunState()
-        if snapshot is None:
+        with self._deadlines.paused():
+            mark = await self._load_into(state)
+        if mark is None:
             if not may_create:
                 raise UnknownRunError(f"run {self.run_id!r} is not open", run_id=self.run_id)
-            self._mark = None
+            self._forget()
             await self.keep_time()
             return state
-        self._read_clock(snapshot)
-        state.apply(snapshot)
-        self._state, self._mark = state, snapshot.mark
+        self._state, self._mark = state, mark
+        self.wake()
         return state
+
+    async def _load_into(self, state: RunState) -> Mark | None:
+        """Load everything; its mark, None where there is no such run."""
+        snapshot = await self.store.load(self.run_id, None)
+        if snapshot is None:
+            return None
+        self._read_clock(snapshot)
+        await _take_over(state, snapshot)
+        return snapshot.mark
 
     async def _commit(self, state: RunState) -> bool:
         delta, only_grew = state.delta(), state.only_grew
@@ -353,9 +373,6 @@ class RunHub:
             state.rollback()
             await self._refresh(state)
             return False
-        except BaseException:
-            self._forget()
-            raise
         state.settle()
         state.known_retired.clear()
         self._state = state
@@ -365,19 +382,21 @@ class RunHub:
         return True
 
     async def _refresh(self, state: RunState) -> bool:
-        """Bring the copy up to date; returns whether there was anything to take over."""
+        """Bring the copy up to date, or drop it where it is too far behind; returns whether it was not."""
         try:
             snapshot = await self.store.load(self.run_id, self._mark)
-        except BaseException:
+        except LostMarkError:
             self._forget()
-            raise
+            return True
         if snapshot is None:
             self._forget()
             raise UnknownRunError(f"run {self.run_id!r} is not open", run_id=self.run_id)
         self._read_clock(snapshot)
+        self._is_doubtful = False
         if snapshot.mark == self._mark:
             return False
-        state.apply(snapshot)
+        with self._deadlines.paused():
+            await _take_over(state, snapshot)
         self._mark = snapshot.mark
         self.wake()
         return True
@@ -392,8 +411,14 @@ class RunHub:
         if snapshot.clock is not None:
             self.clock.take(snapshot.clock)
 
+    def _go_back(self) -> None:
+        """To the last commit that is known; whether there was another one, the store will tell."""
+        if self._state is not None:
+            self._state.rollback()
+            self._is_doubtful = True
+
     def _forget(self) -> None:
-        self._state, self._mark = None, None
+        self._state, self._mark, self._is_doubtful = None, None, False
 
     # -- prompts -------------------------------------------------------------------------------------------------------
 
@@ -410,6 +435,12 @@ class RunHub:
         while len(self._prompts) > MAX_CACHED_PROMPTS:
             self._prompts.popitem(last=False)
         return found
+
+
+async def _take_over(state: RunState, snapshot: Snapshot) -> None:
+    """Bring the copy to a snapshot; between slices others run."""
+    for _ in state.take_over(snapshot):
+        await asyncio.sleep(0)
 
 
 def _nothing(_state: RunState) -> None:

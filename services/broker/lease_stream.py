@@ -270,7 +270,7 @@ def _is_finished(state: RunState, lease_id: str) -> bool:
     parts = lease_id.split(".")
     if len(parts) != 4 or not (parts[0].isdigit() and parts[1].isdigit()):
         return False
-    group = state.group_at(int(parts[0]))
+    group = state.groups.at(int(parts[0]))
     if group is None or int(parts[1]) >= len(group.samples):
         return False
     sample = group.samples[int(parts[1])]

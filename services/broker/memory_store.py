@@ -15,8 +15,10 @@ from services.broker.run_clock import MAX_GAP_S, Reading, StoredClock
 from services.broker.store import (
     MARKS_KEPT,
     MAX_BUSY_SPANS,
+    MAX_CHANGED_BYTES,
     ConflictError,
     Delta,
+    LostMarkError,
     Mark,
     PayloadSlice,
     RetiredError,
@@ -58,16 +60,15 @@ class MemoryStore:
         if run is None or run.mark is None:
             return None
         clock = run.clock.read(self._clock.now_s(), MAX_GAP_S)
-        if since is None or run.marks.get(since.revision) != since:
+        if since is None:
             return Snapshot(mark=run.mark, is_full=True, run=run.run, groups=dict(run.groups), clock=clock)
+        if run.marks.get(since.revision) != since:
+            raise LostMarkError(run_id)
         names = [name for name, revision in run.changed.items() if revision > since.revision]
-        return Snapshot(
-            mark=run.mark,
-            is_full=False,
-            run=run.run,
-            groups={name: run.groups.get(name) for name in names},
-            clock=clock,
-        )
+        groups = {name: run.groups.get(name) for name in names}
+        if sum(len(record or b"") for record in groups.values()) > MAX_CHANGED_BYTES:
+            raise LostMarkError(run_id)
+        return Snapshot(mark=run.mark, is_full=False, run=run.run, groups=groups, clock=clock)
 
     async def tick(self, run_id: str, max_gap_s: float) -> Reading:
         """See `Store.tick`."""

@@ -278,6 +278,34 @@ class GroupRecord(_message.Message):
 Global___GroupRecord: _TypeAlias = GroupRecord  # noqa: Y015
 
 @_typing.final
+class GroupHead(_message.Message):
+    """What is read of every GroupRecord when a run is loaded: some of its fields, under the same numbers."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SEQUENCE_FIELD_NUMBER: _builtins.int
+    TRAINED_VERSION_FIELD_NUMBER: _builtins.int
+    sequence: _builtins.int
+    """Counts the submissions of the run from 1."""
+    trained_version: _builtins.int
+    """The step that trained it; unset until then."""
+    def __init__(
+        self,
+        *,
+        sequence: _builtins.int = ...,
+        trained_version: _builtins.int | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_trained_version", b"_trained_version", "trained_version", b"trained_version"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_trained_version", b"_trained_version", "sequence", b"sequence", "trained_version", b"trained_version"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__trained_version: _TypeAlias = _typing.Literal["trained_version"]  # noqa: Y015
+    _WhichOneofArgType__trained_version: _TypeAlias = _typing.Literal["_trained_version", b"_trained_version"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__trained_version) -> _WhichOneofReturnType__trained_version | None: ...
+
+Global___GroupHead: _TypeAlias = GroupHead  # noqa: Y015
+
+@_typing.final
 class ParcelRecord(_message.Message):
     """Groups that came finished in one put and share one piece of payload. Each group's trajectories are scored; they are
     handed out, trained and dropped without being read again. A parcel of which a part goes its own way is cut in two; the

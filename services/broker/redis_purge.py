@@ -13,6 +13,7 @@ from services.broker.keys import RUNS, RunKeys
 from services.broker.parcel_shelf import is_parcel
 from services.broker.records_pb2 import GroupRecord, ParcelRecord
 from services.broker.redis_connection import RedisConnection, Script
+from services.broker.redis_load import scan
 from services.broker.store import ConflictError, Mark
 from services.broker.tally_names import is_tally
 
@@ -35,7 +36,7 @@ class RedisPurge:
         """See `Store.purge`."""
         keys, cursor, is_over = RunKeys(run_id), 0, False
         while not is_over:
-            cursor, records = await self._scan(keys.groups, cursor)
+            cursor, records = await scan(self._redis, keys.groups, cursor, SLICE_RECORDS)
             is_over = cursor == 0
             names = [name.decode() for name in records]
             payload = [
@@ -51,10 +52,6 @@ class RedisPurge:
                 await self._cut(run_id, expected, (), some)
                 yield len(some)
         await self._cut(run_id, expected, (keys.prompts, keys.retired), ())
-
-    async def _scan(self, key: str, cursor: int) -> tuple[int, dict[bytes, bytes]]:
-        found: Any = await self._redis.read(lambda redis: redis.hscan(key, cursor=cursor, count=SLICE_RECORDS))
-        return int(found[0]), found[1]
 
     async def _cut(self, run_id: str, expected: Mark, payload: Sequence[str], names: Sequence[str]) -> None:
         keys = RunKeys(run_id)

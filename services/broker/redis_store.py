@@ -1,4 +1,4 @@
-"""The store in Redis: one Lua script a commit, one a load. Needs Redis 6.2 or newer.
+"""The store in Redis: one Lua script a commit, one a change to take over. Needs Redis 6.2 or newer.
 
 Durability is Redis' own: with append-only persistence every commit that was answered survives a restart, except what
 the fsync policy allows to be lost (a second, by default). A broker notices a history that lost its end by the name of
@@ -18,8 +18,9 @@ from redis.asyncio import Redis
 from penstock.codec import Packed
 from services.broker.keys import PROBE, RUNS, RunKeys
 from services.broker.redis_connection import RedisConnection, Script, confirmed
+from services.broker.redis_load import RedisLoad, reading_of
 from services.broker.redis_purge import RedisPurge
-from services.broker.run_clock import MAX_GAP_S, Reading
+from services.broker.run_clock import Reading
 from services.broker.store import (
     MARKS_KEPT,
     MAX_BUSY_SPANS,
@@ -53,7 +54,7 @@ class RedisStore:
         """`num_wait_replicas`: nothing is answered before so many replicas have what the answer rests on."""
         self._redis = connection
         self._num_wait_replicas = num_wait_replicas
-        self._load = Script(_LUA / "clock.lua", _LUA / "load.lua", num_replicas=num_wait_replicas)
+        self._load = RedisLoad(connection, num_wait_replicas=num_wait_replicas)
         self._tick = Script(_LUA / "clock.lua", _LUA / "tick.lua", num_replicas=num_wait_replicas)
         self._books = Script(_LUA / "books.lua", num_replicas=num_wait_replicas)
         self._commit = Script(_LUA / "commit.lua", num_replicas=num_wait_replicas)
@@ -69,28 +70,13 @@ class RedisStore:
 
     async def load(self, run_id: str, since: Mark | None) -> Snapshot | None:
         """See `Store.load`."""
-        keys = RunKeys(run_id)
-        revision, name = (since.revision, since.name) if since else (0, "")
-        script_keys = [keys.run, keys.marks, keys.changed, keys.groups]
-        reply: list[Any] | None = await self._redis.read(
-            lambda redis: self._load.run(redis, keys=script_keys, args=[revision, name, round(MAX_GAP_S * 1e6)])
-        )
-        if not reply:
-            return None
-        names = [raw.decode() for raw in reply[6::2]]
-        return Snapshot(
-            mark=Mark(int(reply[0]), reply[1].decode()),
-            is_full=bool(reply[3]),
-            run=reply[2],
-            groups={name: record or None for name, record in zip(names, reply[7::2], strict=True)},
-            clock=_reading(reply[4:6]),
-        )
+        return await (self._load.everything(run_id) if since is None else self._load.changes(run_id, since))
 
     async def tick(self, run_id: str, max_gap_s: float) -> Reading:
         """See `Store.tick`."""
         args = [round(max_gap_s * 1e6)]
         reply = await self._redis.write(lambda redis: self._tick.run(redis, keys=[RunKeys(run_id).run], args=args))
-        return _reading(reply)
+        return reading_of(reply)
 
     async def commit(self, run_id: str, expected: Mark | None, delta: Delta) -> Mark:
         """See `Store.commit`."""
@@ -296,8 +282,3 @@ class RedisStore:
     async def close(self) -> None:
         """See `Store.close`."""
         await self._redis.close()
-
-
-def _reading(reply: Sequence[bytes]) -> Reading:
-    """The clock, of microseconds as text."""
-    return Reading(now_s=int(reply[0]) / 1e6, unbroken_since_s=int(reply[1]) / 1e6)

@@ -5,7 +5,8 @@ and remembers how to undo it. After each operation the owner calls `keep`, or `u
 of operations it takes the `delta`, commits it, and calls either `settle` (stored) or `rollback` (not stored).
 
 Invariants: the queues are a function of the records; a group is live until it is trained or retired; the counters of
-the run change together with the records they count.
+the run change together with the records they count. Trained groups are in no queue: of their records, which are most of
+a run, loading reads no more than the heads.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from penstock.v1 import broker_pb2, types_pb2
 from services.broker.admission import AdmissionRule
 from services.broker.dispatch.lengths import LengthCounts
 from services.broker.dispatch.types import Order, QueuedGroup, Rank
+from services.broker.group_records import GroupRecords, head_of
 from services.broker.limits import Limits
 from services.broker.ordered import SortedKeys
 from services.broker.parcel_shelf import ParcelShelf, is_parcel, parcel_name
@@ -37,6 +39,8 @@ FORMAT = 1
 """Version of the records that this code writes; it reads those of every older one."""
 Leases = dict[str, dict[str, SampleId]]
 """Sample by lease id, by holder."""
+SLICE_BYTES = 128 * 1024
+"""Records taken over at once while a run is loaded: about 10 ms where all are live."""
 FinishedKey = tuple[int, int, int]
 """0 for evaluation or 1, sequence of the group, sample index."""
 
@@ -51,7 +55,6 @@ class _Entry:
     finished: list[FinishedKey] = field(default_factory=list)
     generation: list[tuple[str, str]] = field(default_factory=list)
     scoring: list[tuple[str, str]] = field(default_factory=list)
-    trained_version: int | None = None
     states: Counter[broker_pb2.SampleState.ValueType] = field(default_factory=Counter)
 
 
@@ -65,6 +68,7 @@ class RunState:
         """What the operations since the last commit changed, as it was then."""
         self.pending: Delta
         """What the operation under way does beside the records."""
+        self._kept: Delta
         self._is_turned = False
         """Whether a record changed since the last commit in more than what `grow` allows."""
         self.known_retired: set[str] = set()
@@ -73,7 +77,7 @@ class RunState:
 
     def _reset(self, run: RunRecord) -> None:
         self.run = run
-        self.groups: dict[str, GroupRecord] = {}
+        self.groups = GroupRecords()
         self.shelf = ParcelShelf()
         self.live: set[str] = set()
         self.queues: dict[Order, SortedKeys[Rank]] = {order: SortedKeys() for order in Order}
@@ -95,7 +99,8 @@ class RunState:
         """Samples of live training groups by state, as their records say; parcels count their own."""
         self.versions: dict[str, int] = {}
         """Oldest version of each live training group that is started."""
-        self._by_sequence: dict[int, str] = {}
+        self._trained_by: dict[str, int] = {}
+        """Step by trained group."""
         self._entries: dict[str, _Entry] = {}
         self._forget(run.SerializeToString(deterministic=True))
 
@@ -110,11 +115,6 @@ class RunState:
         """The queue in an order; by arrival where the run keeps no other."""
         return self.queues[order] if len(self.queues[order]) == len(self.queue) else self.queue
 
-    def group_at(self, sequence: int) -> GroupRecord | None:
-        """The group submitted as number `sequence`, while its record is kept."""
-        group_id = self._by_sequence.get(sequence)
-        return None if group_id is None else self.groups[group_id]
-
     def knows(self, group_id: str) -> bool:
         """Whether the id is taken: its group is in the run, or was."""
         return group_id in self.groups or group_id in self.shelf.name_of or group_id in self.known_retired
@@ -122,7 +122,7 @@ class RunState:
     def knows_any(self, group_ids: Collection[str]) -> bool:
         """Whether any of the ids is taken."""
         return not (
-            self.groups.keys().isdisjoint(group_ids)
+            not self.groups.has_any(group_ids)
             and self.shelf.name_of.keys().isdisjoint(group_ids)
             and self.known_retired.isdisjoint(group_ids)
         )
@@ -162,7 +162,7 @@ class RunState:
         """Take in a new group."""
         self._is_turned = True
         self._undo[group.group_id] = None
-        self.groups[group.group_id] = group
+        self.groups.put(group)
         self.pending.prompts[group.group_id] = prompt
         self._index(group)
 
@@ -230,10 +230,9 @@ class RunState:
 
     def _noted(self, group_id: str) -> GroupRecord:
         """The group, whose record is about to change."""
-        group = self.groups[group_id]
         if group_id not in self._undo:
-            self._undo[group_id] = group.SerializeToString()
-        return group
+            self._undo[group_id] = self.groups.serialized(group_id)
+        return self.groups.opened(group_id)
 
     def _note_parcel(self, name: str) -> None:
         self._is_turned = True
@@ -255,8 +254,7 @@ class RunState:
         self._is_turned = True
         group = self._noted(group_id)
         self._unindex(group_id)
-        del self.groups[group_id]
-        del self._by_sequence[group.sequence]
+        self.groups.remove(group_id)
         self.pending.prompts[group_id] = None
         for index in range(len(group.samples)):
             self.clear((group_id, index))
@@ -294,22 +292,23 @@ class RunState:
         self.keep()
         self._kept.run = self._run_kept
         for name in self._kept_undo:
-            record = self._record(name)
-            self._kept.groups[name] = None if record is None else record.SerializeToString()
+            self._kept.groups[name] = self._serialized(name)
         self._kept.keep_payloads(self.shelf.is_used)
         return self._kept
 
-    def _record(self, name: str) -> GroupRecord | ParcelRecord | StepTally | None:
-        """The record of that name as it is now."""
-        if is_parcel(name):
-            return self.shelf.records.get(name)
-        if is_tally(name):
-            return self.tallies.get(tally_version(name))
-        return self.groups.get(name)
+    def _serialized(self, name: str) -> bytes | None:
+        """The record of that name as it is now; None where there is none."""
+        if not is_parcel(name) and not is_tally(name):
+            return self.groups.serialized(name) if name in self.groups else None
+        record = self.shelf.records.get(name) if is_parcel(name) else self.tallies.get(tally_version(name))
+        return None if record is None else record.SerializeToString()
 
     def settle(self) -> None:
         """The delta is stored."""
         self.keep()
+        for name, record in self._kept.groups.items():
+            if record is not None and name in self._trained_by:
+                self.groups.pack(name, record)
         self._run_committed = self._run_kept
         self._kept_undo, self._kept, self._is_turned = {}, Delta(run=b""), False
 
@@ -318,8 +317,11 @@ class RunState:
         self._restore(self._undo | self._kept_undo, self._run_committed)
         self._forget(self._run_committed)
 
-    def apply(self, snapshot: Snapshot) -> None:
-        """Take over what the store holds; nothing may be pending."""
+    def take_over(self, snapshot: Snapshot) -> Iterator[None]:
+        """Take over what the store holds, slice by slice, nothing pending; only a copy that has all of them is whole.
+
+        Between slices each record is as it was before or as it is after. Raises RunConflictError before the first.
+        """
         run = RunRecord.FromString(snapshot.run)
         if run.format > FORMAT:
             raise RunConflictError(
@@ -332,8 +334,13 @@ class RunState:
         self.run = run
         self._read_limits()
         # Records that are being deleted are in nobody's way any more.
-        for group_id, record in ({} if run.payload_gone else snapshot.groups).items():
-            self._replace(group_id, record)
+        num_bytes = 0
+        for name, record in ({} if run.payload_gone else snapshot.groups).items():
+            self._replace(name, record)
+            num_bytes += len(name) + len(record or b"")
+            if num_bytes >= SLICE_BYTES:
+                num_bytes = 0
+                yield
         self._forget(run.SerializeToString(deterministic=True))
 
     def _restore(self, undo: Mapping[str, bytes | None], run: bytes) -> None:
@@ -352,36 +359,40 @@ class RunState:
             self.limits = Limits.from_proto(self.run.limits)
             self.policy = Policy.from_proto(self.run.policy, self.limits)
 
-    def _replace(self, group_id: str, record: bytes | None) -> None:
-        if is_parcel(group_id):
-            self.shelf.remove(group_id)
+    def _replace(self, name: str, record: bytes | None) -> None:
+        if is_parcel(name):
+            self.shelf.remove(name)
             if record is not None:
-                self.shelf.add(group_id, ParcelRecord.FromString(record))
-            return
-        if is_tally(group_id):
-            self.tallies.pop(tally_version(group_id), None)
+                self.shelf.add(name, ParcelRecord.FromString(record))
+        elif is_tally(name):
+            self.tallies.pop(tally_version(name), None)
             if record is not None:
-                self.tallies[tally_version(group_id)] = StepTally.FromString(record)
+                self.tallies[tally_version(name)] = StepTally.FromString(record)
+        else:
+            self._replace_group(name, record)
+
+    def _replace_group(self, group_id: str, record: bytes | None) -> None:
+        self._unindex(group_id)
+        self.groups.remove(group_id)
+        if record is None:
             return
-        old = self.groups.pop(group_id, None)
-        if old is not None:
-            self._unindex(group_id)
-            self._by_sequence.pop(old.sequence, None)
-        if record is not None:
+        head = head_of(record)
+        if head.HasField("trained_version"):
+            self.groups.pack(group_id, record)
+            self._index_trained(group_id, head.trained_version)
+        else:
             group = GroupRecord.FromString(record)
-            self.groups[group_id] = group
+            self.groups.put(group)
             self._index(group)
 
     # -- the queues ----------------------------------------------------------------------------------------------------
 
     def _index(self, group: GroupRecord) -> None:
         group_id = group.group_id
-        entry = self._entries[group_id] = _Entry()
-        self._by_sequence[group.sequence] = group_id
         if group.HasField("trained_version"):
-            entry.trained_version = group.trained_version
-            self.trained.setdefault(group.trained_version, set()).add(group_id)
+            self._index_trained(group_id, group.trained_version)
             return
+        entry = self._entries[group_id] = _Entry()
         self.live.add(group_id)
         is_training = group.purpose == types_pb2.PURPOSE_TRAIN
         entry.states = _states(group)
@@ -406,6 +417,10 @@ class RunState:
                 self._waiting[group.purpose].add(group_id)
         elif num_ready == len(group.samples):
             self.ready[group.purpose].add(group_id)
+
+    def _index_trained(self, group_id: str, version: int) -> None:
+        self._trained_by[group_id] = version
+        self.trained.setdefault(version, set()).add(group_id)
 
     def _count(self, entry: _Entry, sign: int) -> None:
         for sample_state, count in entry.states.items():
@@ -441,6 +456,11 @@ class RunState:
             entry.finished.append(finished)
 
     def _unindex(self, group_id: str) -> None:
+        version = self._trained_by.pop(group_id, None)
+        if version is not None:
+            self.trained[version].discard(group_id)
+            if not self.trained[version]:
+                del self.trained[version]
         entry = self._entries.pop(group_id, None)
         if entry is None:
             return
@@ -452,11 +472,6 @@ class RunState:
             self.finished.discard(finished)
         _remove(self.generation_leases, entry.generation)
         _remove(self.scoring_leases, entry.scoring)
-        if entry.trained_version is not None:
-            trained = self.trained[entry.trained_version]
-            trained.discard(group_id)
-            if not trained:
-                del self.trained[entry.trained_version]
         self._count(entry, -1)
         self.live.discard(group_id)
         self.versions.pop(group_id, None)

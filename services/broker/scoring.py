@@ -60,7 +60,7 @@ def lease_scoring(
     """Lease up to `max_leases` finished samples, evaluation first, then in order of submission."""
     chosen: dict[str, list[int]] = {}
     for _purpose, sequence, index in state.finished.first(max_leases):
-        group = state.group_at(sequence)
+        group = state.groups.at(sequence)
         if group is not None and not state.run.is_closed:
             chosen.setdefault(group.group_id, []).append(index)
     grants: list[ScoringGrant] = []

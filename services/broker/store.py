@@ -22,6 +22,10 @@ class ConflictError(Exception):
     """The run changed since the given mark; nothing was stored. Load, decide again, commit again."""
 
 
+class LostMarkError(Exception):
+    """A copy cannot be brought up to date by what changed since its mark: load everything."""
+
+
 class RetiredError(Exception):
     """Ids that a change takes for new belong to retired groups; nothing was stored. Decide again without them."""
 
@@ -139,7 +143,11 @@ class Store(Protocol):
     """
 
     async def load(self, run_id: str, since: Mark | None) -> Snapshot | None:
-        """The run as a change of the copy at `since` (all of it when None or no longer known). None: no such run."""
+        """The run as a change of the copy at `since`, or all of it. None: no such run.
+
+        All of it is read in slices, without holding up the event loop or the store; it may take as long as it takes.
+        Raises LostMarkError where the mark is not known (any more), or more than MAX_CHANGED_BYTES have changed.
+        """
         ...
 
     async def commit(self, run_id: str, expected: Mark | None, delta: Delta) -> Mark:
@@ -228,5 +236,7 @@ class Store(Protocol):
 
 MAX_BUSY_SPANS = 20_000
 """About an hour of a generator that reports five spans a second; 0.5 MiB."""
+MAX_CHANGED_BYTES = 16 * 1024 * 1024
+"""Records that are read at once."""
 MARKS_KEPT = 2_000
 """Commits a copy may be behind and still load only the difference."""

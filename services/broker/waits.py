@@ -38,7 +38,7 @@ def waiting(state: RunState, present: Present, now_s: float) -> broker_pb2.Waiti
     """What to tell a trainer that gets nothing."""
     leased = {key[0] for held in state.generation_leases.values() for key in held.values()}
     scoring = {key[0] for held in state.scoring_leases.values() for key in held.values()}
-    scoring |= {group.group_id for _, number, _ in state.finished if (group := state.group_at(number)) is not None}
+    scoring |= {group.group_id for _, number, _ in state.finished if (group := state.groups.at(number)) is not None}
     return broker_pb2.Waiting(
         reason=trainer_wait(state, stalls(state, present, now_s), now_s).text,
         num_queued_groups=state.num_waiting(TRAIN),

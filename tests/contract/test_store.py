@@ -11,8 +11,8 @@ from contextlib import closing
 import pytest
 import redis
 
-from services.broker import memory_store, redis_store
-from services.broker.store import MAX_BUSY_SPANS, ConflictError, Delta, Mark, Snapshot, Store
+from services.broker import memory_store, redis_load, redis_store
+from services.broker.store import MAX_BUSY_SPANS, ConflictError, Delta, LostMarkError, Mark, Snapshot, Store
 from tests.helpers.stepped_redis import OFFSET_KEY, stepped_store
 from tests.helpers.stores import RedisServers
 
@@ -124,18 +124,20 @@ async def test_loading_since_a_mark_brings_only_what_changed(store: Store) -> No
     assert (await loaded(store, second)).mark == second
 
 
-async def test_a_copy_of_another_history_gets_everything(store: Store) -> None:
+async def test_a_copy_of_another_history_must_load_everything(store: Store) -> None:
     """So a broker that is ahead of a Redis which came back without its last second notices, and believes Redis."""
     first = await store.commit(RUN, None, Delta(run=b"1", groups={"a": b"A"}))
     second = await store.commit(RUN, first, Delta(run=b"2", groups={"b": b"B"}))
     strangers = (Mark(1, "x"), Mark(2, "x"), Mark(9, "x"), Mark(2, first.name), Mark(1, second.name))
     for since in strangers:
-        snapshot = await loaded(store, since)
-        assert (snapshot.is_full, snapshot.mark, snapshot.run) == (True, second, b"2")
-        assert dict(snapshot.groups) == {"a": b"A", "b": b"B"}
+        with pytest.raises(LostMarkError):
+            await store.load(RUN, since)
+    snapshot = await loaded(store)
+    assert (snapshot.is_full, snapshot.mark, snapshot.run) == (True, second, b"2")
+    assert dict(snapshot.groups) == {"a": b"A", "b": b"B"}
 
 
-async def test_a_copy_too_far_behind_gets_everything(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_copy_too_far_behind_must_load_everything(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (redis_store, memory_store):
         monkeypatch.setattr(module, "MARKS_KEPT", 5)
     mark = first = await store.commit(RUN, None, Delta(run=b"", groups={"never changed": b"1", "gone": b"1"}))
@@ -148,10 +150,67 @@ async def test_a_copy_too_far_behind_gets_everything(store: Store, monkeypatch: 
     assert "gone" not in expected
     assert "never changed" in expected
     for since in marks:
-        snapshot = await loaded(store, since)
-        assert snapshot.is_full == (since.revision <= mark.revision - 5)
-        if snapshot.is_full:
-            assert applied({}, snapshot) == expected
+        if since.revision <= mark.revision - 5:
+            with pytest.raises(LostMarkError):
+                await store.load(RUN, since)
+        else:
+            assert not (await loaded(store, since)).is_full
+
+
+async def test_a_change_that_is_too_large_to_read_at_once_is_left_to_loading_everything(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in (redis_load, memory_store):
+        monkeypatch.setattr(module, "MAX_CHANGED_BYTES", 100)
+    first = await store.commit(RUN, None, Delta(run=b"1"))
+    second = await store.commit(RUN, first, Delta(run=b"2", groups={"a": b"a" * 100, "b": None}))
+    assert dict((await loaded(store, first)).groups) == {"a": b"a" * 100, "b": None}
+    third = await store.commit(RUN, second, Delta(run=b"3", groups={"c": b"c"}))
+    with pytest.raises(LostMarkError):
+        await store.load(RUN, first)
+    assert dict((await loaded(store, second)).groups) == {"c": b"c"}
+    snapshot = await loaded(store)
+    assert (snapshot.mark, snapshot.run, dict(snapshot.groups)) == (third, b"3", {"a": b"a" * 100, "c": b"c"})
+
+
+async def test_a_run_that_changes_while_everything_is_read_is_read_as_of_one_commit(store: Store) -> None:
+    """Every commit gives all of its records its own number: a mixture of two commits would show."""
+    names = [f"g{number}" for number in range(600)]
+
+    def change(revision: int) -> Delta:
+        # Some come, some go, all that stay change.
+        gone = names[: revision * 5]
+        value = str(revision).encode() * 100
+        return Delta(
+            run=value,
+            groups={**dict.fromkeys(gone), **dict.fromkeys([*names[len(gone) :], f"new{revision}"], value)},
+            retired=set(gone),
+        )
+
+    mark = await store.commit(RUN, None, change(0))
+    is_over, num_loads = asyncio.Event(), 0
+
+    async def commit() -> None:
+        nonlocal mark
+        for revision in range(1, 15):
+            mark = await store.commit(RUN, mark, change(revision))
+            await asyncio.sleep(0)
+        is_over.set()
+
+    async def read() -> None:
+        nonlocal num_loads
+        while not is_over.is_set():
+            snapshot = await loaded(store)
+            expected: dict[str, bytes | None] = {}
+            for revision in range(snapshot.mark.revision):
+                expected.update(change(revision).groups)
+            assert snapshot.run == change(snapshot.mark.revision - 1).run
+            assert dict(snapshot.groups) == {name: record for name, record in expected.items() if record is not None}
+            num_loads += 1
+            await asyncio.sleep(0)
+
+    await asyncio.gather(commit(), read())
+    assert num_loads
 
 
 async def test_chunks_are_cleared_before_new_ones_are_appended(store: Store) -> None:

@@ -40,7 +40,8 @@ def check(state: RunState) -> None:
     again = RunState()
     records: dict[str, bytes | None] = {name: record.SerializeToString() for name, record in state.groups.items()}
     records |= {name: record.SerializeToString() for name, record in state.shelf.records.items()}
-    again.apply(Snapshot(mark=Mark(1, "m"), is_full=True, run=state.run.SerializeToString(), groups=records))
+    snapshot = Snapshot(mark=Mark(1, "m"), is_full=True, run=state.run.SerializeToString(), groups=records)
+    assert list(again.take_over(snapshot)) == []
     for field in ("delivered", "trained", "name_of", "waiting_bytes", "trained_bytes", "num_ready_by_version"):
         assert getattr(state.shelf, field) == getattr(again.shelf, field), field
     assert list(state.shelf.ready) == list(again.shelf.ready)
