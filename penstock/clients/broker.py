@@ -77,6 +77,7 @@ class BrokerClient:
         policy: broker_pb2.RunPolicy | None = None,
         steps: Sequence[broker_pb2.StepRecord] = (),
         takes_over: bool = False,
+        resumes: broker_pb2.RunOwner | None = None,
     ) -> broker_pb2.OpenRunResponse:
         """Create the run, or attach to it again; no policy means every default.
 
@@ -87,6 +88,7 @@ class BrokerClient:
             policy: How its samples are treated.
             steps: The caller's last steps, newest last.
             takes_over: Become the run's trainer, as `self.owner`, and fence the one before.
+            resumes: Take it over only if nobody else has since this owner did.
 
         Raises:
             OtherInstanceError: another run was opened under this id.
@@ -101,6 +103,7 @@ class BrokerClient:
             steps=steps,
             owner=self.owner,
             takes_over=takes_over,
+            resumes=resumes,
         )
         return await self._call(self._stub.OpenRun, request)
 

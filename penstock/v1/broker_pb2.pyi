@@ -351,6 +351,7 @@ class OpenRunRequest(_message.Message):
     POLICY_FIELD_NUMBER: _builtins.int
     OWNER_FIELD_NUMBER: _builtins.int
     TAKES_OVER_FIELD_NUMBER: _builtins.int
+    RESUMES_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     """Names the run; 1 to 64 characters of [A-Za-z0-9._-]."""
     policy_version: _builtins.int
@@ -373,6 +374,13 @@ class OpenRunRequest(_message.Message):
     def owner(self) -> Global___RunOwner:
         """Who calls. With takes_over the epoch is the newest one the caller knows of, from its checkpoint say."""
 
+    @_builtins.property
+    def resumes(self) -> Global___RunOwner:
+        """Set by a trainer that resumes the run by itself, together with takes_over: the last owner it knows of, usually its own
+        former process. FENCED when another trainer has taken the run over since, that is, when the run has another owner and a
+        higher epoch. Its instance_id is ignored.
+        """
+
     def __init__(
         self,
         *,
@@ -383,10 +391,11 @@ class OpenRunRequest(_message.Message):
         policy: Global___RunPolicy | None = ...,
         owner: Global___RunOwner | None = ...,
         takes_over: _builtins.bool = ...,
+        resumes: Global___RunOwner | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["limits", b"limits", "owner", b"owner", "policy", b"policy"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["limits", b"limits", "owner", b"owner", "policy", b"policy", "resumes", b"resumes"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["limits", b"limits", "owner", b"owner", "policy", b"policy", "policy_version", b"policy_version", "run_id", b"run_id", "steps", b"steps", "takes_over", b"takes_over"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["limits", b"limits", "owner", b"owner", "policy", b"policy", "policy_version", b"policy_version", "resumes", b"resumes", "run_id", b"run_id", "steps", b"steps", "takes_over", b"takes_over"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -36,6 +36,7 @@ def create_run(state: RunState, request: broker_pb2.OpenRunRequest, now_s: float
     policy = Policy.from_proto(request.policy, limits)
     _check_steps(request)
     ownership.check_form(request.owner)
+    ownership.check_fields(request.resumes, field="resumes")
     state.create(
         RunRecord(
             run_id=request.run_id,
@@ -61,13 +62,15 @@ def reopen_run(state: RunState, request: broker_pb2.OpenRunRequest, now_s: float
     Raises:
         OtherInstanceError: the run is another instance than the caller's.
         RunConflictError: other limits, or another policy; or the run's payload has expired, or is being deleted.
-        FencedError: the caller neither owns the run nor takes it over.
+        FencedError: the caller neither owns the run nor takes it over; or it resumes the run by itself, and another
+            trainer has taken it over.
         RunClosedError: the run is closed, and the caller does not take it over.
         VersionConflictError: the version is older than any step that can still be taken back, or than the run's in a
             call that does not take it over.
     """
     run = state.run
     ownership.check_form(request.owner)
+    ownership.check_fields(request.resumes, field="resumes")
     ownership.check_instance(run, request.owner)
     _check_payload(run)
     limits = Limits.from_proto(request.limits)
@@ -97,7 +100,9 @@ def _enter(state: RunState, request: broker_pb2.OpenRunRequest, now_s: float) ->
     """Make the caller the owner, or see that it is; raises what `reopen_run` does."""
     run = state.run
     if request.takes_over:
-        ownership.take_over(state, request.owner, now_s)
+        ownership.take_over(
+            state, request.owner, now_s, resumes=request.resumes if request.HasField("resumes") else None
+        )
         run.is_closed, run.close_s = False, 0.0
         return
     ownership.admit(state, request.owner, now_s)

@@ -6,6 +6,7 @@ Promises:
   however late it wakes up.
 - What the former owner held is ready again for the new one.
 - A call in the name of another instance of the run changes nothing.
+- A trainer that resumes a run by itself takes it over only if nobody else has since it last owned it.
 - A store that lost its end, the take-over with it, learns of it again from the owner's next call.
 """
 
@@ -25,25 +26,39 @@ MAX_EPOCH = 2**48
 
 
 def check_form(owner: broker_pb2.RunOwner) -> None:
-    """Raises InvalidFieldError where an owner is not well formed."""
-    for field, value in (("instance_id", owner.instance_id), ("owner_id", owner.owner_id)):
-        if len(value) > MAX_ID_CHARACTERS or not (value.isprintable() or not value):
-            raise InvalidFieldError(
-                f"owner.{field}: {value[:80]!r} must have at most {MAX_ID_CHARACTERS} printable characters",
-                field=f"owner.{field}",
-            )
-    if owner.epoch > MAX_EPOCH:
-        raise InvalidFieldError(f"owner.epoch: {owner.epoch}; must be at most {MAX_EPOCH}", field="owner.epoch")
+    """Raises InvalidFieldError where a caller's statement of who it is is not well formed."""
+    check_fields(owner, field="owner")
     if owner.epoch and not owner.owner_id:
         raise InvalidFieldError("owner.owner_id: must be set where there is an epoch", field="owner.owner_id")
 
 
-def take_over(state: RunState, owner: broker_pb2.RunOwner, now_s: float) -> None:
+def check_fields(owner: broker_pb2.RunOwner, *, field: str) -> None:
+    """Raises InvalidFieldError where a part of an owner is out of bounds; `field` is where it was sent."""
+    for name, value in (("instance_id", owner.instance_id), ("owner_id", owner.owner_id)):
+        if len(value) > MAX_ID_CHARACTERS or not (value.isprintable() or not value):
+            raise InvalidFieldError(
+                f"{field}.{name}: {value[:80]!r} must have at most {MAX_ID_CHARACTERS} printable characters",
+                field=f"{field}.{name}",
+            )
+    if owner.epoch > MAX_EPOCH:
+        raise InvalidFieldError(f"{field}.epoch: {owner.epoch}; must be at most {MAX_EPOCH}", field=f"{field}.epoch")
+
+
+def take_over(
+    state: RunState, owner: broker_pb2.RunOwner, now_s: float, *, resumes: broker_pb2.RunOwner | None = None
+) -> None:
     """Make a trainer the run's owner; one that is already (its answer was lost) stays so.
+
+    Args:
+        state: The run.
+        owner: The caller.
+        now_s: Unix seconds.
+        resumes: The last owner the caller knows of, when it resumes the run by itself; None when it was asked to.
 
     Raises:
         InvalidFieldError: a call without a name, of a run that has an owner.
         OtherInstanceError: the run is another instance.
+        FencedError: another trainer has taken the run over since `resumes` owned it.
     """
     run = state.run
     check_instance(run, owner)
@@ -54,6 +69,8 @@ def take_over(state: RunState, owner: broker_pb2.RunOwner, now_s: float) -> None
             f"owner.owner_id: must be set to take over run {run.run_id!r}, which {run.owner.owner_id!r} owns",
             field="owner.owner_id",
         )
+    if resumes is not None:
+        _check_not_replaced(run, resumes)
     _install(state, owner, epoch=max(run.owner.epoch, owner.epoch) + 1, now_s=now_s)
 
 
@@ -81,6 +98,20 @@ def check_not_fenced(run: RunRecord, owner: broker_pb2.RunOwner) -> None:
     raise FencedError(
         f"fenced: trainer {run.owner.owner_id!r} took run {run.run_id!r} over at {_time(run.owner_s)} "
         f"(epoch {run.owner.epoch}, the caller's is {owner.epoch}); this trainer must end",
+        run_id=run.run_id,
+        owner_id=run.owner.owner_id,
+        epoch=run.owner.epoch,
+    )
+
+
+def _check_not_replaced(run: RunRecord, known: broker_pb2.RunOwner) -> None:
+    """Raises FencedError; an older epoch than the known one is that of a store that lost its end."""
+    if run.owner.epoch <= known.epoch or run.owner.owner_id == known.owner_id:
+        return
+    raise FencedError(
+        f"fenced: trainer {run.owner.owner_id!r} took run {run.run_id!r} over at {_time(run.owner_s)} "
+        f"(epoch {run.owner.epoch}, this trainer last knew {known.epoch}), so it is not resumed here automatically; "
+        "start it here to take it back",
         run_id=run.run_id,
         owner_id=run.owner.owner_id,
         epoch=run.owner.epoch,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -38,6 +39,9 @@ class RunSpec:
     config: TrainingConfig
     run_dir: Path
     resume: bool
+    resumes: broker_pb2.RunOwner | None = None
+    """Where the trainer resumes by itself, the last owner it knows of: it takes the run over only if nobody else has
+    since. None when somebody asked for the run."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,6 +56,8 @@ class RunContext:
     clock: Clock
     owner: broker_pb2.RunOwner = field(default_factory=broker_pb2.RunOwner)
     """In whose name this trainer calls the broker; its epoch is 0 until it has taken the run over."""
+    keep_owner: Callable[[broker_pb2.RunOwner], None] = lambda owner: None
+    """Hears, before and after a take-over, of the name and newest epoch that its next process must know; may block."""
 
     @property
     def config(self) -> TrainingConfig:
@@ -73,9 +79,13 @@ class RunContext:
         self.client.owner = broker_pb2.RunOwner(
             instance_id=owner.instance_id, owner_id=owner.owner_id, epoch=self.progress.epoch
         )
+        # Before, so that a take-over whose answer is lost with this process is recognised as its own by the next one.
+        known = self.spec.resumes.epoch if self.spec.resumes is not None else self.progress.epoch
+        await asyncio.to_thread(self.keep_owner, broker_pb2.RunOwner(owner_id=owner.owner_id, epoch=known))
         response = await self.open_run(self.progress.policy_version, takes_over=True)
         owner.epoch = self.progress.epoch = response.epoch
         self.client.owner = owner
+        await asyncio.to_thread(self.keep_owner, owner)
         instance = RunInstance(instance_id=owner.instance_id, epoch=owner.epoch)
         await asyncio.to_thread(write_instance, self.spec.run_dir, instance)
         return response
@@ -122,6 +132,7 @@ class RunContext:
             policy_version=policy_version,
             steps=self.progress.step_records(),
             takes_over=takes_over,
+            resumes=self.spec.resumes if takes_over else None,
         )
 
 

@@ -5,14 +5,17 @@ Promises:
 - What StartRun accepted is there until it is cleared, over any crash: the file is replaced as a whole and synced.
 - It holds what StartRun carried, which has no secrets, and how often the run was begun since its last step.
 - A run that ends without a step is begun again with growing delays, never in a hot loop.
+- It names the owner under which this trainer last worked on the run, so that a resume does not take the run away from a
+  trainer that has taken it over since.
 """
 
 from __future__ import annotations
 
 import json
 import os
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import structlog
 
@@ -36,6 +39,10 @@ class Kept:
     """Times that it was begun since the last step it took."""
     problem: str = ""
     """Why it ended last; empty when that is not known."""
+    owner_id: str = ""
+    """Under which this trainer last took the run over, or was about to; empty before it first did."""
+    epoch: int = 0
+    """The newest one known to this trainer when it last worked on the run."""
 
 
 class KeptRun:
@@ -48,6 +55,7 @@ class KeptRun:
 
     def __init__(self, path: Path | None = None, *, first_retry_s: float = FIRST_RETRY_S) -> None:
         self._path = path
+        self._kept: Kept | None = None
         self._first_retry_s = first_retry_s
 
     @property
@@ -69,10 +77,22 @@ class KeptRun:
         except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
             _log.error("the kept run cannot be read and is left aside", path=str(self._path), error=str(error))
             return None
+        self._kept = kept
         return kept
+
+    @property
+    def present(self) -> Kept:
+        """What was read or written last, and not cleared since; there must be one."""
+        assert self._kept is not None
+        return self._kept
+
+    def update(self, **changes: Any) -> None:
+        """Keep the present run with other values of these fields."""
+        self.write(replace(self.present, **changes))
 
     def write(self, kept: Kept) -> None:
         """Keep a run; where the disk refuses, the run goes on but is not kept."""
+        self._kept = kept
         if self._path is None:
             return
         beside = self._path.with_name(f".{self._path.name}.{os.getpid()}")
@@ -89,6 +109,7 @@ class KeptRun:
 
     def clear(self) -> None:
         """Forget the run."""
+        self._kept = None
         if self._path is not None:
             self._path.unlink(missing_ok=True)
 

@@ -26,7 +26,7 @@ from penstock.clients.broker import BrokerClient
 from penstock.clock import Clock, SystemClock
 from penstock.config import ConfigError
 from penstock.disk import failure_message, full_message, is_full
-from penstock.errors import FencedError, OtherInstanceError, PenstockError
+from penstock.errors import FencedError, OtherInstanceError, PenstockError, UnknownRunError
 from penstock.security import Security
 from penstock.v1 import broker_pb2, trainer_pb2
 from services.trainer.backend import BackendError
@@ -44,7 +44,7 @@ from services.trainer.overlap import OverlapMeter
 from services.trainer.progress import Progress
 from services.trainer.session import RunSession
 from services.trainer.step import EmptyStepError
-from services.trainer.summary import RunFacts, build_summary, write_summary
+from services.trainer.summary import RunFacts, build_summary, restate_end, write_summary
 from services.trainer.trackers import TrackedLines, Trackers, open_trackers
 from services.trainer.weight_publisher import WeightPublisher
 from services.trainer.weight_store import WeightStore
@@ -93,6 +93,8 @@ class TrainingRun:
         """Whether it failed in a way that another try would only repeat."""
         self.retry_delay_s: Callable[[], float] = lambda: 0.0
         """Asked when it has failed: after how long it is begun again by itself; 0 for never."""
+        self.keep_owner: Callable[[broker_pb2.RunOwner], None] = lambda owner: None
+        """See `RunContext.keep_owner`."""
         self._meter = OverlapMeter()
         self._compute = ComputeThread(clock=self._clock, on_span=self._meter_span)
         self._checkpoints = Checkpoints(
@@ -118,6 +120,8 @@ class TrainingRun:
         self._num_skipped_rows = 0
         self._is_fenced = False
         """Whether the run belongs to another trainer, or the id to another run."""
+        self._is_restored = not spec.resume
+        """Whether it is known how far the run has come."""
         self._started_s = self._clock.now_s()
 
     def request_stop(self, *, is_drain: bool = False) -> None:
@@ -160,7 +164,7 @@ class TrainingRun:
             if is_sound:
                 await self.write_checkpoint()
             await self._checkpoints.finish()
-            summary = "" if self._is_fenced else await self._summary(outcome, message)
+            summary = await self._summary(outcome, message)
         except FencedError as error:
             outcome, message, summary = trainer_pb2.RUN_OUTCOME_FAILED, str(error), ""
         except (OSError, BackendError) as error:
@@ -180,8 +184,14 @@ class TrainingRun:
         self.events.finish(outcome, message=message, summary_json=summary, retry_delay_s=retry_delay_s)
 
     async def _summary(self, outcome: trainer_pb2.RunOutcome.ValueType, message: str) -> str:
+        if self._is_fenced:
+            return ""
+        path = self.spec.run_dir / "summary.json"
+        if not self._is_restored:
+            # What the process before wrote is still true, but for how the run ended.
+            return restate_end(path, outcome, message)
         audit = await self._last_words_with_broker()
-        return write_summary(self.spec.run_dir / "summary.json", build_summary(self._facts(outcome, message, audit)))
+        return write_summary(path, build_summary(self._facts(outcome, message, audit)))
 
     async def _until_end(self) -> tuple[trainer_pb2.RunOutcome.ValueType, str, bool]:
         """Outcome, message, and whether the weights are sound and worth a checkpoint."""
@@ -204,14 +214,15 @@ class TrainingRun:
         if is_completed:
             return trainer_pb2.RUN_OUTCOME_COMPLETED, "", True
         self.events.change_state(trainer_pb2.TRAINER_STATE_STOPPING, "writing a checkpoint")
-        version = self._progress.policy_version
+        when = f"after step {self._progress.policy_version}" if self._is_restored else "before its next step"
         if self._is_drained:
-            message = f"the trainer was told to end after step {version}; the run goes on when it is back"
+            message = f"the trainer was told to end {when}; the run goes on when it is back"
             return trainer_pb2.RUN_OUTCOME_DRAINED, message, True
-        return trainer_pb2.RUN_OUTCOME_STOPPED, f"stopped after step {version}; can be resumed", True
+        return trainer_pb2.RUN_OUTCOME_STOPPED, f"stopped {when}; can be resumed", True
 
     async def _work(self) -> bool:
         config = self.spec.config
+        await self._check_not_replaced()
         self.events.change_state(trainer_pb2.TRAINER_STATE_STARTING, f"loading {config.model.path}")
         policy = await self._compute.run(self._load_policy, config)
         backend = self._opened = InterruptibleBackend(policy.backend)
@@ -222,9 +233,7 @@ class TrainingRun:
         self.events.policy_version = self._progress.policy_version
         await asyncio.to_thread(self._open_trackers)
         self.events.change_state(trainer_pb2.TRAINER_STATE_STARTING, f"opening the run at broker {config.broker}")
-        async with BrokerClient(
-            config.broker, security=self._security, patience_s=config.run.patience_s, on_outage=self._note_outage
-        ) as client:
+        async with self._broker() as client:
             session = RunSession(
                 context=self._context(client),
                 compute=self._compute,
@@ -242,6 +251,34 @@ class TrainingRun:
             )
             await session.run_to_completion()
         return True
+
+    async def _check_not_replaced(self) -> None:
+        """Before a run that is resumed automatically touches its folder, which may be its new trainer's too.
+
+        Raises FencedError, and what `BrokerClient.get_run` does.
+        """
+        known = self.spec.resumes
+        if known is None:
+            return
+        self.events.change_state(trainer_pb2.TRAINER_STATE_STARTING, f"asking broker {self.spec.config.broker}")
+        async with self._broker() as client:
+            try:
+                view = await client.get_run(self.spec.run_id)
+            except UnknownRunError:
+                return
+        if view.owner.epoch > known.epoch and view.owner.owner_id != known.owner_id:
+            raise FencedError(
+                f"fenced: trainer {view.owner.owner_id!r} took run {self.spec.run_id!r} over (epoch "
+                f"{view.owner.epoch}, this trainer last knew {known.epoch}), so it is not resumed here automatically; "
+                "start it here to take it back"
+            )
+
+    def _broker(self) -> BrokerClient:
+        """A client that waits for the broker as long as the configuration says."""
+        config = self.spec.config
+        return BrokerClient(
+            config.broker, security=self._security, patience_s=config.run.patience_s, on_outage=self._note_outage
+        )
 
     def _note_outage(self, text: str) -> None:
         if text:
@@ -294,6 +331,7 @@ class TrainingRun:
         await self._name_run(known)
         self._metrics.cut_after(self._progress.policy_version)
         self._evaluations.cut_after(self._progress.policy_version)
+        self._is_restored = True
 
     async def _name_run(self, known: RunInstance | None) -> None:
         """Settle which run this is, in its folder first: the broker is told only what will be found again."""
@@ -375,6 +413,7 @@ class TrainingRun:
             version_lock=asyncio.Lock(),
             clock=self._clock,
             owner=self._owner,
+            keep_owner=self.keep_owner,
         )
 
     def _facts(

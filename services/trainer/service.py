@@ -16,9 +16,11 @@ import structlog
 
 from penstock.config import ConfigError, validate
 from penstock.errors import BusyError, InvalidFieldError, ServiceUnavailableError, UnknownRunError
-from penstock.v1 import trainer_pb2, trainer_pb2_grpc
+from penstock.v1 import broker_pb2, trainer_pb2, trainer_pb2_grpc
+from services.trainer.checkpoint import CheckpointFormatError
 from services.trainer.config import TrainingConfig
 from services.trainer.context import RunSpec
+from services.trainer.instance import read_instance
 from services.trainer.kept_run import Kept, KeptRun
 from services.trainer.run import TrainingRun
 
@@ -76,9 +78,15 @@ class TrainerService(trainer_pb2_grpc.TrainerServiceServicer):
             self._run.events.finish(
                 trainer_pb2.RUN_OUTCOME_FAILED, message="begun again by StartRun", summary_json="", retry_delay_s=0.0
             )
-        kept = Kept(run_id=request.run_id, config_json=request.config_json, num_begins=1)
-        self._kept.write(kept)
-        self._begin(spec, kept, delay_s=0.0)
+        self._kept.write(
+            Kept(
+                run_id=request.run_id,
+                config_json=request.config_json,
+                num_begins=1,
+                epoch=_known_epoch(spec),
+            )
+        )
+        self._begin(spec, delay_s=0.0)
         return trainer_pb2.StartRunResponse(run_dir=str(spec.run_dir))
 
     def resume_kept(self) -> None:
@@ -94,41 +102,41 @@ class TrainerService(trainer_pb2_grpc.TrainerServiceServicer):
             _log.error("the kept run cannot be resumed; start it again", run_id=kept.run_id, error=str(error))
             return
         delay_s = self._kept.delay_s(kept.num_begins)
-        kept = replace(kept, num_begins=kept.num_begins + 1)
-        self._kept.write(kept)
-        self._begin(spec, kept, delay_s=delay_s)
+        self._kept.update(num_begins=kept.num_begins + 1)
+        self._begin(_resumed(spec, kept), delay_s=delay_s)
 
-    def _begin(self, spec: RunSpec, kept: Kept, *, delay_s: float) -> None:
+    def _begin(self, spec: RunSpec, *, delay_s: float) -> None:
         self._run = self._make_run(spec)
-        self._task = asyncio.create_task(self._keep_running(self._run, kept, delay_s))
+        self._task = asyncio.create_task(self._keep_running(self._run, delay_s))
 
-    async def _keep_running(self, run: TrainingRun, kept: Kept, delay_s: float) -> None:
+    async def _keep_running(self, run: TrainingRun, delay_s: float) -> None:
         """A run, and it again after each failure that another try may heal."""
         while True:
-            run.events.on_first_step = partial(self._kept.write, replace(kept, num_begins=0, problem=""))
-            run.retry_delay_s = partial(self._retry_delay_s, run, kept)
+            run.events.on_first_step = partial(self._kept.update, num_begins=0, problem="")
+            run.retry_delay_s = partial(self._retry_delay_s, run)
+            run.keep_owner = lambda owner: self._kept.update(owner_id=owner.owner_id, epoch=owner.epoch)
             if delay_s:
-                await self._delay(run, kept, delay_s)
+                await self._delay(run, delay_s)
             await run.run()
             if run.outcome in _ENDS_AS_ASKED or run.is_final:
                 self._kept.clear()
                 return
-            delay_s = self._retry_delay_s(run, kept)
+            delay_s = self._retry_delay_s(run)
             if run.outcome != trainer_pb2.RUN_OUTCOME_FAILED or not delay_s:
-                self._kept.write(replace(kept, num_begins=0))
+                self._kept.update(num_begins=0)
                 return
-            num_begins = 1 if run.events.has_stepped else kept.num_begins + 1
-            kept = replace(kept, num_begins=num_begins, problem=run.events.message)
-            self._kept.write(kept)
-            run = self._run = self._make_run(replace(run.spec, resume=True))
+            num_begins = 1 if run.events.has_stepped else self._kept.present.num_begins + 1
+            self._kept.update(num_begins=num_begins, problem=run.events.message)
+            run = self._run = self._make_run(_resumed(run.spec, self._kept.present))
 
-    def _retry_delay_s(self, run: TrainingRun, kept: Kept) -> float:
+    def _retry_delay_s(self, run: TrainingRun) -> float:
         if not self._kept.is_kept or self.stopping.is_set():
             return 0.0
-        return self._kept.delay_s(1 if run.events.has_stepped else kept.num_begins)
+        return self._kept.delay_s(1 if run.events.has_stepped else self._kept.present.num_begins)
 
-    async def _delay(self, run: TrainingRun, kept: Kept, delay_s: float) -> None:
+    async def _delay(self, run: TrainingRun, delay_s: float) -> None:
         """Wait before another try; a stop ends the wait."""
+        kept = self._kept.present
         why = f": {kept.problem}" if kept.problem else " without a step"
         message = f"it ended {max(1, kept.num_begins - 1)} times{why}; tries again in {delay_s:g} s"
         _log.warning("a run that failed is tried again later", run_id=run.spec.run_id, delay_s=delay_s)
@@ -184,6 +192,21 @@ class TrainerService(trainer_pb2_grpc.TrainerServiceServicer):
         if self._run is None or self._run.spec.run_id != run_id:
             raise UnknownRunError(f"no run {run_id!r:.80} in this trainer; start it first", run_id=run_id)
         return self._run
+
+
+def _resumed(spec: RunSpec, kept: Kept) -> RunSpec:
+    """The run as this trainer resumes it when nobody asks for it."""
+    return replace(spec, resume=True, resumes=broker_pb2.RunOwner(owner_id=kept.owner_id, epoch=kept.epoch))
+
+
+def _known_epoch(spec: RunSpec) -> int:
+    """The newest epoch that the run's folder knows; 0 where it knows none."""
+    try:
+        instance = read_instance(spec.run_dir) if spec.resume else None
+    except CheckpointFormatError:
+        # Restoring the run will say so.
+        return 0
+    return instance.epoch if instance is not None else 0
 
 
 def read_spec(request: trainer_pb2.StartRunRequest) -> RunSpec:

@@ -105,6 +105,16 @@ def build_summary(facts: RunFacts) -> Summary:
     }
 
 
+def restate_end(path: Path, outcome: trainer_pb2.RunOutcome.ValueType, message: str) -> str:
+    """Change how the run ended in the summary that is there; returns the text, empty where none can be read."""
+    try:
+        summary = json.loads(path.read_text(encoding="utf-8"))
+        summary |= {"outcome": _OUTCOMES[outcome], "message": message}
+    except (OSError, ValueError, TypeError):
+        return ""
+    return write_summary(path, summary)
+
+
 def write_summary(path: Path, summary: Summary) -> str:
     """Write it whole or not at all; returns the text."""
     text = json.dumps(summary, indent=2, allow_nan=False) + "\n"

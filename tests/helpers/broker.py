@@ -379,9 +379,9 @@ async def serving(
             await hubs.forecaster.close()
 
 
-async def eventually(condition: Callable[[], Any]) -> None:
+async def eventually(condition: Callable[[], Any], *, timeout_s: float = TIMEOUT_S) -> None:
     """Wait until an async condition holds."""
-    async with asyncio.timeout(TIMEOUT_S):
+    async with asyncio.timeout(timeout_s):
         while not await condition():  # noqa: ASYNC110 -- the condition is no event
             await asyncio.sleep(0.02)
 

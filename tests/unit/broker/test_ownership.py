@@ -30,6 +30,7 @@ def _request(
     version: int = 0,
     *steps: broker_pb2.StepRecord,
     takes_over: bool = True,
+    resumes: broker_pb2.RunOwner | None = None,
 ) -> broker_pb2.OpenRunRequest:
     return broker_pb2.OpenRunRequest(
         run_id="run-1",
@@ -38,6 +39,7 @@ def _request(
         owner=owner,
         takes_over=takes_over,
         steps=steps,
+        resumes=resumes,
     )
 
 
@@ -110,6 +112,49 @@ def test_a_take_over_whose_answer_was_lost_is_repeated_with_the_same_epoch() -> 
     state = _opened("a")
     assert [_take_over(state, "b"), _take_over(state, "b"), _take_over(state, "b", epoch=2)] == [2, 2, 2]
     assert _take_over(state, "a", epoch=1) == 3
+
+
+def _resume(state: RunState, owner_id: str, *, known: broker_pb2.RunOwner) -> int:
+    return reopen_run(state, _request(_owner(owner_id, known.epoch), resumes=known), 60.0).epoch
+
+
+def test_a_resume_that_nobody_asked_for_does_not_take_the_run_from_a_successor() -> None:
+    state = _opened("a")
+    _take_over(state, "b")
+    state.run.is_closed = True
+    before = audit(state)
+    for known in (_owner("a", 1), _owner("", 0), _owner("", 1)):
+        with pytest.raises(FencedError, match=r"'b' took run 'run-1' over at .* \(epoch 2, this trainer last knew"):
+            _resume(state, "a-again", known=known)
+    assert (state.run.owner.owner_id, state.run.owner.epoch, audit(state)) == ("b", 2, before)
+    assert state.run.is_closed
+    # Somebody asked for it.
+    assert _take_over(state, "a-again", epoch=1) == 3
+
+
+@pytest.mark.parametrize(
+    "known",
+    [
+        pytest.param(_owner("a", 1), id="the last owner"),
+        pytest.param(_owner("a"), id="whose take-over's answer was lost with its process"),
+        pytest.param(_owner("", 1), id="one that ended before it took the run over"),
+        pytest.param(_owner("a", 5), id="of a store that lost its end"),
+    ],
+)
+def test_a_resume_takes_the_run_over_where_nobody_else_has(known: broker_pb2.RunOwner) -> None:
+    state = _opened("a")
+    epoch = _resume(state, "a-again", known=known)
+    assert epoch == max(1, known.epoch) + 1
+    # Its answer was lost: it asks again.
+    assert _resume(state, "a-again", known=known) == epoch
+
+
+@pytest.mark.parametrize("known", [_owner("a" * 129), _owner("a", 2**60)])
+def test_a_former_owner_that_is_not_well_formed_is_refused(known: broker_pb2.RunOwner) -> None:
+    for open_run in (create_run, reopen_run):
+        state = RunState() if open_run is create_run else _opened()
+        with pytest.raises(InvalidFieldError, match=r"resumes\."):
+            open_run(state, _request(_owner("b"), resumes=known), 0.0)
 
 
 def test_an_epoch_that_the_store_lost_is_taken_from_its_owner() -> None:
