@@ -23,7 +23,8 @@ def node(
 ) -> None:
     """Offer this machine to a run: start and stop the generators that its plan gives it, until SIGTERM or Ctrl-C.
 
-    Exit status 1 when a generator could not be kept running; the machine is then taken out of the plan.
+    Exit status 1 when a generator could not be kept running; the machine is then taken out of the plan. Exit status 2
+    when the configuration is wrong, or the scheduler refuses the token.
 
     \b
     Examples:

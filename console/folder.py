@@ -43,6 +43,8 @@ class ProcessRecord:
     """Restarts so far."""
     why: str = ""
     """Of one that is paused or failed: how it ended, and when it is tried again."""
+    since_s: float = 0.0
+    """When it entered its state, Unix seconds; 0 where that is not known."""
 
     @property
     def is_alive(self) -> bool:

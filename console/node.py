@@ -32,12 +32,15 @@ from console.processes import ServiceFailedError
 from console.service_processes import ServiceProcesses
 from penstock.clients.inventory import report_node, say_leaving, this_machine
 from penstock.clients.plans import watch_plan
+from penstock.config import ConfigError
+from penstock.errors import BadTokenError, NotOfferedError
 from penstock.security import Security
 from penstock.signals import StopSignals
 from penstock.telemetry import configure_logging
 from penstock.v1 import scheduler_pb2 as pb
 
 EXIT_OK, EXIT_FAILED = 0, 1
+SAY_EVERY_S = 60.0
 _log = structlog.get_logger()
 
 
@@ -62,6 +65,8 @@ async def _run(config: NodeConfig, security: Security) -> int:
     except (ServiceFailedError, FolderRefusedError) as error:
         _log.error("this machine leaves", reason=str(error))
         return EXIT_FAILED
+    except (BadTokenError, NotOfferedError) as error:
+        raise ConfigError(str(error)) from error
     finally:
         for task in (working, stopped):
             task.cancel()
@@ -80,6 +85,8 @@ class NodeAgent:
         folder.create()
         self._services = ServiceProcesses(folder, security=security, log=config.log, pauses=False)
         self._running: dict[str, Placement] = {}
+        self._say_at_s = 0.0
+        """When it is said again, in the loop's time, that there is no plan."""
         self._ports: dict[str, int] = {}
         """Of what runs: its first one."""
         pretended = config.generator.engine.engine == "emulated"
@@ -87,7 +94,12 @@ class NodeAgent:
         self._meter = Meter(time_scale=config.generator.emulated.time_scale if pretended else 1.0)
 
     async def run(self) -> None:
-        """Follow the plan until cancelled. Raises ServiceFailedError when a generator cannot be kept running."""
+        """Follow the plan until cancelled.
+
+        Raises:
+            ServiceFailedError: a generator cannot be kept running.
+            BadTokenError, NotOfferedError: the scheduler refuses this machine for good.
+        """
         config, security = self._config, self._security
         tasks = [
             asyncio.create_task(
@@ -123,6 +135,18 @@ class NodeAgent:
             async for plan in plans:
                 if plan is not None:
                     await self._carry_out(plan)
+                else:
+                    self._say_there_is_no_plan()
+
+    def _say_there_is_no_plan(self) -> None:
+        now_s = asyncio.get_running_loop().time()
+        if now_s >= self._say_at_s:
+            self._say_at_s = now_s + SAY_EVERY_S
+            _log.info(
+                "waiting for a plan: the scheduler has none of this run",
+                scheduler=self._config.scheduler,
+                run_id=self._config.generator.run_id,
+            )
 
     async def _carry_out(self, plan: pb.Plan) -> None:
         wanted = placements(plan, self._config)

@@ -8,12 +8,17 @@ from __future__ import annotations
 import os
 import platform
 
+import structlog
+
 from console.config import RunConfig
 from console.derive import Addresses
 from console.view import SAMPLES_PER_SECOND, STEP_S, TOKENS_PER_SECOND, RunView
 from penstock.clients.inventory import report_node, this_machine
+from penstock.errors import PenstockError
 from penstock.security import Security
 from penstock.v1 import scheduler_pb2
+
+_log = structlog.get_logger()
 
 
 async def report_machine(config: RunConfig, addresses: Addresses, view: RunView, security: Security) -> None:
@@ -23,7 +28,11 @@ async def report_machine(config: RunConfig, addresses: Addresses, view: RunView,
         return
     node_id = f"{platform.node() or 'local'}-{os.getpid()}"
     node = this_machine(node_id=node_id, site=config.site, roles=roles)
-    await report_node(addresses.scheduler.target, node, measure=lambda: measured_rates(view, roles), security=security)
+    target = addresses.scheduler.target
+    try:
+        await report_node(target, node, measure=lambda: measured_rates(view, roles), security=security)
+    except PenstockError as error:
+        _log.warning("the scheduler hears nothing of this machine", scheduler=target, error=str(error))
 
 
 def local_roles(addresses: Addresses) -> list[scheduler_pb2.Role.ValueType]:

@@ -209,7 +209,7 @@ async def _network_problems(config: RunConfig, security: Security) -> list[str]:
     wanted += [("generators", target, GENERATOR) for target in endpoints.generators or ()]
     checks: list[Awaitable[str | None]] = [
         # Reward workers and generators serve only once the run exists.
-        service_problem(target, service, security=security, must_serve=service not in (REWARD, GENERATOR))
+        service_problem(target, service, security=security, must_serve=service not in (REWARD, GENERATOR, TRAINER))
         for _, target, service in wanted
     ]
     answers = await asyncio.gather(*checks)

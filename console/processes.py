@@ -108,6 +108,7 @@ class SupervisedProcess:
         self._budget = RestartBudget(now_s=now_s)
         self._ready_s = 0.0
         self._why = ""
+        self._since_s = time.time()
 
     async def run(self) -> None:
         """Start, watch and restart until `stop`; raises ServiceFailedError when it is given up for good."""
@@ -213,6 +214,8 @@ class SupervisedProcess:
             return
 
     def _set_state(self, state: ProcessState) -> None:
+        if state != self.state:
+            self._since_s = time.time()
         self.state = state
         pid = self._process.pid if self._process is not None else 0
         self._on_change(
@@ -224,6 +227,7 @@ class SupervisedProcess:
                 state=state.value,
                 num_restarts=self.num_restarts,
                 why=self._why,
+                since_s=self._since_s,
             )
         )
 

@@ -22,11 +22,11 @@ from console.lengths import Document, fetch_lengths, length_lines
 from console.live import duration
 from console.local import plain_console
 from console.processes import ProcessState
-from console.target import Target, find_run, get_run
+from console.target import Target, find_run, get_run, get_trainer
 from penstock.config import ConfigError
 from penstock.errors import PenstockError, UnknownRunError
 from penstock.security import Security
-from penstock.v1 import broker_pb2
+from penstock.v1 import broker_pb2, trainer_pb2
 
 WATCH_EVERY_S = 1.0
 EXIT_OK, EXIT_AWAY = 0, 1
@@ -47,6 +47,10 @@ class Picture:
     """For how long."""
     processes: Sequence[ProcessRecord]
     """Processes of the run on this machine that are not up."""
+    trainer: trainer_pb2.GetTrainerResponse | None = None
+    """What the run's trainer says; None when no trainer is known, or it does not answer."""
+    trainer_problem: str = ""
+    """Why it does not; empty when it does, or none is known."""
     lengths: Document | None = None
     """How well lengths are forecast; None when no scheduler says."""
 
@@ -82,6 +86,7 @@ def pictures(target: Target) -> Iterator[Picture]:
             raise ConfigError(str(error)) from error
         except PenstockError as error:
             problem = str(error)
+        trainer, trainer_problem = _ask_trainer(target)
         asked_s = time.monotonic()
         since_s = None if run is not None else since_s or asked_s
         yield Picture(
@@ -91,9 +96,21 @@ def pictures(target: Target) -> Iterator[Picture]:
             problem=problem,
             problem_for_s=asked_s - (since_s or asked_s),
             processes=_processes_down(target),
+            trainer=trainer,
+            trainer_problem=trainer_problem,
             lengths=asyncio.run(fetch_lengths(target.run_id, target.scheduler, Security.from_environment())),
         )
         time.sleep(WATCH_EVERY_S)
+
+
+def _ask_trainer(target: Target) -> tuple[trainer_pb2.GetTrainerResponse | None, str]:
+    """What the trainer says, or why it says nothing. It waits for a broker that is away, and knows since when."""
+    if target.trainer is None:
+        return None, ""
+    try:
+        return asyncio.run(get_trainer(target.trainer)), ""
+    except PenstockError as error:
+        return None, str(error)
 
 
 def _processes_down(target: Target) -> list[ProcessRecord]:
@@ -112,19 +129,38 @@ def render(picture: Picture) -> RenderableType:
     """The picture as a person reads it: how it stands, who is there, who waits for whom."""
     parts: list[RenderableType] = []
     if picture.run is None:
-        away = duration(picture.problem_for_s)
-        parts.append(Text(f"{picture.problem} (asked for {away}; the run goes on when its broker answers)"))
+        asked = f"asked for {duration(picture.problem_for_s)}; " if picture.problem_for_s else ""
+        parts.append(Text(f"{picture.problem} ({asked}the run goes on when its broker answers)"))
     else:
         parts += [Text(line) for line in _summary(picture.run)]
         if picture.run.generators:
             parts.append(_generators_table(picture.run.generators, now_s=picture.now_s))
         parts += [Text(line) for line in length_lines(picture.lengths)] if picture.lengths is not None else []
         parts += [Text(_wait_line(wait, now_s=picture.now_s)) for wait in picture.run.waits]
-    for record in picture.processes:
-        state = record.state if record.is_alive else "gone"
-        why = f": {record.why}" if record.why else ""
-        parts.append(Text(f"process {record.name} is {state}, restarted {record.num_restarts} times{why}"))
+    parts += [Text(line) for line in _trainer_lines(picture)]
+    parts += [Text(_process_line(record)) for record in picture.processes]
     return Group(*parts)
+
+
+def _trainer_lines(picture: Picture) -> Iterator[str]:
+    trainer = picture.trainer
+    if picture.trainer_problem:
+        yield picture.trainer_problem
+    elif trainer is not None and trainer.run_id in ("", picture.target.run_id):
+        message = f": {trainer.message}" if trainer.message else ""
+        yield f"trainer {picture.target.trainer} ({_state(trainer)}){message}"
+
+
+def _state(trainer: trainer_pb2.GetTrainerResponse) -> str:
+    return trainer_pb2.TrainerState.Name(trainer.state).removeprefix("TRAINER_STATE_").lower()
+
+
+def _process_line(record: ProcessRecord) -> str:
+    state = record.state if record.is_alive else "gone"
+    is_dated = record.since_s and (record.is_alive or record.state != ProcessState.READY)
+    since = f" since {time.strftime('%Y-%m-%d %H:%M:%S UTC', time.gmtime(record.since_s))}" if is_dated else ""
+    why = f": {record.why}" if record.why else ""
+    return f"process {record.name} is {state}{since}, restarted {record.num_restarts} times{why}"
 
 
 def _summary(run: broker_pb2.GetRunResponse) -> Iterator[str]:
@@ -176,9 +212,11 @@ def as_document(picture: Picture) -> dict[str, Any]:
         "time_s": picture.now_s,
         "broker": picture.target.broker,
         "broker_problem": picture.problem or None,
+        "trainer": _trainer_document(picture),
         "lengths": picture.lengths,
         "processes_down": [
-            {"name": record.name, "state": record.state, "why": record.why} for record in picture.processes
+            {"name": record.name, "state": record.state, "why": record.why, "since_s": record.since_s or None}
+            for record in picture.processes
         ],
     }
     run = picture.run
@@ -206,6 +244,19 @@ def as_document(picture: Picture) -> dict[str, Any]:
             }
             for wait in run.waits
         ],
+    }
+
+
+def _trainer_document(picture: Picture) -> dict[str, Any] | None:
+    trainer = picture.trainer
+    if picture.target.trainer is None:
+        return None
+    return {
+        "address": picture.target.trainer,
+        "problem": picture.trainer_problem or None,
+        "run_id": trainer.run_id if trainer is not None else None,
+        "state": _state(trainer) if trainer is not None else None,
+        "message": trainer.message if trainer is not None else None,
     }
 
 

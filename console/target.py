@@ -13,13 +13,14 @@ from console.folder import CONSOLE_NAME, RunFolder, open_folder, read_record
 from console.local import run_folders
 from penstock.config import ConfigError
 from penstock.errors import PenstockError
-from penstock.rpc import call_with_retry, open_channel
+from penstock.rpc import call, call_with_retry, open_channel
 from penstock.security import Security
-from penstock.v1 import broker_pb2, broker_pb2_grpc
+from penstock.v1 import broker_pb2, broker_pb2_grpc, trainer_pb2, trainer_pb2_grpc
 
 # A little longer than the broker waits for its Redis, so that its answer says who is away.
 _TIMEOUT_S = 10.0
 _NEXT_BROKER_S = 3.0
+_TRAINER_TIMEOUT_S = 2.0
 _Response = TypeVar("_Response")
 
 
@@ -34,6 +35,8 @@ class Target:
     """Its folder on this machine, when there is one."""
     scheduler: str | None = None
     """host:port; None when no scheduler of that run is known to be up."""
+    trainer: str | None = None
+    """host:port; None when no trainer of that run is known to be up."""
 
 
 def find_run(run: str | None, *, broker: str | None, runs_dir: Path) -> Target:
@@ -54,6 +57,7 @@ def find_run(run: str | None, *, broker: str | None, runs_dir: Path) -> Target:
         broker=config.endpoints.broker or _local(folder, "broker"),
         folder=folder,
         scheduler=config.endpoints.scheduler or _local(folder, "scheduler"),
+        trainer=config.endpoints.trainer or _local(folder, "trainer"),
     )
 
 
@@ -78,6 +82,14 @@ async def get_run(run_id: str, broker: str) -> broker_pb2.GetRunResponse:
     async with open_channel(broker, Security.from_environment()) as channel:
         stub = broker_pb2_grpc.BrokerServiceStub(channel)
         return await answered(stub.GetRun, broker_pb2.GetRunRequest(run_id=run_id), broker)
+
+
+async def get_trainer(trainer: str) -> trainer_pb2.GetTrainerResponse:
+    """What a trainer does, and for whom it waits. Raises PenstockError."""
+    async with open_channel(trainer, Security.from_environment()) as channel:
+        stub = trainer_pb2_grpc.TrainerServiceStub(channel)
+        request = trainer_pb2.GetTrainerRequest()
+        return await call(stub.GetTrainer, request, peer=f"trainer {trainer}", timeout_s=_TRAINER_TIMEOUT_S)
 
 
 async def audit_run(run_id: str, broker: str) -> broker_pb2.Audit:

@@ -5,11 +5,12 @@ Nothing here waits or gives up: callers do, for as long as they were asked to.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from datetime import UTC, datetime
 
 import structlog
+
+from penstock.clock import Clock, SystemClock
 
 FIRST_NOTICE_S = 3.0
 """Shorter outages, such as a broker's restart, are not worth a line."""
@@ -24,17 +25,18 @@ class Outage:
     Args:
         peer: Names it for people.
         on_notice: Hears a line worth showing while the peer is away, and an empty one when it is back.
-        now_s: Unix seconds.
+        clock: Where time comes from.
     """
 
     def __init__(
-        self, peer: str, *, on_notice: Callable[[str], None] = lambda text: None, now_s: Callable[[], float] = time.time
+        self, peer: str, *, on_notice: Callable[[str], None] = lambda text: None, clock: Clock | None = None
     ) -> None:
         self.peer = peer
         self.since_s: float | None = None
         """When it was first missed, Unix seconds; None while it answers."""
         self.on_notice = on_notice
-        self._now_s = now_s
+        self._clock = clock or SystemClock()
+        self._begun_s = 0.0
         self._notice_at_s = 0.0
         self._pause_s = FIRST_NOTICE_S
 
@@ -43,17 +45,22 @@ class Outage:
         """Whether it has lasted long enough to be shown."""
         return self.since_s is not None and self._pause_s > FIRST_NOTICE_S
 
+    @property
+    def away_s(self) -> float:
+        """For how long it has been away, seconds; 0 while it answers."""
+        return 0.0 if self.since_s is None else self._clock.monotonic_s() - self._begun_s
+
     def failed(self, error: Exception) -> None:
         """A call failed in a way that may heal."""
-        now_s = self._now_s()
+        now_s = self._clock.monotonic_s()
         if self.since_s is None:
-            self.since_s, self._pause_s = now_s, FIRST_NOTICE_S
+            self.since_s, self._begun_s, self._pause_s = self._clock.now_s(), now_s, FIRST_NOTICE_S
             self._notice_at_s = now_s + FIRST_NOTICE_S
         if now_s < self._notice_at_s:
             return
         self._pause_s = min(MOST_BETWEEN_NOTICES_S, 2 * self._pause_s)
         self._notice_at_s = now_s + self._pause_s
-        _log.warning("waiting for a peer that is away", peer=self.peer, away_s=self._away_s(now_s), error=str(error))
+        _log.warning("waiting for a peer that is away", peer=self.peer, away_s=round(self.away_s), error=str(error))
         self.on_notice(self.told(error))
 
     def told(self, error: Exception) -> str:
@@ -66,12 +73,9 @@ class Outage:
         if self.since_s is None:
             return
         if self.is_noticed:
-            _log.info("the peer is back", peer=self.peer, away_s=self._away_s(self._now_s()))
+            _log.info("the peer is back", peer=self.peer, away_s=round(self.away_s))
             self.on_notice("")
         self.since_s = None
-
-    def _away_s(self, now_s: float) -> int:
-        return 0 if self.since_s is None else max(0, round(now_s - self.since_s))
 
 
 def _clock_time(unix_s: float) -> str:

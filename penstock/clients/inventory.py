@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 
 import structlog
 
-from penstock.errors import PenstockError
+from penstock.errors import BadTokenError, NotOfferedError, PenstockError
 from penstock.outage import Outage
 from penstock.rpc import call, open_channel
 from penstock.security import Security
@@ -48,6 +48,9 @@ async def report_node(
         measure: Its newest rates.
         start_s: How long its newest generator took to start, if one did.
         security: Credentials of the process.
+
+    Raises:
+        BadTokenError, NotOfferedError: the scheduler refuses this process for good.
     """
     async with open_channel(scheduler, security) as channel:
         stub = scheduler_pb2_grpc.SchedulerServiceStub(channel)
@@ -64,6 +67,8 @@ async def report_node(
                 report = pb.ReportNodeRequest(node_id=node.node_id, rates=measure(), generator_start_s=start_s())
                 await call(stub.ReportNode, report, peer="scheduler", timeout_s=_TIMEOUT_S)
                 outage.answered()
+            except (BadTokenError, NotOfferedError):
+                raise
             except PenstockError as error:
                 is_known = False
                 outage.failed(error)

@@ -84,7 +84,8 @@ class LeaseSession:
         self._num_received = 0
         self._credit_total = 0
         self._has_spoken = False
-        self._outage = Outage(peer)
+        self.outage = Outage(peer)
+        """Whether the broker is away; a run that it does not know, or that is closed, is none."""
         self.waiting_reason = f"connecting to {peer}"
         """Why there is no work, as of the broker's last word; for people."""
 
@@ -133,7 +134,7 @@ class LeaseSession:
 
     def _take(self, response: broker_pb2.StreamLeasesResponse) -> None:
         self._has_spoken = True
-        self._outage.answered()
+        self.outage.answered()
         match response.WhichOneof("frame"):
             case "lease":
                 self._num_received += 1
@@ -150,6 +151,7 @@ class LeaseSession:
     def _note_closed(self, reason: str) -> None:
         if self._has_spoken or not self.waiting_reason.startswith("run closed"):
             _log.info("run closed; waiting for it to be opened again", peer=self._peer, reason=reason)
+        self.outage.answered()
         self.waiting_reason = f"run closed: {reason}"
         self._holder.run_closed()
 
@@ -157,5 +159,9 @@ class LeaseSession:
         is_expected = error.is_retryable or isinstance(error, UnknownRunError)
         if self._has_spoken or not is_expected:
             (_log.info if is_expected else _log.warning)("lease stream lost", peer=self._peer, error=str(error))
-        self._outage.failed(error)
-        self.waiting_reason = self._outage.told(error)
+        if isinstance(error, UnknownRunError):
+            self.outage.answered()
+            self.waiting_reason = f"waiting for the run: {error}"
+        else:
+            self.outage.failed(error)
+            self.waiting_reason = self.outage.told(error)

@@ -20,6 +20,7 @@ import structlog
 
 from penstock.clients.streams import converse
 from penstock.errors import DeadlineError, PenstockError, RunClosedError, UnknownRunError
+from penstock.outage import Outage
 from penstock.rpc import backoff_s, open_channel
 from penstock.security import NO_SECURITY, Security
 from penstock.v1 import broker_pb2, broker_pb2_grpc
@@ -75,6 +76,8 @@ class ScoringSession:
     ) -> None:
         """`max_leases` is how many leases are held at once, waiting ones included; at most MAX_LEASES count."""
         self.counters = ScoringCounters()
+        self.outage = Outage(f"broker {broker}")
+        """Whether the broker is away; a run that it does not know, or that is closed, is none."""
         self.holding_reason: Callable[[], str] = lambda: ""
         """Asked at every renewal: why leases are held without being scored; empty while they are scored."""
         self._peer = f"broker {broker}"
@@ -113,6 +116,7 @@ class ScoringSession:
                     await self._stream(stub)
                     self._forget_all()
                     self._notice.closed()
+                    self.outage.answered()
                 except PenstockError as error:
                     self._give_up_or_log(error)
                 if self.counters.num_connects > num_connects:
@@ -152,11 +156,15 @@ class ScoringSession:
         if isinstance(error, RunClosedError):
             self._forget_all()
             self._notice.closed()
+            self.outage.answered()
             return
         if isinstance(error, UnknownRunError):
             self._forget_all()
+            self.outage.answered()
         elif not error.is_retryable and error.reason != "INTERNAL":
             raise error
+        else:
+            self.outage.failed(error)
         self._notice.failed(error)
 
     async def _stream(self, stub: BrokerServiceAsyncStub) -> None:
@@ -168,6 +176,7 @@ class ScoringSession:
         )
 
     def _receive(self, response: broker_pb2.StreamScoringResponse) -> None:
+        self.outage.answered()
         if self._notice.connected():
             self.counters.num_connects += 1
         self.counters.num_accepted += sum(self._forget(lease_id) for lease_id in response.accepted_lease_ids)

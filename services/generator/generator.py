@@ -24,6 +24,7 @@ from penstock.clients.tokens import TokenSession
 from penstock.clock import SystemClock
 from penstock.errors import NotOfferedError, PenstockError, ServiceUnavailableError
 from penstock.graces import ENGINE_STOP_S
+from penstock.outage import Outage
 from penstock.rpc import open_channel
 from penstock.security import NO_SECURITY, Security
 from penstock.v1 import broker_pb2, generator_pb2
@@ -236,6 +237,11 @@ class Generator:
                 self._leasing.result()
         finally:
             self._leasing.cancel()
+
+    @property
+    def broker_outage(self) -> Outage | None:
+        """Whether the broker is away; None before the first lease was asked for."""
+        return self._session.outage if self._session is not None else None
 
     def fail(self, error: Exception) -> None:
         """The engine cannot be used any more; only the first report counts."""

@@ -2,8 +2,9 @@
 
 It may hold several emulated generators; they share only the process and its metrics, and the failure of one ends all.
 
-The service reports healthy once the engine is built. SIGTERM and SIGINT give unfinished samples back to the broker and
-end the process within seconds; an engine failure does the same and ends it with an error.
+The service reports healthy once the engine is built, and not while the broker is away for long. SIGTERM and SIGINT
+give unfinished samples back to the broker and end the process within seconds; an engine failure does the same and ends
+it with an error.
 """
 
 from __future__ import annotations
@@ -12,9 +13,11 @@ import asyncio
 from collections.abc import Callable, Coroutine
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from penstock.config import ConfigError
+from penstock.readiness import follow_outage
 from penstock.rpc import Server, Service, run_until_stopped
 from penstock.security import Security
 from penstock.telemetry import serve_metrics
@@ -87,6 +90,7 @@ class _Member:
             generator.watch_weights,
             generator.pull_weights,
             generator.take_leases,
+            partial(follow_outage, self.server.set_serving, lambda: generator.broker_outage),
             *([] if self.endpoint is None else [self.endpoint.run]),
         ]
 

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Coroutine
+from functools import partial
+from typing import Any
+
 import structlog
 
 from penstock.clients.scoring import ScoringSession
 from penstock.graces import DRAIN_S
+from penstock.readiness import follow_outage
 from penstock.rewards.serving import reward_service
 from penstock.rpc import Server, run_until_stopped
 from penstock.security import Security
@@ -45,10 +50,19 @@ async def serve(config: RewardConfig) -> None:
         if num_left:
             _log.warning("stopped with samples unscored; their leases expire and go to another worker", num=num_left)
 
+    async def set_ready(is_ready: bool) -> None:
+        # The process' health only: RewardService answers others also while this worker's broker is away.
+        await server.set_serving(is_ready, "")
+
     def announce() -> None:
         _log.info("reward listens", listen=config.listen, model=model.name, broker=config.broker, run_id=config.run_id)
 
     try:
-        await run_until_stopped(server, loops=[session.run, pool.run], on_started=announce, before_stop=drain)
+        loops: list[Callable[[], Coroutine[Any, Any, None]]] = [
+            session.run,
+            pool.run,
+            partial(follow_outage, set_ready, lambda: session.outage),
+        ]
+        await run_until_stopped(server, loops=loops, on_started=announce, before_stop=drain)
     finally:
         await model.close()

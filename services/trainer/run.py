@@ -27,6 +27,7 @@ from penstock.clock import Clock, SystemClock
 from penstock.config import ConfigError
 from penstock.disk import failure_message, full_message, is_full
 from penstock.errors import FencedError, OtherInstanceError, PenstockError, UnknownRunError
+from penstock.outage import Outage
 from penstock.security import Security
 from penstock.v1 import broker_pb2, trainer_pb2
 from services.trainer.backend import BackendError
@@ -113,6 +114,8 @@ class TrainingRun:
         self._metrics = JsonLines(spec.run_dir / "metrics.jsonl")
         self._evaluations = JsonLines(spec.run_dir / "evaluations.jsonl")
         self._trackers = Trackers({})
+        self.broker_outage: Outage | None = None
+        """Whether the broker is away; None before it was first asked for anything."""
         self._backend: InterruptibleBackend | None = None
         self._opened: InterruptibleBackend | None = None
         self._progress = Progress()
@@ -276,9 +279,11 @@ class TrainingRun:
     def _broker(self) -> BrokerClient:
         """A client that waits for the broker as long as the configuration says."""
         config = self.spec.config
-        return BrokerClient(
+        client = BrokerClient(
             config.broker, security=self._security, patience_s=config.run.patience_s, on_outage=self._note_outage
         )
+        self.broker_outage = client.outage
+        return client
 
     def _note_outage(self, text: str) -> None:
         if text:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import os
+from functools import partial
 
 from penstock.clock import SystemClock
 from penstock.graces import CHECKPOINT_S
+from penstock.readiness import follow_outage
 from penstock.rpc import Server, Service, run_until_stopped
 from penstock.security import Security
 from penstock.telemetry import serve_metrics
@@ -112,7 +114,10 @@ async def _serve_grpc(
     trainer.stopping = weights.stopping = server.stopping
     try:
         await run_until_stopped(
-            server, on_started=trainer.resume_kept, before_stop=lambda: trainer.stop(timeout_s=CHECKPOINT_S)
+            server,
+            loops=[partial(follow_outage, server.set_serving, lambda: trainer.broker_outage)],
+            on_started=trainer.resume_kept,
+            before_stop=lambda: trainer.stop(timeout_s=CHECKPOINT_S),
         )
     finally:
         if torchrun is not None:

@@ -16,6 +16,7 @@ import structlog
 
 from penstock.config import ConfigError, validate
 from penstock.errors import BusyError, InvalidFieldError, ServiceUnavailableError, UnknownRunError
+from penstock.outage import Outage
 from penstock.v1 import broker_pb2, trainer_pb2, trainer_pb2_grpc
 from services.trainer.checkpoint import CheckpointFormatError
 from services.trainer.config import TrainingConfig
@@ -88,6 +89,11 @@ class TrainerService(trainer_pb2_grpc.TrainerServiceServicer):
         )
         self._begin(spec, delay_s=0.0)
         return trainer_pb2.StartRunResponse(run_dir=str(spec.run_dir))
+
+    @property
+    def broker_outage(self) -> Outage | None:
+        """Whether the broker of the run under way is away; None where there is no run, or none that asked it yet."""
+        return self._run.broker_outage if self._run is not None and not self._run.events.is_finished else None
 
     def resume_kept(self) -> None:
         """Go on with the run that this trainer's last process left, if there is one and none is under way."""

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from penstock.clients.broker import BrokerClient
+from penstock.clock import ManualClock
 from penstock.errors import (
     BadTokenError,
     DeadlineError,
@@ -83,13 +84,16 @@ def test_what_waiting_cannot_heal_is_raised_at_once(error: PenstockError) -> Non
 
 
 def test_an_outage_is_told_with_its_beginning_at_growing_distances_and_its_end() -> None:
-    now_s, told = [1_700_000_000.0], list[tuple[float, str]]()
-    outage = Outage("broker b:1", on_notice=lambda text: told.append((now_s[0], text)), now_s=lambda: now_s[0])
-    begun_s = now_s[0]
-    while now_s[0] < begun_s + 600:
+    clock, told = ManualClock(1_700_000_000.0), list[tuple[float, str]]()
+    outage = Outage("broker b:1", on_notice=lambda text: told.append((clock.monotonic_s(), text)), clock=clock)
+    begun_s = clock.monotonic_s()
+    while clock.monotonic_s() < begun_s + 600:
         outage.failed(ServiceUnavailableError("broker b:1: Redis is away"))
-        now_s[0] += 1
+        clock.advance(1)
+        clock.set_wall(-3600 if clock.monotonic_s() == begun_s + 5 else 0)
+    assert outage.away_s == 600
     outage.answered()
+    assert outage.away_s == 0
     times_s = [time_s - begun_s for time_s, _ in told]
     assert times_s[:4] == [3, 9, 21, 45]
     assert 10 < len(times_s) < 16
@@ -100,7 +104,7 @@ def test_an_outage_is_told_with_its_beginning_at_growing_distances_and_its_end()
 
 def test_a_short_outage_is_not_told() -> None:
     told: list[str] = []
-    outage = Outage("broker b:1", on_notice=told.append, now_s=lambda: 5.0)
+    outage = Outage("broker b:1", on_notice=told.append, clock=ManualClock())
     outage.failed(ServiceUnavailableError("gone"))
     outage.answered()
     assert told == []
