@@ -18,7 +18,7 @@ ONE_THREAD := OMP_NUM_THREADS=1
 # Threads of PyTorch that wait for each other must not spin: others need the core.
 export OMP_WAIT_POLICY := PASSIVE
 
-.PHONY: help setup quickstart test test-fast test-unit test-contract test-integration test-vllm test-e2e lint fmt type proto proto-check lock results images clean
+.PHONY: help setup quickstart soak mutants test test-fast test-unit test-contract test-integration test-vllm test-e2e lint fmt type proto proto-check lock results images clean
 
 help:  ## This list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 20
@@ -45,6 +45,9 @@ test: setup lint test-unit test-contract test-integration test-vllm test-e2e  ##
 
 test-fast: setup lint  ## The quick part, under two minutes
 	$(ONE_THREAD) $(PYTEST) tests/unit tests/contract -q $(PARALLEL) -m "not vllm and not slow"
+
+soak: setup  ## An hour of the quick start's task under faults of every kind; ARGS="--minutes 60 --seed 7"
+	$(BIN)/python -m tests.soak $(ARGS)
 
 test-unit: setup
 	$(ONE_THREAD) $(PYTEST) tests/unit -q $(PARALLEL)

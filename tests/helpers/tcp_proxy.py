@@ -1,4 +1,4 @@
-"""A TCP link that can be cut, delayed, throttled or refused, between a client and one server of loopback."""
+"""A TCP link that can be cut, delayed, throttled, refused or flip bits, between a client and one server of loopback."""
 
 from __future__ import annotations
 
@@ -20,6 +20,8 @@ class TcpProxy:
         """Most bytes forwarded a second and direction; None: no limit."""
         self.is_refusing = False
         """Whether new connections are closed at once."""
+        self.flips_bits = False
+        """Whether a bit of every piece that comes from the server is wrong."""
         self.num_connects = 0
         self.port = 0
         self._server: asyncio.Server | None = None
@@ -53,7 +55,7 @@ class TcpProxy:
 
     def heal(self) -> None:
         """Forward as fast as it comes."""
-        self.delay_s, self.bytes_per_second, self.is_refusing = 0.0, None, False
+        self.delay_s, self.bytes_per_second, self.is_refusing, self.flips_bits = 0.0, None, False, False
 
     async def _connect(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.num_connects += 1
@@ -76,7 +78,7 @@ class TcpProxy:
         self._writers.add(far_writer)
         pumps = [
             asyncio.ensure_future(self._pump(reader, far_writer)),
-            asyncio.ensure_future(self._pump(far_reader, writer)),
+            asyncio.ensure_future(self._pump(far_reader, writer, may_flip=True)),
         ]
         try:
             await asyncio.wait(pumps, return_when=asyncio.FIRST_COMPLETED)
@@ -87,9 +89,13 @@ class TcpProxy:
                 pump.cancel()
             await asyncio.gather(*pumps, return_exceptions=True)
 
-    async def _pump(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _pump(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, *, may_flip: bool = False
+    ) -> None:
         with suppress(OSError):
             while piece := await reader.read(CHUNK_BYTES):
+                if may_flip and self.flips_bits:
+                    piece = piece[:-1] + bytes((piece[-1] ^ 1,))
                 if self.delay_s:
                     await asyncio.sleep(self.delay_s)
                 if self.bytes_per_second:
