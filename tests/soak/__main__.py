@@ -13,6 +13,7 @@ import asyncio
 import json
 import random
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -47,6 +48,9 @@ def main() -> None:
     try:
         task = prepare_task(Path("runs/quickstart").absolute(), seed=0)
         status = asyncio.run(soak(arguments, folder, task, can_fill_disk=disk is not None))
+    except asyncio.CancelledError:
+        print("soak: interrupted; everything is stopped", flush=True)
+        status = 130
     finally:
         if disk is not None:
             subprocess.run(["umount", "-l", str(disk)], check=False)
@@ -84,6 +88,10 @@ def _mounted(folder: Path) -> Path | None:
 
 async def soak(arguments: argparse.Namespace, folder: Path, task: Task, *, can_fill_disk: bool) -> int:
     """The whole soak; returns the exit status."""
+    this = asyncio.current_task()
+    assert this is not None
+    for number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(number, this.cancel)
     kinds = {name: kind for name, kind in every_kind(can_fill_disk=can_fill_disk).items() if arguments.only in name}
     watch, counts = Watch(), Counter[str]()
     async with Fleet(folder, task, engine=arguments.engine, overrides=arguments.set) as fleet:

@@ -113,7 +113,7 @@ async def _zombie_trainer(fleet: Fleet, _rng: random.Random) -> str:
         await fleet.start_run(resume=True)
         began = await fleet.get_trainer()
         deadline_s = asyncio.get_running_loop().time() + ZOMBIE_STEPS_S
-        while began is None or (now := await fleet.get_trainer()) is None or now.num_steps <= began.num_steps:
+        while began is None or (now := await fleet.get_trainer()) is None or now.policy_version <= began.policy_version:
             if asyncio.get_running_loop().time() > deadline_s:
                 raise TimeoutError(f"the successor took no step in {ZOMBIE_STEPS_S:.0f} s")
             began = began or await fleet.get_trainer()
