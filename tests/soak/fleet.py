@@ -120,7 +120,8 @@ class Fleet:
         self.trainer_name = f"trainer-{self._num_trainers}"
         self._num_trainers += 1
         addresses = self._addresses(trainer=Endpoint(target=listen, listen=listen), weights_listen=weights)
-        self._serve("trainer", trainer_config(self._config, addresses), name=self.trainer_name)
+        settings = trainer_config(self._config, addresses).model_copy(update={"state_dir": self.folder / "trainers"})
+        self._serve("trainer", settings, name=self.trainer_name)
         for link, address in (("trainer-link", listen), ("weights-link", weights)):
             self.links[link].target_port = int(address.rpartition(":")[2])
             self.links[link].cut()
