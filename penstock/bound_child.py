@@ -1,15 +1,18 @@
-"""Runs a command that ends with its parent: `python -m penstock.bound_child PARENT_PID SIGNAL COMMAND...`.
+"""Children that do not outlive their parent.
 
-For programs that are not ours. On Linux the kernel is asked to send the signal when the parent dies, which survives
-exec; elsewhere the command just runs.
+`python -m penstock.bound_child PARENT_PID SIGNAL COMMAND...` runs a command that ends with its parent, for programs
+that are not ours: on Linux the kernel is asked to send the signal when the parent dies, which survives exec; elsewhere
+the command just runs. `end_with_parent` does the same for a process of `multiprocessing` that another library started.
 """
 
 from __future__ import annotations
 
 import ctypes
+import multiprocessing
 import os
 import signal
 import sys
+import threading
 
 _PR_SET_PDEATHSIG = 1
 
@@ -17,6 +20,22 @@ _PR_SET_PDEATHSIG = 1
 def bound(*command: str, ends_by: signal.Signals) -> tuple[str, ...]:
     """The command line of a child of this process that does not outlive it; `command` begins with a path."""
     return (sys.executable, "-P", "-m", "penstock.bound_child", str(os.getpid()), str(int(ends_by)), *command)
+
+
+def end_with_parent() -> None:
+    """End this process as soon as the one that started it is gone, however it ended.
+
+    Nothing happens in a process that `multiprocessing` did not start.
+    """
+    parent = multiprocessing.parent_process()
+    if parent is None:
+        return
+
+    def wait() -> None:
+        parent.join()
+        os._exit(1)
+
+    threading.Thread(target=wait, name="parent-watch", daemon=True).start()
 
 
 def main(arguments: list[str]) -> None:

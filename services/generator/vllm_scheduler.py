@@ -19,6 +19,7 @@ from vllm.v1.engine import EngineCoreOutputs
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
+from penstock.bound_child import end_with_parent
 from services.generator.held_outputs import HeldOutputs
 
 _CLIENT = 0
@@ -30,6 +31,9 @@ class HoldingScheduler(Scheduler):  # type: ignore[misc]  # vLLM is untyped here
 
     def __init__(self, vllm_config: VllmConfig, *args: object, **kwargs: object) -> None:
         super().__init__(vllm_config, *args, **kwargs)
+        # vLLM's engine process waits for its next request for ever, with the model in memory, when the generator that
+        # started it was killed.
+        end_with_parent()
         self._outputs = HeldOutputs(vllm_config.scheduler_config.stream_interval)
 
     def update_from_output(

@@ -32,6 +32,7 @@ from tests.soak.watch import Watch, growths, look, weigh
 MAX_STALENESS = 1
 FIRST_STEP_S = 900.0
 STOP_S = 300.0
+GONE_S = 15.0
 REDIS_DISK_MIB = 1024
 MAX_LOST_FRACTION = 0.02
 """Samples whose leases may fail again and again, of those submitted; a clock that counted would lose many more."""
@@ -41,7 +42,7 @@ _OVER = (trainer_pb2.TRAINER_STATE_FINISHED, trainer_pb2.TRAINER_STATE_FAILED, t
 def main() -> None:
     """Command line."""
     arguments = _arguments()
-    folder = arguments.folder or Path(tempfile.mkdtemp(prefix="penstock-soak-"))
+    folder = (arguments.folder or Path(tempfile.mkdtemp(prefix="penstock-soak-"))).resolve()
     folder.mkdir(parents=True, exist_ok=True)
     disk = _mounted(folder / "redis")
     print(f"soak: seed {arguments.seed}, {arguments.minutes:g} minutes, {arguments.engine}, in {folder}", flush=True)
@@ -106,11 +107,18 @@ async def soak(arguments: argparse.Namespace, folder: Path, task: Task, *, can_f
         await asyncio.gather(*watchers, return_exceptions=True)
         await _end(fleet, watch)
         exits = {name: member.exits for name, member in fleet.members.items() if member.exits}
-        mark = fleet.mark
-    for pid in orphans(mark):
+    await _until_gone(folder)
+    for pid in orphans(folder):
         watch.note(f"process {pid} was left behind")
     _check_recording_of_steps(fleet, watch)
     return _report(watch, counts, kinds, exits, arguments)
+
+
+async def _until_gone(folder: Path) -> None:
+    """Children of what was killed notice it within seconds."""
+    deadline_s = time.monotonic() + GONE_S
+    while orphans(folder) and time.monotonic() < deadline_s:
+        await asyncio.sleep(0.5)
 
 
 async def _until_first_step(fleet: Fleet) -> None:

@@ -10,7 +10,6 @@ trainer is told to start the run once: whatever becomes of it later, it or its s
 from __future__ import annotations
 
 import asyncio
-import os
 import sys
 from contextlib import suppress
 from pathlib import Path
@@ -36,8 +35,6 @@ RUN_ID = "soak"
 NUM_BROKERS = NUM_GENERATORS = NUM_REWARD_WORKERS = 2
 CLOCK_OFFSETS_S = (3600.0, -3600.0)
 """How wrong each broker's wall clock is to begin with."""
-MARK = "PENSTOCK_SOAK"
-"""Environment variable by which the soak's processes are found, whoever their parent is."""
 SUPERVISE_S = 0.2
 
 
@@ -46,7 +43,6 @@ class Fleet:
 
     def __init__(self, folder: Path, task: Task, *, engine: str, overrides: list[str]) -> None:
         self.folder = folder
-        self.mark = f"{MARK}={os.getpid()}"
         self.redis = RedisProcess(folder / "redis", is_persistent=True, fsync="everysec")
         self.members: dict[str, Member] = {}
         self.links: dict[str, TcpProxy] = {}
@@ -232,8 +228,7 @@ class Fleet:
         self._add(name, [*(command or COMMAND), "serve", kind, "--config", str(path)])
 
     def _add(self, name: str, argv: list[str]) -> None:
-        key, _, value = self.mark.partition("=")
-        env = {**environment(), "VLLM_CPU_KVCACHE_SPACE": "1", key: value}
+        env = {**environment(), "VLLM_CPU_KVCACHE_SPACE": "1"}
         self.members[name] = Member(name, argv, log=self.folder / "logs" / f"{name}.log", env=env)
 
     async def _supervise(self) -> None:
@@ -243,11 +238,11 @@ class Fleet:
             await asyncio.sleep(SUPERVISE_S)
 
 
-def orphans(mark: str) -> list[int]:
-    """Processes of a soak that are still there, by the mark in their environment."""
+def orphans(folder: Path) -> list[int]:
+    """Processes of a soak that are still there, whoever their parent is: they write into its logs."""
     found = []
-    for path in Path("/proc").glob("[0-9]*/environ"):
+    for path in Path("/proc").glob("[0-9]*/fd/1"):
         with suppress(OSError):
-            if mark.encode() in path.read_bytes().split(b"\0"):
-                found.append(int(path.parent.name))
-    return [pid for pid in found if pid != os.getpid()]
+            if path.readlink().is_relative_to(folder / "logs"):
+                found.append(int(path.parent.parent.name))
+    return found

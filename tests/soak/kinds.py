@@ -28,6 +28,8 @@ LINKS = ("redis-0-link", "redis-1-link", "broker-0-link", "broker-1-link", "trai
 SLOW_BYTES_PER_SECOND = 300_000.0
 SLOW_DELAY_S = 0.05
 FULL_DISK_S = 10.0
+SPARE_BYTES = 64 * 1024
+"""What is left of a disk that is full."""
 ZOMBIE_STEPS_S = 300.0
 FENCED_S = 120.0
 
@@ -203,7 +205,7 @@ async def _redis_call(fleet: Fleet, *parts: str) -> None:
 async def _redis_disk_full(fleet: Fleet, _rng: random.Random) -> str:
     """Fills the small disk that Redis writes to, where the soak could mount one."""
     filler = fleet.redis.folder / "filler"
-    command = ["fallocate", "-l", str(_free_bytes(fleet.redis.folder)), str(filler)]
+    command = ["fallocate", "-l", str(_free_bytes(fleet.redis.folder) - SPARE_BYTES), str(filler)]
     status = (await asyncio.to_thread(subprocess.run, command, check=False)).returncode
     await asyncio.sleep(FULL_DISK_S)
     filler.unlink(missing_ok=True)
