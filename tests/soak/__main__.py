@@ -117,7 +117,7 @@ async def soak(arguments: argparse.Namespace, folder: Path, task: Task, *, can_f
 async def _until_gone(folder: Path) -> None:
     """Children of what was killed notice it within seconds."""
     deadline_s = time.monotonic() + GONE_S
-    while orphans(folder) and time.monotonic() < deadline_s:
+    while orphans(folder) and time.monotonic() < deadline_s:  # noqa: ASYNC110 - they tell nobody
         await asyncio.sleep(0.5)
 
 
