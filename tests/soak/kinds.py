@@ -9,7 +9,6 @@ import asyncio
 import os
 import random
 import signal
-import subprocess
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, closing, suppress
 from pathlib import Path
@@ -28,8 +27,7 @@ LINKS = ("redis-0-link", "redis-1-link", "broker-0-link", "broker-1-link", "trai
 SLOW_BYTES_PER_SECOND = 300_000.0
 SLOW_DELAY_S = 0.05
 FULL_DISK_S = 10.0
-SPARE_BYTES = 64 * 1024
-"""What is left of a disk that is full."""
+FILL_BYTES = 64 * 1024
 ZOMBIE_STEPS_S = 300.0
 FENCED_S = 120.0
 
@@ -205,16 +203,18 @@ async def _redis_call(fleet: Fleet, *parts: str) -> None:
 async def _redis_disk_full(fleet: Fleet, _rng: random.Random) -> str:
     """Fills the small disk that Redis writes to, where the soak could mount one."""
     filler = fleet.redis.folder / "filler"
-    command = ["fallocate", "-l", str(_free_bytes(fleet.redis.folder) - SPARE_BYTES), str(filler)]
-    status = (await asyncio.to_thread(subprocess.run, command, check=False)).returncode
+    size = await asyncio.to_thread(_fill, filler)
     await asyncio.sleep(FULL_DISK_S)
-    filler.unlink(missing_ok=True)
-    return f"disk full for {FULL_DISK_S:.0f} s" if status == 0 else "disk not filled"
+    filler.unlink()
+    return f"disk full for {FULL_DISK_S:.0f} s, of {size / 2**20:.0f} MiB"
 
 
-def _free_bytes(path: Path) -> int:
-    stat = os.statvfs(path)
-    return stat.f_bavail * stat.f_frsize
+def _fill(filler: Path) -> int:
+    """Write until nothing more is taken; returns how much that was."""
+    with filler.open("wb", buffering=0) as file, suppress(OSError):
+        while True:
+            file.write(bytes(FILL_BYTES))
+    return filler.stat().st_size
 
 
 def _cut(name: str) -> Inflict:
