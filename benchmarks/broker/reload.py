@@ -138,6 +138,8 @@ async def load(store: Store) -> dict[str, float]:
     start_s, start_cpu_s = time.perf_counter(), time.process_time()
     num_groups = await hub.transact(lambda state: len(state.live) + sum(map(len, state.trained.values())))
     took = {"wall_s": time.perf_counter() - start_s, "cpu_s": time.process_time() - start_cpu_s}
+    # A stall counts once it is over.
+    await asyncio.sleep(2 * BEAT_S)
     beating.cancel()
     if not num_groups:
         raise RuntimeError("nothing was loaded")
