@@ -69,6 +69,7 @@ def _valid() -> dict[str, list[Message]]:
         "AckStep": [broker_pb2.AckStepRequest(run_id=RUN, consumer_id="c", group_ids=["a"], policy_version=1)],
         "DropGroups": [broker_pb2.DropGroupsRequest(run_id=RUN, group_ids=["z"], reason="r")],
         "GetRun": [broker_pb2.GetRunRequest(run_id=RUN)],
+        "DeleteRun": [broker_pb2.DeleteRunRequest(run_id="other")],
         "ListRuns": [broker_pb2.ListRunsRequest()],
         "AuditRun": [broker_pb2.AuditRunRequest(run_id=RUN)],
         "WatchPolicy": [broker_pb2.WatchPolicyRequest(run_id=RUN)],
@@ -106,7 +107,9 @@ async def test_nonsense_is_refused_with_a_reason_and_stores_nothing(
     broker: RunningBroker, method: MethodDescriptor
 ) -> None:
     print(f"seed {SEED}")
-    fuzzer = Fuzzer(SEED, names=(RUN, "a", "g", "other"))
+    # A deletion in due form takes the run away, and rightly so.
+    known = () if method.name == "DeleteRun" else (RUN,)
+    fuzzer = Fuzzer(SEED, names=(*known, "a", "g", "other"))
     valid = _valid()[method.name]
     for _ in range(NUM_ROUNDS):
         for request in fuzzer.requests(method, valid[:1]):
@@ -139,7 +142,11 @@ async def test_a_second_hello_is_refused(broker: RunningBroker, name: str) -> No
     hello = _valid()[name][0]
     stream = Duplex(getattr(broker.stub, name), hello, hello)
     async with asyncio.timeout(10.0):
-        assert await stream.call.code() == grpc.StatusCode.INVALID_ARGUMENT
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            # What was sent before comes first.
+            async for _ in stream.call:
+                pass
+    assert caught.value.code() == grpc.StatusCode.INVALID_ARGUMENT
 
 
 async def test_an_oversize_message_is_refused_and_the_server_goes_on(broker: RunningBroker) -> None:
