@@ -50,6 +50,9 @@ CONSUMER_ID = "trainer-0"
 LEAST_SILENCE_S = 1800.0
 """Without any new group for this long, or longer where completions are (`penstock.silence`), the run fails."""
 POLL_S = 0.5
+RESTATE_S = 15.0
+"""Without a group for so long the broker is told the last steps again: one whose Redis lost some holds back generators
+that are ahead of it, and no group would ever come that could show the loss."""
 
 _log = structlog.get_logger()
 Groups = dict[str, list[TrainingSample]]
@@ -251,6 +254,7 @@ class StepLoop:
     async def _next_groups(self, max_groups: int) -> list[types_pb2.TrajectoryGroup]:
         """At least one and at most `max_groups` groups, none of which was trained on."""
         self._silence.restart()
+        stated_s = self._context.clock.monotonic_s()
         while not self._received:
             microbatch = await self.session.next(timeout_s=POLL_S)
             if microbatch is not None:
@@ -260,6 +264,9 @@ class StepLoop:
                 self._silence.restart()
             elif (limit := await self._silence.exceeded()) is not None:
                 raise DeadlineError(f"no sample group came for {limit}; last word: {self.session.waiting_reason}")
+            elif self._context.clock.monotonic_s() - stated_s > RESTATE_S:
+                await self._restate_steps()
+                stated_s = self._context.clock.monotonic_s()
             self._hooks.on_waiting(self.session.waiting_reason)
         return [self._received.popleft() for _ in range(min(max_groups, len(self._received)))]
 
@@ -268,10 +275,14 @@ class StepLoop:
         again = [group.prompt.group_id for group in groups if group.prompt.group_id in trained]
         if again:
             _log.warning("trained groups were handed out again: the broker lost a step", group_ids=again[:5])
-            async with self._context.version_lock:
-                await self._context.open_run(self._context.progress.acked_version)
+            await self._restate_steps()
             self.session.release(again)
         return [group for group in groups if group.prompt.group_id not in trained]
+
+    async def _restate_steps(self) -> None:
+        """Bring a broker that lost steps up to the trainer's version; changes nothing where it lost none."""
+        async with self._context.version_lock:
+            await self._context.open_run(self._context.progress.acked_version)
 
     async def _decoded(self, groups: Sequence[types_pb2.TrajectoryGroup]) -> Groups:
         """Their samples; groups that cannot be read are dropped."""

@@ -21,7 +21,7 @@ from penstock.errors import LeaseLostError, PenstockError, UnknownSampleError, V
 from penstock.security import Security
 from penstock.v1 import trainer_pb2, types_pb2, weights_pb2
 from penstock.weights import manifest_digest, safetensors_digests
-from services.trainer import submission
+from services.trainer import loop, submission
 from services.trainer.weight_publisher import serving_weights
 from services.trainer.weight_store import WeightStore
 from tests.helpers.scripted_training_broker import ScriptedTrainingBroker, scored_group
@@ -116,6 +116,36 @@ async def test_a_full_queue_is_waited_for(tmp_path, model) -> None:
         events = await trainer.events()
     assert finish_of(events).outcome == trainer_pb2.RUN_OUTCOME_COMPLETED
     assert broker.num_refused > 0
+    assert broker.books().trained == 4 * 2 * 4
+
+
+class ForgetfulBroker(ScriptedTrainingBroker):
+    """Loses the first step once it is acknowledged, and with it hands out nothing until it is told of it again.
+
+    So does a broker whose Redis lost its last moment: its generators hold weights that it has not heard of.
+    """
+
+    def _next(self, hello, credit):
+        if len(self.acks) == 1 and self.policy_version == 1 and not self.is_told:
+            self.policy_version = 0
+            self.trained.clear()
+        return [] if self.policy_version < len(self.acks) else super()._next(hello, credit)
+
+    is_told = False
+
+    async def OpenRun(self, request, context):
+        self.is_told = bool(self.acks)
+        return await super().OpenRun(request, context)
+
+
+async def test_a_broker_that_lost_a_step_and_hands_out_nothing_is_told_of_it(tmp_path, model, monkeypatch) -> None:
+    monkeypatch.setattr(loop, "RESTATE_S", 0.2)
+    broker = ForgetfulBroker(max_queued=1)
+    async with serving(broker.service()) as (_, target), running_trainer() as trainer:
+        await trainer.start(run_document(tmp_path, model, target, num_steps=4))
+        events = await trainer.events()
+    assert broker.is_told
+    assert finish_of(events).outcome == trainer_pb2.RUN_OUTCOME_COMPLETED
     assert broker.books().trained == 4 * 2 * 4
 
 
