@@ -64,7 +64,6 @@ def group(sequence: int, trained_version: int | None) -> GroupRecord:
         purpose=types_pb2.PURPOSE_TRAIN,
         num_prompt_tokens=500,
         submit_s=NOW_S,
-        ready_s=NOW_S,
         submit_version=5,
         samples=[sample] * GROUP_SIZE,
         trained_version=trained_version,

@@ -59,7 +59,7 @@ class _Acceptance:
         if any(chunk.finish_reason for chunk in chunks[start:]):
             with self._state.edit(group_id):
                 self._store_welcome(group, chunks[start:])
-                drops.close_group(self._state, group, self._now_s)
+                drops.close_group(self._state, group)
         else:
             self._state.grow(group_id)
             self._store_welcome(group, chunks[start:])

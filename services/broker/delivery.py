@@ -163,11 +163,10 @@ def _hand_over(state: RunState, group_id: str, consumer_id: str) -> None:
 
 def _move_samples(
     group: GroupRecord, before: broker_pb2.SampleState.ValueType, after: broker_pb2.SampleState.ValueType
-) -> int:
-    moved = [sample for sample in group.samples if sample.state == before]
-    for sample in moved:
-        sample.state = after
-    return len(moved)
+) -> None:
+    for sample in group.samples:
+        if sample.state == before:
+            sample.state = after
 
 
 def hand_back(state: RunState, group_id: str) -> None:

@@ -50,17 +50,15 @@ def lose_sample(state: RunState, group: GroupRecord, index: int, reason: str) ->
         reset_sample(state, group, index)
 
 
-def close_group(state: RunState, group: GroupRecord, now_s: float) -> None:
-    """After samples changed, inside an `edit`: note readiness, or give up what a training group cannot use."""
-    if group.purpose == types_pb2.PURPOSE_TRAIN:
-        _abort_extra_samples(state, group)
-        reason = _fault(state, group)
-        if reason:
-            _drop_kept(state, group, reason)
-            state.retire(group.group_id)
-            return
-    if all(sample.state in _USABLE_STATES for sample in group.samples):
-        group.ready_s = now_s
+def close_group(state: RunState, group: GroupRecord) -> None:
+    """After samples changed, inside an `edit`: give up what a training group cannot use."""
+    if group.purpose != types_pb2.PURPOSE_TRAIN:
+        return
+    _abort_extra_samples(state, group)
+    reason = _fault(state, group)
+    if reason:
+        _drop_kept(state, group, reason)
+        state.retire(group.group_id)
 
 
 def num_kept(group: GroupRecord) -> int:
@@ -114,15 +112,12 @@ def drop_all(state: RunState, reason: str) -> int:
     return drop_groups(state, [*state.live, *put], reason)
 
 
-def drop_stale(state: RunState) -> int:
+def drop_stale(state: RunState) -> None:
     """Give up every training group that the run's version left behind, and queue its prompt anew.
 
     Under StalePolicy WAIT admission and delivery keep this from happening while generators report their versions
     truthfully and steps are whole. A group in a consumer's hands is given up for good: acknowledgements name groups,
     and a late one of the old samples must not count for new ones.
-
-    Returns:
-        The number of samples dropped.
     """
     version, bound = state.run.policy_version, state.limits.max_staleness
     late = [
@@ -130,23 +125,22 @@ def drop_stale(state: RunState) -> int:
         for group_id, oldest in state.versions.items()
         if deadline(version=oldest, max_staleness=bound) < version
     ]
-    num_samples = 0
     for group_id in late:
-        is_delivered = bool(state.groups[group_id].consumer_id)
-        num_samples += drop_group(state, group_id, STALE) if is_delivered else _begin_anew(state, group_id, STALE)
-    return num_samples + parcels.drop(state, parcels.stale_ids(state, version - bound), STALE)
+        if state.groups[group_id].consumer_id:
+            drop_group(state, group_id, STALE)
+        else:
+            _begin_anew(state, group_id, STALE)
+    parcels.drop(state, parcels.stale_ids(state, version - bound), STALE)
 
 
-def _begin_anew(state: RunState, group_id: str, reason: str) -> int:
-    """Drop a training group's samples and queue its prompt as another attempt; returns the number dropped."""
+def _begin_anew(state: RunState, group_id: str, reason: str) -> None:
+    """Drop a training group's samples and queue its prompt as another attempt."""
     with state.edit(group_id) as group:
-        num_samples = _drop_kept(state, group, reason)
+        _drop_kept(state, group, reason)
         group.submit_version = state.run.policy_version
-        group.ready_s = 0.0
         books.count_submitted(state, version=group.submit_version, num_samples=len(group.samples))
         for index in range(len(group.samples)):
             reset_sample(state, group, index)
-    return num_samples
 
 
 def reset_sample(state: RunState, group: GroupRecord, index: int) -> None:

@@ -289,7 +289,7 @@ def expire(state: RunState, now_s: float, *, unbroken_since_s: float = 0.0) -> i
         with state.edit(group_id) as group:
             for index in indices:
                 requeue(state, group, index)
-            drops.close_group(state, group, now_s)
+            drops.close_group(state, group)
     return sum(len(indices) for indices in late.values())
 
 

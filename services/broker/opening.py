@@ -188,9 +188,9 @@ def _rewind(state: RunState, policy_version: int, now_s: float) -> tuple[int, in
         for group_id in sorted(state.trained[version])
     ]
     for group_id in undone:
-        _untrain(state, group_id, now_s)
+        _untrain(state, group_id)
     for group_id in sorted(state.live):
-        _forget_future(state, group_id, policy_version, now_s)
+        _forget_future(state, group_id, policy_version)
     num_undone = len(undone) + parcels.untrain(state, policy_version)
     num_abandoned = tallies.abandon_after(state, policy_version)
     parcels.drop_abandoned(state, policy_version)
@@ -198,7 +198,7 @@ def _rewind(state: RunState, policy_version: int, now_s: float) -> tuple[int, in
     return num_undone, num_abandoned
 
 
-def _untrain(state: RunState, group_id: str, now_s: float) -> None:
+def _untrain(state: RunState, group_id: str) -> None:
     """Make a trained group ready again; samples whose payload the store had lost are queued anew."""
     with state.edit(group_id) as group:
         trained_version = group.trained_version
@@ -209,10 +209,10 @@ def _untrain(state: RunState, group_id: str, now_s: float) -> None:
                 sample.state = broker_pb2.SAMPLE_STATE_SCORED
                 if not sample.HasField("score"):
                     drops.reset_sample(state, group, index)
-        drops.close_group(state, group, now_s)
+        drops.close_group(state, group)
 
 
-def _forget_future(state: RunState, group_id: str, policy_version: int, now_s: float) -> None:
+def _forget_future(state: RunState, group_id: str, policy_version: int) -> None:
     group = state.groups[group_id]
     late = [index for index in range(len(group.samples)) if _is_of_future(group, index, policy_version)]
     if not late:
@@ -226,7 +226,7 @@ def _forget_future(state: RunState, group_id: str, policy_version: int, now_s: f
                 drops.reset_sample(state, group, index)
             else:
                 sample.state = _QUEUED
-        drops.close_group(state, group, now_s)
+        drops.close_group(state, group)
 
 
 def _is_of_future(group: GroupRecord, index: int, policy_version: int) -> bool:

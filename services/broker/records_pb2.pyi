@@ -221,7 +221,6 @@ class GroupRecord(_message.Message):
     SAMPLES_FIELD_NUMBER: _builtins.int
     CONSUMER_ID_FIELD_NUMBER: _builtins.int
     TRAINED_VERSION_FIELD_NUMBER: _builtins.int
-    READY_S_FIELD_NUMBER: _builtins.int
     SUBMIT_VERSION_FIELD_NUMBER: _builtins.int
     group_id: _builtins.str
     """Its name."""
@@ -239,8 +238,6 @@ class GroupRecord(_message.Message):
     """The consumer that holds it; empty when none does."""
     trained_version: _builtins.int
     """The step that trained it; unset until then."""
-    ready_s: _builtins.float
-    """When its last sample became usable or was dropped."""
     submit_version: _builtins.int
     """The run's policy version when it was accepted."""
     @_builtins.property
@@ -259,12 +256,11 @@ class GroupRecord(_message.Message):
         samples: _abc.Iterable[Global___SampleRecord] | None = ...,
         consumer_id: _builtins.str = ...,
         trained_version: _builtins.int | None = ...,
-        ready_s: _builtins.float = ...,
         submit_version: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_prompt_min_version", b"_prompt_min_version", "_trained_version", b"_trained_version", "prompt_min_version", b"prompt_min_version", "trained_version", b"trained_version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_prompt_min_version", b"_prompt_min_version", "_trained_version", b"_trained_version", "consumer_id", b"consumer_id", "group_id", b"group_id", "num_prompt_tokens", b"num_prompt_tokens", "prompt_min_version", b"prompt_min_version", "purpose", b"purpose", "ready_s", b"ready_s", "samples", b"samples", "sequence", b"sequence", "submit_s", b"submit_s", "submit_version", b"submit_version", "trained_version", b"trained_version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_prompt_min_version", b"_prompt_min_version", "_trained_version", b"_trained_version", "consumer_id", b"consumer_id", "group_id", b"group_id", "num_prompt_tokens", b"num_prompt_tokens", "prompt_min_version", b"prompt_min_version", "purpose", b"purpose", "samples", b"samples", "sequence", b"sequence", "submit_s", b"submit_s", "submit_version", b"submit_version", "trained_version", b"trained_version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__prompt_min_version: _TypeAlias = _typing.Literal["prompt_min_version"]  # noqa: Y015
     _WhichOneofArgType__prompt_min_version: _TypeAlias = _typing.Literal["_prompt_min_version", b"_prompt_min_version"]  # noqa: Y015

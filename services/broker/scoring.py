@@ -116,7 +116,7 @@ def expire_scoring(state: RunState, now_s: float, *, unbroken_since_s: float = 0
                     drops.lose_sample(state, group, index, drops.TOO_MANY_LEASES)
                 else:
                     group.samples[index].state = _FINISHED
-            drops.close_group(state, group, now_s)
+            drops.close_group(state, group)
     return sum(len(indices) for indices in late.values())
 
 
@@ -131,7 +131,7 @@ def accept_results(state: RunState, results: Sequence[broker_pb2.ScoreResult], n
         elif _is_current(group.samples[index], result.lease_id):
             with state.edit(group.group_id):
                 _store(state, group, index, result.score, now_s)
-                drops.close_group(state, group, now_s)
+                drops.close_group(state, group)
             receipts.accepted.append(result.lease_id)
         elif _is_known(group.samples[index], result):
             receipts.accepted.append(result.lease_id)
