@@ -4,7 +4,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from penstock.v1 import broker_pb2
-from services.broker.admission import AdmissionRule
+from services.broker.admission import AdmissionRule, judge_evaluation
 from services.broker.batching import ReadyGroup, StepView, choose
 from services.broker.limits import Limits
 from services.broker.metrics import BrokerMetrics
@@ -55,6 +55,28 @@ def test_an_older_generator_may_join_a_started_group_only_if_its_own_bound_holds
     assert not _rule(1, 5).judge(generator_version=0, min_version=1, prompt_min_version=None).is_allowed
 
 
+def test_a_lagging_generator_helps_on_a_group_that_is_as_old_already() -> None:
+    """Where it could start none: the group does not get older by it."""
+    rule = _rule(5, 8)
+    assert not rule.judge(generator_version=4, min_version=None, prompt_min_version=None).is_allowed
+    assert rule.judge(generator_version=4, min_version=4, prompt_min_version=None).is_allowed
+    assert not rule.judge(generator_version=4, min_version=5, prompt_min_version=None).is_allowed
+
+
+def test_a_prompt_may_ask_for_a_version_and_a_refusal_names_it() -> None:
+    rule = _rule(5, 0)
+    judged = [
+        (
+            rule.judge(generator_version=generator, min_version=None, prompt_min_version=5),
+            judge_evaluation(generator_version=generator, prompt_min_version=5),
+        )
+        for generator in (4, 5)
+    ]
+    assert [(train.is_allowed, evaluation.is_allowed) for train, evaluation in judged] == [(False,) * 2, (True,) * 2]
+    for verdict in judged[0]:
+        assert "asks for version 5, the generator holds 4" in verdict.reason
+
+
 def _ready(name: str, deadline: int, sequence: int = 0, tokens: int = 10) -> ReadyGroup:
     return ReadyGroup(group_id=name, deadline=deadline, sequence=sequence, num_groups=1, num_tokens=tokens)
 
@@ -88,6 +110,33 @@ def test_a_microbatch_stops_at_its_limits() -> None:
     ready = [_ready(name, 4) for name in "abc"]
     assert _chosen(ready, _step(4, due=3, groups=9), max_groups=2, target_tokens=0) == ["a", "b"]
     assert _chosen(ready, _step(4, due=3, groups=9), max_groups=9, target_tokens=15) == ["a", "b"]
+
+
+def test_a_microbatch_of_exactly_the_tokens_asked_for_is_full() -> None:
+    ready = [_ready(name, 4) for name in "abc"]
+    step = _step(4, due=3, groups=9)
+    assert _chosen(ready, step, max_groups=9, target_tokens=20) == ["a", "b"]
+    assert _chosen(ready, step, max_groups=9, target_tokens=11) == ["a", "b"]
+
+
+def _parcel(name: str, num_groups: int, tokens: int, sequence: int = 0) -> ReadyGroup:
+    return ReadyGroup(group_id=name, deadline=4, sequence=sequence, num_groups=num_groups, num_tokens=tokens)
+
+
+@pytest.mark.parametrize(
+    ("ready", "target_tokens", "chosen"),
+    [
+        ([_parcel("p", 2, 20)], 10, [("p", 1)]),
+        ([_ready("a", 4), _parcel("p", 4, 40, 1)], 30, [("a", 1), ("p", 2)]),
+        ([_parcel("p", 2, 20), _ready("a", 4, 1)], 20, [("p", 2)]),
+        ([_parcel("p", 2, 20), _ready("a", 4, 1)], 21, [("p", 2), ("a", 1)]),
+    ],
+    ids=["cut", "cut after a group", "whole and full", "whole and not full"],
+)
+def test_of_a_parcel_as_many_groups_are_chosen_as_hold_the_tokens(
+    ready: list[ReadyGroup], target_tokens: int, chosen: list[tuple[str, int]]
+) -> None:
+    assert choose(ready, _step(4, due=9, groups=9), max_groups=9, target_tokens=target_tokens) == chosen
 
 
 def test_unset_limits_get_the_documented_defaults() -> None:

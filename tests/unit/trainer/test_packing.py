@@ -1,11 +1,21 @@
 """Packs hold every token of every trajectory once, in order, with the right neighbours."""
 
+from dataclasses import fields, replace
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.trainer.packing import FULL_ENOUGH, Trajectory, first_fit_decreasing, full_enough, pack_trajectories
+from services.trainer.packing import (
+    FULL_ENOUGH,
+    Trajectory,
+    first_fit_decreasing,
+    full_enough,
+    join,
+    pack_trajectories,
+    part_of,
+)
 from tests.unit.trainer.builders import build_trajectory
 
 
@@ -100,6 +110,33 @@ def test_packing_keeps_every_loss_token_with_its_logprob_and_advantage():
     assert all(pack.num_tokens <= 64 for pack in packs)
 
 
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_part_of_a_pack_is_the_pack_of_those_trajectories(temperature):
+    rng = np.random.default_rng(5)
+    items = [build_trajectory(rng, num_prompt=2, num_completion=number) for number in (4, 7, 1, 5)]
+    items[2:] = [replace(item, temperature=temperature) for item in items[2:]]
+    whole, segments = join(items, [3, 0, 2, 1]), (0, 2, 3)
+    part, targets = part_of(whole, segments)
+    expected = join(items, [3, 2, 1])
+    for field in fields(part):
+        found, wanted = getattr(part, field.name), getattr(expected, field.name)
+        if isinstance(wanted, np.ndarray):
+            np.testing.assert_array_equal(found, wanted, err_msg=field.name, strict=True)
+        else:
+            assert found == wanted, field.name
+    assert whole.target_ids[targets].tolist() == part.target_ids.tolist()
+
+
+def test_numbers_of_loss_tokens_find_their_places_and_their_trajectories():
+    rng = np.random.default_rng(6)
+    items = [build_trajectory(rng, num_prompt=2, num_completion=number) for number in (4, 7)]
+    pack = join(items, [1, 0])
+    for member, numbers in pack.by_member(pack.advantages):
+        placed = items[member].spread(numbers)
+        assert placed.dtype == np.float32
+        np.testing.assert_array_equal(placed, np.where(items[member].loss_mask, items[member].advantages, 0.0))
+
+
 def test_no_trajectories_make_no_packs():
     assert pack_trajectories([], max_pack_tokens=8) == []
 
@@ -125,4 +162,15 @@ def test_arrays_that_do_not_line_up_are_refused(mask, num_logprobs):
             loss_mask=np.array(mask),
             behavior_logprobs=np.zeros(num_logprobs, dtype=np.float32),
             advantages=np.zeros(3, dtype=np.float32),
+        )
+
+
+@pytest.mark.parametrize("shape", [(1,), (2, 3)])
+def test_a_trajectory_is_one_row_of_two_tokens_or_more(shape):
+    with pytest.raises(ValueError, match="T >= 2"):
+        Trajectory(
+            token_ids=np.ones(shape, dtype=np.int32),
+            loss_mask=np.zeros(shape, dtype=np.bool_),
+            behavior_logprobs=np.zeros(shape, dtype=np.float32),
+            advantages=np.zeros(shape, dtype=np.float32),
         )

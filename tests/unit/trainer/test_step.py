@@ -7,8 +7,8 @@ from services.trainer.algorithms.base import Normalization
 from services.trainer.algorithms.dapo import DAPO
 from services.trainer.algorithms.dr_grpo import DR_GRPO
 from services.trainer.algorithms.reinforce_plus_plus import REINFORCE_PLUS_PLUS
-from services.trainer.backend import NonFiniteGradientError, NonFiniteLossError
-from services.trainer.step import EmptyStepError, SkipReason, StepClosedError, TrainingStep
+from services.trainer.backend import NonFiniteGradientError, NonFiniteLossError, StepMetrics
+from services.trainer.step import EmptyStepError, SkippedSample, SkipReason, StepClosedError, TrainingStep
 from services.trainer.step_settings import StepSettings
 from tests.unit.trainer.builders import VOCAB_SIZE, RecordingBackend, build_group, build_sample
 
@@ -31,7 +31,9 @@ def test_a_step_divides_by_the_loss_tokens_of_all_microbatches():
     assert (report.num_groups, report.num_samples, report.num_prompt_tokens) == (3, 7, 21)
     assert report.num_forward_tokens == 33 + 21
     assert report.loss_metrics == {"loss": 2.0}
-    assert report.reward_mean == pytest.approx(4 / 7)
+    assert (report.reward_mean, report.reward_std) == pytest.approx((4 / 7, np.sqrt(4 / 7 * 3 / 7)))
+    assert report.optimizer == StepMetrics(grad_norm=1.0, learning_rate=0.1, num_batches=1)
+    assert (report.num_replayed_samples, report.replayed_staleness_max) == (0, 0)
     assert report.max_completion_tokens == 6
 
 
@@ -147,6 +149,34 @@ def test_the_staleness_bound_looks_at_the_oldest_token():
     _, beyond = open_step(policy_version=6, max_staleness=3)
     result = beyond.add_groups([[build_sample(group_id="a", version=5), sample]])
     assert [item.reason for item in result.skipped] == [SkipReason.STALE]
+
+
+def test_a_sample_as_long_as_the_model_reads_is_trained_and_a_longer_one_is_not():
+    # The backend reads 32 tokens, and the prompt has 3.
+    _, step = open_step()
+    lengths = enumerate((28, 29, 30))
+    result = step.add_groups([[build_sample(index=index, reward=index, num_tokens=num) for index, num in lengths]])
+    assert result.num_trained == 2
+    assert result.skipped == (SkippedSample(group_id="g0", sample_index=2, reason=SkipReason.TOO_LONG),)
+
+
+def test_a_call_reports_what_it_left_out_itself_and_the_step_all_of_it():
+    _, step = open_step()
+    results = [step.add_groups([build_group(name, [None, 0.0, 1.0])]) for name in "ab"]
+    left_out = [SkippedSample(group_id=name, sample_index=0, reason=SkipReason.UNSCORED) for name in "ab"]
+    assert [result.skipped for result in results] == [(left_out[0],), (left_out[1],)]
+    assert step.finish().skipped == tuple(left_out)
+
+
+def test_a_finished_step_takes_nothing_more():
+    backend, step = open_step()
+    step.add_groups([build_group("a", [0.0, 1.0])])
+    step.finish()
+    for more in (step.finish, lambda: step.add_groups([build_group("b", [0.0, 1.0])])):
+        with pytest.raises(StepClosedError):
+            more()
+    step.abandon()
+    assert (backend.steps, backend.num_discards) == ([9], 0)
 
 
 def test_a_group_delivered_twice_is_trained_once():
