@@ -64,6 +64,11 @@ test-vllm: setup
 test-e2e: setup
 	$(PYTEST) tests/e2e -q $(RERUN)
 
+mutants: setup  ## Break the core rules line by line, and list what no unit test notices (about an hour)
+	$(BIN)/pip install --quiet --no-deps $(PIP_ARGS) -r requirements/mutants.txt
+	$(ONE_THREAD) $(BIN)/python -m mutmut run --max-children 2 $(MUTANTS)
+	@$(BIN)/python -m mutmut results
+
 lint: setup proto-check  ## ruff, mypy, import-linter, buf, codespell
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -95,4 +100,4 @@ images: ## Build the container images
 	docker-compose build
 
 clean:  ## Remove what was made here, except .venv
-	rm -rf runs .penstock .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf runs .penstock .mypy_cache .ruff_cache .pytest_cache .hypothesis mutants
