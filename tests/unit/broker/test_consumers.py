@@ -70,6 +70,18 @@ def test_a_consumer_that_comes_back_takes_nothing_from_another() -> None:
     assert state.groups["a"].consumer_id == "rank-0"
 
 
+def test_all_that_is_out_can_be_handed_back_for_another_trainer() -> None:
+    state = open_state(groups_per_step=4)
+    make_ready(state, "a", "b")
+    put(state, *groups("p", "q"))
+    out = deliver(state)
+    assert len(out) == 3
+    delivery.hand_all_back(state)
+    assert (state.delivered[TRAIN], state.shelf.delivered) == (set(), set())
+    assert {group.consumer_id for group in state.groups.values()} == {""}
+    assert deliver(state) == out
+
+
 def test_evaluation_groups_go_in_order_of_submission() -> None:
     state = open_state()
     names = [f"e{number}" for number in (5, 3, 4, 1, 2)]

@@ -4,12 +4,24 @@ from __future__ import annotations
 
 import pytest
 
+from penstock.codec import index_mask
 from penstock.v1 import broker_pb2, types_pb2
 from services.broker import drops, submission
 from services.broker.audit import audit
-from tests.helpers.broker import prompt
+from services.broker.opening import reopen_run
+from tests.helpers.broker import limits, prompt
 from tests.helpers.trajectories import groups
-from tests.unit.broker.builders import acknowledge, deliver, finish, lease, make_ready, open_state, submit
+from tests.unit.broker.builders import (
+    acknowledge,
+    deliver,
+    finish,
+    lease,
+    lease_scoring,
+    make_ready,
+    open_state,
+    score,
+    submit,
+)
 from tests.unit.broker.test_parcels import check, put
 
 
@@ -39,6 +51,29 @@ def test_everything_in_flight_is_given_up_and_what_was_trained_stays() -> None:
     assert state.trained_ids(1) == {"trained", "put-trained"}
     # Evaluation is never in the books.
     assert audit(state).dropped == {"run closed": 6}
+    check(state)
+
+
+def test_of_a_step_that_the_store_lost_exactly_the_samples_that_the_trainer_names_count_as_trained() -> None:
+    state = open_state(group_size=4)
+    submit(state, "a")
+    finish(state, lease(state, 4))
+    for grant in lease_scoring(state, 4):
+        is_lost = grant.sample[1] in (2, 3)
+        score(state, grant, types_pb2.SCORE_STATUS_FAILED if is_lost else types_pb2.SCORE_STATUS_OK)
+    assert audit(state).dropped == {"reward_failed": 2}
+    step = broker_pb2.StepRecord(policy_version=1, group_ids=["a"], trained_samples=[index_mask([0, 2])])
+    request = broker_pb2.OpenRunRequest(
+        run_id="run-1", limits=limits(group_size=4), policy_version=1, steps=[step], takes_over=True
+    )
+    reopen_run(state, request, 7.0)
+    trained, dropped = broker_pb2.SAMPLE_STATE_TRAINED, broker_pb2.SAMPLE_STATE_DROPPED
+    samples = state.groups["a"].samples
+    assert [sample.state for sample in samples] == [trained, dropped, trained, dropped]
+    # One that the store takes for dropped was begun anew where the store lost it.
+    assert [sample.attempt > 0 for sample in samples] == [False, False, True, False]
+    assert (audit(state).submitted, audit(state).trained) == (5, 2)
+    assert audit(state).dropped == {"reward_failed": 2, "not_trained": 1}
     check(state)
 
 

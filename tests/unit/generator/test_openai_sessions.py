@@ -6,7 +6,7 @@ from collections import Counter
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.codec import decode_versions, int32_array
@@ -55,6 +55,7 @@ def test_a_kind_of_history_never_matches_another():
     assert made.longest_match("ab") is None
 
 
+@settings(deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 20), st.integers(0, 3), st.integers(1, 3)), min_size=1, max_size=12))
 def test_every_sampled_token_is_trained_on_once_and_no_given_one(plan):
     """Whatever tree of turns a client makes."""
