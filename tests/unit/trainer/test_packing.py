@@ -125,6 +125,12 @@ def test_part_of_a_pack_is_the_pack_of_those_trajectories(temperature):
         else:
             assert found == wanted, field.name
     assert whole.target_ids[targets].tolist() == part.target_ids.tolist()
+    if temperature == 1.0:
+        assert part.temperatures is None
+    else:
+        # 5 loss tokens of the last, 1 of the third, 7 of the second.
+        wanted = np.array([temperature] * 6 + [1.0] * 7, dtype=np.float32)
+        np.testing.assert_array_equal(part.temperatures, wanted, strict=True)
 
 
 def test_numbers_of_loss_tokens_find_their_places_and_their_trajectories():
