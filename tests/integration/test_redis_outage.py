@@ -17,12 +17,14 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from console.status import status_command
 from penstock.rpc import open_channel
 from tests.e2e.runs import Run, running, small_run
+from tests.helpers.broker_model.profile import IS_LONG
 from tests.helpers.console import write_rows
 from tests.helpers.redis_server import RedisProcess
 from tests.helpers.tiny_model import make_tiny_model
 
 pytestmark = pytest.mark.timeout(600)
 SERVICES = ("trainer", "generator-0", "reward")
+LONG_ONLY = pytest.mark.skipif(not IS_LONG, reason="takes three minutes; PENSTOCK_HYPOTHESIS=long runs it")
 
 
 @pytest.fixture
@@ -71,7 +73,7 @@ def _status(run: Run, capsys: pytest.CaptureFixture[str], *, as_json: bool = Fal
 
 @pytest.mark.parametrize(
     ("is_killed", "away_s"),
-    [(True, 20.0), (False, 20.0), pytest.param(True, 130.0, marks=pytest.mark.slow)],
+    [(True, 20.0), (False, 20.0), pytest.param(True, 130.0, marks=LONG_ONLY)],
     ids=["killed", "hangs", "killed for long"],
 )
 def test_a_run_outlasts_its_redis(
