@@ -75,6 +75,7 @@ def row(version: int, group: str, index: int, reward: float) -> dict[str, object
         "group_id": group,
         "sample_index": index,
         "prompt_token_ids": [1, 2, 3],
+        "sampling": {"temperature": 0.7},
         "token_ids": [4, 5],
         "logprobs": [-0.5, -0.25],
         "versions": [version - 1],
