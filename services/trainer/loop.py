@@ -26,8 +26,10 @@ import structlog
 from penstock.clients.training import MicrobatchSession, Subscription
 from penstock.errors import (
     DeadlineError,
+    FencedError,
     InvalidFieldError,
     LeaseLostError,
+    OtherInstanceError,
     UnknownSampleError,
     VersionConflictError,
 )
@@ -79,6 +81,9 @@ class _OpenStep:
     """Times that it was begun before, from the same weights."""
     groups: Groups = field(default_factory=dict)
     """What it trains on; samples that cannot be are left out once they were looked at."""
+
+    report: StepReport | None = None
+    """What came of the optimiser step, once it is done."""
 
     @property
     def samples(self) -> list[TrainingSample]:
@@ -157,9 +162,7 @@ class StepLoop:
         try:
             await self._fill(open_step, kept)
             async with self._context.version_lock:
-                await uninterrupted(self._finish(open_step))
-                with self.waits.waiting(Cause.ACKNOWLEDGING):
-                    await self._acknowledge(tuple(open_step.groups))
+                await self._take(open_step)
             return None
         except NonFiniteError as error:
             if num_skipped >= config.trainer.max_skips_in_a_row:
@@ -168,6 +171,23 @@ class StepLoop:
         finally:
             # A step that did not finish must leave no gradients behind.
             await self._compute.run(open_step.step.abandon)
+
+    async def _take(self, open_step: _OpenStep) -> None:
+        """The optimiser step and its acknowledgement, and its line in the metrics.
+
+        A step that was cut short before the broker answered has its line; one that was refused because another trainer
+        has the run has none: the files are its successor's, and so is the step of that number.
+        """
+        try:
+            await uninterrupted(self._finish(open_step))
+            with self.waits.waiting(Cause.ACKNOWLEDGING):
+                await self._acknowledge(tuple(open_step.groups))
+        except (FencedError, OtherInstanceError):
+            open_step.report = None
+            raise
+        finally:
+            if open_step.report is not None:
+                self._hooks.on_step(self._line(open_step, open_step.report))
 
     async def _fill(self, open_step: _OpenStep, kept: Groups) -> None:
         """Add groups, first those in `kept`, until there are enough for a step."""
@@ -234,7 +254,7 @@ class StepLoop:
         progress.num_samples += report.num_samples
         progress.num_response_tokens += report.num_completion_tokens
         progress.max_staleness_seen = max(progress.max_staleness_seen, report.staleness_max)
-        self._hooks.on_step(self._line(open_step, report))
+        open_step.report = report
         await self._refresh_reference()
 
     async def _acknowledge(self, group_ids: Sequence[str]) -> None:

@@ -17,7 +17,14 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from penstock.codec import float32_bytes, int32_bytes
-from penstock.errors import LeaseLostError, PenstockError, UnknownSampleError, VersionConflictError, from_rpc_error
+from penstock.errors import (
+    FencedError,
+    LeaseLostError,
+    PenstockError,
+    UnknownSampleError,
+    VersionConflictError,
+    from_rpc_error,
+)
 from penstock.security import Security
 from penstock.v1 import trainer_pb2, types_pb2, weights_pb2
 from penstock.weights import manifest_digest, safetensors_digests
@@ -147,6 +154,16 @@ async def test_a_broker_that_lost_a_step_and_hands_out_nothing_is_told_of_it(tmp
     assert broker.is_told
     assert finish_of(events).outcome == trainer_pb2.RUN_OUTCOME_COMPLETED
     assert broker.books().trained == 4 * 2 * 4
+
+
+async def test_a_fenced_trainer_leaves_no_line_of_the_step_that_was_refused(tmp_path, model, broker) -> None:
+    broker.lose_acks, broker.lost_ack_error = 1, FencedError
+    async with serving(broker.service()) as (_, target), running_trainer() as trainer:
+        await trainer.start(run_document(tmp_path, model, target, num_steps=3))
+        events = await trainer.events()
+    assert finish_of(events).outcome == trainer_pb2.RUN_OUTCOME_FAILED
+    assert not any(event.HasField("step") for event in events)
+    assert not [path for path in tmp_path.rglob("metrics.jsonl") if path.read_text()]
 
 
 @pytest.mark.parametrize("error", [VersionConflictError, UnknownSampleError, LeaseLostError])
