@@ -20,6 +20,7 @@
     +-- NotOfferedError          UNIMPLEMENTED        this server does not offer the call
     +-- BadTokenError            UNAUTHENTICATED      the bearer token is missing or wrong
     |   +-- BadCertificateError  UNAUTHENTICATED      TLS fails for good: certificate, name, authority (clients)
+    +-- ForbiddenError           PERMISSION_DENIED    the call is not open to the caller's role
     +-- BusyError                ALREADY_EXISTS       another run is under way
     +-- InternalError            INTERNAL             a fault of the server
 
@@ -176,6 +177,12 @@ class BadCertificateError(BadTokenError):
     """TLS with the server fails in a way that no retry heals; raised by clients, it never crosses the wire."""
 
 
+class ForbiddenError(PenstockError):
+    """The call, or the run, site or name in it, is not open to the caller's role; never retry."""
+
+    code, reason = code_pb2.PERMISSION_DENIED, "FORBIDDEN"
+
+
 class BusyError(PenstockError):
     """Another run is under way."""
 
@@ -196,6 +203,7 @@ _BY_CODE: dict[int, type[PenstockError]] = {
     code_pb2.DEADLINE_EXCEEDED: DeadlineError,
     code_pb2.UNIMPLEMENTED: NotOfferedError,
     code_pb2.UNAUTHENTICATED: BadTokenError,
+    code_pb2.PERMISSION_DENIED: ForbiddenError,
 }
 _BROKEN_CONNECTION = ("Internal error from Core", "Received RST_STREAM", "Stream removed")
 """What gRPC itself says, as INTERNAL or UNKNOWN, where a connection broke in the middle of a message."""

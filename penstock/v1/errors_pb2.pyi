@@ -71,6 +71,8 @@ class _ErrorReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ErrorReas
     """[FAILED_PRECONDITION] Another trainer has taken the run over. Stop; write and publish nothing more."""
     ERROR_REASON_OTHER_INSTANCE: _ErrorReason.ValueType  # 20
     """[FAILED_PRECONDITION] Another run was opened under this id: resume that one, choose another id, or delete it."""
+    ERROR_REASON_FORBIDDEN: _ErrorReason.ValueType  # 21
+    """[PERMISSION_DENIED] The call, or the run, site or name in it, is not open to the caller's role. Never retry."""
 
 class ErrorReason(_ErrorReason, metaclass=_ErrorReasonEnumTypeWrapper):
     """Why a call, or one item of it, was refused. The status code that goes with each is in brackets."""
@@ -117,6 +119,8 @@ ERROR_REASON_FENCED: ErrorReason.ValueType  # 19
 """[FAILED_PRECONDITION] Another trainer has taken the run over. Stop; write and publish nothing more."""
 ERROR_REASON_OTHER_INSTANCE: ErrorReason.ValueType  # 20
 """[FAILED_PRECONDITION] Another run was opened under this id: resume that one, choose another id, or delete it."""
+ERROR_REASON_FORBIDDEN: ErrorReason.ValueType  # 21
+"""[PERMISSION_DENIED] The call, or the run, site or name in it, is not open to the caller's role. Never retry."""
 Global___ErrorReason: _TypeAlias = ErrorReason  # noqa: Y015
 
 @_typing.final

@@ -24,9 +24,10 @@ _sym_db = _symbol_database.Default()
 
 from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb2
 from google.protobuf import timestamp_pb2 as google_dot_protobuf_dot_timestamp__pb2
+from penstock.v1 import access_pb2 as penstock_dot_v1_dot_access__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19penstock/v1/trainer.proto\x12\x0bpenstock.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\"F\n\x0fStartRunRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x13\n\x0b\x63onfig_json\x18\x02 \x01(\t\x12\x0e\n\x06resume\x18\x03 \x01(\x08\"#\n\x10StartRunResponse\x12\x0f\n\x07run_dir\x18\x01 \x01(\t\"M\n\x0fWatchRunRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x15\n\rfrom_sequence\x18\x02 \x01(\x04\x12\x13\n\x0bincarnation\x18\x03 \x01(\t\"I\n\x0cStateChanged\x12(\n\x05state\x18\x01 \x01(\x0e\x32\x19.penstock.v1.TrainerState\x12\x0f\n\x07message\x18\x02 \x01(\t\"\x9e\x01\n\nStepReport\x12\x16\n\x0epolicy_version\x18\x01 \x01(\x03\x12\x11\n\tnum_steps\x18\x02 \x01(\r\x12\x35\n\x07metrics\x18\x03 \x03(\x0b\x32$.penstock.v1.StepReport.MetricsEntry\x1a.\n\x0cMetricsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"\xa5\x01\n\x10\x45valuationReport\x12\x16\n\x0epolicy_version\x18\x01 \x01(\x03\x12\x1d\n\x10sampled_accuracy\x18\x02 \x01(\x01H\x00\x88\x01\x01\x12\x1c\n\x0fgreedy_accuracy\x18\x03 \x01(\x01H\x01\x88\x01\x01\x12\x13\n\x0bnum_prompts\x18\x04 \x01(\rB\x13\n\x11_sampled_accuracyB\x12\n\x10_greedy_accuracy\"9\n\x11\x43heckpointWritten\x12\x16\n\x0epolicy_version\x18\x01 \x01(\x03\x12\x0c\n\x04path\x18\x02 \x01(\t\"\x8e\x01\n\x0bRunFinished\x12(\n\x07outcome\x18\x01 \x01(\x0e\x32\x17.penstock.v1.RunOutcome\x12\x0f\n\x07message\x18\x02 \x01(\t\x12\x14\n\x0csummary_json\x18\x03 \x01(\t\x12.\n\x0bretry_delay\x18\x04 \x01(\x0b\x32\x19.google.protobuf.Duration\"\xe8\x02\n\x10WatchRunResponse\x12\x10\n\x08sequence\x18\x01 \x01(\x04\x12.\n\nevent_time\x18\x02 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x32\n\rstate_changed\x18\x03 \x01(\x0b\x32\x19.penstock.v1.StateChangedH\x00\x12\'\n\x04step\x18\x04 \x01(\x0b\x32\x17.penstock.v1.StepReportH\x00\x12\x33\n\nevaluation\x18\x05 \x01(\x0b\x32\x1d.penstock.v1.EvaluationReportH\x00\x12\x34\n\ncheckpoint\x18\x06 \x01(\x0b\x32\x1e.penstock.v1.CheckpointWrittenH\x00\x12,\n\x08\x66inished\x18\x07 \x01(\x0b\x32\x18.penstock.v1.RunFinishedH\x00\x12\x13\n\x0bincarnation\x18\x08 \x01(\tB\x07\n\x05\x65vent\" \n\x0eStopRunRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\"\x11\n\x0fStopRunResponse\"\x13\n\x11GetTrainerRequest\"\x9f\x01\n\x12GetTrainerResponse\x12(\n\x05state\x18\x01 \x01(\x0e\x32\x19.penstock.v1.TrainerState\x12\x0e\n\x06run_id\x18\x02 \x01(\t\x12\x16\n\x0epolicy_version\x18\x03 \x01(\x03\x12\x11\n\tnum_steps\x18\x04 \x01(\r\x12\x0f\n\x07message\x18\x05 \x01(\t\x12\x13\n\x0bweights_url\x18\x06 \x01(\t*\xed\x01\n\x0cTrainerState\x12\x1d\n\x19TRAINER_STATE_UNSPECIFIED\x10\x00\x12\x16\n\x12TRAINER_STATE_IDLE\x10\x01\x12\x1a\n\x16TRAINER_STATE_STARTING\x10\x02\x12\x1c\n\x18TRAINER_STATE_EVALUATING\x10\x03\x12\x1a\n\x16TRAINER_STATE_TRAINING\x10\x04\x12\x1a\n\x16TRAINER_STATE_STOPPING\x10\x05\x12\x1a\n\x16TRAINER_STATE_FINISHED\x10\x06\x12\x18\n\x14TRAINER_STATE_FAILED\x10\x07*\x8e\x01\n\nRunOutcome\x12\x1b\n\x17RUN_OUTCOME_UNSPECIFIED\x10\x00\x12\x19\n\x15RUN_OUTCOME_COMPLETED\x10\x01\x12\x17\n\x13RUN_OUTCOME_STOPPED\x10\x02\x12\x16\n\x12RUN_OUTCOME_FAILED\x10\x03\x12\x17\n\x13RUN_OUTCOME_DRAINED\x10\x04\x32\xb9\x02\n\x0eTrainerService\x12G\n\x08StartRun\x12\x1c.penstock.v1.StartRunRequest\x1a\x1d.penstock.v1.StartRunResponse\x12I\n\x08WatchRun\x12\x1c.penstock.v1.WatchRunRequest\x1a\x1d.penstock.v1.WatchRunResponse0\x01\x12\x44\n\x07StopRun\x12\x1b.penstock.v1.StopRunRequest\x1a\x1c.penstock.v1.StopRunResponse\x12M\n\nGetTrainer\x12\x1e.penstock.v1.GetTrainerRequest\x1a\x1f.penstock.v1.GetTrainerResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19penstock/v1/trainer.proto\x12\x0bpenstock.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x18penstock/v1/access.proto\"F\n\x0fStartRunRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x13\n\x0b\x63onfig_json\x18\x02 \x01(\t\x12\x0e\n\x06resume\x18\x03 \x01(\x08\"#\n\x10StartRunResponse\x12\x0f\n\x07run_dir\x18\x01 \x01(\t\"M\n\x0fWatchRunRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x15\n\rfrom_sequence\x18\x02 \x01(\x04\x12\x13\n\x0bincarnation\x18\x03 \x01(\t\"I\n\x0cStateChanged\x12(\n\x05state\x18\x01 \x01(\x0e\x32\x19.penstock.v1.TrainerState\x12\x0f\n\x07message\x18\x02 \x01(\t\"\x9e\x01\n\nStepReport\x12\x16\n\x0epolicy_version\x18\x01 \x01(\x03\x12\x11\n\tnum_steps\x18\x02 \x01(\r\x12\x35\n\x07metrics\x18\x03 \x03(\x0b\x32$.penstock.v1.StepReport.MetricsEntry\x1a.\n\x0cMetricsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"\xa5\x01\n\x10\x45valuationReport\x12\x16\n\x0epolicy_version\x18\x01 \x01(\x03\x12\x1d\n\x10sampled_accuracy\x18\x02 \x01(\x01H\x00\x88\x01\x01\x12\x1c\n\x0fgreedy_accuracy\x18\x03 \x01(\x01H\x01\x88\x01\x01\x12\x13\n\x0bnum_prompts\x18\x04 \x01(\rB\x13\n\x11_sampled_accuracyB\x12\n\x10_greedy_accuracy\"9\n\x11\x43heckpointWritten\x12\x16\n\x0epolicy_version\x18\x01 \x01(\x03\x12\x0c\n\x04path\x18\x02 \x01(\t\"\x8e\x01\n\x0bRunFinished\x12(\n\x07outcome\x18\x01 \x01(\x0e\x32\x17.penstock.v1.RunOutcome\x12\x0f\n\x07message\x18\x02 \x01(\t\x12\x14\n\x0csummary_json\x18\x03 \x01(\t\x12.\n\x0bretry_delay\x18\x04 \x01(\x0b\x32\x19.google.protobuf.Duration\"\xe8\x02\n\x10WatchRunResponse\x12\x10\n\x08sequence\x18\x01 \x01(\x04\x12.\n\nevent_time\x18\x02 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x32\n\rstate_changed\x18\x03 \x01(\x0b\x32\x19.penstock.v1.StateChangedH\x00\x12\'\n\x04step\x18\x04 \x01(\x0b\x32\x17.penstock.v1.StepReportH\x00\x12\x33\n\nevaluation\x18\x05 \x01(\x0b\x32\x1d.penstock.v1.EvaluationReportH\x00\x12\x34\n\ncheckpoint\x18\x06 \x01(\x0b\x32\x1e.penstock.v1.CheckpointWrittenH\x00\x12,\n\x08\x66inished\x18\x07 \x01(\x0b\x32\x18.penstock.v1.RunFinishedH\x00\x12\x13\n\x0bincarnation\x18\x08 \x01(\tB\x07\n\x05\x65vent\" \n\x0eStopRunRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\"\x11\n\x0fStopRunResponse\"\x13\n\x11GetTrainerRequest\"\x9f\x01\n\x12GetTrainerResponse\x12(\n\x05state\x18\x01 \x01(\x0e\x32\x19.penstock.v1.TrainerState\x12\x0e\n\x06run_id\x18\x02 \x01(\t\x12\x16\n\x0epolicy_version\x18\x03 \x01(\x03\x12\x11\n\tnum_steps\x18\x04 \x01(\r\x12\x0f\n\x07message\x18\x05 \x01(\t\x12\x13\n\x0bweights_url\x18\x06 \x01(\t*\xed\x01\n\x0cTrainerState\x12\x1d\n\x19TRAINER_STATE_UNSPECIFIED\x10\x00\x12\x16\n\x12TRAINER_STATE_IDLE\x10\x01\x12\x1a\n\x16TRAINER_STATE_STARTING\x10\x02\x12\x1c\n\x18TRAINER_STATE_EVALUATING\x10\x03\x12\x1a\n\x16TRAINER_STATE_TRAINING\x10\x04\x12\x1a\n\x16TRAINER_STATE_STOPPING\x10\x05\x12\x1a\n\x16TRAINER_STATE_FINISHED\x10\x06\x12\x18\n\x14TRAINER_STATE_FAILED\x10\x07*\x8e\x01\n\nRunOutcome\x12\x1b\n\x17RUN_OUTCOME_UNSPECIFIED\x10\x00\x12\x19\n\x15RUN_OUTCOME_COMPLETED\x10\x01\x12\x17\n\x13RUN_OUTCOME_STOPPED\x10\x02\x12\x16\n\x12RUN_OUTCOME_FAILED\x10\x03\x12\x17\n\x13RUN_OUTCOME_DRAINED\x10\x04\x32\xc7\x02\n\x0eTrainerService\x12G\n\x08StartRun\x12\x1c.penstock.v1.StartRunRequest\x1a\x1d.penstock.v1.StartRunResponse\x12P\n\x08WatchRun\x12\x1c.penstock.v1.WatchRunRequest\x1a\x1d.penstock.v1.WatchRunResponse\"\x05\xe2\xab\x19\x01\x06\x30\x01\x12\x44\n\x07StopRun\x12\x1b.penstock.v1.StopRunRequest\x1a\x1c.penstock.v1.StopRunResponse\x12T\n\nGetTrainer\x12\x1e.penstock.v1.GetTrainerRequest\x1a\x1f.penstock.v1.GetTrainerResponse\"\x05\xe2\xab\x19\x01\x06\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -35,38 +36,42 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_STEPREPORT_METRICSENTRY']._loaded_options = None
   _globals['_STEPREPORT_METRICSENTRY']._serialized_options = b'8\001'
-  _globals['_TRAINERSTATE']._serialized_start=1503
-  _globals['_TRAINERSTATE']._serialized_end=1740
-  _globals['_RUNOUTCOME']._serialized_start=1743
-  _globals['_RUNOUTCOME']._serialized_end=1885
-  _globals['_STARTRUNREQUEST']._serialized_start=107
-  _globals['_STARTRUNREQUEST']._serialized_end=177
-  _globals['_STARTRUNRESPONSE']._serialized_start=179
-  _globals['_STARTRUNRESPONSE']._serialized_end=214
-  _globals['_WATCHRUNREQUEST']._serialized_start=216
-  _globals['_WATCHRUNREQUEST']._serialized_end=293
-  _globals['_STATECHANGED']._serialized_start=295
-  _globals['_STATECHANGED']._serialized_end=368
-  _globals['_STEPREPORT']._serialized_start=371
-  _globals['_STEPREPORT']._serialized_end=529
-  _globals['_STEPREPORT_METRICSENTRY']._serialized_start=483
-  _globals['_STEPREPORT_METRICSENTRY']._serialized_end=529
-  _globals['_EVALUATIONREPORT']._serialized_start=532
-  _globals['_EVALUATIONREPORT']._serialized_end=697
-  _globals['_CHECKPOINTWRITTEN']._serialized_start=699
-  _globals['_CHECKPOINTWRITTEN']._serialized_end=756
-  _globals['_RUNFINISHED']._serialized_start=759
-  _globals['_RUNFINISHED']._serialized_end=901
-  _globals['_WATCHRUNRESPONSE']._serialized_start=904
-  _globals['_WATCHRUNRESPONSE']._serialized_end=1264
-  _globals['_STOPRUNREQUEST']._serialized_start=1266
-  _globals['_STOPRUNREQUEST']._serialized_end=1298
-  _globals['_STOPRUNRESPONSE']._serialized_start=1300
-  _globals['_STOPRUNRESPONSE']._serialized_end=1317
-  _globals['_GETTRAINERREQUEST']._serialized_start=1319
-  _globals['_GETTRAINERREQUEST']._serialized_end=1338
-  _globals['_GETTRAINERRESPONSE']._serialized_start=1341
-  _globals['_GETTRAINERRESPONSE']._serialized_end=1500
-  _globals['_TRAINERSERVICE']._serialized_start=1888
-  _globals['_TRAINERSERVICE']._serialized_end=2201
+  _globals['_TRAINERSERVICE'].methods_by_name['WatchRun']._loaded_options = None
+  _globals['_TRAINERSERVICE'].methods_by_name['WatchRun']._serialized_options = b'\342\253\031\001\006'
+  _globals['_TRAINERSERVICE'].methods_by_name['GetTrainer']._loaded_options = None
+  _globals['_TRAINERSERVICE'].methods_by_name['GetTrainer']._serialized_options = b'\342\253\031\001\006'
+  _globals['_TRAINERSTATE']._serialized_start=1529
+  _globals['_TRAINERSTATE']._serialized_end=1766
+  _globals['_RUNOUTCOME']._serialized_start=1769
+  _globals['_RUNOUTCOME']._serialized_end=1911
+  _globals['_STARTRUNREQUEST']._serialized_start=133
+  _globals['_STARTRUNREQUEST']._serialized_end=203
+  _globals['_STARTRUNRESPONSE']._serialized_start=205
+  _globals['_STARTRUNRESPONSE']._serialized_end=240
+  _globals['_WATCHRUNREQUEST']._serialized_start=242
+  _globals['_WATCHRUNREQUEST']._serialized_end=319
+  _globals['_STATECHANGED']._serialized_start=321
+  _globals['_STATECHANGED']._serialized_end=394
+  _globals['_STEPREPORT']._serialized_start=397
+  _globals['_STEPREPORT']._serialized_end=555
+  _globals['_STEPREPORT_METRICSENTRY']._serialized_start=509
+  _globals['_STEPREPORT_METRICSENTRY']._serialized_end=555
+  _globals['_EVALUATIONREPORT']._serialized_start=558
+  _globals['_EVALUATIONREPORT']._serialized_end=723
+  _globals['_CHECKPOINTWRITTEN']._serialized_start=725
+  _globals['_CHECKPOINTWRITTEN']._serialized_end=782
+  _globals['_RUNFINISHED']._serialized_start=785
+  _globals['_RUNFINISHED']._serialized_end=927
+  _globals['_WATCHRUNRESPONSE']._serialized_start=930
+  _globals['_WATCHRUNRESPONSE']._serialized_end=1290
+  _globals['_STOPRUNREQUEST']._serialized_start=1292
+  _globals['_STOPRUNREQUEST']._serialized_end=1324
+  _globals['_STOPRUNRESPONSE']._serialized_start=1326
+  _globals['_STOPRUNRESPONSE']._serialized_end=1343
+  _globals['_GETTRAINERREQUEST']._serialized_start=1345
+  _globals['_GETTRAINERREQUEST']._serialized_end=1364
+  _globals['_GETTRAINERRESPONSE']._serialized_start=1367
+  _globals['_GETTRAINERRESPONSE']._serialized_end=1526
+  _globals['_TRAINERSERVICE']._serialized_start=1914
+  _globals['_TRAINERSERVICE']._serialized_end=2241
 # @@protoc_insertion_point(module_scope)

@@ -24,53 +24,66 @@ _sym_db = _symbol_database.Default()
 
 from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb2
 from google.protobuf import timestamp_pb2 as google_dot_protobuf_dot_timestamp__pb2
+from penstock.v1 import access_pb2 as penstock_dot_v1_dot_access__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19penstock/v1/weights.proto\x12\x0bpenstock.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\"\\\n\nTensorInfo\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05\x64type\x18\x02 \x01(\t\x12\r\n\x05shape\x18\x03 \x03(\x04\x12\x0e\n\x06sha256\x18\x04 \x01(\t\x12\x12\n\nsize_bytes\x18\x05 \x01(\x04\"O\n\tChunkInfo\x12\x0e\n\x06offset\x18\x01 \x01(\x04\x12\x12\n\nsize_bytes\x18\x02 \x01(\x04\x12\x0e\n\x06sha256\x18\x03 \x01(\t\x12\x0e\n\x06\x62lake3\x18\x04 \x01(\t\"W\n\x0b\x41\x64\x61pterInfo\x12\x13\n\x0b\x62\x61se_digest\x18\x01 \x01(\t\x12\x0c\n\x04rank\x18\x02 \x01(\r\x12\r\n\x05\x61lpha\x18\x03 \x01(\x01\x12\x16\n\x0etarget_modules\x18\x04 \x03(\t\"\xe8\x03\n\x0fWeightsManifest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x16\n\x0epolicy_version\x18\x02 \x01(\x03\x12\x0f\n\x07history\x18\x03 \x01(\r\x12&\n\x04kind\x18\x04 \x01(\x0e\x32\x18.penstock.v1.WeightsKind\x12.\n\x08\x65ncoding\x18\x05 \x01(\x0e\x32\x1c.penstock.v1.WeightsEncoding\x12\x19\n\x0c\x62\x61se_version\x18\x06 \x01(\x03H\x00\x88\x01\x01\x12(\n\x07tensors\x18\x07 \x03(\x0b\x32\x17.penstock.v1.TensorInfo\x12&\n\x06\x63hunks\x18\x08 \x03(\x0b\x32\x16.penstock.v1.ChunkInfo\x12\x0e\n\x06\x64igest\x18\t \x01(\t\x12\x12\n\nsize_bytes\x18\n \x01(\x04\x12\x0c\n\x04urls\x18\x0b \x03(\t\x12\x30\n\x0cpublish_time\x18\x0c \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x13\n\x0b\x62\x61se_digest\x18\r \x01(\t\x12)\n\x07\x61\x64\x61pter\x18\x0e \x01(\x0b\x32\x18.penstock.v1.AdapterInfo\x12\x13\n\x0binstance_id\x18\x0f \x01(\t\x12\r\n\x05\x65poch\x18\x10 \x01(\x04\x42\x0f\n\r_base_version\"\x95\x01\n\x12GetManifestRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x1b\n\x0epolicy_version\x18\x02 \x01(\x03H\x00\x88\x01\x01\x12\x19\n\x0cheld_version\x18\x03 \x01(\x03H\x01\x88\x01\x01\x12\x13\n\x0bheld_digest\x18\x04 \x01(\tB\x11\n\x0f_policy_versionB\x0f\n\r_held_version\"v\n\x13GetManifestResponse\x12.\n\x08manifest\x18\x01 \x01(\x0b\x32\x1c.penstock.v1.WeightsManifest\x12/\n\tpreceding\x18\x02 \x03(\x0b\x32\x1c.penstock.v1.WeightsManifest\"d\n\x15WatchManifestsRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x13\n\x0breceiver_id\x18\x02 \x01(\t\x12\x0c\n\x04site\x18\x03 \x01(\t\x12\x18\n\x10joins_broadcasts\x18\x04 \x01(\x08\"H\n\x16WatchManifestsResponse\x12.\n\x08manifest\x18\x01 \x01(\x0b\x32\x1c.penstock.v1.WeightsManifest\"N\n\x14StreamContentRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x16\n\x0epolicy_version\x18\x02 \x01(\x03\x12\x0e\n\x06offset\x18\x03 \x01(\x04\">\n\x15StreamContentResponse\x12\x0c\n\x04\x64\x61ta\x18\x01 \x01(\x0c\x12\x17\n\x0fremaining_bytes\x18\x02 \x01(\x04\"\x82\x01\n\x12\x46indSourcesRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x13\n\x0breceiver_id\x18\x02 \x01(\t\x12\x0c\n\x04site\x18\x03 \x01(\t\x12\x12\n\ncontent_id\x18\x04 \x01(\t\x12\x11\n\trelay_url\x18\x05 \x01(\t\x12\x12\n\nfailed_url\x18\x06 \x01(\t\")\n\x13\x46indSourcesResponse\x12\x12\n\nrelay_urls\x18\x01 \x03(\t\"\x96\x01\n\x14JoinBroadcastRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x13\n\x0breceiver_id\x18\x02 \x01(\t\x12\x12\n\ncontent_id\x18\x03 \x01(\t\x12.\n\x07\x62\x61\x63kend\x18\x04 \x01(\x0e\x32\x1d.penstock.v1.BroadcastBackend\x12\x15\n\ropen_group_id\x18\x05 \x01(\t\"\xba\x01\n\x15JoinBroadcastResponse\x12\x10\n\x08group_id\x18\x01 \x01(\t\x12\x10\n\x08sequence\x18\x02 \x01(\r\x12\x0c\n\x04rank\x18\x03 \x01(\r\x12\x11\n\tnum_ranks\x18\x04 \x01(\r\x12\x15\n\rstore_address\x18\x05 \x01(\t\x12\x13\n\x0bpiece_bytes\x18\x06 \x01(\x04\x12\x30\n\rstall_timeout\x18\x07 \x01(\x0b\x32\x19.google.protobuf.Duration\"\xb9\x01\n\x14ReportHoldingRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x13\n\x0breceiver_id\x18\x02 \x01(\t\x12\x16\n\x0epolicy_version\x18\x03 \x01(\x03\x12\x0e\n\x06\x64igest\x18\x04 \x01(\t\x12\x14\n\x0cswap_pause_s\x18\x05 \x01(\x01\x12\x15\n\rfetched_bytes\x18\x06 \x01(\x04\x12\x11\n\trelay_url\x18\x07 \x01(\t\x12\x14\n\x0corigin_bytes\x18\x08 \x01(\x04\"/\n\x15ReportHoldingResponse\x12\x16\n\x0enewest_version\x18\x01 \x01(\x03*t\n\x0bWeightsKind\x12\x1c\n\x18WEIGHTS_KIND_UNSPECIFIED\x10\x00\x12\x15\n\x11WEIGHTS_KIND_FULL\x10\x01\x12\x16\n\x12WEIGHTS_KIND_DELTA\x10\x02\x12\x18\n\x14WEIGHTS_KIND_ADAPTER\x10\x03*\xa1\x01\n\x0fWeightsEncoding\x12 \n\x1cWEIGHTS_ENCODING_UNSPECIFIED\x10\x00\x12 \n\x1cWEIGHTS_ENCODING_SAFETENSORS\x10\x01\x12%\n!WEIGHTS_ENCODING_SAFETENSORS_ZSTD\x10\x02\x12#\n\x1fWEIGHTS_ENCODING_CHANGED_BLOCKS\x10\x03*m\n\x10\x42roadcastBackend\x12!\n\x1d\x42ROADCAST_BACKEND_UNSPECIFIED\x10\x00\x12\x1a\n\x16\x42ROADCAST_BACKEND_GLOO\x10\x01\x12\x1a\n\x16\x42ROADCAST_BACKEND_NCCL\x10\x02\x32\x9f\x04\n\x12WeightStoreService\x12P\n\x0bGetManifest\x12\x1f.penstock.v1.GetManifestRequest\x1a .penstock.v1.GetManifestResponse\x12[\n\x0eWatchManifests\x12\".penstock.v1.WatchManifestsRequest\x1a#.penstock.v1.WatchManifestsResponse0\x01\x12X\n\rStreamContent\x12!.penstock.v1.StreamContentRequest\x1a\".penstock.v1.StreamContentResponse0\x01\x12P\n\x0b\x46indSources\x12\x1f.penstock.v1.FindSourcesRequest\x1a .penstock.v1.FindSourcesResponse\x12V\n\rJoinBroadcast\x12!.penstock.v1.JoinBroadcastRequest\x1a\".penstock.v1.JoinBroadcastResponse\x12V\n\rReportHolding\x12!.penstock.v1.ReportHoldingRequest\x1a\".penstock.v1.ReportHoldingResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19penstock/v1/weights.proto\x12\x0bpenstock.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x18penstock/v1/access.proto\"\\\n\nTensorInfo\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05\x64type\x18\x02 \x01(\t\x12\r\n\x05shape\x18\x03 \x03(\x04\x12\x0e\n\x06sha256\x18\x04 \x01(\t\x12\x12\n\nsize_bytes\x18\x05 \x01(\x04\"O\n\tChunkInfo\x12\x0e\n\x06offset\x18\x01 \x01(\x04\x12\x12\n\nsize_bytes\x18\x02 \x01(\x04\x12\x0e\n\x06sha256\x18\x03 \x01(\t\x12\x0e\n\x06\x62lake3\x18\x04 \x01(\t\"W\n\x0b\x41\x64\x61pterInfo\x12\x13\n\x0b\x62\x61se_digest\x18\x01 \x01(\t\x12\x0c\n\x04rank\x18\x02 \x01(\r\x12\r\n\x05\x61lpha\x18\x03 \x01(\x01\x12\x16\n\x0etarget_modules\x18\x04 \x03(\t\"\xe8\x03\n\x0fWeightsManifest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x16\n\x0epolicy_version\x18\x02 \x01(\x03\x12\x0f\n\x07history\x18\x03 \x01(\r\x12&\n\x04kind\x18\x04 \x01(\x0e\x32\x18.penstock.v1.WeightsKind\x12.\n\x08\x65ncoding\x18\x05 \x01(\x0e\x32\x1c.penstock.v1.WeightsEncoding\x12\x19\n\x0c\x62\x61se_version\x18\x06 \x01(\x03H\x00\x88\x01\x01\x12(\n\x07tensors\x18\x07 \x03(\x0b\x32\x17.penstock.v1.TensorInfo\x12&\n\x06\x63hunks\x18\x08 \x03(\x0b\x32\x16.penstock.v1.ChunkInfo\x12\x0e\n\x06\x64igest\x18\t \x01(\t\x12\x12\n\nsize_bytes\x18\n \x01(\x04\x12\x0c\n\x04urls\x18\x0b \x03(\t\x12\x30\n\x0cpublish_time\x18\x0c \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x13\n\x0b\x62\x61se_digest\x18\r \x01(\t\x12)\n\x07\x61\x64\x61pter\x18\x0e \x01(\x0b\x32\x18.penstock.v1.AdapterInfo\x12\x13\n\x0binstance_id\x18\x0f \x01(\t\x12\r\n\x05\x65poch\x18\x10 \x01(\x04\x42\x0f\n\r_base_version\"\x95\x01\n\x12GetManifestRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x1b\n\x0epolicy_version\x18\x02 \x01(\x03H\x00\x88\x01\x01\x12\x19\n\x0cheld_version\x18\x03 \x01(\x03H\x01\x88\x01\x01\x12\x13\n\x0bheld_digest\x18\x04 \x01(\tB\x11\n\x0f_policy_versionB\x0f\n\r_held_version\"v\n\x13GetManifestResponse\x12.\n\x08manifest\x18\x01 \x01(\x0b\x32\x1c.penstock.v1.WeightsManifest\x12/\n\tpreceding\x18\x02 \x03(\x0b\x32\x1c.penstock.v1.WeightsManifest\"d\n\x15WatchManifestsRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x13\n\x0breceiver_id\x18\x02 \x01(\t\x12\x0c\n\x04site\x18\x03 \x01(\t\x12\x18\n\x10joins_broadcasts\x18\x04 \x01(\x08\"H\n\x16WatchManifestsResponse\x12.\n\x08manifest\x18\x01 \x01(\x0b\x32\x1c.penstock.v1.WeightsManifest\"N\n\x14StreamContentRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x16\n\x0epolicy_version\x18\x02 \x01(\x03\x12\x0e\n\x06offset\x18\x03 \x01(\x04\">\n\x15StreamContentResponse\x12\x0c\n\x04\x64\x61ta\x18\x01 \x01(\x0c\x12\x17\n\x0fremaining_bytes\x18\x02 \x01(\x04\"\x82\x01\n\x12\x46indSourcesRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x13\n\x0breceiver_id\x18\x02 \x01(\t\x12\x0c\n\x04site\x18\x03 \x01(\t\x12\x12\n\ncontent_id\x18\x04 \x01(\t\x12\x11\n\trelay_url\x18\x05 \x01(\t\x12\x12\n\nfailed_url\x18\x06 \x01(\t\")\n\x13\x46indSourcesResponse\x12\x12\n\nrelay_urls\x18\x01 \x03(\t\"\x96\x01\n\x14JoinBroadcastRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x13\n\x0breceiver_id\x18\x02 \x01(\t\x12\x12\n\ncontent_id\x18\x03 \x01(\t\x12.\n\x07\x62\x61\x63kend\x18\x04 \x01(\x0e\x32\x1d.penstock.v1.BroadcastBackend\x12\x15\n\ropen_group_id\x18\x05 \x01(\t\"\xba\x01\n\x15JoinBroadcastResponse\x12\x10\n\x08group_id\x18\x01 \x01(\t\x12\x10\n\x08sequence\x18\x02 \x01(\r\x12\x0c\n\x04rank\x18\x03 \x01(\r\x12\x11\n\tnum_ranks\x18\x04 \x01(\r\x12\x15\n\rstore_address\x18\x05 \x01(\t\x12\x13\n\x0bpiece_bytes\x18\x06 \x01(\x04\x12\x30\n\rstall_timeout\x18\x07 \x01(\x0b\x32\x19.google.protobuf.Duration\"\xb9\x01\n\x14ReportHoldingRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x13\n\x0breceiver_id\x18\x02 \x01(\t\x12\x16\n\x0epolicy_version\x18\x03 \x01(\x03\x12\x0e\n\x06\x64igest\x18\x04 \x01(\t\x12\x14\n\x0cswap_pause_s\x18\x05 \x01(\x01\x12\x15\n\rfetched_bytes\x18\x06 \x01(\x04\x12\x11\n\trelay_url\x18\x07 \x01(\t\x12\x14\n\x0corigin_bytes\x18\x08 \x01(\x04\"/\n\x15ReportHoldingResponse\x12\x16\n\x0enewest_version\x18\x01 \x01(\x03*t\n\x0bWeightsKind\x12\x1c\n\x18WEIGHTS_KIND_UNSPECIFIED\x10\x00\x12\x15\n\x11WEIGHTS_KIND_FULL\x10\x01\x12\x16\n\x12WEIGHTS_KIND_DELTA\x10\x02\x12\x18\n\x14WEIGHTS_KIND_ADAPTER\x10\x03*\xa1\x01\n\x0fWeightsEncoding\x12 \n\x1cWEIGHTS_ENCODING_UNSPECIFIED\x10\x00\x12 \n\x1cWEIGHTS_ENCODING_SAFETENSORS\x10\x01\x12%\n!WEIGHTS_ENCODING_SAFETENSORS_ZSTD\x10\x02\x12#\n\x1fWEIGHTS_ENCODING_CHANGED_BLOCKS\x10\x03*m\n\x10\x42roadcastBackend\x12!\n\x1d\x42ROADCAST_BACKEND_UNSPECIFIED\x10\x00\x12\x1a\n\x16\x42ROADCAST_BACKEND_GLOO\x10\x01\x12\x1a\n\x16\x42ROADCAST_BACKEND_NCCL\x10\x02\x32\xc9\x04\n\x12WeightStoreService\x12W\n\x0bGetManifest\x12\x1f.penstock.v1.GetManifestRequest\x1a .penstock.v1.GetManifestResponse\"\x05\xe2\xab\x19\x01\x03\x12\x62\n\x0eWatchManifests\x12\".penstock.v1.WatchManifestsRequest\x1a#.penstock.v1.WatchManifestsResponse\"\x05\xe2\xab\x19\x01\x03\x30\x01\x12_\n\rStreamContent\x12!.penstock.v1.StreamContentRequest\x1a\".penstock.v1.StreamContentResponse\"\x05\xe2\xab\x19\x01\x03\x30\x01\x12W\n\x0b\x46indSources\x12\x1f.penstock.v1.FindSourcesRequest\x1a .penstock.v1.FindSourcesResponse\"\x05\xe2\xab\x19\x01\x03\x12]\n\rJoinBroadcast\x12!.penstock.v1.JoinBroadcastRequest\x1a\".penstock.v1.JoinBroadcastResponse\"\x05\xe2\xab\x19\x01\x03\x12]\n\rReportHolding\x12!.penstock.v1.ReportHoldingRequest\x1a\".penstock.v1.ReportHoldingResponse\"\x05\xe2\xab\x19\x01\x03\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'penstock.v1.weights_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_WEIGHTSKIND']._serialized_start=2209
-  _globals['_WEIGHTSKIND']._serialized_end=2325
-  _globals['_WEIGHTSENCODING']._serialized_start=2328
-  _globals['_WEIGHTSENCODING']._serialized_end=2489
-  _globals['_BROADCASTBACKEND']._serialized_start=2491
-  _globals['_BROADCASTBACKEND']._serialized_end=2600
-  _globals['_TENSORINFO']._serialized_start=107
-  _globals['_TENSORINFO']._serialized_end=199
-  _globals['_CHUNKINFO']._serialized_start=201
-  _globals['_CHUNKINFO']._serialized_end=280
-  _globals['_ADAPTERINFO']._serialized_start=282
-  _globals['_ADAPTERINFO']._serialized_end=369
-  _globals['_WEIGHTSMANIFEST']._serialized_start=372
-  _globals['_WEIGHTSMANIFEST']._serialized_end=860
-  _globals['_GETMANIFESTREQUEST']._serialized_start=863
-  _globals['_GETMANIFESTREQUEST']._serialized_end=1012
-  _globals['_GETMANIFESTRESPONSE']._serialized_start=1014
-  _globals['_GETMANIFESTRESPONSE']._serialized_end=1132
-  _globals['_WATCHMANIFESTSREQUEST']._serialized_start=1134
-  _globals['_WATCHMANIFESTSREQUEST']._serialized_end=1234
-  _globals['_WATCHMANIFESTSRESPONSE']._serialized_start=1236
-  _globals['_WATCHMANIFESTSRESPONSE']._serialized_end=1308
-  _globals['_STREAMCONTENTREQUEST']._serialized_start=1310
-  _globals['_STREAMCONTENTREQUEST']._serialized_end=1388
-  _globals['_STREAMCONTENTRESPONSE']._serialized_start=1390
-  _globals['_STREAMCONTENTRESPONSE']._serialized_end=1452
-  _globals['_FINDSOURCESREQUEST']._serialized_start=1455
-  _globals['_FINDSOURCESREQUEST']._serialized_end=1585
-  _globals['_FINDSOURCESRESPONSE']._serialized_start=1587
-  _globals['_FINDSOURCESRESPONSE']._serialized_end=1628
-  _globals['_JOINBROADCASTREQUEST']._serialized_start=1631
-  _globals['_JOINBROADCASTREQUEST']._serialized_end=1781
-  _globals['_JOINBROADCASTRESPONSE']._serialized_start=1784
-  _globals['_JOINBROADCASTRESPONSE']._serialized_end=1970
-  _globals['_REPORTHOLDINGREQUEST']._serialized_start=1973
-  _globals['_REPORTHOLDINGREQUEST']._serialized_end=2158
-  _globals['_REPORTHOLDINGRESPONSE']._serialized_start=2160
-  _globals['_REPORTHOLDINGRESPONSE']._serialized_end=2207
-  _globals['_WEIGHTSTORESERVICE']._serialized_start=2603
-  _globals['_WEIGHTSTORESERVICE']._serialized_end=3146
+  _globals['_WEIGHTSTORESERVICE'].methods_by_name['GetManifest']._loaded_options = None
+  _globals['_WEIGHTSTORESERVICE'].methods_by_name['GetManifest']._serialized_options = b'\342\253\031\001\003'
+  _globals['_WEIGHTSTORESERVICE'].methods_by_name['WatchManifests']._loaded_options = None
+  _globals['_WEIGHTSTORESERVICE'].methods_by_name['WatchManifests']._serialized_options = b'\342\253\031\001\003'
+  _globals['_WEIGHTSTORESERVICE'].methods_by_name['StreamContent']._loaded_options = None
+  _globals['_WEIGHTSTORESERVICE'].methods_by_name['StreamContent']._serialized_options = b'\342\253\031\001\003'
+  _globals['_WEIGHTSTORESERVICE'].methods_by_name['FindSources']._loaded_options = None
+  _globals['_WEIGHTSTORESERVICE'].methods_by_name['FindSources']._serialized_options = b'\342\253\031\001\003'
+  _globals['_WEIGHTSTORESERVICE'].methods_by_name['JoinBroadcast']._loaded_options = None
+  _globals['_WEIGHTSTORESERVICE'].methods_by_name['JoinBroadcast']._serialized_options = b'\342\253\031\001\003'
+  _globals['_WEIGHTSTORESERVICE'].methods_by_name['ReportHolding']._loaded_options = None
+  _globals['_WEIGHTSTORESERVICE'].methods_by_name['ReportHolding']._serialized_options = b'\342\253\031\001\003'
+  _globals['_WEIGHTSKIND']._serialized_start=2235
+  _globals['_WEIGHTSKIND']._serialized_end=2351
+  _globals['_WEIGHTSENCODING']._serialized_start=2354
+  _globals['_WEIGHTSENCODING']._serialized_end=2515
+  _globals['_BROADCASTBACKEND']._serialized_start=2517
+  _globals['_BROADCASTBACKEND']._serialized_end=2626
+  _globals['_TENSORINFO']._serialized_start=133
+  _globals['_TENSORINFO']._serialized_end=225
+  _globals['_CHUNKINFO']._serialized_start=227
+  _globals['_CHUNKINFO']._serialized_end=306
+  _globals['_ADAPTERINFO']._serialized_start=308
+  _globals['_ADAPTERINFO']._serialized_end=395
+  _globals['_WEIGHTSMANIFEST']._serialized_start=398
+  _globals['_WEIGHTSMANIFEST']._serialized_end=886
+  _globals['_GETMANIFESTREQUEST']._serialized_start=889
+  _globals['_GETMANIFESTREQUEST']._serialized_end=1038
+  _globals['_GETMANIFESTRESPONSE']._serialized_start=1040
+  _globals['_GETMANIFESTRESPONSE']._serialized_end=1158
+  _globals['_WATCHMANIFESTSREQUEST']._serialized_start=1160
+  _globals['_WATCHMANIFESTSREQUEST']._serialized_end=1260
+  _globals['_WATCHMANIFESTSRESPONSE']._serialized_start=1262
+  _globals['_WATCHMANIFESTSRESPONSE']._serialized_end=1334
+  _globals['_STREAMCONTENTREQUEST']._serialized_start=1336
+  _globals['_STREAMCONTENTREQUEST']._serialized_end=1414
+  _globals['_STREAMCONTENTRESPONSE']._serialized_start=1416
+  _globals['_STREAMCONTENTRESPONSE']._serialized_end=1478
+  _globals['_FINDSOURCESREQUEST']._serialized_start=1481
+  _globals['_FINDSOURCESREQUEST']._serialized_end=1611
+  _globals['_FINDSOURCESRESPONSE']._serialized_start=1613
+  _globals['_FINDSOURCESRESPONSE']._serialized_end=1654
+  _globals['_JOINBROADCASTREQUEST']._serialized_start=1657
+  _globals['_JOINBROADCASTREQUEST']._serialized_end=1807
+  _globals['_JOINBROADCASTRESPONSE']._serialized_start=1810
+  _globals['_JOINBROADCASTRESPONSE']._serialized_end=1996
+  _globals['_REPORTHOLDINGREQUEST']._serialized_start=1999
+  _globals['_REPORTHOLDINGREQUEST']._serialized_end=2184
+  _globals['_REPORTHOLDINGRESPONSE']._serialized_start=2186
+  _globals['_REPORTHOLDINGRESPONSE']._serialized_end=2233
+  _globals['_WEIGHTSTORESERVICE']._serialized_start=2629
+  _globals['_WEIGHTSTORESERVICE']._serialized_end=3214
 # @@protoc_insertion_point(module_scope)

@@ -14,6 +14,7 @@ from penstock import packed as packed_types
 from penstock.codec import field_span, has_field
 from penstock.errors import InvalidFieldError
 from penstock.pieces import MAX_GROUP_BYTES
+from penstock.security.access import current_caller
 from penstock.v1 import broker_pb2, types_pb2
 from services.broker import putting
 from services.broker.hub import RunHub
@@ -91,14 +92,16 @@ class _PutStream:
         return copy is not None and copy.run.is_closed and self.answers.empty()
 
     async def handle(self, data: bytes) -> None:
-        """Take a request, and see to its answer. Raises InvalidFieldError."""
+        """Take a request, and see to its answer. Raises InvalidFieldError and ForbiddenError."""
         if has_field(data, _Request.TOTAL_BYTES_FIELD_NUMBER):
             part = _parsed(data)
+            current_caller().check_message(part)
             answer = await _take_part(self._hub_of(part.run_id), self.parts, part)
             if answer is not None:
                 await self.answers.put(answer)
             return
         request, put = read_request(data)
+        current_caller().check_message(request)
         hub = self._hub_of(request.run_id)
         await _wait_for_room(hub, put)
         await self.answers.put(asyncio.create_task(store(hub, request.put_id, put)))

@@ -10,6 +10,7 @@ import grpc
 from google.protobuf.duration_pb2 import Duration
 
 from penstock.guard import takes_bytes
+from penstock.security.access import current_caller
 from penstock.v1 import broker_pb2, broker_pb2_grpc
 from services.broker import delivery, drops, ownership, removal, submission, waits
 from services.broker.audit import audit_rows, totals
@@ -215,8 +216,12 @@ class BrokerService(broker_pb2_grpc.BrokerServiceServicer):
         return await hub.transact(operation)
 
     async def ListRuns(self, request: broker_pb2.ListRunsRequest, context: _Context) -> broker_pb2.ListRunsResponse:
-        """The runs of the store, oldest first; see `summaries`."""
-        return await list_runs(self._hubs.store)
+        """The runs of the store that the caller may know of, oldest first; see `summaries`."""
+        answer, caller = await list_runs(self._hubs.store), current_caller()
+        of_caller = [run for run in answer.runs if caller.sees_run(run.run_id)]
+        return broker_pb2.ListRunsResponse(
+            runs=of_caller, run_ids=[run for run in answer.run_ids if caller.sees_run(run)]
+        )
 
     async def DeleteRun(self, request: broker_pb2.DeleteRunRequest, context: _Context) -> broker_pb2.DeleteRunResponse:
         """Delete a run, or go on deleting it; see `removal`."""

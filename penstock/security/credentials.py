@@ -1,0 +1,92 @@
+"""A process's credentials: mutual TLS, and a bearer token.
+
+Secrets come from files and the environment only, never from a configuration file's text. Without either, servers listen
+in plain text, which is meant for loopback and for networks of their own.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import grpc
+
+from penstock.secret import read_secret
+from penstock.security.access import AccessInterceptor
+from penstock.security.tokens import Tokens, check_token, read_accepted_tokens, token_interceptors
+
+TOKEN_VARIABLE = "PENSTOCK_TOKEN"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Security:
+    """Credentials of this process."""
+
+    ca_file: Path | None = None
+    """Authorities trusted, PEM; turns TLS on for clients and, for servers, asks clients for a certificate."""
+    cert_file: Path | None = None
+    """This process's certificate, PEM; turns TLS on for servers."""
+    key_file: Path | None = None
+    """Its private key, PEM."""
+    token: str | None = None
+    """Bearer token that this process shows with every call, and accepts."""
+    accepted_tokens: tuple[str, ...] = ()
+    """Further ones that its servers accept."""
+
+    @classmethod
+    def from_environment(cls) -> Security:
+        """What PENSTOCK_TOKEN(_FILE), PENSTOCK_ACCEPTED_TOKENS_FILE and PENSTOCK_TLS_CA, _CERT and _KEY say.
+
+        What is unset is off. Raises ConfigError.
+        """
+
+        def file(name: str) -> Path | None:
+            value = os.environ.get(name)
+            return Path(value) if value else None
+
+        token = read_secret(TOKEN_VARIABLE)
+        if token is not None:
+            check_token(token, where=TOKEN_VARIABLE)
+        return cls(
+            ca_file=file("PENSTOCK_TLS_CA"),
+            cert_file=file("PENSTOCK_TLS_CERT"),
+            key_file=file("PENSTOCK_TLS_KEY"),
+            token=token,
+            accepted_tokens=read_accepted_tokens(),
+        )
+
+    @property
+    def tokens(self) -> Tokens:
+        """Those that servers of this process accept."""
+        return Tokens([*([] if self.token is None else [self.token]), *self.accepted_tokens])
+
+    def server_interceptors(self) -> Sequence[grpc.aio.ServerInterceptor]:
+        """The check that every call passes."""
+        return (AccessInterceptor(self.tokens),)
+
+    def add_port(self, server: grpc.aio.Server, listen: str) -> int:
+        """Bind `listen`, with TLS when there is a certificate; returns the port."""
+        if self.cert_file is None or self.key_file is None:
+            return server.add_insecure_port(listen)
+        pair = (self.key_file.read_bytes(), self.cert_file.read_bytes())
+        authorities = self.ca_file.read_bytes() if self.ca_file else None
+        credentials = grpc.ssl_server_credentials([pair], authorities, require_client_auth=authorities is not None)
+        return server.add_secure_port(listen, credentials)
+
+    def open_channel(self, target: str, options: Sequence[tuple[str, Any]]) -> grpc.aio.Channel:
+        """A channel with these credentials."""
+        interceptors = [] if self.token is None else list(token_interceptors(self.token))
+        if self.ca_file is None:
+            return grpc.aio.insecure_channel(target, options=options, interceptors=interceptors)
+        credentials = grpc.ssl_channel_credentials(
+            self.ca_file.read_bytes(),
+            self.key_file.read_bytes() if self.key_file else None,
+            self.cert_file.read_bytes() if self.cert_file else None,
+        )
+        return grpc.aio.secure_channel(target, credentials, options=options, interceptors=interceptors)
+
+
+NO_SECURITY = Security()

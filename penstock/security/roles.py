@@ -1,0 +1,172 @@
+"""Roles, and what a caller is: by its certificate, or by its token."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import grpc
+from google.protobuf.descriptor import MethodDescriptor
+from google.protobuf.message import Message
+
+from penstock.errors import ForbiddenError
+from penstock.v1 import access_pb2
+
+Role = access_pb2.AccessRole
+ANY = "*"
+"""Stands for every run, or every site, in a certificate's URI."""
+URI_SCHEME = "penstock"
+
+_PREFIX = "ACCESS_ROLE_"
+_URI = re.compile(rf"{URI_SCHEME}://([A-Za-z0-9._*-]+)/([a-z]+)/([A-Za-z0-9._*-]+)")
+_ROLES = {name.removeprefix(_PREFIX).lower(): value for name, value in Role.items() if value}
+_NAMED_FIELDS = ("generator_id", "worker_id", "producer_id", "receiver_id", "node_id")
+"""What a request says of who sends it."""
+_FRAME = "frame"
+
+
+class BadRoleError(ValueError):
+    """A text that names no role, or no run or site."""
+
+
+def parse_role(name: str) -> int:
+    """The role of that name. Raises BadRoleError."""
+    try:
+        return _ROLES[name]
+    except KeyError:
+        raise BadRoleError(f"{name!r} is no role; one of {', '.join(_ROLES)}") from None
+
+
+def role_name(role: int) -> str:
+    """As people write it: "trainer"."""
+    return Role.Name(role).removeprefix(_PREFIX).lower()  # type: ignore[arg-type]
+
+
+def role_uri(role: str, *, run_id: str, site: str) -> str:
+    """The URI name of a certificate. Raises BadRoleError."""
+    parse_role(role)
+    uri = f"{URI_SCHEME}://{run_id}/{role}/{site}"
+    if _URI.fullmatch(uri) is None:
+        raise BadRoleError(f"run {run_id!r} and site {site!r} must be {ANY} or of letters, digits, '.', '_' and '-'")
+    return uri
+
+
+def allowed_roles(method: MethodDescriptor) -> frozenset[int]:
+    """Those that may make a call, besides the operator."""
+    return frozenset(method.GetOptions().Extensions[access_pb2.roles])
+
+
+@dataclass(frozen=True, slots=True)
+class Grant:
+    """A role, in one run and one site or in any."""
+
+    role: int
+    run_id: str = ANY
+    site: str = ANY
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Caller:
+    """Who calls."""
+
+    grants: Sequence[Grant]
+    name: str = ""
+    """The certificate's common name, which the ids that its holder uses begin with; empty binds nothing."""
+
+    @property
+    def is_operator(self) -> bool:
+        """Whether it may do all, in every run."""
+        return Grant(Role.ACCESS_ROLE_OPERATOR) in self.grants
+
+    def __str__(self) -> str:
+        """For messages: "generator of run math-7b at site *"."""
+        texts = [
+            role_name(grant.role)
+            + (f" of run {grant.run_id}" if grant.run_id != ANY else "")
+            + (f" at site {grant.site}" if grant.site != ANY else "")
+            for grant in self.grants
+        ]
+        return (f"{self.name}, " if self.name else "") + (" and ".join(texts) or "without a role")
+
+    def restricted_to(self, roles: Iterable[int], *, what: str) -> Caller:
+        """This caller with those grants only that open `what`. Raises ForbiddenError where there is none."""
+        allowed = {*roles, Role.ACCESS_ROLE_OPERATOR}
+        grants = [grant for grant in self.grants if grant.role in allowed]
+        if not grants:
+            names = ", ".join(sorted(role_name(role) for role in allowed))
+            raise ForbiddenError(f"{what} is not open to {self}; it is to: {names}", roles=names)
+        return Caller(grants=grants, name=self.name)
+
+    def sees_run(self, run_id: str) -> bool:
+        """Whether a run is one of its own."""
+        return any(grant.run_id in (ANY, run_id) for grant in self.grants)
+
+    def check_run(self, run_id: str) -> None:
+        """Raises ForbiddenError where the run is not its own."""
+        if not self.sees_run(run_id):
+            raise ForbiddenError(f"run_id: {run_id!r} is not open to {self}", field="run_id", run_id=run_id)
+
+    def check_message(self, message: Any) -> None:
+        """Raises ForbiddenError where a request, or the frame it carries, is of another run, site or name."""
+        if self.is_operator or not isinstance(message, Message):
+            return
+        self._check_fields(message)
+        if _FRAME in message.DESCRIPTOR.oneofs_by_name and (frame := message.WhichOneof(_FRAME)):
+            self._check_fields(getattr(message, frame))
+
+    def _check_fields(self, message: Message) -> None:
+        fields, grants = message.DESCRIPTOR.fields_by_name, self.grants
+        for field, of_grant in (("run_id", _run_of), ("site", _site_of)):
+            if field in fields:
+                value = getattr(message, field)
+                grants = [grant for grant in grants if of_grant(grant) in (ANY, value)]
+                if not grants:
+                    raise ForbiddenError(f"{field}: {value!r} is not open to {self}", field=field)
+        for field in _NAMED_FIELDS:
+            if field in fields:
+                self._check_name(field, getattr(message, field))
+
+    def _check_name(self, field: str, value: str) -> None:
+        if self.name and value != self.name and not value.startswith(f"{self.name}-"):
+            raise ForbiddenError(
+                f"{field}: {value!r} is not the certificate's; it must be {self.name!r}, or begin with that and '-'",
+                field=field,
+            )
+
+
+def _run_of(grant: Grant) -> str:
+    return grant.run_id
+
+
+def _site_of(grant: Grant) -> str:
+    return grant.site
+
+
+OPERATOR = Caller(grants=(Grant(Role.ACCESS_ROLE_OPERATOR),))
+
+
+def caller_of_certificate(names: Iterable[str], common_name: str) -> Caller | None:
+    """What a certificate with these alternative names makes its holder; None where none of them says so.
+
+    A name of our scheme that is not understood grants nothing, but makes the certificate one of roles all the same: it
+    is never taken for one that opens everything.
+    """
+    uris = [name for name in names if name.startswith(f"{URI_SCHEME}:")]
+    if not uris:
+        return None
+    grants = []
+    for uri in uris:
+        found = _URI.fullmatch(uri)
+        if found is not None and found[2] in _ROLES:
+            grants.append(Grant(_ROLES[found[2]], found[1], found[3]))
+    return Caller(grants=grants, name=common_name)
+
+
+def caller_of_context(context: grpc.aio.ServicerContext[Any, Any]) -> Caller | None:
+    """What the peer's certificate makes it; None where it showed none, or one that says nothing of roles."""
+    properties = context.auth_context()
+    names = [name.decode("utf-8", "replace") for name in properties.get("x509_subject_alternative_name", ())]
+    common = b"".join(properties.get("x509_common_name", ())).decode("utf-8", "replace")
+    return caller_of_certificate(names, common)

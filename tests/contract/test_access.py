@@ -1,0 +1,183 @@
+"""Every method times every role: who is let through, and who is refused before the servicer hears of it."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import grpc
+import pytest
+from google.protobuf.message_factory import GetMessageClass
+
+from penstock import rpc
+from penstock.errors import BadTokenError, ForbiddenError, from_rpc_error
+from penstock.rpc import Service
+from penstock.security import Security
+from penstock.security.access import current_caller
+from penstock.security.roles import Role, allowed_roles, role_name
+from penstock.v1 import (
+    broker_pb2,
+    broker_pb2_grpc,
+    generator_pb2,
+    generator_pb2_grpc,
+    reward_pb2,
+    reward_pb2_grpc,
+    scheduler_pb2,
+    scheduler_pb2_grpc,
+    trainer_pb2,
+    trainer_pb2_grpc,
+    weights_pb2,
+    weights_pb2_grpc,
+)
+from tests.helpers.serving import serving
+
+MODULES = (
+    (broker_pb2, broker_pb2_grpc),
+    (generator_pb2, generator_pb2_grpc),
+    (reward_pb2, reward_pb2_grpc),
+    (scheduler_pb2, scheduler_pb2_grpc),
+    (trainer_pb2, trainer_pb2_grpc),
+    (weights_pb2, weights_pb2_grpc),
+)
+METHODS = [
+    (service, method, grpc_module)
+    for module, grpc_module in MODULES
+    for service in module.DESCRIPTOR.services_by_name.values()
+    for method in service.methods
+]
+ROLES = [role for role in Role.values() if role]
+TOKENS = {role: f"{role_name(role)}:{role_name(role)}-0123456789abcdef" for role in ROLES}
+OF_RUN = "generator@math:0123456789abcdef"
+SECURED = Security(token="the-operators", accepted_tokens=(*TOKENS.values(), OF_RUN))
+
+_READS = {"GetRun", "WatchPolicy"}
+_PLANS = {"GetPlan", "WatchPlan"}
+_SCORES = {"Score", "GetRewardModel"}
+_TRAINS = {"OpenRun", "CloseRun", "SubmitPrompts", "StreamMicrobatches", "AckStep", "DropGroups"}
+_FETCHES = {"GetManifest", "WatchManifests", "StreamContent", "FindSources", "JoinBroadcast", "ReportHolding"}
+EXPECTED = {
+    "trainer": {*_TRAINS, *_READS, *_PLANS, "ListRuns", "AuditRun", "GetGenerator", "ListNodes"},
+    "generator": {
+        *(*_READS, *_PLANS, *_SCORES, *_FETCHES),
+        *("StreamLeases", "StreamTokens", "GetGenerator", "RegisterNode", "ReportNode", "ListNodes"),
+    },
+    "reward": {*_READS, *_SCORES, "StreamScoring"},
+    "environment": {*_READS, *_SCORES, "PutTrajectories"},
+    "observer": {
+        *(*_READS, *_PLANS, "ListRuns", "AuditRun", "GetGenerator", "WatchRun"),
+        *("GetTrainer", "ListNodes", "GetLengthModel", "GetRewardModel"),
+    },
+    "broker": {*_PLANS, "ForecastLengths", "ReportLengths", "GetLengthModel"},
+}
+"""What each role may call, besides the operator, which may call all: written down a second time, on purpose."""
+
+
+class _Recorder:
+    """A servicer that answers every call, and remembers which were let through."""
+
+    def __init__(self, service: Any) -> None:
+        self.heard: list[tuple[str, str]] = []
+        for method in service.methods:
+            setattr(self, method.name, self._method(method))
+
+    def _method(self, method: Any) -> Any:
+        answer = GetMessageClass(method.output_type)()
+
+        async def unary(_request: Any, _context: Any) -> Any:
+            self.heard.append((method.name, str(current_caller())))
+            return answer
+
+        async def stream(request: Any, _context: Any) -> Any:
+            self.heard.append((method.name, str(current_caller())))
+            if method.client_streaming:
+                async for _ in request:
+                    break
+            yield answer
+
+        return stream if method.server_streaming else unary
+
+
+def _recorded(service: Any, grpc_module: Any) -> tuple[_Recorder, Service]:
+    recorder = _Recorder(service)
+    return recorder, Service(
+        name=service.full_name, add=getattr(grpc_module, f"add_{service.name}Servicer_to_server"), servicer=recorder
+    )
+
+
+async def _call(channel: grpc.aio.Channel, service: Any, method: Any, request: Any = None) -> None:
+    path = f"/{service.full_name}/{method.name}"
+    kind = f"{'stream' if method.client_streaming else 'unary'}_{'stream' if method.server_streaming else 'unary'}"
+    stub = getattr(channel, kind)(
+        path,
+        request_serializer=lambda message: message.SerializeToString(),
+        response_deserializer=GetMessageClass(method.output_type).FromString,
+    )
+    request = request if request is not None else GetMessageClass(method.input_type)()
+    try:
+        answers = stub(iter([request]) if method.client_streaming else request, timeout=10)
+        if method.server_streaming:
+            async for _ in answers:
+                pass
+        else:
+            await answers
+    except grpc.aio.AioRpcError as error:
+        raise from_rpc_error(error, peer="server") from error
+
+
+def test_the_protos_say_what_is_written_here():
+    stated = {name: set() for name in EXPECTED}
+    for _, method, _ in METHODS:
+        for role in allowed_roles(method):
+            stated[role_name(role)].add(method.name)
+    assert stated == EXPECTED
+
+
+@pytest.mark.parametrize("service_name", sorted({service.full_name for service, _, _ in METHODS}))
+async def test_every_method_times_every_role(service_name):
+    service, grpc_module = next((each, module) for each, _, module in METHODS if each.full_name == service_name)
+    recorder, served = _recorded(service, grpc_module)
+    async with serving(served, security=SECURED) as (_, target):
+        for role, method in itertools.product(ROLES, service.methods):
+            may = role == Role.ACCESS_ROLE_OPERATOR or method.name in EXPECTED[role_name(role)]
+            recorder.heard.clear()
+            async with rpc.open_channel(target, Security(token=TOKENS[role])) as channel:
+                if may:
+                    await _call(channel, service, method)
+                else:
+                    with pytest.raises(ForbiddenError, match=f"{method.name} is not open to {role_name(role)}"):
+                        await _call(channel, service, method)
+            assert recorder.heard == ([(method.name, role_name(role))] if may else []), method.name
+        for token in (None, "wrong", "operator:0123456789abcdef"):
+            async with rpc.open_channel(target, Security(token=token)) as channel:
+                for method in service.methods:
+                    with pytest.raises(BadTokenError):
+                        await _call(channel, service, method)
+        assert len(recorder.heard) <= 1
+
+
+async def test_a_caller_of_one_run_is_refused_in_another_in_every_method_that_names_a_run():
+    named = 0
+    for service, method, grpc_module in METHODS:
+        if Role.ACCESS_ROLE_GENERATOR not in allowed_roles(method):
+            continue
+        kind = GetMessageClass(method.input_type)
+        _, served = _recorded(service, grpc_module)
+        async with (
+            serving(served, security=SECURED) as (_, target),
+            rpc.open_channel(target, Security(token=OF_RUN)) as channel,
+        ):
+            for run_id, is_own in (("math", True), ("code", False)):
+                request = kind()
+                if "run_id" in kind.DESCRIPTOR.fields_by_name:
+                    request.run_id = run_id
+                elif "hello" in kind.DESCRIPTOR.fields_by_name:
+                    request.hello.run_id = run_id
+                else:
+                    continue
+                named += 1
+                if is_own:
+                    await _call(channel, service, method, request)
+                else:
+                    with pytest.raises(ForbiddenError, match="run_id: 'code' is not open to generator of run math"):
+                        await _call(channel, service, method, request)
+    assert named >= 20
