@@ -83,12 +83,14 @@ fmt: setup  ## Format the code
 type: setup
 	$(BIN)/mypy
 
-proto: setup  ## Regenerate the stubs in penstock/v1
+proto: setup  ## Regenerate the stubs in penstock/v1, and the table of calls in docs/security.md
 	$(BIN)/python scripts/generate_stubs.py
+	$(BIN)/python scripts/access_table.py
 
 proto-check: setup
 	$(BIN)/buf lint
 	$(BIN)/python scripts/generate_stubs.py --check
+	$(BIN)/python scripts/access_table.py --check
 
 lock: setup  ## Pin all dependencies again (requirements/*.txt)
 	$(BIN)/python scripts/lock.py
