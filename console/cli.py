@@ -13,6 +13,7 @@ from typing import Annotated
 
 import typer
 
+from console.certs.cli import register as register_certs
 from console.cli_bench import register as register_bench
 from console.cli_common import Broker, RunArgument, RunsDir, exit_with
 from console.cli_merge import register as register_merge
@@ -253,6 +254,7 @@ register_node(app)
 register_simulate(app)
 register_merge(app)
 register_runs(app)
+register_certs(app)
 register_bench(app)
 
 

@@ -1,0 +1,82 @@
+"""`penstock certs init`, `issue` and `list`."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterable, Sequence
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+from rich.table import Table
+from rich.text import Text
+
+from console.certs.authority import Authority, make_authority, read_certificate
+from console.certs.index import Index, Issued
+from console.certs.issuing import ENVIRONMENT, issue
+from console.certs.request import Request
+from console.local import plain_console
+
+
+def init_command(folder: Path, *, name: str, days: int) -> int:
+    """Make an authority; returns the exit status. Raises ConfigError."""
+    authority = make_authority(folder, name=name, days=days, now=datetime.now(UTC))
+    print(f"{folder}: an authority, until {authority.certificate.not_valid_after_utc:%Y-%m-%d}")
+    print("Keep its ca-key.pem to yourself: who has it can be anybody. Give machines their own certificates with:")
+    print(f"  penstock certs issue ROLE --run RUN --site SITE --name NAME --host HOST --dir {folder}")
+    return 0
+
+
+def issue_command(request: Request, *, validity: timedelta, directory: Path, out: Path | None, at: Path | None) -> int:
+    """Issue or renew a certificate; returns the exit status. Raises ConfigError."""
+    issued = issue(Authority.load(directory), request, validity=validity, now=datetime.now(UTC), out=out, at=at)
+    print(f"{issued.folder}: a certificate for {issued.name} ({'+'.join(issued.roles)}), until {_moment(issued)}")
+    print(f"Use it there with: . {at or issued.folder}/{ENVIRONMENT}")
+    return 0
+
+
+def list_command(directory: Path, *, is_all: bool, as_json: bool) -> int:
+    """Print what was issued, oldest first; returns the exit status. Raises ConfigError."""
+    certificate, listing, now = read_certificate(directory), Index(directory).read(), datetime.now(UTC)
+    chosen = listing.issued if is_all else tuple(_current(listing.issued, now))
+    if listing.num_unreadable:
+        print(f"penstock: {directory}: lines that cannot be read, left out: {listing.num_unreadable}", file=sys.stderr)
+    own_left_s = (certificate.not_valid_after_utc - now).total_seconds()
+    if as_json:
+        authority = {"folder": str(directory), "not_after": certificate.not_valid_after_utc.isoformat()}
+        print(json.dumps({"authority": authority, "certificates": [_document(issued, now) for issued in chosen]}))
+        return 0
+    print(f"{directory}: the authority {_remaining(own_left_s)}")
+    table = Table("name", "roles", "run", "site", "hosts", "until", "", "folder", box=None, pad_edge=False)
+    for issued in chosen:
+        left = _remaining(issued.left_s(now))
+        hosts = ", ".join(issued.hosts) or "-"
+        cells = (issued.name, "+".join(issued.roles), issued.run, issued.site, hosts, _moment(issued), left)
+        table.add_row(*(Text(cell) for cell in (*cells, issued.folder)))
+    if chosen:
+        plain_console().print(table)
+    return 0
+
+
+def _current(issued: Sequence[Issued], now: datetime) -> Iterable[Issued]:
+    """Those that still count, and of every folder the newest."""
+    newest = {item.folder: item.serial for item in issued}
+    return (item for item in issued if item.left_s(now) > 0 or newest[item.folder] == item.serial)
+
+
+def _document(issued: Issued, now: datetime) -> dict[str, object]:
+    left_s = issued.left_s(now)
+    return {**issued.model_dump(mode="json"), "is_expired": left_s <= 0, "expires_in_s": round(left_s)}
+
+
+def _moment(issued: Issued) -> str:
+    return f"{issued.not_after:%Y-%m-%d %H:%M} UTC"
+
+
+def _remaining(left_s: float) -> str:
+    if left_s <= 0:
+        return "expired"
+    for unit, seconds in (("days", 86400), ("h", 3600), ("min", 60)):
+        if left_s >= 2 * seconds:
+            return f"expires in {left_s // seconds:,.0f} {unit}"
+    return f"expires in {left_s:.0f} s"
