@@ -27,18 +27,18 @@ async def listen_http(runner: web.AppRunner, listen: str, *, setting: str, ssl_c
     return f"{'https' if ssl_context else 'http'}://{host}:{bound}"
 
 
-def server_ssl_context(security: Security, *, asks_for_certificates: bool = True) -> ssl.SSLContext | None:
-    """TLS as `security` says, None without a certificate.
+def server_ssl_context(security: Security, *, requires_certificates: bool = True) -> ssl.SSLContext | None:
+    """TLS as `security` says, None without a certificate. What clients show must be its authority's.
 
     Args:
         security: Of this process.
-        asks_for_certificates: Clients must show one that the authority signed, where there is an authority.
+        requires_certificates: Clients must show one; otherwise they may, and HttpAccess refuses who shows nothing.
     """
     if security.cert_file is None or security.key_file is None:
         return None
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
     context.load_cert_chain(security.cert_file, security.key_file)
-    if asks_for_certificates and security.ca_file is not None:
+    if security.ca_file is not None:
         context.load_verify_locations(security.ca_file)
-        context.verify_mode = ssl.CERT_REQUIRED
+        context.verify_mode = ssl.CERT_REQUIRED if requires_certificates else ssl.CERT_OPTIONAL
     return context

@@ -16,9 +16,12 @@ import grpc
 
 from penstock.secret import read_secret
 from penstock.security.access import AccessInterceptor
-from penstock.security.tokens import Tokens, check_token, read_accepted_tokens, token_interceptors
+from penstock.security.tokens import Tokens, check_header, check_token, read_accepted_tokens, token_interceptors
 
-TOKEN_VARIABLE = "PENSTOCK_TOKEN"
+CLUSTER = "PENSTOCK"
+"""What the variables of the cluster's own credentials begin with."""
+JUDGES = "PENSTOCK_JUDGE"
+"""What those begin with that are shown to third parties' reward models."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,25 +40,28 @@ class Security:
     """Further ones that its servers accept."""
 
     @classmethod
-    def from_environment(cls) -> Security:
+    def from_environment(cls, prefix: str = CLUSTER) -> Security:
         """What PENSTOCK_TOKEN(_FILE), PENSTOCK_ACCEPTED_TOKENS_FILE and PENSTOCK_TLS_CA, _CERT and _KEY say.
 
-        What is unset is off. Raises ConfigError.
+        With another prefix those of that name: never any of the cluster's, and no accepted tokens. What is unset is
+        off. Raises ConfigError.
         """
 
         def file(name: str) -> Path | None:
-            value = os.environ.get(name)
+            value = os.environ.get(f"{prefix}_TLS_{name}")
             return Path(value) if value else None
 
-        token = read_secret(TOKEN_VARIABLE)
+        token = read_secret(f"{prefix}_TOKEN")
         if token is not None:
-            check_token(token, where=TOKEN_VARIABLE)
+            # A third party's token may look like anything.
+            check = check_token if prefix == CLUSTER else check_header
+            check(token, where=f"{prefix}_TOKEN")
         return cls(
-            ca_file=file("PENSTOCK_TLS_CA"),
-            cert_file=file("PENSTOCK_TLS_CERT"),
-            key_file=file("PENSTOCK_TLS_KEY"),
+            ca_file=file("CA"),
+            cert_file=file("CERT"),
+            key_file=file("KEY"),
             token=token,
-            accepted_tokens=read_accepted_tokens(),
+            accepted_tokens=read_accepted_tokens() if prefix == CLUSTER else (),
         )
 
     @property

@@ -66,6 +66,11 @@ def check_token(token: str, *, where: str) -> None:
         caller_of_token(token)
     except BadRoleError as error:
         raise ConfigError(f"{where}: {error}; a token is SECRET, or ROLE:SECRET") from None
+    check_header(token, where=where)
+
+
+def check_header(token: str, *, where: str) -> None:
+    """Raises ConfigError, which does not hold the token, where it cannot be sent."""
     if not token.isascii() or not token.isprintable():
         raise ConfigError(f"{where}: has characters that a header cannot carry; use letters and digits")
 

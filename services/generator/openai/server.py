@@ -95,7 +95,7 @@ class OpenAIEndpoint:
             await runner.setup()
             stack.push_async_callback(runner.cleanup)
             # OpenAI's clients bring a key, which is checked; without a token only certificates tell who may talk.
-            ssl_context = server_ssl_context(self._security, asks_for_certificates=self._security.token is None)
+            ssl_context = server_ssl_context(self._security, requires_certificates=self._security.token is None)
             base = await listen_http(runner, self._listen, setting="openai.listen", ssl_context=ssl_context)
             address = f"{base}/v1"
             _log.info("OpenAI-compatible endpoint", address=address)
