@@ -17,64 +17,15 @@ from penstock.codec import float32_bytes
 from penstock.v1 import broker_pb2, types_pb2
 from services.broker import intake
 from services.broker.memory_store import MemoryStore
-from tests.helpers.broker import RUN, Duplex, Generator, RunningBroker, chunk, limits, prompt, serving
+from tests.helpers.broker import RUN, Duplex, Generator, RunningBroker, chunk, prompt, serving
 from tests.helpers.broker_model.profile import IS_LONG, TIMEOUT_S
 from tests.helpers.fuzz import Fuzzer, answer, methods
-from tests.helpers.trajectories import groups
+from tests.helpers.fuzz_services import broker_requests
 from tests.helpers.waiting import until
 
 METHODS = methods(broker_pb2.DESCRIPTOR.services_by_name["BrokerService"])
 NUM_ROUNDS = 1000 if IS_LONG else 25
 SEED = random.randrange(1 << 32) if IS_LONG else 20
-
-
-def _valid() -> dict[str, list[Message]]:
-    """An honest request of every call."""
-    key = types_pb2.SampleKey(group_id="a", sample_index=0)
-    score = broker_pb2.ScoreResult(
-        lease_id="l", key=key, score=types_pb2.Score(status=types_pb2.SCORE_STATUS_OK, value=1.0)
-    )
-    hello = broker_pb2.GeneratorHello(run_id=RUN, generator_id="g", max_context_tokens=128)
-    return {
-        "OpenRun": [broker_pb2.OpenRunRequest(run_id=RUN, limits=limits())],
-        "CloseRun": [broker_pb2.CloseRunRequest(run_id="other")],
-        "SubmitPrompts": [broker_pb2.SubmitPromptsRequest(run_id=RUN, prompts=[prompt("b"), prompt("c")])],
-        "StreamLeases": [
-            broker_pb2.StreamLeasesRequest(hello=hello),
-            broker_pb2.StreamLeasesRequest(beat=broker_pb2.GeneratorBeat(credit_total=4)),
-        ],
-        "StreamTokens": [
-            broker_pb2.StreamTokensRequest(
-                run_id=RUN, generator_id="g", sequence=1, chunks=[chunk(broker_pb2.Lease(lease_id="l", key=key), [1])]
-            )
-        ],
-        "StreamScoring": [
-            broker_pb2.StreamScoringRequest(hello=broker_pb2.RewardHello(run_id=RUN, worker_id="w"), credit_total=2),
-            broker_pb2.StreamScoringRequest(results=[score]),
-        ],
-        "PutTrajectories": [
-            broker_pb2.PutTrajectoriesRequest(
-                run_id=RUN,
-                producer_id="p",
-                put_id="1",
-                groups=types_pb2.TrajectoryGroups(groups=groups("x")).SerializeToString(),
-            )
-        ],
-        "StreamMicrobatches": [
-            broker_pb2.StreamMicrobatchesRequest(
-                hello=broker_pb2.TrainerHello(run_id=RUN, consumer_id="c", purpose=types_pb2.PURPOSE_TRAIN),
-                credit_total=1,
-            )
-        ],
-        "AckStep": [broker_pb2.AckStepRequest(run_id=RUN, consumer_id="c", group_ids=["a"], policy_version=1)],
-        "DropGroups": [broker_pb2.DropGroupsRequest(run_id=RUN, group_ids=["z"], reason="r")],
-        "GetRun": [broker_pb2.GetRunRequest(run_id=RUN)],
-        "DeleteRun": [broker_pb2.DeleteRunRequest(run_id="other")],
-        "ListRuns": [broker_pb2.ListRunsRequest()],
-        "AuditRun": [broker_pb2.AuditRunRequest(run_id=RUN)],
-        "WatchPolicy": [broker_pb2.WatchPolicyRequest(run_id=RUN)],
-        "ExportTrajectories": [broker_pb2.ExportTrajectoriesRequest(run_id=RUN)],
-    }
 
 
 @pytest.fixture
@@ -98,7 +49,7 @@ async def _is_well(broker: RunningBroker) -> None:
 
 
 def test_every_call_has_an_honest_request_to_damage() -> None:
-    assert {method.name for method in METHODS} == _valid().keys()
+    assert {method.name for method in METHODS} == broker_requests().keys()
 
 
 @pytest.mark.timeout(TIMEOUT_S)
@@ -110,7 +61,7 @@ async def test_nonsense_is_refused_with_a_reason_and_stores_nothing(
     # A deletion in due form takes the run away, and rightly so.
     known = () if method.name == "DeleteRun" else (RUN,)
     fuzzer = Fuzzer(SEED, names=(*known, "a", "g", "other"))
-    valid = _valid()[method.name]
+    valid = broker_requests()[method.name]
     for _ in range(NUM_ROUNDS):
         for request in fuzzer.requests(method, valid[:1]):
             before = _mark(broker)
@@ -139,7 +90,7 @@ async def test_a_stream_without_a_word_is_ended(
 
 @pytest.mark.parametrize("name", ["StreamLeases", "StreamScoring", "StreamMicrobatches"])
 async def test_a_second_hello_is_refused(broker: RunningBroker, name: str) -> None:
-    hello = _valid()[name][0]
+    hello = broker_requests()[name][0]
     stream = Duplex(getattr(broker.stub, name), hello, hello)
     async with asyncio.timeout(10.0):
         with pytest.raises(grpc.aio.AioRpcError) as caught:

@@ -44,6 +44,8 @@ STATED_CODES = frozenset(
         "UNIMPLEMENTED",
         "DEADLINE_EXCEEDED",
         "DATA_LOSS",
+        "PERMISSION_DENIED",
+        "UNAUTHENTICATED",
     )
 )
 """What a server may answer to nonsense. Not UNKNOWN, INTERNAL or UNAVAILABLE: those are faults of the server."""
@@ -129,14 +131,16 @@ def methods(*services: ServiceDescriptor) -> list[MethodDescriptor]:
     return [method for service in services for method in service.methods]
 
 
-async def answer(channel: grpc.aio.Channel, method: MethodDescriptor, *requests: bytes) -> grpc.StatusCode:
-    """The status that raw requests end with; a stream that would go on is left after its first response.
+async def answer(
+    channel: grpc.aio.Channel, method: MethodDescriptor, *requests: bytes, patience_s: float = FIRST_RESPONSE_S
+) -> grpc.StatusCode:
+    """The status that raw requests end with; a stream that would go on is left after its first response, or patience.
 
     Raises AssertionError where the status is not one that a server may answer to nonsense, or says no reason.
     """
     for _ in range(MAX_BROKEN_WRITES):
         try:
-            await _ask(channel, method, requests)
+            await _ask(channel, method, requests, patience_s)
         except grpc.aio.AioRpcError as error:
             if error.details() == BROKEN_WRITE and method.client_streaming:
                 continue
@@ -146,7 +150,9 @@ async def answer(channel: grpc.aio.Channel, method: MethodDescriptor, *requests:
     raise AssertionError(f"{method.name}: {MAX_BROKEN_WRITES} streams ended while they were written to")
 
 
-async def _ask(channel: grpc.aio.Channel, method: MethodDescriptor, requests: Sequence[bytes]) -> None:
+async def _ask(
+    channel: grpc.aio.Channel, method: MethodDescriptor, requests: Sequence[bytes], patience_s: float
+) -> None:
     path = f"/{method.containing_service.full_name}/{method.name}"
     if method.client_streaming:
         kind = channel.stream_stream if method.server_streaming else channel.stream_unary
@@ -156,7 +162,7 @@ async def _ask(channel: grpc.aio.Channel, method: MethodDescriptor, requests: Se
         call = kind(path)(requests[0], timeout=CALL_TIMEOUT_S)
     if method.server_streaming:
         with suppress(TimeoutError):
-            async with asyncio.timeout(FIRST_RESPONSE_S):
+            async with asyncio.timeout(patience_s):
                 await call.read()
         call.cancel()
     else:
