@@ -191,7 +191,7 @@ class _Deployment:
             found[f"{site}/trainer.yaml"] = {
                 "listen": f"0.0.0.0:{PORTS['trainer']}",
                 "weights_listen": f"0.0.0.0:{PORTS['weights']}",
-                "weights_url": f"http://{self._center()['weights']}",
+                "weights_url": self._center()["weights"],
             }
         if here and self.is_emulated:
             found[f"{site}/{LENGTHS_FILE}"] = drawn_lengths(self.rm1.problem)

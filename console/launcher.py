@@ -185,13 +185,13 @@ def choose_addresses(config: RunConfig) -> Addresses:
         trainer=endpoint(endpoints.trainer, listen.trainer),
         generators=generators,
         weights_listen=weights_listen,
-        weights_url=_weights_url(weights_listen, listen.public_host),
+        weights_url=_weights_address(weights_listen, listen.public_host),
     )
 
 
-def _weights_url(weights_listen: str | None, public_host: str | None) -> str | None:
+def _weights_address(weights_listen: str | None, public_host: str | None) -> str | None:
     if weights_listen is None:
         return None
     port = weights_listen.rpartition(":")[2]
     host = public_host or local_endpoint(weights_listen).target.rpartition(":")[0]
-    return f"http://{host}:{port}"
+    return f"{host}:{port}"

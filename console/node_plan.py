@@ -119,5 +119,5 @@ def generator_config(config: NodeConfig, placement: Placement, *, port: int) -> 
         update["instances"] = (InstanceConfig(count=placement.num_replicas),)
     elif base.site:
         # Of a site apart from the trainer, one generator fetches each version and the others get it from there.
-        update |= {"relay_listen": f"{host}:{port + 1}", "relay_url": f"http://{config.address}:{port + 1}"}
+        update |= {"relay_listen": f"{host}:{port + 1}", "relay_url": f"{config.address}:{port + 1}"}
     return base.model_copy(update=update)

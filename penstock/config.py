@@ -67,6 +67,9 @@ def _checked(value: str) -> str:
     return ",".join(split_targets(value))
 
 
+PUBLIC_ADDRESS = r"^(https?://\S+|(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+):\d{1,5})$"
+"""Of an HTTP server as others reach it: host:port, or an address with its scheme."""
+
 Targets = Annotated[str, BeforeValidator(_joined), AfterValidator(_checked)]
 """Servers that stand in for each other: host:port, several separated by commas or as a list."""
 

@@ -6,8 +6,32 @@ import ssl
 
 from aiohttp import web
 
+from penstock.config import ConfigError
 from penstock.rpc import PortUnavailableError
 from penstock.security import Security
+
+
+def public_url(address: str, *, setting: str, security: Security) -> str:
+    """The base address of a server of this process as others are told it.
+
+    Args:
+        address: host:port, to which the scheme that the server speaks is added; or a whole address, as of a proxy that
+            speaks TLS in front of it.
+        setting: Name of the setting that `address` comes from, for the message of the error.
+        security: Of this process.
+
+    Raises:
+        ConfigError: `address` says http where the server speaks TLS.
+    """
+    scheme, separator, rest = address.rpartition("://")
+    if not separator:
+        return f"{'https' if security.serves_tls else 'http'}://{rest}"
+    if scheme == "http" and security.serves_tls:
+        raise ConfigError(
+            f"{setting}: {address} is in plain text, but the server has a certificate (PENSTOCK_TLS_CERT); write "
+            f"{rest}, which follows the credentials"
+        )
+    return address
 
 
 async def listen_http(runner: web.AppRunner, listen: str, *, setting: str, ssl_context: ssl.SSLContext | None) -> str:

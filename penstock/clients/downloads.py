@@ -27,7 +27,7 @@ import structlog
 from penstock.clients.contents import is_laid_out_alike, verify_content
 from penstock.clients.weights import content_id
 from penstock.collective.receiver import BroadcastReceiver
-from penstock.errors import DigestMismatchError, PenstockError
+from penstock.errors import DigestMismatchError, InvalidFieldError, PenstockError
 from penstock.security import NO_SECURITY, Security
 from penstock.transfer.connections import Connections
 from penstock.transfer.fetching import Fetching
@@ -85,6 +85,7 @@ class Downloader:
         compresses: bool = False,
         on_fetched: Callable[[SourceKind, int], None] = lambda _kind, _num_bytes: None,
     ) -> None:
+        self._security = security
         self._headers = {} if security.token is None else {"Authorization": f"Bearer {security.token}"}
         self._tls = _client_tls(security)
         self._broadcasts = broadcasts
@@ -122,6 +123,7 @@ class Downloader:
             on_refused: Told each time something came that is not what the manifest states.
 
         Raises:
+            InvalidFieldError: The manifest names addresses alone that the credentials must not be shown to.
             UnknownVersionError: No source has the version any more.
             DigestMismatchError: The sources keep sending something else.
             ServiceUnavailableError: No source could be reached or finished.
@@ -184,7 +186,7 @@ class Downloader:
         fetching = Fetching(
             connections=self._connections,
             content=content,
-            sources=Sources(manifest.urls, self._asker(manifest)),
+            sources=Sources(self._origins(manifest), self._asker(manifest)),
             rate=self._rate,
             on_fetched=self._on_fetched,
             on_refused=on_refused,
@@ -192,6 +194,17 @@ class Downloader:
         )
         await fetching.run(num_connections=self._num_connections)
         return fetching
+
+    def _origins(self, manifest: weights_pb2.WeightsManifest) -> Sequence[str]:
+        # The token goes with every request: not to where anybody could read it.
+        urls = [url for url in manifest.urls if self._security.may_fetch_from(url)]
+        if not urls:
+            raise InvalidFieldError(
+                f"{manifest.urls[0]} is in plain text, where this process's credentials are not shown; give the "
+                "trainer's process a certificate (PENSTOCK_TLS_CERT), or set insecure: true here",
+                field="manifest.urls",
+            )
+        return urls
 
     def _asker(self, manifest: weights_pb2.WeightsManifest) -> Callable[[str], Awaitable[Sequence[str]]] | None:
         find_relays = self._find_relays
@@ -202,8 +215,7 @@ class Downloader:
 
         async def ask(failed_url: str) -> Sequence[str]:
             urls = await find_relays(identity, own_url, failed_url)
-            # The token goes with every request: not to where anybody could read it.
-            return [url for url in urls if self._tls is None or url.startswith("https://")]
+            return [url for url in urls if self._security.may_fetch_from(url)]
 
         return ask
 

@@ -38,6 +38,8 @@ class Security:
     """Bearer token that this process shows with every call, and accepts."""
     accepted_tokens: tuple[str, ...] = ()
     """Further ones that its servers accept."""
+    allows_plain: bool = False
+    """Whether the token may be shown without TLS."""
 
     @classmethod
     def from_environment(cls, prefix: str = CLUSTER) -> Security:
@@ -63,6 +65,16 @@ class Security:
             token=token,
             accepted_tokens=read_accepted_tokens() if prefix == CLUSTER else (),
         )
+
+    @property
+    def serves_tls(self) -> bool:
+        """Whether servers of this process speak TLS."""
+        return self.cert_file is not None and self.key_file is not None
+
+    def may_fetch_from(self, url: str) -> bool:
+        """Whether a request to that address keeps the credentials, where there are any, from others."""
+        has_credentials = self.token is not None or self.ca_file is not None
+        return self.allows_plain or not has_credentials or url.startswith("https://")
 
     @property
     def tokens(self) -> Tokens:

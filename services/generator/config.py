@@ -9,7 +9,7 @@ from pydantic import Field, model_validator
 
 from penstock.adapters import MAX_RANK
 from penstock.collective.backend import Transport
-from penstock.config import MeasuredConfig, StrictModel, Targets
+from penstock.config import PUBLIC_ADDRESS, MeasuredConfig, StrictModel, Targets
 from penstock.sampling import MIN_TEMPERATURE
 from services.generator.engine import UpdateMode
 
@@ -165,8 +165,9 @@ class GeneratorConfig(MeasuredConfig):
     relay_listen: str | None = None
     """Address of the HTTP server that relays weights to its site, host:port; unset: the host of `listen`, any free
     port."""
-    relay_url: str | None = Field(default=None, pattern=r"^https?://")
-    """Base address under which its site reaches that server; made from the address it listens on when unset."""
+    relay_url: str | None = Field(default=None, pattern=PUBLIC_ADDRESS)
+    """Where its site reaches that server: host:port, which is https where this process has a certificate, or the
+    https:// address of a proxy; made from the address it listens on when unset."""
     weights_transport: Transport = Transport.HTTP
     """Whether it takes part in the trainer's broadcasts, over gloo or nccl as the trainer is told; only on the
     trainer's own fast network. What they do not bring is fetched over HTTP."""

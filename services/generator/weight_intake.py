@@ -10,6 +10,7 @@ from penstock.clients.downloads import Downloader
 from penstock.clients.weights import WeightsClient
 from penstock.collective.backend import Transport
 from penstock.collective.receiver import BroadcastReceiver
+from penstock.http_server import public_url
 from penstock.security import Security
 from penstock.transfer.relay import Relay
 from services.generator.config import GeneratorConfig
@@ -104,7 +105,9 @@ def _relay(config: GeneratorConfig, metrics: GeneratorMetrics, security: Securit
     host = config.listen.rpartition(":")[0]
     return Relay(
         listen=config.relay_listen or f"{host}:0",
-        public_url=config.relay_url,
+        public_url=None
+        if config.relay_url is None
+        else public_url(config.relay_url, setting="relay_url", security=security),
         security=security,
         max_bytes_per_second=config.max_relay_bytes_per_second,
         on_served=metrics.relayed_bytes.inc,

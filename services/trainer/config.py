@@ -10,7 +10,7 @@ from pydantic import Field, field_validator, model_validator
 
 from penstock.adapters import MAX_RANK, MAX_TARGET_MODULES, MODULE_NAME
 from penstock.collective.backend import Transport
-from penstock.config import MeasuredConfig, StrictModel, Targets
+from penstock.config import PUBLIC_ADDRESS, MeasuredConfig, StrictModel, Targets
 from penstock.pieces import MAX_GROUP_TOKENS
 from penstock.sampling import MIN_TEMPERATURE
 from services.trainer.algorithms.base import Normalization
@@ -43,8 +43,9 @@ class TrainerConfig(MeasuredConfig):
     """Address of its TrainerService and WeightStoreService, host:port."""
     weights_listen: str = "127.0.0.1:7305"
     """Address of the HTTP server that hands out weights, host:port."""
-    weights_url: str | None = None
-    """Base address under which generators reach that server; http://<weights_listen> when unset."""
+    weights_url: str | None = Field(default=None, pattern=PUBLIC_ADDRESS)
+    """Where generators reach that server: host:port, which is https where this process has a certificate, or the
+    https:// address of a proxy; <weights_listen> when unset."""
     max_weights_bytes_per_second: float | None = Field(default=None, gt=0)
     """Most bytes of weights that server sends a second, to all receivers together; no limit when unset."""
     weights_transport: Transport = Transport.HTTP

@@ -8,6 +8,7 @@ from functools import partial
 
 from penstock.clock import SystemClock
 from penstock.graces import CHECKPOINT_S
+from penstock.http_server import public_url
 from penstock.readiness import follow_outage
 from penstock.rpc import Server, Service, run_until_stopped
 from penstock.security import Security
@@ -44,7 +45,9 @@ async def serve(config: TrainerConfig) -> None:
     if place is not None and place.rank > 0:
         await _follow(place)
         return
-    store = WeightStore()
+    store, stated_url = WeightStore(), None
+    if config.weights_url is not None:
+        stated_url = public_url(config.weights_url, setting="weights_url", security=security)
     serve_metrics(config.metrics_address)
     async with (
         serving_weights(
@@ -53,13 +56,13 @@ async def serve(config: TrainerConfig) -> None:
             security=security,
             max_bytes_per_second=config.max_weights_bytes_per_second,
         ) as url,
-        broadcasting(config, store=store, weights_url=config.weights_url or url) as broadcasts,
+        broadcasting(config, store=store, weights_url=stated_url or url) as broadcasts,
     ):
         await _serve_grpc(
             config,
             store=store,
             weights=WeightStoreService(store, broadcasts=broadcasts),
-            weights_url=config.weights_url or url,
+            weights_url=stated_url or url,
             security=security,
             place=place,
         )

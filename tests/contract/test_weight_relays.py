@@ -233,7 +233,7 @@ async def test_a_cap_of_the_origin_holds_for_all_receivers_together(tmp_path):
 
 
 async def test_a_relay_asks_for_the_token_and_refuses_nonsense(tmp_path):
-    async with site(tmp_path, security=Security(token="secret")) as made:
+    async with site(tmp_path, security=Security(token="secret", allows_plain=True)) as made:
         manifest = made.publish(size_bytes=1 * MB)
         receiver = await made.receiver("a")
         await receiver.fetch(manifest)

@@ -131,7 +131,7 @@ def test_service_configurations_agree_on_addresses(tmp_path: Path) -> None:
     assert generators[0].engine.engine == "emulated"
     assert {one.site for one in generators} == {"frankfurt"}
     assert broker_config(addresses, "unix:///x").listen == reward_config(resolved, addresses).broker
-    assert addresses.weights_url == f"http://{addresses.weights_listen}"
+    assert addresses.weights_url == addresses.weights_listen
 
 
 def test_agents_are_sampled_as_the_run_trains_and_each_generator_has_a_port_of_its_own(tmp_path: Path) -> None:
@@ -151,7 +151,7 @@ def test_agents_are_sampled_as_the_run_trains_and_each_generator_has_a_port_of_i
 def test_listening_on_all_addresses_is_called_on_loopback() -> None:
     assert local_endpoint("0.0.0.0:7301").target == "127.0.0.1:7301"
     addresses = choose_addresses(config(listen={"weights": "0.0.0.0:7305", "public_host": "gpu-box"}))
-    assert addresses.weights_url == "http://gpu-box:7305"
+    assert addresses.weights_url == "gpu-box:7305"
 
 
 def test_what_the_trainer_would_refuse_is_refused_here() -> None:

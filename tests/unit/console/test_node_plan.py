@@ -84,6 +84,6 @@ def test_generators_of_a_site_apart_relay_to_each_other():
     near, far = (generator_config(config(site=site), one, port=7406) for site in ("", "r1"))
 
     assert near.relay_listen is None
-    assert (far.relay_listen, far.relay_url) == ("0.0.0.0:7407", "http://a:7407")
+    assert (far.relay_listen, far.relay_url) == ("0.0.0.0:7407", "a:7407")
     assert far.cache_dir == Path("/c/gen-3")
     assert far.engine.max_concurrent_samples == 128
