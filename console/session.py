@@ -172,7 +172,10 @@ class RunSession:
 
     async def _get_run(self) -> broker_pb2.GetRunResponse | None:
         request = broker_pb2.GetRunRequest(run_id=self._run_id)
-        request.busy_since.FromNanoseconds(int((time.time() - BUSY_WINDOW_S) * 1e9))
+        # By the run's clock, once that is known.
+        last = self._view.run
+        now_s = time.time() if last is None else last.now_time.ToNanoseconds() / 1e9
+        request.busy_since.FromNanoseconds(int((now_s - BUSY_WINDOW_S) * 1e9))
         try:
             return await call(self._broker.GetRun, request, peer=self._broker_peer, timeout_s=_POLL_TIMEOUT_S)
         except PenstockError:

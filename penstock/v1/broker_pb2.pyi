@@ -678,6 +678,7 @@ class GeneratorBeat(_message.Message):
     IS_DRAINING_FIELD_NUMBER: _builtins.int
     HISTORY_FIELD_NUMBER: _builtins.int
     INSTANCE_ID_FIELD_NUMBER: _builtins.int
+    NOW_TIME_FIELD_NUMBER: _builtins.int
     credit_total: _builtins.int
     """Leases this stream may have been sent so far, in total; grows as slots free up. The broker never sends more."""
     policy_version: _builtins.int
@@ -706,7 +707,13 @@ class GeneratorBeat(_message.Message):
 
     @_builtins.property
     def busy_spans(self) -> _containers.RepeatedCompositeFieldContainer[_types_pb2.TimeSpan]:
-        """Spans since the last beat in which at least one sample was decoding; at most 64."""
+        """Spans since the last beat in which at least one sample was decoding, by the clock that now_time shows; at most 64."""
+
+    @_builtins.property
+    def now_time(self) -> _timestamp_pb2.Timestamp:
+        """What the generator's clock shows as it sends this: the broker moves busy_spans to the run's clock by it, so that
+        machines whose clocks differ can be compared. Unset: taken to be the run's clock.
+        """
 
     def __init__(
         self,
@@ -722,10 +729,11 @@ class GeneratorBeat(_message.Message):
         is_draining: _builtins.bool = ...,
         history: _builtins.int | None = ...,
         instance_id: _builtins.str = ...,
+        now_time: _timestamp_pb2.Timestamp | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_history", b"_history", "history", b"history"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_history", b"_history", "history", b"history", "now_time", b"now_time"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_history", b"_history", "active_lease_ids", b"active_lease_ids", "busy_spans", b"busy_spans", "credit_total", b"credit_total", "history", b"history", "instance_id", b"instance_id", "is_draining", b"is_draining", "kv_cache_usage", b"kv_cache_usage", "num_running", b"num_running", "num_waiting", b"num_waiting", "policy_version", b"policy_version", "tokens_per_second", b"tokens_per_second"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_history", b"_history", "active_lease_ids", b"active_lease_ids", "busy_spans", b"busy_spans", "credit_total", b"credit_total", "history", b"history", "instance_id", b"instance_id", "is_draining", b"is_draining", "kv_cache_usage", b"kv_cache_usage", "now_time", b"now_time", "num_running", b"num_running", "num_waiting", b"num_waiting", "policy_version", b"policy_version", "tokens_per_second", b"tokens_per_second"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__history: _TypeAlias = _typing.Literal["history"]  # noqa: Y015
     _WhichOneofArgType__history: _TypeAlias = _typing.Literal["_history", b"_history"]  # noqa: Y015
@@ -1639,7 +1647,9 @@ class GetRunRequest(_message.Message):
     """Which run."""
     @_builtins.property
     def busy_since(self) -> _timestamp_pb2.Timestamp:
-        """Return generators' busy spans that end after this time; unset means none."""
+        """Return generators' busy spans that end after this time of the run's clock (now_time of an earlier answer); unset means
+        none.
+        """
 
     def __init__(
         self,
@@ -1693,7 +1703,7 @@ class GeneratorView(_message.Message):
 
     @_builtins.property
     def busy_spans(self) -> _containers.RepeatedCompositeFieldContainer[_types_pb2.TimeSpan]:
-        """Spans of decoding, as asked for by busy_since."""
+        """Spans of decoding, as asked for by busy_since, by the run's clock."""
 
     def __init__(
         self,

@@ -671,7 +671,7 @@ Global___ItemError: _TypeAlias = ItemError  # noqa: Y015
 
 @_typing.final
 class TimeSpan(_message.Message):
-    """A span of wall-clock time."""
+    """A span of time, by the clock that its field states."""
 
     DESCRIPTOR: _descriptor.Descriptor
 

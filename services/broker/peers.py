@@ -9,6 +9,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 
+from google.protobuf.timestamp_pb2 import Timestamp
+
 from penstock.silence import sample_speed
 from penstock.v1 import broker_pb2, types_pb2
 from services.broker.causes import Present
@@ -29,6 +31,7 @@ CONTEXT_GRACE_S = 5.0
 WRITE_EVERY_S = 1.0
 REFRESH_EVERY_S = 2.0
 MAX_BUFFERED_SPANS = 4096
+MAX_SPAN_AGE_US = 24 * 3600 * 1_000_000
 _GENERATOR, _WORKER = "g:", "w:"
 
 
@@ -87,9 +90,10 @@ class Peers:
             view.beat.CopyFrom(beat)
             self._add_speed(view)
             view.beat.ClearField("busy_spans")
+            view.beat.ClearField("now_time")
             view.beat.ClearField("active_lease_ids")
             spans = self._spans.setdefault(hello.generator_id, [])
-            spans.extend(span.SerializeToString() for span in beat.busy_spans)
+            spans.extend(span.SerializeToString() for span in _by_run_clock(beat, self._clock.now_s()))
             del spans[:-MAX_BUFFERED_SPANS]
         self._generators[hello.generator_id] = view
         self._gone.discard(hello.generator_id)
@@ -228,6 +232,21 @@ class Peers:
 
 def _beat_s(view: broker_pb2.GeneratorView) -> float:
     return view.beat_time.ToMicroseconds() / 1e6
+
+
+def _by_run_clock(beat: broker_pb2.GeneratorBeat, now_s: float) -> Iterable[types_pb2.TimeSpan]:
+    """Its busy spans, as old by the run's clock as they are by its own; as they are where it does not show that."""
+    if not beat.HasField("now_time"):
+        yield from beat.busy_spans
+        return
+    now_us, beat_us = round(now_s * 1e6), beat.now_time.ToMicroseconds()
+
+    def moved(stamp: Timestamp) -> Timestamp:
+        age_us = min(max(0, beat_us - stamp.ToMicroseconds()), MAX_SPAN_AGE_US)
+        return timestamp((now_us - age_us) / 1e6)
+
+    for span in beat.busy_spans:
+        yield types_pb2.TimeSpan(start_time=moved(span.start_time), end_time=moved(span.end_time))
 
 
 def _seconds(span: types_pb2.TimeSpan) -> float:

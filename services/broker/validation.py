@@ -187,6 +187,7 @@ def check_beat(beat: broker_pb2.GeneratorBeat) -> None:
     for span in beat.busy_spans:
         check_timestamp("beat.busy_spans.start_time", span.start_time)
         check_timestamp("beat.busy_spans.end_time", span.end_time)
+    check_timestamp("beat.now_time", beat.now_time)
     usage, speed = beat.kv_cache_usage, beat.tokens_per_second
     _require(math.isfinite(usage) and usage >= 0, "beat.kv_cache_usage", usage, "finite and at least 0")
     _require(math.isfinite(speed) and speed >= 0, "beat.tokens_per_second", speed, "finite and at least 0")

@@ -11,7 +11,7 @@ MAX_SPANS = 64
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BusySpan:
-    """A span of decoding, in seconds since the epoch."""
+    """A span of decoding, by the tracker's clock."""
 
     start_s: float
     end_s: float
@@ -22,15 +22,20 @@ class BusyTracker:
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
+        self._epoch_s = clock.now_s() - clock.monotonic_s()
         self._num_samples = 0
         self._since_s = 0.0
         self._busy_s = 0.0
         self._spans: list[BusySpan] = []
 
+    def now_s(self) -> float:
+        """Its clock, which the spans are of: the Unix time at its start, and from then on the time that passes."""
+        return self._epoch_s + self._clock.monotonic_s()
+
     def begin(self) -> None:
         """A sample begins to decode."""
         if self._num_samples == 0:
-            self._since_s = self._clock.now_s()
+            self._since_s = self.now_s()
         self._num_samples += 1
 
     def end(self) -> None:
@@ -39,24 +44,23 @@ class BusyTracker:
             raise ValueError("no sample is under way")
         self._num_samples -= 1
         if self._num_samples == 0:
-            self._close(self._clock.now_s())
+            self._close(self.now_s())
 
     @property
     def busy_s(self) -> float:
         """Seconds with at least one sample decoding, since start."""
-        return self._busy_s + (max(0.0, self._clock.now_s() - self._since_s) if self._num_samples else 0.0)
+        return self._busy_s + (self.now_s() - self._since_s if self._num_samples else 0.0)
 
     def take_spans(self) -> list[BusySpan]:
         """Spans since the last call, in order, at most MAX_SPANS; one still going on is cut here and goes on after."""
         if self._num_samples:
-            now_s = self._clock.now_s()
+            now_s = self.now_s()
             self._close(now_s)
-            self._since_s = max(now_s, self._since_s)
+            self._since_s = now_s
         spans, self._spans = self._spans, []
         return spans
 
     def _close(self, now_s: float) -> None:
-        # The system's clock may be set back: such a span counts for nothing rather than for less than nothing.
         if now_s <= self._since_s:
             return
         self._busy_s += now_s - self._since_s

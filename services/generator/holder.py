@@ -59,6 +59,7 @@ class Holder:
             tokens_per_second=self._rate.update(stats.tokens_generated, time.monotonic()),
             busy_spans=[_to_time_span(span) for span in self._busy.take_spans()],
             is_draining=self.is_draining,
+            now_time=_to_timestamp(self._busy.now_s()),
         )
 
     def lease(self, lease: broker_pb2.Lease) -> None:

@@ -1,7 +1,8 @@
 """Who has which hardware: machines as they state themselves, their links and measured rates.
 
-Pure bookkeeping over the times it is handed; a machine counts as gone after three missed reports, and is forgotten only
-when it says that it leaves, so that a plan can name what is missing.
+Pure bookkeeping over the times it is handed, those of a monotonic clock: a wall clock that is set declares no machine
+dead. A machine counts as gone after three missed reports, and is forgotten only when it says that it leaves, so that a
+plan can name what is missing.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ class UnknownNodeError(PenstockError):
 @dataclass(slots=True)
 class _Record:
     node: pb.Node
-    report_time_s: float
+    reported_at_s: float
     rates: dict[int, list[pb.MeasuredRate]] = field(default_factory=dict)
     """Of the newest report that had any, by role."""
     generator_start_s: float | None = None
@@ -54,7 +55,7 @@ class Inventory:
         if node.node_id not in self._records and len(self._records) >= MAX_NODES:
             raise QueueFullError(f"{MAX_NODES} machines are registered; retire some", queue="nodes")
         known = self._records.get(node.node_id)
-        self._records[node.node_id] = replace(known, node=node, report_time_s=now_s) if known else _Record(node, now_s)
+        self._records[node.node_id] = replace(known, node=node, reported_at_s=now_s) if known else _Record(node, now_s)
         for link in links:
             _check_link(link)
             if len(self._links) >= MAX_LINKS:
@@ -76,23 +77,23 @@ class Inventory:
             raise InvalidFieldError(
                 f"generator_start_s: must be 0 to {MAX_START_S:g}, got {start_s}", field="generator_start_s"
             )
-        record.report_time_s = now_s
+        record.reported_at_s = now_s
         record.rates |= {role: [rate for rate in rates if rate.role == role] for role in {rate.role for rate in rates}}
         if request.HasField("generator_start_s"):
             record.generator_start_s = request.generator_start_s
         if request.is_leaving:
             del self._records[node_id]
 
-    def views(self, *, now_s: float) -> list[pb.NodeView]:
-        """Every machine, by name."""
+    def views(self, *, now_s: float, unix_s: float) -> list[pb.NodeView]:
+        """Every machine, by name; `unix_s` is the same moment on the wall clock, for the times that people read."""
         views = []
         for _, record in sorted(self._records.items()):
-            is_alive = now_s - record.report_time_s <= self._lifetime_s
+            age_s = now_s - record.reported_at_s
             rates = [rate for of_role in record.rates.values() for rate in of_role]
-            view = pb.NodeView(node=record.node, rates=rates, is_alive=is_alive)
+            view = pb.NodeView(node=record.node, rates=rates, is_alive=age_s <= self._lifetime_s)
             if record.generator_start_s is not None:
                 view.generator_start_s = record.generator_start_s
-            view.report_time.FromMilliseconds(int(record.report_time_s * 1000))
+            view.report_time.FromMilliseconds(int((unix_s - age_s) * 1000))
             views.append(view)
         return views
 

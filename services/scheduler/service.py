@@ -53,7 +53,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
 
     async def RegisterNode(self, request: pb.RegisterNodeRequest, context: Context) -> pb.RegisterNodeResponse:
         """Add or replace a machine."""
-        self._inventory.register(request.node, list(request.links), now_s=self._clock.now_s())
+        self._inventory.register(request.node, list(request.links), now_s=self._clock.monotonic_s())
         self._left.discard(request.node.node_id)
         response = pb.RegisterNodeResponse()
         response.heartbeat_interval.FromMilliseconds(int(self._heartbeat_interval_s * 1000))
@@ -61,16 +61,14 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
 
     async def ReportNode(self, request: pb.ReportNodeRequest, context: Context) -> pb.ReportNodeResponse:
         """Note a sign of life and measured rates."""
-        self._inventory.report(request, now_s=self._clock.now_s())
+        self._inventory.report(request, now_s=self._clock.monotonic_s())
         if request.is_leaving and len(self._left) < MAX_NODES:
             self._left.add(request.node_id)
         return pb.ReportNodeResponse()
 
     async def ListNodes(self, request: pb.ListNodesRequest, context: Context) -> pb.ListNodesResponse:
         """The inventory."""
-        return pb.ListNodesResponse(
-            nodes=self._inventory.views(now_s=self._clock.now_s()), links=self._inventory.links()
-        )
+        return pb.ListNodesResponse(nodes=self._views(), links=self._inventory.links())
 
     async def GetPlan(self, request: pb.GetPlanRequest, context: Context) -> pb.GetPlanResponse:
         """The plan in force."""
@@ -89,12 +87,11 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
                 plan,
                 keeps_trainers=request.keeps_trainers,
                 told=told,
-                now_s=self._clock.now_s(),
+                now_s=self._clock.monotonic_s(),
             )
         else:
             self._live.forget(request.run_id)
-            views = self._inventory.views(now_s=self._clock.now_s())
-            plan = first_fit(views, run_id=request.run_id, num_generators=request.num_generators)
+            plan = first_fit(self._views(), run_id=request.run_id, num_generators=request.num_generators)
         self._put_in_force(plan)
         return pb.CreatePlanResponse(plan=plan)
 
@@ -107,8 +104,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
             end_s = time.monotonic() + REVISE_BUDGET_S
             return lambda: 0.0 if self.stopping.is_set() else end_s - time.monotonic()
 
-        now_s = self._clock.now_s()
-        views = self._inventory.views(now_s=now_s)
+        now_s, views = self._clock.monotonic_s(), self._views()
         self._num_solving += 1
         try:
             plans = await self._live.revise(views, left=frozenset(self._left), now_s=now_s, make_budget=make_budget)
@@ -155,6 +151,9 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         """What forecasts lengths now."""
         return self.lengths.describe(request.run_id)
 
+    def _views(self) -> list[pb.NodeView]:
+        return self._inventory.views(now_s=self._clock.monotonic_s(), unix_s=self._clock.now_s())
+
     def _put_in_force(self, plan: pb.Plan) -> None:
         if plan.run_id not in self._plans and len(self._plans) >= MAX_PLANS:
             oldest = next(iter(self._plans))
@@ -180,8 +179,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         live = Live(problem, {})
         begin, running = None, None
         if told is not None:
-            views = self._inventory.views(now_s=self._clock.now_s())
-            live = told_problem(problem, told, views, left=frozenset(self._left))
+            live = told_problem(problem, told, self._views(), left=frozenset(self._left))
             begin = live.from_real(told)
             running = begin if request.keeps_trainers else None
         elif (in_force := self._live.plan_of(request.run_id)) is not None:

@@ -38,7 +38,7 @@ class InterruptedComputeError(BackendError):
 
 
 class ComputeThread:
-    """Runs calls in its thread; `on_span` hears when each began and ended, in Unix seconds."""
+    """Runs calls in its thread; `on_span` hears when each began and ended, by the monotonic clock."""
 
     def __init__(self, *, clock: Clock, on_span: Callable[[float, float], None]) -> None:
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="compute")
@@ -50,7 +50,7 @@ class ComputeThread:
         self, function: Callable[_Parameters, _Result], *args: _Parameters.args, **kwargs: _Parameters.kwargs
     ) -> _Result:
         """`function(*args, **kwargs)` in the thread."""
-        start_s = self._clock.now_s()
+        start_s = self._clock.monotonic_s()
         loop = asyncio.get_running_loop()
 
         async def in_thread() -> _Result:
@@ -59,7 +59,7 @@ class ComputeThread:
         try:
             return await uninterrupted(in_thread())
         finally:
-            end_s = self._clock.now_s()
+            end_s = self._clock.monotonic_s()
             self.busy_s += end_s - start_s
             self._on_span(start_s, end_s)
 

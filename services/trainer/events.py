@@ -10,6 +10,7 @@ Promises:
 from __future__ import annotations
 
 import asyncio
+import math
 import secrets
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Mapping
@@ -40,7 +41,7 @@ class RunEvents:
         self._clock = clock
         self._events: deque[trainer_pb2.WatchRunResponse] = deque(maxlen=MAX_KEPT_EVENTS)
         self._num_events = 0
-        self._waited_at_s = 0.0
+        self._waited_at_s = -math.inf
         self._waiting_gap_s = FIRST_WAITING_GAP_S
         self._grown = asyncio.Event()
 
@@ -58,7 +59,7 @@ class RunEvents:
         A night's wait must not push the steps out of the events that are kept.
         """
         self.message = message
-        now_s = self._clock.now_s()
+        now_s = self._clock.monotonic_s()
         if now_s - self._waited_at_s >= self._waiting_gap_s:
             self._waited_at_s = now_s
             self._waiting_gap_s = min(MOST_WAITING_GAP_S, 2 * self._waiting_gap_s)

@@ -120,7 +120,7 @@ class StepLoop:
             configured_s=context.config.trainer.max_silence_s,
             least_s=LEAST_SILENCE_S,
         )
-        self._line_s = context.clock.now_s()
+        self._line_s = context.clock.monotonic_s()
         self._busy_at_line_s = compute.busy_s
         groups_per_step = context.config.algorithm.prompts_per_step
         self.session = MicrobatchSession(
@@ -334,17 +334,18 @@ class StepLoop:
         self.session.release(group_ids)
 
     def _line(self, open_step: _OpenStep, report: StepReport) -> Line:
-        now_s = self._context.clock.now_s()
+        clock = self._context.clock
+        at_s = clock.monotonic_s()
         times = StepTimes(
-            step_s=now_s - self._line_s,
+            step_s=at_s - self._line_s,
             train_s=self._compute.busy_s - self._busy_at_line_s,
             publish_s=self._publish_s(),
             waits_s=self.waits.take(),
         )
-        self._line_s, self._busy_at_line_s = now_s, self._compute.busy_s
+        self._line_s, self._busy_at_line_s = at_s, self._compute.busy_s
         version = self._context.progress.policy_version
         count_step(report, open_step.samples, times, policy_version=version)
-        line = step_line(report, open_step.samples, times, policy_version=version, now_s=now_s)
+        line = step_line(report, open_step.samples, times, policy_version=version, now_s=clock.now_s())
         return line | {"step/skipped_attempts": float(open_step.num_skipped)}
 
 

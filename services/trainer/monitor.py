@@ -27,7 +27,8 @@ class RunMonitor:
         self._context = context
         self._meter = meter
         self._on_dropped_samples = on_dropped_samples
-        self._last_poll_s = context.clock.now_s()
+        self._last_poll_s: float | None = None
+        """By the run's clock."""
 
     async def run(self) -> None:
         """Poll until cancelled."""
@@ -42,15 +43,16 @@ class RunMonitor:
 
     async def poll(self) -> None:
         """Look once; raises PenstockError, FencedError among them."""
-        now_s = self._context.clock.now_s()
-        view = await self._context.client.get_run(self._context.run_id, busy_since_s=self._last_poll_s - LOOK_BACK_S)
-        self._last_poll_s = now_s
+        since_s = None if self._last_poll_s is None else self._last_poll_s - LOOK_BACK_S
+        view = await self._context.client.get_run(self._context.run_id, busy_since_s=since_s)
+        at_s = self._context.clock.monotonic_s()
+        self._last_poll_s = unix_s(view.now_time)
         self._context.check_view(view)
         for generator in view.generators:
-            self._take_spans(generator)
-        self._meter.settle(now_s)
+            self._take_spans(generator, ahead_s=self._last_poll_s - at_s)
+        self._meter.settle(at_s)
         self._on_dropped_samples(sum(view.audit.dropped.values()))
 
-    def _take_spans(self, generator: broker_pb2.GeneratorView) -> None:
+    def _take_spans(self, generator: broker_pb2.GeneratorView, *, ahead_s: float) -> None:
         spans = [(unix_s(span.start_time), unix_s(span.end_time)) for span in generator.busy_spans]
-        self._meter.add_generator_spans(generator.hello.generator_id, spans)
+        self._meter.add_generator_spans(generator.hello.generator_id, spans, ahead_s=ahead_s)

@@ -7,8 +7,9 @@ Over the training phase (evaluation at start and end excluded):
     trainer_idle_ratio   = 1 - time in which the trainer was computing / length of the phase
     generator_idle_ratio = 1 - time in which at least one generator was decoding / length of the phase
 
-The trainer's spans are those of its compute thread. Generators' spans come from their own clocks by way of the broker,
-so clocks that differ by d seconds blur the ratios by about d per span. Pure: takes no clock; times are Unix seconds.
+The trainer's spans are those of its compute thread. Generators' spans come by way of the broker, which moves them to
+the run's clock by their age; whoever adds them knows how far that is ahead of the trainer's. What a message takes on
+its way blurs them, clocks that differ or are set do not. Pure: takes no clock, times are of the trainer's monotonic.
 """
 
 from __future__ import annotations
@@ -78,12 +79,15 @@ class OverlapMeter:
         """The trainer computed."""
         self._trainer.append((start_s, end_s))
 
-    def add_generator_spans(self, generator_id: str, spans: Iterable[Span]) -> None:
-        """A generator decoded; what was told before is recognised and not added twice."""
+    def add_generator_spans(self, generator_id: str, spans: Iterable[Span], *, ahead_s: float = 0.0) -> None:
+        """A generator decoded; what was told before is recognised and not added twice.
+
+        The clock of the spans is ahead of the trainer's by so many seconds.
+        """
         last_end = self._last_ends.get(generator_id, 0.0)
         for start_s, end_s in sorted(spans):
             if end_s > last_end:
-                self._generators.append((max(start_s, last_end), end_s))
+                self._generators.append((max(start_s, last_end) - ahead_s, end_s - ahead_s))
                 last_end = end_s
         self._last_ends[generator_id] = last_end
 

@@ -125,7 +125,7 @@ class TrainingRun:
         """Whether the run belongs to another trainer, or the id to another run."""
         self._is_restored = not spec.resume
         """Whether it is known how far the run has come."""
-        self._started_s = self._clock.now_s()
+        self._started_s = self._clock.monotonic_s()
 
     def request_stop(self, *, is_drain: bool = False) -> None:
         """End the run soon: within one forward pass, and the time a checkpoint takes.
@@ -162,7 +162,7 @@ class TrainingRun:
     async def _run(self) -> None:
         _log.info("run begins", run_id=self.spec.run_id, resume=self.spec.resume, run_dir=str(self.spec.run_dir))
         outcome, message, is_sound = await self._until_end()
-        self._meter.end(self._clock.now_s())
+        self._meter.end(self._clock.monotonic_s())
         try:
             if is_sound:
                 await self.write_checkpoint()
@@ -359,7 +359,7 @@ class TrainingRun:
             # The steps of a checkpoint do not come again, nor do their lines.
             self._metrics.flush()
             self._evaluations.flush()
-            overlap = self._meter.totals(self._clock.now_s())
+            overlap = self._meter.totals(self._clock.monotonic_s())
             state = self._progress.to_resume_state(wall_s=self._wall_s(), overlap=overlap)
             await self._checkpoints.begin(self._backend, state)
 
@@ -386,7 +386,7 @@ class TrainingRun:
             _log.error("the trainer's processes do not end well", exc_info=error)
 
     def _wall_s(self) -> float:
-        return self._progress.wall_s + self._clock.now_s() - self._started_s
+        return self._progress.wall_s + self._clock.monotonic_s() - self._started_s
 
     def _meter_span(self, start_s: float, end_s: float) -> None:
         self._meter.add_trainer_span(start_s, end_s)
@@ -433,7 +433,7 @@ class TrainingRun:
             num_skipped_rows=self._num_skipped_rows,
             wall_s=self._wall_s(),
             progress=self._progress,
-            overlap=self._meter.totals(self._clock.now_s()),
+            overlap=self._meter.totals(self._clock.monotonic_s()),
             steps=self._metrics.read(),
             evaluations=self._evaluations.read(),
             audit=audit,

@@ -152,7 +152,7 @@ class RunSession:
         if self.context.progress.policy_version >= num_steps:
             return
         self.events.change_state(trainer_pb2.TRAINER_STATE_TRAINING)
-        self.meter.begin(self.context.clock.now_s())
+        self.meter.begin(self.context.clock.monotonic_s())
         async with loop.session:
             while self.context.progress.policy_version < num_steps:
                 await loop.take_step()
@@ -160,7 +160,7 @@ class RunSession:
                     await self._checkpoint_if_due()
                 await self._after_step(evaluator)
             await loop.wait_until_published()
-        self.meter.end(self.context.clock.now_s())
+        self.meter.end(self.context.clock.monotonic_s())
         if self._beside is not None:
             await self._beside
 

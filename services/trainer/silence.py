@@ -28,19 +28,19 @@ class Silence:
 
     def restart(self) -> None:
         """Something came, or the broker was away, which says nothing of those who make what is waited for."""
-        self._since_s = self._clock.now_s()
+        self._since_s = self._clock.monotonic_s()
         self._look_at_s = 0.0
 
     async def exceeded(self) -> SilenceLimit | None:
         """The limit, once it is over. Raises PenstockError where the broker refuses for good."""
-        now_s = self._clock.now_s()
+        now_s = self._clock.monotonic_s()
         quiet_s = now_s - self._since_s
         if quiet_s <= (self._least_s if self._configured_s is None else self._configured_s):
             return None
         if self._configured_s is None and now_s < self._look_at_s:
             return None
         limit = await self._limit()
-        if self._clock.now_s() - now_s > LONG_CALL_S:
+        if self._clock.monotonic_s() - now_s > LONG_CALL_S:
             self.restart()
             return None
         self._look_at_s = now_s + LOOK_EVERY_S

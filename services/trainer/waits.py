@@ -32,11 +32,11 @@ class WaitMeter:
     @contextmanager
     def waiting(self, cause: Cause) -> Iterator[None]:
         """Whatever is done inside is a wait for `cause`."""
-        begin_s = self._clock.now_s()
+        begin_s = self._clock.monotonic_s()
         try:
             yield
         finally:
-            self._seconds[cause] += self._clock.now_s() - begin_s
+            self._seconds[cause] += self._clock.monotonic_s() - begin_s
 
     def take(self) -> Mapping[Cause, float]:
         """Seconds by cause since this was last called, every cause named."""

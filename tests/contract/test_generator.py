@@ -55,6 +55,9 @@ async def test_samples_are_decoded_once_the_weights_are_attested(bench):
     assert hello.generator_id.startswith("gen-0-")
     assert hello.max_context_tokens == 4096
     spans = [item for beat in bench.broker.beats for item in beat.busy_spans]
+    for beat in bench.broker.beats:
+        shown_ns = beat.now_time.ToNanoseconds()
+        assert all(span.end_time.ToNanoseconds() <= shown_ns for span in beat.busy_spans)
     assert all(a.end_time.ToNanoseconds() <= b.start_time.ToNanoseconds() for a, b in pairwise(spans))
 
 

@@ -16,7 +16,7 @@ from prometheus_client import CollectorRegistry
 from tokenizers import AddedToken
 
 from console.quickstart.model import build_model, build_tokenizer, save_model
-from penstock.clock import SystemClock
+from penstock.clock import Clock, SystemClock
 from penstock.security import NO_SECURITY, Security
 from services.broker.memory_store import MemoryStore
 from services.generator.busy import BusyTracker
@@ -175,6 +175,7 @@ async def endpoint_bench(
     security: Security = NO_SECURITY,
     is_run_open: bool = True,
     max_concurrent_samples: int = 8,
+    clock: Clock | None = None,
     **settings: Any,
 ) -> AsyncIterator[Bench]:
     """A served broker with an open run, a served endpoint, and its loop."""
@@ -216,7 +217,7 @@ async def endpoint_bench(
             openai=OpenAIConfig(**({"listen": "127.0.0.1:0", "model_name": "tiny"} | settings)),
         )
         metrics = OpenAIMetrics(CollectorRegistry())
-        endpoint = OpenAIEndpoint(config, guests=guests, security=security, metrics=metrics)
+        endpoint = OpenAIEndpoint(config, guests=guests, security=security, metrics=metrics, clock=clock)
         async with endpoint.serving() as base_url:
             loop_task = asyncio.create_task(endpoint.run())
             bench = Bench(

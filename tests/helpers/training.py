@@ -10,6 +10,7 @@ from pathlib import Path
 
 import grpc
 
+from penstock.clock import Clock
 from penstock.rpc import Server, Service, open_channel
 from penstock.security import NO_SECURITY
 from penstock.v1 import trainer_pb2, trainer_pb2_grpc, weights_pb2_grpc
@@ -54,13 +55,17 @@ class RunningTrainer:
 
 @asynccontextmanager
 async def running_trainer(
-    *, load: Callable[[TrainingConfig], Policy] = load_policy, security=NO_SECURITY, kept: KeptRun | None = None
+    *,
+    load: Callable[[TrainingConfig], Policy] = load_policy,
+    security=NO_SECURITY,
+    kept: KeptRun | None = None,
+    clock: Clock | None = None,
 ) -> AsyncIterator[RunningTrainer]:
     store = WeightStore()
     async with serving_weights(store, listen="127.0.0.1:0", security=security) as url:
 
         def make_run(spec: RunSpec) -> TrainingRun:
-            return TrainingRun(spec, store=store, weights_url=url, load_policy=load, security=security)
+            return TrainingRun(spec, store=store, weights_url=url, load_policy=load, security=security, clock=clock)
 
         service = TrainerService(make_run=make_run, weights_url=url, kept=kept)
         weights = WeightStoreService(store)

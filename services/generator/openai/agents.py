@@ -103,7 +103,7 @@ class Agents:
         self._metrics = metrics
         self._book: SessionBook | None = None
         self._room = GroupRoom(
-            putter.get_run, version=lambda: guests.policy_version, transit=putter.transit, now_s=clock.now_s
+            putter.get_run, version=lambda: guests.policy_version, transit=putter.transit, monotonic_s=clock.monotonic_s
         )
 
     async def book(self) -> SessionBook:
@@ -165,13 +165,13 @@ class Agents:
             return answer
         finally:
             if session is not None and self._book is not None:
-                self._book.leave(session, self.clock.now_s())
+                self._book.leave(session, self.clock.monotonic_s())
 
     async def touch(self, session_id: str) -> bool:
         """Whether a session is open, which then counts as used; raises ApiError where it is over."""
         session = (await self.book()).find(session_id)
         if session is not None:
-            session.last_used_s = self.clock.now_s()
+            session.last_used_s = self.clock.monotonic_s()
         return session is not None
 
     def note_delivery(self, prepared: Prepared, *, is_whole: bool) -> None:
@@ -185,7 +185,7 @@ class Agents:
     async def finish(self, session_id: str, reward: float, *, components: dict[str, float], model: str) -> bool:
         """End a session with its reward; whether this was the first time. Raises ApiError."""
         book = await self.book()
-        is_first = book.finish(session_id, reward, self.clock.now_s(), components=components, model=model)
+        is_first = book.finish(session_id, reward, self.clock.monotonic_s(), components=components, model=model)
         self._putter.notify()
         return is_first
 
@@ -277,7 +277,7 @@ class Agents:
         book = await self.book()
         if book.begins_group(labels.session_id, task):
             await self._wait_for_room(book, labels.session_id, task)
-        return book.enter(labels.session_id, task, self.clock.now_s())
+        return book.enter(labels.session_id, task, self.clock.monotonic_s())
 
     async def _wait_for_room(self, book: SessionBook, session_id: str, task: str) -> None:
         try:

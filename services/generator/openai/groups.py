@@ -51,6 +51,7 @@ class Finished:
     model: str
     """Who gave it."""
     finish_s: float
+    """By the clock of the session's other times."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)

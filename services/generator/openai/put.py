@@ -10,6 +10,7 @@ import structlog
 
 from penstock.clients.broker import BrokerClient
 from penstock.clients.trajectories import TrajectorySession
+from penstock.clock import Clock
 from penstock.errors import InvalidFieldError, PenstockError
 from penstock.security import Security
 from penstock.v1 import broker_pb2, types_pb2
@@ -86,7 +87,7 @@ class GroupPutter:
         *,
         text_of: Callable[[Sequence[int]], str],
         run_history: Callable[[], int | None],
-        now_s: Callable[[], float],
+        clock: Clock,
     ) -> None:
         """Put groups as they get ready, until cancelled."""
         while True:
@@ -96,12 +97,13 @@ class GroupPutter:
                 ) as session:
                     while True:
                         self._news.clear()
-                        book.expire(now_s())
+                        book.expire(clock.monotonic_s())
                         while (group := book.take()) is not None:
                             self._idle.clear()
                             self.transit.num_taken += 1
                             try:
-                                await self._put(session, group, text_of=text_of, run_history=run_history())
+                                names = self._names(group, text_of, epoch_s=clock.now_s() - clock.monotonic_s())
+                                await self._put(session, group, names, run_history=run_history())
                             finally:
                                 self.transit.num_settled += 1
                         self._metrics.follow(book)
@@ -125,24 +127,22 @@ class GroupPutter:
         """Close the connection."""
         await self._client.close()
 
+    def _names(self, group: SessionGroup, text_of: Callable[[Sequence[int]], str], *, epoch_s: float) -> GroupNames:
+        return GroupNames(
+            group_id=f"agent-{self._instance}-{group.number}-{group.task}",
+            generator_id=self._generator_id,
+            text_of=text_of,
+            epoch_s=epoch_s,
+        )
+
     async def _put(
-        self,
-        session: TrajectorySession,
-        group: SessionGroup,
-        *,
-        text_of: Callable[[Sequence[int]], str],
-        run_history: int | None,
+        self, session: TrajectorySession, group: SessionGroup, names: GroupNames, *, run_history: int | None
     ) -> None:
         metrics, num_sessions = self._metrics, len(group.finished)
         group.finished = [done for done in group.finished if done.session.run_history in (None, run_history)]
         metrics.drop_sessions("rewound", num_sessions - len(group.finished))
         if not group.finished:
             return
-        names = GroupNames(
-            group_id=f"agent-{self._instance}-{group.number}-{group.task}",
-            generator_id=self._generator_id,
-            text_of=text_of,
-        )
         made = to_group(group, shape=await self.shape(), names=names, on_dropped=metrics.drop_branches)
         if made is not None:
             try:

@@ -39,7 +39,7 @@ class GroupRoom:
         get_run: Asks the broker.
         version: The version that this generator holds; None before the first.
         transit: Kept up by whoever puts groups.
-        now_s: The time.
+        monotonic_s: The time.
     """
 
     def __init__(
@@ -48,12 +48,12 @@ class GroupRoom:
         *,
         version: Callable[[], int | None],
         transit: Transit,
-        now_s: Callable[[], float],
+        monotonic_s: Callable[[], float],
     ) -> None:
         self._get_run = get_run
         self._version = version
         self._transit = transit
-        self._now_s = now_s
+        self._monotonic_s = monotonic_s
         self._asking = asyncio.Lock()
         self._view: _View | None = None
 
@@ -79,8 +79,8 @@ class GroupRoom:
 
     async def _current(self) -> _View:
         async with self._asking:
-            if self._view is None or self._now_s() - self._view.asked_s >= POLL_S:
-                asked_s, num_settled = self._now_s(), self._transit.num_settled
+            if self._view is None or self._monotonic_s() - self._view.asked_s >= POLL_S:
+                asked_s, num_settled = self._monotonic_s(), self._transit.num_settled
                 run = await self._get_run()
                 num_samples = run.audit.trained + run.audit.in_flight
                 self._view = _View(

@@ -9,7 +9,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 import structlog
 from aiohttp import web
 
-from penstock.clock import SystemClock
+from penstock.clock import Clock, SystemClock
 from penstock.errors import PenstockError
 from penstock.http_server import listen_http, server_ssl_context
 from penstock.security import Security
@@ -38,16 +38,25 @@ class OpenAIEndpoint:
         guests: Decodes.
         security: Credentials of the process.
         metrics: Its Prometheus numbers.
+        clock: The machine's; tests have their own.
 
     Raises:
         ValueError: The model has no tokenizer that serves.
     """
 
-    def __init__(self, config: GeneratorConfig, *, guests: Guests, security: Security, metrics: OpenAIMetrics) -> None:
+    def __init__(
+        self,
+        config: GeneratorConfig,
+        *,
+        guests: Guests,
+        security: Security,
+        metrics: OpenAIMetrics,
+        clock: Clock | None = None,
+    ) -> None:
         self._listen = config.openai.listen or ""
         self._guests = guests
         self._security = security
-        self._clock = SystemClock()
+        self._clock = clock or SystemClock()
         self._tokenizer = ConversationTokenizer(config.model_path)
         self._putter = GroupPutter(
             config.broker,
@@ -114,7 +123,7 @@ class OpenAIEndpoint:
             book,
             text_of=self._tokenizer.text_of,
             run_history=lambda: self._guests.run_history,
-            now_s=self._clock.now_s,
+            clock=self._clock,
         )
 
     async def stop(self) -> None:

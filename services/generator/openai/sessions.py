@@ -110,7 +110,7 @@ class Session:
     task: str
     """Names what its siblings attempt as well."""
     started_s: float
-    """When its first request came."""
+    """When its first request came, by a monotonic clock: no clock that is set ends a session."""
     last_used_s: float
     """When its last request came or was answered."""
     num_active: int = 0

@@ -48,6 +48,8 @@ class GroupNames:
     generator_id: str
     text_of: Callable[[Sequence[int]], str]
     """Decodes a completion."""
+    epoch_s: float
+    """The Unix time at which the clock of the sessions' times stood at zero."""
 
 
 def to_group(
@@ -142,10 +144,10 @@ def _trajectory(index: int, done: Finished, branch: Branch, num_shared: int, nam
         min_policy_version=oldest,
         max_policy_version=newest,
         generator_id=names.generator_id,
-        submit_time=_timestamp(done.session.started_s),
-        lease_time=_timestamp(done.session.started_s),
-        finish_time=_timestamp(done.session.last_used_s),
-        score_time=_timestamp(done.finish_s),
+        submit_time=_timestamp(names.epoch_s + done.session.started_s),
+        lease_time=_timestamp(names.epoch_s + done.session.started_s),
+        finish_time=_timestamp(names.epoch_s + done.session.last_used_s),
+        score_time=_timestamp(names.epoch_s + done.finish_s),
         text=names.text_of(token_ids.tolist()),
     )
 

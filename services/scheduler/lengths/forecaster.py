@@ -129,7 +129,7 @@ class LengthForecaster:
             await self._save(run)
 
     async def _fit(self, run: RunLengths, learner: Learner, pairs: Sequence[PromptLengths]) -> None:
-        started_s = self._clock.now_s()
+        started_s = self._clock.monotonic_s()
         try:
             fit = await asyncio.to_thread(fit_lengths, pairs, learner)
         except FitFailedError as error:
@@ -137,8 +137,8 @@ class LengthForecaster:
             self._metrics.count_fit("failed")
             _log.warning("lengths were not fitted", run_id=run.run_id, learner=learner.name, error=str(error))
             return
-        now_s = self._clock.now_s()
-        run.install(fit, preference=[each.name for each in self.learners], now_s=now_s, duration_s=now_s - started_s)
+        names, duration_s = [each.name for each in self.learners], self._clock.monotonic_s() - started_s
+        run.install(fit, preference=names, now_s=self._clock.now_s(), duration_s=duration_s)
         self._metrics.count_fit("installed")
         _log.info(
             "lengths fitted",
@@ -147,7 +147,7 @@ class LengthForecaster:
             model_version=run.model_version,
             num_prompts=len(pairs),
             recall_20=round(fit.qualities[0].recall_longest_20_percent, 3),
-            duration_s=round(now_s - started_s, 2),
+            duration_s=round(duration_s, 2),
         )
 
     async def _save(self, run: RunLengths) -> None:

@@ -21,6 +21,18 @@ def test_overlapping_samples_make_one_span():
     assert busy.busy_s == 3.0
 
 
+def test_a_clock_that_is_set_while_samples_decode_makes_no_span_longer_or_shorter():
+    clock = ManualClock(100.0)
+    busy = BusyTracker(clock)
+    busy.begin()
+    for step_s in (3600.0, -60.0, -3600.0):
+        clock.set_wall(step_s)
+        clock.advance(1)
+    busy.end()
+    assert busy.take_spans() == [BusySpan(start_s=100.0, end_s=103.0)]
+    assert busy.busy_s == 3.0
+
+
 def test_a_span_still_going_on_is_cut_and_continued_without_overlap():
     clock = ManualClock(100.0)
     busy = BusyTracker(clock)

@@ -160,7 +160,7 @@ def group_of(*sessions, group_size=4, max_completion_tokens=64):
     for index, turns in enumerate(sessions):
         play(made, f"s{index}", reward=float(index), turns=turns)
     shape = RunShape(group_size=group_size, max_completion_tokens=max_completion_tokens)
-    names = GroupNames(group_id="g", generator_id="gen", text_of=lambda ids: " ".join(map(str, ids)))
+    names = GroupNames(group_id="g", generator_id="gen", text_of=lambda ids: " ".join(map(str, ids)), epoch_s=1e9)
     group = to_group(made.take(), shape=shape, names=names, on_dropped=lambda why, n: dropped.update({why: n}))
     return group, {why: n for why, n in dropped.items() if n}
 

@@ -26,7 +26,7 @@ def assigned(plan, role):
 def test_the_strongest_machine_trains_and_generators_spread_evenly():
     inventory = inventory_of(machine("weak"), machine("strong", flops=9e14), machine("middle", flops=2e14))
 
-    plan = first_fit(inventory.views(now_s=1), run_id="r", num_generators=4)
+    plan = first_fit(inventory.views(now_s=1, unix_s=1), run_id="r", num_generators=4)
 
     assert list(assigned(plan, pb.ROLE_TRAINER)) == ["strong"]
     replicas = {name: each.num_replicas for name, each in assigned(plan, pb.ROLE_GENERATOR).items()}
@@ -40,7 +40,7 @@ def test_measured_rates_set_the_generators_shares():
         measured = pb.MeasuredRate(role=pb.ROLE_GENERATOR, tokens_per_second=rate)
         inventory.report(pb.ReportNodeRequest(node_id=name, rates=[measured]), now_s=1)
 
-    plan = first_fit(inventory.views(now_s=1), run_id="r", num_generators=0)
+    plan = first_fit(inventory.views(now_s=1, unix_s=1), run_id="r", num_generators=0)
 
     assert assigned(plan, pb.ROLE_GENERATOR)["a"].share == pytest.approx(0.75)
 
@@ -49,14 +49,14 @@ def test_a_role_nobody_may_play_is_named():
     inventory = inventory_of(machine("a", roles=[pb.ROLE_GENERATOR, pb.ROLE_BROKER, pb.ROLE_REWARD]))
 
     with pytest.raises(InfeasiblePlanError, match="trainer"):
-        first_fit(inventory.views(now_s=1), run_id="r", num_generators=1)
+        first_fit(inventory.views(now_s=1, unix_s=1), run_id="r", num_generators=1)
 
 
 def test_a_machine_that_stopped_reporting_gets_no_work():
     inventory = inventory_of(machine("gone"))
     inventory.register(machine("here"), [], now_s=100)
 
-    plan = first_fit(inventory.views(now_s=101), run_id="r", num_generators=2)
+    plan = first_fit(inventory.views(now_s=101, unix_s=101), run_id="r", num_generators=2)
 
     assert {each.node_id for each in plan.assignments} == {"here"}
 

@@ -33,6 +33,18 @@ async def test_a_reader_gets_what_was_and_then_what_comes_and_ends():
     assert await collect(events) == seen
 
 
+async def test_what_is_waited_for_is_said_again_though_the_clock_was_set_back():
+    clock = ManualClock()
+    events = RunEvents(run_id="r", num_steps=9, clock=clock)
+    events.say_waiting("scores")
+    clock.set_wall(-3600.0)
+    clock.advance(events_module.MOST_WAITING_GAP_S)
+    events.say_waiting("scores still")
+    events.finish(trainer_pb2.RUN_OUTCOME_STOPPED, message="", summary_json="")
+    told = [event.state_changed.message for event in await collect(events) if event.HasField("state_changed")]
+    assert told[:2] == ["scores", "scores still"]
+
+
 async def test_a_state_said_twice_is_one_event_and_the_end_comes_once():
     events = new_events()
     for _ in range(2):

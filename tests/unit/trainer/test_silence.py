@@ -5,6 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+from penstock.clock import ManualClock
 from penstock.v1 import broker_pb2
 from services.trainer.silence import Silence
 
@@ -16,7 +17,7 @@ class _Run:
         self.time_s, self.call_s, self.num_calls = 0.0, 0.0, 0
         self._tokens_per_second = tokens_per_second
         self.run_id = "r"
-        self.clock = SimpleNamespace(now_s=lambda: self.time_s)
+        self.clock: Any = SimpleNamespace(monotonic_s=lambda: self.time_s)
         self.client = SimpleNamespace(get_run=self._get_run)
         self.config = SimpleNamespace(sampling=SimpleNamespace(max_new_tokens=max_new_tokens))
 
@@ -77,3 +78,16 @@ async def test_a_limit_that_is_set_needs_no_speed() -> None:
     assert run.num_calls == 0
     watched.restart()
     assert await watched.exceeded() is None
+
+
+async def test_a_wall_clock_that_is_set_is_no_silence() -> None:
+    run = _Run(max_new_tokens=256, tokens_per_second=20.0)
+    clock = ManualClock()
+    run.clock = clock
+    watched = silence(run, configured_s=30.0)
+    for jump_s in (60.0, -60.0, 3600.0, -3600.0):
+        clock.set_wall(jump_s)
+        assert await watched.exceeded() is None
+    clock.set_wall(-3600.0)
+    clock.advance(31.0)
+    assert await watched.exceeded() is not None

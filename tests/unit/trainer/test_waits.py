@@ -12,6 +12,7 @@ def test_waits_of_a_cause_add_up_until_they_are_taken():
     for seconds in (2.0, 3.0):
         with meter.waiting(Cause.SAMPLES):
             clock.advance(seconds)
+            clock.set_wall(-3600.0)
     clock.advance(10.0)
     with meter.waiting(Cause.PUBLISHING):
         clock.advance(0.5)
