@@ -67,7 +67,7 @@ async def test_a_version_published_while_decoding_is_taken_in_flight(bench):
     async with bench.running(emulated(token_s=2e-3, mean_tokens=300, length_sigma=0)):
         await until(lambda: len(bench.broker.samples[0].token_ids) > 10)
         await bench.store.publish(1)
-        await until(lambda: bench.broker.beats[-1].policy_version == 1)
+        await until(lambda: [beat.policy_version for beat in bench.broker.beats[-1:]] == [1])
         await until(lambda: bench.broker.num_finished == 1)
     versions = bench.broker.samples[0].versions
     assert versions == sorted(versions)
@@ -140,14 +140,14 @@ async def test_weights_of_a_trainer_that_was_replaced_are_not_installed(bench):
         bench.broker.owner = _owner(2)
         # One that says to have taken over is followed, and the zombie is not, also when it is asked for by name.
         await bench.store.publish(4, owner=_owner(2))
-        await until(lambda: bench.broker.beats[-1].policy_version == 4)
+        await until(lambda: [beat.policy_version for beat in bench.broker.beats[-1:]] == [4])
         await bench.store.publish(9, owner=_owner(1))
         with pytest.raises(
             FencedError, match="published in epoch 1 of instance 'first', but the run is trained in epoch"
         ):
             await call(bench.stub.PullWeights, generator_pb2.PullWeightsRequest(policy_version=9), peer="g")
         await bench.store.publish(5, owner=_owner(2))
-        await until(lambda: bench.broker.beats[-1].policy_version == 5)
+        await until(lambda: [beat.policy_version for beat in bench.broker.beats[-1:]] == [5])
     assert [report.policy_version for report in bench.store.reports] == [3, 4, 5]
 
 
@@ -173,7 +173,7 @@ async def test_another_run_of_the_same_id_is_followed_to_its_lower_version(bench
         # Announced before the broker says so: it waits for the broker's word.
         await bench.store.publish(0, seed=99, owner=_owner(1, "second"))
         bench.broker.owner = _owner(1, "second")
-        await until(lambda: bench.broker.beats[-1].policy_version == 0)
+        await until(lambda: [beat.policy_version for beat in bench.broker.beats[-1:]] == [0])
         await until(lambda: bench.broker.beats[-1].instance_id == "second")
 
 
