@@ -18,7 +18,7 @@ ONE_THREAD := OMP_NUM_THREADS=1
 # Threads of PyTorch that wait for each other must not spin: others need the core.
 export OMP_WAIT_POLICY := PASSIVE
 
-.PHONY: help setup quickstart soak mutants test test-fast test-unit test-contract test-integration test-vllm test-e2e lint fmt type proto proto-check lock results images clean
+.PHONY: help setup quickstart soak mutants test test-fast test-unit test-contract test-integration test-vllm test-e2e lint fmt type proto proto-check lock sbom results images clean
 
 help:  ## This list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 20
@@ -94,6 +94,13 @@ proto-check: setup
 
 lock: setup  ## Pin all dependencies again (requirements/*.txt)
 	$(BIN)/python scripts/lock.py
+
+# In an environment of its own: what it needs must not change what is listed.
+sbom: setup  ## List every dependency with version, licence and origin, as CycloneDX: build/sbom.cdx.json
+	test -x build/sbom/bin/cyclonedx-py || { $(PYTHON) -m venv build/sbom && \
+	  build/sbom/bin/pip install --quiet $(PIP_ARGS) -r requirements/sbom.txt; }
+	build/sbom/bin/cyclonedx-py environment --pyproject pyproject.toml --output-reproducible --of JSON \
+	  -o build/sbom.cdx.json $(BIN)/python
 
 results: setup  ## Simulate the papers' comparisons anew: docs/results.md
 	$(BIN)/python -m benchmarks.scheduler.results
