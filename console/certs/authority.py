@@ -19,6 +19,7 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 from console.certs.files import File, sync_folder, told, write_new
 from console.certs.request import Request, as_address
 from penstock.config import ConfigError
+from penstock.security.roles import role_uri
 
 CERTIFICATE_FILE, KEY_FILE = "ca.pem", "ca-key.pem"
 PUBLIC, PRIVATE = 0o644, 0o600
@@ -138,11 +139,6 @@ def key_pem(key: ec.EllipticCurvePrivateKey) -> bytes:
     )
 
 
-def uri_name(run: str, role: str, site: str) -> str:
-    """The alternative name by which a certificate says a role of its holder."""
-    return f"penstock://{run}/{role}/{site}"
-
-
 def _refuse_another(folder: Path) -> None:
     found = [name for name in (CERTIFICATE_FILE, KEY_FILE) if os.path.lexists(folder / name)]
     if len(found) == 2:
@@ -174,7 +170,8 @@ def _alternative_names(request: Request) -> x509.SubjectAlternativeName:
     for host in dict.fromkeys((*request.hosts, *LOOPBACK)):
         address = as_address(host)
         names.append(x509.DNSName(host) if address is None else x509.IPAddress(address))
-    names += [x509.UniformResourceIdentifier(uri_name(request.run, role, request.site)) for role in request.roles]
+    uris = (role_uri(role, run_id=request.run, site=request.site) for role in request.roles)
+    names += [x509.UniformResourceIdentifier(uri) for uri in uris]
     return x509.SubjectAlternativeName(names)
 
 

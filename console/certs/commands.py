@@ -32,6 +32,7 @@ def issue_command(request: Request, *, validity: timedelta, directory: Path, out
     issued = issue(Authority.load(directory), request, validity=validity, now=datetime.now(UTC), out=out, at=at)
     print(f"{issued.folder}: a certificate for {issued.name} ({'+'.join(issued.roles)}), until {_moment(issued)}")
     print(f"Use it there with: . {at or issued.folder}/{ENVIRONMENT}")
+    _note_shared_ids(issued, directory)
     return 0
 
 
@@ -62,6 +63,15 @@ def _current(issued: Sequence[Issued], now: datetime) -> Iterable[Issued]:
     """Those that still count, and of every folder the newest."""
     newest = {item.folder: item.serial for item in issued}
     return (item for item in issued if item.left_s(now) > 0 or newest[item.folder] == item.serial)
+
+
+def _note_shared_ids(issued: Issued, directory: Path) -> None:
+    """Say where one certificate's holder may use the ids of another's."""
+    now, name = datetime.now(UTC), issued.name
+    others = sorted({item.name for item in Index(directory).read().issued if item.left_s(now) > 0})
+    for short, long in [(other, name) for other in others] + [(name, other) for other in others]:
+        if long.startswith(f"{short}-"):
+            print(f"penstock: --name: the holder of {short!r} may use the ids of {long!r} too", file=sys.stderr)
 
 
 def _document(issued: Issued, now: datetime) -> dict[str, object]:

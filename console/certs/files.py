@@ -43,7 +43,7 @@ def staged(folder: Path, files: Sequence[File]) -> Iterator[None]:
     try:
         for file in files:
             with told(folder / file.name, "written"):
-                _write(_beside(folder, file), file)
+                _write_beside(folder, file)
         yield
         for file in files:
             with told(folder / file.name, "replaced"):
@@ -81,10 +81,15 @@ def _beside(folder: Path, file: File) -> Path:
     return folder / f".{file.name}.new"
 
 
-def _write(path: Path, file: File) -> None:
+def _write_beside(folder: Path, file: File) -> None:
+    path = _beside(folder, file)
     # What a killed command left there may be read by others; a key is written to a file that never was.
     path.unlink(missing_ok=True)
     _fill(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, file.mode), file)
+    with contextlib.suppress(FileNotFoundError, PermissionError):
+        # A container's user to whom root gave the files reads them after a renewal too.
+        owner = (folder / file.name).stat()
+        os.chown(path, owner.st_uid, owner.st_gid)
 
 
 def _fill(descriptor: int, file: File) -> None:

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from datetime import timedelta
 
 from penstock.config import ConfigError
+from penstock.security.roles import ANY, Role, role_name
 
-ROLES = ("operator", "trainer", "generator", "reward", "environment", "observer", "broker")
-ANY = "*"
+ROLES = tuple(role_name(role) for role in Role.values() if role)
 DEFAULT_VALIDITY = timedelta(days=30)
 MAX_VALIDITY = timedelta(days=366)
 """Nothing takes a certificate back but its end, so it must come."""

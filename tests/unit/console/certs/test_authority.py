@@ -26,6 +26,7 @@ from console.certs.request import Request, checked_request
 from penstock.config import ConfigError
 from penstock.rpc import open_channel
 from penstock.security import Security
+from penstock.security.roles import Caller, Grant, Role, caller_of_certificate
 from tests.helpers import certificates
 from tests.helpers.serving import serving
 
@@ -58,6 +59,15 @@ def test_a_certificate_says_who_its_holder_is_and_where(tmp_path: Path) -> None:
     assert [(name.oid, name.value) for name in certificate.subject] == [(NameOID.COMMON_NAME, "waw-0")]
     usages = extension(certificate, x509.ExtendedKeyUsage).value
     assert set(usages) == {ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH}
+
+
+def test_a_service_reads_from_it_who_calls(tmp_path: Path) -> None:
+    wanted = request(roles=("generator", "environment"))
+    certificate = made(tmp_path).sign(wanted, validity=HOUR, now=NOW).certificate
+    names = extension(certificate, x509.SubjectAlternativeName).value
+    caller = caller_of_certificate(names.get_values_for_type(x509.UniformResourceIdentifier), "waw-0")
+    roles = (Role.ACCESS_ROLE_GENERATOR, Role.ACCESS_ROLE_ENVIRONMENT)
+    assert caller == Caller(grants=[Grant(role, "math-7b", "waw") for role in roles], name="waw-0")
 
 
 def test_it_is_valid_from_five_minutes_before_for_as_long_as_was_asked(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ import pytest
 from click.testing import Result
 from typer.testing import CliRunner
 
+from console.certs.request import ROLES
 from console.cli import app
 from tests.helpers.certificates import issue, make_authority
 from tests.helpers.full_disk import largest_file
@@ -70,6 +71,21 @@ def test_mistakes_are_one_line_with_the_fix(certs: Run, tmp_path: Path, argument
     said = refused(certs(*arguments))
     assert said.startswith(words)
     assert said.count("\n") == 1
+
+
+def test_help_names_every_role(certs: Run) -> None:
+    words = certs("issue", "--help").stdout.replace(",", " ").replace(".", " ").split()
+    assert set(ROLES) <= set(words)
+
+
+@pytest.mark.parametrize("names", [("waw", "waw-0"), ("waw-0", "waw")])
+def test_it_is_said_where_one_may_use_the_ids_of_another(certs: Run, names: tuple[str, str]) -> None:
+    certs("init")
+    who = ("--run", "*", "--site", "*", "--name")
+    assert certs("issue", "generator", *who, "waw0").stderr == ""
+    assert certs("issue", "generator", *who, names[0]).stderr == ""
+    said = certs("issue", "generator", *who, names[1]).stderr
+    assert said == "penstock: --name: the holder of 'waw' may use the ids of 'waw-0' too\n"
 
 
 def test_a_full_disk_is_one_line(certs: Run) -> None:

@@ -118,6 +118,16 @@ def test_a_renewal_is_on_disk_before_it_shows_and_the_certificate_comes_right_af
     assert seen == [("env", True), ("key.pem", False), ("cert.pem", True)]
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root may give files away")
+def test_who_was_given_the_files_can_read_them_after_a_renewal(authority: Path, site: Path) -> None:
+    give(authority, site)
+    os.chown(site / "key.pem", 10001, 10001)
+    give(authority, site)
+    assert is_pair(site)
+    assert ((site / "key.pem").stat().st_uid, (site / "cert.pem").stat().st_uid) == (10001, 0)
+    assert stat.S_IMODE((site / "key.pem").stat().st_mode) == 0o600
+
+
 def test_at_once_they_take_turns(authority: Path, site: Path) -> None:
     with ThreadPoolExecutor(8) as pool:
         issued = list(pool.map(lambda _: give(authority, site), range(24)))
