@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from typing import Any
 
 import grpc
@@ -29,6 +30,7 @@ from penstock.v1 import (
     weights_pb2,
     weights_pb2_grpc,
 )
+from tests.helpers.certificates import issue, make_authority
 from tests.helpers.serving import serving
 
 MODULES = (
@@ -153,6 +155,41 @@ async def test_every_method_times_every_role(service_name):
                     with pytest.raises(BadTokenError):
                         await _call(channel, service, method)
         assert len(recorder.heard) <= 1
+
+
+async def test_a_certificate_opens_what_its_roles_do_whatever_token_comes_with_it(tmp_path):
+    service, grpc_module = next((each, module) for each, _, module in METHODS if each.name == "BrokerService")
+    methods = service.methods_by_name
+    recorder, served = _recorded(service, grpc_module)
+    authority = make_authority(tmp_path / "ca")
+    server = issue(authority, roles=["broker"], name="broker-1")
+    secured = replace(server, token=SECURED.token, accepted_tokens=SECURED.accepted_tokens)
+    async with serving(served, security=secured) as (_, target):
+        for role in ROLES:
+            name = role_name(role)
+            security = issue(authority, roles=[name], name=name)
+            for shown in (security, replace(security, token=SECURED.token)):
+                async with rpc.open_channel(target, shown) as channel:
+                    if name in ("operator", "trainer"):
+                        await _call(channel, service, methods["AckStep"])
+                    else:
+                        with pytest.raises(ForbiddenError, match=f"AckStep is not open to {name}, {name}; it is to"):
+                            await _call(channel, service, methods["AckStep"])
+            async with rpc.open_channel(target, replace(security, token="wrong")) as channel:
+                with pytest.raises(BadTokenError):
+                    await _call(channel, service, methods["GetRun"])
+        both = issue(authority, roles=["generator", "environment"], run="math", name="gpu-1")
+        async with rpc.open_channel(target, both) as channel:
+            hello = broker_pb2.StreamLeasesRequest(
+                hello=broker_pb2.GeneratorHello(run_id="math", generator_id="gpu-1-5")
+            )
+            await _call(channel, service, methods["StreamLeases"], hello)
+            hello.hello.generator_id = "gpu-2"
+            with pytest.raises(ForbiddenError, match="generator_id: 'gpu-2' is not the certificate's"):
+                await _call(channel, service, methods["StreamLeases"], hello)
+            with pytest.raises(ForbiddenError, match="run_id: 'code'"):
+                await _call(channel, service, methods["GetRun"], broker_pb2.GetRunRequest(run_id="code"))
+    assert "gpu-1, generator of run math" in {caller for _, caller in recorder.heard}
 
 
 async def test_a_caller_of_one_run_is_refused_in_another_in_every_method_that_names_a_run():
