@@ -42,8 +42,8 @@ class MeasuredConfig(StrictModel):
     metrics_port: int | None = Field(default=None, ge=1, le=65535)
     """Port of 127.0.0.1 at which Prometheus metrics are offered; none when unset."""
     metrics_listen: str | None = Field(default=None, pattern=r"^(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+):\d{1,5}$")
-    """The same at host:port, for a Prometheus elsewhere. Metrics are plain text and ask for no token: listen only where
-    strangers cannot reach."""
+    """The same at host:port, for a Prometheus elsewhere; it shows an observer's token or certificate where this process
+    has credentials."""
 
     @model_validator(mode="after")
     def _metrics_have_one_place(self) -> Self:

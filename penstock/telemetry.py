@@ -1,20 +1,15 @@
-"""Logs and metrics of a process: structlog lines on stderr, Prometheus numbers over HTTP."""
+"""Logs of a process: structlog lines on stderr."""
 
 from __future__ import annotations
 
 import logging
-import sys
 from typing import Any, Literal
 
 import structlog
-from prometheus_client import start_http_server
 
-from penstock.config import ConfigError
 from penstock.log_limits import SOURCE, BoundedLines, GuardedStderr
 
 LogFormat = Literal["text", "json"]
-
-_log = structlog.get_logger()
 
 
 def configure_logging(service: str, *, level: str = "info", log_format: LogFormat = "text") -> None:
@@ -44,23 +39,6 @@ def configure_logging(service: str, *, level: str = "info", log_format: LogForma
     root.addHandler(_LibraryHandler(logging.WARNING))
 
 
-def serve_metrics(address: str | None) -> None:
-    """Offer this process's Prometheus metrics at http://host:port/metrics; nothing when `address` is None.
-
-    Raises:
-        ConfigError: It cannot be listened on.
-    """
-    if address is None:
-        return
-    host, _, port = address.rpartition(":")
-    try:
-        server, _ = start_http_server(int(port), addr=host.strip("[]"))
-    except OSError as error:
-        raise ConfigError(f"metrics_listen: cannot listen on {address}: {error}") from error
-    # socketserver would print the traceback of every connection that breaks.
-    setattr(server, "handle_error", _note_broken_connection)  # noqa: B010 -- mypy refuses to assign a method
-
-
 class _LibraryHandler(logging.Handler):
     """Hands what libraries log with the standard library's loggers to structlog; never raises."""
 
@@ -74,7 +52,3 @@ class _LibraryHandler(logging.Handler):
 
     def handleError(self, record: logging.LogRecord) -> None:
         """Pass over a record that cannot be logged."""
-
-
-def _note_broken_connection(_request: Any, client_address: Any) -> None:
-    _log.info("a client of the metrics broke its connection off", client=client_address, error=repr(sys.exc_info()[1]))

@@ -61,22 +61,33 @@ class AccessInterceptor(grpc.aio.ServerInterceptor):
         )
 
     def _admit(self, method: str, authorization: str, context: _Context) -> Caller:
-        caller = self._identify(authorization, context)
+        caller = identify(self._tokens, authorization, caller_of_context(context))
         if method.startswith(_ANYBODY_METHODS):
             return caller
         return caller.restricted_to(roles_of(method), what=method)
 
-    def _identify(self, authorization: str, context: _Context) -> Caller:
-        shown = self._tokens.caller(authorization)
-        if authorization and self._tokens and shown is None:
-            raise BadTokenError("wrong bearer token; set PENSTOCK_TOKEN")
-        found = caller_of_context(context) or shown
-        if found is not None:
-            return found
-        if self._tokens:
-            raise BadTokenError("missing bearer token; set PENSTOCK_TOKEN, or show a certificate with a role")
-        # A certificate of our own authority that names no role, or plain text where nothing asks for more.
-        return OPERATOR
+
+def identify(
+    tokens: Tokens, authorization: str, of_certificate: Caller | None, *, shows_what_is_asked: bool = True
+) -> Caller:
+    """Who calls. Raises BadTokenError.
+
+    Args:
+        tokens: Those that are accepted.
+        authorization: The header; one that no token made is refused where there are tokens.
+        of_certificate: Who the certificate says it is, if it does.
+        shows_what_is_asked: Whether a certificate of our authority was shown, or none is asked for.
+    """
+    shown = tokens.caller(authorization)
+    if authorization and tokens and shown is None:
+        raise BadTokenError("wrong bearer token; set PENSTOCK_TOKEN")
+    found = of_certificate or shown
+    if found is not None:
+        return found
+    if tokens or not shows_what_is_asked:
+        raise BadTokenError("missing bearer token; set PENSTOCK_TOKEN, or show a certificate with a role")
+    # A certificate of our own authority that names no role, or plain text where nothing asks for more.
+    return OPERATOR
 
 
 @functools.cache

@@ -29,7 +29,8 @@ class Relay:
         listen: Address, host:port; port 0 is a free one.
         public_url: Base address under which others reach it; where None, made from `listen`, or from this machine's
             name where that says "any address".
-        security: The token to ask for, and the certificate to show.
+        security: The tokens that are accepted, and the certificate to show.
+        site: Whose receivers are served; empty: all are.
         max_bytes_per_second: Cap on what is sent; none where None.
         on_served: Told how many bytes were sent.
     """
@@ -40,12 +41,14 @@ class Relay:
         listen: str,
         public_url: str | None = None,
         security: Security = NO_SECURITY,
+        site: str = "",
         max_bytes_per_second: float | None = None,
         on_served: Callable[[int], None] = lambda _num_bytes: None,
     ) -> None:
         self._listen = listen
         self._base_url = public_url
         self._security = security
+        self._site = site
         self._rate = ByteRate(max_bytes_per_second) if max_bytes_per_second is not None else None
         self._on_served = on_served
         self._contents: OrderedDict[tuple[str, str], PartialContent] = OrderedDict()
@@ -59,6 +62,7 @@ class Relay:
                 listen=self._listen,
                 setting="relay_listen",
                 security=self._security,
+                site=self._site,
                 rate=self._rate,
                 on_served=self._on_served,
             )

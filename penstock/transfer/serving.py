@@ -1,4 +1,4 @@
-"""The HTTP server of contents, at the trainer and at every relay: ranged GETs, token, TLS, bounded.
+"""The HTTP server of contents, at the trainer and at every relay: ranged GETs by role, TLS, bounded.
 
 Promises:
 
@@ -12,20 +12,20 @@ Promises:
 from __future__ import annotations
 
 import asyncio
-import hmac
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AbstractContextManager, asynccontextmanager, closing, contextmanager
 from pathlib import Path
 
 import structlog
 from aiohttp import web
 from aiohttp.abc import AbstractStreamWriter
-from aiohttp.typedefs import Middleware
 
 from penstock.errors import ServiceUnavailableError
 from penstock.http_server import listen_http, server_ssl_context
 from penstock.security import Security
+from penstock.security.http_access import HttpAccess
+from penstock.security.roles import Role
 from penstock.transfer.coding import CODING_HEADER, MAX_PLAIN_BYTES, ZSTD, encode_frame
 from penstock.transfer.partial import PartialContent
 from penstock.transfer.rate import ByteRate
@@ -39,7 +39,6 @@ _HTTP_OK, _HTTP_PARTIAL = 200, 206
 
 Find = Callable[[str, str], Path | PartialContent | None]
 """Run id and content name to what is offered under them: a complete file, one under way, or nothing."""
-_Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 _log = structlog.get_logger()
 
 
@@ -50,6 +49,7 @@ async def serving_contents(
     listen: str,
     setting: str,
     security: Security,
+    site: str = "",
     rate: ByteRate | None = None,
     max_requests: int = MAX_REQUESTS,
     on_served: Callable[[int], None] = lambda _num_bytes: None,
@@ -60,7 +60,8 @@ async def serving_contents(
         find: What is offered.
         listen: Address, host:port; port 0 is a free one.
         setting: Name of the setting that `listen` comes from, for the message of the error.
-        security: The token to ask for, and the certificate to show.
+        security: The tokens that are accepted, and the certificate to show.
+        site: The only one whose generators are served; empty: all are.
         rate: Cap on what is sent; none without.
         max_requests: Most requests served at once.
         on_served: Told how many bytes were sent.
@@ -69,8 +70,9 @@ async def serving_contents(
         PortUnavailableError: `listen` cannot be listened on.
     """
     handler = _ContentHandler(find, rate=rate, max_requests=max_requests, on_served=on_served)
-    app = web.Application(middlewares=[] if security.token is None else [_token_check(security.token)])
-    app.router.add_get("/weights/{run_id}/{name}", handler.get)
+    access = HttpAccess(security, site=site)
+    app = web.Application(middlewares=[access.middleware])
+    access.add(app, "GET", "/weights/{run_id}/{name}", handler.get, roles=[Role.ACCESS_ROLE_GENERATOR])
     runner = web.AppRunner(app, access_log=None, shutdown_timeout=HTTP_SHUTDOWN_S)
     await runner.setup()
     try:
@@ -213,15 +215,3 @@ def _range(request: web.Request, size_bytes: int) -> tuple[int, int]:
     if not 0 <= begin < end:
         raise web.HTTPRequestRangeNotSatisfiable(text=f"Range: the content has {size_bytes} bytes\n")
     return begin, end
-
-
-def _token_check(token: str) -> Middleware:
-    expected = f"Bearer {token}".encode()
-
-    @web.middleware
-    async def check(request: web.Request, handler: _Handler) -> web.StreamResponse:
-        if not hmac.compare_digest(request.headers.get("Authorization", "").encode(), expected):
-            raise web.HTTPUnauthorized(text="missing or wrong bearer token\n")
-        return await handler(request)
-
-    return check

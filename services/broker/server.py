@@ -7,8 +7,9 @@ import gc
 import structlog
 from prometheus_client import REGISTRY, CollectorRegistry
 
-from penstock import memory, rpc, telemetry
+from penstock import memory, rpc
 from penstock.clock import Clock, SystemClock
+from penstock.metrics_server import serve_metrics
 from penstock.secret import read_secret
 from penstock.security import NO_SECURITY, Security
 from penstock.v1 import broker_pb2_grpc
@@ -71,9 +72,9 @@ async def serve(config: BrokerConfig) -> None:
     # What was imported lives as long as the process, and most of what calls make dies young.
     gc.freeze()
     gc.set_threshold(20_000, 20, 50)
-    telemetry.serve_metrics(config.metrics_address)
-    store = make_store(config, registry=REGISTRY)
     security = Security.from_environment()
+    serve_metrics(config.metrics_address, security)
+    store = make_store(config, registry=REGISTRY)
     hubs = make_hubs(store, registry=REGISTRY, clock=SystemClock(), scheduler=config.scheduler, security=security)
     server = make_server(hubs, listen=config.listen, security=security)
     try:

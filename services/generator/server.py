@@ -17,10 +17,10 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from penstock.config import ConfigError
+from penstock.metrics_server import serve_metrics
 from penstock.readiness import follow_outage
 from penstock.rpc import Server, Service, run_until_stopped
 from penstock.security import Security
-from penstock.telemetry import serve_metrics
 from penstock.v1 import generator_pb2, generator_pb2_grpc
 from services.generator.config import GeneratorConfig
 from services.generator.engines import build_engine
@@ -46,7 +46,7 @@ async def serve(config: GeneratorConfig) -> None:
         GeneratorFailedError: The engine failed while it decoded.
     """
     security = Security.from_environment()
-    serve_metrics(config.metrics_address)
+    serve_metrics(config.metrics_address, security)
     metrics = GeneratorMetrics()
     members = [_assemble(one, metrics, security) for one in expand(config)]
 

@@ -109,6 +109,7 @@ def _relay(config: GeneratorConfig, metrics: GeneratorMetrics, security: Securit
         if config.relay_url is None
         else public_url(config.relay_url, setting="relay_url", security=security),
         security=security,
+        site=config.site,
         max_bytes_per_second=config.max_relay_bytes_per_second,
         on_served=metrics.relayed_bytes.inc,
     )

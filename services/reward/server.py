@@ -10,11 +10,11 @@ import structlog
 
 from penstock.clients.scoring import ScoringSession
 from penstock.graces import DRAIN_S
+from penstock.metrics_server import serve_metrics
 from penstock.readiness import follow_outage
 from penstock.rewards.serving import reward_service
 from penstock.rpc import Server, run_until_stopped
 from penstock.security import Security
-from penstock.telemetry import serve_metrics
 from services.reward.config import RewardConfig
 from services.reward.models.build import build_model
 from services.reward.pool import ScoringPool
@@ -30,8 +30,8 @@ async def serve(config: RewardConfig) -> None:
 
     Raises RewardLoadError, PortUnavailableError, and PenstockError where the broker refuses this process for good.
     """
-    serve_metrics(config.metrics_address)
     security = Security.from_environment()
+    serve_metrics(config.metrics_address, security)
     model = build_model(config.reward.model, security=security)
     max_leases = _BATCHES_HELD_A_CALL * config.reward.max_concurrent_batches * config.reward.max_batch_size
     session = ScoringSession(

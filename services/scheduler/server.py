@@ -9,9 +9,9 @@ import structlog
 from prometheus_client import REGISTRY, CollectorRegistry
 
 from penstock.clock import Clock, SystemClock
+from penstock.metrics_server import serve_metrics
 from penstock.rpc import Server, Service, run_until_stopped
 from penstock.security import Security
-from penstock.telemetry import serve_metrics
 from penstock.v1 import scheduler_pb2_grpc
 from services.scheduler.config import LengthsConfig, SchedulerConfig
 from services.scheduler.lengths.forecaster import LengthForecaster
@@ -53,11 +53,12 @@ def make_service(servicer: SchedulerServicer) -> Service:
 
 async def serve(config: SchedulerConfig) -> None:
     """Serve until SIGTERM or SIGINT. Raises PortUnavailableError, ConfigError."""
-    serve_metrics(config.metrics_address)
+    security = Security.from_environment()
+    serve_metrics(config.metrics_address, security)
     clock = SystemClock()
     lengths = make_forecaster(config.lengths, clock=clock, registry=REGISTRY)
     servicer = SchedulerServicer(clock=clock, heartbeat_interval_s=config.heartbeat_interval_s, lengths=lengths)
-    server = Server(listen=config.listen, services=[make_service(servicer)], security=Security.from_environment())
+    server = Server(listen=config.listen, services=[make_service(servicer)], security=security)
 
     async def end_streams() -> None:
         await server.stopping.wait()

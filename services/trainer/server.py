@@ -9,10 +9,10 @@ from functools import partial
 from penstock.clock import SystemClock
 from penstock.graces import CHECKPOINT_S
 from penstock.http_server import public_url
+from penstock.metrics_server import serve_metrics
 from penstock.readiness import follow_outage
 from penstock.rpc import Server, Service, run_until_stopped
 from penstock.security import Security
-from penstock.telemetry import serve_metrics
 from penstock.v1 import trainer_pb2_grpc, weights_pb2_grpc
 from services.trainer.broadcast_server import broadcasting
 from services.trainer.config import TrainerConfig, TrainingConfig
@@ -48,7 +48,7 @@ async def serve(config: TrainerConfig) -> None:
     store, stated_url = WeightStore(), None
     if config.weights_url is not None:
         stated_url = public_url(config.weights_url, setting="weights_url", security=security)
-    serve_metrics(config.metrics_address)
+    serve_metrics(config.metrics_address, security)
     async with (
         serving_weights(
             store,

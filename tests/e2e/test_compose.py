@@ -166,7 +166,11 @@ def test_every_container_may_be_killed_and_up_resumes_the_run(deployment: Deploy
         deployment.crash(container)
         step = deployment.wait_for_step_after(step)
 
-    metrics = "from urllib.request import urlopen; print(urlopen('http://trainer:9464/metrics').read().decode())"
+    metrics = (
+        "from urllib.request import Request, urlopen; token = open('/run/secrets/token').read().strip(); "
+        "asked = Request('http://trainer:9464/metrics', headers={'Authorization': f'Bearer {token}'}); "
+        "print(urlopen(asked).read().decode())"
+    )
     assert "penstock_trainer_steps_total" in deployment("exec", "-T", "broker", "python", "-c", metrics)
     assert "NOAUTH" in deployment("exec", "-T", "redis", "redis-cli", "ping")
 

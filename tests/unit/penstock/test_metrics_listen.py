@@ -9,7 +9,8 @@ import pytest
 
 from console.serve import ServiceKind, _config_model
 from penstock.config import ConfigError, MeasuredConfig, validate
-from penstock.telemetry import serve_metrics
+from penstock.metrics_server import serve_metrics
+from penstock.security import NO_SECURITY
 
 
 def free_port() -> int:
@@ -25,14 +26,14 @@ def test_every_service_says_where_its_metrics_are(kind: ServiceKind) -> None:
 
 def test_metrics_can_be_reached_at_any_address_of_the_machine() -> None:
     port = free_port()
-    serve_metrics(MeasuredConfig(metrics_listen=f"0.0.0.0:{port}").metrics_address)
+    serve_metrics(MeasuredConfig(metrics_listen=f"0.0.0.0:{port}").metrics_address, NO_SECURITY)
     with urllib.request.urlopen(f"http://127.0.0.2:{port}/metrics", timeout=10) as answer:
         assert b"# TYPE" in answer.read()
 
 
 def test_a_port_alone_stays_on_loopback() -> None:
     port = free_port()
-    serve_metrics(MeasuredConfig(metrics_port=port).metrics_address)
+    serve_metrics(MeasuredConfig(metrics_port=port).metrics_address, NO_SECURITY)
     with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
         assert answer.status == 200
     with pytest.raises(OSError, match="refused"):
@@ -45,7 +46,7 @@ def test_an_address_that_is_taken_is_told_in_one_line() -> None:
         held.listen()
         address = f"127.0.0.1:{held.getsockname()[1]}"
         with pytest.raises(ConfigError, match=rf"^metrics_listen: cannot listen on {address}: .*in use"):
-            serve_metrics(address)
+            serve_metrics(address, NO_SECURITY)
 
 
 @pytest.mark.parametrize(
