@@ -125,7 +125,7 @@ def serve(
       penstock serve broker redis_url=redis://redis:6379/0 --listen 0.0.0.0:7301
       penstock serve trainer --listen 0.0.0.0:7304 weights_listen=0.0.0.0:7305 weights_url=trainer:7305
       penstock serve generator --config generator.yaml generator_id=gen-3
-      penstock serve reward run_id=my-run broker=broker:7301 reward.model=exact_match
+      penstock serve reward run_id=my-run broker=broker:7301 tokenizer_path=models/mine reward.model=exact_match
     """
 
     def work() -> int:

@@ -162,6 +162,7 @@ class _Deployment:
                 "listen": f"0.0.0.0:{PORTS['reward']}",
                 "run_id": self.config["run"]["id"],
                 "broker": center["broker"],
+                "tokenizer_path": self.config["model"]["path"],
                 "reward": _reward(self.config),
             },
         }

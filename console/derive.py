@@ -77,6 +77,7 @@ def reward_config(config: RunConfig, addresses: Addresses) -> RewardConfig:
         listen=addresses.reward.listen or "",
         run_id=config.run.id,
         broker=addresses.broker.target,
+        tokenizer_path=config.model.path,
         reward=config.reward,
     )
 

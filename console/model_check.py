@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from console.config import RunConfig
+from penstock.model_folder import TOKENIZER_FILE
 from services.trainer.rows import DataError, Row, read_rows
 
-_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tekken.json")
+_TOKENIZER_FILES = (TOKENIZER_FILE, "tokenizer.model", "vocab.json", "vocab.txt", "tekken.json")
 _WEIGHT_PATTERNS = ("*.safetensors", "pytorch_model*.bin")
 # Older families name their longest context differently.
 _CONTEXT_KEYS = ("max_position_embeddings", "n_positions", "max_sequence_length", "seq_length")
@@ -46,6 +47,18 @@ def context_problem(config: RunConfig) -> str | None:
     )
 
 
+def text_problem(config: RunConfig) -> str | None:
+    """Why a reward worker started here could not decode what it scores; None when it can, or is not to."""
+    path = config.model.path
+    if config.endpoints.reward is not None or config.reward.trusts_generator_text or (path / TOKENIZER_FILE).is_file():
+        return None
+    return (
+        f"model.path: {path}: no {TOKENIZER_FILE}, by which token ids become the text that is scored; write one with "
+        "transformers (AutoTokenizer.from_pretrained(DIR).save_pretrained(DIR)), or score what generators send, "
+        "unchecked, with reward.trusts_generator_text=true"
+    )
+
+
 def data_problems(config: RunConfig) -> tuple[list[str], list[str]]:
     """What is wrong with the data files, and what the user should know about them though it is not wrong."""
     problems: list[str] = []
@@ -76,7 +89,7 @@ def _num_long_prompts(rows: list[Row], config: RunConfig) -> int:
     # A token stands for at least one byte, so only prompts of more bytes than tokens allowed need the tokenizer.
     texts = [_prompt_text(row) for row in rows]
     long_texts = [text for text in texts if len(text.encode()) > config.data.max_prompt_tokens]
-    file = config.model.path / "tokenizer.json"
+    file = config.model.path / TOKENIZER_FILE
     if not long_texts or not file.is_file():
         return 0
     try:

@@ -14,7 +14,7 @@ from console.config import RunConfig
 from console.disk_watch import MIN_FREE_BYTES
 from console.embedded_redis import redis_executable
 from console.folder import CONSOLE_NAME, RunFolder
-from console.model_check import context_problem, data_problems, model_problems
+from console.model_check import context_problem, data_problems, model_problems, text_problem
 from console.node_config import read_node
 from console.ports import listen_problem
 from console.probes import BROKER, GENERATOR, REWARD, SCHEDULER, TRAINER, redis_problem, service_problem
@@ -49,10 +49,12 @@ async def check_run(config: RunConfig, folder: RunFolder, *, is_resume: bool, se
     if config.endpoints.trainer is None:
         found = model_problems(config.model.path)
         if not found:
-            found = [problem for problem in (context_problem(config),) if problem]
+            found = [problem for problem in (context_problem(config), text_problem(config)) if problem]
         problems += found
         data, warnings = data_problems(config)
         problems += data
+    elif (problem := text_problem(config)) is not None:
+        problems.append(problem)
     problems += _lengths_problems(config) + _plan_problems(config)
     problems += _package_problems(config)
     problems += _port_problems(config)

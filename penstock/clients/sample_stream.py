@@ -21,6 +21,11 @@ _BYTES_PER_TOKEN = 8
 _Number = TypeVar("_Number", np.int32, np.float32)
 
 
+def cut_text(text: str) -> str:
+    """As much of a completion's text as goes to the broker and to a reward model."""
+    return text.encode("utf-8", errors="replace")[:MAX_TEXT_BYTES].decode("utf-8", errors="ignore")
+
+
 class StreamListener(Protocol):
     """Who owns a SampleStream. Neither method waits."""
 
@@ -99,7 +104,7 @@ class SampleStream:
             return
         self._is_finished = True
         self._finish_reason = reason
-        self._text = text.encode("utf-8", errors="replace")[:MAX_TEXT_BYTES]
+        self._text = cut_text(text).encode()
         self._on_change(self, len(self._text))
 
     def discard(self) -> None:
@@ -140,7 +145,7 @@ class SampleStream:
         self._offset += num_taken
         if num_taken == len(token_ids):
             chunk.finish_reason = self._finish_reason
-            chunk.text = self._text.decode("utf-8", errors="ignore")
+            chunk.text = self._text.decode()
             self._clear()
         else:
             self._token_ids, self._logprobs = [], []

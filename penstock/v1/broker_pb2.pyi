@@ -1239,8 +1239,11 @@ class ScoringLease(_message.Message):
     ITEM_FIELD_NUMBER: _builtins.int
     EXPIRE_TIME_FIELD_NUMBER: _builtins.int
     LEASE_DURATION_FIELD_NUMBER: _builtins.int
+    GENERATOR_ID_FIELD_NUMBER: _builtins.int
     lease_id: _builtins.str
     """Names the lease."""
+    generator_id: _builtins.str
+    """The generator that ended the sample, for logs and status."""
     @_builtins.property
     def item(self) -> _reward_pb2.ScoreItem:
         """Everything a reward model sees."""
@@ -1260,10 +1263,11 @@ class ScoringLease(_message.Message):
         item: _reward_pb2.ScoreItem | None = ...,
         expire_time: _timestamp_pb2.Timestamp | None = ...,
         lease_duration: _duration_pb2.Duration | None = ...,
+        generator_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["expire_time", b"expire_time", "item", b"item", "lease_duration", b"lease_duration"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["expire_time", b"expire_time", "item", b"item", "lease_duration", b"lease_duration", "lease_id", b"lease_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["expire_time", b"expire_time", "generator_id", b"generator_id", "item", b"item", "lease_duration", b"lease_duration", "lease_id", b"lease_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

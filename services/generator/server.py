@@ -100,10 +100,10 @@ class _Member:
 
 
 def _assemble(config: GeneratorConfig, metrics: GeneratorMetrics, security: Security) -> _Member:
-    text = load_text_decoder(config.model_path, is_tokenizer_needed=config.engine.engine != "emulated")
     try:
+        text = load_text_decoder(config.model_path, is_tokenizer_needed=config.engine.engine != "emulated")
         engine = build_engine(config)
-    except ValueError as error:
+    except (OSError, ValueError) as error:
         raise ConfigError(str(error)) from error
     generator = Generator(config, engine=engine, text=text, metrics=metrics, security=security)
     service = Service(

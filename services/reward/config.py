@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from pydantic import Field
+from pathlib import Path
+from typing import Self
+
+from pydantic import Field, model_validator
 
 from penstock.config import MeasuredConfig, StrictModel, Targets
 
@@ -20,6 +23,9 @@ class RewardModelConfig(StrictModel):
     """Most samples in one call of the reward model."""
     max_concurrent_batches: int = Field(default=4, ge=1, le=256)
     """Most calls under way at once."""
+    trusts_generator_text: bool = False
+    """Score the text that generators send, unchecked, instead of what their token ids say: for models without a
+    tokenizer.json."""
 
 
 class RewardConfig(MeasuredConfig):
@@ -33,5 +39,17 @@ class RewardConfig(MeasuredConfig):
     """The broker, host:port; several on one Redis as a list, of which the first that works is used."""
     worker_id: str = "reward-0"
     """Its name in status and logs."""
+    tokenizer_path: Path | None = None
+    """Hugging Face directory of the run's model: its tokenizer.json says what the token ids of a sample say."""
     reward: RewardModelConfig = RewardModelConfig()
     """The reward model."""
+
+    @model_validator(mode="after")
+    def _text_comes_from_somewhere(self) -> Self:
+        if self.tokenizer_path is None and not self.reward.trusts_generator_text:
+            raise ValueError(
+                "tokenizer_path: required: the directory of the run's model, by whose tokenizer.json token ids become "
+                "the text that is scored; or score what generators send, unchecked, with "
+                "reward.trusts_generator_text=true"
+            )
+        return self

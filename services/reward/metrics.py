@@ -11,6 +11,11 @@ BATCH_SECONDS = Histogram(
     ["model"],
     buckets=(0.001, 0.005, 0.02, 0.1, 0.5, 2, 10, 60, 300),
 )
+TEXTS = Counter(
+    "penstock_reward_texts",
+    "Samples by the text sent for them, against what their token ids say: same, differing, not_sent, unknown_token.",
+    ["sent"],
+)
 RETRIES = Counter("penstock_reward_retries", "Calls of the reward model that failed and were tried again.", ["model"])
 HELD_SAMPLES = Gauge("penstock_reward_held_samples", "Samples leased and not yet scored.")
 IS_HOLDING_BACK = Gauge("penstock_reward_is_holding_back", "1 while the reward model does not answer and samples wait.")

@@ -57,6 +57,14 @@ class LeaseSource(Protocol):
         ...
 
 
+class TextReader(Protocol):
+    """Establishes what samples say."""
+
+    async def read(self, leases: Sequence[broker_pb2.ScoringLease]) -> dict[str, str]:
+        """Puts it into each lease's item; returns by lease id why a sample says nothing that could be scored."""
+        ...
+
+
 class ScoringPool:
     """Scores what a source hands out with one reward model."""
 
@@ -66,11 +74,14 @@ class ScoringPool:
         source: LeaseSource,
         model: RewardModel,
         config: RewardModelConfig,
+        texts: TextReader | None = None,
         monotonic_s: Callable[[], float] = time.monotonic,
     ) -> None:
+        """Without `texts` the text that comes with a sample is scored as it is."""
         self._source = source
         self._model = model
         self._config = config
+        self._texts = texts
         self._monotonic_s = monotonic_s
         self._breaker = Breaker(model, num_waiting=lambda: source.num_held, monotonic_s=monotonic_s)
         self._unscored: Counter[str] = Counter()
@@ -97,7 +108,9 @@ class ScoringPool:
             leases = await self._source.take(max_items=self._config.max_batch_size)
             HELD_SAMPLES.set(self._source.num_held)
             started_s = self._monotonic_s()
-            results = await self._judge(leases, self._tries())
+            faults = {} if self._texts is None else await self._texts.read(leases)
+            results = [self._unreadable(lease, faults[lease.lease_id]) for lease in leases if lease.lease_id in faults]
+            results += await self._judge([lease for lease in leases if lease.lease_id not in faults], self._tries())
             latency_s = self._monotonic_s() - started_s
             for result in results:
                 self._complete(result.score, latency_s)
@@ -152,6 +165,9 @@ class ScoringPool:
             return first + await self._judge(leases[middle:], tries)
         status = ScoreStatus.TIMEOUT if error.is_retryable else ScoreStatus.FAILED
         return [_result(lease, failed_score(str(error), model=self._model.name, status=status)) for lease in leases]
+
+    def _unreadable(self, lease: broker_pb2.ScoringLease, fault: str) -> broker_pb2.ScoreResult:
+        return _result(lease, failed_score(fault, model=self._model.name, status=ScoreStatus.INVALID))
 
     def _tries(self) -> Tries:
         return Tries(

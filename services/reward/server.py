@@ -18,6 +18,7 @@ from penstock.security import Security
 from services.reward.config import RewardConfig
 from services.reward.models.build import build_model
 from services.reward.pool import ScoringPool
+from services.reward.texts import TokenTexts
 
 # Enough that every call under way finds the next batch waiting when it ends.
 _BATCHES_HELD_A_CALL = 2
@@ -28,8 +29,13 @@ _log = structlog.get_logger()
 async def serve(config: RewardConfig) -> None:
     """Score until SIGTERM or SIGINT; waits for broker, run and reward model as long as they are away.
 
-    Raises RewardLoadError, PortUnavailableError, and PenstockError where the broker refuses this process for good.
+    Raises:
+        ConfigError: There is no usable tokenizer.
+        RewardLoadError: There is no such reward model.
+        PortUnavailableError: The address cannot be listened on.
+        PenstockError: The broker refuses this process for good.
     """
+    texts = _texts(config)
     security = Security.from_environment()
     serve_metrics(config.metrics_address, security)
     model = build_model(config.reward.model, security=security)
@@ -41,7 +47,7 @@ async def serve(config: RewardConfig) -> None:
         max_leases=max_leases,
         security=security,
     )
-    pool = ScoringPool(source=session, model=model, config=config.reward)
+    pool = ScoringPool(source=session, model=model, config=config.reward, texts=texts)
     session.holding_reason = lambda: pool.holding_reason
     server = Server(listen=config.listen, services=[reward_service(model)], security=security)
 
@@ -66,3 +72,10 @@ async def serve(config: RewardConfig) -> None:
         await run_until_stopped(server, loops=loops, on_started=announce, before_stop=drain)
     finally:
         await model.close()
+
+
+def _texts(config: RewardConfig) -> TokenTexts | None:
+    if config.reward.trusts_generator_text or config.tokenizer_path is None:
+        _log.warning("text of generators is scored unchecked", setting="reward.trusts_generator_text")
+        return None
+    return TokenTexts.of_model(config.tokenizer_path)

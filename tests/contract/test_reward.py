@@ -112,7 +112,13 @@ async def test_every_sample_is_scored_once_and_credits_bound_what_is_held():
 
 async def test_the_process_starts_before_broker_and_run_and_scores_once_they_are_there():
     port, own_port = free_port(), free_port()
-    config = RewardConfig(listen=f"127.0.0.1:{own_port}", run_id="r", broker=f"127.0.0.1:{port}", worker_id="w-7")
+    config = RewardConfig(
+        listen=f"127.0.0.1:{own_port}",
+        run_id="r",
+        broker=f"127.0.0.1:{port}",
+        worker_id="w-7",
+        reward=RewardModelConfig(trusts_generator_text=True),
+    )
     broker = ScriptedBroker(items(5), is_known=False)
     async with running(serve(config)) as (process,):
         assert await wait_until_serving(f"127.0.0.1:{own_port}", service=SERVICE_NAME, timeout_s=10)

@@ -27,6 +27,7 @@ class Bench:
 
     def __init__(self, tmp_path):
         self.tmp_path = tmp_path
+        self.text = IdText()
         published = tmp_path / "published"
         published.mkdir()
         (tmp_path / "model").mkdir()
@@ -59,7 +60,7 @@ class Bench:
             )
             self.registry = CollectorRegistry()
             metrics = GeneratorMetrics(self.registry)
-            self.generator = Generator(config, engine=engine, text=IdText(), metrics=metrics)
+            self.generator = Generator(config, engine=engine, text=self.text, metrics=metrics)
             async with self.generator, self._serving(self.generator):
                 yield self
 

@@ -46,6 +46,19 @@ def test_a_missing_model_is_told_with_its_path(tmp_path: Path) -> None:
     assert f"{tmp_path / 'nowhere'}: no such directory" in line
 
 
+def test_a_model_without_the_file_by_which_text_is_decoded_is_told(tmp_path: Path) -> None:
+    value = document(tmp_path)
+    tokenizer = Path(value["model"]["path"]) / "tokenizer.json"
+    tokenizer.rename(tokenizer.with_name("vocab.json"))
+    told = f"model.path: {tokenizer.parent}: no tokenizer.json, by which token ids become the text that is scored"
+    assert told in refused(tmp_path, value)
+    # The reward worker stands here, wherever the trainer is.
+    elsewhere = penstock("run", "config.yaml", "endpoints.trainer=127.0.0.1:1", cwd=tmp_path)
+    assert (elsewhere.returncode, told in elsewhere.stderr) == (2, True)
+    trusted = penstock("run", "config.yaml", "--dry-run", "reward.trusts_generator_text=true", cwd=tmp_path)
+    assert trusted.returncode == 0, trusted.stderr
+
+
 def test_empty_data_is_told(tmp_path: Path) -> None:
     value = document(tmp_path)
     Path(value["data"]["train"]).write_text("\n")

@@ -212,6 +212,7 @@ class Fleet:
             run_id=RUN_ID,
             broker=self.brokers,
             worker_id=f"reward-{index}",
+            tokenizer_path=self._config.model.path,
             reward=RewardModelConfig(model=f"grpc://{judge}"),
         )
         self._serve("reward", settings, name=f"reward-{index}")

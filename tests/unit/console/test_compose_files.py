@@ -82,6 +82,14 @@ def test_every_image_takes_options_for_pip_and_every_service_its_credentials() -
             assert service["environment"]["PENSTOCK_TOKEN_FILE"] == "${PENSTOCK_TOKEN_FILE:-}"
 
 
+def test_the_reward_worker_has_the_generators_tokenizer_once_it_is_made() -> None:
+    reward, generator = (
+        yaml.safe_load((ROOT / "deploy" / "compose" / f"{kind}.yaml").read_text()) for kind in ("reward", "generator")
+    )
+    assert reward["tokenizer_path"] == generator["model_path"]
+    assert SERVICES["reward"]["depends_on"]["prepare"] == {"condition": "service_completed_successfully"}
+
+
 @pytest.mark.parametrize("kind", ["broker", "scheduler", "reward", "trainer", "generator"])
 def test_metrics_can_be_scraped_from_other_containers(kind: str) -> None:
     settings = yaml.safe_load((ROOT / "deploy" / "compose" / f"{kind}.yaml").read_text())

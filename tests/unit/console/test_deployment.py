@@ -64,6 +64,7 @@ def test_machines_find_the_head_and_relay_only_where_the_trainer_is_far(rm1):
     assert (far["scheduler"], far["address"]) == ("a100-0:7306", "l4-0")
     assert far["generator"]["site"] == far["site"] == "r1"
     assert "site" not in near["generator"]
+    assert files["r0/reward.yaml"]["tokenizer_path"] == far["generator"]["model_path"]
     assert files["run.yaml"]["algorithm"] == {"group_size": 8, "prompts_per_step": 128, "max_staleness": 1}
     assert files["run.yaml"]["scheduler"] == {"problem": "/out/r0/problem.yaml", "plan": "/out/r0/plan.yaml"}
 

@@ -4,7 +4,8 @@ import json
 
 import pytest
 
-from services.generator.model_folder import IdText, end_token_ids, load_text_decoder, model_size
+from penstock.model_folder import model_size
+from services.generator.model_folder import IdText, end_token_ids, load_text_decoder
 
 
 def write(folder, name, document):

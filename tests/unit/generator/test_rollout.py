@@ -54,7 +54,7 @@ class FakeTokens:
 
 
 class Bench:
-    def __init__(self, *, max_concurrent_samples=4):
+    def __init__(self, *, max_concurrent_samples=4, text=None):
         self.engine = ScriptedEngine()
         self.tokens = FakeTokens()
         self.held = HeldWeights()
@@ -64,7 +64,7 @@ class Bench:
             engine=self.engine,
             tokens=self.tokens,
             held=self.held,
-            text=IdText(),
+            text=text or IdText(),
             end_token_ids=(2,),
             busy=self.busy,
             metrics=GeneratorMetrics(CollectorRegistry()),

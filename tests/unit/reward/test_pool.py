@@ -99,8 +99,9 @@ def short_backoff(monkeypatch):
     monkeypatch.setattr("services.reward.breaker.backoff_s", delays)
 
 
-async def run_pool(source, model, condition, *, monotonic_s=time.monotonic, **config):
-    pool = ScoringPool(source=source, model=model, config=RewardModelConfig(**config), monotonic_s=monotonic_s)
+async def run_pool(source, model, condition, *, texts=None, monotonic_s=time.monotonic, **config):
+    config = RewardModelConfig(**config)
+    pool = ScoringPool(source=source, model=model, config=config, texts=texts, monotonic_s=monotonic_s)
     task = asyncio.create_task(pool.run())
     try:
         await until(lambda: task.done() or condition())

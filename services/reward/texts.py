@@ -1,0 +1,148 @@
+"""What samples say, decoded from their token ids here: so that what is scored is what is trained on.
+
+Invariants:
+- A reward model sees no text that a generator sent.
+- A sample with a token that the run's model cannot have sampled has no text, and so no score: never a zero.
+- Decoding is done in a thread of its own, sample by sample: leases are renewed meanwhile, however long completions are.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Self
+
+import structlog
+
+from penstock.clients.sample_stream import cut_text
+from penstock.codec import int32_array
+from penstock.config import ConfigError
+from penstock.errors import InvalidFieldError
+from penstock.model_folder import FileTokenizer, TextDecoder, model_size
+from penstock.rewards.outcomes import describe
+from penstock.v1 import broker_pb2
+from services.reward.metrics import TEXTS
+
+LOG_EVERY_S = 10.0
+_SHOWN_CHARACTERS = 60
+_SEARCHED_CHARACTERS = 10_000
+
+_log = structlog.get_logger()
+
+
+@dataclass(frozen=True, slots=True)
+class _Reading:
+    text: str
+    fault: str = ""
+
+
+class TokenTexts:
+    """Reads what samples say with the tokenizer of the run's model.
+
+    Args:
+        tokenizer: Decodes.
+        vocab_size: The model samples ids below this one only.
+        monotonic_s: Seconds, for the pace of log lines.
+    """
+
+    def __init__(
+        self, tokenizer: TextDecoder, *, vocab_size: int, monotonic_s: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._vocab_size = vocab_size
+        self._monotonic_s = monotonic_s
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tokenizer")
+        self._counts: Counter[str] = Counter()
+        self._log_at_s = 0.0
+        self.warning = ""
+        """For status: how many samples' texts were not what their tokens say; empty while all were."""
+
+    @classmethod
+    def of_model(cls, folder: Path, *, monotonic_s: Callable[[], float] = time.monotonic) -> Self:
+        """Those of the model in `folder`. Raises ConfigError."""
+        try:
+            tokenizer = FileTokenizer(folder)
+            # Models often have more rows than their tokenizer has entries, and sample the idle ones, too.
+            vocab_size = model_size(folder, "vocab_size") or tokenizer.vocab_size
+        except (OSError, ValueError) as error:
+            raise ConfigError(
+                f"tokenizer_path: {error}; give the directory of the run's model with its tokenizer.json "
+                "(AutoTokenizer.from_pretrained(DIR).save_pretrained(DIR) writes one), or score what generators send, "
+                "unchecked, with reward.trusts_generator_text=true"
+            ) from error
+        return cls(tokenizer, vocab_size=vocab_size, monotonic_s=monotonic_s)
+
+    async def read(self, leases: Sequence[broker_pb2.ScoringLease]) -> dict[str, str]:
+        """Puts what its tokens say into each lease's item.
+
+        Returns: by lease id, why a sample has no text; those with a text are not named.
+        """
+        token_ids = [lease.item.token_ids for lease in leases]
+        readings = await asyncio.get_running_loop().run_in_executor(self._thread, self._decode_all, token_ids)
+        for lease, reading in zip(leases, readings, strict=True):
+            self._note(lease, reading)
+            lease.item.completion_text = reading.text
+        return {lease.lease_id: each.fault for lease, each in zip(leases, readings, strict=True) if each.fault}
+
+    def _decode_all(self, samples: Sequence[bytes]) -> list[_Reading]:
+        return [self._decode(token_ids) for token_ids in samples]
+
+    def _decode(self, raw: bytes) -> _Reading:
+        try:
+            token_ids = int32_array(raw, "token_ids")
+        except InvalidFieldError as error:
+            return _Reading("", str(error))
+        unknown = token_ids[(token_ids < 0) | (token_ids >= self._vocab_size)]
+        if unknown.size:
+            return _Reading("", f"token_ids: {unknown[0]} is none of the {self._vocab_size} that the run's model knows")
+        try:
+            return _Reading(cut_text(self._tokenizer.decode(token_ids.tolist())))
+        except BaseException as error:  # a panic of the library is no Exception; the tokens are a stranger's choice
+            return _Reading("", f"token_ids: cannot be decoded: {describe(error)}")
+
+    def _note(self, lease: broker_pb2.ScoringLease, reading: _Reading) -> None:
+        sent = _compare(lease.item.completion_text, reading)
+        TEXTS.labels(sent).inc()
+        self._counts[sent] += 1
+        if sent not in ("differing", "unknown_token"):
+            return
+        key, sender = lease.item.key, lease.generator_id or "a generator"
+        self.warning = (
+            f"{self._counts['differing']} of {self._counts.total()} texts were not what their tokens say, which was "
+            f"scored instead, and {self._counts['unknown_token']} samples had tokens that the model does not know; the "
+            f"latest is {key.group_id}/{key.sample_index} of {sender}"
+        )
+        now_s = self._monotonic_s()
+        if now_s >= self._log_at_s:
+            self._log_at_s = now_s + LOG_EVERY_S
+            at = _first_difference(lease.item.completion_text, reading.text)
+            _log.warning(
+                "text of a generator is not what its tokens say; is tokenizer_path the run's model?",
+                group_id=key.group_id,
+                sample_index=key.sample_index,
+                generator_id=lease.generator_id,
+                fault=reading.fault,
+                at_character=at,
+                sent=lease.item.completion_text[at : at + _SHOWN_CHARACTERS],
+                decoded=reading.text[at : at + _SHOWN_CHARACTERS],
+                **{f"num_{name}": count for name, count in self._counts.items()},
+            )
+
+
+def _compare(sent: str, reading: _Reading) -> str:
+    if reading.fault:
+        return "unknown_token"
+    if sent == reading.text:
+        return "same"
+    return "differing" if sent else "not_sent"
+
+
+def _first_difference(sent: str, decoded: str) -> int:
+    sent, decoded = sent[:_SEARCHED_CHARACTERS], decoded[:_SEARCHED_CHARACTERS]
+    pairs = enumerate(zip(sent, decoded, strict=False))
+    return next((index for index, (one, other) in pairs if one != other), min(len(sent), len(decoded)))
