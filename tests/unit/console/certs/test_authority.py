@@ -23,11 +23,14 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from console.certs.authority import Authority, make_authority
 from console.certs.files import File, write_new
 from console.certs.request import Request, checked_request
+from penstock.clients.broker import BrokerClient
 from penstock.config import ConfigError
+from penstock.errors import ForbiddenError
 from penstock.rpc import open_channel
 from penstock.security import Security
 from penstock.security.roles import Caller, Grant, Role, caller_of_certificate
 from tests.helpers import certificates
+from tests.helpers.scripted_training_broker import ScriptedTrainingBroker
 from tests.helpers.serving import serving
 
 NOW = datetime(2026, 3, 1, 12, 0, 0, 123456, tzinfo=UTC)
@@ -251,6 +254,18 @@ async def test_grpc_takes_it_both_ways(tmp_path: Path) -> None:
         request = health_pb2.HealthCheckRequest()
         answer = await health_pb2_grpc.HealthStub(channel).Check(request, timeout=20, wait_for_ready=True)
     assert answer.status == health_pb2.HealthCheckResponse.SERVING
+
+
+async def test_grpc_tells_a_service_the_role_that_it_names(tmp_path: Path) -> None:
+    folder = certificates.make_authority(tmp_path)
+    broker = certificates.issue(folder, roles=["broker"], name="broker")
+    generator = certificates.issue(folder, roles=["generator"], run="math-7b", site="waw", name="waw-0")
+    async with (
+        serving(ScriptedTrainingBroker().service(), security=broker) as (_, target),
+        BrokerClient(target, security=generator) as client,
+    ):
+        with pytest.raises(ForbiddenError, match="is not open to waw-0, generator of run math-7b at site waw"):
+            await client.list_runs()
 
 
 def test_keys_are_plain_pem(tmp_path: Path) -> None:
