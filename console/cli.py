@@ -120,6 +120,8 @@ def serve(
 ) -> None:
     """Run one service in this process until SIGTERM or Ctrl-C.
 
+    A trainer takes run folders, models and data below allowed_roots only; unless set, below the working directory.
+
     \b
     Examples:
       penstock serve broker redis_url=redis://redis:6379/0 --listen 0.0.0.0:7301

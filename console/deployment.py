@@ -193,6 +193,7 @@ class _Deployment:
                 "listen": f"0.0.0.0:{PORTS['trainer']}",
                 "weights_listen": f"0.0.0.0:{PORTS['weights']}",
                 "weights_url": self._center()["weights"],
+                "allowed_roots": _trainer_roots(self.config),
             }
         if here and self.is_emulated:
             found[f"{site}/{LENGTHS_FILE}"] = drawn_lengths(self.rm1.problem)
@@ -242,6 +243,13 @@ def _trains_a_critic(problem: Problem) -> bool:
 def _reward(config: Document) -> Document:
     stated = config.get("reward", {})
     return {"model": stated} if isinstance(stated, str) else stated
+
+
+def _trainer_roots(config: Document) -> list[str]:
+    """What the run's trainer reads and writes, as the run names it."""
+    data = config.get("data", {})
+    paths = (config["run"].get("dir", "runs"), config["model"]["path"], data.get("train"), data.get("eval"))
+    return [str(path) for path in paths if path is not None]
 
 
 def _document(content: Document | str) -> Document:

@@ -89,9 +89,16 @@ def trainer_config(config: RunConfig, addresses: Addresses) -> TrainerConfig:
         weights_listen=addresses.weights_listen or "",
         weights_url=addresses.weights_url,
         weights_transport=config.weights.transport,
+        allowed_roots=trainer_roots(config),
         # The console that started it resumes its run, and ends it when it ends itself.
         state_dir=None,
     )
+
+
+def trainer_roots(config: RunConfig) -> tuple[Path, ...]:
+    """What a trainer of this run reads and writes: nothing else of its machine is a client's to name."""
+    paths = (config.run.dir, config.model.path, config.data.train, config.data.eval)
+    return tuple(path for path in paths if path is not None)
 
 
 def generator_config(config: RunConfig, addresses: Addresses, folder: RunFolder, index: int) -> GeneratorConfig:

@@ -21,6 +21,7 @@ from pydantic import (
     model_validator,
 )
 
+from penstock.names import RUN_ID_RULE, is_run_id
 from penstock.targets import split_targets
 
 MAX_CONFIG_BYTES = 1024 * 1024
@@ -69,6 +70,16 @@ def _checked(value: str) -> str:
 
 PUBLIC_ADDRESS = r"^(https?://\S+|(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+):\d{1,5})$"
 """Of an HTTP server as others reach it: host:port, or an address with its scheme."""
+
+
+def _run_id(value: str) -> str:
+    if not is_run_id(value):
+        raise ValueError(f"must be {RUN_ID_RULE}")
+    return value
+
+
+RunId = Annotated[str, AfterValidator(_run_id)]
+"""Names a run: one plain name in a path."""
 
 Targets = Annotated[str, BeforeValidator(_joined), AfterValidator(_checked)]
 """Servers that stand in for each other: host:port, several separated by commas or as a list."""

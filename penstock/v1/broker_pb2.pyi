@@ -353,7 +353,7 @@ class OpenRunRequest(_message.Message):
     TAKES_OVER_FIELD_NUMBER: _builtins.int
     RESUMES_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
-    """Names the run; 1 to 64 characters of [A-Za-z0-9._-]."""
+    """Names the run; 1 to 64 characters of [A-Za-z0-9._-], not of dots alone."""
     policy_version: _builtins.int
     """The trainer's policy version: 0 for a new run, the checkpoint's for a resumed one."""
     takes_over: _builtins.bool

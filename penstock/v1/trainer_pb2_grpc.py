@@ -67,7 +67,8 @@ class TrainerServiceServicer:
         A trainer with a state folder keeps what was accepted until the run has ended as asked (completed, StopRun) or
         failed for good, and goes on with it by itself after a restart.
 
-        INVALID_ARGUMENT / INVALID_FIELD: the message names the key, the value and the fix.
+        INVALID_ARGUMENT / INVALID_FIELD: the message names the key, the value and the fix. Paths must lie below the folders
+        that the trainer's own configuration allows.
         ALREADY_EXISTS / BUSY: another run is under way here. The same run_id again is answered with OK.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)

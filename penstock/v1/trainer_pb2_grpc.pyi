@@ -39,7 +39,8 @@ class TrainerServiceStub:
     A trainer with a state folder keeps what was accepted until the run has ended as asked (completed, StopRun) or
     failed for good, and goes on with it by itself after a restart.
 
-    INVALID_ARGUMENT / INVALID_FIELD: the message names the key, the value and the fix.
+    INVALID_ARGUMENT / INVALID_FIELD: the message names the key, the value and the fix. Paths must lie below the folders
+    that the trainer's own configuration allows.
     ALREADY_EXISTS / BUSY: another run is under way here. The same run_id again is answered with OK.
     """
     WatchRun: _grpc.UnaryStreamMultiCallable[_trainer_pb2.WatchRunRequest, _trainer_pb2.WatchRunResponse]
@@ -63,7 +64,8 @@ class TrainerServiceAsyncStub(TrainerServiceStub):
     A trainer with a state folder keeps what was accepted until the run has ended as asked (completed, StopRun) or
     failed for good, and goes on with it by itself after a restart.
 
-    INVALID_ARGUMENT / INVALID_FIELD: the message names the key, the value and the fix.
+    INVALID_ARGUMENT / INVALID_FIELD: the message names the key, the value and the fix. Paths must lie below the folders
+    that the trainer's own configuration allows.
     ALREADY_EXISTS / BUSY: another run is under way here. The same run_id again is answered with OK.
     """
     WatchRun: _aio.UnaryStreamMultiCallable[_trainer_pb2.WatchRunRequest, _trainer_pb2.WatchRunResponse]  # type: ignore[assignment]
@@ -90,7 +92,8 @@ class TrainerServiceServicer(metaclass=_abc_1.ABCMeta):
         A trainer with a state folder keeps what was accepted until the run has ended as asked (completed, StopRun) or
         failed for good, and goes on with it by itself after a restart.
 
-        INVALID_ARGUMENT / INVALID_FIELD: the message names the key, the value and the fix.
+        INVALID_ARGUMENT / INVALID_FIELD: the message names the key, the value and the fix. Paths must lie below the folders
+        that the trainer's own configuration allows.
         ALREADY_EXISTS / BUSY: another run is under way here. The same run_id again is answered with OK.
         """
 

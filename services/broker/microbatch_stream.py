@@ -9,6 +9,7 @@ from contextlib import aclosing
 from dataclasses import dataclass
 
 from penstock.errors import InvalidFieldError, RunClosedError
+from penstock.names import check_run_id
 from penstock.v1 import broker_pb2, types_pb2
 from services.broker import delivery, ownership, waits
 from services.broker.delivery import Consumer
@@ -20,7 +21,7 @@ from services.broker.microbatch_payload import load_frames
 from services.broker.parcel_shelf import is_parcel
 from services.broker.records_pb2 import GroupRecord, ParcelRecord
 from services.broker.run_state import RunState
-from services.broker.validation import MAX_GROUP_IDS, check_count, check_id, check_run_id
+from services.broker.validation import MAX_GROUP_IDS, check_count, check_id
 
 WAITING_EVERY_S = 1.0
 DEFAULT_MAX_GROUPS = 8

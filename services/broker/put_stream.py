@@ -13,6 +13,7 @@ from google.protobuf.message import DecodeError
 from penstock import packed as packed_types
 from penstock.codec import field_span, has_field
 from penstock.errors import InvalidFieldError
+from penstock.names import check_run_id
 from penstock.pieces import MAX_GROUP_BYTES
 from penstock.security.access import current_caller
 from penstock.v1 import broker_pb2, types_pb2
@@ -25,7 +26,7 @@ from services.broker.put_parts import PutParts
 from services.broker.put_reading import read_put
 from services.broker.putting import Put
 from services.broker.run_state import RunState
-from services.broker.validation import check_id, check_run_id
+from services.broker.validation import check_id
 
 MAX_UNANSWERED = 16
 """Requests of a stream that are read ahead of their answers; they are stored in order, several by one commit."""

@@ -7,6 +7,7 @@ import secrets
 from collections.abc import AsyncIterator
 
 from penstock.errors import InvalidFieldError, RunClosedError
+from penstock.names import check_run_id
 from penstock.v1 import broker_pb2
 from services.broker import scoring
 from services.broker.hubs import Hubs
@@ -21,7 +22,6 @@ from services.broker.validation import (
     check_bytes,
     check_count,
     check_id,
-    check_run_id,
     check_text,
 )
 from services.broker.waits import timestamp

@@ -10,6 +10,7 @@ import grpc
 from google.protobuf.duration_pb2 import Duration
 
 from penstock.guard import takes_bytes
+from penstock.names import check_run_id
 from penstock.security.access import current_caller
 from penstock.v1 import broker_pb2, broker_pb2_grpc
 from services.broker import delivery, drops, ownership, removal, submission, waits
@@ -31,7 +32,6 @@ from services.broker.validation import (
     check_bytes,
     check_count,
     check_reason,
-    check_run_id,
     check_timestamp,
 )
 

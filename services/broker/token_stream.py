@@ -8,6 +8,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 
 from penstock.errors import RunClosedError
+from penstock.names import check_run_id
 from penstock.v1 import broker_pb2, types_pb2
 from services.broker import accepting
 from services.broker.accepting import Accepted
@@ -23,7 +24,6 @@ from services.broker.validation import (
     check_bytes,
     check_count,
     check_id,
-    check_run_id,
 )
 
 MAX_UNREAD = 64

@@ -13,6 +13,7 @@ from google.protobuf.timestamp_pb2 import Timestamp
 
 from penstock.codec import int32_array
 from penstock.errors import InvalidFieldError
+from penstock.names import check_run_id
 from penstock.sampling import check_trainable
 from penstock.v1 import broker_pb2, types_pb2
 from services.broker.limits import MAX_GROUP_SIZE, MAX_ID_BYTES, Limits
@@ -34,13 +35,7 @@ MAX_TEXT_CHARACTERS = 1024
 MAX_ID_CHARACTERS = 128
 MAX_STOP_TOKENS = 64
 _ROLES = frozenset(("system", "user", "assistant", "tool"))
-_RUN_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
 _REASON = re.compile(r"[a-z0-9_]{1,64}")
-
-
-def check_run_id(run_id: str) -> None:
-    """1 to 64 characters of [A-Za-z0-9._-]."""
-    _require(_RUN_ID.fullmatch(run_id) is not None, "run_id", run_id[:80], "1 to 64 characters of [A-Za-z0-9._-]")
 
 
 def check_id(field: str, value: str) -> None:

@@ -9,7 +9,7 @@ from pydantic import Field, model_validator
 
 from penstock.adapters import MAX_RANK
 from penstock.collective.backend import Transport
-from penstock.config import PUBLIC_ADDRESS, MeasuredConfig, StrictModel, Targets
+from penstock.config import PUBLIC_ADDRESS, MeasuredConfig, RunId, StrictModel, Targets
 from penstock.sampling import MIN_TEMPERATURE
 from services.generator.engine import UpdateMode
 
@@ -90,7 +90,7 @@ class InstanceConfig(StrictModel):
 
     count: int = Field(default=1, ge=1, le=MAX_INSTANCES)
     """How many like this."""
-    run_id: str | None = None
+    run_id: RunId | None = None
     """The run they work for."""
     site: str | None = None
     """Where they stand."""
@@ -137,7 +137,7 @@ class GeneratorConfig(MeasuredConfig):
     """Its name in status and logs; each start of the process adds a suffix of its own."""
     site: str = Field(default="", max_length=128)
     """Where it stands; generators of one site relay weights to each other, those without a site do not."""
-    run_id: str
+    run_id: RunId
     """The run it works for."""
     broker: Targets = "127.0.0.1:7301"
     """The broker, host:port; several on one Redis as a list, of which the first that works is used."""

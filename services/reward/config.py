@@ -7,7 +7,7 @@ from typing import Self
 
 from pydantic import Field, model_validator
 
-from penstock.config import MeasuredConfig, StrictModel, Targets
+from penstock.config import MeasuredConfig, RunId, StrictModel, Targets
 
 
 class RewardModelConfig(StrictModel):
@@ -33,7 +33,7 @@ class RewardConfig(MeasuredConfig):
 
     listen: str = "127.0.0.1:7303"
     """Address of its own RewardService, host:port."""
-    run_id: str
+    run_id: RunId
     """The run it scores."""
     broker: Targets = "127.0.0.1:7301"
     """The broker, host:port; several on one Redis as a list, of which the first that works is used."""

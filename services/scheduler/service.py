@@ -11,6 +11,7 @@ import grpc
 
 from penstock.clock import Clock
 from penstock.errors import InvalidFieldError, QueueFullError, ServiceUnavailableError, UnknownRunError
+from penstock.names import check_run_id
 from penstock.v1 import scheduler_pb2 as pb
 from penstock.v1 import scheduler_pb2_grpc
 from services.scheduler.inventory import MAX_NODES, Inventory
@@ -136,12 +137,14 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
 
     async def ForecastLengths(self, request: pb.ForecastLengthsRequest, context: Context) -> pb.ForecastLengthsResponse:
         """Expected completion lengths."""
+        check_run_id(request.run_id)
         _check_count("queries", len(request.queries), MAX_QUERIES)
         forecasts, run = await self.lengths.forecast(request.run_id, request.queries)
         return pb.ForecastLengthsResponse(forecasts=forecasts, model_version=run.model_version)
 
     async def ReportLengths(self, request: pb.ReportLengthsRequest, context: Context) -> pb.ReportLengthsResponse:
         """Learn from completions that were seen."""
+        check_run_id(request.run_id)
         _check_count("observations", len(request.observations), MAX_OBSERVATIONS)
         self._live.saw(request.run_id, [each.num_completion_tokens for each in request.observations])
         await self.lengths.observe(request.run_id, request.observations)
@@ -215,8 +218,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
 
 
 def _check_plan_request(request: pb.CreatePlanRequest) -> None:
-    if not request.run_id:
-        raise InvalidFieldError("run_id: required", field="run_id")
+    check_run_id(request.run_id)
     _check_count("num_generators", request.num_generators, MAX_GENERATORS)
     if request.HasField("budget") and not 0 < request.budget.ToNanoseconds() <= MAX_BUDGET_S * 1e9:
         raise InvalidFieldError(f"budget: must be above 0 and at most {MAX_BUDGET_S:.0f} s", field="budget")

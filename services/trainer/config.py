@@ -11,6 +11,7 @@ from pydantic import Field, field_validator, model_validator
 from penstock.adapters import MAX_RANK, MAX_TARGET_MODULES, MODULE_NAME
 from penstock.collective.backend import Transport
 from penstock.config import PUBLIC_ADDRESS, MeasuredConfig, StrictModel, Targets
+from penstock.names import RUN_ID_RULE, is_run_id
 from penstock.pieces import MAX_GROUP_TOKENS
 from penstock.sampling import MIN_TEMPERATURE
 from services.trainer.algorithms.base import Normalization
@@ -64,12 +65,15 @@ class TrainerConfig(MeasuredConfig):
     state_dir: Path | None = Path("runs/.trainers")
     """Folder in which the run under way is kept, so that a trainer that is started again on the same port goes on with
     it by itself; with null, or a port that the system chooses, it waits for StartRun."""
+    allowed_roots: Annotated[tuple[Path, ...], Field(min_length=1)] = (Path(),)
+    """Folders, or files, below which the run folders, models and data of StartRun must lie, links followed; when not
+    given, the folder in which the trainer is started."""
 
 
 class RunSettings(StrictModel):
     """The run itself."""
 
-    id: str = Field(default="", max_length=64, pattern=r"^[A-Za-z0-9._-]*$")
+    id: str = ""
     """Names the run; made from the time when empty."""
     dir: Path = Path("runs")
     """Folder in which the run's own folder is made."""
@@ -89,6 +93,13 @@ class RunSettings(StrictModel):
     """How long a broker or trainer that is away is waited for before the run fails; for ever when unset."""
     trackers: tuple[TrackerName, ...] = ()
     """Where numbers go besides metrics.jsonl: tensorboard, wandb, wandb_offline; each needs its package."""
+
+    @field_validator("id")
+    @classmethod
+    def _names_a_run(cls, value: str) -> str:
+        if value and not is_run_id(value):
+            raise ValueError(f"must be {RUN_ID_RULE}")
+        return value
 
 
 class ModelConfig(StrictModel):

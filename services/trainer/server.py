@@ -19,6 +19,7 @@ from services.trainer.config import TrainerConfig, TrainingConfig
 from services.trainer.context import Policy, RunSpec
 from services.trainer.kept_run import KeptRun, kept_path
 from services.trainer.launching import Place, TorchrunRuns, check_size, check_trust, stay_on_loopback
+from services.trainer.roots import Roots
 from services.trainer.run import TrainingRun
 from services.trainer.service import SERVICE_NAME, TrainerService
 from services.trainer.weight_publisher import serving_weights
@@ -97,7 +98,8 @@ async def _serve_grpc(
         )
 
     kept = KeptRun(kept_path(config.state_dir, config.listen))
-    trainer = TrainerService(make_run=make_run, weights_url=weights_url, kept=kept)
+    roots = Roots(config.allowed_roots)
+    trainer = TrainerService(make_run=make_run, weights_url=weights_url, kept=kept, roots=roots)
     server = Server(
         listen=config.listen,
         services=[

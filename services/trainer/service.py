@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import re
 from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 from functools import partial
@@ -16,6 +15,7 @@ import structlog
 
 from penstock.config import ConfigError, validate
 from penstock.errors import BusyError, InvalidFieldError, ServiceUnavailableError, UnknownRunError
+from penstock.names import check_run_id
 from penstock.outage import Outage
 from penstock.v1 import broker_pb2, trainer_pb2, trainer_pb2_grpc
 from services.trainer.checkpoint import CheckpointFormatError
@@ -23,11 +23,11 @@ from services.trainer.config import TrainingConfig
 from services.trainer.context import RunSpec
 from services.trainer.instance import read_instance
 from services.trainer.kept_run import Kept, KeptRun
+from services.trainer.roots import Roots, require_file
 from services.trainer.run import TrainingRun
 
 SERVICE_NAME = "penstock.v1.TrainerService"
 MAX_CONFIG_BYTES = 1024 * 1024
-_RUN_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
 _RUN_FILES = ("metrics.jsonl", "checkpoints", "summary.json")
 
 _ENDS_AS_ASKED = (trainer_pb2.RUN_OUTCOME_COMPLETED, trainer_pb2.RUN_OUTCOME_STOPPED)
@@ -42,16 +42,23 @@ class TrainerService(trainer_pb2_grpc.TrainerServiceServicer):
         make_run: Builds a run that has not begun.
         weights_url: Base address of the HTTP server of weights.
         kept: Where the run is kept for the trainer's next start.
+        roots: Where the paths that StartRun names must lie; below the working directory where None.
     """
 
     def __init__(
-        self, *, make_run: Callable[[RunSpec], TrainingRun], weights_url: str, kept: KeptRun | None = None
+        self,
+        *,
+        make_run: Callable[[RunSpec], TrainingRun],
+        weights_url: str,
+        kept: KeptRun | None = None,
+        roots: Roots | None = None,
     ) -> None:
         self.stopping = asyncio.Event()
         """Set when the server drains; whoever builds the server puts its own event here."""
         self._make_run = make_run
         self._weights_url = weights_url
         self._kept = kept or KeptRun()
+        self._roots = roots or Roots([Path()])
         self._run: TrainingRun | None = None
         self._task: asyncio.Task[None] | None = None
         self._is_delayed = False
@@ -71,8 +78,8 @@ class TrainerService(trainer_pb2_grpc.TrainerServiceServicer):
                 )
             if not self._is_delayed:
                 return trainer_pb2.StartRunResponse(run_dir=str(self._run.spec.run_dir))
-        spec = read_spec(request)
-        spec.run_dir.mkdir(parents=True, exist_ok=True)
+        spec = read_spec(request, self._roots)
+        self._roots.make_run_dir(spec.run_dir)
         if self._is_delayed and self._run is not None and self._task is not None:
             # Somebody may have put right what made it fail: it is begun at once, as is asked for now.
             self._task.cancel()
@@ -102,9 +109,9 @@ class TrainerService(trainer_pb2_grpc.TrainerServiceServicer):
             return
         request = trainer_pb2.StartRunRequest(run_id=kept.run_id, config_json=kept.config_json, resume=True)
         try:
-            spec = read_spec(request)
-            spec.run_dir.mkdir(parents=True, exist_ok=True)
-        except (InvalidFieldError, OSError) as error:
+            spec = read_spec(request, self._roots)
+            self._roots.make_run_dir(spec.run_dir)
+        except (InvalidFieldError, ServiceUnavailableError, OSError) as error:
             _log.error("the kept run cannot be resumed; start it again", run_id=kept.run_id, error=str(error))
             return
         delay_s = self._kept.delay_s(kept.num_begins)
@@ -215,15 +222,14 @@ def _known_epoch(spec: RunSpec) -> int:
     return instance.epoch if instance is not None else 0
 
 
-def read_spec(request: trainer_pb2.StartRunRequest) -> RunSpec:
+def read_spec(request: trainer_pb2.StartRunRequest, roots: Roots) -> RunSpec:
     """What StartRun asks for, checked as far as that takes no model; raises InvalidFieldError naming the key."""
-    if not _RUN_ID.fullmatch(request.run_id):
-        raise InvalidFieldError("run_id: must be 1 to 64 characters of [A-Za-z0-9._-]", field="run_id")
+    check_run_id(request.run_id)
     if len(request.config_json) > MAX_CONFIG_BYTES:
         raise InvalidFieldError(f"config_json: longer than {MAX_CONFIG_BYTES} bytes", field="config_json")
     try:
         document = json.loads(request.config_json)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise InvalidFieldError(f"config_json: not valid JSON: {error}", field="config_json") from error
     if not isinstance(document, dict):
         raise InvalidFieldError("config_json: must be an object", field="config_json")
@@ -236,7 +242,8 @@ def read_spec(request: trainer_pb2.StartRunRequest) -> RunSpec:
             f"run.id: {config.run.id!r} in config_json, but run_id is {request.run_id!r}", field="run_id"
         )
     run_dir = config.run.dir / request.run_id
-    _check_paths(config)
+    roots.require("run.dir", run_dir)
+    _check_paths(config, roots)
     if not request.resume and any((run_dir / name).exists() for name in _RUN_FILES):
         raise InvalidFieldError(
             f"run_id: {run_dir} holds a run already; resume it, or choose another name", field="run_id"
@@ -244,12 +251,10 @@ def read_spec(request: trainer_pb2.StartRunRequest) -> RunSpec:
     return RunSpec(run_id=request.run_id, config=config, run_dir=run_dir, resume=request.resume)
 
 
-def _check_paths(config: TrainingConfig) -> None:
-    wanted: list[tuple[str, Path | None]] = [
-        ("model.path", config.model.path / "config.json"),
-        ("data.train", config.data.train),
-        ("data.eval", config.data.eval),
-    ]
-    for key, path in wanted:
-        if path is not None and not path.is_file():
-            raise InvalidFieldError(f"{key}: {path}: no such file on the trainer's machine", field=key)
+def _check_paths(config: TrainingConfig, roots: Roots) -> None:
+    roots.require("model.path", config.model.path)
+    require_file("model.path", config.model.path / "config.json")
+    for key, path in (("data.train", config.data.train), ("data.eval", config.data.eval)):
+        if path is not None:
+            roots.require(key, path)
+            require_file(key, path)

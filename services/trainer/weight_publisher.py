@@ -62,6 +62,9 @@ class WeightPublisher:
     def open(self, *, instance_id: str = "", epoch: int = 0) -> None:
         """Start with an empty folder and an empty store; what is published says in whose name."""
         self._instance_id, self._epoch = instance_id, epoch
+        if self._directory.is_symlink():
+            # What it leads to is not this run's to empty or to fill.
+            self._directory.unlink()
         shutil.rmtree(self._directory, ignore_errors=True)
         self._directory.mkdir(parents=True)
         self._last = None

@@ -31,7 +31,7 @@ _BITS = {
     FieldDescriptor.TYPE_UINT64: (0, (1 << 64) - 1),
 }
 _FLOATS = (0.0, 1.0, -1.0, 0.5, 1e300, float("inf"), float("-inf"), float("nan"))
-_TEXTS = ("", "x", "\0", "a" * 129, "../..", "{run}", "\u202e\u4e2d", "x" * 70_000)
+_TEXTS = ("", "x", "\0", "a" * 129, "../..", "..", "{run}", "\u202e\u4e2d", "x" * 70_000)
 STATED_CODES = frozenset(
     getattr(grpc.StatusCode, name)
     for name in (

@@ -18,6 +18,7 @@ from services.trainer.config import TrainingConfig
 from services.trainer.context import Policy, RunSpec
 from services.trainer.kept_run import KeptRun
 from services.trainer.policy import load_policy
+from services.trainer.roots import Roots
 from services.trainer.run import TrainingRun
 from services.trainer.service import SERVICE_NAME, TrainerService
 from services.trainer.weight_publisher import serving_weights
@@ -60,6 +61,7 @@ async def running_trainer(
     security=NO_SECURITY,
     kept: KeptRun | None = None,
     clock: Clock | None = None,
+    roots: Roots | None = None,
 ) -> AsyncIterator[RunningTrainer]:
     store = WeightStore()
     async with serving_weights(store, listen="127.0.0.1:0", security=security) as url:
@@ -67,7 +69,7 @@ async def running_trainer(
         def make_run(spec: RunSpec) -> TrainingRun:
             return TrainingRun(spec, store=store, weights_url=url, load_policy=load, security=security, clock=clock)
 
-        service = TrainerService(make_run=make_run, weights_url=url, kept=kept)
+        service = TrainerService(make_run=make_run, weights_url=url, kept=kept, roots=roots or Roots([Path("/")]))
         weights = WeightStoreService(store)
         server = Server(
             listen="127.0.0.1:0",

@@ -56,7 +56,7 @@ async def trainers(tmp_path: Path) -> AsyncIterator[list[TrainerProcess]]:
         for name in ("first", "second"):
             address = f"127.0.0.1:{free_port()}"
             command = [sys.executable, "-m", "console", "serve", "trainer", "--listen", address]
-            command += [f"weights_listen=127.0.0.1:{free_port()}"]
+            command += [f"weights_listen=127.0.0.1:{free_port()}", f"allowed_roots=[{tmp_path.parent}]"]
             with (tmp_path / f"{name}.log").open("wb") as log:
                 process = subprocess.Popen(command, stdout=log, stderr=log)  # noqa: ASYNC220 -- returns at once
             channels.append(grpc.aio.insecure_channel(address))

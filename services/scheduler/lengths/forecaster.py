@@ -27,7 +27,6 @@ from services.scheduler.lengths.run_lengths import Predicted, RunLengths
 from services.scheduler.lengths.state_files import StateFiles
 
 MAX_RUNS = 16
-MAX_RUN_ID_CHARACTERS = 256
 SLOW_TIMEOUT_S = 0.3
 """A broker waits half a second for forecasts, the way there and back included."""
 MAX_BYTES_AT_ONCE = 65_536
@@ -172,8 +171,6 @@ class LengthForecaster:
     def _run(self, run_id: str, *, first_pairs: Sequence[Row] | None = None) -> RunLengths:
         run = self._runs.get(run_id)
         if run is None:
-            if len(run_id) > MAX_RUN_ID_CHARACTERS:
-                raise InvalidFieldError(f"run_id: more than {MAX_RUN_ID_CHARACTERS} characters", field="run_id")
             run = self._runs[run_id] = RunLengths(run_id)
             for prompt, log in self._first_pairs if first_pairs is None else first_pairs:
                 run.learn(prompt, log)

@@ -11,7 +11,14 @@ import yaml
 from pydantic import BaseModel
 
 from console.config import RunConfig, checked_address, load_run_config, parse_run_config, resolve, to_yaml
-from console.derive import broker_config, generator_config, local_endpoint, reward_config, training_config
+from console.derive import (
+    broker_config,
+    generator_config,
+    local_endpoint,
+    reward_config,
+    trainer_config,
+    training_config,
+)
 from console.folder import RunFolder
 from console.launcher import choose_addresses
 from penstock.config import ConfigError
@@ -139,6 +146,7 @@ def test_service_configurations_agree_on_addresses(tmp_path: Path) -> None:
 
 def test_agents_are_sampled_as_the_run_trains_and_each_generator_has_a_port_of_its_own(tmp_path: Path) -> None:
     agents = config(
+        run={"id": "r"},
         generator={"count": 2, "openai_listen": "127.0.0.1:8000"},
         sampling={"temperature": 0.8},
         reward="grpc://judge:7310",
@@ -186,3 +194,14 @@ def fields(model: type[BaseModel]) -> list[tuple[type[BaseModel], str, Any]]:
         if inspect.isclass(field.annotation) and issubclass(field.annotation, BaseModel):
             found += fields(field.annotation)
     return found
+
+
+@pytest.mark.parametrize("run_id", [".", "..", "...", "a/b", "x" * 65, "../up"])
+def test_a_run_id_that_is_no_plain_name_is_refused(run_id: str) -> None:
+    assert "run.id: must be 1 to 64 characters" in problem(run={"id": run_id})
+
+
+def test_a_trainer_that_is_started_here_may_use_what_the_run_names_and_nothing_else() -> None:
+    resolved = resolve(config(run={"dir": "/r"}, model={"path": "/m"}, data={"train": "/t.jsonl"}), now_s=0.0)
+    made = trainer_config(resolved, choose_addresses(resolved))
+    assert [str(path) for path in made.allowed_roots] == ["/r", "/m", "/t.jsonl"]

@@ -152,3 +152,10 @@ def test_docker_compose_accepts_each_sites_file(rm1, tmp_path):
         assert told.returncode == 0, told.stderr
         shown = yaml.safe_load(told.stdout)["services"]
         assert sum(each["profiles"] == [machine] for each in shown.values()) == services
+
+
+def test_a_trainer_may_use_what_the_run_names_and_nothing_else(rm1):
+    files = deployed(rm1)
+    run = files["run.yaml"]
+    roots = files["r0/trainer.yaml"]["allowed_roots"]
+    assert roots == [run["run"].get("dir", "runs"), run["model"]["path"], run["data"]["train"]]
