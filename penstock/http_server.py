@@ -8,7 +8,7 @@ from aiohttp import web
 
 from penstock.config import ConfigError
 from penstock.rpc import PortUnavailableError
-from penstock.security import Security
+from penstock.security import Security, tls
 
 
 def public_url(address: str, *, setting: str, security: Security) -> str:
@@ -58,11 +58,4 @@ def server_ssl_context(security: Security, *, requires_certificates: bool = True
         security: Of this process.
         requires_certificates: Clients must show one; otherwise they may, and HttpAccess refuses who shows nothing.
     """
-    if security.cert_file is None or security.key_file is None:
-        return None
-    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
-    context.load_cert_chain(security.cert_file, security.key_file)
-    if security.ca_file is not None:
-        context.load_verify_locations(security.ca_file)
-        context.verify_mode = ssl.CERT_REQUIRED if requires_certificates else ssl.CERT_OPTIONAL
-    return context
+    return tls.server_context(security.tls_files, requires_certificates=requires_certificates)

@@ -56,11 +56,12 @@ _SERVER_OPTIONS = (
     ("grpc.max_concurrent_streams", MAX_CONCURRENT_STREAMS),
     ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
 )
-# A restarted peer must be found again within seconds; gRPC's own default backs off to two minutes.
+# A restarted peer must be found again within seconds; gRPC's own default backs off to two minutes. What it calls the
+# least back-off is how long an attempt to connect may take: with TLS several round trips, perhaps on a busy machine.
 _CLIENT_OPTIONS = (
     *_COMMON_OPTIONS,
     ("grpc.initial_reconnect_backoff_ms", 200),
-    ("grpc.min_reconnect_backoff_ms", 200),
+    ("grpc.min_reconnect_backoff_ms", 3_000),
     ("grpc.max_reconnect_backoff_ms", 3_000),
     # A channel of its own per client object: a broken one never blocks another through the shared pool.
     ("grpc.use_local_subchannel_pool", 1),

@@ -16,7 +16,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import ssl
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,6 +28,7 @@ from penstock.clients.weights import content_id
 from penstock.collective.receiver import BroadcastReceiver
 from penstock.errors import DigestMismatchError, InvalidFieldError, PenstockError
 from penstock.security import NO_SECURITY, Security
+from penstock.security.tls import ClientContexts
 from penstock.transfer.connections import Connections
 from penstock.transfer.fetching import Fetching
 from penstock.transfer.partial import PartialContent
@@ -87,7 +87,7 @@ class Downloader:
     ) -> None:
         self._security = security
         self._headers = {} if security.token is None else {"Authorization": f"Bearer {security.token}"}
-        self._tls = _client_tls(security)
+        self._tls = ClientContexts(security.tls_files)
         self._broadcasts = broadcasts
         self._relay = relay
         self._find_relays = find_relays
@@ -226,15 +226,6 @@ class Downloader:
     def _withdraw(self, manifest: weights_pb2.WeightsManifest) -> None:
         if self._relay is not None:
             self._relay.withdraw(manifest.run_id, content_id(manifest))
-
-
-def _client_tls(security: Security) -> ssl.SSLContext | None:
-    if security.ca_file is None:
-        return None
-    context = ssl.create_default_context(cafile=str(security.ca_file))
-    if security.cert_file is not None:
-        context.load_cert_chain(security.cert_file, security.key_file)
-    return context
 
 
 def _is_there(target: Path, manifest: weights_pb2.WeightsManifest) -> bool:

@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import grpc
 
 from penstock.secret import read_secret
+from penstock.security import tls
 from penstock.security.access import AccessInterceptor
+from penstock.security.files import TlsFiles
 from penstock.security.tokens import Tokens, check_header, check_token, read_accepted_tokens, token_interceptors
 
 CLUSTER = "PENSTOCK"
@@ -40,6 +42,8 @@ class Security:
     """Further ones that its servers accept."""
     allows_plain: bool = False
     """Whether the token may be shown without TLS."""
+    prefix: str = field(default=CLUSTER, compare=False)
+    """What the variables that these come from begin with; for messages."""
 
     @classmethod
     def from_environment(cls, prefix: str = CLUSTER) -> Security:
@@ -64,6 +68,7 @@ class Security:
             key_file=file("KEY"),
             token=token,
             accepted_tokens=read_accepted_tokens() if prefix == CLUSTER else (),
+            prefix=prefix,
         )
 
     @property
@@ -85,26 +90,26 @@ class Security:
         """The check that every call passes."""
         return (AccessInterceptor(self.tokens),)
 
+    @property
+    def tls_files(self) -> TlsFiles:
+        """Where its certificates lie."""
+        return TlsFiles(self.ca_file, self.cert_file, self.key_file, self.prefix)
+
     def add_port(self, server: grpc.aio.Server, listen: str) -> int:
-        """Bind `listen`, with TLS when there is a certificate; returns the port."""
-        if self.cert_file is None or self.key_file is None:
-            return server.add_insecure_port(listen)
-        pair = (self.key_file.read_bytes(), self.cert_file.read_bytes())
-        authorities = self.ca_file.read_bytes() if self.ca_file else None
-        credentials = grpc.ssl_server_credentials([pair], authorities, require_client_auth=authorities is not None)
-        return server.add_secure_port(listen, credentials)
+        """Bind `listen`, with TLS when there is a certificate; returns the port. Raises ConfigError."""
+        return tls.add_port(server, listen, self.tls_files)
 
     def open_channel(self, target: str, options: Sequence[tuple[str, Any]]) -> grpc.aio.Channel:
-        """A channel with these credentials."""
+        """A channel with these credentials. Raises ConfigError."""
         interceptors = [] if self.token is None else list(token_interceptors(self.token))
         if self.ca_file is None:
             return grpc.aio.insecure_channel(target, options=options, interceptors=interceptors)
-        credentials = grpc.ssl_channel_credentials(
-            self.ca_file.read_bytes(),
-            self.key_file.read_bytes() if self.key_file else None,
-            self.cert_file.read_bytes() if self.cert_file else None,
+        return tls.RenewedChannel(
+            self.tls_files,
+            lambda credentials: grpc.aio.secure_channel(
+                target, credentials, options=options, interceptors=interceptors
+            ),
         )
-        return grpc.aio.secure_channel(target, credentials, options=options, interceptors=interceptors)
 
 
 NO_SECURITY = Security()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import select
-import ssl
 import time
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -12,6 +11,7 @@ from http.client import HTTP_PORT, HTTPS_PORT, HTTPConnection, HTTPSConnection
 from urllib.parse import urlsplit
 
 from penstock.errors import ServiceUnavailableError
+from penstock.security.tls import ClientContexts
 
 CONNECT_TIMEOUT_S = 5.0
 MAX_IDLE = 8
@@ -23,12 +23,12 @@ class Connections:
     """Lends connections, and keeps idle ones between fetches; for the event loop's thread alone.
 
     Args:
-        tls: The authorities to trust and the certificate to show; the machine's own authorities where None.
+        tls: The authorities to trust and the certificate to show.
         headers: To be sent with each request.
         num_threads: Most connections that are read at once.
     """
 
-    def __init__(self, *, tls: ssl.SSLContext | None, headers: Mapping[str, str], num_threads: int) -> None:
+    def __init__(self, *, tls: ClientContexts, headers: Mapping[str, str], num_threads: int) -> None:
         self.headers = headers
         # Of their own: they wait for bytes for as long as a fetch takes, and must not keep others waiting.
         self.threads = ThreadPoolExecutor(num_threads, thread_name_prefix="fetch")
@@ -65,9 +65,7 @@ class Connections:
     def _make(self, scheme: str, host: str, port: int | None) -> HTTPConnection:
         if scheme == "http":
             return HTTPConnection(host, port or HTTP_PORT, timeout=CONNECT_TIMEOUT_S)
-        if self._tls is None:
-            self._tls = ssl.create_default_context()
-        return HTTPSConnection(host, port or HTTPS_PORT, timeout=CONNECT_TIMEOUT_S, context=self._tls)
+        return HTTPSConnection(host, port or HTTPS_PORT, timeout=CONNECT_TIMEOUT_S, context=self._tls.current())
 
 
 @dataclass(frozen=True, slots=True, eq=False)

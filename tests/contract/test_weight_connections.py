@@ -8,6 +8,8 @@ import pytest
 
 from penstock.errors import ServiceUnavailableError
 from penstock.security import NO_SECURITY
+from penstock.security.files import TlsFiles
+from penstock.security.tls import ClientContexts
 from penstock.transfer import connections
 from penstock.transfer.connections import Connections
 from tests.helpers.certificates import make_security
@@ -77,7 +79,7 @@ async def test_a_fetch_that_is_given_up_ends_at_once_though_its_source_is_silent
 
 @pytest.mark.parametrize("url", ["http://host:port/x", "http://host:99999/x", "http://[::1/x"])
 def test_an_address_that_is_none_is_no_source(url):
-    made = Connections(tls=None, headers={}, num_threads=1)
+    made = Connections(tls=ClientContexts(TlsFiles()), headers={}, num_threads=1)
     with pytest.raises(ServiceUnavailableError):
         made.take(url)
     made.close()

@@ -1,0 +1,86 @@
+"""A channel whose calls go over other channels, chosen anew for each call."""
+
+from __future__ import annotations
+
+import asyncio
+from abc import abstractmethod
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any, Self
+
+import grpc
+
+
+class SwitchingChannel(grpc.aio.Channel):
+    """For stubs a channel like any other; closing it closes the channels below it."""
+
+    @abstractmethod
+    def _current(self) -> grpc.aio.Channel:
+        """Over which a call that begins now goes."""
+
+    @abstractmethod
+    def _all(self) -> Iterable[grpc.aio.Channel]:
+        """Every channel that is open."""
+
+    def _begun(self, channel: grpc.aio.Channel) -> None:
+        """A call over that channel begins; its end is told to `_ended`."""
+
+    @abstractmethod
+    def _ended(self, channel: grpc.aio.Channel, call: Any) -> None:
+        """A call over that channel is done."""
+
+    async def __aenter__(self) -> Self:
+        """The channel itself."""
+        return self
+
+    async def __aexit__(self, *_exception: object) -> None:
+        """Close the channels."""
+        await self.close()
+
+    async def close(self, grace: float | None = None) -> None:
+        """Close the channels; calls under way get `grace` seconds to end."""
+        await asyncio.gather(*(channel.close(grace) for channel in self._all()))
+
+    def get_state(self, try_to_connect: bool = False) -> grpc.ChannelConnectivity:
+        """The state of the current channel."""
+        return self._current().get_state(try_to_connect)
+
+    async def wait_for_state_change(self, last_observed_state: grpc.ChannelConnectivity) -> None:
+        """Of the current channel."""
+        await self._current().wait_for_state_change(last_observed_state)
+
+    async def channel_ready(self) -> None:
+        """Until the current channel is ready."""
+        await self._current().channel_ready()
+
+    def unary_unary(self, *method: Any, **options: Any) -> Any:
+        """A callable of the method, as stubs ask for; see `grpc.aio.Channel`."""
+        return self._callable("unary_unary", *method, **options)
+
+    def unary_stream(self, *method: Any, **options: Any) -> Any:
+        """A callable of the method, as stubs ask for; see `grpc.aio.Channel`."""
+        return self._callable("unary_stream", *method, **options)
+
+    def stream_unary(self, *method: Any, **options: Any) -> Any:
+        """A callable of the method, as stubs ask for; see `grpc.aio.Channel`."""
+        return self._callable("stream_unary", *method, **options)
+
+    def stream_stream(self, *method: Any, **options: Any) -> Any:
+        """A callable of the method, as stubs ask for; see `grpc.aio.Channel`."""
+        return self._callable("stream_stream", *method, **options)
+
+    def _callable(self, kind: str, *method: Any, **options: Any) -> Callable[..., Any]:
+        made_of: grpc.aio.Channel | None = None
+        made: Callable[..., Any] | None = None
+
+        def start(*arguments: Any, **call_options: Any) -> Any:
+            nonlocal made_of, made
+            channel = self._current()
+            if made is None or channel is not made_of:
+                made_of, made = channel, getattr(channel, kind)(*method, **options)
+            call = made(*arguments, **call_options)
+            self._begun(channel)
+            call.add_done_callback(partial(self._ended, channel))
+            return call
+
+        return start

@@ -1,0 +1,169 @@
+"""TLS of this process's servers and clients: ports, channels, and contexts for HTTP.
+
+Promises:
+- Files that were renewed are used for every connection from then on, without a restart: authorities, too.
+- Connections outlive the certificate they were made with. A channel's streams stay where they are until they end; the
+  next one goes over a connection made with the new files.
+- Files that are just being replaced, or cannot be used, leave those before in use.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ssl
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import grpc
+
+from penstock.channels import SwitchingChannel
+from penstock.config import ConfigError
+from penstock.security.files import Followed, TlsFiles, load
+
+
+def add_port(server: grpc.aio.Server, listen: str, files: TlsFiles) -> int:
+    """Bind `listen`, with TLS when there is a certificate; returns the port. Raises ConfigError."""
+    if files.cert_file is None or files.key_file is None:
+        return server.add_insecure_port(listen)
+    followed = Followed(files, _server_configuration)
+    first = used = followed.current()
+
+    def renewed() -> Any:
+        """For each handshake, in a thread of gRPC's: the new configuration, None where it is the one it has."""
+        nonlocal used
+        before, used = used, followed.current()
+        return None if used is before else used
+
+    credentials = grpc.dynamic_ssl_server_credentials(
+        first, renewed, require_client_authentication=files.ca_file is not None
+    )
+    return server.add_secure_port(listen, credentials)
+
+
+def _server_configuration(files: TlsFiles) -> Any:
+    loaded = load(files)
+    pair = (loaded.key_pem or b"", loaded.cert_pem or b"")
+    return grpc.ssl_server_certificate_configuration([pair], root_certificates=loaded.ca_pem)
+
+
+class RenewedChannel(SwitchingChannel):
+    """A channel that goes on over a new one when the files have changed; calls under way end over the old one.
+
+    Args:
+        files: With an authority.
+        open_channel: Opens one with these credentials.
+
+    Raises:
+        ConfigError: The files cannot be used.
+    """
+
+    def __init__(self, files: TlsFiles, open_channel: Callable[[grpc.ChannelCredentials], grpc.aio.Channel]) -> None:
+        self._open_channel = open_channel
+        self._num_calls: dict[grpc.aio.Channel, int] = {}
+        self._closing: set[asyncio.Task[None]] = set()
+        self._followed = Followed(files, self._opened)
+
+    def _opened(self, files: TlsFiles) -> grpc.aio.Channel:
+        loaded = load(files)
+        credentials = grpc.ssl_channel_credentials(loaded.ca_pem, loaded.key_pem, loaded.cert_pem)
+        channel = self._open_channel(credentials)
+        self._num_calls[channel] = 0
+        return channel
+
+    def _current(self) -> grpc.aio.Channel:
+        current = self._followed.current()
+        for channel in [one for one, num_calls in self._num_calls.items() if one is not current and not num_calls]:
+            self._retire(channel)
+        return current
+
+    def _all(self) -> Iterable[grpc.aio.Channel]:
+        return list(self._num_calls)
+
+    def _begun(self, channel: grpc.aio.Channel) -> None:
+        self._num_calls[channel] += 1
+
+    def _ended(self, channel: grpc.aio.Channel, _call: Any) -> None:
+        if channel in self._num_calls:
+            self._num_calls[channel] -= 1
+
+    def _retire(self, channel: grpc.aio.Channel) -> None:
+        del self._num_calls[channel]
+        task = asyncio.ensure_future(channel.close())
+        self._closing.add(task)
+        task.add_done_callback(self._closing.discard)
+
+    async def close(self, grace: float | None = None) -> None:
+        """Close the channels; calls under way get `grace` seconds to end."""
+        await asyncio.gather(super().close(grace), *self._closing)
+
+
+class ClientContexts:
+    """Contexts for HTTP clients: one for each state of the files; connections made with an older one go on.
+
+    Without an authority the machine's own are trusted, and no certificate is shown. Raises ConfigError.
+    """
+
+    def __init__(self, files: TlsFiles) -> None:
+        self.is_of_files = files.ca_file is not None
+        """Whether the process has an authority of its own: then nothing goes out in plain text."""
+        self._followed = Followed(files, _client_context) if self.is_of_files else None
+
+    def current(self) -> ssl.SSLContext:
+        """For a connection that is made now."""
+        if self._followed is None:
+            # Not before it is needed: the machine's authorities take a while to read.
+            self._followed = Followed(TlsFiles(), _client_context)
+        return self._followed.current()
+
+
+def _client_context(files: TlsFiles) -> ssl.SSLContext:
+    if files.ca_file is None:
+        return ssl.create_default_context()
+    load(files)
+    with _translated(files):
+        context = ssl.create_default_context(cafile=str(files.ca_file))
+        if files.cert_file is not None:
+            context.load_cert_chain(files.cert_file, files.key_file)
+    return context
+
+
+def server_context(files: TlsFiles, *, requires_certificates: bool = True) -> ssl.SSLContext | None:
+    """Of an HTTP server; None without a certificate. Raises ConfigError.
+
+    Args:
+        files: Of this process.
+        requires_certificates: Clients must show one that an authority of ours signed; otherwise they may.
+    """
+    if files.cert_file is None or files.key_file is None:
+        return None
+    verify_mode = ssl.CERT_REQUIRED if requires_certificates else ssl.CERT_OPTIONAL
+    followed = Followed(files, partial(_server_context, verify_mode=verify_mode))
+    context = _server_context(files, verify_mode=verify_mode)
+
+    def renew(connection: Any, _name: str | None, _context: ssl.SSLContext) -> None:
+        """At each client's first word, whatever name it asks for."""
+        connection.context = followed.current()
+
+    context.sni_callback = renew
+    return context
+
+
+def _server_context(files: TlsFiles, *, verify_mode: ssl.VerifyMode) -> ssl.SSLContext:
+    loaded = load(files)
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    with _translated(files):
+        context.load_cert_chain(str(files.cert_file), files.key_file)
+        if loaded.ca_pem is not None:
+            context.load_verify_locations(cadata=loaded.ca_pem.decode("ascii", "replace"))
+            context.verify_mode = verify_mode
+    return context
+
+
+@contextmanager
+def _translated(files: TlsFiles) -> Iterator[None]:
+    try:
+        yield
+    except ssl.SSLError as error:
+        raise ConfigError(f"{', '.join(map(str, files.paths))}: cannot be used: {error}; make them again") from error
