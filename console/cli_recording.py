@@ -91,6 +91,10 @@ def rescore(
         str, typer.Option("--reward", metavar="MODEL", help="HOST:PORT, module:function, or a built-in name.")
     ],
     out: Annotated[Path, typer.Option("--out", metavar="FILE", help="Recording to write: .jsonl or .parquet.")],
+    tokenizer: Annotated[
+        Path | None,
+        typer.Option("--tokenizer", metavar="DIR", help="Decode token ids by this model's; else its text is judged."),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="The comparison as one JSON document.")] = False,
 ) -> None:
     """Score every sample of a recording by another reward model; the old score stays beside the new one.
@@ -104,6 +108,6 @@ def rescore(
     def work() -> int:
         from console.rescore import rescore_command
 
-        return rescore_command(file, reward=reward, out=out, as_json=as_json)
+        return rescore_command(file, reward=reward, out=out, tokenizer=tokenizer, as_json=as_json)
 
     exit_with(work)

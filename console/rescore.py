@@ -26,7 +26,8 @@ from penstock.telemetry import configure_logging
 from penstock.v1 import broker_pb2, reward_pb2, types_pb2
 from services.reward.config import RewardModelConfig
 from services.reward.models.build import build_model
-from services.reward.pool import ScoringPool
+from services.reward.pool import ScoringPool, TextReader
+from services.reward.texts import TokenTexts
 
 MAX_AHEAD = 256
 PATIENCE_S = 300.0
@@ -40,6 +41,8 @@ _ADDRESS = re.compile(r"[^/]+:\d{1,5}")
 class Comparison:
     """The new scores against the old ones."""
 
+    is_decoded: bool = False
+    """Whether texts were decoded from token ids; else they are the recording's."""
     num_samples: int = 0
     """Samples scored."""
     by_status: Counter[str] = field(default_factory=Counter)
@@ -60,7 +63,8 @@ class Comparison:
         new, previous = sample.trajectory.score, sample.previous_score
         self.num_samples += 1
         self.by_status[types_pb2.ScoreStatus.Name(new.status).removeprefix("SCORE_STATUS_").lower()] += 1
-        self.num_without_text += bool(sample.trajectory.token_ids) and not sample.trajectory.text
+        has_text = self.is_decoded or bool(sample.trajectory.text) or not sample.trajectory.token_ids
+        self.num_without_text += not has_text
         if previous is not None and previous.HasField("value") and new.HasField("value"):
             self.num_compared += 1
             self.num_same += math.isclose(previous.value, new.value, rel_tol=SAME, abs_tol=SAME)
@@ -93,29 +97,35 @@ class Comparison:
             yield f"note: {self.num_without_text} samples have tokens but no text; only token ids could be judged"
 
 
-def rescore_command(file: Path, *, reward: str, out: Path, as_json: bool) -> int:
+def rescore_command(file: Path, *, reward: str, out: Path, tokenizer: Path | None = None, as_json: bool) -> int:
     """Write a recording with new scores; returns the exit status. Raises ConfigError."""
     configure_logging("console", level="error")
     name = f"grpc://{reward}" if _ADDRESS.fullmatch(reward) else reward
     try:
-        comparison = asyncio.run(_rescored(file, out, name))
+        texts = None if tokenizer is None else TokenTexts.of_model(tokenizer)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"--tokenizer: {error}; give the directory of the model that the recording is of") from error
+    try:
+        comparison = asyncio.run(_rescored(file, out, name, texts))
     except (RewardLoadError, ModelAwayError) as error:
         raise ConfigError(str(error)) from error
     if as_json:
         print(json.dumps(comparison.as_document()))
     else:
         print("\n".join(comparison.lines()))
+        if texts is not None and texts.warning:
+            print(f"note: {texts.warning}")
     return 0
 
 
-async def _rescored(file: Path, out: Path, name: str) -> Comparison:
+async def _rescored(file: Path, out: Path, name: str, texts: TextReader | None) -> Comparison:
     model = build_model(name, security=Security.from_environment())
     try:
         await model.probe()
         writer = open_writer(out)
         is_whole = False
         try:
-            comparison = await rescore(read_samples(file), writer, model)
+            comparison = await rescore(read_samples(file), writer, model, texts=texts)
             is_whole = True
         finally:
             (writer.close if is_whole else writer.discard)()
@@ -125,11 +135,19 @@ async def _rescored(file: Path, out: Path, name: str) -> Comparison:
 
 
 async def rescore(
-    samples: Iterator[Recorded], writer: RecordingWriter, model: RewardModel, *, patience_s: float = PATIENCE_S
+    samples: Iterator[Recorded],
+    writer: RecordingWriter,
+    model: RewardModel,
+    *,
+    texts: TextReader | None = None,
+    patience_s: float = PATIENCE_S,
 ) -> Comparison:
-    """Score samples and write them, in order. Raises ConfigError when no score comes for `patience_s` seconds."""
-    source, comparison = _RecordedSource(samples), Comparison()
-    pool = ScoringPool(source=source, model=model, config=RewardModelConfig(model=model.name))
+    """Score samples and write them, in order, by the recording's own text where there are no `texts` to decode.
+
+    Raises ConfigError when no score comes for `patience_s` seconds.
+    """
+    source, comparison = _RecordedSource(samples), Comparison(is_decoded=texts is not None)
+    pool = ScoringPool(source=source, model=model, config=RewardModelConfig(model=model.name), texts=texts)
     task = asyncio.create_task(pool.run())
     try:
         while not source.is_done:

@@ -175,6 +175,7 @@ def _summary(run: broker_pb2.GetRunResponse) -> Iterator[str]:
     if run.dispatch_state:
         yield f"dispatch: {run.dispatch_state}"
     yield f"reward workers: {', '.join(run.reward_worker_ids) or 'none connected'}"
+    yield from (f"warning of {worker_id}: {text}" for worker_id, text in sorted(run.reward_warnings.items()))
     if not run.generators:
         yield "generators: none connected"
 
@@ -233,6 +234,7 @@ def as_document(picture: Picture) -> dict[str, Any]:
         "max_staleness_seen": run.audit.max_staleness_seen,
         "dispatch": run.dispatch_state,
         "reward_worker_ids": list(run.reward_worker_ids),
+        "reward_warnings": dict(run.reward_warnings),
         "generators": [_generator_document(view) for view in run.generators],
         "waits": [
             {

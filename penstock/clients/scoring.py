@@ -80,6 +80,8 @@ class ScoringSession:
         """Whether the broker is away; a run that it does not know, or that is closed, is none."""
         self.holding_reason: Callable[[], str] = lambda: ""
         """Asked at every renewal: why leases are held without being scored; empty while they are scored."""
+        self.warning: Callable[[], str] = lambda: ""
+        """Asked at every renewal: what was wrong with samples so far; empty while nothing was."""
         self._peer = f"broker {broker}"
         self._target = broker
         self._hello = broker_pb2.RewardHello(run_id=run_id, worker_id=worker_id)
@@ -243,6 +245,7 @@ class ScoringSession:
         if is_renewal:
             request.active_lease_ids.extend(self._held)
             request.holding_reason = self.holding_reason()[:MAX_REASON_CHARACTERS]
+            request.warning = self.warning()[:MAX_REASON_CHARACTERS]
         if not self._is_draining:
             request.credit_total = self._credit_sent = self._credit_total
         return request

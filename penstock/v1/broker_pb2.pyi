@@ -1194,11 +1194,16 @@ class StreamScoringRequest(_message.Message):
     RESULTS_FIELD_NUMBER: _builtins.int
     ACTIVE_LEASE_IDS_FIELD_NUMBER: _builtins.int
     HOLDING_REASON_FIELD_NUMBER: _builtins.int
+    WARNING_FIELD_NUMBER: _builtins.int
     credit_total: _builtins.int
     """Leases this stream may have been sent so far, in total. 0 leaves it as it is."""
     holding_reason: _builtins.str
     """With active_lease_ids: why those are held without being scored, for status ("reward model grpc://judge:7310 does not
     answer"), at most 1,024 characters. Empty while they are being scored.
+    """
+    warning: _builtins.str
+    """What was wrong with samples since the worker started, for status ("2 of 480 texts were not what their tokens say"), at
+    most 1,024 characters. Empty leaves what was said on this stream as it is.
     """
     @_builtins.property
     def hello(self) -> Global___RewardHello:
@@ -1220,10 +1225,11 @@ class StreamScoringRequest(_message.Message):
         results: _abc.Iterable[Global___ScoreResult] | None = ...,
         active_lease_ids: _abc.Iterable[_builtins.str] | None = ...,
         holding_reason: _builtins.str = ...,
+        warning: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["hello", b"hello"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["active_lease_ids", b"active_lease_ids", "credit_total", b"credit_total", "hello", b"hello", "holding_reason", b"holding_reason", "results", b"results"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["active_lease_ids", b"active_lease_ids", "credit_total", b"credit_total", "hello", b"hello", "holding_reason", b"holding_reason", "results", b"results", "warning", b"warning"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -2044,6 +2050,26 @@ class GetRunResponse(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
+    @_typing.final
+    class RewardWarningsEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.str
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.str = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     RUN_ID_FIELD_NUMBER: _builtins.int
     LIMITS_FIELD_NUMBER: _builtins.int
     POLICY_VERSION_FIELD_NUMBER: _builtins.int
@@ -2057,6 +2083,7 @@ class GetRunResponse(_message.Message):
     OWNER_FIELD_NUMBER: _builtins.int
     OWNER_TIME_FIELD_NUMBER: _builtins.int
     NOW_TIME_FIELD_NUMBER: _builtins.int
+    REWARD_WARNINGS_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     """Which run."""
     policy_version: _builtins.int
@@ -2103,6 +2130,10 @@ class GetRunResponse(_message.Message):
     def now_time(self) -> _timestamp_pb2.Timestamp:
         """The run's clock, of which every other time here is: the store's time, not that of the machine that asks."""
 
+    @_builtins.property
+    def reward_warnings(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
+        """What was wrong with samples, by the id of the connected reward worker that says so."""
+
     def __init__(
         self,
         *,
@@ -2119,10 +2150,11 @@ class GetRunResponse(_message.Message):
         owner: Global___RunOwner | None = ...,
         owner_time: _timestamp_pb2.Timestamp | None = ...,
         now_time: _timestamp_pb2.Timestamp | None = ...,
+        reward_warnings: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["audit", b"audit", "limits", b"limits", "now_time", b"now_time", "owner", b"owner", "owner_time", b"owner_time", "policy", b"policy"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["audit", b"audit", "dispatch_state", b"dispatch_state", "generators", b"generators", "is_closed", b"is_closed", "limits", b"limits", "now_time", b"now_time", "owner", b"owner", "owner_time", b"owner_time", "policy", b"policy", "policy_version", b"policy_version", "reward_worker_ids", b"reward_worker_ids", "run_id", b"run_id", "waits", b"waits"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["audit", b"audit", "dispatch_state", b"dispatch_state", "generators", b"generators", "is_closed", b"is_closed", "limits", b"limits", "now_time", b"now_time", "owner", b"owner", "owner_time", b"owner_time", "policy", b"policy", "policy_version", b"policy_version", "reward_warnings", b"reward_warnings", "reward_worker_ids", b"reward_worker_ids", "run_id", b"run_id", "waits", b"waits"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

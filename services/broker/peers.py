@@ -124,14 +124,17 @@ class Peers:
             spans = self._spans.pop(generator_id, [])
             await self._store.put_peer(self._run_id, _GENERATOR + generator_id, view.SerializeToString(), spans)
 
-    async def see_worker(self, worker_id: str, *, holding_reason: str | None = None) -> None:
-        """Note a sign of life of a reward worker, and why it holds work back if it says; written once a second."""
+    async def see_worker(
+        self, worker_id: str, *, holding_reason: str | None = None, warning: str | None = None
+    ) -> None:
+        """Note a sign of life of a reward worker, and what it says of itself if it does; written once a second."""
         at_s, now_s = self._clock.monotonic_s(), self._clock.now_s()
         view = self._workers.setdefault(worker_id, WorkerView())
         view.seen_s = now_s
         if holding_reason is not None:
             view.holding_since_s = (view.holding_since_s or now_s) if holding_reason else 0.0
             view.holding_reason = holding_reason
+        view.warning = view.warning if warning is None else warning
         if at_s - self._written_s.get(_WORKER + worker_id, -math.inf) >= WRITE_EVERY_S:
             self._written_s[_WORKER + worker_id] = at_s
             await self._store.put_peer(self._run_id, _WORKER + worker_id, view.SerializeToString(), ())
@@ -203,6 +206,11 @@ class Peers:
         workers = {worker_id: self._workers[worker_id] for worker_id in self._live_workers()}
         holding = {worker_id: view for worker_id, view in workers.items() if view.holding_reason}
         return Present(generators=generators, worker_ids=workers, holding=holding)
+
+    def reward_warnings(self) -> dict[str, str]:
+        """What reward workers that were seen lately found wrong with samples."""
+        views = {worker_id: self._workers[worker_id] for worker_id in self._live_workers()}
+        return {worker_id: view.warning for worker_id, view in views.items() if view.warning}
 
     def _note_workers(self, stored: dict[str, bytes]) -> None:
         for peer_id, raw in stored.items():

@@ -159,22 +159,26 @@ class WorkerView(_message.Message):
     SEEN_S_FIELD_NUMBER: _builtins.int
     HOLDING_REASON_FIELD_NUMBER: _builtins.int
     HOLDING_SINCE_S_FIELD_NUMBER: _builtins.int
+    WARNING_FIELD_NUMBER: _builtins.int
     seen_s: _builtins.float
     """When it was heard of."""
     holding_reason: _builtins.str
     """Why it holds its leases without scoring; empty while it scores."""
     holding_since_s: _builtins.float
     """Since when it does."""
+    warning: _builtins.str
+    """What was wrong with samples that it scored; empty when nothing was."""
     def __init__(
         self,
         *,
         seen_s: _builtins.float = ...,
         holding_reason: _builtins.str = ...,
         holding_since_s: _builtins.float = ...,
+        warning: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["holding_reason", b"holding_reason", "holding_since_s", b"holding_since_s", "seen_s", b"seen_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["holding_reason", b"holding_reason", "holding_since_s", b"holding_since_s", "seen_s", b"seen_s", "warning", b"warning"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -96,8 +96,11 @@ class ScoringStream:
         check_bytes("request", request.ByteSize())
         self._credit_total = request.credit_total or self._credit_total
         check_text("holding_reason", request.holding_reason)
+        check_text("warning", request.warning)
         held = request.holding_reason if request.active_lease_ids else None
-        await self._hub.peers.see_worker(self._worker_id, holding_reason=held)
+        # A new stream may be that of a new process, which has nothing to warn of yet.
+        warning = request.warning if request.warning or request.HasField("hello") else None
+        await self._hub.peers.see_worker(self._worker_id, holding_reason=held, warning=warning)
         if not request.results and not request.active_lease_ids:
             return
 

@@ -209,6 +209,7 @@ class BrokerService(broker_pb2_grpc.BrokerServiceServicer):
                 generators=generators,
                 waits=waits.waits(state, present, hub.clock.now_s()),
                 reward_worker_ids=workers,
+                reward_warnings=hub.peers.reward_warnings(),
                 dispatch_state=hub.dispatcher.describe(state, self._hubs.forecaster.state),
                 now_time=waits.timestamp(hub.clock.now_s()),
             )

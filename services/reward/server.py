@@ -9,6 +9,7 @@ from typing import Any
 import structlog
 
 from penstock.clients.scoring import ScoringSession
+from penstock.config import ConfigError
 from penstock.graces import DRAIN_S
 from penstock.metrics_server import serve_metrics
 from penstock.readiness import follow_outage
@@ -49,6 +50,7 @@ async def serve(config: RewardConfig) -> None:
     )
     pool = ScoringPool(source=session, model=model, config=config.reward, texts=texts)
     session.holding_reason = lambda: pool.holding_reason
+    session.warning = lambda: "" if texts is None else texts.warning
     server = Server(listen=config.listen, services=[reward_service(model)], security=security)
 
     async def drain() -> None:
@@ -78,4 +80,11 @@ def _texts(config: RewardConfig) -> TokenTexts | None:
     if config.reward.trusts_generator_text or config.tokenizer_path is None:
         _log.warning("text of generators is scored unchecked", setting="reward.trusts_generator_text")
         return None
-    return TokenTexts.of_model(config.tokenizer_path)
+    try:
+        return TokenTexts.of_model(config.tokenizer_path)
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"tokenizer_path: {error}; give the directory of the run's model with its tokenizer.json "
+            "(AutoTokenizer.from_pretrained(DIR).save_pretrained(DIR) writes one), or score what generators send, "
+            "unchecked, with reward.trusts_generator_text=true"
+        ) from error

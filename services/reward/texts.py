@@ -21,7 +21,6 @@ import structlog
 
 from penstock.clients.sample_stream import cut_text
 from penstock.codec import int32_array
-from penstock.config import ConfigError
 from penstock.errors import InvalidFieldError
 from penstock.model_folder import FileTokenizer, TextDecoder, model_size
 from penstock.rewards.outcomes import describe
@@ -64,17 +63,10 @@ class TokenTexts:
 
     @classmethod
     def of_model(cls, folder: Path, *, monotonic_s: Callable[[], float] = time.monotonic) -> Self:
-        """Those of the model in `folder`. Raises ConfigError."""
-        try:
-            tokenizer = FileTokenizer(folder)
-            # Models often have more rows than their tokenizer has entries, and sample the idle ones, too.
-            vocab_size = model_size(folder, "vocab_size") or tokenizer.vocab_size
-        except (OSError, ValueError) as error:
-            raise ConfigError(
-                f"tokenizer_path: {error}; give the directory of the run's model with its tokenizer.json "
-                "(AutoTokenizer.from_pretrained(DIR).save_pretrained(DIR) writes one), or score what generators send, "
-                "unchecked, with reward.trusts_generator_text=true"
-            ) from error
+        """Those of the model in `folder`. Raises OSError and ValueError where it has no usable tokenizer.json."""
+        tokenizer = FileTokenizer(folder)
+        # Models often have more rows than their tokenizer has entries, and sample the idle ones, too.
+        vocab_size = model_size(folder, "vocab_size") or tokenizer.vocab_size
         return cls(tokenizer, vocab_size=vocab_size, monotonic_s=monotonic_s)
 
     async def read(self, leases: Sequence[broker_pb2.ScoringLease]) -> dict[str, str]:

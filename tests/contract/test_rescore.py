@@ -12,6 +12,7 @@ import pytest
 
 from console.recording import Recorded, RecordingError, open_writer, read_samples
 from console.rescore import MAX_AHEAD, rescore, rescore_command
+from penstock.codec import int32_bytes
 from penstock.config import ConfigError
 from penstock.rewards import RewardResult, reward
 from penstock.rewards.local import LocalModel
@@ -20,6 +21,7 @@ from penstock.v1 import reward_pb2, types_pb2
 from tests.helpers.recordings import recorded
 from tests.helpers.redis_server import free_port
 from tests.helpers.serving import serving
+from tests.helpers.tokenizer_kinds import letters
 
 
 @reward
@@ -72,6 +74,27 @@ async def test_scores_of_a_served_model_replace_the_recorded_ones(
     document = json.loads(capsys.readouterr().out)
     assert document["by_status"] == {"ok": 2, "abstained": 1, "failed": 1}
     assert (document["num_compared"], document["agreement"], document["mean_change"]) == (2, 0.5, 0.75)
+
+
+@pytest.mark.parametrize(("decodes", "value"), [(False, 1.0), (True, 0.0)], ids=["as recorded", "decoded"])
+def test_what_is_judged_is_the_recorded_text_or_what_the_tokens_say(
+    tmp_path: Path, decodes: bool, value: float, capsys: pytest.CaptureFixture[str]
+) -> None:
+    letters(tmp_path)
+    lie = recorded(value=0.5)
+    lie.trajectory.text, lie.trajectory.token_ids = "2", int32_bytes([2, 3, 3])
+    file, out = write(tmp_path / "a.jsonl", lie), tmp_path / "b.jsonl"
+    tokenizer = tmp_path if decodes else None
+    assert rescore_command(file, reward="exact_match", out=out, tokenizer=tokenizer, as_json=False) == 0
+    (found,) = read_samples(out)
+    assert found.trajectory.score.value == value
+    assert ("note: 1 of 1 texts were not what their tokens say" in capsys.readouterr().out) == decodes
+
+
+def test_a_tokenizer_that_is_none_is_told(tmp_path: Path) -> None:
+    file = write(tmp_path / "a.jsonl", recorded())
+    with pytest.raises(ConfigError, match=r"--tokenizer: .*: holds no tokenizer.json; give the directory of the model"):
+        rescore_command(file, reward="exact_match", out=tmp_path / "b.jsonl", tokenizer=tmp_path, as_json=False)
 
 
 def test_a_built_in_model_scores_by_its_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

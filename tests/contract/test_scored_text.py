@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
+from console.status import status_command
 from penstock.codec import int32_array, int32_bytes
 from penstock.rewards.serving import SERVICE_NAME
 from penstock.rpc import Service
@@ -79,7 +81,8 @@ async def scoring(broker: real.RunningBroker, **settings: object) -> AsyncIterat
 @pytest.fixture
 async def broker() -> AsyncIterator[real.RunningBroker]:
     async with real.serving(MemoryStore()) as running:
-        await running.open(groups_per_step=2, group_size=1)
+        # A short lease is renewed often, and status hears of a worker when it renews.
+        await running.open(groups_per_step=2, group_size=1, scoring_lease=real.duration(1.5))
         yield running
 
 
@@ -105,6 +108,48 @@ async def test_a_text_that_tokens_do_not_say_earns_nothing_in_training_and_in_ev
     trained = {group.prompt.group_id: group.trajectories[0] for group in groups}
     assert {name: sample.score.value for name, sample in trained.items()} == {"lie": 0.0, "truth": 1.0}
     assert int32_array(trained["lie"].token_ids, "token_ids").tolist() == [A, A]
+
+
+async def test_status_names_the_generator_whose_texts_are_not_what_its_tokens_say(
+    broker: real.RunningBroker, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    letters(tmp_path)
+    target = f"127.0.0.1:{broker.server.port}"
+    await broker.submit(real.prompt("lie", group_size=1))
+    await generate(broker, {"lie": ([A, A], "a b")})
+    async with scoring(broker, tokenizer_path=tmp_path):
+
+        async def is_told() -> bool:
+            run = await broker.call("GetRun", broker_pb2.GetRunRequest(run_id=real.RUN))
+            return bool(run.reward_warnings)
+
+        await real.eventually(is_told)
+        show = partial(status_command, real.RUN, broker=target, runs_dir=Path("none"), is_watched=False)
+        assert await asyncio.to_thread(show, as_json=False) == 0
+        assert await asyncio.to_thread(show, as_json=True) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    told = "1 of 1 texts were not what their tokens say, which was scored instead"
+    assert f"warning of reward-0: {told}" in shown
+    assert f'"reward_warnings": {{"reward-0": "{told}' in shown
+    assert shown.count("the latest is lie/0 of gen-2") == 2
+
+
+async def test_a_worker_s_new_process_has_nothing_to_warn_of(broker: real.RunningBroker) -> None:
+    async def warnings() -> dict[str, str]:
+        run = await broker.call("GetRun", broker_pb2.GetRunRequest(run_id=real.RUN))
+        return dict(run.reward_warnings)
+
+    async def is_warned() -> bool:
+        return await warnings() == {"worker-1": "2 of 3 texts"}
+
+    async def is_not_warned() -> bool:
+        return await warnings() == {}
+
+    worker = real.Worker.connect(broker.channel)
+    worker.stream.send(broker_pb2.StreamScoringRequest(warning="2 of 3 texts"))
+    await real.eventually(is_warned)
+    real.Worker.connect(broker.channel)
+    await real.eventually(is_not_warned)
 
 
 async def test_a_sample_of_unknown_tokens_is_dropped_by_name_and_never_a_zero(
