@@ -3,6 +3,7 @@
     config.yaml metrics.jsonl summary.json report.html checkpoints/   what the run is and gave
     trajectories.jsonl     what it was trained on, with `record`
     plans.jsonl            every plan that was followed, with `scheduler.problem`
+    console.lock           held by the console that works in the folder (`console.folder_lock`)
     services/<name>.yaml   configuration of a service started here
     services/<name>.json   its process: id, address, restarts (read by ps, status, stop)
     logs/<name>.log        its log; .log.1, .log.2 ... are older

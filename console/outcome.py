@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -17,15 +18,36 @@ Summary = dict[str, Any]
 
 
 def keep_results(folder: RunFolder, finished: trainer_pb2.RunFinished, history: Mapping[int, Step]) -> None:
-    """Write metrics.jsonl and summary.json from what was told, where the trainer wrote them on another machine."""
-    if finished.summary_json and not folder.summary.exists():
+    """Write metrics.jsonl and summary.json from what was told: the trainer may have written its own on another machine.
+
+    What is here may then be of an earlier part of the run: its summary is replaced, and steps that were taken again.
+    """
+    if finished.summary_json:
         replace_text(folder.summary, finished.summary_json)
-    if history and not folder.metrics.exists():
-        lines = (
-            {"policy_version": version, "time": step.time_s, **step.metrics}
-            for version, step in sorted(history.items())
-        )
+    if not history:
+        return
+    kept = _read_lines(folder.metrics)
+    if not _holds(kept, history[max(history)]):
+        told = [{"policy_version": version, "time": step.time_s, **step.metrics} for version, step in history.items()]
+        lines = [line for version, line in kept.items() if version < min(history)] + told
+        lines.sort(key=lambda line: float(line["policy_version"]))
         replace_text(folder.metrics, "".join(json.dumps(line) + "\n" for line in lines))
+
+
+def _read_lines(metrics: Path) -> dict[float, dict[str, Any]]:
+    """The steps of metrics.jsonl by version; lines that cannot be read are left out."""
+    found: dict[float, dict[str, Any]] = {}
+    for text in metrics.read_text(encoding="utf-8").splitlines() if metrics.exists() else ():
+        with contextlib.suppress(ValueError, TypeError, KeyError):
+            line = json.loads(text)
+            found[float(line["policy_version"])] = line
+    return found
+
+
+def _holds(lines: Mapping[float, dict[str, Any]], last: Step) -> bool:
+    """Whether the trainer wrote the newest step here itself, which then has more of the run than was told."""
+    line = lines.get(last.version)
+    return line is not None and all(line.get(name) == value for name, value in last.metrics.items())
 
 
 def add_to_summary(folder: RunFolder, **facts: object) -> None:

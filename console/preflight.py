@@ -14,6 +14,7 @@ from console.config import RunConfig
 from console.disk_watch import MIN_FREE_BYTES
 from console.embedded_redis import redis_executable
 from console.folder import CONSOLE_NAME, RunFolder
+from console.folder_lock import LOCK_NAME
 from console.model_check import context_problem, data_problems, model_problems, text_problem
 from console.node_config import read_node
 from console.ports import listen_problem
@@ -137,7 +138,7 @@ def _folder_problems(folder: RunFolder, *, is_resume: bool) -> list[str]:
         if running:
             return [f"{folder.path}: this run is under way (process {running[0].pid}); stop it first: penstock stop"]
         return [f"{folder.path}: {record.name} of this run still runs (process {record.pid})" for record in mine]
-    if folder.path.exists() and (not folder.path.is_dir() or any(folder.path.iterdir())):
+    if folder.path.exists() and (not folder.path.is_dir() or _holds_a_run(folder.path)):
         return [
             f"run.id: {folder.path} exists already; choose another run.id, or continue it with --resume {folder.path}"
         ]
@@ -145,6 +146,11 @@ def _folder_problems(folder: RunFolder, *, is_resume: bool) -> list[str]:
     if not parent.is_dir() or not os.access(parent, os.W_OK):
         return [f"run.dir: {parent} cannot be written to"]
     return []
+
+
+def _holds_a_run(path: Path) -> bool:
+    """Whether there is more than what a console that never came to write its configuration leaves."""
+    return any(found.name != LOCK_NAME for found in path.iterdir())
 
 
 def _package_problems(config: RunConfig) -> list[str]:

@@ -29,6 +29,7 @@ from console.config import RunConfig, load_run_config, to_yaml
 from console.derive import training_config
 from console.disk_watch import DiskWatch, FolderRefusedError
 from console.folder import CONSOLE_NAME, ProcessRecord, RunFolder, open_folder, replace_text, started_ticks_of
+from console.folder_lock import locked
 from console.launcher import Launcher
 from console.lengths import Document, fetch_lengths
 from console.live import Display, choose_display, duration
@@ -66,23 +67,42 @@ async def execute_run(config: RunConfig, *, is_resume: bool, source: str) -> int
     """Do a run from checks to report; returns the exit status. Raises ConfigError before anything is started."""
     security = Security.from_environment()
     folder = RunFolder(config.run.dir / config.run.id)
-    findings = await check_run(config, folder, is_resume=is_resume, security=security)
-    if findings.problems:
-        raise ConfigError("\n".join(f"{source}: {problem}" for problem in findings.problems))
+    with contextlib.ExitStack() as held:
+        notes = [held.enter_context(locked(folder.path))] if is_resume else []
+        findings = await check_run(config, folder, is_resume=is_resume, security=security)
+        if findings.problems:
+            raise ConfigError("\n".join(f"{source}: {problem}" for problem in findings.problems))
+        if not is_resume:
+            _make_folder(folder)
+            notes = [held.enter_context(locked(folder.path))]
+        notes = [*filter(None, notes), *findings.warnings]
+        return await _execute(config, folder, security=security, notes=notes, is_resume=is_resume, source=source)
+
+
+def _make_folder(folder: RunFolder) -> None:
+    try:
+        folder.path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"run.dir: {failure_message(folder.path, error)}") from error
+
+
+async def _execute(
+    config: RunConfig, folder: RunFolder, *, security: Security, notes: Iterable[str], is_resume: bool, source: str
+) -> int:
+    """A run whose folder is this process's own."""
     view = RunView(run_id=config.run.id, num_steps=config.run.num_steps)
     display = choose_display(view)
     run = _Run(config, folder, security=security, view=view, display=display)
     try:
         if not is_resume:
             # First: with it the folder is a run's, which can be resumed whatever happens next.
-            folder.path.mkdir(parents=True, exist_ok=True)
             replace_text(folder.config, to_yaml(config))
         folder.create()
     except OSError as error:
         raise ConfigError(f"run.dir: {failure_message(folder.path, error)}") from error
     display.start()
-    for warning in findings.warnings:
-        display.note(f"note: {warning}")
+    for note in notes:
+        display.note(f"note: {note}")
     try:
         return await run.execute(is_resume=is_resume, source=source)
     finally:
@@ -175,6 +195,9 @@ class _Run:
             self._helpers.append(asyncio.create_task(self._plan.follow()))
         if self._recorder is not None:
             self._recorder.start()
+        if is_resume and self._config.endpoints.trainer is not None:
+            # It tells how the run ended before; a trainer that has this folder too writes the next one in time.
+            self._folder.summary.unlink(missing_ok=True)
         self._view.phase = "handing the run to the trainer"
         await session.start(resume=is_resume)
 

@@ -336,6 +336,8 @@ class TrainingRun:
         await self._name_run(known)
         self._metrics.cut_after(self._progress.policy_version)
         self._evaluations.cut_after(self._progress.policy_version)
+        # It tells how the run ended before. It goes on, and may end without a word.
+        await asyncio.to_thread((self.spec.run_dir / "summary.json").unlink, missing_ok=True)
         self._is_restored = True
 
     async def _name_run(self, known: RunInstance | None) -> None:

@@ -120,6 +120,25 @@ async def test_a_run_that_fails_is_tried_again_with_growing_delays_until_it_work
     assert broker.books().balanced
 
 
+async def test_a_run_that_goes_on_has_no_summary_of_how_it_ended_before(tmp_path, model, broker) -> None:
+    summary = tmp_path / "runs" / "r" / "summary.json"
+    async with serving(broker.service()) as (_, target), running_trainer() as trainer:
+        document = run_document(tmp_path, model, target, num_steps=6, num_eval_prompts=0)
+        await trainer.start(document)
+        await until(lambda: broker.policy_version >= 1, timeout_s=60)
+        broker.is_handing_out = False
+        await trainer.trainer.StopRun(trainer_pb2.StopRunRequest(run_id="r"), timeout=5)
+        await trainer.events()
+        assert json.loads(summary.read_text())["outcome"] == "stopped"
+        await trainer.start(document, resume=True)
+        await until(lambda: trainer.run.events.state == trainer_pb2.TRAINER_STATE_TRAINING, timeout_s=60)
+        # A kill now leaves a folder without an end, as it is.
+        assert not summary.exists()
+        broker.is_handing_out = True
+        await trainer.events()
+    assert json.loads(summary.read_text())["outcome"] == "completed"
+
+
 async def test_while_it_waits_it_says_why_and_begins_at_once_when_asked(tmp_path, model, broker, monkeypatch) -> None:
     kept = KeptRun(tmp_path / "trainer-7304.json", first_retry_s=600.0)
     original = BrokerClient.get_run
