@@ -18,6 +18,7 @@ from console.cli_bench import register as register_bench
 from console.cli_common import Broker, RunArgument, RunsDir, exit_with
 from console.cli_merge import register as register_merge
 from console.cli_node import register as register_node
+from console.cli_openai import register as register_openai
 from console.cli_planning import register as register_planning
 from console.cli_recording import register as register_recording
 from console.cli_runs import register as register_runs
@@ -253,6 +254,7 @@ def audit(
 register_recording(app)
 register_planning(app)
 register_node(app)
+register_openai(app)
 register_simulate(app)
 register_merge(app)
 register_runs(app)

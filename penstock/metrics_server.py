@@ -14,9 +14,8 @@ from prometheus_client import MetricsHandler
 
 from penstock.config import ConfigError
 from penstock.errors import BadTokenError, ForbiddenError
-from penstock.http_server import server_ssl_context
-from penstock.security import Security
-from penstock.security.http_access import asks_for_certificates, caller_of_http
+from penstock.security import Security, tls
+from penstock.security.http_caller import asks_for_certificates, caller_of_http
 from penstock.security.roles import Role
 from penstock.security.tokens import Tokens
 
@@ -50,7 +49,7 @@ class _MetricsServer(ThreadingHTTPServer):
     def __init__(self, at: tuple[Any, ...], security: Security) -> None:
         self.address_family, self.tokens = at[0], security.tokens
         self.asks = asks_for_certificates(security)
-        self._tls = server_ssl_context(security, requires_certificates=False)
+        self._tls = tls.server_context(security.tls_files, requires_certificates=False)
         super().__init__(at[4][:2], _MetricsHandler)
 
     def get_request(self) -> tuple[Any, Any]:

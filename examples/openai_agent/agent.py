@@ -2,8 +2,9 @@
 
     python agent.py http://127.0.0.1:8000/v1 [NUM_TASKS]
 
-Only the headers and the last call know of Penstock: each attempt is a session, attempts at one task are a group, and a
-session ends with its reward.
+Only `attempt` knows of Penstock: each attempt is a session, attempts at one task are a group, and a session ends with
+its reward. What solves the task gets a key of its session and nothing else, as it would in a sandbox; the credential
+that makes keys and gives rewards (PENSTOCK_TOKEN, of the role environment) stays outside.
 """
 
 from __future__ import annotations
@@ -59,8 +60,8 @@ async def solve(client: openai.AsyncOpenAI, model: str, question: str) -> str:
 async def attempt(client: openai.AsyncOpenAI, model: str, task: str, index: int, a: int, b: int) -> float:
     """One session with its reward."""
     session = f"{task}-{index}"
-    labelled = client.with_options(default_headers={"X-Penstock-Session": session, "X-Penstock-Group": task})
-    answer = await solve(labelled, model, f"{a}+{b}=")
+    key: dict = await client.post("/session_keys", cast_to=object, body={"session": session, "group": task})
+    answer = await solve(client.with_options(api_key=key["key"]), model, f"{a}+{b}=")
     reward = float(answer.strip() == str(a + b))
     await client.post(f"/sessions/{session}/reward", cast_to=object, body={"reward": reward})
     return reward

@@ -5,18 +5,16 @@ A route names its roles where it is added; one that names none, and what is no r
 
 from __future__ import annotations
 
-import ssl
-from collections.abc import Awaitable, Callable, Iterable, Mapping
-from typing import Any, Final
+from collections.abc import Awaitable, Callable, Iterable
+from typing import Final
 
 from aiohttp import web
 from aiohttp.typedefs import Middleware
 
 from penstock.errors import BadTokenError, ForbiddenError
-from penstock.security.access import identify
 from penstock.security.credentials import Security
-from penstock.security.roles import ANY, Caller, Role, caller_of_certificate
-from penstock.security.tokens import Tokens
+from penstock.security.http_caller import asks_for_certificates, caller_of_http
+from penstock.security.roles import ANY, Role
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 ANYBODY: Final = frozenset((int(Role.ACCESS_ROLE_UNSPECIFIED),))
@@ -39,12 +37,13 @@ class HttpAccess:
         self.routes: dict[tuple[str, web.AbstractResource], frozenset[int]] = {}
         """Roles of every route, besides the operator."""
 
-    def add(self, app: web.Application, method: str, path: str, handler: Handler, *, roles: Iterable[int]) -> None:
-        """Add a route that is open to these roles; GET is HEAD as well."""
+    def add(self, app: web.Application, method: str, path: str, handler: Handler, *, roles: Iterable[int]) -> str:
+        """Add a route that is open to these roles, GET as HEAD too; returns its name."""
+        resource = app.router.add_resource(path)
         for each in (method, "HEAD") if method == "GET" else (method,):
-            route = app.router.add_route(each, path, handler)
-            assert route.resource is not None
-            self.routes[each, route.resource] = frozenset(roles)
+            resource.add_route(each, handler)
+            self.routes[each, resource] = frozenset(roles)
+        return f"{method} {resource.canonical}"
 
     def admit(self, request: web.Request) -> None:
         """Raises BadTokenError and ForbiddenError where a request may not pass."""
@@ -57,7 +56,7 @@ class HttpAccess:
             authorization=request.headers.get("Authorization", ""),
             connection=request.get_extra_info("ssl_object"),
             asks=self._asks,
-        ).restricted_to(roles, what=_name_of(request))
+        ).restricted_to(roles, what=route_of(request))
         if run_id := request.match_info.get("run_id"):
             caller.check_run(run_id)
         if self._site and not any(grant.site in (ANY, self._site) for grant in caller.grants):
@@ -80,32 +79,7 @@ class HttpAccess:
         return check
 
 
-def asks_for_certificates(security: Security) -> bool:
-    """Whether servers of this process ask their clients for one."""
-    return security.ca_file is not None and security.cert_file is not None
-
-
-def caller_of_http(
-    tokens: Tokens, *, authorization: str, connection: ssl.SSLObject | ssl.SSLSocket | None, asks: bool
-) -> Caller:
-    """Who sends a request. Raises BadTokenError.
-
-    Args:
-        tokens: Those that are accepted.
-        authorization: The header.
-        connection: TLS, if there is.
-        asks: Who shows neither a token nor a certificate is refused.
-    """
-    certificate = (connection.getpeercert() if connection is not None else None) or {}
-    return identify(tokens, authorization, _caller_of(certificate), shows_what_is_asked=bool(certificate) or not asks)
-
-
-def _caller_of(certificate: Mapping[str, Any]) -> Caller | None:
-    names = [name for kind, name in certificate.get("subjectAltName", ()) if kind == "URI"]
-    common = "".join(value for part in certificate.get("subject", ()) for kind, value in part if kind == "commonName")
-    return caller_of_certificate(names, common)
-
-
-def _name_of(request: web.Request) -> str:
+def route_of(request: web.Request) -> str:
+    """The name of a request's route; of what is no route, its path."""
     resource = request.match_info.route.resource
     return f"{request.method} {resource.canonical if resource is not None else request.path:.200}"

@@ -20,7 +20,9 @@ from penstock.config import ConfigError
 from penstock.metrics_server import serve_metrics
 from penstock.readiness import follow_outage
 from penstock.rpc import Server, Service, run_until_stopped
+from penstock.secret import read_secret
 from penstock.security import Security
+from penstock.security.session_keys import SECRET_VARIABLE
 from penstock.v1 import generator_pb2, generator_pb2_grpc
 from services.generator.config import GeneratorConfig
 from services.generator.engines import build_engine
@@ -126,6 +128,12 @@ def _endpoint(config: GeneratorConfig, generator: Generator, security: Security)
     from services.generator.openai.server import OpenAIEndpoint
 
     try:
-        return OpenAIEndpoint(config, guests=generator.guests(), security=security, metrics=OpenAIMetrics())
+        return OpenAIEndpoint(
+            config,
+            guests=generator.guests(),
+            security=security,
+            metrics=OpenAIMetrics(),
+            secret=read_secret(SECRET_VARIABLE),
+        )
     except ValueError as error:
         raise ConfigError(str(error)) from error

@@ -6,6 +6,9 @@ import asyncio
 import itertools
 import re
 import ssl
+import subprocess
+import sys
+import tempfile
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
@@ -19,6 +22,7 @@ from penstock.security.http_access import HttpAccess
 from penstock.security.roles import Role, role_name
 from penstock.transfer.serving import serving_contents
 from tests.helpers.certificates import issue, make_authority
+from tests.helpers.openai_endpoint import endpoint_bench, save_chat_model
 from tests.helpers.redis_server import free_port
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -29,6 +33,17 @@ SECURED = Security(token="the-operators", accepted_tokens=(*TOKENS.values(), OF_
 
 WEIGHTS = {("GET", "/weights/{run_id}/{name}"): {"generator"}}
 METRICS = {("GET", "/metrics"): {"observer"}}
+OPENAI = {
+    ("POST", "/v1/chat/completions"): {"environment"},
+    ("POST", "/v1/completions"): {"environment"},
+    ("GET", "/v1/models"): {"environment"},
+    ("GET", "/v1/models/{name}"): {"environment"},
+    ("POST", "/v1/sessions/{id}/reward"): {"environment"},
+    ("GET", "/v1/sessions/{id}"): {"environment"},
+    ("DELETE", "/v1/sessions/{id}"): {"environment"},
+    ("POST", "/v1/session_keys"): {"environment"},
+    ("GET", "/health"): {"anybody"},
+}
 Listener = Callable[[Security], AbstractAsyncContextManager[str]]
 
 
@@ -47,7 +62,14 @@ async def metrics(security: Security) -> AsyncIterator[str]:
     yield f"{'http' if security.cert_file is None else 'https'}://{address}"
 
 
-LISTENERS = {"weights": (weights, WEIGHTS), "metrics": (metrics, METRICS)}
+@asynccontextmanager
+async def openai(security: Security) -> AsyncIterator[str]:
+    with tempfile.TemporaryDirectory() as folder:
+        async with endpoint_bench(save_chat_model(Path(folder)), security=security) as bench:
+            yield bench.base_url.removesuffix("/v1")
+
+
+LISTENERS = {"weights": (weights, WEIGHTS), "metrics": (metrics, METRICS), "openai": (openai, OPENAI)}
 
 
 @pytest.fixture(params=LISTENERS)
@@ -172,23 +194,32 @@ def test_every_route_is_added_with_its_roles():
     def files_with(pattern: str) -> list[str]:
         return sorted(name for name, text in texts.items() if re.search(pattern, text))
 
-    adders = r"\.add_(get|post|put|patch|delete|head|view|route|static|routes|subapp)\("
-    # The OpenAI endpoint checks its own key until it moves here.
-    assert set(files_with(adders)) <= {"penstock/security/http_access.py", "services/generator/openai/app.py"}
+    adders = r"\.add_(get|post|put|patch|delete|head|view|route|static|routes|subapp|resource)\("
+    assert files_with(adders) == ["penstock/security/http_access.py"]
     assert files_with(r"web\.Application\(") == ["penstock/transfer/serving.py", "services/generator/openai/app.py"]
     assert files_with(r"HTTPServer\b|start_http_server|make_wsgi_app|asyncio\.start_server|uvicorn") == [
         "penstock/metrics_server.py"
     ]
 
 
-async def test_the_routes_are_those_written_here(monkeypatch):
+@pytest.mark.parametrize("name", ["weights", "openai"])
+async def test_the_routes_are_those_written_here(monkeypatch, name):
     stated: dict[tuple[str, str], set[str]] = {}
     add = HttpAccess.add
 
     def noted(self, app, method, path, handler, *, roles):
-        stated[method, path] = {role_name(role) if role else "anybody" for role in roles}
-        add(self, app, method, path, handler, roles=roles)
+        route = add(self, app, method, path, handler, roles=roles)
+        stated[method, route.partition(" ")[2]] = {role_name(role) if role else "anybody" for role in roles}
+        return route
 
     monkeypatch.setattr(HttpAccess, "add", noted)
-    async with weights(NO_SECURITY):
-        assert stated == WEIGHTS
+    serving, routes = LISTENERS[name]
+    async with serving(NO_SECURITY):
+        assert stated == routes
+
+
+@pytest.mark.parametrize("service", ["broker", "scheduler", "reward"])
+def test_services_without_routes_of_their_own_do_without_aiohttp(service):
+    """Their images do not have it."""
+    code = f"import sys; sys.modules['aiohttp'] = None; import services.{service}.server"
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)

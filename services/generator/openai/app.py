@@ -5,16 +5,16 @@
     POST   /v1/sessions/{id}/reward                   ends a session
     GET    /v1/sessions/{id}                          how it stands
     DELETE /v1/sessions/{id}                          gives it up
-    GET    /health                                    without a token
+    POST   /v1/session_keys                           a key for an agent
+    GET    /health                                    without a credential
 
-A client that goes away aborts its sample. The token is the process' own, sent as OpenAI's clients send an API key.
+A client that goes away aborts its sample. Tokens and agents' keys come as OpenAI's clients send an API key.
 """
 
 from __future__ import annotations
 
 import asyncio
-import hmac
-import re
+import functools
 import secrets
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -22,25 +22,32 @@ from typing import Any
 import structlog
 from aiohttp import web
 
+from penstock.security import Security
+from penstock.security.http_access import ANYBODY, Handler
+from penstock.security.roles import Role
+from penstock.security.session_keys import Opens, SessionKey, SessionKeys
 from services.generator.engine import EngineError, RequestRefusedError
-from services.generator.openai.agents import Agents, Labels, Prepared
-from services.generator.openai.errors import ApiError, invalid, unavailable
+from services.generator.openai.agents import Agents, Prepared
+from services.generator.openai.doors import SESSION_HEADER, Doors, checked_session, labels_of
+from services.generator.openai.errors import ApiError, unavailable
 from services.generator.openai.metrics import OpenAIMetrics
-from services.generator.openai.protocol import ChatRequest, CompletionRequest, RewardRequest, SamplingRequest, read
+from services.generator.openai.protocol import (
+    ChatRequest,
+    CompletionRequest,
+    RewardRequest,
+    SamplingRequest,
+    SessionKeyRequest,
+    read,
+)
 from services.generator.openai.repeats import KEY_HEADER, RETRY_HEADER, KeptAnswers, repeat_key
 from services.generator.openai.responses import Form
 from services.generator.openai.reward import SessionRewards
 from services.generator.openai.sampling import Answer, AnswerAbortedError, Piece
 from services.generator.openai.stream import EventStream
 
-SESSION_HEADER = "X-Penstock-Session"
-GROUP_HEADER = "X-Penstock-Group"
 MAX_BODY_BYTES = 8 * 1024 * 1024
 BODY_TIMEOUT_S = 30.0
 BUSY_RETRY_S = 2.0
-_SESSION_ID = re.compile(r"[\x21-\x7e]{1,128}")
-_TASK = re.compile(r"[A-Za-z0-9._:@/+-]{1,64}")
-_Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 _log = structlog.get_logger()
 
@@ -53,7 +60,8 @@ class OpenAIRoutes:
         rewards: Scores sessions that are finished without a reward.
         metrics: Counts.
         model_name: What requests call the model.
-        token: The bearer token that requests must carry, if any.
+        security: Of this process.
+        keys: Makes and reads agents' keys.
         request_timeout_s: Longest time of a request.
     """
 
@@ -64,14 +72,16 @@ class OpenAIRoutes:
         rewards: SessionRewards,
         metrics: OpenAIMetrics,
         model_name: str,
-        token: str | None,
+        security: Security,
+        keys: SessionKeys,
         request_timeout_s: float,
     ) -> None:
         self._agents = agents
         self._rewards = rewards
         self._metrics = metrics
         self._model_name = model_name
-        self._expected = None if token is None else f"Bearer {token}".encode()
+        self._keys = keys
+        self._doors = Doors(security, keys, now_s=agents.clock.now_s)
         self._request_timeout_s = request_timeout_s
         self._kept: KeptAnswers[tuple[Prepared, Form]] = KeptAnswers()
         self._start_s = int(agents.clock.now_s())
@@ -79,20 +89,23 @@ class OpenAIRoutes:
     def application(self) -> web.Application:
         """The application, not yet served."""
         app = web.Application(middlewares=[self._answer_errors], client_max_size=MAX_BODY_BYTES)
-        app.router.add_post("/v1/chat/completions", self._chat)
-        app.router.add_post("/v1/completions", self._complete)
-        app.router.add_get("/v1/models", self._models)
-        app.router.add_get("/v1/models/{name:.+}", self._model)
-        app.router.add_post("/v1/sessions/{id}/reward", self._reward)
-        app.router.add_get("/v1/sessions/{id}", self._session)
-        app.router.add_delete("/v1/sessions/{id}", self._drop)
-        app.router.add_get("/health", self._health)
+        of = [Role.ACCESS_ROLE_ENVIRONMENT]
+        add = functools.partial(self._doors.add, app)
+        add("POST", "/v1/chat/completions", self._chat, roles=of, key=Opens.COMPLETE)
+        add("POST", "/v1/completions", self._complete, roles=of, key=Opens.COMPLETE)
+        add("GET", "/v1/models", self._models, roles=of, key=Opens.COMPLETE)
+        add("GET", "/v1/models/{name:.+}", self._model, roles=of, key=Opens.COMPLETE)
+        add("POST", "/v1/sessions/{id}/reward", self._reward, roles=of, key=Opens.REWARD)
+        add("GET", "/v1/sessions/{id}", self._session, roles=of)
+        add("DELETE", "/v1/sessions/{id}", self._drop, roles=of)
+        add("POST", "/v1/session_keys", self._session_key, roles=of)
+        add("GET", "/health", self._health, roles=ANYBODY)
         return app
 
     @web.middleware
-    async def _answer_errors(self, request: web.Request, handler: _Handler) -> web.StreamResponse:
+    async def _answer_errors(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         try:
-            self._check_token(request)
+            self._doors.admit(request)
             response = await handler(request)
         except web.HTTPException as error:
             response = _error(ApiError(error.status, error.reason))
@@ -103,19 +116,13 @@ class OpenAIRoutes:
         self._metrics.requests.labels(path, str(response.status)).inc()
         return response
 
-    def _check_token(self, request: web.Request) -> None:
-        given = request.headers.get("Authorization", "").encode()
-        is_open = self._expected is None or request.path == "/health"
-        if not is_open and not hmac.compare_digest(given, self._expected or b""):
-            raise ApiError(401, "missing or wrong API key; use the service's PENSTOCK_TOKEN", code="invalid_api_key")
-
     async def _chat(self, request: web.Request) -> web.StreamResponse:
-        body, labels = read(ChatRequest, await _body(request)), _labels(request)
+        body, labels = read(ChatRequest, await _body(request)), labels_of(request)
         self._check_model(body)
         return await self._answered_once(request, lambda: self._agents.prepare_chat(body, labels))
 
     async def _complete(self, request: web.Request) -> web.StreamResponse:
-        body, labels = read(CompletionRequest, await _body(request)), _labels(request)
+        body, labels = read(CompletionRequest, await _body(request)), labels_of(request)
         self._check_model(body)
         return await self._answered_once(request, lambda: self._agents.prepare_text(body, labels))
 
@@ -213,12 +220,12 @@ class OpenAIRoutes:
         return web.json_response(self._model_card())
 
     async def _reward(self, request: web.Request) -> web.StreamResponse:
-        session_id = _session_id(request.match_info["id"])
+        session_id = checked_session(request, request.match_info["id"], Opens.REWARD)
         body = read(RewardRequest, await _body(request) or b"{}")
         return web.json_response(await self._rewards.finish(session_id, body))
 
     async def _session(self, request: web.Request) -> web.StreamResponse:
-        session_id = _session_id(request.match_info["id"])
+        session_id = checked_session(request, request.match_info["id"], Opens.COMPLETE)
         session = (await self._agents.book()).find(session_id)
         if session is None:
             raise ApiError(404, f"no session {session_id!r} here", code="unknown_session")
@@ -236,8 +243,28 @@ class OpenAIRoutes:
         )
 
     async def _drop(self, request: web.Request) -> web.StreamResponse:
-        session_id = _session_id(request.match_info["id"])
+        session_id = checked_session(request, request.match_info["id"], Opens.COMPLETE)
         return web.json_response({"id": session_id, "deleted": await self._agents.drop(session_id, "abandoned")})
+
+    async def _session_key(self, request: web.Request) -> web.StreamResponse:
+        body = read(SessionKeyRequest, await _body(request))
+        key = SessionKey(
+            run_id=self._keys.run_id,
+            session=body.session,
+            group=body.group,
+            expire_s=int(self._agents.clock.now_s() + body.valid_s),
+            opens=body.opens,
+        )
+        return web.json_response(
+            {
+                "object": "session_key",
+                "key": self._keys.issue(key),
+                "session": key.session,
+                "group": key.group or None,
+                "opens": sorted(key.opens),
+                "expires_at": key.expire_s,
+            }
+        )
 
     async def _health(self, _request: web.Request) -> web.StreamResponse:
         return web.json_response({"status": "ok"})
@@ -285,20 +312,3 @@ def as_api_error(error: BaseException) -> ApiError:
 
 def _error(error: ApiError) -> web.Response:
     return web.json_response(error.body(), status=error.status, headers=error.headers())
-
-
-def _session_id(text: str) -> str:
-    if _SESSION_ID.fullmatch(text) is None:
-        raise invalid(SESSION_HEADER, f"{text!r:.80}; 1 to 128 printable ASCII characters without spaces")
-    return text
-
-
-def _labels(request: web.Request) -> Labels | None:
-    session_id, task = request.headers.get(SESSION_HEADER), request.headers.get(GROUP_HEADER, "")
-    if session_id is None:
-        if task:
-            raise invalid(GROUP_HEADER, f"set without {SESSION_HEADER}")
-        return None
-    if task and _TASK.fullmatch(task) is None:
-        raise invalid(GROUP_HEADER, f"{task!r:.80}; 1 to 64 of A-Z a-z 0-9 . _ : @ / + -")
-    return Labels(session_id=_session_id(session_id), task=task)

@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal, Self, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from penstock.security.session_keys import MAX_VALID_S, SESSION_ID, TASK, Opens
 from services.generator.openai.errors import ApiError, invalid
 
 MAX_MESSAGES = 4096
@@ -213,6 +214,21 @@ class RewardRequest(BaseModel):
     """For the reward service: the reference answer."""
     metadata: dict[str, Any] = Field(default_factory=dict)
     """For the reward service: whatever else it reads."""
+
+
+class SessionKeyRequest(BaseModel):
+    """Body of /v1/session_keys."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+    session: str = Field(pattern=f"^{SESSION_ID.pattern}$")
+    """The key opens the session of this id, and those whose ids begin with it and "-"."""
+    group: str = Field(default="", pattern=f"^({TASK.pattern})?$")
+    """The task that they belong to; empty leaves it to the agent, within the same names."""
+    valid_s: float = Field(default=3600.0, ge=1, le=MAX_VALID_S)
+    """How long, s."""
+    opens: tuple[Opens, ...] = Field(default=(Opens.COMPLETE,), min_length=1, max_length=len(Opens))
+    """What it may do."""
 
 
 _Model = TypeVar("_Model", bound=BaseModel)

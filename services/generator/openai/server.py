@@ -13,6 +13,7 @@ from penstock.clock import Clock, SystemClock
 from penstock.errors import PenstockError
 from penstock.http_server import listen_http, server_ssl_context
 from penstock.security import Security
+from penstock.security.session_keys import SECRET_VARIABLE, SessionKeys
 from services.generator.config import GeneratorConfig
 from services.generator.guests import Guests
 from services.generator.openai.agents import Agents
@@ -39,8 +40,10 @@ class OpenAIEndpoint:
         security: Credentials of the process.
         metrics: Its Prometheus numbers.
         clock: The machine's; tests have their own.
+        secret: Signs agents' keys; without one they end with the process.
 
     Raises:
+        ConfigError: The secret is short.
         ValueError: The model has no tokenizer that serves.
     """
 
@@ -52,7 +55,9 @@ class OpenAIEndpoint:
         security: Security,
         metrics: OpenAIMetrics,
         clock: Clock | None = None,
+        secret: str | None = None,
     ) -> None:
+        self._keys = SessionKeys(config.run_id, secret)
         self._listen = config.openai.listen or ""
         self._guests = guests
         self._security = security
@@ -82,7 +87,8 @@ class OpenAIEndpoint:
             rewards=self._rewards,
             metrics=metrics,
             model_name=config.openai.model_name or config.model_path.name,
-            token=security.token,
+            security=security,
+            keys=self._keys,
             request_timeout_s=config.openai.request_timeout_s,
         )
 
@@ -103,11 +109,12 @@ class OpenAIEndpoint:
             )
             await runner.setup()
             stack.push_async_callback(runner.cleanup)
-            # OpenAI's clients bring a key, which is checked; without a token only certificates tell who may talk.
-            ssl_context = server_ssl_context(self._security, requires_certificates=self._security.token is None)
+            # Agents bring keys instead of certificates; who brings neither is refused by the routes.
+            ssl_context = server_ssl_context(self._security, requires_certificates=False)
             base = await listen_http(runner, self._listen, setting="openai.listen", ssl_context=ssl_context)
             address = f"{base}/v1"
-            _log.info("OpenAI-compatible endpoint", address=address)
+            keys = "last" if self._keys.is_lasting else f"end with this process; set {SECRET_VARIABLE} to keep them"
+            _log.info("OpenAI-compatible endpoint", address=address, session_keys=keys)
             yield address
 
     async def run(self) -> None:

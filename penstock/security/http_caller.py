@@ -1,0 +1,38 @@
+"""Who sends an HTTP request: by the certificate of its connection, or by its bearer token."""
+
+from __future__ import annotations
+
+import ssl
+from collections.abc import Mapping
+from typing import Any
+
+from penstock.security.access import identify
+from penstock.security.credentials import Security
+from penstock.security.roles import Caller, caller_of_certificate
+from penstock.security.tokens import Tokens
+
+
+def asks_for_certificates(security: Security) -> bool:
+    """Whether servers of this process ask their clients for one."""
+    return security.ca_file is not None and security.cert_file is not None
+
+
+def caller_of_http(
+    tokens: Tokens, *, authorization: str, connection: ssl.SSLObject | ssl.SSLSocket | None, asks: bool
+) -> Caller:
+    """Who sends a request. Raises BadTokenError.
+
+    Args:
+        tokens: Those that are accepted.
+        authorization: The header.
+        connection: TLS, if there is.
+        asks: Who shows neither a token nor a certificate is refused.
+    """
+    certificate = (connection.getpeercert() if connection is not None else None) or {}
+    return identify(tokens, authorization, _caller_of(certificate), shows_what_is_asked=bool(certificate) or not asks)
+
+
+def _caller_of(certificate: Mapping[str, Any]) -> Caller | None:
+    names = [name for kind, name in certificate.get("subjectAltName", ()) if kind == "URI"]
+    common = "".join(value for part in certificate.get("subject", ()) for kind, value in part if kind == "commonName")
+    return caller_of_certificate(names, common)
