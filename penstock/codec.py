@@ -22,6 +22,9 @@ UInt8 = npt.NDArray[np.uint8]
 _INT32, _INT64, _FLOAT32 = np.dtype("<i4"), np.dtype("<i8"), np.dtype("<f4")
 _FIXED_BYTES = {1: 8, 5: 4}
 """Size of protobuf's wire types of fixed size."""
+_TRAJECTORIES = types_pb2.TrajectoryGroup.TRAJECTORIES_FIELD_NUMBER
+SERIALIZED_WHOLE_BYTES = 1024 * 1024
+"""Of token ids in a group: with more it is large."""
 Packed = bytes | memoryview
 """A serialized TrajectoryGroups, or a part of one."""
 
@@ -115,8 +118,25 @@ def packed_parts(groups: Iterable[types_pb2.TrajectoryGroup]) -> list[bytes]:
     """A serialized TrajectoryGroups in parts, without the copy of each group that a message of them would take."""
     parts: list[bytes] = []
     for group in groups:
-        data = group.SerializeToString()
-        parts += (field_prefix(1, len(data)), data)
+        inner = group_parts(group)
+        parts += (field_prefix(1, sum(map(len, inner))), *inner)
+    return parts
+
+
+def group_parts(group: types_pb2.TrajectoryGroup) -> list[bytes]:
+    """A serialized TrajectoryGroup in parts; in one where it is not large.
+
+    Serializing a message takes up to four times its size beside the result, so a large group is done by the sample.
+    """
+    samples = group.trajectories
+    if len(samples) < 2 or sum(len(sample.token_ids) for sample in samples) < SERIALIZED_WHOLE_BYTES:
+        return [group.SerializeToString()]
+    head = types_pb2.TrajectoryGroup(prompt=group.prompt if group.HasField("prompt") else None)
+    parts = [head.SerializeToString()]
+    for sample in samples:
+        data = sample.SerializeToString()
+        parts += (field_prefix(_TRAJECTORIES, len(data)), data)
+    parts.append(types_pb2.TrajectoryGroup(min_policy_version=group.min_policy_version).SerializeToString())
     return parts
 
 

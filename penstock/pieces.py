@@ -6,7 +6,7 @@ cutting and joining are exact whatever a group holds. A receiver keeps what came
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from penstock.errors import InvalidFieldError
 
@@ -27,6 +27,22 @@ def spans(size_bytes: int) -> Iterator[tuple[int, int]]:
     """Where the pieces of so many bytes begin and end."""
     for start in range(0, size_bytes, PIECE_BYTES):
         yield start, min(size_bytes, start + PIECE_BYTES)
+
+
+def joined_pieces(parts: Iterable[bytes]) -> Iterator[bytes]:
+    """The bytes of `parts` in pieces of PIECE_BYTES, the last one at most so large; a piece is all that is copied."""
+    piece = bytearray()
+    for part in parts:
+        view = memoryview(part)
+        while view:
+            num_bytes = PIECE_BYTES - len(piece)
+            piece += view[:num_bytes]
+            view = view[num_bytes:]
+            if len(piece) == PIECE_BYTES:
+                yield bytes(piece)
+                piece.clear()
+    if piece:
+        yield bytes(piece)
 
 
 class Assembly:

@@ -28,9 +28,9 @@ import grpc
 import structlog
 
 from penstock.clients.streams import converse
-from penstock.codec import field_prefix, packed_parts
+from penstock.codec import field_prefix, group_parts, packed_parts
 from penstock.errors import InternalError, InvalidFieldError, PenstockError, RunClosedError
-from penstock.pieces import MAX_GROUP_BYTES, spans
+from penstock.pieces import MAX_GROUP_BYTES, joined_pieces
 from penstock.rpc import backoff_s
 from penstock.v1 import broker_pb2, types_pb2
 
@@ -64,7 +64,7 @@ class _Sent:
     head: broker_pb2.PutTrajectoriesRequest
     """Without the groups."""
     parts: Sequence[bytes]
-    """A serialized TrajectoryGroups, in parts; in one where it is large."""
+    """A serialized TrajectoryGroups, in parts."""
     size_bytes: int
     receipt: asyncio.Future[PutReceipt]
     is_written: bool = False
@@ -74,12 +74,11 @@ class _Sent:
         if self.size_bytes <= MAX_BYTES_PER_PUT:
             yield b"".join((self.head.SerializeToString(), field_prefix(_GROUPS, self.size_bytes), *self.parts))
             return
-        [groups] = self.parts
-        self.head.total_bytes = self.size_bytes
-        for start, end in spans(self.size_bytes):
+        self.head.total_bytes, start = self.size_bytes, 0
+        for piece in joined_pieces(self.parts):
             self.head.offset = start
-            piece = memoryview(groups)[start:end]
             yield b"".join((self.head.SerializeToString(), field_prefix(_GROUPS, len(piece)), piece))
+            start += len(piece)
 
 
 class TrajectorySession:
@@ -194,8 +193,6 @@ class TrajectorySession:
             return self._unanswered[put_id].receipt
         head = broker_pb2.PutTrajectoriesRequest(run_id=self._run_id, producer_id=self._producer_id, put_id=put_id)
         receipt: asyncio.Future[PutReceipt] = asyncio.get_running_loop().create_future()
-        if size_bytes > MAX_BYTES_PER_PUT:
-            parts = [b"".join(parts)]
         self._unanswered[put_id] = _Sent(head=head, parts=parts, size_bytes=size_bytes, receipt=receipt)
         self._unanswered_bytes += size_bytes
         self._work.set()
@@ -296,7 +293,7 @@ def split(
     """
     start, num_bytes = 0, 0
     for position, group in enumerate(groups):
-        size_bytes = group.ByteSize() + 8
+        size_bytes = sum(map(len, group_parts(group))) + 8
         if size_bytes > MAX_GROUP_BYTES:
             raise InvalidFieldError(
                 f"groups: group {group.prompt.group_id!r} has {size_bytes} bytes; a put holds {MAX_GROUP_BYTES}",

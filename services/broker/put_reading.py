@@ -25,6 +25,7 @@ from services.broker.validation import MAX_METADATA_BYTES, check_id
 
 MAX_GROUPS = 1_024
 MAX_BYTES = 4 * 1024 * 1024
+CHECKED_BYTES = 8 * 1024 * 1024
 _OK = types_pb2.SCORE_STATUS_OK
 _FINISHED = frozenset((types_pb2.FINISH_REASON_STOP, types_pb2.FINISH_REASON_LENGTH))
 _LARGE_BYTES = 16 * 1024
@@ -57,8 +58,11 @@ def read_put(
 
 
 def _parsed(packed: Packed) -> list[types_pb2.TrajectoryGroup]:
+    # Protobuf copies what a view shows before it reads it, but not what the view is of.
+    is_whole = isinstance(packed, memoryview) and isinstance(packed.obj, bytearray) and packed.nbytes == len(packed.obj)
+    data = packed.obj if isinstance(packed, memoryview) and is_whole else packed
     try:
-        return list(types_pb2.TrajectoryGroups.FromString(cast("bytes", packed)).groups)
+        return list(types_pb2.TrajectoryGroups.FromString(cast("bytes", data)).groups)
     except DecodeError as error:
         raise InvalidFieldError(f"groups: not a serialized TrajectoryGroups: {error}", field="groups") from error
 
@@ -82,7 +86,7 @@ def _read(messages: Sequence[types_pb2.TrajectoryGroup], slices: list[tuple[int,
     group_ids, num_prompt_tokens = _check_prompts([message.prompt for message in messages])
     _check_keys(group_ids, counts, samples)
     rewards = _check_outcomes(samples)
-    num_tokens = _check_arrays(samples)
+    num_tokens = _check_all_arrays(samples, num_bytes=sum(end - start for start, end in slices))
     oldest, newest = _check_versions(samples, num_tokens)
     stated = [message.min_policy_version for message in messages]
     _require(stated == _oldest_of_groups(oldest, counts), "min_policy_version", stated[0], "the oldest of its samples")
@@ -148,6 +152,14 @@ def _check_outcomes(samples: Sequence[types_pb2.Trajectory]) -> list[float]:
     reasons = {sample.finish_reason for sample in samples}
     _require(reasons <= _FINISHED, "finish_reason", sorted(reasons), "STOP or LENGTH")
     return rewards
+
+
+def _check_all_arrays(samples: Sequence[types_pb2.Trajectory], *, num_bytes: int) -> list[int]:
+    """Completion tokens of each sample; so many at once as have about CHECKED_BYTES, since reading them copies them."""
+    at_once = max(1, len(samples) * CHECKED_BYTES // max(1, num_bytes))
+    return [
+        count for start in range(0, len(samples), at_once) for count in _check_arrays(samples[start : start + at_once])
+    ]
 
 
 def _check_arrays(samples: Sequence[types_pb2.Trajectory]) -> list[int]:
