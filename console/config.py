@@ -16,7 +16,7 @@ import yaml
 from pydantic import Field, field_validator, model_validator
 
 from penstock.collective.backend import Transport
-from penstock.config import Document, StrictModel, Targets, apply_overrides, read_document, validate
+from penstock.config import Document, NetworkConfig, StrictModel, Targets, apply_overrides, read_document, validate
 from penstock.targets import split_targets
 from services.broker.redis_address import parse_redis_url
 from services.generator.config import EngineConfig
@@ -157,7 +157,7 @@ class LogSection(StrictModel):
     """Form of a line."""
 
 
-class RunConfig(StrictModel):
+class RunConfig(NetworkConfig):
     """A whole run."""
 
     run: RunSettings = RunSettings()

@@ -4,6 +4,9 @@ Machines are reached under their own names, which must resolve where they are us
 deployment on one machine). Each runs `penstock node`, which starts what the plan gives it and follows revisions.
 The first machine of the training pool is the head: broker, scheduler, reward worker and trainer run there, in
 containers by its site's compose file, or without any by `penstock run` and the run.yaml beside the sites.
+
+Everything listens on all addresses and speaks mutual TLS, with a certificate for each machine (README.md says how to
+make them); in plain text only on loopback, or where the run's configuration says `insecure: true`.
 """
 
 from __future__ import annotations
@@ -25,10 +28,12 @@ from console.deployment_nodes import (
     node_document,
     pretending,
 )
+from console.deployment_readme import readme
 from console.deployment_trainers import TrainingMachine, processes, training_machines
 from console.derive import training_config
 from console.node_config import NodeConfig
 from penstock.config import ConfigError, Document, validate
+from penstock.security.plain_text import is_local
 from services.scheduler.cost_model.rm1 import Rm1
 from services.scheduler.plan_document import PlanDocument
 from services.scheduler.problem import Problem
@@ -36,6 +41,7 @@ from services.scheduler.problem import Problem
 PORTS = {"redis": 7300, "broker": 7301, "reward": 7303, "trainer": 7304, "weights": 7305, "scheduler": 7306}
 PLAIN_RUN: Document = {"model": {"path": "/data/model"}, "data": {"train": "/data/train.jsonl"}}
 """Of which run it is, when nobody says: paths that somebody has to fill."""
+_LOOPBACK = "127.0.0.1"
 _IN_CONTAINERS = PurePath("/config")
 _HOST = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
@@ -105,6 +111,8 @@ class _Deployment:
             f"{home}/plan.yaml": self.plan.model_dump(mode="json"),
             **self._services(home),
         }
+        if self.has_certificates:
+            found["README.md"] = readme(self.config["run"]["id"], self.machines, self.trainers)
         for name in ("run.yaml", f"{home}/run.yaml"):
             config = parse_run_config(_document(found[name]), source=name)
             training_config(config, broker="127.0.0.1:1", source=name)
@@ -117,6 +125,24 @@ class _Deployment:
             found |= self._site(site, is_home=site == home)
         return found
 
+    @property
+    def is_insecure(self) -> bool:
+        return bool(self.config.get("insecure", False))
+
+    @property
+    def has_certificates(self) -> bool:
+        return not self.is_insecure and self.listen_host != _LOOPBACK
+
+    @property
+    def listen_host(self) -> str:
+        return _LOOPBACK if self.address is not None and is_local(f"{self.address}:1") else "0.0.0.0"
+
+    def _service(self, document: Document) -> Document:
+        return {"insecure": True, **document} if self.is_insecure else document
+
+    def _listen(self, name: str) -> str:
+        return f"{self.listen_host}:{PORTS[name]}"
+
     def _host(self, machine: str) -> str:
         return self.address or machine
 
@@ -125,7 +151,7 @@ class _Deployment:
 
     def _run_outside(self) -> Document:
         """For `penstock run` on the head. A trainer of several machines is torchrun's to start, and attached to."""
-        listen = {name: f"0.0.0.0:{PORTS[name]}" for name in ("broker", "scheduler", "reward", "trainer", "weights")}
+        listen = {name: self._listen(name) for name in ("broker", "scheduler", "reward", "trainer", "weights")}
         document = self._with_plan(self.folder / self.head.site)
         if self.address is not None:
             nodes = [str(self.folder / each.site / f"node-{each.name}.yaml") for each in self.machines]
@@ -152,32 +178,38 @@ class _Deployment:
     def _services(self, home: str) -> dict[str, Document | str]:
         center = self._center()
         return {
-            f"{home}/broker.yaml": {
-                "listen": f"0.0.0.0:{PORTS['broker']}",
-                "redis_url": f"redis://127.0.0.1:{PORTS['redis']}/0",
-                "scheduler": center["scheduler"],
-            },
-            f"{home}/scheduler.yaml": {"listen": f"0.0.0.0:{PORTS['scheduler']}"},
-            f"{home}/reward.yaml": {
-                "listen": f"0.0.0.0:{PORTS['reward']}",
-                "run_id": self.config["run"]["id"],
-                "broker": center["broker"],
-                "tokenizer_path": self.config["model"]["path"],
-                "reward": _reward(self.config),
-            },
+            f"{home}/broker.yaml": self._service(
+                {
+                    "listen": self._listen("broker"),
+                    "redis_url": f"redis://127.0.0.1:{PORTS['redis']}/0",
+                    "scheduler": center["scheduler"],
+                }
+            ),
+            f"{home}/scheduler.yaml": self._service({"listen": self._listen("scheduler")}),
+            f"{home}/reward.yaml": self._service(
+                {
+                    "listen": self._listen("reward"),
+                    "run_id": self.config["run"]["id"],
+                    "broker": center["broker"],
+                    "tokenizer_path": self.config["model"]["path"],
+                    "reward": _reward(self.config),
+                }
+            ),
         }
 
     def _node(self, machine: Machine) -> Document:
         is_tried_here = self.address is not None
-        return node_document(
+        document = node_document(
             machine,
             self.config,
             self._center(),
+            listen_host=self.listen_host,
             address=self._host(machine.name),
             folder=self.folder / "machines" / machine.name if is_tried_here else PurePath("/runs", machine.name),
             config_folder=self.folder / machine.site if is_tried_here else _IN_CONTAINERS,
             is_remote=machine.site != self.head.site,
         )
+        return self._service(document)
 
     def _site(self, site: str, *, is_home: bool) -> dict[str, Document | str]:
         here = [each for each in self.machines if each.site == site]
@@ -185,16 +217,22 @@ class _Deployment:
         head = self.head.name if is_home else None
         found: dict[str, Document | str] = {
             f"{site}/docker-compose.yml": compose_file(
-                here, trainers, head=head, ports=PORTS, is_emulated=self.is_emulated
+                here,
+                trainers,
+                head=head,
+                ports=PORTS,
+                is_emulated=self.is_emulated,
+                has_certificates=self.has_certificates,
             )
         }
         if trainers:
-            found[f"{site}/trainer.yaml"] = {
-                "listen": f"0.0.0.0:{PORTS['trainer']}",
-                "weights_listen": f"0.0.0.0:{PORTS['weights']}",
+            trainer = {
+                "listen": self._listen("trainer"),
+                "weights_listen": self._listen("weights"),
                 "weights_url": self._center()["weights"],
                 "allowed_roots": _trainer_roots(self.config),
             }
+            found[f"{site}/trainer.yaml"] = self._service(trainer)
         if here and self.is_emulated:
             found[f"{site}/{LENGTHS_FILE}"] = drawn_lengths(self.rm1.problem)
         return found

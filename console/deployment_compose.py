@@ -19,8 +19,12 @@ def compose_file(
     head: str | None,
     ports: Mapping[str, int],
     is_emulated: bool,
+    has_certificates: bool,
 ) -> dict[str, Any]:
-    """One site's document: its machines that generate and that train; `head` is the run's, where it is here."""
+    """One site's document: its machines that generate and that train; `head` is the run's, where it is here.
+
+    With `has_certificates` each service finds what `penstock certs issue` wrote for its machine.
+    """
     services: dict[str, Service] = {}
     if head is not None:
         services |= _center(head, ports)
@@ -32,6 +36,17 @@ def compose_file(
         # It serves nothing itself; its generators have health of their own.
         service |= {"shm_size": "8gb", **_grace("node"), "healthcheck": {"disable": True}}
         services[f"node-{each.name}"] = service | ({} if is_emulated else _gpus(each.gpus))
+    for name, service in services.items():
+        if name != "redis":
+            service |= {
+                "environment": _CERTIFICATES if has_certificates else _CREDENTIALS,
+                "volumes": [
+                    ".:/config:ro",
+                    f"${{PENSTOCK_SECRETS:-{'/etc/penstock' if has_certificates else '.'}}}:/run/secrets:ro",
+                    "data:/data",
+                    "runs:/runs",
+                ],
+            }
     return {"services": services, "volumes": {"data": {}, "redis": {}, "runs": {}}}
 
 
@@ -88,7 +103,9 @@ _LIMITS: Service = {
     "logging": {"driver": "json-file", "options": {"max-size": "64m", "max-file": "5"}},
 }
 # Taken from the environment of `docker-compose up` on each machine; what is empty is off.
-_CREDENTIALS = ("TOKEN", "TOKEN_FILE", "TLS_CA", "TLS_CERT", "TLS_KEY")
+_TOKENS = {f"PENSTOCK_{name}": f"${{PENSTOCK_{name}:-}}" for name in ("TOKEN", "TOKEN_FILE")}
+_CREDENTIALS = _TOKENS | {f"PENSTOCK_TLS_{name}": f"${{PENSTOCK_TLS_{name}:-}}" for name in ("CA", "CERT", "KEY")}
+_CERTIFICATES = _TOKENS | {f"PENSTOCK_TLS_{name.upper()}": f"/run/secrets/{name}.pem" for name in ("ca", "cert", "key")}
 
 
 def _service(image: str, command: list[str], machine: str) -> Service:
@@ -97,8 +114,6 @@ def _service(image: str, command: list[str], machine: str) -> Service:
         "command": command,
         "profiles": [machine],
         **_LIMITS,
-        "environment": {f"PENSTOCK_{name}": f"${{PENSTOCK_{name}:-}}" for name in _CREDENTIALS},
-        "volumes": [".:/config:ro", "${PENSTOCK_SECRETS:-.}:/run/secrets:ro", "data:/data", "runs:/runs"],
     }
 
 

@@ -63,6 +63,7 @@ def node_document(
     run: Document,
     center: Mapping[str, str],
     *,
+    listen_host: str,
     address: str,
     folder: PurePath,
     config_folder: PurePath,
@@ -74,6 +75,7 @@ def node_document(
         machine: The machine.
         run: The run's configuration.
         center: Where the run's services are.
+        listen_host: Where its generators listen.
         address: Where the machine is.
         folder: Its own, for logs and weights.
         config_folder: Where the site's files are.
@@ -83,7 +85,7 @@ def node_document(
     engine = {key: value for key, value in stated.items() if key in EngineConfig.model_fields}
     is_emulated = engine.get("engine") == "emulated"
     generator: Document = {
-        "listen": f"0.0.0.0:{machine.first_port}",
+        "listen": f"{listen_host}:{machine.first_port}",
         "run_id": run["run"]["id"],
         "broker": center["broker"],
         "weights": center["trainer"],

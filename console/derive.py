@@ -53,14 +53,20 @@ def local_endpoint(listen: str) -> Endpoint:
     return Endpoint(target=f"127.0.0.1:{port}" if host in _ANY_HOST else listen, listen=listen)
 
 
-def broker_config(addresses: Addresses, redis_url: str) -> BrokerConfig:
+def broker_config(config: RunConfig, addresses: Addresses, redis_url: str) -> BrokerConfig:
     """The broker's configuration."""
-    return BrokerConfig(listen=addresses.broker.listen or "", redis_url=redis_url, scheduler=addresses.scheduler.target)
+    return BrokerConfig(
+        insecure=config.insecure,
+        listen=addresses.broker.listen or "",
+        redis_url=redis_url,
+        scheduler=addresses.scheduler.target,
+    )
 
 
 def scheduler_config(config: RunConfig, addresses: Addresses, folder: RunFolder) -> SchedulerConfig:
     """The scheduler's configuration."""
     return SchedulerConfig(
+        insecure=config.insecure,
         listen=addresses.scheduler.listen or "",
         heartbeat_interval_s=config.scheduler.heartbeat_interval_s,
         lengths=LengthsConfig(
@@ -74,6 +80,7 @@ def scheduler_config(config: RunConfig, addresses: Addresses, folder: RunFolder)
 def reward_config(config: RunConfig, addresses: Addresses) -> RewardConfig:
     """The reward worker's configuration."""
     return RewardConfig(
+        insecure=config.insecure,
         listen=addresses.reward.listen or "",
         run_id=config.run.id,
         broker=addresses.broker.target,
@@ -85,6 +92,7 @@ def reward_config(config: RunConfig, addresses: Addresses) -> RewardConfig:
 def trainer_config(config: RunConfig, addresses: Addresses) -> TrainerConfig:
     """The trainer process' configuration."""
     return TrainerConfig(
+        insecure=config.insecure,
         listen=addresses.trainer.listen or "",
         weights_listen=addresses.weights_listen or "",
         weights_url=addresses.weights_url,
@@ -106,6 +114,7 @@ def generator_config(config: RunConfig, addresses: Addresses, folder: RunFolder,
     section = config.generator
     engine = EngineConfig.model_validate(section.model_dump(include=set(EngineConfig.model_fields)))
     return GeneratorConfig(
+        insecure=config.insecure,
         listen=addresses.generators[index].listen or "",
         generator_id=f"gen-{index}",
         site=config.site,

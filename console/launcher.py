@@ -79,7 +79,7 @@ class Launcher:
         num_generators = sum(endpoint.is_local for endpoint in addresses.generators)
         self._cores = Cores.of_run(config, num_generators=num_generators)
         if addresses.broker.is_local:
-            settings = broker_config(addresses, config.broker.redis_url or await self._start_redis())
+            settings = broker_config(config, addresses, config.broker.redis_url or await self._start_redis())
             self._launch("broker", "broker", settings, addresses.broker, BROKER)
         if addresses.scheduler.is_local:
             scheduler = scheduler_config(config, addresses, self._folder)

@@ -49,7 +49,7 @@ def node_command(path: Path, overrides: list[str]) -> int:
     config = read_node(path, overrides)
     configure_logging(config.node_id, level=config.log.level, log_format=config.log.format)
     watch_launcher(os.environ)
-    return asyncio.run(_run(config, Security.from_environment()))
+    return asyncio.run(_run(config, Security.from_environment(insecure=config.insecure)))
 
 
 async def _run(config: NodeConfig, security: Security) -> int:

@@ -8,11 +8,11 @@ from pathlib import Path
 from pydantic import Field
 
 from console.config import LogSection
-from penstock.config import StrictModel, Targets, apply_overrides, read_document, validate
+from penstock.config import NetworkConfig, Targets, apply_overrides, read_document, validate
 from services.generator.config import GeneratorConfig
 
 
-class NodeConfig(StrictModel):
+class NodeConfig(NetworkConfig):
     """A machine, and how a generator on it is made."""
 
     node_id: str = Field(min_length=1, max_length=128)

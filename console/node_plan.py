@@ -110,8 +110,9 @@ def generator_config(config: NodeConfig, placement: Placement, *, port: int) -> 
     num_samples = min(placement.num_samples or base.engine.max_concurrent_samples, MOST_SAMPLES)
     engine = {"tensor_parallel": placement.tensor_parallel, "max_concurrent_samples": num_samples}
     update: dict[str, object] = {
+        "insecure": base.insecure or config.insecure,
         "listen": f"{host}:{port}",
-        "generator_id": f"gen-{config.node_id}-{placement.gpus[0]}",
+        "generator_id": f"{config.node_id}-gen-{placement.gpus[0]}",
         "engine": base.engine.model_copy(update=engine),
         "cache_dir": base.cache_dir / placement.name,
     }

@@ -15,6 +15,7 @@ from console.disk_watch import MIN_FREE_BYTES
 from console.embedded_redis import redis_executable
 from console.folder import CONSOLE_NAME, RunFolder
 from console.folder_lock import LOCK_NAME
+from console.listeners import listener_problems, listener_warnings
 from console.model_check import context_problem, data_problems, model_problems, text_problem
 from console.node_config import read_node
 from console.ports import listen_problem
@@ -58,7 +59,8 @@ async def check_run(config: RunConfig, folder: RunFolder, *, is_resume: bool, se
         problems.append(problem)
     problems += _lengths_problems(config) + _plan_problems(config)
     problems += _package_problems(config)
-    problems += _port_problems(config)
+    problems += _port_problems(config) + listener_problems(config, security)
+    warnings += listener_warnings(config, security)
     problems += await _network_problems(config, security)
     if config.endpoints.reward is None:
         problems += await reward_problems(config.reward.model, security=security)

@@ -65,7 +65,7 @@ class InterruptedByUserError(Exception):
 
 async def execute_run(config: RunConfig, *, is_resume: bool, source: str) -> int:
     """Do a run from checks to report; returns the exit status. Raises ConfigError before anything is started."""
-    security = Security.from_environment()
+    security = Security.from_environment(insecure=config.insecure)
     folder = RunFolder(config.run.dir / config.run.id)
     with contextlib.ExitStack() as held:
         notes = [held.enter_context(locked(folder.path))] if is_resume else []

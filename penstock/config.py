@@ -37,7 +37,15 @@ class StrictModel(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
 
 
-class MeasuredConfig(StrictModel):
+class NetworkConfig(StrictModel):
+    """Base of the configuration of whatever listens or calls."""
+
+    insecure: bool = False
+    """Allow plain text where TLS is not set up: listeners that other machines reach, and tokens that anybody on the way
+    can read. Right inside a network of your own alone, such as compose's."""
+
+
+class MeasuredConfig(NetworkConfig):
     """Base of a service's configuration: where its Prometheus metrics are offered, if anywhere."""
 
     metrics_port: int | None = Field(default=None, ge=1, le=65535)

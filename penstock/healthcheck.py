@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import asyncio
 import sys
+from dataclasses import replace
 
+from penstock.config import ConfigError
 from penstock.rpc import wait_until_serving
 from penstock.security import Security
 
@@ -15,14 +17,18 @@ TIMEOUT_S = 3.0
 
 
 def main() -> int:
-    """0 when the server reports SERVING, 1 when not, 2 on wrong usage."""
+    """0 when the server reports SERVING, 1 when not, 2 on wrong usage or credentials."""
     if len(sys.argv) not in (2, 3):
         print(__doc__, file=sys.stderr)
         return 2
     target, service = sys.argv[1], (sys.argv[2] if len(sys.argv) == 3 else "")
-    is_serving = asyncio.run(
-        wait_until_serving(target, service=service, timeout_s=TIMEOUT_S, security=Security.from_environment())
-    )
+    try:
+        # Health asks for no token, so none is shown; what plain text the service allows is its own configuration's.
+        security = replace(Security.from_environment(insecure=True), token=None)
+        is_serving = asyncio.run(wait_until_serving(target, service=service, timeout_s=TIMEOUT_S, security=security))
+    except ConfigError as error:
+        print(error, file=sys.stderr)
+        return 2
     return 0 if is_serving else 1
 
 

@@ -30,10 +30,11 @@ def serve_metrics(address: str | None, security: Security) -> None:
     """Offer this process's Prometheus metrics at http(s)://host:port/metrics; nothing when `address` is None.
 
     Raises:
-        ConfigError: It cannot be listened on.
+        ConfigError: It cannot be listened on, or must not be without TLS.
     """
     if address is None:
         return
+    security.admit_listener(address, setting="metrics_listen")
     host, _, port = address.rpartition(":")
     try:
         found = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)

@@ -112,7 +112,13 @@ class Server:
         self.port = 0
 
     async def start(self) -> int:
-        """Listen and report health; returns the port. Raises PortUnavailableError."""
+        """Listen and report health; returns the port.
+
+        Raises:
+            PortUnavailableError: The address cannot be listened on.
+            ConfigError: It must not be listened on without TLS.
+        """
+        self._security.admit_listener(self._listen, setting="listen")
         try:
             self.port = self._security.add_port(self._server, self._listen)
         except RuntimeError as error:

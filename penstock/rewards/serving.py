@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 from typing import Any
 
 import grpc
 import structlog
 import uvloop
 
+from penstock.config import ConfigError
 from penstock.errors import InvalidFieldError, ServiceUnavailableError
 from penstock.rewards.function import RewardFunction
 from penstock.rewards.loading import as_reward, load_reward
@@ -76,7 +78,7 @@ def reward_service(model: RewardModel) -> Service:
 
 
 async def serve_async(target: RewardFunction | BatchReward | str, *, listen: str = DEFAULT_LISTEN) -> None:
-    """Serve a reward until SIGTERM or SIGINT. Raises RewardLoadError and PortUnavailableError.
+    """Serve a reward until SIGTERM or SIGINT. Raises RewardLoadError, PortUnavailableError and ConfigError.
 
     Args:
         target: A function, a BatchReward, or the name of one as `module:function`.
@@ -99,7 +101,10 @@ async def serve_async(target: RewardFunction | BatchReward | str, *, listen: str
 def serve(target: RewardFunction | BatchReward | str, *, listen: str = DEFAULT_LISTEN) -> None:
     """`serve_async` for a program of its own: sets up logging, blocks until SIGTERM or SIGINT."""
     configure_logging("reward-model")
-    uvloop.run(serve_async(target, listen=listen))
+    try:
+        uvloop.run(serve_async(target, listen=listen))
+    except ConfigError as error:
+        sys.exit(str(error))
 
 
 def _timeout_s(context: grpc.aio.ServicerContext[Any, Any]) -> float:

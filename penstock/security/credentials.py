@@ -1,7 +1,7 @@
 """A process's credentials: mutual TLS, and a bearer token.
 
 Secrets come from files and the environment only, never from a configuration file's text. Without either, servers listen
-in plain text, which is meant for loopback and for networks of their own.
+in plain text, on loopback alone unless the configuration says `insecure: true`.
 """
 
 from __future__ import annotations
@@ -13,17 +13,30 @@ from pathlib import Path
 from typing import Any
 
 import grpc
+import structlog
 
+from penstock.config import ConfigError
 from penstock.secret import read_secret
 from penstock.security import tls
 from penstock.security.access import AccessInterceptor
 from penstock.security.files import TlsFiles
+from penstock.security.plain_text import (
+    HOW_TO_ALLOW,
+    HOW_TO_PROTECT,
+    is_allowed_by_environment,
+    is_local,
+    missing_halves,
+    plain_listener_problem,
+    plain_listener_warning,
+)
 from penstock.security.tokens import Tokens, check_header, check_token, read_accepted_tokens, token_interceptors
 
 CLUSTER = "PENSTOCK"
 """What the variables of the cluster's own credentials begin with."""
 JUDGES = "PENSTOCK_JUDGE"
 """What those begin with that are shown to third parties' reward models."""
+
+_log = structlog.get_logger()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,16 +54,25 @@ class Security:
     accepted_tokens: tuple[str, ...] = ()
     """Further ones that its servers accept."""
     allows_plain: bool = False
-    """Whether the token may be shown without TLS."""
+    """Whether the token may be shown, and a server beyond loopback may listen, without TLS."""
+    plain_listeners: list[str] = field(default_factory=list, compare=False, repr=False)
+    """Where this process listens in plain text beyond loopback."""
     prefix: str = field(default=CLUSTER, compare=False)
     """What the variables that these come from begin with; for messages."""
 
     @classmethod
-    def from_environment(cls, prefix: str = CLUSTER) -> Security:
+    def from_environment(cls, prefix: str = CLUSTER, *, insecure: bool = False) -> Security:
         """What PENSTOCK_TOKEN(_FILE), PENSTOCK_ACCEPTED_TOKENS_FILE and PENSTOCK_TLS_CA, _CERT and _KEY say.
 
         With another prefix those of that name: never any of the cluster's, and no accepted tokens. What is unset is
-        off. Raises ConfigError.
+        off.
+
+        Args:
+            prefix: What the variables begin with.
+            insecure: Whether plain text is allowed; PENSTOCK_INSECURE=true says so, too.
+
+        Raises:
+            ConfigError: A half of something is missing, a line each; a file cannot be read; a token is none.
         """
 
         def file(name: str) -> Path | None:
@@ -62,24 +84,81 @@ class Security:
             # A third party's token may look like anything.
             check = check_token if prefix == CLUSTER else check_header
             check(token, where=f"{prefix}_TOKEN")
-        return cls(
+        found = cls(
             ca_file=file("CA"),
             cert_file=file("CERT"),
             key_file=file("KEY"),
+            allows_plain=insecure or is_allowed_by_environment(),
             token=token,
             accepted_tokens=read_accepted_tokens() if prefix == CLUSTER else (),
             prefix=prefix,
         )
+        problems = missing_halves(
+            prefix,
+            has_ca=found.ca_file is not None,
+            has_cert=found.cert_file is not None,
+            has_key=found.key_file is not None,
+            has_token=token is not None,
+            allows_plain=found.allows_plain,
+        )
+        if problems:
+            raise ConfigError("\n".join(problems))
+        return found
 
     @property
     def serves_tls(self) -> bool:
         """Whether servers of this process speak TLS."""
         return self.cert_file is not None and self.key_file is not None
 
+    @property
+    def has_credentials(self) -> bool:
+        """Whether anything protects this process's servers and calls."""
+        return any((self.ca_file, self.cert_file, self.token, self.accepted_tokens))
+
     def may_fetch_from(self, url: str) -> bool:
         """Whether a request to that address keeps the credentials, where there are any, from others."""
-        has_credentials = self.token is not None or self.ca_file is not None
-        return self.allows_plain or not has_credentials or url.startswith("https://")
+        return self.allows_plain or not self.has_credentials or url.startswith("https://")
+
+    def admit_listener(self, listen: str, *, setting: str) -> None:
+        """To be called before a server listens at host:port.
+
+        Raises:
+            ConfigError: See `listener_problem`.
+        """
+        problem = self.listener_problem(listen, setting=setting)
+        if problem is not None:
+            raise ConfigError(problem)
+        if not self.serves_tls:
+            self._note_listener(listen, setting=setting)
+
+    def listener_problem(self, listen: str, *, setting: str) -> str | None:
+        """Why a server must not listen there: in plain text beyond loopback, or while clients show tokens or speak TLS.
+
+        Args:
+            listen: host:port.
+            setting: Where that comes from, for the message.
+        """
+        if self.serves_tls or self.allows_plain:
+            return None
+        if not is_local(listen):
+            return plain_listener_problem(listen, setting=setting, fix=HOW_TO_PROTECT)
+        if self.ca_file is not None or self.tokens:
+            return (
+                f"PENSTOCK_TLS_CERT: missing, so {setting} {listen} would be in plain text, where tokens must not go "
+                f"and clients with certificates do not; {HOW_TO_PROTECT}, or {HOW_TO_ALLOW}"
+            )
+        return None
+
+    def admit_plain_listener(self, listen: str, *, setting: str, fix: str) -> None:
+        """`admit_listener` for what cannot speak TLS; `fix` says how to do without it. Raises ConfigError."""
+        if not is_local(listen) and not self.allows_plain:
+            raise ConfigError(plain_listener_problem(listen, setting=setting, fix=fix))
+        self._note_listener(listen, setting=setting)
+
+    def _note_listener(self, listen: str, *, setting: str) -> None:
+        if not is_local(listen):
+            self.plain_listeners.append(listen)
+            _log.warning(f"{setting}: {plain_listener_warning(listen)}")
 
     @property
     def tokens(self) -> Tokens:
@@ -100,7 +179,12 @@ class Security:
         return tls.add_port(server, listen, self.tls_files)
 
     def open_channel(self, target: str, options: Sequence[tuple[str, Any]]) -> grpc.aio.Channel:
-        """A channel with these credentials. Raises ConfigError."""
+        """A channel with these credentials. Raises ConfigError where it would show the token in plain text."""
+        if self.token is not None and self.ca_file is None and not self.allows_plain:
+            raise ConfigError(
+                f"{self.prefix}_TLS_CA: missing, so the token would go to {target} in plain text; name the file of the "
+                f"authority's certificate, or {HOW_TO_ALLOW}"
+            )
         interceptors = [] if self.token is None else list(token_interceptors(self.token))
         if self.ca_file is None:
             return grpc.aio.insecure_channel(target, options=options, interceptors=interceptors)

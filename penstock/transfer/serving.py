@@ -68,12 +68,14 @@ async def serving_contents(
 
     Raises:
         PortUnavailableError: `listen` cannot be listened on.
+        ConfigError: It must not be listened on without TLS.
     """
     handler = _ContentHandler(find, rate=rate, max_requests=max_requests, on_served=on_served)
     access = HttpAccess(security, site=site)
     app = web.Application(middlewares=[access.middleware])
     access.add(app, "GET", "/weights/{run_id}/{name}", handler.get, roles=[Role.ACCESS_ROLE_GENERATOR])
     runner = web.AppRunner(app, access_log=None, shutdown_timeout=HTTP_SHUTDOWN_S)
+    security.admit_listener(listen, setting=setting)
     await runner.setup()
     try:
         yield await listen_http(runner, listen, setting=setting, ssl_context=server_ssl_context(security))

@@ -72,7 +72,7 @@ async def serve(config: BrokerConfig) -> None:
     # What was imported lives as long as the process, and most of what calls make dies young.
     gc.freeze()
     gc.set_threshold(20_000, 20, 50)
-    security = Security.from_environment()
+    security = Security.from_environment(insecure=config.insecure)
     serve_metrics(config.metrics_address, security)
     store = make_store(config, registry=REGISTRY)
     hubs = make_hubs(store, registry=REGISTRY, clock=SystemClock(), scheduler=config.scheduler, security=security)

@@ -47,7 +47,7 @@ async def serve(config: GeneratorConfig) -> None:
         EngineError, DigestMismatchError: The engine did not start.
         GeneratorFailedError: The engine failed while it decoded.
     """
-    security = Security.from_environment()
+    security = Security.from_environment(insecure=config.insecure)
     serve_metrics(config.metrics_address, security)
     metrics = GeneratorMetrics()
     members = [_assemble(one, metrics, security) for one in expand(config)]

@@ -37,7 +37,7 @@ async def serve(config: RewardConfig) -> None:
         PenstockError: The broker refuses this process for good.
     """
     texts = _texts(config)
-    security = Security.from_environment()
+    security = Security.from_environment(insecure=config.insecure)
     serve_metrics(config.metrics_address, security)
     model = build_model(config.reward.model, security=security)
     max_leases = _BATCHES_HELD_A_CALL * config.reward.max_concurrent_batches * config.reward.max_batch_size

@@ -53,7 +53,7 @@ def make_service(servicer: SchedulerServicer) -> Service:
 
 async def serve(config: SchedulerConfig) -> None:
     """Serve until SIGTERM or SIGINT. Raises PortUnavailableError, ConfigError."""
-    security = Security.from_environment()
+    security = Security.from_environment(insecure=config.insecure)
     serve_metrics(config.metrics_address, security)
     clock = SystemClock()
     lengths = make_forecaster(config.lengths, clock=clock, registry=REGISTRY)

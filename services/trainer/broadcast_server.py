@@ -11,6 +11,7 @@ import structlog
 
 from penstock.collective.backend import Transport
 from penstock.rpc import PortUnavailableError
+from penstock.security import Security
 from services.trainer.broadcasts import Broadcasts, BroadcastSettings
 from services.trainer.config import TrainerConfig
 from services.trainer.weight_store import WeightStore
@@ -21,17 +22,22 @@ _log = structlog.get_logger()
 
 @asynccontextmanager
 async def broadcasting(
-    config: TrainerConfig, *, store: WeightStore, weights_url: str
+    config: TrainerConfig, *, store: WeightStore, weights_url: str, security: Security
 ) -> AsyncIterator[Broadcasts | None]:
     """The broadcasts of a store's contents; None where weights go over HTTP alone.
 
     Raises:
         PortUnavailableError: `broadcast_listen` cannot be listened on.
+        ConfigError: It is reached from other machines, and nobody says that the network is to be trusted.
     """
     if config.weights_transport is Transport.HTTP:
         yield None
         return
     listen = config.broadcast_listen or f"{config.weights_listen.rpartition(':')[0]}:0"
+    if not config.trusts_network:
+        security.admit_plain_listener(
+            listen, setting="broadcast_listen", fix="set weights_transport to http, or trusts_network to true"
+        )
     host = listen.rpartition(":")[0].strip("[]")
     settings = BroadcastSettings(
         backend=config.weights_transport,

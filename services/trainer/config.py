@@ -60,8 +60,8 @@ class TrainerConfig(MeasuredConfig):
     broadcast_stall_s: float = Field(default=10.0, gt=0, le=600)
     """A broadcast that makes no progress for so long is given up; what is missing is fetched over HTTP."""
     trusts_network: bool = False
-    """Let processes that torchrun started on several machines talk to each other, though torch.distributed neither
-    encrypts nor authenticates and TLS or a token protects everything else."""
+    """Let processes that torchrun started on several machines talk to each other, and weights be broadcast to other
+    machines, though torch.distributed neither encrypts nor authenticates and TLS protects everything else."""
     state_dir: Path | None = Path("runs/.trainers")
     """Folder in which the run under way is kept, so that a trainer that is started again on the same port goes on with
     it by itself; with null, or a port that the system chooses, it waits for StartRun."""

@@ -25,7 +25,7 @@ import structlog
 import services
 from penstock.bound_child import bound
 from penstock.config import ConfigError
-from penstock.security import NO_SECURITY, Security
+from penstock.security import Security
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -175,7 +175,7 @@ def stay_on_loopback() -> None:
 
 def check_trust(place: Place | None, security: Security, *, trusts_network: bool) -> None:
     """Refuses processes on several machines where everything else is protected; raises ConfigError."""
-    if place is not None and place.spans_machines and security != NO_SECURITY and not trusts_network:
+    if place is not None and place.spans_machines and security.has_credentials and not trusts_network:
         raise ConfigError(
             f"trusts_network: torchrun started {place.num_ranks} processes on several machines, between which weights "
             "and samples travel without encryption or authentication, while TLS or a token protects everything else; "

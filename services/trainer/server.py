@@ -39,7 +39,7 @@ async def serve(config: TrainerConfig) -> None:
         ConfigError: Its processes would talk unprotected over a network.
     """
     place = Place.read(os.environ)
-    security = Security.from_environment()
+    security = Security.from_environment(insecure=config.insecure)
     check_trust(place, security, trusts_network=config.trusts_network)
     if place is not None and not place.spans_machines:
         stay_on_loopback()
@@ -57,7 +57,7 @@ async def serve(config: TrainerConfig) -> None:
             security=security,
             max_bytes_per_second=config.max_weights_bytes_per_second,
         ) as url,
-        broadcasting(config, store=store, weights_url=stated_url or url) as broadcasts,
+        broadcasting(config, store=store, weights_url=stated_url or url, security=security) as broadcasts,
     ):
         await _serve_grpc(
             config,

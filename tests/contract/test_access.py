@@ -50,7 +50,7 @@ METHODS = [
 ROLES = [role for role in Role.values() if role]
 TOKENS = {role: f"{role_name(role)}:{role_name(role)}-0123456789abcdef" for role in ROLES}
 OF_RUN = "generator@math:0123456789abcdef"
-SECURED = Security(token="the-operators", accepted_tokens=(*TOKENS.values(), OF_RUN))
+SECURED = Security(token="the-operators", accepted_tokens=(*TOKENS.values(), OF_RUN), allows_plain=True)
 
 _READS = {"GetRun", "WatchPolicy"}
 _PLANS = {"GetPlan", "WatchPlan"}
@@ -142,7 +142,7 @@ async def test_every_method_times_every_role(service_name):
         for role, method in itertools.product(ROLES, service.methods):
             may = role == Role.ACCESS_ROLE_OPERATOR or method.name in EXPECTED[role_name(role)]
             recorder.heard.clear()
-            async with rpc.open_channel(target, Security(token=TOKENS[role])) as channel:
+            async with rpc.open_channel(target, Security(token=TOKENS[role], allows_plain=True)) as channel:
                 if may:
                     await _call(channel, service, method)
                 else:
@@ -150,7 +150,7 @@ async def test_every_method_times_every_role(service_name):
                         await _call(channel, service, method)
             assert recorder.heard == ([(method.name, role_name(role))] if may else []), method.name
         for token in (None, "wrong", "operator:0123456789abcdef"):
-            async with rpc.open_channel(target, Security(token=token)) as channel:
+            async with rpc.open_channel(target, Security(token=token, allows_plain=True)) as channel:
                 for method in service.methods:
                     with pytest.raises(BadTokenError):
                         await _call(channel, service, method)
@@ -201,7 +201,7 @@ async def test_a_caller_of_one_run_is_refused_in_another_in_every_method_that_na
         _, served = _recorded(service, grpc_module)
         async with (
             serving(served, security=SECURED) as (_, target),
-            rpc.open_channel(target, Security(token=OF_RUN)) as channel,
+            rpc.open_channel(target, Security(token=OF_RUN, allows_plain=True)) as channel,
         ):
             for run_id, is_own in (("math", True), ("code", False)):
                 request = kind()

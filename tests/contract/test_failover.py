@@ -83,7 +83,7 @@ async def pair(security: Security) -> AsyncIterator[Pair]:
 @pytest.fixture(params=["plain", "token"])
 async def both(request: pytest.FixtureRequest) -> AsyncIterator[Pair]:
     """With a token gRPC wraps every call, which must not hide how it ended."""
-    async with pair(Security(token="t" if request.param == "token" else None)) as running:
+    async with pair(Security(token="t" if request.param == "token" else None, allows_plain=True)) as running:
         yield running
 
 

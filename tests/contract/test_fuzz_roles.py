@@ -102,7 +102,7 @@ async def test_nonsense_in_every_role_crashes_nothing_and_leaves_nothing_behind(
     codes: Counter[grpc.StatusCode] = Counter()
     async with _server(tmp_path) as (process, target), AsyncExitStack() as stack:
         channels = {
-            caller: await stack.enter_async_context(open_channel(target, Security(token=token)))
+            caller: await stack.enter_async_context(open_channel(target, Security(token=token, allows_plain=True)))
             for caller, token in CALLERS.items()
         }
 

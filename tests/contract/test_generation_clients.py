@@ -161,8 +161,8 @@ async def test_a_silent_broker_is_left_and_found_again(monkeypatch):
 async def test_a_wrong_token_ends_the_session():
     broker = ScriptedGenerationBroker()
     async with (
-        serving(broker.service(), security=Security(token="right")) as (_, target),
-        open_channel(target, Security(token="wrong")) as channel,
+        serving(broker.service(), security=Security(token="right", allows_plain=True)) as (_, target),
+        open_channel(target, Security(token="wrong", allows_plain=True)) as channel,
     ):
         hello = broker_pb2.GeneratorHello(run_id="r", generator_id="gen-1")
         session = LeaseSession(channel, hello=hello, holder=Holder(), peer="broker")

@@ -29,7 +29,7 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 ROLES = [role for role in Role.values() if role]
 TOKENS = {role: f"{role_name(role)}:{role_name(role)}-0123456789abcdef" for role in ROLES}
 OF_RUN, OF_OTHER_RUN = "generator@r:0123456789abcdef", "generator@code:0123456789abcdef"
-SECURED = Security(token="the-operators", accepted_tokens=(*TOKENS.values(), OF_RUN, OF_OTHER_RUN))
+SECURED = Security(token="the-operators", accepted_tokens=(*TOKENS.values(), OF_RUN, OF_OTHER_RUN), allows_plain=True)
 
 WEIGHTS = {("GET", "/weights/{run_id}/{name}"): {"generator"}}
 METRICS = {("GET", "/metrics"): {"observer"}}

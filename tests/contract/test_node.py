@@ -64,13 +64,13 @@ async def test_a_machine_says_that_it_waits_for_a_plan(tmp_path: Path) -> None:
 @pytest.mark.parametrize("token", ["wrong", ""])
 async def test_a_machine_with_a_bad_token_ends_at_once_in_one_line(tmp_path: Path, token: str) -> None:
     path = tmp_path / "node.yaml"
-    async with serving(_scheduler(), security=Security(token="right")) as (_, target):
+    async with serving(_scheduler(), security=Security(token="right", allows_plain=True)) as (_, target):
         path.write_text(yaml.safe_dump(_document(tmp_path, target)))
         process = await asyncio.create_subprocess_exec(
             *COMMAND,
             "node",
             str(path),
-            env={**os.environ, **environment(), "PENSTOCK_TOKEN": token},
+            env={**os.environ, **environment(), "PENSTOCK_TOKEN": token, "PENSTOCK_INSECURE": "true"},
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.PIPE,
         )

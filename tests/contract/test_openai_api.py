@@ -210,7 +210,7 @@ async def test_a_session_ends_at_the_runs_completion_limit(model):
 
 
 async def test_only_the_token_opens_the_door(model):
-    async with endpoint_bench(model, security=Security(token="secret")) as bench:
+    async with endpoint_bench(model, security=Security(token="secret", allows_plain=True)) as bench:
         with pytest.raises(openai.AuthenticationError) as caught:
             await chat(bench)
         assert caught.value.code == "invalid_api_key"

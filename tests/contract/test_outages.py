@@ -139,8 +139,8 @@ async def test_a_stop_while_waiting_ends_within_seconds_with_a_checkpoint(tmp_pa
 async def test_a_wrong_token_is_an_error_at_once(tmp_path, model) -> None:
     broker = ScriptedTrainingBroker()
     async with (
-        serving(broker.service(), security=Security(token="right")) as (_, target),
-        running_trainer(security=Security(token="wrong")) as trainer,
+        serving(broker.service(), security=Security(token="right", allows_plain=True)) as (_, target),
+        running_trainer(security=Security(token="wrong", allows_plain=True)) as trainer,
     ):
         await trainer.start(run_document(tmp_path, model, target))
         finished = (await trainer.events())[-1].finished

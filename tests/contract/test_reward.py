@@ -227,10 +227,10 @@ async def test_draining_gives_up_at_its_deadline():
 
 async def test_a_wrong_token_ends_the_session_instead_of_trying_for_ever():
     broker = ScriptedBroker(items(1))
-    async with serving(broker.service(), security=Security(token="right")) as (_, target):
+    async with serving(broker.service(), security=Security(token="right", allows_plain=True)) as (_, target):
         with pytest.raises(BadTokenError, match="PENSTOCK_TOKEN"):
             async with asyncio.timeout(10):
-                await session_to(target, security=Security(token="wrong")).run()
+                await session_to(target, security=Security(token="wrong", allows_plain=True)).run()
 
 
 # --- RewardService ----------------------------------------------------------------------------------------------------

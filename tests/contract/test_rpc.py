@@ -114,9 +114,9 @@ async def test_a_message_over_the_limit_is_refused():
 
 
 async def test_a_wrong_token_is_refused_and_the_right_one_passes():
-    secured = Security(token="right")
+    secured = Security(token="right", allows_plain=True)
     async with serving(service(), security=secured) as (_, target):
-        for security in (Security(), Security(token="wrong")):
+        for security in (Security(), Security(token="wrong", allows_plain=True)):
             async with open_channel(target, security) as channel:
                 with pytest.raises(BadTokenError):
                     await call(score(channel), pb.ScoreRequest(), peer="reward")

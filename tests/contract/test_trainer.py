@@ -449,7 +449,7 @@ async def test_a_manifest_watcher_gets_the_newest_first_and_ends_when_the_server
 
 
 async def test_weights_need_the_token_when_there_is_one() -> None:
-    security = Security(token="secret")
+    security = Security(token="secret", allows_plain=True)
     async with (
         serving_weights(WeightStore(), listen="127.0.0.1:0", security=security) as url,
         aiohttp.ClientSession() as session,

@@ -24,7 +24,7 @@ from tests.helpers.fuzz_services import make_services
 
 ROLES = [role for role in Role.values() if role]
 TOKENS = {role_name(role): f"{role_name(role)}:0123456789abcdef" for role in ROLES}
-SECURITY = Security(token="the-operators-own", accepted_tokens=tuple(TOKENS.values()))
+SECURITY = Security(token="the-operators-own", accepted_tokens=tuple(TOKENS.values()), allows_plain=True)
 
 
 async def main() -> None:

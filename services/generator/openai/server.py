@@ -99,6 +99,7 @@ class OpenAIEndpoint:
         Raises:
             PortUnavailableError: The address cannot be listened on.
         """
+        self._security.admit_listener(self._listen, setting="openai.listen")
         async with AsyncExitStack() as stack:
             stack.callback(self._tokenizer.close)
             stack.push_async_callback(self._putter.close)

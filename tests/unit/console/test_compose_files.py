@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 import yaml
 
+from console.config import RunConfig
 from console.deployment import PLAIN_RUN, deployment
+from console.serve import ServiceKind, _config_model
 from penstock.graces import LAST_ACT_S, STOP_GRACE_S
 from services.scheduler.cost_model.rm1 import Rm1
 from tests.helpers.console import ROOT
@@ -94,3 +96,10 @@ def test_the_reward_worker_has_the_generators_tokenizer_once_it_is_made() -> Non
 def test_metrics_can_be_scraped_from_other_containers(kind: str) -> None:
     settings = yaml.safe_load((ROOT / "deploy" / "compose" / f"{kind}.yaml").read_text())
     assert settings["metrics_listen"] == "0.0.0.0:9464"
+
+
+@pytest.mark.parametrize("kind", ["broker", "scheduler", "reward", "trainer", "generator", "run"])
+def test_plain_text_is_allowed_inside_the_network_of_compose(kind: str) -> None:
+    path = ROOT / "deploy" / "compose" / f"{kind}.yaml"
+    model = RunConfig if kind == "run" else _config_model(ServiceKind(kind))
+    assert model.model_validate(yaml.safe_load(path.read_text())).insecure  # type: ignore[attr-defined]

@@ -138,7 +138,7 @@ def test_service_configurations_agree_on_addresses(tmp_path: Path) -> None:
     assert generators[0].engine.engine == "emulated"
     assert {one.site for one in generators} == {"frankfurt"}
     reward = reward_config(resolved, addresses)
-    assert broker_config(addresses, "unix:///x").listen == reward.broker
+    assert broker_config(resolved, addresses, "unix:///x").listen == reward.broker
     # The reward worker decodes with the tokenizer that generators decode with.
     assert {reward.tokenizer_path} == {one.model_path for one in generators}
     assert addresses.weights_url == addresses.weights_listen

@@ -7,9 +7,10 @@ import yaml
 
 from console.config import load_run_config
 from console.deployment import PLAIN_RUN, deployment, write_deployment
-from console.node_config import read_node
+from console.node_config import NodeConfig, read_node
+from console.node_plan import Placement, generator_config
 from console.serve import ServiceKind, load_service_config
-from penstock.config import ConfigError
+from penstock.config import ConfigError, validate
 from services.scheduler.cost_model.rm1 import Rm1
 from services.scheduler.plan_document import read_plan
 from services.scheduler.problem import read_problem
@@ -42,10 +43,11 @@ def test_every_file_is_accepted_by_what_reads_it(rm1, tmp_path):
             assert read_problem(path) == rm1.problem
         elif path.name == "plan.yaml":
             assert read_plan(path) == PLAN
-        elif path.name != "docker-compose.yml":
+        elif path.name not in ("docker-compose.yml", "README.md"):
             load_service_config(ServiceKind(path.stem), path, [], listen=None)
     assert {str(path.relative_to(tmp_path / "out")) for path in written} == {
         "run.yaml",
+        "README.md",
         *(f"r0/{name}.yaml" for name in ("run", "problem", "plan", "broker", "scheduler", "reward", "trainer")),
         "r0/docker-compose.yml",
         "r1/docker-compose.yml",
@@ -54,6 +56,58 @@ def test_every_file_is_accepted_by_what_reads_it(rm1, tmp_path):
         "r1/node-l4-0.yaml",
         "r1/node-l4-1.yaml",
     }
+
+
+def listeners(files) -> dict[str, list[str]]:
+    """Where each service and each machine's generators listen, by file."""
+    found = {}
+    for name, document in files.items():
+        if isinstance(document, dict) and not name.endswith(("docker-compose.yml", "problem.yaml", "plan.yaml")):
+            stated = {**document, **document.get("listen", {})} if name.endswith("run.yaml") else document
+            stated = {**stated, **stated.get("generator", {})} if "node-" in name else stated
+            keys = ("listen", "weights_listen", "broker", "scheduler", "reward", "trainer", "weights")
+            values = (stated.get(key) for key in (keys if name.endswith("run.yaml") else keys[:2]))
+            found[name] = [value for value in values if isinstance(value, str)]
+    return found
+
+
+def test_machines_speak_tls_with_a_certificate_each(rm1):
+    files = deployed(rm1, of=SPREAD)
+    services = {**files["r0/docker-compose.yml"]["services"], **files["r1/docker-compose.yml"]["services"]}
+
+    assert {"broker", "run", "trainer", "trainer-l40s-0", "node-l4-1"} <= services.keys()
+    for name, service in services.items():
+        if name != "redis":
+            assert service["environment"]["PENSTOCK_TLS_KEY"] == "/run/secrets/key.pem", name
+            assert "${PENSTOCK_SECRETS:-/etc/penstock}:/run/secrets:ro" in service["volumes"], name
+    assert "http://" not in str(files)
+    assert not any("insecure" in document for document in files.values())
+    text = files["README.md"]
+    for words in (
+        "penstock certs issue operator --run '*' --site '*' --name a100-0 --host a100-0",
+        "penstock certs issue generator --run tiny_04_4n_2reg_8b --site r1 --name l4-0 --host l4-0",
+        "trusts_network: true",
+    ):
+        assert words in text.replace("\\\n   ", "")
+    # What the certificate of its machine binds a generator's name to.
+    assert "--name l4-1 " in text
+    assert generator_config_of(files["r1/node-l4-1.yaml"]).generator_id == "l4-1-gen-0"
+
+
+def generator_config_of(document):
+    return generator_config(validate(NodeConfig, document, source="node"), Placement(gpus=(0,)), port=7400)
+
+
+def test_plain_text_stays_on_loopback_unless_it_is_asked_for(rm1):
+    run = {**PLAIN_RUN, "insecure": True}
+    tried = deployed(rm1, address="127.0.0.1")
+    assert {value.partition(":")[0] for values in listeners(tried).values() for value in values} == {"127.0.0.1"}
+    assert not any("insecure" in document for document in tried.values())
+    asked = deployed(rm1, run=run)
+    assert all(asked[name]["insecure"] for name, values in listeners(asked).items() if values)
+    assert {value.partition(":")[0] for values in listeners(asked).values() for value in values} == {"0.0.0.0"}
+    assert generator_config_of(asked["r1/node-l4-1.yaml"]).insecure
+    assert not {"README.md"} & {*tried, *asked}
 
 
 def test_machines_find_the_head_and_relay_only_where_the_trainer_is_far(rm1):

@@ -10,7 +10,7 @@ import pytest
 from console.serve import ServiceKind, _config_model
 from penstock.config import ConfigError, MeasuredConfig, validate
 from penstock.metrics_server import serve_metrics
-from penstock.security import NO_SECURITY
+from penstock.security import NO_SECURITY, Security
 
 
 def free_port() -> int:
@@ -26,9 +26,14 @@ def test_every_service_says_where_its_metrics_are(kind: ServiceKind) -> None:
 
 def test_metrics_can_be_reached_at_any_address_of_the_machine() -> None:
     port = free_port()
-    serve_metrics(MeasuredConfig(metrics_listen=f"0.0.0.0:{port}").metrics_address, NO_SECURITY)
+    serve_metrics(MeasuredConfig(metrics_listen=f"0.0.0.0:{port}").metrics_address, Security(allows_plain=True))
     with urllib.request.urlopen(f"http://127.0.0.2:{port}/metrics", timeout=10) as answer:
         assert b"# TYPE" in answer.read()
+
+
+def test_metrics_leave_the_machine_in_plain_text_where_that_is_asked_for_only() -> None:
+    with pytest.raises(ConfigError, match=r"^metrics_listen: 0.0.0.0:9100 is reached from other machines.*insecure"):
+        serve_metrics("0.0.0.0:9100", NO_SECURITY)
 
 
 def test_a_port_alone_stays_on_loopback() -> None:

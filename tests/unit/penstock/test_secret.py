@@ -12,6 +12,11 @@ from penstock.security import Security
 from services.broker.redis_address import parse_redis_url, with_password
 
 
+@pytest.fixture(autouse=True)
+def _plain_text_is_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PENSTOCK_INSECURE", "true")
+
+
 def test_a_secret_is_read_from_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "token").write_text("long and secret\n")
     monkeypatch.setenv("PENSTOCK_TOKEN", "")

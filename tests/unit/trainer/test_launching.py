@@ -10,7 +10,11 @@ from services.trainer.config import TrainerConfig
 from services.trainer.launching import Place, check_size, check_trust
 from services.trainer.server import serve
 
-PROTECTED = [Security(token="t"), Security(cert_file=Path("c"), key_file=Path("k")), Security(ca_file=Path("a"))]
+PROTECTED = [
+    Security(token="t"),
+    Security(cert_file=Path("c"), key_file=Path("k")),
+    Security(ca_file=Path("a")),
+]
 
 
 def variables(*, rank=0, num_ranks=4, num_local=2):
@@ -33,7 +37,8 @@ def test_protected_trainers_talk_over_a_network_only_where_it_is_trusted(securit
     with pytest.raises(ConfigError, match="trusts_network: true"):
         check_trust(place, security, trusts_network=False)
     check_trust(place, security, trusts_network=True)
-    check_trust(place, NO_SECURITY, trusts_network=False)
+    for unprotected in (NO_SECURITY, Security(allows_plain=True)):
+        check_trust(place, unprotected, trusts_network=False)
     check_trust(Place.read(variables(num_local=4)), security, trusts_network=False)
     check_trust(None, security, trusts_network=False)
 
@@ -43,6 +48,7 @@ async def test_every_process_refuses_before_it_listens(monkeypatch, rank):
     for name, value in variables(rank=rank).items():
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("PENSTOCK_TOKEN", "t")
+    monkeypatch.setenv("PENSTOCK_INSECURE", "true")
     with pytest.raises(ConfigError, match="trusts_network"):
         await serve(TrainerConfig())
 

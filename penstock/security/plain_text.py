@@ -1,0 +1,81 @@
+"""Where plain text is right: on loopback and local sockets; elsewhere only where the configuration says so."""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+
+from penstock.config import ConfigError
+
+INSECURE_VARIABLE = "PENSTOCK_INSECURE"
+HOW_TO_ALLOW = f"set insecure: true in the configuration ({INSECURE_VARIABLE}=true for commands without one)"
+HOW_TO_PROTECT = "make certificates (penstock certs) and set PENSTOCK_TLS_CA, PENSTOCK_TLS_CERT and PENSTOCK_TLS_KEY"
+
+
+def is_local(address: str) -> bool:
+    """Whether only this machine reaches host:port: 127.0.0.0/8, ::1, localhost, and unix sockets.
+
+    Other names are not looked up: what they mean is nobody's promise.
+    """
+    if address.startswith(("unix:", "unix-abstract:")):
+        return True
+    host = address.rpartition(":")[0].strip("[]")
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def is_allowed_by_environment() -> bool:
+    """What PENSTOCK_INSECURE says. Raises ConfigError."""
+    value = os.environ.get(INSECURE_VARIABLE, "")
+    if value.lower() in ("", "false", "0"):
+        return False
+    if value.lower() in ("true", "1"):
+        return True
+    raise ConfigError(f"{INSECURE_VARIABLE}: {value!r:.40} must be true or false")
+
+
+def plain_listener_problem(listen: str, *, setting: str, fix: str) -> str:
+    """Said of one that is refused."""
+    return (
+        f"{setting}: {listen} is reached from other machines, and would be in plain text; listen on 127.0.0.1, "
+        f"or {fix}, or {HOW_TO_ALLOW}"
+    )
+
+
+def plain_listener_warning(listen: str) -> str:
+    """Said of one that is allowed, at every start."""
+    return (
+        f"{listen} is in plain text (insecure: true): whoever reaches it or carries what passes can read and change it"
+    )
+
+
+def missing_halves(
+    prefix: str, *, has_ca: bool, has_cert: bool, has_key: bool, has_token: bool, allows_plain: bool
+) -> list[str]:
+    """What a half configuration of credentials lacks, a line each; `prefix` is what the variables begin with."""
+    problems = []
+    if has_cert and not has_key:
+        problems.append(
+            f"{prefix}_TLS_KEY: missing beside {prefix}_TLS_CERT; name the file of the certificate's private key"
+        )
+    if has_key and not has_cert:
+        problems.append(
+            f"{prefix}_TLS_CERT: missing beside {prefix}_TLS_KEY; name the file of the certificate that the key is of"
+        )
+    if has_ca:
+        return problems
+    if has_cert or has_key:
+        problems.append(
+            f"{prefix}_TLS_CA: missing beside {prefix}_TLS_{'CERT' if has_cert else 'KEY'}; name the file of the "
+            "authority's certificate (ca.pem of penstock certs), without which nobody's certificate is checked"
+        )
+    elif has_token and not allows_plain:
+        problems.append(
+            f"{prefix}_TLS_CA: missing beside {prefix}_TOKEN, which would go over plain sockets; name the file of the "
+            f"authority's certificate (ca.pem of penstock certs), or {HOW_TO_ALLOW}"
+        )
+    return problems
