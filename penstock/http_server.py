@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import ssl
 
 from aiohttp import web
+from aiohttp.http_exceptions import HttpProcessingError
 
 from penstock.config import ConfigError
 from penstock.rpc import PortUnavailableError
@@ -34,12 +36,22 @@ def public_url(address: str, *, setting: str, security: Security) -> str:
     return address
 
 
+def _without_traceback(record: logging.LogRecord) -> bool:
+    """What is no HTTP is its sender's fault: one line, and no traceback of ours."""
+    error = record.exc_info[1] if record.exc_info else None
+    if isinstance(error, HttpProcessingError):
+        record.msg, record.args = "a request is no HTTP: %.200s", (" ".join(str(error).split()),)
+        record.exc_info, record.levelno, record.levelname = None, logging.INFO, "INFO"
+    return True
+
+
 async def listen_http(runner: web.AppRunner, listen: str, *, setting: str, ssl_context: ssl.SSLContext | None) -> str:
     """Listen on host:port; returns the base address, with the port that was chosen for 0.
 
     Raises:
         PortUnavailableError: It cannot be listened on; `setting` is named as where to choose another.
     """
+    logging.getLogger("aiohttp.server").addFilter(_without_traceback)
     host, _, port = listen.rpartition(":")
     try:
         await web.TCPSite(runner, host.strip("[]"), int(port), ssl_context=ssl_context).start()

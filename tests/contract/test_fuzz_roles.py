@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import random
-import sys
 from collections import Counter
-from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack
 from pathlib import Path
 
 import grpc
@@ -24,6 +22,7 @@ from tests.helpers.broker_model.profile import IS_LONG, TIMEOUT_S
 from tests.helpers.fuzz import CALL_TIMEOUT_S, STATED_CODES, Fuzzer, answer, methods
 from tests.helpers.fuzz_server import TOKENS
 from tests.helpers.fuzz_services import SERVICES, broker_requests, valid_requests
+from tests.helpers.watched_server import watched_server
 
 NUM_INPUTS = 100_000 if IS_LONG else 1_000
 SEED = random.randrange(1 << 32) if IS_LONG else 22
@@ -35,50 +34,6 @@ CALLERS: dict[str, str | None] = {**TOKENS, NO_TOKEN: None, WRONG_TOKEN: "operat
 
 REFUSALS = dict.fromkeys((NO_TOKEN, WRONG_TOKEN), grpc.StatusCode.UNAUTHENTICATED)
 MAY = STATED_CODES - {grpc.StatusCode.PERMISSION_DENIED, grpc.StatusCode.UNAUTHENTICATED} | {grpc.StatusCode.OK}
-
-
-def _rss_bytes(pid: int) -> int:
-    status = Path(f"/proc/{pid}/status").read_text()
-    return 1024 * int(status.partition("VmRSS:")[2].split()[0])
-
-
-@asynccontextmanager
-async def _server(folder: Path) -> AsyncIterator[tuple[asyncio.subprocess.Process, str]]:
-    with (folder / "log").open("wb") as log:
-        process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "tests.helpers.fuzz_server"),
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=log,
-        )
-    assert process.stdin is not None
-    assert process.stdout is not None
-    try:
-        # Whatever the server logs comes on the same pipe, after the port.
-        lines = [line async for line in _until_port(process.stdout)]
-        port = int(lines[-1])
-        reader = asyncio.create_task(_keep(process.stdout, folder / "log.out"))
-        yield process, f"127.0.0.1:{port}"
-        process.stdin.close()
-        assert await asyncio.wait_for(process.wait(), 30) == 0
-        await reader
-    finally:
-        if process.returncode is None:
-            process.kill()
-            await process.wait()
-
-
-async def _until_port(stream: asyncio.StreamReader) -> AsyncIterator[bytes]:
-    while line := await stream.readline():
-        yield line
-        if line.strip().isdigit():
-            return
-
-
-async def _keep(stream: asyncio.StreamReader, path: Path) -> None:
-    with path.open("wb") as file:
-        while block := await stream.read(65536):
-            file.write(block)
 
 
 def _inputs(fuzzer: Fuzzer, num_inputs: int) -> list[tuple[str, MethodDescriptor, bytes]]:
@@ -100,9 +55,11 @@ async def test_nonsense_in_every_role_crashes_nothing_and_leaves_nothing_behind(
     # A deletion in due form takes the run away, and rightly so; the operator's calls know no run's name.
     inputs = _inputs(Fuzzer(SEED, names=(RUN, "a", "g", "other")), NUM_INPUTS)
     codes: Counter[grpc.StatusCode] = Counter()
-    async with _server(tmp_path) as (process, target), AsyncExitStack() as stack:
+    async with watched_server("tests.helpers.fuzz_server", tmp_path) as server, AsyncExitStack() as stack:
         channels = {
-            caller: await stack.enter_async_context(open_channel(target, Security(token=token, allows_plain=True)))
+            caller: await stack.enter_async_context(
+                open_channel(f"127.0.0.1:{server.ports[0]}", Security(token=token, allows_plain=True))
+            )
             for caller, token in CALLERS.items()
         }
 
@@ -119,10 +76,9 @@ async def test_nonsense_in_every_role_crashes_nothing_and_leaves_nothing_behind(
             await asyncio.gather(*(send(*each) for each in inputs[start : start + AT_ONCE]))
             # What is imported, cached and pooled at first is no growth.
             if settled is None and start >= len(inputs) // 4:
-                settled = _rss_bytes(process.pid)
+                settled = server.rss_bytes
         assert settled is not None
-        growth = _rss_bytes(process.pid) - settled
+        growth = server.rss_bytes - settled
         print(f"{len(inputs)} inputs, {growth / 2**20:.1f} MiB grown, {dict(codes)}")
         assert growth < MAX_GROWTH_BYTES
-    logged = (tmp_path / "log").read_text() + (tmp_path / "log.out").read_text()
-    assert "Traceback" not in logged
+    assert "Traceback" not in server.log.read_text()

@@ -1,6 +1,6 @@
 """All services behind one port, with a token for each role, in a process of its own whose memory can be looked at.
 
-python -m tests.helpers.fuzz_server: prints its port, and serves until its standard input ends.
+python -m tests.helpers.fuzz_server: writes its port, and serves until its standard input ends.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from penstock.clock import SystemClock
 from penstock.rpc import Server, Service, open_channel
 from penstock.security import NO_SECURITY, Security
 from penstock.security.roles import Role, role_name
+from penstock.telemetry import configure_logging
 from penstock.v1 import broker_pb2_grpc
 from services.broker.memory_store import MemoryStore
 from services.broker.server import SERVICE_NAME as BROKER_NAME
@@ -21,6 +22,7 @@ from services.broker.server import make_hubs
 from services.broker.service import BrokerService
 from tests.helpers.broker import RunningBroker, prompt
 from tests.helpers.fuzz_services import make_services
+from tests.helpers.watched_server import PORTS
 
 ROLES = [role for role in Role.values() if role]
 TOKENS = {role_name(role): f"{role_name(role)}:0123456789abcdef" for role in ROLES}
@@ -29,6 +31,7 @@ SECURITY = Security(token="the-operators-own", accepted_tokens=tuple(TOKENS.valu
 
 async def main() -> None:
     """Serve."""
+    configure_logging("fuzz")
     hubs = make_hubs(
         MemoryStore(), registry=CollectorRegistry(), clock=SystemClock(), scheduler=None, security=NO_SECURITY
     )
@@ -42,7 +45,7 @@ async def main() -> None:
         running = RunningBroker(hubs, server, channel, broker_pb2_grpc.BrokerServiceStub(channel))
         await running.open()
         await running.submit(prompt("a"))
-    print(port, flush=True)
+    print(PORTS, port, flush=True)
     await asyncio.to_thread(sys.stdin.read)
     care.cancel()
     await hubs.stop()
