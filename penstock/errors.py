@@ -16,10 +16,10 @@
     +-- FencedError              FAILED_PRECONDITION  another trainer has taken the run over
     +-- OtherInstanceError       FAILED_PRECONDITION  another run was opened under this id
     +-- ServiceUnavailableError  UNAVAILABLE          draining, or a part it needs is away
+    |   +-- BadCertificateError  UNAVAILABLE          TLS with it fails: certificate, name, authority (clients)
     +-- DigestMismatchError      DATA_LOSS            weights are not what their manifest states
     +-- NotOfferedError          UNIMPLEMENTED        this server does not offer the call
     +-- BadTokenError            UNAUTHENTICATED      the bearer token is missing or wrong
-    |   +-- BadCertificateError  UNAUTHENTICATED      TLS fails for good: certificate, name, authority (clients)
     +-- ForbiddenError           PERMISSION_DENIED    the call is not open to the caller's role
     +-- BusyError                ALREADY_EXISTS       another run is under way
     +-- InternalError            INTERNAL             a fault of the server
@@ -149,6 +149,13 @@ class ServiceUnavailableError(PenstockError):
     code, reason = code_pb2.UNAVAILABLE, "UNAVAILABLE"
 
 
+class BadCertificateError(ServiceUnavailableError):
+    """TLS with the server fails; raised by clients, it never crosses the wire.
+
+    Retried like an outage: files are renewed and clocks set while processes go on.
+    """
+
+
 class DeadlineError(PenstockError):
     """The peer did not answer in time."""
 
@@ -171,10 +178,6 @@ class BadTokenError(PenstockError):
     """The bearer token is missing or wrong."""
 
     code, reason = code_pb2.UNAUTHENTICATED, "BAD_TOKEN"
-
-
-class BadCertificateError(BadTokenError):
-    """TLS with the server fails in a way that no retry heals; raised by clients, it never crosses the wire."""
 
 
 class ForbiddenError(PenstockError):
@@ -209,10 +212,6 @@ _BROKEN_CONNECTION = ("Internal error from Core", "Received RST_STREAM", "Stream
 """What gRPC itself says, as INTERNAL or UNKNOWN, where a connection broke in the middle of a message."""
 
 
-_BAD_TLS = ("CERTIFICATE_VERIFY_FAILED", "WRONG_VERSION_NUMBER", "Hostname Verification Check failed")
-"""What gRPC says, as UNAVAILABLE, where no certificate is trusted, the server speaks no TLS, or has another name."""
-
-
 def _cut(text: str, max_bytes: int) -> str:
     return text.encode(errors="replace")[:max_bytes].decode(errors="ignore")
 
@@ -238,8 +237,6 @@ def from_rpc_error(error: grpc.aio.AioRpcError, *, peer: str) -> PenstockError:
     for detail in status.details if status is not None else ():
         if detail.Unpack(info) and info.domain == ERROR_DOMAIN and info.reason in _BY_REASON:
             return _BY_REASON[info.reason](message, **dict(info.metadata))
-    if code == code_pb2.UNAVAILABLE and any(sign in message for sign in _BAD_TLS):
-        return BadCertificateError(f"{message}; check PENSTOCK_TLS_CA here and the certificate there")
     if code in (code_pb2.INTERNAL, code_pb2.UNKNOWN) and (error.details() or "").startswith(_BROKEN_CONNECTION):
         return ServiceUnavailableError(message)
     return _BY_CODE.get(code, InternalError)(message)

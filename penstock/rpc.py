@@ -19,12 +19,14 @@ import structlog
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from penstock.errors import PenstockError, from_rpc_error
+from penstock.errors import BadCertificateError, PenstockError, from_rpc_error
 from penstock.failover import FailoverChannel
 from penstock.graces import SERVER_STOP_S
 from penstock.guard import ErrorInterceptor
 from penstock.outage import Outage
 from penstock.security import NO_SECURITY, Security
+from penstock.security.troubles import TROUBLES
+from penstock.security.watching import CertificateWatch, hosts_of
 from penstock.signals import StopSignals
 from penstock.targets import split_targets
 
@@ -68,6 +70,10 @@ _CLIENT_OPTIONS = (
 )
 
 
+_AWAY = ("Connection refused", "DNS resolution failed", "No route to host", "Network is unreachable")
+"""What gRPC says where there is no server to speak TLS with."""
+
+
 class PortUnavailableError(Exception):
     """The address cannot be listened on; the message names it and the fix."""
 
@@ -84,7 +90,8 @@ class Service:
 class Server:
     """A gRPC server of one or more services. `stopping` is set when it drains: long streams watch it and end.
 
-    One that is not `serves_at_once` reports itself unhealthy until `set_serving` is called.
+    One that is not `serves_at_once` reports itself unhealthy until `set_serving` is called. `public_hosts` are the
+    names and addresses under which others are told to reach this process: its certificate must have them.
     """
 
     def __init__(
@@ -94,6 +101,7 @@ class Server:
         services: Sequence[Service],
         security: Security = NO_SECURITY,
         serves_at_once: bool = True,
+        public_hosts: Sequence[str] = (),
     ) -> None:
         self.stopping = asyncio.Event()
         self._serves_at_once = serves_at_once
@@ -109,6 +117,8 @@ class Server:
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         reflection.enable_server_reflection([*self._names, health.SERVICE_NAME, reflection.SERVICE_NAME], self._server)
         self._security = security
+        self._watch = CertificateWatch(security.tls_files, hosts=[*hosts_of(listen), *public_hosts])
+        self._watching: asyncio.Task[None] | None = None
         self.port = 0
 
     async def start(self) -> int:
@@ -128,6 +138,7 @@ class Server:
             ) from error
         await self.set_serving(self._serves_at_once)
         await self._server.start()
+        self._watching = asyncio.create_task(self._watch.run())
         return self.port
 
     async def set_serving(self, is_serving: bool, *names: str) -> None:
@@ -141,6 +152,8 @@ class Server:
         self.stopping.set()
         await self._health.enter_graceful_shutdown()
         await self._server.stop(grace_s)
+        if self._watching is not None:
+            self._watching.cancel()
 
 
 async def run_until_stopped(
@@ -188,6 +201,8 @@ def open_channel(target: str, security: Security = NO_SECURITY) -> grpc.aio.Chan
     Several targets, separated by commas, stand in for each other: see `FailoverChannel`. Raises ValueError.
     """
     targets = split_targets(target)
+    for name in targets:
+        TROUBLES.note_target(name, security.tls_files)
     channels = [security.open_channel(name, _CLIENT_OPTIONS) for name in targets]
     return channels[0] if len(channels) == 1 else FailoverChannel(channels, targets)
 
@@ -199,7 +214,7 @@ async def call(
     try:
         return await method(request, timeout=timeout_s)
     except grpc.aio.AioRpcError as error:
-        raise from_rpc_error(error, peer=peer) from error
+        raise await explained(error, peer=peer) from error
 
 
 @asynccontextmanager
@@ -208,7 +223,20 @@ async def translated_errors(peer: str) -> AsyncIterator[None]:
     try:
         yield
     except grpc.aio.AioRpcError as error:
-        raise from_rpc_error(error, peer=peer) from error
+        raise await explained(error, peer=peer) from error
+
+
+async def explained(error: grpc.aio.AioRpcError, *, peer: str) -> PenstockError:
+    """The error the server raised; BadCertificateError where TLS with it fails, which is looked for some seconds.
+
+    `peer` names the server as `open_channel` was told it.
+    """
+    told = from_rpc_error(error, peer=peer)
+    said = error.details() or ""
+    if error.code() != grpc.StatusCode.UNAVAILABLE or error.trailing_metadata() or any(sign in said for sign in _AWAY):
+        return told
+    trouble = await TROUBLES.trouble_with(peer)
+    return BadCertificateError(f"{peer}: {trouble}") if trouble else told
 
 
 def backoff_s(*, first_s: float = 0.1, most_s: float = 3.0) -> Iterator[float]:

@@ -14,10 +14,10 @@ from typing import Any
 import grpc
 import structlog
 
-from penstock.errors import PenstockError, ServiceUnavailableError, UnknownRunError, from_rpc_error
+from penstock.errors import PenstockError, ServiceUnavailableError, UnknownRunError
 from penstock.outage import Outage
 from penstock.pieces import MAX_EXPORTED_BYTES, Assembly
-from penstock.rpc import backoff_s
+from penstock.rpc import backoff_s, explained
 from penstock.v1 import broker_pb2, broker_pb2_grpc
 
 SILENCE_LIMIT_S = 20.0
@@ -114,7 +114,7 @@ class StepExport:
                     response.group.MergeFromString(whole)
                     yield response
         except grpc.aio.AioRpcError as error:
-            raise from_rpc_error(error, peer=self._peer) from error
+            raise await explained(error, peer=self._peer) from error
         finally:
             call.cancel()
 

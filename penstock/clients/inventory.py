@@ -61,11 +61,11 @@ async def report_node(
             try:
                 if not is_known:
                     request = pb.RegisterNodeRequest(node=node)
-                    answer = await call(stub.RegisterNode, request, peer="scheduler", timeout_s=_TIMEOUT_S)
+                    answer = await call(stub.RegisterNode, request, peer=f"scheduler {scheduler}", timeout_s=_TIMEOUT_S)
                     interval_s = max(0.5, answer.heartbeat_interval.ToMilliseconds() / 1000)
                     is_known = True
                 report = pb.ReportNodeRequest(node_id=node.node_id, rates=measure(), generator_start_s=start_s())
-                await call(stub.ReportNode, report, peer="scheduler", timeout_s=_TIMEOUT_S)
+                await call(stub.ReportNode, report, peer=f"scheduler {scheduler}", timeout_s=_TIMEOUT_S)
                 outage.answered()
             except (BadTokenError, NotOfferedError):
                 raise
@@ -81,6 +81,6 @@ async def say_leaving(scheduler: str, node_id: str, *, security: Security) -> No
         stub = scheduler_pb2_grpc.SchedulerServiceStub(channel)
         request = pb.ReportNodeRequest(node_id=node_id, is_leaving=True)
         try:
-            await call(stub.ReportNode, request, peer="scheduler", timeout_s=_TIMEOUT_S)
+            await call(stub.ReportNode, request, peer=f"scheduler {scheduler}", timeout_s=_TIMEOUT_S)
         except PenstockError as error:
             _log.debug("scheduler away", scheduler=scheduler, error=str(error))

@@ -8,9 +8,9 @@ from typing import Any, Self
 import grpc
 import structlog
 
-from penstock.errors import DeadlineError, PenstockError, RunClosedError, from_rpc_error
+from penstock.errors import DeadlineError, PenstockError, RunClosedError
 from penstock.outage import Outage
-from penstock.rpc import backoff_s
+from penstock.rpc import backoff_s, explained
 from penstock.v1 import broker_pb2, broker_pb2_grpc
 
 _log = structlog.get_logger()
@@ -93,7 +93,7 @@ class PolicyWatch:
                 self._outage.answered()
                 self._changed.set()
         except grpc.aio.AioRpcError as error:
-            raise from_rpc_error(error, peer=self._peer) from error
+            raise await explained(error, peer=self._peer) from error
         finally:
             call.cancel()
 

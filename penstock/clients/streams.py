@@ -15,7 +15,8 @@ from typing import Any, TypeVar
 import grpc
 import structlog
 
-from penstock.errors import ServiceUnavailableError, from_rpc_error
+from penstock.errors import ServiceUnavailableError
+from penstock.rpc import explained
 
 _log = structlog.get_logger()
 _Request = TypeVar("_Request")
@@ -50,7 +51,7 @@ async def converse(
                 return
             handle(response)
     except grpc.aio.AioRpcError as error:
-        raise from_rpc_error(error, peer=peer) from error
+        raise await explained(error, peer=peer) from error
     except asyncio.CancelledError:
         # The writer cancels the call when the request iterator fails: that error is the one to report.
         if writer.done() and not writer.cancelled():

@@ -28,11 +28,10 @@ from penstock.errors import (
     PenstockError,
     RunClosedError,
     ServiceUnavailableError,
-    from_rpc_error,
 )
 from penstock.outage import Outage
 from penstock.pieces import Assembly
-from penstock.rpc import backoff_s
+from penstock.rpc import backoff_s, explained
 from penstock.v1 import broker_pb2, types_pb2
 
 SILENCE_LIMIT_S = 20.0
@@ -187,7 +186,7 @@ class MicrobatchSession:
                 self._outage.answered()
                 self._take(response)
         except grpc.aio.AioRpcError as error:
-            raise from_rpc_error(error, peer=self._peer) from error
+            raise await explained(error, peer=self._peer) from error
         finally:
             call.cancel()
 

@@ -23,9 +23,8 @@ from penstock.errors import (
     NotOfferedError,
     PenstockError,
     UnknownVersionError,
-    from_rpc_error,
 )
-from penstock.rpc import backoff_s, call, call_with_retry, open_channel
+from penstock.rpc import backoff_s, call, call_with_retry, explained, open_channel
 from penstock.security import NO_SECURITY, Security
 from penstock.transfer.chunks import MAX_CHUNK_BYTES, chunk_digest
 from penstock.v1 import weights_pb2, weights_pb2_grpc
@@ -252,7 +251,7 @@ class WeightsClient:
                     else:
                         on_manifest(response.manifest)
             except grpc.aio.AioRpcError as rpc_error:
-                error = from_rpc_error(rpc_error, peer=self.peer)
+                error = await explained(rpc_error, peer=self.peer)
                 if isinstance(error, _PERMANENT_ERRORS):
                     raise error from rpc_error
                 if str(error) != last_error:

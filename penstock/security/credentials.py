@@ -19,7 +19,7 @@ from penstock.config import ConfigError
 from penstock.secret import read_secret
 from penstock.security import tls
 from penstock.security.access import AccessInterceptor
-from penstock.security.files import TlsFiles
+from penstock.security.files import TlsFiles, load
 from penstock.security.plain_text import (
     HOW_TO_ALLOW,
     HOW_TO_PROTECT,
@@ -72,7 +72,8 @@ class Security:
             insecure: Whether plain text is allowed; PENSTOCK_INSECURE=true says so, too.
 
         Raises:
-            ConfigError: A half of something is missing, a line each; a file cannot be read; a token is none.
+            ConfigError: A half of something is missing, a line each; a file cannot be read or used; a token
+                is none.
         """
 
         def file(name: str) -> Path | None:
@@ -103,6 +104,7 @@ class Security:
         )
         if problems:
             raise ConfigError("\n".join(problems))
+        load(found.tls_files)
         return found
 
     @property

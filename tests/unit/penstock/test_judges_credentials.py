@@ -9,24 +9,34 @@ import pytest
 from penstock.config import ConfigError
 from penstock.security import Security
 from penstock.security.credentials import JUDGES
+from tests.helpers.certificates import make_security
 
 
 def test_what_judges_are_shown_is_never_the_clusters(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "accepted").write_text("environment:0123456789abcdef\n")
     monkeypatch.setenv("PENSTOCK_TOKEN", "the-clusters")
     monkeypatch.setenv("PENSTOCK_ACCEPTED_TOKENS_FILE", str(tmp_path / "accepted"))
-    for name in ("CA", "CERT", "KEY"):
-        monkeypatch.setenv(f"PENSTOCK_TLS_{name}", f"cluster-{name}.pem")
+    clusters = make_security(tmp_path)
+    for name, path in (("CA", clusters.ca_file), ("CERT", clusters.cert_file), ("KEY", clusters.key_file)):
+        monkeypatch.setenv(f"PENSTOCK_TLS_{name}", str(path))
     assert Security.from_environment(JUDGES) == Security()
     monkeypatch.setenv("PENSTOCK_JUDGE_TOKEN", "their:own")
-    for name in ("CA", "CERT", "KEY"):
-        monkeypatch.setenv(f"PENSTOCK_JUDGE_TLS_{name}", f"judge-{name}.pem")
-    assert Security.from_environment(JUDGES) == Security(
-        ca_file=Path("judge-CA.pem"),
-        cert_file=Path("judge-CERT.pem"),
-        key_file=Path("judge-KEY.pem"),
-        token="their:own",
-    )
+    (tmp_path / "judge").mkdir()
+    judges = make_security(tmp_path / "judge", token="their:own")
+    for name, path in (("CA", judges.ca_file), ("CERT", judges.cert_file), ("KEY", judges.key_file)):
+        monkeypatch.setenv(f"PENSTOCK_JUDGE_TLS_{name}", str(path))
+    assert Security.from_environment(JUDGES) == judges
+
+
+def test_files_that_cannot_be_used_are_told_with_the_variable_that_names_them(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    made = make_security(tmp_path)
+    monkeypatch.setenv("PENSTOCK_JUDGE_TLS_CA", str(made.ca_file))
+    monkeypatch.setenv("PENSTOCK_JUDGE_TLS_CERT", str(tmp_path / "none.pem"))
+    monkeypatch.setenv("PENSTOCK_JUDGE_TLS_KEY", str(made.key_file))
+    with pytest.raises(ConfigError, match=r"^PENSTOCK_JUDGE_TLS_CERT: .*none.pem cannot be read: No such file"):
+        Security.from_environment(JUDGES)
 
 
 def test_a_judges_token_that_no_header_can_carry_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from penstock.rpc import Server, open_channel
 from penstock.security import NO_SECURITY, Security
 from penstock.security.plain_text import is_local
 from penstock.transfer.serving import serving_contents
+from tests.helpers.certificates import make_security
 
 TLS = ("PENSTOCK_TLS_CA", "PENSTOCK_TLS_CERT", "PENSTOCK_TLS_KEY")
 WHOLE = ({"CA"}, {"CA", "CERT", "KEY"}, {"CA", "TOKEN"}, {"CA", "CERT", "KEY", "TOKEN"}, set())
@@ -20,10 +22,11 @@ WHOLE = ({"CA"}, {"CA", "CERT", "KEY"}, {"CA", "TOKEN"}, {"CA", "CERT", "KEY", "
 
 
 def of_environment(monkeypatch: pytest.MonkeyPatch, parts: set[str], *, insecure: bool = False) -> Security:
-    for name in TLS:
-        monkeypatch.setenv(name, f"/{name}" if name.removeprefix("PENSTOCK_TLS_") in parts else "")
-    monkeypatch.setenv("PENSTOCK_TOKEN", "secret" if "TOKEN" in parts else "")
-    return Security.from_environment(insecure=insecure)
+    with tempfile.TemporaryDirectory() as folder:
+        for name, path in zip(TLS, make_security(Path(folder)).tls_files.paths, strict=True):
+            monkeypatch.setenv(name, str(path) if name.removeprefix("PENSTOCK_TLS_") in parts else "")
+        monkeypatch.setenv("PENSTOCK_TOKEN", "secret" if "TOKEN" in parts else "")
+        return Security.from_environment(insecure=insecure)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,204 @@
+"""Why TLS with a server fails, found by a handshake of our own: clients often see nothing but a closed connection.
+
+Promises:
+- It blocks for MAX_S at most, however slowly or wrongly the peer answers, and for as long as its name takes to resolve:
+  it is for a thread, not for an event loop.
+- It claims nothing that it has not seen: a server that cannot be reached, or is silent, has no trouble with TLS.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import ssl
+import time
+from dataclasses import dataclass
+from datetime import UTC, datetime
+
+from cryptography import x509
+
+from penstock.config import ConfigError
+from penstock.security.files import TlsFiles
+from penstock.security.inspection import ISSUE, common_name, covers, date_problem, inspect, shown_names
+from penstock.security.tls import ClientContexts
+
+MAX_S = 3.0
+FIRST_WORD_S = 1.0
+"""How long a server that says nothing after the handshake is listened to: one that refuses us hangs up at once."""
+_GRPC = "h2"
+_PLAIN_TEXT = ("WRONG_VERSION_NUMBER", "HTTP_REQUEST", "UNEXPECTED_MESSAGE", "BAD_RECORD_TYPE")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Server:
+    """Whom to ask, and how this process speaks to it."""
+
+    host: str
+    port: int
+    is_grpc: bool = True
+    uses_tls: bool = True
+    """Whether this process speaks TLS to it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Diagnosis:
+    """What a handshake showed."""
+
+    problem: str = ""
+    """What is wrong, with name and fix; empty where TLS is not to blame."""
+    certificate: x509.Certificate | None = None
+    """The server's, where it showed one."""
+
+
+def diagnose(server: Server, files: TlsFiles) -> Diagnosis:
+    """Try TLS as this process would, and say what is wrong; never raises."""
+    deadline_s = time.monotonic() + MAX_S
+    try:
+        if not server.uses_tls:
+            return _plainly(server, files, deadline_s)
+        return _securely(server, files, deadline_s)
+    except ConfigError as error:
+        return Diagnosis(problem=str(error))
+    except (OSError, ValueError):
+        # Not reachable, silent, a name that is none: nothing that TLS is to blame for. UnicodeError is a ValueError.
+        return Diagnosis()
+
+
+def _securely(server: Server, files: TlsFiles, deadline_s: float) -> Diagnosis:
+    context = ClientContexts(files).current()
+    if server.is_grpc:
+        context.set_alpn_protocols([_GRPC])
+    try:
+        with _connected(server, context, deadline_s) as connection:
+            certificate = _certificate(connection)
+            return Diagnosis(problem=_first_word(connection, files, deadline_s), certificate=certificate)
+    except ssl.SSLCertVerificationError as error:
+        certificate = _shown_certificate(server, deadline_s)
+        return Diagnosis(problem=_unverified(error, certificate, server, files), certificate=certificate)
+    except (ssl.SSLEOFError, ssl.SSLZeroReturnError):
+        # A proxy whose server is away hangs up in the same way.
+        return Diagnosis()
+    except ssl.SSLError as error:
+        return Diagnosis(problem=_failed(error, files))
+
+
+def _plainly(server: Server, files: TlsFiles, deadline_s: float) -> Diagnosis:
+    """Plain text is spoken to it: whether it expects TLS."""
+    context = _trusting_all()
+    if server.is_grpc:
+        context.set_alpn_protocols([_GRPC])
+    try:
+        with _connected(server, context, deadline_s) as connection:
+            certificate = _certificate(connection)
+    except ssl.SSLError as error:
+        if "ALERT" not in (error.reason or ""):
+            return Diagnosis()
+        certificate = None
+    fix = (
+        f"write https:// in its address ({files.ca_variable} is set)"
+        if files.ca_file is not None
+        else f"set {files.ca_variable} to the authority's file, and {files.cert_variable} and {files.key_variable}"
+    )
+    return Diagnosis(problem=f"it speaks TLS, this process speaks plain text to it; {fix}", certificate=certificate)
+
+
+def _connected(server: Server, context: ssl.SSLContext, deadline_s: float) -> ssl.SSLSocket:
+    plain = socket.create_connection((server.host, server.port), timeout=_left_s(deadline_s))
+    try:
+        plain.settimeout(_left_s(deadline_s))
+        return context.wrap_socket(plain, server_hostname=server.host, suppress_ragged_eofs=False)
+    except BaseException:
+        plain.close()
+        raise
+
+
+def _left_s(deadline_s: float) -> float:
+    left_s = deadline_s - time.monotonic()
+    if left_s <= 0:
+        raise TimeoutError
+    return left_s
+
+
+def _first_word(connection: ssl.SSLSocket, files: TlsFiles, deadline_s: float) -> str:
+    """With TLS 1.3 a client that is refused learns it only after its own handshake, by what it reads next."""
+    connection.settimeout(min(FIRST_WORD_S, _left_s(deadline_s)))
+    try:
+        if connection.recv(1):
+            return ""
+    except TimeoutError:
+        return ""
+    except (ssl.SSLEOFError, ConnectionError):
+        pass
+    except ssl.SSLError as error:
+        return _failed(error, files)
+    return _refused("", files)
+
+
+def _failed(error: ssl.SSLError, files: TlsFiles) -> str:
+    reason = error.reason or type(error).__name__
+    if reason in _PLAIN_TEXT:
+        return (
+            "it speaks plain text, this process TLS; start it with "
+            f"{files.cert_variable} and {files.key_variable}, or name the port that speaks TLS"
+        )
+    if "ALERT" in reason:
+        return _refused(f" ({reason.lower().replace('_', ' ')})", files)
+    return f"the TLS handshake fails ({reason.lower().replace('_', ' ')})"
+
+
+def _refused(alert: str, files: TlsFiles) -> str:
+    """The server hung up on our certificate: what may be wrong with that."""
+    if files.cert_file is None:
+        return (
+            f"it refuses clients without a certificate{alert}; set {files.cert_variable} and {files.key_variable} to "
+            "one that its authority signed"
+        )
+    own = [finding.text for finding in inspect(files) if finding.is_error]
+    if own:
+        return f"it refuses this process's certificate{alert}: {own[0]}"
+    return (
+        f"it refuses this process's certificate {files.cert_file}{alert}; that server's {files.ca_variable} must hold "
+        "the authority that signed it, and its clock must be right"
+    )
+
+
+def _unverified(
+    error: ssl.SSLCertVerificationError, certificate: x509.Certificate | None, server: Server, files: TlsFiles
+) -> str:
+    trusted = f"{files.ca_file} ({files.ca_variable})" if files.ca_file is not None else "this machine"
+    if certificate is None:
+        return f"its certificate is not trusted: {error.verify_message}; check {trusted}, and its certificate"
+    if problem := date_problem(certificate, datetime.now(UTC)):
+        return f"its certificate {problem}; issue it again there ({ISSUE}), or set the clock that is wrong"
+    if "mismatch" in error.verify_message and not covers(certificate, server.host):
+        return (
+            f"its certificate does not name {server.host}, but {shown_names(certificate)}; issue it again there with "
+            f"{ISSUE} --host {server.host}, or reach it by one of those names"
+        )
+    own = [finding.text for finding in inspect(files) if finding.is_error and files.ca_variable in finding.text]
+    return (
+        f"its certificate was signed by {common_name(certificate.issuer)}, which {trusted} does not hold or does not "
+        f"trust ({error.verify_message}); {own[0] if own else 'put the authority that signed it into that file'}"
+    )
+
+
+def _shown_certificate(server: Server, deadline_s: float) -> x509.Certificate | None:
+    with contextlib.suppress(OSError, ValueError), _connected(server, _trusting_all(), deadline_s) as connection:
+        return _certificate(connection)
+    return None
+
+
+def _certificate(connection: ssl.SSLSocket) -> x509.Certificate | None:
+    shown = connection.getpeercert(binary_form=True)
+    try:
+        return x509.load_der_x509_certificate(shown) if shown else None
+    except ValueError:
+        return None
+
+
+def _trusting_all() -> ssl.SSLContext:
+    """To look at what a server shows; nothing is sent over such a connection."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname = False
+    context.verify_mode = ssl.CERT_NONE
+    return context
