@@ -10,13 +10,14 @@ import re
 import time
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 import yaml
-from pydantic import Field, field_validator, model_validator
+from pydantic import AfterValidator, Field, field_validator, model_validator
 
 from penstock.collective.backend import Transport
 from penstock.config import Document, NetworkConfig, StrictModel, Targets, apply_overrides, read_document, validate
+from penstock.security.addresses import checked_trusted_hosts
 from penstock.targets import split_targets
 from services.broker.redis_address import parse_redis_url
 from services.generator.config import EngineConfig
@@ -73,6 +74,9 @@ class WeightsSection(StrictModel):
 
     transport: Transport = Transport.HTTP
     """http, or broadcasts between processors (gloo) or GPUs (nccl), with HTTP for what they do not bring."""
+    trusted_relay_hosts: Annotated[tuple[str, ...], AfterValidator(checked_trusted_hosts)] = ()
+    """Hosts that generators elsewhere may name as relays though they call the trainer that is started here from another
+    address, as behind NAT: names, .domain, addresses, networks."""
 
 
 class SchedulerSection(StrictModel):

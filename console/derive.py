@@ -98,6 +98,7 @@ def trainer_config(config: RunConfig, addresses: Addresses) -> TrainerConfig:
         weights_url=addresses.weights_url,
         weights_transport=config.weights.transport,
         allowed_roots=trainer_roots(config),
+        trusted_relay_hosts=config.weights.trusted_relay_hosts,
         # The console that started it resumes its run, and ends it when it ends itself.
         state_dir=None,
     )

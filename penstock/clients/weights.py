@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import re
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import NamedTuple, Self
@@ -26,6 +27,7 @@ from penstock.errors import (
 )
 from penstock.rpc import backoff_s, call, call_with_retry, explained, open_channel
 from penstock.security import NO_SECURITY, Security
+from penstock.security.addresses import check_url
 from penstock.transfer.chunks import MAX_CHUNK_BYTES, chunk_digest
 from penstock.v1 import weights_pb2, weights_pb2_grpc
 from penstock.weights import TensorDigest, manifest_digest
@@ -42,6 +44,7 @@ _FULL = (weights_pb2.WEIGHTS_KIND_FULL, weights_pb2.WEIGHTS_ENCODING_SAFETENSORS
 _ADAPTER = (weights_pb2.WEIGHTS_KIND_ADAPTER, weights_pb2.WEIGHTS_ENCODING_SAFETENSORS)
 _DELTA = (weights_pb2.WEIGHTS_KIND_DELTA, weights_pb2.WEIGHTS_ENCODING_CHANGED_BLOCKS)
 _PERMANENT_ERRORS = (InvalidFieldError, BadTokenError, NotOfferedError)
+_DIGEST = re.compile(r"[0-9a-f]{64}")
 _log = structlog.get_logger()
 
 
@@ -118,6 +121,10 @@ def check_chain(chain: Sequence[weights_pb2.WeightsManifest], *, run_id: str, he
 def _check_content(manifest: weights_pb2.WeightsManifest, *, run_id: str) -> None:
     if manifest.run_id != run_id:
         raise InvalidFieldError(f"manifest is of run {manifest.run_id!r}, not {run_id!r}", field="manifest.run_id")
+    for field in ("digest", "base_digest"):
+        # A file is named by it.
+        if (digest := getattr(manifest, field)) or field == "digest":
+            _check_digest(f"manifest.{field}", digest)
     if manifest.policy_version < 0:
         raise InvalidFieldError(
             f"policy version {manifest.policy_version} is negative", field="manifest.policy_version"
@@ -131,8 +138,21 @@ def _check_content(manifest: weights_pb2.WeightsManifest, *, run_id: str) -> Non
     _check_chunks(manifest)
     if not 1 <= len(manifest.urls) <= MAX_URLS:
         raise InvalidFieldError(f"{len(manifest.urls)} urls, expected 1 to {MAX_URLS}", field="manifest.urls")
-    if not all(url.startswith(("http://", "https://")) for url in manifest.urls):
-        raise InvalidFieldError("an address of the content is neither http nor https", field="manifest.urls")
+    for url in manifest.urls:
+        check_url("manifest.urls", url, allows_query=True)
+
+
+def _is_url(url: str) -> bool:
+    try:
+        check_url("relay_urls", url)
+    except InvalidFieldError:
+        return False
+    return True
+
+
+def _check_digest(field: str, digest: str) -> None:
+    if _DIGEST.fullmatch(digest) is None:
+        raise InvalidFieldError(f"{field}: {digest!r:.80} is no SHA-256, 64 hex digits", field=field)
 
 
 def _check_adapter(manifest: weights_pb2.WeightsManifest) -> None:
@@ -178,6 +198,7 @@ class WeightsClient:
         self._run_id = run_id
         self._receiver_id = receiver_id
         self._site = site
+        self._is_relay_refused = False
         self.joins_broadcasts = False
         """Whether the store is told to wait for this receiver before it broadcasts; set before `watch`."""
 
@@ -280,9 +301,18 @@ class WeightsClient:
         try:
             response = await call(self._stub.FindSources, request, peer=self.peer)
         except PenstockError as error:
+            if isinstance(error, InvalidFieldError) and relay_url:
+                self._note_refused_relay(error)
+                return await self.find_relays(content, "", failed_url)
             _log.info("the weight store names no relay; fetching from the origin", error=str(error))
             return ()
-        return [url for url in response.relay_urls[:MAX_URLS] if url.startswith(("http://", "https://"))]
+        return [url for url in response.relay_urls[:MAX_URLS] if _is_url(url)]
+
+    def _note_refused_relay(self, error: InvalidFieldError) -> None:
+        # Of every content the address is another one, of the same host.
+        if not self._is_relay_refused:
+            _log.error("this generator relays nothing: the weight store refuses its relay's address", error=str(error))
+        self._is_relay_refused = True
 
     async def join_broadcast(
         self, content: str, *, backend: weights_pb2.BroadcastBackend.ValueType, open_group_id: str

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import ipaddress
 import socket
 from collections import OrderedDict
 from collections.abc import Callable
@@ -27,8 +29,9 @@ class Relay:
 
     Args:
         listen: Address, host:port; port 0 is a free one.
-        public_url: Base address under which others reach it; where None, made from `listen`, or from this machine's
-            name where that says "any address".
+        public_url: Base address under which others reach it; where None, made from `listen`, or where that says "any
+            address", from what `peer` sees of this machine, or its name where that says nothing or TLS asks for names.
+        peer: The weight store, host:port.
         security: The tokens that are accepted, and the certificate to show.
         site: Whose receivers are served; empty: all are.
         max_bytes_per_second: Cap on what is sent; none where None.
@@ -40,6 +43,7 @@ class Relay:
         *,
         listen: str,
         public_url: str | None = None,
+        peer: str | None = None,
         security: Security = NO_SECURITY,
         site: str = "",
         max_bytes_per_second: float | None = None,
@@ -47,6 +51,7 @@ class Relay:
     ) -> None:
         self._listen = listen
         self._base_url = public_url
+        self._peer = peer
         self._security = security
         self._site = site
         self._rate = ByteRate(max_bytes_per_second) if max_bytes_per_second is not None else None
@@ -69,7 +74,10 @@ class Relay:
         )
         host, port = urlsplit(served_url).hostname, urlsplit(served_url).port
         if host in _ANY_ADDRESS:
-            served_url = f"{urlsplit(served_url).scheme}://{socket.gethostname()}:{port}"
+            own = None
+            if self._peer is not None and not self._security.serves_tls:
+                own = await _seen_by(self._peer, family=socket.AF_INET if host == "0.0.0.0" else socket.AF_UNSPEC)
+            served_url = f"{urlsplit(served_url).scheme}://{own or socket.gethostname()}:{port}"
         self._base_url = (self._base_url or served_url).rstrip("/")
         return self
 
@@ -104,3 +112,20 @@ class Relay:
 
     def _find(self, run_id: str, name: str) -> PartialContent | None:
         return self._contents.get((run_id, name))
+
+
+async def _seen_by(peer: str, *, family: socket.AddressFamily) -> str | None:
+    """The address from which this machine calls `peer`, host:port; None where that is loopback, or not known."""
+    host, _, port = peer.rpartition(":")
+    try:
+        loop = asyncio.get_running_loop()
+        found = await loop.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_DGRAM, family=family)
+        with socket.socket(found[0][0], socket.SOCK_DGRAM) as probe:
+            # Sends nothing: it only asks which way packets would go.
+            probe.connect(found[0][4])
+            address = ipaddress.ip_address(probe.getsockname()[0].partition("%")[0])
+    except (OSError, ValueError):
+        return None
+    if address.is_loopback or address.is_link_local:
+        return None
+    return f"[{address}]" if address.version == 6 else str(address)

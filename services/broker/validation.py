@@ -35,6 +35,7 @@ MAX_TEXT_CHARACTERS = 1024
 MAX_ID_CHARACTERS = 128
 MAX_STOP_TOKENS = 64
 _ROLES = frozenset(("system", "user", "assistant", "tool"))
+_ENDPOINT = re.compile(r"(?:\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+):\d{1,5}")
 _REASON = re.compile(r"[a-z0-9_]{1,64}")
 
 
@@ -150,6 +151,9 @@ def check_hello(hello: broker_pb2.GeneratorHello) -> None:
     check_run_id(hello.run_id)
     check_id("hello.generator_id", hello.generator_id)
     _require(hello.max_context_tokens >= 2, "hello.max_context_tokens", hello.max_context_tokens, "at least 2")
+    # Shown to people and called by nobody, so that it need not be the generator's own.
+    is_address = not hello.endpoint or _ENDPOINT.fullmatch(hello.endpoint) is not None
+    _require(is_address, "hello.endpoint", hello.endpoint[:80], "host:port, or empty")
     for field, value in (("site", hello.site), ("engine", hello.engine), ("endpoint", hello.endpoint)):
         _require(
             len(value) <= MAX_ID_CHARACTERS,

@@ -108,6 +108,7 @@ def _relay(config: GeneratorConfig, metrics: GeneratorMetrics, security: Securit
         public_url=None
         if config.relay_url is None
         else public_url(config.relay_url, setting="relay_url", security=security),
+        peer=config.weights,
         security=security,
         site=config.site,
         max_bytes_per_second=config.max_relay_bytes_per_second,

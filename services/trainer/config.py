@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import AfterValidator, Field, field_validator, model_validator
 
 from penstock.adapters import MAX_RANK, MAX_TARGET_MODULES, MODULE_NAME
 from penstock.collective.backend import Transport
@@ -14,6 +14,7 @@ from penstock.config import PUBLIC_ADDRESS, MeasuredConfig, StrictModel, Targets
 from penstock.names import RUN_ID_RULE, is_run_id
 from penstock.pieces import MAX_GROUP_TOKENS
 from penstock.sampling import MIN_TEMPERATURE
+from penstock.security.addresses import checked_trusted_hosts
 from services.trainer.algorithms.base import Normalization
 
 MAX_SAMPLES_PER_GROUP = 1024
@@ -47,6 +48,9 @@ class TrainerConfig(MeasuredConfig):
     weights_url: str | None = Field(default=None, pattern=PUBLIC_ADDRESS)
     """Where generators reach that server: host:port, which is https where this process has a certificate, or the
     https:// address of a proxy; <weights_listen> when unset."""
+    trusted_relay_hosts: Annotated[tuple[str, ...], AfterValidator(checked_trusted_hosts)] = ()
+    """Hosts that generators may name as relays though they call from another address and show no certificate that names
+    them, as behind NAT: a name, all names below one (.site.example), an address or a network (10.0.0.0/8)."""
     max_weights_bytes_per_second: float | None = Field(default=None, gt=0)
     """Most bytes of weights that server sends a second, to all receivers together; no limit when unset."""
     weights_transport: Transport = Transport.HTTP

@@ -13,6 +13,7 @@ from penstock.metrics_server import serve_metrics
 from penstock.readiness import follow_outage
 from penstock.rpc import Server, Service, run_until_stopped
 from penstock.security import Security
+from penstock.security.addresses import OwnAddresses
 from penstock.v1 import trainer_pb2_grpc, weights_pb2_grpc
 from services.trainer.broadcast_server import broadcasting
 from services.trainer.config import TrainerConfig, TrainingConfig
@@ -24,7 +25,7 @@ from services.trainer.run import TrainingRun
 from services.trainer.service import SERVICE_NAME, TrainerService
 from services.trainer.weight_publisher import serving_weights
 from services.trainer.weight_store import SERVICE_NAME as WEIGHTS_SERVICE_NAME
-from services.trainer.weight_store import WeightStore, WeightStoreService
+from services.trainer.weight_store import TRUSTED_SETTING, WeightStore, WeightStoreService
 
 
 async def serve(config: TrainerConfig) -> None:
@@ -62,7 +63,11 @@ async def serve(config: TrainerConfig) -> None:
         await _serve_grpc(
             config,
             store=store,
-            weights=WeightStoreService(store, broadcasts=broadcasts),
+            weights=WeightStoreService(
+                store,
+                broadcasts=broadcasts,
+                own_addresses=OwnAddresses(config.trusted_relay_hosts, setting=TRUSTED_SETTING),
+            ),
             weights_url=stated_url or url,
             security=security,
             place=place,

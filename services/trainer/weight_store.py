@@ -31,6 +31,7 @@ from penstock.errors import (
     ServiceUnavailableError,
     UnknownVersionError,
 )
+from penstock.security.addresses import MAX_URL_CHARACTERS, OwnAddresses, Peer, check_url
 from penstock.v1 import weights_pb2, weights_pb2_grpc
 from services.trainer.broadcasts import Broadcasts
 from services.trainer.delta_shelf import DeltaShelf, PublishedDelta
@@ -43,9 +44,9 @@ MAX_HOLDINGS = 4096
 MAX_NAMED_CONTENTS = 64
 """More than the versions and deltas that are kept."""
 MAX_NAME_CHARACTERS = 128
-MAX_URL_CHARACTERS = 2048
 STREAM_CHUNK_BYTES = 1024 * 1024
 WATCH_POLL_S = 1.0
+TRUSTED_SETTING = "trusted_relay_hosts of the trainer's own configuration"
 
 _log = structlog.get_logger()
 
@@ -70,7 +71,6 @@ class Holding:
     fetched_bytes: int
     origin_bytes: int
     """Those of them that did not come from a relay of the receiver's site."""
-    relay_url: str
 
 
 class WeightStore:
@@ -205,13 +205,22 @@ class WeightStore:
 
 
 class WeightStoreService(weights_pb2_grpc.WeightStoreServiceServicer):
-    """Offers a WeightStore over gRPC."""
+    """Offers a WeightStore over gRPC.
 
-    def __init__(self, store: WeightStore, *, broadcasts: Broadcasts | None = None) -> None:
+    Args:
+        store: What is published.
+        broadcasts: Offered too, where there are any.
+        own_addresses: Whether relays are where those are that register them.
+    """
+
+    def __init__(
+        self, store: WeightStore, *, broadcasts: Broadcasts | None = None, own_addresses: OwnAddresses | None = None
+    ) -> None:
         self.stopping = asyncio.Event()
         """Set when the server drains; whoever builds the server puts its own event here."""
         self._store = store
         self._broadcasts = broadcasts
+        self._own_addresses = own_addresses or OwnAddresses(setting=TRUSTED_SETTING)
 
     async def GetManifest(
         self, request: weights_pb2.GetManifestRequest, context: grpc.aio.ServicerContext[Any, Any]
@@ -264,7 +273,12 @@ class WeightStoreService(weights_pb2_grpc.WeightStoreServiceServicer):
         _check_content_id(request.content_id)
         if len(request.site) > MAX_NAME_CHARACTERS:
             raise InvalidFieldError(f"site: must have at most {MAX_NAME_CHARACTERS} characters", field="site")
-        _check_url("relay_url", request.relay_url)
+        if request.relay_url:
+            await self._own_addresses.check("relay_url", request.relay_url, Peer.of(context))
+        if len(request.failed_url) > MAX_URL_CHARACTERS:
+            raise InvalidFieldError(
+                f"failed_url: must have at most {MAX_URL_CHARACTERS} characters", field="failed_url"
+            )
         relay_urls = self._store.relays.sources(
             site=request.site,
             content_id=request.content_id,
@@ -290,12 +304,14 @@ class WeightStoreService(weights_pb2_grpc.WeightStoreServiceServicer):
     ) -> weights_pb2.ReportHoldingResponse:
         """Check and record what a receiver holds."""
         _check_receiver(request.receiver_id)
+        if request.relay_url:
+            # Nobody is told it; relays are found by FindSources.
+            check_url("relay_url", request.relay_url)
         holding = Holding(
             policy_version=request.policy_version,
             swap_pause_s=request.swap_pause_s,
             fetched_bytes=request.fetched_bytes,
             origin_bytes=request.origin_bytes,
-            relay_url=request.relay_url,
         )
         self._store.record_holding(request.run_id, request.receiver_id, holding, digest=request.digest)
         newest = self._store.newest(request.run_id).manifest
@@ -311,14 +327,6 @@ class WeightStoreService(weights_pb2_grpc.WeightStoreServiceServicer):
 def _check_receiver(receiver_id: str) -> None:
     if not 1 <= len(receiver_id) <= MAX_NAME_CHARACTERS:
         raise InvalidFieldError(f"receiver_id: must have 1 to {MAX_NAME_CHARACTERS} characters", field="receiver_id")
-
-
-def _check_url(field: str, url: str) -> None:
-    if url and (len(url) > MAX_URL_CHARACTERS or not url.startswith(("http://", "https://"))):
-        raise InvalidFieldError(
-            f"{field}: {url!r:.80} must be an http or https address of at most {MAX_URL_CHARACTERS} characters",
-            field=field,
-        )
 
 
 def _check_content_id(content: str) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 import time
+from urllib.parse import urlsplit
 
 import aiohttp
 import numpy as np
@@ -20,6 +22,7 @@ from penstock.transfer.coding import MAX_PLAIN_BYTES
 from penstock.transfer.fetching import Fetching
 from penstock.transfer.partial import PartialContent
 from penstock.transfer.rate import BURST_S
+from penstock.transfer.relay import Relay
 from penstock.v1 import weights_pb2
 from services.trainer.weight_store import PublishedVersion
 from tests.helpers.certificates import make_security
@@ -303,3 +306,22 @@ async def test_requests_at_once_are_bounded_and_one_who_takes_nothing_is_given_u
                 while await status(other, url, Range="bytes=0-9") != 206:  # noqa: ASYNC110 -- no event
                     await asyncio.sleep(0.05)
     whole.close()
+
+
+async def test_a_relay_on_any_address_is_named_by_the_one_that_the_store_sees_or_with_tls_by_its_name(tmp_path):
+    store = "192.0.2.200:7304"
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("192.0.2.200", 7304))
+        except OSError:
+            pytest.skip("no route leads out of this machine")
+        seen = probe.getsockname()[0]
+    plain = Security(allows_plain=True)
+    for peer, security, host in (
+        (store, plain, seen),
+        (store, make_security(tmp_path), socket.gethostname()),
+        ("127.0.0.1:7304", plain, socket.gethostname()),
+        ("no-such-host.invalid:7304", plain, socket.gethostname()),
+    ):
+        async with Relay(listen="0.0.0.0:0", peer=peer, security=security) as relay:
+            assert urlsplit(relay.url("r", "c")).hostname == host.lower()

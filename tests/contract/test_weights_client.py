@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import asynccontextmanager
 
 import pytest
+from aiohttp import web
 
 from penstock.clients.downloads import Downloader
-from penstock.clients.weights import WeightsClient, check_manifest
+from penstock.clients.weights import VersionName, WeightsClient, check_chain, check_manifest
 from penstock.errors import (
     DigestMismatchError,
     InvalidFieldError,
@@ -15,6 +17,8 @@ from penstock.errors import (
     ServiceUnavailableError,
     UnknownVersionError,
 )
+from penstock.http_server import listen_http
+from penstock.security import Security
 from penstock.transfer.sources import MAX_FAILURES
 from penstock.v1 import weights_pb2
 from penstock.weights import safetensors_digests
@@ -37,6 +41,19 @@ async def downloader(monkeypatch):
     monkeypatch.setattr("penstock.transfer.sources.backoff_s", lambda: iter([0.0] * 100))
     async with Downloader() as made:
         yield made
+
+
+@asynccontextmanager
+async def listening(handler):
+    """An HTTP server that answers everything so; its base address."""
+    app = web.Application()
+    app.router.add_get("/{path:.*}", handler)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    try:
+        yield await listen_http(runner, "127.0.0.1:0", setting="listen", ssl_context=None)
+    finally:
+        await runner.cleanup()
 
 
 async def test_a_download_is_whole_and_leaves_no_partial_file(store, downloader, tmp_path):
@@ -211,3 +228,50 @@ def test_a_manifest_that_cannot_be_proved_is_refused(tmp_path, spoil, error):
     spoil(manifest)
     with pytest.raises(error):
         check_manifest(manifest, run_id="r")
+
+
+@pytest.mark.parametrize("digest", ["../../../evil", "/etc/evil", "a" * 63, "A" * 64, "", "a" * 63 + "\0"])
+def test_a_delta_on_the_way_names_no_file_outside_the_cache(tmp_path, digest):
+    """Of deltas that lead to others only the last is proved: its digest, and theirs, become names of files."""
+    path = write_weights(tmp_path / "w", seed=1)
+    last = make_manifest(path, policy_version=3, url="http://127.0.0.1:1/w")
+    first = make_manifest(path, policy_version=2, url="http://127.0.0.1:1/w")
+    for delta, base, base_digest in ((first, 1, "b" * 64), (last, 2, digest)):
+        delta.kind = weights_pb2.WEIGHTS_KIND_DELTA
+        delta.encoding = weights_pb2.WEIGHTS_ENCODING_CHANGED_BLOCKS
+        delta.base_version, delta.base_digest = base, base_digest
+    first.digest = digest
+    with pytest.raises(InvalidFieldError, match=r"manifest\.digest"):
+        check_chain([first, last], run_id="r", held=VersionName(1, "b" * 64))
+    first.digest = last.base_digest = "c" * 64
+    check_chain([first, last], run_id="r", held=VersionName(1, "b" * 64))
+
+
+@pytest.mark.parametrize(
+    "url", ["file:///etc/passwd", "ftp://h/w", "http://user:secret@h/w", "http://h\n/w", "http://h:0/w", "http:///w"]
+)
+def test_a_manifest_names_plain_http_addresses_alone(tmp_path, url):
+    manifest = make_manifest(write_weights(tmp_path / "w", seed=1), policy_version=1, url=url)
+    with pytest.raises(InvalidFieldError, match=r"manifest\.urls"):
+        check_manifest(manifest, run_id="r")
+
+
+@pytest.mark.parametrize("status", [301, 302, 303, 307, 308])
+async def test_a_redirect_is_not_followed_and_shows_nobody_the_token(store, tmp_path, monkeypatch, status):
+    monkeypatch.setattr("penstock.transfer.sources.backoff_s", lambda: iter([0.0] * 100))
+    asked = []
+
+    async def elsewhere(request):
+        asked.append(request.headers.get("Authorization"))
+        return web.Response()
+
+    async def sent_on(_request):
+        return web.Response(status=status, headers={"Location": f"{others}/inside"})
+
+    async with listening(elsewhere) as others, listening(sent_on) as origin:
+        manifest = await store.publish(1)
+        manifest.urls[:] = [f"{origin}/w"]
+        async with Downloader(security=Security(token="secret", allows_plain=True)) as downloader:
+            with pytest.raises(ServiceUnavailableError, match=f"HTTP {status}"):
+                await downloader.fetch(manifest, tmp_path / "v1")
+    assert asked == []

@@ -177,7 +177,7 @@ def test_every_field_is_described() -> None:
 
 
 def test_the_number_of_fields_stays_within_the_budget() -> None:
-    assert len([name for model, name, _ in fields(RunConfig) if model is not RunConfig]) <= 102
+    assert len([name for model, name, _ in fields(RunConfig) if model is not RunConfig]) <= 103
 
 
 @pytest.mark.parametrize("name", ["quickstart.yaml", "own_task.yaml"])
@@ -205,3 +205,9 @@ def test_a_trainer_that_is_started_here_may_use_what_the_run_names_and_nothing_e
     resolved = resolve(config(run={"dir": "/r"}, model={"path": "/m"}, data={"train": "/t.jsonl"}), now_s=0.0)
     made = trainer_config(resolved, choose_addresses(resolved))
     assert [str(path) for path in made.allowed_roots] == ["/r", "/m", "/t.jsonl"]
+
+
+def test_relays_that_the_run_trusts_are_told_to_the_trainer_and_nonsense_is_refused() -> None:
+    trusting = config(weights={"trusted_relay_hosts": ["10.0.0.0/8", ".site.example"]})
+    assert trainer_config(trusting, choose_addresses(trusting)).trusted_relay_hosts == ("10.0.0.0/8", ".site.example")
+    assert "name a host" in problem(weights={"trusted_relay_hosts": ["http://gpu-1"]})
