@@ -24,7 +24,7 @@ _URI = re.compile(rf"{URI_SCHEME}://([A-Za-z0-9._*-]+)/([a-z]+)/([A-Za-z0-9._*-]
 _ROLES = {name.removeprefix(_PREFIX).lower(): value for name, value in Role.items() if value}
 _NAMED_FIELDS = ("generator_id", "worker_id", "producer_id", "receiver_id", "node_id")
 """What a request says of who sends it."""
-_FRAME = "frame"
+_FRAME, _HELLO = "frame", "hello"
 
 
 class BadRoleError(ValueError):
@@ -109,12 +109,13 @@ class Caller:
             raise ForbiddenError(f"run_id: {run_id!r} is not open to {self}", field="run_id", run_id=run_id)
 
     def check_message(self, message: Any) -> None:
-        """Raises ForbiddenError where a request, or the frame it carries, is of another run, site or name."""
+        """Raises ForbiddenError where a request, its hello or the frame it carries is of another run, site or name."""
         if self.is_operator or not isinstance(message, Message):
             return
         self._check_fields(message)
-        if _FRAME in message.DESCRIPTOR.oneofs_by_name and (frame := message.WhichOneof(_FRAME)):
-            self._check_fields(getattr(message, frame))
+        carried = _carried(message)
+        if carried is not None:
+            self._check_fields(getattr(message, carried))
 
     def _check_fields(self, message: Message) -> None:
         fields, grants = message.DESCRIPTOR.fields_by_name, self.grants
@@ -134,6 +135,14 @@ class Caller:
                 f"{field}: {value!r} is not the certificate's; it must be {self.name!r}, or begin with that and '-'",
                 field=field,
             )
+
+
+def _carried(message: Message) -> str | None:
+    """The field of a request that says who sends it, where it is not the request itself."""
+    if _FRAME in message.DESCRIPTOR.oneofs_by_name:
+        frame: str | None = message.WhichOneof(_FRAME)
+        return frame
+    return _HELLO if _HELLO in message.DESCRIPTOR.fields_by_name and message.HasField(_HELLO) else None
 
 
 def _run_of(grant: Grant) -> str:

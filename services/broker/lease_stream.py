@@ -15,7 +15,7 @@ from services.broker import generation
 from services.broker.generation import GeneratorFacts, Grant, Grants
 from services.broker.hubs import Hubs
 from services.broker.intake import Intake, first_request, wait_for_event
-from services.broker.limits import duration
+from services.broker.limits import LEASE_SECRET_BYTES, duration
 from services.broker.payload import prefix_token_ids, sample_key
 from services.broker.run_state import RunState
 from services.broker.validation import MAX_ACTIVE_LEASES, check_beat, check_hello
@@ -281,4 +281,4 @@ def _is_finished(state: RunState, lease_id: str) -> bool:
 
 
 def _suffix() -> str:
-    return secrets.token_hex(3)
+    return secrets.token_hex(LEASE_SECRET_BYTES)

@@ -16,6 +16,8 @@ from penstock.v1 import broker_pb2
 DEFAULT_GENERATION_LEASE_S = 30.0
 DEFAULT_SCORING_LEASE_S = 60.0
 DEFAULT_MAX_LEASES = 8
+LEASE_SECRET_BYTES = 8
+"""Of a lease id, drawn at random: a request names 4,096 leases, so fewer could be found by trying."""
 MIN_QUEUED_GROUPS = 64
 MIN_LEASE_S, MAX_LEASE_S = 0.1, 3600.0
 MAX_SILENT_LIVES = 20

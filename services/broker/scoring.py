@@ -123,20 +123,22 @@ def expire_scoring(state: RunState, now_s: float, *, unbroken_since_s: float = 0
     return sum(len(indices) for indices in late.values())
 
 
-def accept_results(state: RunState, results: Sequence[broker_pb2.ScoreResult], now_s: float) -> Receipts:
-    """Store scores. A repeated result is accepted without effect; one whose lease is gone is lost."""
+def accept_results(
+    state: RunState, worker_id: str, results: Sequence[broker_pb2.ScoreResult], now_s: float
+) -> Receipts:
+    """Store a worker's scores; a repetition has no effect. One whose lease is gone, or another worker's, is lost."""
     receipts = Receipts(accepted=[], lost=[])
     for result in results:
-        group = state.groups.get(result.key.group_id)
-        index = result.key.sample_index
-        if group is None or index >= len(group.samples):
+        group, index = state.groups.get(result.key.group_id), result.key.sample_index
+        sample = group.samples[index] if group is not None and index < len(group.samples) else None
+        if group is None or sample is None or not _is_held(sample, worker_id, result.lease_id):
             receipts.lost.append(result.lease_id)
-        elif _is_current(group.samples[index], result.lease_id):
+        elif sample.state == _SCORING:
             with state.edit(group.group_id):
                 _store(state, group, index, result.score, now_s)
                 drops.close_group(state, group)
             receipts.accepted.append(result.lease_id)
-        elif _is_known(group.samples[index], result):
+        elif _is_known(sample, result):
             receipts.accepted.append(result.lease_id)
             receipts.num_repeated += 1
         else:
@@ -144,13 +146,12 @@ def accept_results(state: RunState, results: Sequence[broker_pb2.ScoreResult], n
     return receipts
 
 
-def _is_current(sample: SampleRecord, lease_id: str) -> bool:
-    return sample.state == _SCORING and sample.scoring_lease_id == lease_id
+def _is_held(sample: SampleRecord, worker_id: str, lease_id: str) -> bool:
+    """Whether the sample's latest lease is that one, and was given to that worker."""
+    return sample.scoring_lease_id == lease_id and sample.worker_id == worker_id
 
 
 def _is_known(sample: SampleRecord, result: broker_pb2.ScoreResult) -> bool:
-    if sample.scoring_lease_id != result.lease_id:
-        return False
     if sample.state == broker_pb2.SAMPLE_STATE_DROPPED:
         return result.score.status != types_pb2.SCORE_STATUS_OK
     return sample.state in _LATER_STATES

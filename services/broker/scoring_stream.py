@@ -12,7 +12,7 @@ from penstock.v1 import broker_pb2
 from services.broker import scoring
 from services.broker.hubs import Hubs
 from services.broker.intake import Intake, first_request, wait_for_event
-from services.broker.limits import duration
+from services.broker.limits import LEASE_SECRET_BYTES, duration
 from services.broker.payload import MAX_FRAME_BYTES, sample_key, score_item
 from services.broker.run_state import RunState
 from services.broker.scoring import Receipts, ScoringGrant
@@ -106,7 +106,7 @@ class ScoringStream:
 
         def operation(state: RunState) -> Receipts:
             now_s = self._hub.clock.now_s()
-            receipts = scoring.accept_results(state, request.results, now_s)
+            receipts = scoring.accept_results(state, self._worker_id, request.results, now_s)
             scoring.renew_scoring(state, self._worker_id, request.active_lease_ids, now_s)
             return receipts
 
@@ -133,7 +133,7 @@ class ScoringStream:
                 self._worker_id,
                 max_leases=credit,
                 now_s=self._hub.clock.now_s(),
-                make_suffix=lambda: secrets.token_hex(3),
+                make_suffix=lambda: secrets.token_hex(LEASE_SECRET_BYTES),
             )
 
         grants = await self._hub.transact(operation, must_verify=False)

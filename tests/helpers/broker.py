@@ -17,7 +17,7 @@ from penstock import rpc
 from penstock.clock import Clock, SystemClock
 from penstock.codec import encode_versions, float32_bytes, int32_bytes
 from penstock.errors import PenstockError, from_rpc_error
-from penstock.security import NO_SECURITY
+from penstock.security import NO_SECURITY, Security
 from penstock.v1 import broker_pb2, broker_pb2_grpc, types_pb2
 from services.broker.hubs import Hubs
 from services.broker.server import make_hubs, make_server
@@ -360,13 +360,14 @@ async def serving(
     listen: str = "127.0.0.1:0",
     registry: CollectorRegistry | None = None,
     scheduler: str | None = None,
+    security: Security = NO_SECURITY,
 ) -> AsyncIterator[RunningBroker]:
-    """A broker over `store`, on a free port if none is given, its caretaker running."""
+    """A broker over `store`, on a free port if none is given, its caretaker running; called as itself."""
     hubs = make_hubs(store, registry=registry or CollectorRegistry(), clock=clock or SystemClock(), scheduler=scheduler)
-    server = make_server(hubs, listen=listen, security=NO_SECURITY)
+    server = make_server(hubs, listen=listen, security=security)
     port = await server.start()
     loops = [asyncio.create_task(hubs.care(server.set_serving)), asyncio.create_task(hubs.length_reporter.run())]
-    async with rpc.open_channel(f"127.0.0.1:{port}") as channel:
+    async with rpc.open_channel(f"127.0.0.1:{port}", security) as channel:
         try:
             yield RunningBroker(hubs, server, channel, broker_pb2_grpc.BrokerServiceStub(channel))
         finally:

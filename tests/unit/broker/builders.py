@@ -93,7 +93,7 @@ def score(
         key=types_pb2.SampleKey(group_id=grant.sample[0], sample_index=grant.sample[1]),
         score=types_pb2.Score(status=status, value=value),
     )
-    return scoring.accept_results(state, [result], 5.0)
+    return scoring.accept_results(state, "worker-1", [result], 5.0)
 
 
 def make_ready(state: RunState, *group_ids: str, version: int = 0) -> None:

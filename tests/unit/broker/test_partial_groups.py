@@ -46,7 +46,7 @@ def _score(state: RunState, grant: ScoringGrant, value: float) -> scoring.Receip
         key=types_pb2.SampleKey(group_id=grant.sample[0], sample_index=grant.sample[1]),
         score=types_pb2.Score(status=types_pb2.SCORE_STATUS_OK, value=value),
     )
-    return scoring.accept_results(state, [result], 5.0)
+    return scoring.accept_results(state, "worker-1", [result], 5.0)
 
 
 def _books(state: RunState) -> tuple[int, int, dict[str, int], int]:

@@ -202,7 +202,7 @@ def test_samples_dropped_before_count_as_submitted_once_more() -> None:
     slow = lease(state, 3)
     finish(state, slow[:1])
     [first] = lease_scoring(state, 1)
-    scoring.accept_results(state, [_failed(first)], 5.0)
+    scoring.accept_results(state, "worker-1", [_failed(first)], 5.0)
     assert audit(state).dropped == {"reward_failed": 1}
     state.run.policy_version = 1
     deliver(state)
