@@ -6,7 +6,6 @@ Nothing here opens a socket or reads a file other than the configuration: see `c
 
 from __future__ import annotations
 
-import re
 import time
 from collections.abc import Iterable
 from pathlib import Path
@@ -18,7 +17,7 @@ from pydantic import AfterValidator, Field, field_validator, model_validator
 from penstock.collective.backend import Transport
 from penstock.config import Document, NetworkConfig, StrictModel, Targets, apply_overrides, read_document, validate
 from penstock.security.addresses import checked_trusted_hosts
-from penstock.targets import split_targets
+from penstock.targets import checked_address, checked_addresses
 from services.broker.redis_address import parse_redis_url
 from services.generator.config import EngineConfig
 from services.reward.config import RewardModelConfig
@@ -36,7 +35,6 @@ from services.trainer.config import (
 
 RECORDING_SUFFIXES = (".jsonl", ".parquet")
 MAX_SAMPLES_PER_STEP = 1_000_000
-_ADDRESS = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+):(\d{1,5})")
 
 
 class GeneratorSection(EngineConfig):
@@ -281,19 +279,6 @@ class RunConfig(NetworkConfig):
                 "run.id: required with endpoints.reward or endpoints.generators, which serve one run by its id"
             )
         return self
-
-
-def checked_address(value: str) -> str:
-    """`value` when it is host:port; raises ValueError that says what is wrong with it."""
-    match = _ADDRESS.fullmatch(value.removeprefix("grpc://"))
-    if match is None or not 1 <= int(match[2]) <= 65535:
-        raise ValueError("must be host:port with a port of 1 to 65535, for example 127.0.0.1:7301")
-    return value.removeprefix("grpc://")
-
-
-def checked_addresses(value: str) -> str:
-    """`value` when it is one or several host:port, separated by commas; raises ValueError."""
-    return ",".join(checked_address(item) for item in split_targets(value))
 
 
 def load_run_config(path: Path, overrides: Iterable[str] = ()) -> RunConfig:

@@ -6,13 +6,13 @@ import asyncio
 
 import uvloop
 
-from console.config import checked_address
 from penstock.config import ConfigError
 from penstock.rewards import RewardLoadError, load_reward
 from penstock.rewards.check import CheckStatus, check_server
 from penstock.rewards.serving import serve_async
 from penstock.rpc import PortUnavailableError
 from penstock.security import Security
+from penstock.targets import checked_address
 from penstock.telemetry import configure_logging
 from services.reward.models.build import check_name
 

@@ -8,13 +8,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from console.config import checked_addresses, load_run_config
+from console.config import load_run_config
 from console.folder import CONSOLE_NAME, RunFolder, open_folder, read_record
 from console.local import run_folders
 from penstock.config import ConfigError
 from penstock.errors import PenstockError
 from penstock.rpc import call, call_with_retry, open_channel
 from penstock.security import Security
+from penstock.targets import checked_addresses
 from penstock.v1 import broker_pb2, broker_pb2_grpc, trainer_pb2, trainer_pb2_grpc
 
 # A little longer than the broker waits for its Redis, so that its answer says who is away.

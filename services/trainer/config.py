@@ -15,6 +15,7 @@ from penstock.names import RUN_ID_RULE, is_run_id
 from penstock.pieces import MAX_GROUP_TOKENS
 from penstock.sampling import MIN_TEMPERATURE
 from penstock.security.addresses import checked_trusted_hosts
+from penstock.targets import checked_addresses
 from services.trainer.algorithms.base import Normalization
 
 MAX_SAMPLES_PER_GROUP = 1024
@@ -321,6 +322,12 @@ class TrainingConfig(StrictModel):
     """Use of the machine."""
     broker: Targets = "127.0.0.1:7301"
     """The broker, host:port; several on one Redis as a list, of which the first that works is used."""
+
+    @field_validator("broker")
+    @classmethod
+    def _are_hosts_and_ports(cls, value: str) -> str:
+        # It comes with StartRun, and gRPC would also call a socket of this machine, or ask a name server of its choice.
+        return checked_addresses(value)
 
     @model_validator(mode="after")
     def _stale_data_needs_a_correction(self) -> Self:

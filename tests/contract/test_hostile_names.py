@@ -133,6 +133,19 @@ async def test_a_run_that_is_started_names_nothing_outside_the_trainers_roots(
     assert everything_in(tmp_path) == before
 
 
+@pytest.mark.parametrize(
+    "broker", ["unix:/run/docker.sock", "unix-abstract:x", "dns://10.0.0.1/broker:7301", "a:1,unix:///x", "a", "a:0"]
+)
+async def test_a_run_that_is_started_names_a_broker_by_host_and_port_alone(
+    fenced: tuple[Roots, dict], broker: str
+) -> None:
+    roots, document = fenced
+    async with running_trainer(roots=roots) as trainer:
+        error = await start(trainer, document | {"broker": broker})
+    assert error.reason == "INVALID_FIELD"
+    assert "broker: must be host:port" in str(error)
+
+
 async def test_a_run_within_the_roots_begins(fenced: tuple[Roots, dict]) -> None:
     roots, document = fenced
     async with running_trainer(roots=roots) as trainer:

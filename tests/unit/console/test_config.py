@@ -10,7 +10,7 @@ import pytest
 import yaml
 from pydantic import BaseModel
 
-from console.config import RunConfig, checked_address, load_run_config, parse_run_config, resolve, to_yaml
+from console.config import RunConfig, load_run_config, parse_run_config, resolve, to_yaml
 from console.derive import (
     broker_config,
     generator_config,
@@ -22,6 +22,7 @@ from console.derive import (
 from console.folder import RunFolder
 from console.launcher import choose_addresses
 from penstock.config import ConfigError
+from penstock.targets import checked_address
 from tests.helpers.console import ROOT
 
 MINIMAL: dict[str, Any] = {"model": {"path": "m"}, "data": {"train": "t.jsonl"}}
