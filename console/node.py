@@ -35,6 +35,8 @@ from penstock.clients.plans import watch_plan
 from penstock.config import ConfigError
 from penstock.errors import BadTokenError, NotOfferedError
 from penstock.security import Security
+from penstock.security.inspection import LOOPBACK
+from penstock.security.watching import CertificateWatch
 from penstock.signals import StopSignals
 from penstock.telemetry import configure_logging
 from penstock.v1 import scheduler_pb2 as pb
@@ -114,6 +116,7 @@ class NodeAgent:
             asyncio.create_task(keep_measuring(self._meter, self._all_replicas, security=security)),
             asyncio.create_task(self._follow()),
             asyncio.create_task(self._services.watch()),
+            asyncio.create_task(CertificateWatch(security.tls_files, hosts=[LOOPBACK]).run()),
         ]
         try:
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)

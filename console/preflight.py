@@ -10,6 +10,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from console.certificates import certificate_findings
 from console.config import RunConfig
 from console.disk_watch import MIN_FREE_BYTES
 from console.embedded_redis import redis_executable
@@ -61,6 +62,8 @@ async def check_run(config: RunConfig, folder: RunFolder, *, is_resume: bool, se
     problems += _package_problems(config)
     problems += _port_problems(config) + listener_problems(config, security)
     warnings += listener_warnings(config, security)
+    for finding in certificate_findings(config, security):
+        (problems if finding.is_error else warnings).append(finding.text)
     problems += await _network_problems(config, security)
     if config.endpoints.reward is None:
         problems += await reward_problems(config.reward.model, security=security)

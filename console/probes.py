@@ -12,10 +12,13 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from penstock.errors import ServiceUnavailableError
 from penstock.rpc import open_channel
 from penstock.security import Security
+from penstock.security.troubles import TROUBLES
 from penstock.targets import split_targets
 from services.broker.redis_address import parse_redis_url
 
 PROBE_TIMEOUT_S = 3.0
+TLS_FAILS = "TLS with"
+"""What a problem begins with that waiting does not mend."""
 BROKER, SCHEDULER, REWARD = "penstock.v1.BrokerService", "penstock.v1.SchedulerService", "penstock.v1.RewardService"
 TRAINER, GENERATOR = "penstock.v1.TrainerService", "penstock.v1.GeneratorService"
 
@@ -47,7 +50,9 @@ async def service_problem(
             if error.code() in (grpc.StatusCode.UNIMPLEMENTED, grpc.StatusCode.NOT_FOUND):
                 return None
             if error.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED):
-                return f"nothing answers at {target} within {timeout_s:g} s"
+                trouble = await TROUBLES.trouble_with(target)
+                nothing = f"nothing answers at {target} within {timeout_s:g} s"
+                return f"{TLS_FAILS} {target} fails: {trouble}" if trouble else nothing
             return f"{target} refuses the health check: {error.code().name}: {error.details()}"
     if response.status == health_pb2.HealthCheckResponse.SERVING or not must_serve:
         return None

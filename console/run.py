@@ -36,6 +36,7 @@ from console.live import Display, choose_display, duration
 from console.nodes import report_machine
 from console.outcome import add_to_summary, closing_lines, keep_results
 from console.preflight import check_run
+from console.probes import TLS_FAILS
 from console.processes import ProcessState, ServiceFailedError
 from console.recorder import TRAJECTORIES, RunRecorder
 from console.report import write_report
@@ -333,7 +334,8 @@ class _Run:
         """A service that is started here is not up yet."""
         why = f": {problem}" if problem else ""
         self._view.phase = f"starting services; waiting for {name} for {duration(waited_s)}{why}"
-        if waited_s >= FIRST_WAIT_NOTE_S and name not in self._noted_waits:
+        is_worth_a_note = waited_s >= FIRST_WAIT_NOTE_S or problem.startswith(TLS_FAILS)
+        if is_worth_a_note and name not in self._noted_waits:
             self._noted_waits.add(name)
             self._display.note(f"waiting for {name}{why} (log: {self._folder.log_of(name)})")
 

@@ -12,6 +12,7 @@ from dataclasses import replace
 from penstock.config import ConfigError
 from penstock.rpc import wait_until_serving
 from penstock.security import Security
+from penstock.security.troubles import TROUBLES
 
 TIMEOUT_S = 3.0
 
@@ -26,6 +27,9 @@ def main() -> int:
         # Health asks for no token, so none is shown; what plain text the service allows is its own configuration's.
         security = replace(Security.from_environment(insecure=True), token=None)
         is_serving = asyncio.run(wait_until_serving(target, service=service, timeout_s=TIMEOUT_S, security=security))
+        if not is_serving:
+            # What Docker and others keep of a check that failed.
+            print(asyncio.run(TROUBLES.trouble_with(target)) or f"{target} is not serving", file=sys.stderr)
     except ConfigError as error:
         print(error, file=sys.stderr)
         return 2

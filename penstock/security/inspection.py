@@ -111,7 +111,7 @@ def _findings(files: TlsFiles, loaded: Loaded, hosts: Sequence[str], now: dateti
     certificate, where = loaded.chain[0], f"{files.cert_variable}: {files.cert_file}"
     if problem := date_problem(certificate, now):
         yield Finding("dates", f"{where} {problem}; issue it again ({ISSUE}), or set the clock", is_error=True)
-    elif problem := _lateness(certificate, now):
+    elif problem := lateness(certificate, now):
         yield Finding("end", f"{where} {problem}; issue it again ({ISSUE})", is_error=False)
     if loaded.authorities and not _is_signed(loaded):
         yield Finding(
@@ -124,7 +124,7 @@ def _findings(files: TlsFiles, loaded: Loaded, hosts: Sequence[str], now: dateti
     yield from _name_findings(certificate, where, hosts)
 
 
-def _lateness(certificate: x509.Certificate, now: datetime) -> str:
+def lateness(certificate: x509.Certificate, now: datetime) -> str:
     """That it ends soon, which whoever renews it should have prevented."""
     whole = certificate.not_valid_after_utc - certificate.not_valid_before_utc
     left = certificate.not_valid_after_utc - now

@@ -35,8 +35,8 @@ class CertificateWatch:
         self._said_s: dict[Finding, float] = {}
 
     async def run(self) -> None:
-        """Until cancelled; returns at once where there are no files."""
-        while self._files.paths:
+        """Until cancelled."""
+        while True:
             self.look()
             await asyncio.sleep(LOOK_EVERY_S)
 

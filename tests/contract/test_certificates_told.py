@@ -1,0 +1,106 @@
+"""Certificates that fail are told by the checks before a run, by probes, by health checks, and by `penstock status`."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+from cryptography import x509
+
+from console.certificates import certificate_findings, certificate_lines
+from console.config import RunConfig
+from console.probes import BROKER, service_problem
+from console.target import Target
+from penstock import healthcheck
+from penstock.rpc import Server
+from penstock.security import NO_SECURITY, Security
+from tests.helpers.certificates import issue, make_authority, make_security
+from tests.helpers.serving import serving
+
+DAY = timedelta(days=1)
+
+
+@pytest.fixture
+def authority(tmp_path: Path) -> Path:
+    return make_authority(tmp_path / "authority")
+
+
+@asynccontextmanager
+async def elsewhere(security: Security) -> AsyncIterator[str]:
+    """A server under an address that certificates do not name unless asked to."""
+    server = Server(listen="127.0.0.2:0", services=[], security=security)
+    await server.start()
+    try:
+        yield f"127.0.0.2:{server.port}"
+    finally:
+        await server.stop(grace_s=0.1)
+
+
+def run_config(**changes: object) -> RunConfig:
+    document = {"run": {"id": "r"}, "model": {"path": "m"}, "data": {"train": "t"}, "reward": {"model": "numeric"}}
+    return RunConfig.model_validate(document | changes)
+
+
+async def test_a_probe_says_why_tls_fails(authority: Path) -> None:
+    security = issue(authority)
+    async with elsewhere(security) as target:
+        problem = await service_problem(target, BROKER, security=security)
+    assert problem is not None
+    assert problem.startswith(f"TLS with {target} fails: its certificate does not name 127.0.0.2, but localhost")
+
+
+async def test_a_failed_health_check_says_why(
+    authority: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    security = issue(authority)
+    for name, path in zip(("CA", "CERT", "KEY"), security.tls_files.paths, strict=True):
+        monkeypatch.setenv(f"PENSTOCK_TLS_{name}", str(path))
+    async with elsewhere(security) as target:
+        monkeypatch.setattr(sys, "argv", ["healthcheck", target])
+        assert await asyncio.to_thread(healthcheck.main) == 1
+    assert "does not name 127.0.0.2" in capsys.readouterr().err
+
+
+async def test_status_names_servers_whose_certificates_end(authority: Path) -> None:
+    own = issue(authority, name="own")
+    late = issue(authority, name="late", ago=9 * DAY, validity=12 * DAY)
+    old = issue(authority, name="old", ago=2 * DAY, validity=DAY)
+    async with (
+        serving(security=own) as (_, broker),
+        serving(security=late) as (_, trainer),
+        serving(security=old) as (
+            _,
+            scheduler,
+        ),
+    ):
+        target = Target(run_id="r", broker=broker, folder=None, scheduler=scheduler, trainer=trainer)
+        lines = await certificate_lines(target, own)
+        own_lines = await certificate_lines(Target(run_id="r", broker=broker, folder=None), late)
+    assert len(lines) == 2
+    assert lines[0].startswith(f"TLS with scheduler {scheduler} fails: its certificate expired at ")
+    assert lines[1].startswith(f"certificate of trainer {trainer} expires at ")
+    assert own_lines[0].startswith(f"PENSTOCK_TLS_CERT: {late.cert_file} expires at ")
+    assert await certificate_lines(target, NO_SECURITY) == []
+
+
+def test_a_run_is_not_begun_with_certificates_that_its_services_cannot_use(
+    authority: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert certificate_findings(run_config(), issue(authority)) == []
+    assert certificate_findings(run_config(), NO_SECURITY) == []
+    names = x509.SubjectAlternativeName
+    monkeypatch.setattr(x509, "SubjectAlternativeName", lambda _names: names([x509.DNSName("trainer.example")]))
+    security = make_security(tmp_path)
+    monkeypatch.undo()
+    (finding,) = certificate_findings(run_config(), security)
+    assert finding.is_error
+    assert "does not name 127.0.0.1, where health checks and services of this machine ask" in finding.text
+    public = run_config(listen={"public_host": "gpu.example"})
+    assert [one.what for one in certificate_findings(public, security)] == ["name 127.0.0.1", "name gpu.example"]
+    expired = issue(authority, ago=2 * DAY, validity=DAY)
+    assert [one.is_error for one in certificate_findings(run_config(), expired)] == [True]
