@@ -355,10 +355,4 @@ def doctor() -> None:
 
 def main() -> None:
     """Entry point."""
-    import sys
-
-    import structlog
-
-    # Until a command says otherwise: what it prints may be read by a program.
-    structlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.stderr))
     app(prog_name="penstock")

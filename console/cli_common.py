@@ -36,9 +36,14 @@ def exit_with(work: Callable[[], int]) -> NoReturn:
     """Run a command and end the process with its status; a mistake of the user is told in a line each."""
     # gRPC's core writes lines of its own to stderr whenever a peer goes away; that is told in our words.
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
+    import structlog
+
     from console.closed_output import discard
     from penstock.config import ConfigError
 
+    if not structlog.is_configured():
+        # What a command prints may be read by a program.
+        structlog.configure(logger_factory=lambda *_: structlog.PrintLogger(sys.stderr))
     try:
         status = work()
     except ConfigError as error:
