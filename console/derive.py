@@ -106,7 +106,9 @@ def trainer_config(config: RunConfig, addresses: Addresses) -> TrainerConfig:
 
 def trainer_roots(config: RunConfig) -> tuple[Path, ...]:
     """What a trainer of this run reads and writes: nothing else of its machine is a client's to name."""
-    paths = (config.run.dir, config.model.path, config.data.train, config.data.eval)
+    run = RunFolder(config.run.dir / config.run.id)
+    # Roots are followed where they are links: people put a run, or its checkpoints, on a larger disk.
+    paths = (config.run.dir, run.path, run.checkpoints, config.model.path, config.data.train, config.data.eval)
     return tuple(path for path in paths if path is not None)
 
 

@@ -637,7 +637,7 @@ class GeneratorHello(_message.Message):
     max_context_tokens: _builtins.int
     """Longest prompt + completion it can hold, in tokens. Longer work is not leased to it."""
     endpoint: _builtins.str
-    """Address of its GeneratorService, for status; may be empty."""
+    """Address of its GeneratorService, host:port, for people; may be empty. Nobody calls it."""
     @_builtins.property
     def profile(self) -> Global___GeneratorProfile:
         """How fast it is, where it knows."""

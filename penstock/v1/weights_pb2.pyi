@@ -524,7 +524,10 @@ class FindSourcesRequest(_message.Message):
     content_id: _builtins.str
     """Which content: SHA-256, hex, over the digests (hex) of its chunks in order, each followed by a line feed."""
     relay_url: _builtins.str
-    """Address under which it will serve this content to others of its site; empty if it will not."""
+    """Address under which it will serve this content to others of its site; empty if it will not. Its host must be the
+    caller's own: where it calls from, a name of that, a name in its certificate, or one that the trainer is told to
+    trust; else INVALID_ARGUMENT / INVALID_FIELD. A caller that came by TLS names https alone.
+    """
     failed_url: _builtins.str
     """An address it was given before and could not fetch from; empty where there is none."""
     def __init__(
@@ -686,7 +689,7 @@ class ReportHoldingRequest(_message.Message):
     fetched_bytes: _builtins.int
     """Bytes it fetched for this version over the network, from whatever source."""
     relay_url: _builtins.str
-    """Address from which it serves the content to others of its site; empty if it does not."""
+    """Address from which it serves the content to others of its site; empty if it does not. Nobody is told it."""
     origin_bytes: _builtins.int
     """Those of `fetched_bytes` that came from the manifest's urls, not from a relay of its site."""
     def __init__(

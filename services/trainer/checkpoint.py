@@ -132,8 +132,8 @@ def begin(root: Path, *, backend: Saveable, state: ResumeState) -> Saving:
         raise CheckpointExistsError(f"{final} is complete already")
     temporary = root / f"step_{state.num_steps}.tmp"
     for leftover in (temporary, final):
-        if leftover.exists():
-            shutil.rmtree(leftover)
+        if leftover.is_symlink() or leftover.exists():
+            _delete(leftover)
     temporary.mkdir(parents=True)
     return Saving(state=state, temporary=temporary, final=final, written=backend.save(temporary))
 
@@ -189,9 +189,18 @@ def prune(root: Path, *, keep_last: int) -> list[Path]:
     deleted = [path for _, path in sorted(_step_directories(root)) if path not in kept]
     deleted += sorted(path for path in root.glob("step_*.tmp") if path.is_dir())
     for path in deleted:
-        (path / COMPLETE_MARKER).unlink(missing_ok=True)
-        shutil.rmtree(path)
+        _delete(path)
     return deleted
+
+
+def _delete(path: Path) -> None:
+    """A folder and what is in it; of a link to one only the link."""
+    if path.is_symlink():
+        path.unlink()
+        return
+    # First, so that what is left of it where deleting ends early does not count.
+    (path / COMPLETE_MARKER).unlink(missing_ok=True)
+    shutil.rmtree(path)
 
 
 def _step_directories(root: Path) -> list[tuple[int, Path]]:

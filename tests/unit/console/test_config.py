@@ -203,9 +203,11 @@ def test_a_run_id_that_is_no_plain_name_is_refused(run_id: str) -> None:
 
 
 def test_a_trainer_that_is_started_here_may_use_what_the_run_names_and_nothing_else() -> None:
-    resolved = resolve(config(run={"dir": "/r"}, model={"path": "/m"}, data={"train": "/t.jsonl"}), now_s=0.0)
+    resolved = resolve(
+        config(run={"id": "a", "dir": "/r"}, model={"path": "/m"}, data={"train": "/t.jsonl"}), now_s=0.0
+    )
     made = trainer_config(resolved, choose_addresses(resolved))
-    assert [str(path) for path in made.allowed_roots] == ["/r", "/m", "/t.jsonl"]
+    assert [str(path) for path in made.allowed_roots] == ["/r", "/r/a", "/r/a/checkpoints", "/m", "/t.jsonl"]
 
 
 def test_relays_that_the_run_trusts_are_told_to_the_trainer_and_nonsense_is_refused() -> None:

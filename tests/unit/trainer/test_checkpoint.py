@@ -154,3 +154,20 @@ def test_a_state_of_another_format_is_an_error_not_a_fresh_start(tmp_path, chang
 def test_keeping_no_checkpoint_is_refused(tmp_path):
     with pytest.raises(ValueError, match="keep_last"):
         save_step(tmp_path, 1, keep_last=0)
+
+
+def test_a_link_in_a_checkpoints_place_is_deleted_and_not_what_it_leads_to(tmp_path):
+    root, elsewhere = tmp_path / "checkpoints", tmp_path / "elsewhere"
+    kept = save_step(elsewhere, 1)
+    before = sorted(kept.rglob("*"))
+    root.mkdir()
+    for name in ("step_1", "step_2", "step_3.tmp"):
+        (root / name).symlink_to(kept, target_is_directory=True)
+    (root / "step_4").symlink_to(tmp_path / "nowhere")
+
+    for step in (3, 4):
+        save_step(root, step, keep_last=1)
+
+    assert [path.name for path in root.iterdir()] == ["step_4"]
+    assert not (root / "step_4").is_symlink()
+    assert sorted(kept.rglob("*")) == before

@@ -242,3 +242,9 @@ def test_a_publisher_empties_its_own_folder_and_not_where_a_link_in_its_place_le
     assert not directory.is_symlink()
     assert list(directory.iterdir()) == []
     assert [path.name for path in elsewhere.iterdir()] == ["thesis.tex"]
+
+
+def test_a_root_that_is_a_link_is_followed(place: Place) -> None:
+    """A run whose folder, or its checkpoints, somebody put on a larger disk."""
+    leaking = place.root / "runs" / "leaking"
+    Roots([place.root, leaking / "weights"]).make_run_dir(leaking)
