@@ -11,7 +11,6 @@ Links within a model's folder are followed wherever they lead: hubs keep models 
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -53,7 +52,7 @@ class Roots:
         self.require("run.dir", path)
         try:
             path.mkdir(parents=True, exist_ok=True)
-            links = [Path(entry.path) for entry in os.scandir(path) if entry.is_symlink()]
+            links = [inner for inner in path.iterdir() if inner.is_symlink()]
         except OSError as error:
             message = f"run.dir: {_shown(path)} cannot be made: {error.strerror}"
             if is_full(error):

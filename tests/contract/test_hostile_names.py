@@ -19,6 +19,7 @@ from services.broker.memory_store import MemoryStore
 from services.scheduler.config import LengthsConfig
 from services.scheduler.server import make_forecaster, make_service
 from services.scheduler.service import SchedulerServicer
+from services.trainer.kept_run import Kept, KeptRun
 from services.trainer.roots import Roots
 from tests.helpers.broker import limits, serving
 from tests.helpers.fuzz import methods
@@ -131,6 +132,18 @@ async def test_a_run_that_is_started_names_nothing_outside_the_trainers_roots(
         for run_id in NO_RUN_IDS:
             assert (await start(trainer, document, run_id)).metadata["field"] == "run_id"
     assert everything_in(tmp_path) == before
+
+
+async def test_a_run_that_was_kept_is_not_resumed_outside_the_roots(tmp_path: Path, fenced: tuple[Roots, dict]) -> None:
+    roots, document = fenced
+    outside = tmp_path / "outside"
+    kept = KeptRun(tmp_path / "trainer.json")
+    text = json.dumps(document | {"run": {"dir": str(outside)}})
+    kept.write(Kept(run_id="r", config_json=text, num_begins=0))
+    async with running_trainer(roots=roots, kept=kept) as trainer:
+        found = await trainer.trainer.GetTrainer(trainer_pb2.GetTrainerRequest(), timeout=10)
+    assert found.state == trainer_pb2.TRAINER_STATE_IDLE
+    assert outside not in everything_in(tmp_path)
 
 
 @pytest.mark.parametrize(
