@@ -8,6 +8,7 @@ from pathlib import Path
 from console.config import RunConfig
 from console.folder import RunFolder
 from penstock.config import StrictModel, validate
+from penstock.rewards.wire import THIRD_PARTY
 from services.broker.config import BrokerConfig
 from services.generator.config import EngineConfig, GeneratorConfig, OpenAIConfig
 from services.reward.config import RewardConfig
@@ -141,7 +142,7 @@ def _openai_config(config: RunConfig, index: int) -> OpenAIConfig:
     host, _, port = (first or "").rpartition(":")
     return OpenAIConfig(
         listen=None if first is None else f"{host}:{int(port) + index}",
-        reward=reward.removeprefix("grpc://") if reward.startswith("grpc://") else None,
+        reward=reward if reward.startswith(THIRD_PARTY) else None,
         temperature=config.sampling.temperature,
     )
 

@@ -24,8 +24,10 @@ from console.probes import BROKER, GENERATOR, REWARD, SCHEDULER, TRAINER, redis_
 from console.processes import console_argv, service_environment
 from penstock.config import ConfigError
 from penstock.disk import free_bytes, full_message
+from penstock.rewards.wire import THIRD_PARTY
 from penstock.secret import read_secret
 from penstock.security import Security
+from penstock.security.credentials import JUDGES
 from services.broker.redis_address import PASSWORD_VARIABLE, with_password
 from services.scheduler.plan_document import read_plan
 from services.scheduler.problem import read_problem
@@ -66,7 +68,7 @@ async def check_run(config: RunConfig, folder: RunFolder, *, is_resume: bool, se
         (problems if finding.is_error else warnings).append(finding.text)
     problems += await _network_problems(config, security)
     if config.endpoints.reward is None:
-        problems += await reward_problems(config.reward.model, security=security)
+        problems += await reward_problems(config.reward.model, is_insecure=config.insecure)
     return Findings(problems=tuple(problems), warnings=tuple(warnings))
 
 
@@ -107,10 +109,11 @@ def _recording_problems(config: RunConfig, *, is_resume: bool) -> list[str]:
     return [f"record: {config.record} exists already; remove it, or name another file"]
 
 
-async def reward_problems(model: str, *, security: Security) -> list[str]:
-    """Why the reward model of that name cannot be used."""
-    if model.startswith("grpc://"):
-        problem = await service_problem(model.removeprefix("grpc://"), REWARD, security=security)
+async def reward_problems(model: str, *, is_insecure: bool) -> list[str]:
+    """Why the reward model of that name cannot be used. Raises ConfigError."""
+    if model.startswith(THIRD_PARTY):
+        judges = Security.from_environment(JUDGES, insecure=is_insecure)
+        problem = await service_problem(model.removeprefix(THIRD_PARTY), REWARD, security=judges)
         return [f"reward.model: reward server: {problem}; start it first"] if problem else []
     return await asyncio.to_thread(_local_reward_problems, model)
 

@@ -22,6 +22,7 @@ from console.recording.recorder import in_thread
 from penstock.config import ConfigError
 from penstock.rewards import ModelAwayError, RewardLoadError, RewardModel
 from penstock.security import Security
+from penstock.security.credentials import JUDGES
 from penstock.telemetry import configure_logging
 from penstock.v1 import broker_pb2, reward_pb2, types_pb2
 from services.reward.config import RewardModelConfig
@@ -119,7 +120,7 @@ def rescore_command(file: Path, *, reward: str, out: Path, tokenizer: Path | Non
 
 
 async def _rescored(file: Path, out: Path, name: str, texts: TextReader | None) -> Comparison:
-    model = build_model(name, security=Security.from_environment())
+    model = build_model(name, judges=Security.from_environment(JUDGES))
     try:
         await model.probe()
         writer = open_writer(out)

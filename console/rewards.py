@@ -12,6 +12,7 @@ from penstock.rewards.check import CheckStatus, check_server
 from penstock.rewards.serving import serve_async
 from penstock.rpc import PortUnavailableError
 from penstock.security import Security
+from penstock.security.credentials import JUDGES
 from penstock.targets import checked_address
 from penstock.telemetry import configure_logging
 from services.reward.models.build import check_name
@@ -29,7 +30,7 @@ def serve_reward(target: str, *, listen: str) -> None:
 
 def check_reward(target: str) -> int:
     """Print the verdict on a running reward model; returns the exit status."""
-    results = asyncio.run(check_server(_address(target), security=Security.from_environment()))
+    results = asyncio.run(check_server(_address(target), security=Security.from_environment(JUDGES)))
     for result in results:
         print(f"{result.status.value:7} {result.name}{f': {result.detail}' if result.detail else ''}")
     has_failed = any(result.status is CheckStatus.FAILED for result in results)

@@ -12,10 +12,18 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
-from penstock.errors import DeadlineError, InvalidFieldError, NotOfferedError, PenstockError, ServiceUnavailableError
+from penstock.errors import (
+    BadCertificateError,
+    BadTokenError,
+    DeadlineError,
+    InvalidFieldError,
+    NotOfferedError,
+    PenstockError,
+    ServiceUnavailableError,
+)
 from penstock.rewards.model import DEFAULT_MAX_BATCH_SIZE
 from penstock.rewards.types import RewardItem
-from penstock.rewards.wire import check_score, write_item
+from penstock.rewards.wire import CREDENTIALS_HINT, check_score, write_item
 from penstock.rpc import call, open_channel
 from penstock.security import NO_SECURITY, Security
 from penstock.v1 import reward_pb2, reward_pb2_grpc, types_pb2
@@ -102,6 +110,8 @@ class _Checked:
     async def answers(self) -> str:
         try:
             await self._score([_item(1)])
+        except (BadTokenError, BadCertificateError) as error:
+            raise _ViolationError(f"{error}; {CREDENTIALS_HINT}") from error
         except ServiceUnavailableError as error:
             raise _ViolationError(f"nobody answers at {self._target}: {error}") from error
         except NotOfferedError as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import sys
 from typing import Any
 
@@ -18,6 +19,8 @@ from penstock.rewards.local import LocalModel
 from penstock.rewards.model import DEFAULT_MAX_BATCH_SIZE, BatchReward, ModelAwayError, RewardModel
 from penstock.rpc import Server, Service, run_until_stopped
 from penstock.security import Security
+from penstock.security.credentials import JUDGES
+from penstock.security.tokens import check_token
 from penstock.telemetry import configure_logging
 from penstock.v1 import reward_pb2, reward_pb2_grpc, types_pb2
 
@@ -25,6 +28,7 @@ SERVICE_NAME = "penstock.v1.RewardService"
 DEFAULT_LISTEN = "127.0.0.1:7310"
 DEFAULT_TIMEOUT_S = 60.0
 MAX_CONCURRENT_CALLS = 64
+_OF_THE_CLUSTER = ("PENSTOCK_TOKEN", "PENSTOCK_TOKEN_FILE", "PENSTOCK_TLS_CERT")
 # Part of the caller's deadline that is kept for sending the answer: items that time out still reach the caller as such.
 _ANSWER_SHARE = 0.1
 
@@ -86,7 +90,7 @@ async def serve_async(target: RewardFunction | BatchReward | str, *, listen: str
     """
     reward = load_reward(target) if isinstance(target, str) else as_reward(target)
     model = LocalModel(reward)
-    server = Server(listen=listen, services=[reward_service(model)], security=Security.from_environment())
+    server = Server(listen=listen, services=[reward_service(model)], security=_security())
 
     def announce() -> None:
         address = f"{listen.rpartition(':')[0]}:{server.port}"
@@ -105,6 +109,20 @@ def serve(target: RewardFunction | BatchReward | str, *, listen: str = DEFAULT_L
         uvloop.run(serve_async(target, listen=listen))
     except ConfigError as error:
         sys.exit(str(error))
+
+
+def _security() -> Security:
+    """The model's own credentials, in the variables that its callers have them in. Raises ConfigError."""
+    security = Security.from_environment(JUDGES)
+    if not security.has_credentials and any(map(os.environ.get, _OF_THE_CLUSTER)):
+        raise ConfigError(
+            f"{JUDGES}_TOKEN: not set, while the cluster's credentials are, which reward models of their own are never "
+            f"shown; set {JUDGES}_TOKEN and {JUDGES}_TLS_CA, _CERT and _KEY here and where it is called from, or unset "
+            "PENSTOCK_TOKEN and PENSTOCK_TLS_CERT here"
+        )
+    if security.token is not None:
+        check_token(security.token, where=f"{JUDGES}_TOKEN")
+    return security
 
 
 def _timeout_s(context: grpc.aio.ServicerContext[Any, Any]) -> float:

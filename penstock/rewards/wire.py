@@ -15,6 +15,9 @@ from penstock.rewards.outcomes import MAX_COMPONENTS, MAX_NAME_CHARACTERS, clean
 from penstock.rewards.types import RewardItem, RewardResult, ScoreStatus, Turn
 from penstock.v1 import reward_pb2, types_pb2
 
+THIRD_PARTY = "grpc://"
+"""What the address of a reward model begins with that is shown PENSTOCK_JUDGE_*, never the cluster's credentials."""
+CREDENTIALS_HINT = "it is shown PENSTOCK_JUDGE_TOKEN and PENSTOCK_JUDGE_TLS_*, never the cluster's own credentials"
 MAX_METADATA_BYTES = 64 * 1024
 
 _STATUS_TO_WIRE = {

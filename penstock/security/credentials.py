@@ -22,7 +22,7 @@ from penstock.security.access import AccessInterceptor
 from penstock.security.files import TlsFiles, load
 from penstock.security.plain_text import (
     HOW_TO_ALLOW,
-    HOW_TO_PROTECT,
+    how_to_protect,
     is_allowed_by_environment,
     is_local,
     missing_halves,
@@ -143,11 +143,11 @@ class Security:
         if self.serves_tls or self.allows_plain:
             return None
         if not is_local(listen):
-            return plain_listener_problem(listen, setting=setting, fix=HOW_TO_PROTECT)
+            return plain_listener_problem(listen, setting=setting, fix=how_to_protect(self.prefix))
         if self.ca_file is not None or self.tokens:
             return (
-                f"PENSTOCK_TLS_CERT: missing, so {setting} {listen} would be in plain text, where tokens must not go "
-                f"and clients with certificates do not; {HOW_TO_PROTECT}, or {HOW_TO_ALLOW}"
+                f"{self.prefix}_TLS_CERT: missing, so {setting} {listen} would be in plain text, where tokens must not "
+                f"go and clients with certificates do not; {how_to_protect(self.prefix)}, or {HOW_TO_ALLOW}"
             )
         return None
 

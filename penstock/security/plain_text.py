@@ -9,7 +9,6 @@ from penstock.config import ConfigError
 
 INSECURE_VARIABLE = "PENSTOCK_INSECURE"
 HOW_TO_ALLOW = f"set insecure: true in the configuration ({INSECURE_VARIABLE}=true for commands without one)"
-HOW_TO_PROTECT = "make certificates (penstock certs) and set PENSTOCK_TLS_CA, PENSTOCK_TLS_CERT and PENSTOCK_TLS_KEY"
 
 
 def is_local(address: str) -> bool:
@@ -26,6 +25,11 @@ def is_local(address: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return False
+
+
+def how_to_protect(prefix: str) -> str:
+    """Said of a listener in plain text; `prefix` is what the variables begin with."""
+    return f"make certificates (penstock certs) and set {prefix}_TLS_CA, {prefix}_TLS_CERT and {prefix}_TLS_KEY"
 
 
 def is_allowed_by_environment() -> bool:

@@ -110,7 +110,8 @@ class OpenAISection(StrictModel):
     group_size: int | None = Field(default=None, ge=1, le=1024)
     """Sessions of a task that are trained on together; the run's group size when unset."""
     reward: str | None = None
-    """A reward server, host:port, for sessions that are finished without a reward."""
+    """A reward server for sessions that are finished without a reward: host:port is the cluster's own, grpc://host:port
+    a third party's, which is shown PENSTOCK_JUDGE_*."""
     max_sessions: int = Field(default=1024, ge=1, le=100_000)
     """Most sessions that are open or wait for their siblings; further ones are told to come again."""
     session_idle_s: float = Field(default=600.0, gt=0, le=86_400)

@@ -22,6 +22,7 @@ from penstock.readiness import follow_outage
 from penstock.rpc import Server, Service, run_until_stopped
 from penstock.secret import read_secret
 from penstock.security import Security
+from penstock.security.credentials import JUDGES
 from penstock.security.session_keys import SECRET_VARIABLE
 from penstock.v1 import generator_pb2, generator_pb2_grpc
 from services.generator.config import GeneratorConfig
@@ -132,6 +133,7 @@ def _endpoint(config: GeneratorConfig, generator: Generator, security: Security)
             config,
             guests=generator.guests(),
             security=security,
+            judges=Security.from_environment(JUDGES, insecure=config.insecure),
             metrics=OpenAIMetrics(),
             secret=read_secret(SECRET_VARIABLE),
         )

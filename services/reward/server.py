@@ -16,6 +16,7 @@ from penstock.readiness import follow_outage
 from penstock.rewards.serving import reward_service
 from penstock.rpc import Server, run_until_stopped
 from penstock.security import Security
+from penstock.security.credentials import JUDGES
 from services.reward.config import RewardConfig
 from services.reward.models.build import build_model
 from services.reward.pool import ScoringPool
@@ -39,7 +40,8 @@ async def serve(config: RewardConfig) -> None:
     texts = _texts(config)
     security = Security.from_environment(insecure=config.insecure)
     serve_metrics(config.metrics_address, security)
-    model = build_model(config.reward.model, security=security)
+    judges = Security.from_environment(JUDGES, insecure=config.insecure)
+    model = build_model(config.reward.model, judges=judges)
     max_leases = _BATCHES_HELD_A_CALL * config.reward.max_concurrent_batches * config.reward.max_batch_size
     session = ScoringSession(
         broker=config.broker,

@@ -173,6 +173,7 @@ async def endpoint_bench(
     limits: dict[str, Any] | None = None,
     policy: Any = None,
     security: Security = NO_SECURITY,
+    judges: Security = NO_SECURITY,
     secret: str | None = None,
     is_run_open: bool = True,
     max_concurrent_samples: int = 8,
@@ -218,7 +219,9 @@ async def endpoint_bench(
             openai=OpenAIConfig(**({"listen": "127.0.0.1:0", "model_name": "tiny"} | settings)),
         )
         metrics = OpenAIMetrics(CollectorRegistry())
-        endpoint = OpenAIEndpoint(config, guests=guests, security=security, metrics=metrics, secret=secret, clock=clock)
+        endpoint = OpenAIEndpoint(
+            config, guests=guests, security=security, judges=judges, metrics=metrics, secret=secret, clock=clock
+        )
         async with endpoint.serving() as base_url:
             loop_task = asyncio.create_task(endpoint.run())
             bench = Bench(

@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 from penstock.errors import PenstockError
-from penstock.rewards.wire import MAX_METADATA_BYTES, check_score
+from penstock.rewards.wire import MAX_METADATA_BYTES, THIRD_PARTY, check_score
 from penstock.rpc import call_with_retry, open_channel
 from penstock.security import Security
 from penstock.v1 import reward_pb2, reward_pb2_grpc, types_pb2
@@ -27,15 +27,21 @@ class SessionRewards:
     Args:
         agents: Holds them.
         run_id: The run, for the reward server.
-        target: The reward server, host:port; None where clients state rewards themselves.
+        target: The reward server, host:port or a third party's grpc://host:port; None where clients state rewards.
         security: Credentials of the process.
+        judges: What third parties are shown.
     """
 
-    def __init__(self, agents: Agents, *, run_id: str, target: str | None, security: Security) -> None:
+    def __init__(
+        self, agents: Agents, *, run_id: str, target: str | None, security: Security, judges: Security
+    ) -> None:
         self._agents = agents
         self._run_id = run_id
         self._target = target
-        self._channel = None if target is None else open_channel(target, security)
+        self._channel = None
+        if target is not None:
+            is_third_party = target.startswith(THIRD_PARTY)
+            self._channel = open_channel(target.removeprefix(THIRD_PARTY), judges if is_third_party else security)
 
     async def close(self) -> None:
         """Close the connection."""

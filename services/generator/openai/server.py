@@ -38,6 +38,7 @@ class OpenAIEndpoint:
         config: Of the generator.
         guests: Decodes.
         security: Credentials of the process.
+        judges: What third parties' reward servers are shown.
         metrics: Its Prometheus numbers.
         clock: The machine's; tests have their own.
         secret: Signs agents' keys; without one they end with the process.
@@ -53,6 +54,7 @@ class OpenAIEndpoint:
         *,
         guests: Guests,
         security: Security,
+        judges: Security,
         metrics: OpenAIMetrics,
         clock: Clock | None = None,
         secret: str | None = None,
@@ -80,7 +82,7 @@ class OpenAIEndpoint:
             clock=self._clock,
         )
         self._rewards = SessionRewards(
-            self._agents, run_id=config.run_id, target=config.openai.reward, security=security
+            self._agents, run_id=config.run_id, target=config.openai.reward, security=security, judges=judges
         )
         self._routes = OpenAIRoutes(
             self._agents,

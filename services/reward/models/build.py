@@ -7,22 +7,26 @@ import re
 
 from penstock.rewards import BatchReward, RewardLoadError, RewardModel, load_reward
 from penstock.rewards.local import LocalModel
+from penstock.rewards.wire import THIRD_PARTY
 from penstock.security import NO_SECURITY, Security
 from services.reward.models.exact_match import exact_match
 from services.reward.models.inline import InlineReward
 from services.reward.models.math_reward import MathReward
 from services.reward.models.numeric import numeric
-from services.reward.models.remote import PREFIX, RemoteModel
+from services.reward.models.remote import RemoteModel
 
 BUILT_IN_NAMES = ("exact_match", "numeric", "math")
 _ADDRESS = re.compile(r"grpc://(?:\[[0-9A-Fa-f:.]+\]|[^\s:/]+):(\d{1,5})")
 
 
-def build_model(name: str, *, security: Security = NO_SECURITY) -> RewardModel:
-    """The model behind a built-in name, `module:function` or grpc://host:port. Raises RewardLoadError."""
+def build_model(name: str, *, judges: Security = NO_SECURITY) -> RewardModel:
+    """The model behind a built-in name, `module:function` or grpc://host:port, which is shown `judges`.
+
+    Raises RewardLoadError.
+    """
     check_name(name)
-    if name.startswith(PREFIX):
-        return RemoteModel(name, security=security)
+    if name.startswith(THIRD_PARTY):
+        return RemoteModel(name, security=judges)
     return LocalModel(load_reward(name) if ":" in name else _built_in(name))
 
 

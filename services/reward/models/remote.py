@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from penstock.errors import (
+    BadCertificateError,
     BadTokenError,
     DeadlineError,
     InternalError,
@@ -15,12 +16,11 @@ from penstock.errors import (
 from penstock.rewards import ModelAwayError
 from penstock.rewards.model import DEFAULT_MAX_BATCH_SIZE
 from penstock.rewards.outcomes import MAX_MESSAGE_CHARACTERS, MAX_NAME_CHARACTERS
-from penstock.rewards.wire import check_score, failed_score
+from penstock.rewards.wire import CREDENTIALS_HINT, THIRD_PARTY, check_score, failed_score
 from penstock.rpc import call, open_channel
 from penstock.security import NO_SECURITY, Security
 from penstock.v1 import reward_pb2, reward_pb2_grpc, types_pb2
 
-PREFIX = "grpc://"
 PROBE_TIMEOUT_S = 5.0
 # Far below the 4 MiB that gRPC servers accept when nobody configured them.
 MAX_REQUEST_BYTES = 1024 * 1024
@@ -30,9 +30,9 @@ class RemoteModel:
     """Calls a RewardService. Its limits and wishes are asked for by every probe, since it may have been replaced."""
 
     def __init__(self, address: str, *, security: Security = NO_SECURITY) -> None:
-        """`address` is grpc://host:port."""
+        """`address` is grpc://host:port; `security` a third party's, never the cluster's own."""
         self._address = address
-        self._channel = open_channel(address.removeprefix(PREFIX), security)
+        self._channel = open_channel(address.removeprefix(THIRD_PARTY), security)
         self._stub = reward_pb2_grpc.RewardServiceStub(self._channel)
         self._description: reward_pb2.GetRewardModelResponse | None = None
 
@@ -51,7 +51,9 @@ class RemoteModel:
         except NotOfferedError:
             # The contract allows a model not to describe itself; then it has the defaults.
             self._description = reward_pb2.GetRewardModelResponse()
-        except (ServiceUnavailableError, DeadlineError, BadTokenError) as error:
+        except (BadTokenError, BadCertificateError) as error:
+            raise ModelAwayError(f"reward model {error}; {CREDENTIALS_HINT}") from error
+        except (ServiceUnavailableError, DeadlineError) as error:
             raise ModelAwayError(f"reward model {error}") from error
         except PenstockError:
             # It answered, if only with an error of its own: it is there.
