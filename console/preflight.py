@@ -25,10 +25,9 @@ from console.processes import console_argv, service_environment
 from penstock.config import ConfigError
 from penstock.disk import free_bytes, full_message
 from penstock.rewards.wire import THIRD_PARTY
-from penstock.secret import read_secret
 from penstock.security import Security
 from penstock.security.credentials import JUDGES
-from services.broker.redis_address import PASSWORD_VARIABLE, with_password
+from services.broker.redis_credentials import RedisCredentials, protected_url
 from services.scheduler.plan_document import read_plan
 from services.scheduler.problem import read_problem
 from services.trainer.config import TRACKER_PACKAGES
@@ -231,11 +230,18 @@ async def _network_problems(config: RunConfig, security: Security) -> list[str]:
     answers = await asyncio.gather(*checks)
     problems = [f"endpoints.{key}: {problem}" for (key, _, _), problem in zip(wanted, answers, strict=True) if problem]
     if endpoints.broker is None and config.broker.redis_url is not None:
-        problem = await asyncio.to_thread(
-            redis_problem, with_password(config.broker.redis_url, read_secret(PASSWORD_VARIABLE))
-        )
-        problems += [f"broker.redis_url: {problem}"] if problem else []
+        problems += await asyncio.to_thread(_redis_problems, config.broker.redis_url, security)
     return problems
+
+
+def _redis_problems(stated: str, security: Security) -> list[str]:
+    try:
+        credentials = RedisCredentials.from_environment(security)
+        url = protected_url(stated, credentials, setting="broker.redis_url", security=security)
+    except ConfigError as error:
+        return [str(error)]
+    problem = redis_problem(url, credentials=credentials)
+    return [f"broker.redis_url: {problem}"] if problem else []
 
 
 def _is_installed(package: str) -> bool:

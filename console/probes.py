@@ -15,6 +15,7 @@ from penstock.security import Security
 from penstock.security.troubles import TROUBLES
 from penstock.targets import split_targets
 from services.broker.redis_address import parse_redis_url
+from services.broker.redis_credentials import NO_CREDENTIALS, RedisCredentials
 
 PROBE_TIMEOUT_S = 3.0
 TLS_FAILS = "TLS with"
@@ -59,15 +60,19 @@ async def service_problem(
     return f"{target} answers, but {service} is not serving"
 
 
-def redis_problem(url: str, *, timeout_s: float = PROBE_TIMEOUT_S) -> str | None:
+def redis_problem(
+    url: str, *, credentials: RedisCredentials = NO_CREDENTIALS, timeout_s: float = PROBE_TIMEOUT_S
+) -> str | None:
     """Why the Redis at `url` cannot be used; None when it can. A password in the URL is never repeated."""
     import redis
 
     shown = masked(url)
     try:
         if parse_redis_url(url).kind != "single":
-            return asyncio.run(_group_problem(url))
-        with redis.Redis.from_url(url, socket_connect_timeout=timeout_s, socket_timeout=timeout_s) as client:
+            return asyncio.run(_group_problem(url, credentials))
+        settings: dict[str, Any] = {"socket_connect_timeout": timeout_s, "socket_timeout": timeout_s}
+        settings |= credentials.tls_settings if url.startswith("rediss://") else {}
+        with redis.Redis.from_url(url, **settings) as client:
             client.ping()
             version = str(client.info("server").get("redis_version", "0"))
     except (redis.RedisError, OSError, ValueError) as error:
@@ -78,10 +83,10 @@ def redis_problem(url: str, *, timeout_s: float = PROBE_TIMEOUT_S) -> str | None
     return None
 
 
-async def _group_problem(url: str) -> str | None:
+async def _group_problem(url: str, credentials: RedisCredentials) -> str | None:
     from services.broker.redis_store import RedisStore
 
-    store = RedisStore.from_url(url)
+    store = RedisStore.from_url(url, credentials=credentials)
     try:
         await store.ping()
     except ServiceUnavailableError as error:

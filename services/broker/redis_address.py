@@ -4,9 +4,8 @@
     redis+sentinel://HOST:PORT,HOST:PORT/SERVICE[/DB]           the master of SERVICE, as these Sentinels know it
     redis+cluster://HOST:PORT,HOST:PORT                         a Cluster, found through any of these nodes
 
-`rediss+sentinel` and `rediss+cluster` speak TLS. USER:PASSWORD@ before the first host is for the data nodes; Sentinels
-are asked without. A password that shall be in no configuration comes from PENSTOCK_REDIS_PASSWORD or the file that
-PENSTOCK_REDIS_PASSWORD_FILE names.
+`rediss+sentinel` and `rediss+cluster` speak TLS, with the Sentinels too. USER:PASSWORD@ before the first host is for
+the data nodes. What shall be in no configuration, the Sentinels' own password and certificates: `redis_credentials`.
 """
 
 from __future__ import annotations

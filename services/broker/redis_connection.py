@@ -32,6 +32,7 @@ from redis.exceptions import NoScriptError, ResponseError
 from penstock.errors import ServiceUnavailableError
 from penstock.rpc import backoff_s
 from services.broker.redis_address import RedisAddress, parse_redis_url
+from services.broker.redis_credentials import NO_CREDENTIALS, RedisCredentials
 from services.broker.redis_faults import REDIS_ERRORS, Outage, RedisFault, TooFewReplicasError, classify
 
 ATTEMPT_TIMEOUT_S = 3.0
@@ -166,9 +167,15 @@ class RedisConnection:
         self._unwritable: Outage | None = None
 
     @classmethod
-    def from_url(cls, url: str, *, on_fault: Callable[[str], None] = lambda _kind: None) -> RedisConnection:
+    def from_url(
+        cls,
+        url: str,
+        *,
+        credentials: RedisCredentials = NO_CREDENTIALS,
+        on_fault: Callable[[str], None] = lambda _kind: None,
+    ) -> RedisConnection:
         """Connects on first use. Raises ValueError where the URL is malformed."""
-        redis, sentinels = _clients(parse_redis_url(url))
+        redis, sentinels = _clients(parse_redis_url(url), credentials)
         return cls(redis, sentinels=sentinels, on_fault=on_fault)
 
     async def read(self, operation: Callable[[Redis], Awaitable[_T]]) -> _T:
@@ -269,7 +276,7 @@ async def _connected(connection: AbstractConnection) -> None:
     await connection.on_connect()
 
 
-def _clients(address: RedisAddress) -> tuple[Redis, Sentinel | None]:
+def _clients(address: RedisAddress, credentials: RedisCredentials) -> tuple[Redis, Sentinel | None]:
     """A client, and the Sentinels it asks, that repeat nothing by themselves: `RedisConnection` decides."""
     common: dict[str, Any] = {
         # Each attempt has a deadline of ours; redis-py's own would cost a task for each command (`asyncio.wait_for`).
@@ -280,14 +287,16 @@ def _clients(address: RedisAddress) -> tuple[Redis, Sentinel | None]:
         "retry": Retry(NoBackoff(), 0),
     }
     if address.kind == "single":
-        return Redis.from_url(address.url, **common, redis_connect_func=_connected), None
-    common |= {"username": address.username, "password": address.password, "ssl": address.is_tls}
+        tls = credentials.tls_settings if address.url.startswith("rediss://") else {}
+        return Redis.from_url(address.url, **common, **tls, redis_connect_func=_connected), None
+    tls = {"ssl": True, **credentials.tls_settings} if address.is_tls else {"ssl": False}
+    common |= {"username": address.username, "password": address.password, **tls}
     if address.kind == "cluster":
         nodes = [ClusterNode(host, port) for host, port in address.hosts]
         # Of the commands that the broker uses it has the same, under the same names.
         return cast("Redis", RedisCluster(startup_nodes=nodes, **common)), None
-    asking: dict[str, Any] = {"socket_timeout": 1.0, "socket_connect_timeout": 1.0, "ssl": address.is_tls}
-    asking["retry"] = Retry(NoBackoff(), 0)
+    asking: dict[str, Any] = {"socket_timeout": 1.0, "socket_connect_timeout": 1.0, **tls}
+    asking |= {"retry": Retry(NoBackoff(), 0), "password": credentials.sentinel_password}
     sentinels = Sentinel(list(address.hosts), sentinel_kwargs=asking)  # type: ignore[no-untyped-call]
     master: Redis = sentinels.master_for(address.service, db=address.db, **common)
     return master, sentinels

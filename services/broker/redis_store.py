@@ -18,6 +18,7 @@ from redis.asyncio import Redis
 from penstock.codec import Packed
 from services.broker.keys import PROBE, RUNS, RunKeys
 from services.broker.redis_connection import RedisConnection, Script, confirmed
+from services.broker.redis_credentials import NO_CREDENTIALS, RedisCredentials
 from services.broker.redis_load import RedisLoad, reading_of
 from services.broker.redis_purge import RedisPurge
 from services.broker.run_clock import Reading
@@ -63,10 +64,16 @@ class RedisStore:
 
     @classmethod
     def from_url(
-        cls, url: str, *, num_wait_replicas: int = 0, on_fault: Callable[[str], None] = lambda _kind: None
+        cls,
+        url: str,
+        *,
+        credentials: RedisCredentials = NO_CREDENTIALS,
+        num_wait_replicas: int = 0,
+        on_fault: Callable[[str], None] = lambda _kind: None,
     ) -> RedisStore:
         """Connects on first use; see `redis_address` for the forms of the URL, `RedisConnection` for `on_fault`."""
-        return cls(RedisConnection.from_url(url, on_fault=on_fault), num_wait_replicas=num_wait_replicas)
+        connection = RedisConnection.from_url(url, credentials=credentials, on_fault=on_fault)
+        return cls(connection, num_wait_replicas=num_wait_replicas)
 
     async def load(self, run_id: str, since: Mark | None) -> Snapshot | None:
         """See `Store.load`."""

@@ -10,7 +10,6 @@ from prometheus_client import REGISTRY, CollectorRegistry
 from penstock import memory, rpc
 from penstock.clock import Clock, SystemClock
 from penstock.metrics_server import serve_metrics
-from penstock.secret import read_secret
 from penstock.security import NO_SECURITY, Security
 from penstock.v1 import broker_pb2_grpc
 from services.broker.config import MEMORY_URL, BrokerConfig
@@ -19,7 +18,7 @@ from services.broker.hubs import Hubs
 from services.broker.length_reports import LengthReporter
 from services.broker.memory_store import MemoryStore
 from services.broker.metrics import BrokerMetrics
-from services.broker.redis_address import PASSWORD_VARIABLE, with_password
+from services.broker.redis_credentials import RedisCredentials, protected_url
 from services.broker.redis_metrics import RedisMetrics
 from services.broker.redis_store import RedisStore
 from services.broker.retention import Retention
@@ -31,13 +30,19 @@ SERVICE_NAME = "penstock.v1.BrokerService"
 _log = structlog.get_logger()
 
 
-def make_store(config: BrokerConfig, *, registry: CollectorRegistry) -> Store:
-    """The store behind `redis_url`; memory:// keeps everything in this process and loses it with it."""
+def make_store(config: BrokerConfig, *, registry: CollectorRegistry, security: Security = NO_SECURITY) -> Store:
+    """The store behind `redis_url`; memory:// keeps everything in this process and loses it with it.
+
+    Raises ConfigError.
+    """
     if config.redis_url == MEMORY_URL:
         return MemoryStore()
     faults = RedisMetrics(registry)
-    url = with_password(config.redis_url, read_secret(PASSWORD_VARIABLE))
-    return RedisStore.from_url(url, num_wait_replicas=config.redis_wait_replicas, on_fault=faults.count)
+    credentials = RedisCredentials.from_environment(security)
+    url = protected_url(config.redis_url, credentials, setting="redis_url", security=security)
+    return RedisStore.from_url(
+        url, credentials=credentials, num_wait_replicas=config.redis_wait_replicas, on_fault=faults.count
+    )
 
 
 def make_hubs(
@@ -74,7 +79,7 @@ async def serve(config: BrokerConfig) -> None:
     gc.set_threshold(20_000, 20, 50)
     security = Security.from_environment(insecure=config.insecure)
     serve_metrics(config.metrics_address, security)
-    store = make_store(config, registry=REGISTRY)
+    store = make_store(config, registry=REGISTRY, security=security)
     hubs = make_hubs(store, registry=REGISTRY, clock=SystemClock(), scheduler=config.scheduler, security=security)
     server = make_server(hubs, listen=config.listen, security=security)
     try:
