@@ -153,6 +153,7 @@ def _trainer_lines(picture: Picture) -> Iterator[str]:
     elif trainer is not None and trainer.run_id in ("", picture.target.run_id):
         message = f": {trainer.message}" if trainer.message else ""
         yield f"trainer {picture.target.trainer} ({_state(trainer)}){message}"
+        yield from (f"warning of the trainer: {text}" for text in trainer.warnings)
 
 
 def _state(trainer: trainer_pb2.GetTrainerResponse) -> str:
@@ -264,6 +265,7 @@ def _trainer_document(picture: Picture) -> dict[str, Any] | None:
         "run_id": trainer.run_id if trainer is not None else None,
         "state": _state(trainer) if trainer is not None else None,
         "message": trainer.message if trainer is not None else None,
+        "warnings": list(trainer.warnings) if trainer is not None else [],
     }
 
 

@@ -141,6 +141,11 @@ class Server:
         self._watching = asyncio.create_task(self._watch.run())
         return self.port
 
+    @property
+    def certificate_problems(self) -> list[str]:
+        """What is wrong with this process's certificate now, one line each."""
+        return [finding.text for finding in self._watch.findings]
+
     async def set_serving(self, is_serving: bool, *names: str) -> None:
         """Set health of the named services (all, and the overall state, when none is named)."""
         status = health_pb2.HealthCheckResponse.SERVING if is_serving else health_pb2.HealthCheckResponse.NOT_SERVING

@@ -34,6 +34,7 @@ from penstock.transfer.fetching import Fetching
 from penstock.transfer.partial import PartialContent
 from penstock.transfer.rate import ByteRate
 from penstock.transfer.relay import Relay
+from penstock.transfer.source_faults import SourceFaults
 from penstock.transfer.sources import SourceKind, Sources
 from penstock.v1 import weights_pb2
 
@@ -91,6 +92,8 @@ class Downloader:
         self._broadcasts = broadcasts
         self._relay = relay
         self._find_relays = find_relays
+        self.faults = SourceFaults(security.tls_files)
+        """Says why sources fail that somebody has to mend."""
         self._num_connections = num_connections
         self._rate = ByteRate(max_bytes_per_second)
         self._compresses = compresses
@@ -186,7 +189,7 @@ class Downloader:
         fetching = Fetching(
             connections=self._connections,
             content=content,
-            sources=Sources(self._origins(manifest), self._asker(manifest)),
+            sources=Sources(self._origins(manifest), self._asker(manifest), self.faults.explained),
             rate=self._rate,
             on_fetched=self._on_fetched,
             on_refused=on_refused,

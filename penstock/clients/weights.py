@@ -34,6 +34,7 @@ from penstock.weights import TensorDigest, manifest_digest
 
 MAX_CONTENT_BYTES = 4 * 1024**4
 MAX_URLS = 64
+MAX_FAILURE_CHARACTERS = 1024
 MAX_CHAIN = 64
 """Deltas in one offer."""
 REPORT_PATIENCE_S = 20.0
@@ -307,6 +308,26 @@ class WeightsClient:
             _log.info("the weight store names no relay; fetching from the origin", error=str(error))
             return ()
         return [url for url in response.relay_urls[:MAX_URLS] if _is_url(url)]
+
+    async def report_failure(self, url: str, failure: str) -> None:
+        """Tell the store of an address that somebody has to mend; it being away does not matter.
+
+        Args:
+            url: What could not be fetched from.
+            failure: What is wrong, for people.
+        """
+        request = weights_pb2.FindSourcesRequest(
+            run_id=self._run_id,
+            receiver_id=self._receiver_id,
+            site=self._site,
+            content_id=hashlib.sha256(b"").hexdigest(),
+            failed_url=url,
+            failure=failure[:MAX_FAILURE_CHARACTERS],
+        )
+        try:
+            await call(self._stub.FindSources, request, peer=self.peer)
+        except PenstockError as error:
+            _log.debug("the weight store does not hear of a failure", error=str(error))
 
     def _note_refused_relay(self, error: InvalidFieldError) -> None:
         # Of every content the address is another one, of the same host.

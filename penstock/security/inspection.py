@@ -95,9 +95,9 @@ def clock_time(moment: datetime) -> str:
     return moment.astimezone(UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
 
 
-def printable(text: str) -> str:
-    """A name that somebody else chose, safe in a line of a log."""
-    return "".join(each if each.isprintable() else "?" for each in text[:_MAX_NAME_CHARS])
+def printable(text: str, *, max_chars: int = _MAX_NAME_CHARS) -> str:
+    """What somebody else wrote, safe in a line of a log."""
+    return "".join(each if each.isprintable() else "?" for each in text[:max_chars])
 
 
 def _findings(files: TlsFiles, loaded: Loaded, hosts: Sequence[str], now: datetime) -> Iterator[Finding]:

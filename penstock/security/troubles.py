@@ -78,9 +78,8 @@ class Troubles:
         if not parts.hostname:
             return ""
         name = f"{parts.scheme}://{parts.netloc}"
-        if name not in self._known:
-            server = Server(host=parts.hostname, port=port, is_grpc=False, uses_tls=parts.scheme == "https")
-            self._note(name, server, files)
+        server = Server(host=parts.hostname, port=port, is_grpc=False, uses_tls=parts.scheme == "https")
+        self._note(name, server, files)
         return (await self._ask(name)).problem
 
     def _note(self, name: str, server: Server, files: TlsFiles) -> None:

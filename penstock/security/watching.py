@@ -33,6 +33,8 @@ class CertificateWatch:
     def __init__(self, files: TlsFiles, *, hosts: Sequence[str]) -> None:
         self._files, self._hosts = files, hosts
         self._said_s: dict[Finding, float] = {}
+        self.findings: list[Finding] = []
+        """What was wrong at the last look."""
 
     async def run(self) -> None:
         """Until cancelled."""
@@ -43,7 +45,7 @@ class CertificateWatch:
     def look(self) -> list[Finding]:
         """What is wrong now; said where it has not been for a while."""
         now_s = asyncio.get_running_loop().time()
-        findings = inspect(self._files, hosts=self._hosts)
+        findings = self.findings = inspect(self._files, hosts=self._hosts)
         self._said_s = {one: said_s for one, said_s in self._said_s.items() if one in findings}
         for finding in findings:
             if now_s - self._said_s.get(finding, -SAY_AGAIN_S) >= SAY_AGAIN_S:

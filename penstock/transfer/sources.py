@@ -44,17 +44,24 @@ class Source:
     kind: SourceKind
 
 
+Explain = Callable[[Source, PenstockError], Awaitable[PenstockError]]
+
+
 class Sources:
     """The sources of one fetch.
 
     Args:
         origin_urls: The manifest's addresses; at least one.
         find_relays: Asks the weight store; None where nobody relays.
+        explain: Finds what is behind a failure, which is then told instead.
     """
 
-    def __init__(self, origin_urls: Sequence[str], find_relays: FindRelays | None) -> None:
+    def __init__(
+        self, origin_urls: Sequence[str], find_relays: FindRelays | None, explain: Explain | None = None
+    ) -> None:
         self._origin_urls = origin_urls
         self._find_relays = find_relays
+        self._explain = explain
         self._current: Source | None = None
         self._num_failures = 0
         self._num_origins_tried = 0
@@ -79,11 +86,13 @@ class Sources:
         """Choose another source, unless somebody has since `source` was chosen.
 
         Raises:
-            PenstockError: `error`, where nothing is left to try.
+            PenstockError: `error`, or what is behind it, where nothing is left to try.
         """
         async with self._lock:
             if source is not self._current:
                 return
+            if self._explain is not None:
+                error = await self._explain(source, error)
             _log.info("a source of weights failed", url=source.url, kind=source.kind, error=str(error))
             self._num_failures += 1
             self._failed.add(source.url)

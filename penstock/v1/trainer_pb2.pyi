@@ -492,6 +492,7 @@ class GetTrainerResponse(_message.Message):
     NUM_STEPS_FIELD_NUMBER: _builtins.int
     MESSAGE_FIELD_NUMBER: _builtins.int
     WEIGHTS_URL_FIELD_NUMBER: _builtins.int
+    WARNINGS_FIELD_NUMBER: _builtins.int
     state: Global___TrainerState.ValueType
     """What it does."""
     run_id: _builtins.str
@@ -504,6 +505,10 @@ class GetTrainerResponse(_message.Message):
     """What it waits for or does, for people."""
     weights_url: _builtins.str
     """Base address of the HTTP server that serves weights."""
+    @_builtins.property
+    def warnings(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """What somebody has to mend, one line each, for people: its certificate, addresses that receivers cannot fetch from."""
+
     def __init__(
         self,
         *,
@@ -513,10 +518,11 @@ class GetTrainerResponse(_message.Message):
         num_steps: _builtins.int = ...,
         message: _builtins.str = ...,
         weights_url: _builtins.str = ...,
+        warnings: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["message", b"message", "num_steps", b"num_steps", "policy_version", b"policy_version", "run_id", b"run_id", "state", b"state", "weights_url", b"weights_url"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["message", b"message", "num_steps", b"num_steps", "policy_version", b"policy_version", "run_id", b"run_id", "state", b"state", "warnings", b"warnings", "weights_url", b"weights_url"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -515,6 +515,7 @@ class FindSourcesRequest(_message.Message):
     CONTENT_ID_FIELD_NUMBER: _builtins.int
     RELAY_URL_FIELD_NUMBER: _builtins.int
     FAILED_URL_FIELD_NUMBER: _builtins.int
+    FAILURE_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     """Which run."""
     receiver_id: _builtins.str
@@ -530,6 +531,10 @@ class FindSourcesRequest(_message.Message):
     """
     failed_url: _builtins.str
     """An address it was given before and could not fetch from; empty where there is none."""
+    failure: _builtins.str
+    """What is wrong with `failed_url`, where somebody has to mend it, for people: at most 1024 characters. GetTrainer tells
+    it for a while. The content may then be any, and an answer is of no use.
+    """
     def __init__(
         self,
         *,
@@ -539,10 +544,11 @@ class FindSourcesRequest(_message.Message):
         content_id: _builtins.str = ...,
         relay_url: _builtins.str = ...,
         failed_url: _builtins.str = ...,
+        failure: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["content_id", b"content_id", "failed_url", b"failed_url", "receiver_id", b"receiver_id", "relay_url", b"relay_url", "run_id", b"run_id", "site", b"site"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["content_id", b"content_id", "failed_url", b"failed_url", "failure", b"failure", "receiver_id", b"receiver_id", "relay_url", b"relay_url", "run_id", b"run_id", "site", b"site"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -15,6 +15,7 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
 from penstock.config import ConfigError
 from penstock.metrics_server import serve_metrics
@@ -116,9 +117,16 @@ def _assemble(config: GeneratorConfig, metrics: GeneratorMetrics, security: Secu
     )
     return _Member(
         generator=generator,
-        server=Server(listen=config.listen, services=[service], security=security),
+        server=Server(listen=config.listen, services=[service], security=security, public_hosts=_relay_hosts(config)),
         endpoint=_endpoint(config, generator, security),
     )
+
+
+def _relay_hosts(config: GeneratorConfig) -> list[str]:
+    """Under which others of the site are told to fetch weights here."""
+    if config.relay_url is None:
+        return []
+    return [urlsplit(f"//{config.relay_url.rpartition('://')[2]}").hostname or ""]
 
 
 def _endpoint(config: GeneratorConfig, generator: Generator, security: Security) -> OpenAIEndpoint | None:

@@ -62,6 +62,7 @@ class WeightIntake:
             compresses=config.compresses_fetches,
             on_fetched=lambda kind, num_bytes: metrics.fetched_bytes.labels(kind).inc(num_bytes),
         )
+        self._downloader.faults.report = self._store.report_failure
         self.puller = WeightPuller(
             client=self._store,
             downloader=self._downloader,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 from functools import partial
+from urllib.parse import urlsplit
 
 from penstock.clock import SystemClock
 from penstock.graces import CHECKPOINT_S
@@ -120,7 +121,9 @@ async def _serve_grpc(
             ),
         ],
         security=security,
+        public_hosts=[urlsplit(weights_url).hostname or ""] if config.weights_url is not None else [],
     )
+    trainer.warnings = lambda: [*server.certificate_problems, *weights.failures.lines()]
     trainer.stopping = weights.stopping = server.stopping
     try:
         await run_until_stopped(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -55,6 +55,8 @@ class TrainerService(trainer_pb2_grpc.TrainerServiceServicer):
     ) -> None:
         self.stopping = asyncio.Event()
         """Set when the server drains; whoever builds the server puts its own event here."""
+        self.warnings: Callable[[], Sequence[str]] = lambda: ()
+        """What somebody has to mend; set by whoever knows."""
         self._make_run = make_run
         self._weights_url = weights_url
         self._kept = kept or KeptRun()
@@ -181,7 +183,9 @@ class TrainerService(trainer_pb2_grpc.TrainerServiceServicer):
     ) -> trainer_pb2.GetTrainerResponse:
         """What this trainer does."""
         if self._run is None:
-            return trainer_pb2.GetTrainerResponse(state=trainer_pb2.TRAINER_STATE_IDLE, weights_url=self._weights_url)
+            return trainer_pb2.GetTrainerResponse(
+                state=trainer_pb2.TRAINER_STATE_IDLE, weights_url=self._weights_url, warnings=self.warnings()
+            )
         events = self._run.events
         return trainer_pb2.GetTrainerResponse(
             state=events.state,
@@ -190,6 +194,7 @@ class TrainerService(trainer_pb2_grpc.TrainerServiceServicer):
             num_steps=events.num_steps,
             message=events.message,
             weights_url=self._weights_url,
+            warnings=self.warnings(),
         )
 
     async def stop(self, *, timeout_s: float) -> None:

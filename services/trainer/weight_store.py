@@ -22,7 +22,7 @@ from typing import Any
 import grpc
 import structlog
 
-from penstock.clients.weights import content_id
+from penstock.clients.weights import MAX_FAILURE_CHARACTERS, content_id
 from penstock.errors import (
     DigestMismatchError,
     InvalidFieldError,
@@ -36,6 +36,7 @@ from penstock.v1 import weights_pb2, weights_pb2_grpc
 from services.trainer.broadcasts import Broadcasts
 from services.trainer.delta_shelf import DeltaShelf, PublishedDelta
 from services.trainer.relays import SiteRelays
+from services.trainer.source_failures import SourceFailures
 
 SERVICE_NAME = "penstock.v1.WeightStoreService"
 MAX_KEPT_VERSIONS = 3
@@ -218,6 +219,8 @@ class WeightStoreService(weights_pb2_grpc.WeightStoreServiceServicer):
     ) -> None:
         self.stopping = asyncio.Event()
         """Set when the server drains; whoever builds the server puts its own event here."""
+        self.failures = SourceFailures()
+        """What receivers cannot fetch from."""
         self._store = store
         self._broadcasts = broadcasts
         self._own_addresses = own_addresses or OwnAddresses(setting=TRUSTED_SETTING)
@@ -271,14 +274,13 @@ class WeightStoreService(weights_pb2_grpc.WeightStoreServiceServicer):
         self._store.require_run(request.run_id)
         _check_receiver(request.receiver_id)
         _check_content_id(request.content_id)
-        if len(request.site) > MAX_NAME_CHARACTERS:
-            raise InvalidFieldError(f"site: must have at most {MAX_NAME_CHARACTERS} characters", field="site")
+        _check_length("site", request.site, MAX_NAME_CHARACTERS)
+        _check_length("failed_url", request.failed_url, MAX_URL_CHARACTERS)
+        _check_length("failure", request.failure, MAX_FAILURE_CHARACTERS)
         if request.relay_url:
             await self._own_addresses.check("relay_url", request.relay_url, Peer.of(context))
-        if len(request.failed_url) > MAX_URL_CHARACTERS:
-            raise InvalidFieldError(
-                f"failed_url: must have at most {MAX_URL_CHARACTERS} characters", field="failed_url"
-            )
+        if request.failed_url and request.failure:
+            self.failures.note(request.receiver_id, request.failed_url, request.failure)
         relay_urls = self._store.relays.sources(
             site=request.site,
             content_id=request.content_id,
@@ -327,6 +329,11 @@ class WeightStoreService(weights_pb2_grpc.WeightStoreServiceServicer):
 def _check_receiver(receiver_id: str) -> None:
     if not 1 <= len(receiver_id) <= MAX_NAME_CHARACTERS:
         raise InvalidFieldError(f"receiver_id: must have 1 to {MAX_NAME_CHARACTERS} characters", field="receiver_id")
+
+
+def _check_length(field: str, value: str, most: int) -> None:
+    if len(value) > most:
+        raise InvalidFieldError(f"{field}: must have at most {most} characters", field=field)
 
 
 def _check_content_id(content: str) -> None:

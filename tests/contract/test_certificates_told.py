@@ -7,18 +7,22 @@ import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from datetime import timedelta
+from io import StringIO
 from pathlib import Path
 
 import pytest
 from cryptography import x509
+from rich.console import Console
 
 from console.certificates import certificate_findings, certificate_lines
 from console.config import RunConfig
 from console.probes import BROKER, service_problem
+from console.status import Picture, as_document, render
 from console.target import Target
 from penstock import healthcheck
 from penstock.rpc import Server
 from penstock.security import NO_SECURITY, Security
+from penstock.v1 import trainer_pb2
 from tests.helpers.certificates import issue, make_authority, make_security
 from tests.helpers.serving import serving
 
@@ -104,3 +108,24 @@ def test_a_run_is_not_begun_with_certificates_that_its_services_cannot_use(
     assert [one.what for one in certificate_findings(public, security)] == ["name 127.0.0.1", "name gpu.example"]
     expired = issue(authority, ago=2 * DAY, validity=DAY)
     assert [one.is_error for one in certificate_findings(run_config(), expired)] == [True]
+
+
+def test_status_tells_what_the_trainer_warns_of() -> None:
+    picture = Picture(
+        target=Target(run_id="r", broker="b:1", folder=None, trainer="t:1"),
+        now_s=0.0,
+        run=None,
+        problem="away",
+        problem_for_s=0.0,
+        processes=(),
+        trainer=trainer_pb2.GetTrainerResponse(run_id="r", warnings=["gen-1 cannot fetch weights: why"]),
+        certificates=["certificate of broker b:1 expires soon"],
+    )
+    with StringIO() as out:
+        Console(file=out, width=200).print(render(picture))
+        lines = out.getvalue().splitlines()
+    assert "warning of the trainer: gen-1 cannot fetch weights: why" in [line.strip() for line in lines]
+    assert "certificate of broker b:1 expires soon" in [line.strip() for line in lines]
+    document = as_document(picture)
+    assert document["trainer"]["warnings"] == ["gen-1 cannot fetch weights: why"]
+    assert document["certificates"] == ["certificate of broker b:1 expires soon"]

@@ -16,6 +16,7 @@ from penstock.rpc import Service
 from penstock.security import NO_SECURITY, Security
 from penstock.transfer.relay import Relay
 from penstock.v1 import weights_pb2, weights_pb2_grpc
+from services.trainer.source_failures import SourceFailures
 from services.trainer.weight_publisher import serving_weights
 from services.trainer.weight_store import SERVICE_NAME, PublishedVersion, WeightStore, WeightStoreService
 from tests.helpers.scripted_weight_store import make_manifest
@@ -32,6 +33,8 @@ class Site:
         self.link = link
         self.store = store
         self.target = target
+        self.failures = SourceFailures()
+        """What receivers told."""
         self._security = security
         self._resources = AsyncExitStack()
 
@@ -69,6 +72,7 @@ class Receiver:
             on_fetched=self._count_fetched,
             **settings,
         )
+        self.downloader.faults.report = self.client.report_failure
 
     async def __aenter__(self) -> Receiver:
         await self.relay.__aenter__()
@@ -96,10 +100,9 @@ async def site(
 ) -> AsyncIterator[Site]:
     store = WeightStore()
     store.reset("r")
+    servicer = WeightStoreService(store)
     service = Service(
-        name=SERVICE_NAME,
-        add=weights_pb2_grpc.add_WeightStoreServiceServicer_to_server,
-        servicer=WeightStoreService(store),
+        name=SERVICE_NAME, add=weights_pb2_grpc.add_WeightStoreServiceServicer_to_server, servicer=servicer
     )
     async with (
         serving_weights(
@@ -109,6 +112,7 @@ async def site(
         serving(service, security=security) as (_, target),
     ):
         made = Site(folder, store, target, link, security)
+        made.failures = servicer.failures
         try:
             yield made
         finally:

@@ -1,0 +1,41 @@
+"""What receivers cannot fetch weights from, and why, as they tell it; for whoever asks the trainer how it goes.
+
+At most MAX_FAILURES are kept, each for FORGET_S after it was last told: a receiver repeats itself while it lasts.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from urllib.parse import urlsplit
+
+from penstock.clients.weights import MAX_FAILURE_CHARACTERS
+from penstock.clock import Clock, SystemClock
+from penstock.security.inspection import printable
+
+FORGET_S = 150.0
+MAX_FAILURES = 32
+
+
+class SourceFailures:
+    """Starts empty."""
+
+    def __init__(self, clock: Clock | None = None) -> None:
+        self._clock = clock or SystemClock()
+        self._told: OrderedDict[tuple[str, str], tuple[float, str]] = OrderedDict()
+
+    def note(self, receiver_id: str, url: str, failure: str) -> None:
+        """A receiver could not fetch from there, or not offer what it has there."""
+        host = urlsplit(url).netloc
+        self._told[receiver_id, host] = self._clock.monotonic_s(), printable(failure, max_chars=MAX_FAILURE_CHARACTERS)
+        self._told.move_to_end((receiver_id, host))
+        while len(self._told) > MAX_FAILURES:
+            self._told.popitem(last=False)
+
+    def lines(self) -> list[str]:
+        """Each in a line, the oldest first."""
+        since_s = self._clock.monotonic_s() - FORGET_S
+        return [
+            f"{printable(receiver_id)} cannot fetch weights: {failure}"
+            for (receiver_id, _), (told_s, failure) in self._told.items()
+            if told_s >= since_s
+        ]
