@@ -35,7 +35,7 @@ MAX_TEXT_CHARACTERS = 1024
 MAX_ID_CHARACTERS = 128
 MAX_STOP_TOKENS = 64
 _ROLES = frozenset(("system", "user", "assistant", "tool"))
-_ENDPOINT = re.compile(r"(?:\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+):[0-9]{1,5}")
+_ENDPOINT = re.compile(r"(?:\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]*):[0-9]{1,5}")
 _REASON = re.compile(r"[a-z0-9_]{1,64}")
 
 

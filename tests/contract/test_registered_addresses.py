@@ -134,3 +134,14 @@ async def test_where_a_generator_says_it_listens_is_host_and_port_or_nothing(end
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await stream.read()
         assert from_rpc_error(caught.value, peer="broker").metadata["field"] == "hello.endpoint"
+
+
+@pytest.mark.parametrize("endpoint", ["", "127.0.0.1:7302", "0.0.0.0:0", "[::]:7302", ":7302", "gpu_1.example:7302"])
+async def test_what_a_generator_may_be_told_to_listen_on_may_be_said(endpoint):
+    async with serving_broker(MemoryStore()) as broker:
+        await broker.open()
+        hello = broker_pb2.GeneratorHello(run_id=RUN, generator_id="g", max_context_tokens=8, endpoint=endpoint)
+        stream = broker.stub.StreamLeases()
+        await stream.write(broker_pb2.StreamLeasesRequest(hello=hello))
+        assert await stream.read() is not grpc.aio.EOF
+        stream.cancel()
