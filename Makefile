@@ -56,7 +56,7 @@ test-contract: setup
 	$(ONE_THREAD) $(PYTEST) tests/contract -q $(RERUN) $(PARALLEL) -m "not vllm"
 
 test-integration: setup
-	$(PYTEST) tests/integration -q $(RERUN)
+	$(ONE_THREAD) $(PYTEST) tests/integration -q $(RERUN) $(PARALLEL)
 
 test-vllm: setup
 	$(PYTEST) tests/contract -q $(RERUN) -m vllm

@@ -18,7 +18,7 @@ from tests.helpers.broker_model.process import Backing
 
 IS_LONG = os.environ.get("PENSTOCK_HYPOTHESIS") == "long"
 LONG_FACTOR = 100
-TIMEOUT_S = 3600.0 if IS_LONG else 120.0
+TIMEOUT_S = 3600.0 if IS_LONG else 300.0
 
 
 def check_invariants(make_backing: Callable[[], Backing], *, max_examples: int) -> None:
