@@ -18,6 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 from console.certificates import certificate_lines
+from console.exposure import exposure_lines
 from console.folder import ProcessRecord
 from console.lengths import Document, fetch_lengths, length_lines
 from console.live import duration
@@ -56,6 +57,8 @@ class Picture:
     """How well lengths are forecast; None when no scheduler says."""
     certificates: Sequence[str] = ()
     """What is wrong with certificates, or soon will be."""
+    exposure: Sequence[str] = ()
+    """Services that other machines reach in plain text."""
 
 
 def status_command(run: str | None, *, broker: str | None, runs_dir: Path, is_watched: bool, as_json: bool) -> int:
@@ -103,6 +106,7 @@ def pictures(target: Target) -> Iterator[Picture]:
             trainer_problem=trainer_problem,
             lengths=asyncio.run(fetch_lengths(target.run_id, target.scheduler, Security.from_environment())),
             certificates=asyncio.run(certificate_lines(target, Security.from_environment())),
+            exposure=asyncio.run(exposure_lines(target, run, Security.from_environment())),
         )
         time.sleep(WATCH_EVERY_S)
 
@@ -141,7 +145,7 @@ def render(picture: Picture) -> RenderableType:
             parts.append(_generators_table(picture.run.generators, now_s=picture.now_s))
         parts += [Text(line) for line in length_lines(picture.lengths)] if picture.lengths is not None else []
         parts += [Text(_wait_line(wait, now_s=picture.now_s)) for wait in picture.run.waits]
-    parts += [Text(line) for line in (*_trainer_lines(picture), *picture.certificates)]
+    parts += [Text(line) for line in (*_trainer_lines(picture), *picture.certificates, *picture.exposure)]
     parts += [Text(_process_line(record)) for record in picture.processes]
     return Group(*parts)
 
@@ -221,6 +225,7 @@ def as_document(picture: Picture) -> dict[str, Any]:
         "trainer": _trainer_document(picture),
         "lengths": picture.lengths,
         "certificates": list(picture.certificates),
+        "exposure": list(picture.exposure),
         "processes_down": [
             {"name": record.name, "state": record.state, "why": record.why, "since_s": record.since_s or None}
             for record in picture.processes

@@ -33,6 +33,8 @@ from penstock.targets import split_targets
 MAX_MESSAGE_BYTES = 16 * 1024 * 1024
 HTTP2_FRAME_BYTES = 1024 * 1024
 DEFAULT_TIMEOUT_S = 10.0
+PLAIN_TEXT = "penstock.PlainText"
+"""What health is asked for to learn whether other machines reach the process in plain text: then it is SERVING."""
 MAX_CONCURRENT_STREAMS = 1024
 """Of one connection; further ones wait at the client."""
 MAX_CONCURRENT_CALLS = 4096
@@ -137,6 +139,8 @@ class Server:
                 "stop the other process or choose another port"
             ) from error
         await self.set_serving(self._serves_at_once)
+        if self._security.plain_listeners:
+            await self.set_serving(True, PLAIN_TEXT)
         await self._server.start()
         self._watching = asyncio.create_task(self._watch.run())
         return self.port

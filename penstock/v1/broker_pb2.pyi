@@ -626,6 +626,7 @@ class GeneratorHello(_message.Message):
     MAX_CONTEXT_TOKENS_FIELD_NUMBER: _builtins.int
     ENDPOINT_FIELD_NUMBER: _builtins.int
     PROFILE_FIELD_NUMBER: _builtins.int
+    LISTENS_IN_PLAIN_TEXT_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     """Which run."""
     generator_id: _builtins.str
@@ -638,6 +639,8 @@ class GeneratorHello(_message.Message):
     """Longest prompt + completion it can hold, in tokens. Longer work is not leased to it."""
     endpoint: _builtins.str
     """Address of its GeneratorService, host:port, for people; may be empty. Nobody calls it."""
+    listens_in_plain_text: _builtins.bool
+    """Whether other machines reach a listener of its process in plain text, for status."""
     @_builtins.property
     def profile(self) -> Global___GeneratorProfile:
         """How fast it is, where it knows."""
@@ -652,10 +655,11 @@ class GeneratorHello(_message.Message):
         max_context_tokens: _builtins.int = ...,
         endpoint: _builtins.str = ...,
         profile: Global___GeneratorProfile | None = ...,
+        listens_in_plain_text: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["profile", b"profile"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["endpoint", b"endpoint", "engine", b"engine", "generator_id", b"generator_id", "max_context_tokens", b"max_context_tokens", "profile", b"profile", "run_id", b"run_id", "site", b"site"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["endpoint", b"endpoint", "engine", b"engine", "generator_id", b"generator_id", "listens_in_plain_text", b"listens_in_plain_text", "max_context_tokens", b"max_context_tokens", "profile", b"profile", "run_id", b"run_id", "site", b"site"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

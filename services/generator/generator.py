@@ -99,6 +99,7 @@ class Generator:
         self._session: LeaseSession | None = None
         self._held = HeldWeights(on_change=self._notify)
         self._peer = f"broker {config.broker}"
+        self._security = security
         self._broker = open_channel(config.broker, security)
         self._tokens = TokenSession(
             self._broker,
@@ -227,6 +228,7 @@ class Generator:
             max_context_tokens=self._engine.max_model_len,
             endpoint=self._config.listen,
             profile=_to_message(self._engine.profile(), max_leases=self._config.engine.max_concurrent_samples),
+            listens_in_plain_text=bool(self._security.plain_listeners),
         )
         self._session = LeaseSession(self._broker, hello=hello, holder=self._holder, peer=self._peer)
         self._leasing = asyncio.create_task(self._session.run())
