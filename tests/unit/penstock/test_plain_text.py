@@ -32,7 +32,7 @@ def of_environment(monkeypatch: pytest.MonkeyPatch, parts: set[str], *, insecure
 @pytest.mark.parametrize(
     "parts",
     [set(found) for size in range(5) for found in itertools.combinations(("CA", "CERT", "KEY", "TOKEN"), size)],
-    ids="+".join,
+    ids=lambda parts: "+".join(sorted(parts)),
 )
 def test_half_a_configuration_is_refused_naming_what_is_missing(monkeypatch, parts):
     if parts in WHOLE:
