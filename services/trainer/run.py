@@ -300,6 +300,7 @@ class TrainingRun:
             run_id=self.spec.run_id,
             policy_version=self._progress.policy_version,
             document=config.model_dump(mode="json"),
+            allows_plain=self._security.allows_plain,
         )
         self._metrics = TrackedLines(run_dir / "metrics.jsonl", self._trackers)
         self._evaluations = TrackedLines(run_dir / "evaluations.jsonl", self._trackers, prefix="eval/")

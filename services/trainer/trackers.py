@@ -14,15 +14,18 @@ import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
+from urllib.parse import urlsplit
 
 import structlog
 
 from penstock.config import ConfigError
+from penstock.security.plain_text import is_local
 from services.trainer.config import TRACKER_PACKAGES, TrackerName
 from services.trainer.metrics import JsonLines
 
 _log = structlog.get_logger()
 Numbers = Mapping[str, float]
+_WANDB_ADDRESS = "WANDB_BASE_URL"
 
 
 class Tracker(Protocol):
@@ -109,13 +112,23 @@ class Trackers:
 
 
 def open_trackers(
-    names: Sequence[TrackerName], run_dir: Path, *, run_id: str, policy_version: int, document: Mapping[str, Any]
+    names: Sequence[TrackerName],
+    run_dir: Path,
+    *,
+    run_id: str,
+    policy_version: int,
+    document: Mapping[str, Any],
+    allows_plain: bool = False,
 ) -> Trackers:
     """Begin all of `names` for a run that stands at `policy_version`; blocks for seconds where one is online.
 
+    None is shown any credential of Penstock's. With `allows_plain` one may be told its own key in plain text.
+
     Raises:
-        ConfigError: One is not installed, or could not begin.
+        ConfigError: One is not installed, could not begin, or would be told its key in plain text.
     """
+    if "wandb" in names and not allows_plain:
+        _check_address(_WANDB_ADDRESS)
     opened: dict[str, Tracker] = {}
     for name in names:
         try:
@@ -131,6 +144,17 @@ def open_trackers(
             fix = f"pip install {TRACKER_PACKAGES[name]}, or leave it out" if is_missing else str(error)
             raise ConfigError(f"run.trackers: {name} cannot begin: {fix}") from error
     return Trackers(opened)
+
+
+def _check_address(variable: str) -> None:
+    """Raises ConfigError where a key would go to another machine in plain text."""
+    address = os.environ.get(variable, "")
+    parts = urlsplit(address)
+    if parts.scheme == "http" and not is_local(f"{parts.hostname}:{parts.port or 80}"):
+        raise ConfigError(
+            f"run.trackers: {variable} is {address}, where the key would go in plain text; use https, or set "
+            "insecure: true in the trainer's configuration"
+        )
 
 
 class TrackedLines(JsonLines):

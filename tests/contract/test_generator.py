@@ -17,6 +17,7 @@ from penstock.errors import (
     UnknownVersionError,
 )
 from penstock.rpc import call, wait_until_serving
+from penstock.security import Security
 from penstock.v1 import broker_pb2, generator_pb2, types_pb2
 from services.generator.engine import FinishReason
 from services.generator.server import SERVICE_NAME
@@ -54,11 +55,20 @@ async def test_samples_are_decoded_once_the_weights_are_attested(bench):
     hello = bench.broker.hellos[0]
     assert hello.generator_id.startswith("gen-0-")
     assert hello.max_context_tokens == 4096
+    assert not hello.listens_in_plain_text
     spans = [item for beat in bench.broker.beats for item in beat.busy_spans]
     for beat in bench.broker.beats:
         shown_ns = beat.now_time.ToNanoseconds()
         assert all(span.end_time.ToNanoseconds() <= shown_ns for span in beat.busy_spans)
     assert all(a.end_time.ToNanoseconds() <= b.start_time.ToNanoseconds() for a, b in pairwise(spans))
+
+
+async def test_a_generator_whose_listeners_others_reach_in_plain_text_says_so(bench):
+    bench.security = Security(allows_plain=True, plain_listeners=["0.0.0.0:7302"])
+    await bench.store.publish(0)
+    async with bench.running(emulated()):
+        await until(lambda: bench.broker.hellos != [])
+    assert bench.broker.hellos[0].listens_in_plain_text
 
 
 async def test_a_version_published_while_decoding_is_taken_in_flight(bench):

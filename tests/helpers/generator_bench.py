@@ -8,6 +8,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from prometheus_client import CollectorRegistry
 
 from penstock.rpc import Service, call, open_channel
+from penstock.security import NO_SECURITY
 from penstock.v1 import generator_pb2, generator_pb2_grpc
 from services.generator.config import EngineConfig, GeneratorConfig
 from services.generator.emulated_engine import EmulatedEngine, EmulatedSpec
@@ -33,6 +34,7 @@ class Bench:
         (tmp_path / "model").mkdir()
         self.broker = ScriptedGenerationBroker()
         self.store = ScriptedWeightStore(published)
+        self.security = NO_SECURITY
         self.generator = None
         self.stub = None
         self.proxy = None
@@ -60,7 +62,7 @@ class Bench:
             )
             self.registry = CollectorRegistry()
             metrics = GeneratorMetrics(self.registry)
-            self.generator = Generator(config, engine=engine, text=self.text, metrics=metrics)
+            self.generator = Generator(config, engine=engine, text=self.text, metrics=metrics, security=self.security)
             async with self.generator, self._serving(self.generator):
                 yield self
 

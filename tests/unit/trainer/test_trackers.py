@@ -106,3 +106,15 @@ def test_one_that_cannot_begin_is_refused_and_those_before_it_are_ended(tmp_path
     with pytest.raises(ConfigError, match="wandb cannot begin: no API key"):
         opened(["tensorboard", "wandb"], tmp_path)
     assert closed == [True]
+
+
+def test_no_key_goes_to_wandb_in_plain_text(tmp_path, monkeypatch):
+    stand_in(monkeypatch, "wandb", init=lambda **_: SimpleNamespace(finish=lambda: None), Settings=dict)
+    monkeypatch.setenv("WANDB_BASE_URL", "http://wandb.example:8080")
+    with pytest.raises(ConfigError, match=r"^run.trackers: WANDB_BASE_URL is http://wandb.example:8080.*use https"):
+        opened(["wandb"], tmp_path)
+    opened(["wandb_offline"], tmp_path)
+    opened(["wandb"], tmp_path, allows_plain=True)
+    for address in ("https://wandb.example", "http://127.0.0.1:8080", ""):
+        monkeypatch.setenv("WANDB_BASE_URL", address)
+        opened(["wandb"], tmp_path)
