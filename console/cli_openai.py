@@ -23,7 +23,8 @@ def register(app: typer.Typer) -> None:
 def key(
     run: Annotated[str, typer.Option("--run", metavar="RUN", help="Run id.")],
     session: Annotated[
-        str, typer.Option("--session", metavar="NAME", help="Opens the session NAME and those named NAME-anything.")
+        str,
+        typer.Option("--session", metavar="NAME", help="The session it opens; with * at the end all that begin so."),
     ],
     group: Annotated[str, typer.Option("--group", metavar="TASK", help="The task that they belong to.")] = "",
     valid: Annotated[str, typer.Option("--valid", metavar="TIME", help="In s, m, h or d; at most 30d.")] = "1h",
@@ -35,8 +36,8 @@ def key(
 
     \b
     Examples:
-      penstock openai key --run math-7b --session task7
       penstock openai key --run math-7b --session task7-0 --group task7 --valid 30m
+      penstock openai key --run math-7b --session 'task7-*' --group task7
     """
 
     def work() -> int:

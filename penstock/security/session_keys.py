@@ -25,6 +25,7 @@ SECRET_VARIABLE = "PENSTOCK_OPENAI_SECRET"
 MIN_SECRET_CHARS = 32
 MAX_VALID_S = 30 * 86_400
 SESSION_ID = re.compile(r"[\x21-\x7e]{1,128}")
+MANY = "*"
 TASK = re.compile(r"[A-Za-z0-9._:@/+-]{1,64}")
 _PURPOSE = b"penstock session key 1\n"
 
@@ -44,7 +45,7 @@ class SessionKey:
 
     run_id: str
     session: str
-    """The session of this id, and those whose ids begin with it and "-"."""
+    """The session of this id; with "*" at its end all whose ids begin with what is before it."""
     group: str = ""
     """The task that all its sessions belong to; empty: as the agent says, within the same names."""
     expire_s: int
@@ -57,16 +58,17 @@ class SessionKey:
 
     def covers(self, name: str) -> bool:
         """Whether a session or a task of that name is its own."""
-        return name == self.session or name.startswith(f"{self.session}-")
+        return name.startswith(self.session[:-1]) if self.session.endswith(MANY) else name == self.session
+
+    @property
+    def only_session(self) -> str | None:
+        """The session, where it is one."""
+        return None if self.session.endswith(MANY) else self.session
 
     def check(self, session_id: str, opens: Opens) -> None:
         """Raises ForbiddenError where it does not open that."""
         if not self.covers(session_id):
-            raise ForbiddenError(
-                f"session {session_id!r:.140} is not open to {self}; it is to that id, and to those that begin with "
-                f"{self.session + '-'!r}",
-                field="session",
-            )
+            raise ForbiddenError(f"session {session_id!r:.140} is not open to {self}", field="session")
         if opens not in self.opens:
             raise ForbiddenError(f"{self} opens {' and '.join(sorted(self.opens))}, not {opens}", field="opens")
 
@@ -75,10 +77,8 @@ class SessionKey:
         if self.group and asked in ("", self.group):
             return self.group
         if self.group or (asked and not self.covers(asked)):
-            own = f"{self.group!r}" if self.group else f"{self.session!r}, or what begins with {self.session + '-'!r}"
-            raise ForbiddenError(
-                f"group {asked!r:.80} is not open to {self}; leave it out, or use {own}", field="group"
-            )
+            own = f"use {self.group!r}" if self.group else "have a key that names its group"
+            raise ForbiddenError(f"group {asked!r:.80} is not open to {self}; leave it out, or {own}", field="group")
         return asked
 
 

@@ -24,7 +24,7 @@ from tests.helpers.serving import serving
 ROOT = Path(__file__).resolve().parent.parent.parent
 SECRET, OTHER_SECRET = "s" * 32, "o" * 32
 ENVIRONMENT = "environment:0123456789abcdef"
-SECURED = Security(token="the-operators", accepted_tokens=(ENVIRONMENT,))
+SECURED = Security(token="the-operators", accepted_tokens=(ENVIRONMENT,), allows_plain=True)
 HELLO = [{"role": "user", "content": "hello"}]
 FAR = 4_000_000_000
 
@@ -58,18 +58,31 @@ async def ask(bench, method, path, *, key, body=None, headers=None):
 
 async def test_a_key_opens_its_own_sessions_and_no_others(model):
     async with bench_of(model) as bench:
-        key = key_for("task7")
-        for session in ("task7", "task7-0", "task7-1"):
-            await chat(bench, key, session)
-        assert (await bench.client(api_key=key).models.list()).data[0].id == "tiny"
+        one, many = key_for("task7"), key_for("task7-*")
+        await chat(bench, one, "task7")
+        for session in ("task7-0", "task7-1", "task7-"):
+            await chat(bench, many, session)
+        assert (await bench.client(api_key=one).models.list()).data[0].id == "tiny"
         asked = len(bench.engine.requests)
-        for session in ("task70", "task8", "task", "TASK7", "other-task7-0"):
-            with pytest.raises(
-                openai.PermissionDeniedError, match="is not open to the key of session 'task7'"
-            ) as caught:
-                await chat(bench, key, session)
-            assert caught.value.code == "forbidden"
+        foreign = ("task70", "task8", "task", "TASK7-0", "other-task7-0", "*")
+        for key, sessions in ((one, ("task7-0", "task7*", *foreign)), (many, ("task7", *foreign))):
+            for session in sessions:
+                with pytest.raises(
+                    openai.PermissionDeniedError, match="not open to the key of session 'task7"
+                ) as found:
+                    await chat(bench, key, session)
+                assert found.value.code == "forbidden"
+        with pytest.raises(openai.BadRequestError, match=r"X-Penstock-Session: missing; the key of session 'task7-\*'"):
+            await chat(bench, many)
         assert len(bench.engine.requests) == asked
+
+
+async def test_what_is_sent_again_without_a_header_is_answered_once(model):
+    async with bench_of(model) as bench:
+        client = bench.client(api_key=key_for("task7"), default_headers={"Idempotency-Key": "k"})
+        ids = [(await client.chat.completions.create(model="tiny", messages=HELLO)).id for _ in range(2)]
+        assert ids[0] == ids[1]
+        assert len(bench.engine.requests) == 1
 
 
 async def test_without_a_header_the_session_is_the_keys_own_and_its_group_too(model):
@@ -87,19 +100,19 @@ async def test_without_a_header_the_session_is_the_keys_own_and_its_group_too(mo
 
 async def test_a_key_joins_no_group_of_others(model):
     async with bench_of(model) as bench:
-        bound, free = key_for("task7-0", group="task7"), key_for("task7")
+        bound, free = key_for("task7-0", group="task7"), key_for("task7-*")
         await chat(bench, bound, group="task7")
         await chat(bench, free, "task7-1", "task7-hard")
-        for key, group in ((bound, "task8"), (bound, "task7-0"), (free, "task8"), (free, "task70")):
+        for key, group in ((bound, "task8"), (bound, "task7-0"), (free, "task8"), (free, "task7")):
             with pytest.raises(openai.PermissionDeniedError, match="group"):
                 await chat(bench, key, "task7-0", group)
 
 
 async def test_an_agent_does_not_reward_itself_unless_its_key_says_so(model):
     async with bench_of(model) as bench:
-        plain = key_for("task7")
-        rewarding = key_for("task7", opens=(Opens.REWARD,))
-        both = key_for("task8", opens=tuple(Opens))
+        plain = key_for("task7-0")
+        rewarding = key_for("task7-0", opens=(Opens.REWARD,))
+        both = key_for("task8-0", opens=tuple(Opens))
         await chat(bench, plain, "task7-0")
         await chat(bench, both, "task8-0")
         for key, path in (
@@ -118,7 +131,7 @@ async def test_an_agent_does_not_reward_itself_unless_its_key_says_so(model):
 
 async def test_a_key_opens_nothing_else_here(model):
     async with bench_of(model) as bench:
-        key = key_for("task7", opens=tuple(Opens))
+        key = key_for("task7-*", opens=tuple(Opens))
         await chat(bench, key, "task7-0")
         for method, path, body in (
             ("GET", "/sessions/task7-0", None),
@@ -195,7 +208,7 @@ async def test_on_loopback_without_credentials_keys_work_and_are_not_needed(mode
     async with bench_of(model, security=Security(), secret=None) as bench:
         await chat(bench, "none")
         _, made = await ask(bench, "POST", "/session_keys", key="none", body={"session": "task7"})
-        await chat(bench, made["key"], "task7-0")
+        await chat(bench, made["key"], "task7")
         with pytest.raises(openai.PermissionDeniedError):
             await chat(bench, made["key"], "task8")
 
@@ -239,7 +252,7 @@ async def test_a_key_makes_no_call_of_the_cluster():
     recorder, served = _recorded(broker, broker_pb2_grpc)
     async with (
         serving(served, security=SECURED) as (_, target),
-        rpc.open_channel(target, Security(token=key)) as channel,
+        rpc.open_channel(target, Security(token=key, allows_plain=True)) as channel,
     ):
         for service, method, module in METHODS:
             if module is broker_pb2_grpc:

@@ -27,8 +27,8 @@ from penstock.security.http_access import ANYBODY, Handler
 from penstock.security.roles import Role
 from penstock.security.session_keys import Opens, SessionKey, SessionKeys
 from services.generator.engine import EngineError, RequestRefusedError
-from services.generator.openai.agents import Agents, Prepared
-from services.generator.openai.doors import SESSION_HEADER, Doors, checked_session, labels_of
+from services.generator.openai.agents import Agents, Labels, Prepared
+from services.generator.openai.doors import Doors, checked_session, labels_of
 from services.generator.openai.errors import ApiError, unavailable
 from services.generator.openai.metrics import OpenAIMetrics
 from services.generator.openai.protocol import (
@@ -119,19 +119,20 @@ class OpenAIRoutes:
     async def _chat(self, request: web.Request) -> web.StreamResponse:
         body, labels = read(ChatRequest, await _body(request)), labels_of(request)
         self._check_model(body)
-        return await self._answered_once(request, lambda: self._agents.prepare_chat(body, labels))
+        return await self._answered_once(request, labels, lambda: self._agents.prepare_chat(body, labels))
 
     async def _complete(self, request: web.Request) -> web.StreamResponse:
         body, labels = read(CompletionRequest, await _body(request)), labels_of(request)
         self._check_model(body)
-        return await self._answered_once(request, lambda: self._agents.prepare_text(body, labels))
+        return await self._answered_once(request, labels, lambda: self._agents.prepare_text(body, labels))
 
     async def _answered_once(
-        self, request: web.Request, prepare: Callable[[], Awaitable[Prepared]]
+        self, request: web.Request, labels: Labels | None, prepare: Callable[[], Awaitable[Prepared]]
     ) -> web.StreamResponse:
         """A new answer, or the one that the same request got before."""
         header = request.headers.get
-        key = repeat_key(header(SESSION_HEADER), header(KEY_HEADER), header(RETRY_HEADER), await _body(request))
+        session_id = None if labels is None else labels.session_id
+        key = repeat_key(session_id, header(KEY_HEADER), header(RETRY_HEADER), await _body(request))
         if key is None:
             prepared = await prepare()
             return await self._respond(request, prepared, self._form(prepared))

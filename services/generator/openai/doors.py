@@ -82,7 +82,9 @@ def labels_of(request: web.Request) -> Labels | None:
     if task and TASK.fullmatch(task) is None:
         raise invalid(GROUP_HEADER, f"{task!r:.80}; 1 to 64 of A-Z a-z 0-9 . _ : @ / + -")
     if key is not None:
-        session_id = session_id or key.session
+        session_id = session_id or key.only_session
+        if session_id is None:
+            raise invalid(SESSION_HEADER, f"missing; {key} opens several")
         try:
             task = key.task(task)
         except ForbiddenError as error:

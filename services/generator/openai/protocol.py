@@ -222,7 +222,7 @@ class SessionKeyRequest(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     session: str = Field(pattern=f"^{SESSION_ID.pattern}$")
-    """The key opens the session of this id, and those whose ids begin with it and "-"."""
+    """The key opens the session of this id; with "*" at its end all whose ids begin with what is before it."""
     group: str = Field(default="", pattern=f"^({TASK.pattern})?$")
     """The task that they belong to; empty leaves it to the agent, within the same names."""
     valid_s: float = Field(default=3600.0, ge=1, le=MAX_VALID_S)
