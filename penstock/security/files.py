@@ -69,6 +69,20 @@ class Loaded:
     key_pem: bytes | None
 
 
+_last: dict[TlsFiles, Loaded] = {}
+"""What was read last of the few files that a process uses."""
+
+
+def load_or_last(files: TlsFiles) -> Loaded:
+    """Read them, or take what this process read before, where they are just being replaced. Raises ConfigError."""
+    try:
+        return load(files)
+    except ConfigError:
+        if files not in _last:
+            raise
+        return _last[files]
+
+
 def load(files: TlsFiles) -> Loaded:
     """Read them. Raises ConfigError: one cannot be read, is no PEM, or the key is another certificate's."""
     ca_pem = _read(files.ca_file, files.ca_variable)
@@ -85,6 +99,7 @@ def load(files: TlsFiles) -> Loaded:
             f"{files.key_variable}: {files.key_file} is not the key of the certificate in {files.cert_file}; name two "
             "files that were made together"
         )
+    _last[files] = loaded
     return loaded
 
 
@@ -93,18 +108,17 @@ class Followed(Generic[_Made]):
 
     Args:
         files: Which.
-        make: Reads them; raises ConfigError or OSError where they do not fit each other, for instance since one of them
-            is just being replaced.
+        make: Makes it of them and what they hold; raises ConfigError or OSError where they have changed meanwhile.
 
     Raises:
-        ConfigError, OSError: from `make`, at first.
+        ConfigError, OSError: At first: they cannot be used, and this process has not read them before.
     """
 
-    def __init__(self, files: TlsFiles, make: Callable[[TlsFiles], _Made]) -> None:
+    def __init__(self, files: TlsFiles, make: Callable[[TlsFiles, Loaded], _Made]) -> None:
         self._files, self._make = files, make
         self._lock = threading.Lock()
         self._state = _state(files)
-        self._made = make(files)
+        self._made = make(files, load_or_last(files))
         self._looked_s = time.monotonic()
         self._problem = ""
 
@@ -122,7 +136,7 @@ class Followed(Generic[_Made]):
 
     def _take(self, state: object) -> None:
         try:
-            self._made = self._make(self._files)
+            self._made = self._make(self._files, load(self._files))
         except (ConfigError, OSError) as error:
             if str(error) != self._problem:
                 _log.warning("new certificate files are not taken yet; those before stay in use", error=str(error))

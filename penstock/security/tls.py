@@ -20,7 +20,7 @@ import grpc
 
 from penstock.channels import SwitchingChannel
 from penstock.config import ConfigError
-from penstock.security.files import Followed, TlsFiles, load
+from penstock.security.files import Followed, Loaded, TlsFiles, load_or_last
 
 
 def add_port(server: grpc.aio.Server, listen: str, files: TlsFiles) -> int:
@@ -42,8 +42,7 @@ def add_port(server: grpc.aio.Server, listen: str, files: TlsFiles) -> int:
     return server.add_secure_port(listen, credentials)
 
 
-def _server_configuration(files: TlsFiles) -> Any:
-    loaded = load(files)
+def _server_configuration(_files: TlsFiles, loaded: Loaded) -> Any:
     pair = (loaded.key_pem or b"", loaded.cert_pem or b"")
     return grpc.ssl_server_certificate_configuration([pair], root_certificates=loaded.ca_pem)
 
@@ -65,8 +64,7 @@ class RenewedChannel(SwitchingChannel):
         self._closing: set[asyncio.Task[None]] = set()
         self._followed = Followed(files, self._opened)
 
-    def _opened(self, files: TlsFiles) -> grpc.aio.Channel:
-        loaded = load(files)
+    def _opened(self, _files: TlsFiles, loaded: Loaded) -> grpc.aio.Channel:
         credentials = grpc.ssl_channel_credentials(loaded.ca_pem, loaded.key_pem, loaded.cert_pem)
         channel = self._open_channel(credentials)
         self._num_calls[channel] = 0
@@ -118,12 +116,11 @@ class ClientContexts:
         return self._followed.current()
 
 
-def _client_context(files: TlsFiles) -> ssl.SSLContext:
+def _client_context(files: TlsFiles, loaded: Loaded) -> ssl.SSLContext:
     if files.ca_file is None:
         return ssl.create_default_context()
-    load(files)
     with _translated(files):
-        context = ssl.create_default_context(cafile=str(files.ca_file))
+        context = ssl.create_default_context(cadata=(loaded.ca_pem or b"").decode("ascii", "replace"))
         if files.cert_file is not None:
             context.load_cert_chain(files.cert_file, files.key_file)
     return context
@@ -140,7 +137,7 @@ def server_context(files: TlsFiles, *, requires_certificates: bool = True) -> ss
         return None
     verify_mode = ssl.CERT_REQUIRED if requires_certificates else ssl.CERT_OPTIONAL
     followed = Followed(files, partial(_server_context, verify_mode=verify_mode))
-    context = _server_context(files, verify_mode=verify_mode)
+    context = _server_context(files, load_or_last(files), verify_mode=verify_mode)
 
     def renew(connection: Any, _name: str | None, _context: ssl.SSLContext) -> None:
         """At each client's first word, whatever name it asks for."""
@@ -150,8 +147,7 @@ def server_context(files: TlsFiles, *, requires_certificates: bool = True) -> ss
     return context
 
 
-def _server_context(files: TlsFiles, *, verify_mode: ssl.VerifyMode) -> ssl.SSLContext:
-    loaded = load(files)
+def _server_context(files: TlsFiles, loaded: Loaded, *, verify_mode: ssl.VerifyMode) -> ssl.SSLContext:
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
     with _translated(files):
         context.load_cert_chain(str(files.cert_file), files.key_file)

@@ -59,9 +59,11 @@ class Troubles:
         """What is wrong with TLS to a server that a call failed at; empty where nothing is.
 
         Args:
-            peer: Names it, as messages do: "broker a:7301,b:7301" are two that channels were opened to.
+            peer: Names it, as messages do: "broker a:7301,b:7301" are two that channels were opened to, "grpc://c:7310"
+                is one.
         """
-        names = [name for name in re.split(r"[\s,]+", peer) if name in self._known]
+        words = [word.rpartition("://")[2] for word in re.split(r"[\s,]+", peer)]
+        names = [name for name in words if name in self._known]
         found = await asyncio.gather(*(self._ask(name) for name in names))
         problems = [(name, each.problem) for name, each in zip(names, found, strict=True) if each.problem]
         if len(names) == 1:

@@ -10,6 +10,7 @@ it with an error.
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections.abc import Callable, Coroutine
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
@@ -125,7 +126,8 @@ def _assemble(config: GeneratorConfig, metrics: GeneratorMetrics, security: Secu
 def _relay_hosts(config: GeneratorConfig) -> list[str]:
     """Under which others of the site are told to fetch weights here."""
     if config.relay_url is None:
-        return []
+        is_named_by_machine = config.site and config.listen.startswith(("0.0.0.0:", "[::]:"))
+        return [socket.gethostname()] if is_named_by_machine and config.relay_listen is None else []
     return [urlsplit(f"//{config.relay_url.rpartition('://')[2]}").hostname or ""]
 
 

@@ -35,7 +35,7 @@ class SourceFailures:
         """Each in a line, the oldest first."""
         since_s = self._clock.monotonic_s() - FORGET_S
         return [
-            f"{printable(receiver_id)} cannot fetch weights: {failure}"
+            f"weights of {printable(receiver_id)}: {failure}"
             for (receiver_id, _), (told_s, failure) in self._told.items()
             if told_s >= since_s
         ]

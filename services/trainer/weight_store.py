@@ -278,7 +278,7 @@ class WeightStoreService(weights_pb2_grpc.WeightStoreServiceServicer):
         _check_length("failed_url", request.failed_url, MAX_URL_CHARACTERS)
         _check_length("failure", request.failure, MAX_FAILURE_CHARACTERS)
         if request.relay_url:
-            await self._own_addresses.check("relay_url", request.relay_url, Peer.of(context))
+            await self._check_relay(request, context)
         if request.failed_url and request.failure:
             self.failures.note(request.receiver_id, request.failed_url, request.failure)
         relay_urls = self._store.relays.sources(
@@ -289,6 +289,15 @@ class WeightStoreService(weights_pb2_grpc.WeightStoreServiceServicer):
             failed_url=request.failed_url,
         )
         return weights_pb2.FindSourcesResponse(relay_urls=relay_urls)
+
+    async def _check_relay(
+        self, request: weights_pb2.FindSourcesRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> None:
+        try:
+            await self._own_addresses.check("relay_url", request.relay_url, Peer.of(context))
+        except InvalidFieldError as error:
+            self.failures.note(request.receiver_id, request.relay_url, f"its relay is refused: {error}")
+            raise
 
     async def JoinBroadcast(
         self, request: weights_pb2.JoinBroadcastRequest, context: grpc.aio.ServicerContext[Any, Any]

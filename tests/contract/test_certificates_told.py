@@ -118,14 +118,14 @@ def test_status_tells_what_the_trainer_warns_of() -> None:
         problem="away",
         problem_for_s=0.0,
         processes=(),
-        trainer=trainer_pb2.GetTrainerResponse(run_id="r", warnings=["gen-1 cannot fetch weights: why"]),
+        trainer=trainer_pb2.GetTrainerResponse(run_id="r", warnings=["weights of gen-1: why"]),
         certificates=["certificate of broker b:1 expires soon"],
     )
     with StringIO() as out:
         Console(file=out, width=200).print(render(picture))
         lines = out.getvalue().splitlines()
-    assert "warning of the trainer: gen-1 cannot fetch weights: why" in [line.strip() for line in lines]
+    assert "warning of the trainer: weights of gen-1: why" in [line.strip() for line in lines]
     assert "certificate of broker b:1 expires soon" in [line.strip() for line in lines]
     document = as_document(picture)
-    assert document["trainer"]["warnings"] == ["gen-1 cannot fetch weights: why"]
+    assert document["trainer"]["warnings"] == ["weights of gen-1: why"]
     assert document["certificates"] == ["certificate of broker b:1 expires soon"]

@@ -91,4 +91,4 @@ async def test_a_relay_that_leads_nowhere_is_said_once_and_told_to_the_trainer(
         assert reason in said[0]["error"]
         assert "set relay_url=HOST:PORT of the generator there" in said[0]["error"]
         await until(lambda: bool(made.failures.lines()))
-        assert made.failures.lines() == [f"b cannot fetch weights: {said[0]['error']}"]
+        assert made.failures.lines() == [f"weights of b: {said[0]['error']}"]

@@ -33,13 +33,17 @@ def replace(source: Path | None, target: Path | None) -> None:
     beside.replace(target)
 
 
+def held(_files: TlsFiles, loaded: Loaded) -> Loaded:
+    return loaded
+
+
 def serial(loaded: Loaded) -> int:
     return loaded.chain[0].serial_number
 
 
 def test_a_pair_that_is_just_being_replaced_is_taken_once_it_is_whole(authority: Path) -> None:
     first, second = issue(authority, name="first"), issue(authority, name="second")
-    followed = Followed(first.tls_files, load)
+    followed = Followed(first.tls_files, held)
     before = serial(followed.current())
     replace(second.key_file, first.key_file)
     with capture_logs() as logs:
@@ -51,9 +55,19 @@ def test_a_pair_that_is_just_being_replaced_is_taken_once_it_is_whole(authority:
     assert serial(followed.current()) == serial(load(second.tls_files)) != before
 
 
+def test_what_begins_to_follow_in_the_midst_of_a_replacement_takes_what_was_read_before(authority: Path) -> None:
+    first, second = issue(authority, name="first"), issue(authority, name="second")
+    before = serial(load(first.tls_files))
+    replace(second.key_file, first.key_file)
+    late = Followed(first.tls_files, held)
+    assert serial(late.current()) == before
+    replace(second.cert_file, first.cert_file)
+    assert serial(late.current()) == serial(load(second.tls_files)) != before
+
+
 def test_a_file_that_is_away_for_a_moment_leaves_what_was_there(authority: Path) -> None:
     security = issue(authority)
-    followed = Followed(security.tls_files, load)
+    followed = Followed(security.tls_files, held)
     before = followed.current()
     assert security.cert_file is not None
     aside = security.cert_file.rename(security.cert_file.with_suffix(".aside"))
@@ -64,7 +78,7 @@ def test_a_file_that_is_away_for_a_moment_leaves_what_was_there(authority: Path)
 
 def test_another_authority_is_trusted_as_soon_as_its_file_has_it(authority: Path, tmp_path: Path) -> None:
     security, other = issue(authority), make_authority(tmp_path / "other")
-    followed = Followed(security.tls_files, load)
+    followed = Followed(security.tls_files, held)
     assert len(followed.current().authorities) == 1
     assert security.ca_file is not None
     with security.ca_file.open("ab") as file:
@@ -87,7 +101,7 @@ def test_files_that_cannot_be_used_are_named_at_first(authority: Path, content: 
     if content is not None:
         security.cert_file.write_bytes(content)
     with pytest.raises(ConfigError, match=f"^PENSTOCK_TLS_CERT: {security.cert_file} .*{message}"):
-        Followed(security.tls_files, load)
+        Followed(security.tls_files, held)
 
 
 def test_a_key_with_a_password_is_told_as_such(authority: Path) -> None:

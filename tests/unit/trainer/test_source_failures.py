@@ -10,11 +10,11 @@ def test_a_failure_is_told_until_it_has_not_been_repeated_for_a_while() -> None:
     clock = ManualClock()
     failures = SourceFailures(clock)
     failures.note("gen-1", "https://a:1/weights/r/x", "why")
-    assert failures.lines() == ["gen-1 cannot fetch weights: why"]
+    assert failures.lines() == ["weights of gen-1: why"]
     clock.advance(FORGET_S - 1)
     failures.note("gen-1", "https://a:1/weights/r/another", "why still")
     clock.advance(FORGET_S - 1)
-    assert failures.lines() == ["gen-1 cannot fetch weights: why still"]
+    assert failures.lines() == ["weights of gen-1: why still"]
     clock.advance(2)
     assert failures.lines() == []
 
@@ -25,4 +25,4 @@ def test_the_oldest_make_room_and_nobody_writes_lines_of_their_own() -> None:
         failures.note(f"gen-{number}\nforged", "https://a", "why")
     lines = failures.lines()
     assert len(lines) == MAX_FAILURES
-    assert lines[-1] == f"gen-{3 * MAX_FAILURES - 1}?forged cannot fetch weights: why"
+    assert lines[-1] == f"weights of gen-{3 * MAX_FAILURES - 1}?forged: why"
