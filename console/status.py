@@ -28,6 +28,7 @@ from console.target import Target, find_run, get_run, get_trainer
 from penstock.config import ConfigError
 from penstock.errors import PenstockError, UnknownRunError
 from penstock.security import Security
+from penstock.security.inspection import printable
 from penstock.v1 import broker_pb2, trainer_pb2
 
 WATCH_EVERY_S = 1.0
@@ -185,6 +186,10 @@ def _summary(run: broker_pb2.GetRunResponse) -> Iterator[str]:
         yield f"dispatch: {run.dispatch_state}"
     yield f"reward workers: {', '.join(run.reward_worker_ids) or 'none connected'}"
     yield from (f"warning of {worker_id}: {text}" for worker_id, text in sorted(run.reward_warnings.items()))
+    for view in run.generators:
+        if view.beat.warning:
+            text = printable(view.beat.warning, max_chars=len(view.beat.warning))
+            yield f"warning of {view.hello.generator_id}: {text}"
     if not run.generators:
         yield "generators: none connected"
 
@@ -286,6 +291,7 @@ def _generator_document(view: broker_pb2.GeneratorView) -> dict[str, Any]:
         "tokens_per_second": view.beat.tokens_per_second,
         "kv_cache_usage": view.beat.kv_cache_usage,
         "is_draining": view.beat.is_draining,
+        "warning": view.beat.warning or None,
         "beat_s": _unix_s(view.beat_time),
     }
 

@@ -36,6 +36,7 @@ BEAT_INTERVAL_S = 2.0
 MIN_BEAT_GAP_S = 0.05
 """Freed slots are reported together: a beat for each finished sample would cost the broker more than the sample."""
 MAX_SILENCE_S = 15.0
+MAX_WARNING_CHARACTERS = 1024
 
 _PERMANENT_ERRORS = (InvalidFieldError, BadTokenError, NotOfferedError)
 _log = structlog.get_logger()

@@ -683,6 +683,7 @@ class GeneratorBeat(_message.Message):
     HISTORY_FIELD_NUMBER: _builtins.int
     INSTANCE_ID_FIELD_NUMBER: _builtins.int
     NOW_TIME_FIELD_NUMBER: _builtins.int
+    WARNING_FIELD_NUMBER: _builtins.int
     credit_total: _builtins.int
     """Leases this stream may have been sent so far, in total; grows as slots free up. The broker never sends more."""
     policy_version: _builtins.int
@@ -705,6 +706,8 @@ class GeneratorBeat(_message.Message):
     """Instance of the run (WeightsManifest.instance_id) that policy_version belongs to; a generator that holds weights of
     another one gets no work. Empty: not stated, not checked.
     """
+    warning: _builtins.str
+    """What is wrong with its certificate, or soon will be, for people: at most 1024 characters; empty where nothing is."""
     @_builtins.property
     def active_lease_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Leases it still works on; each is renewed. A lease it holds but does not name expires."""
@@ -734,10 +737,11 @@ class GeneratorBeat(_message.Message):
         history: _builtins.int | None = ...,
         instance_id: _builtins.str = ...,
         now_time: _timestamp_pb2.Timestamp | None = ...,
+        warning: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_history", b"_history", "history", b"history", "now_time", b"now_time"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_history", b"_history", "active_lease_ids", b"active_lease_ids", "busy_spans", b"busy_spans", "credit_total", b"credit_total", "history", b"history", "instance_id", b"instance_id", "is_draining", b"is_draining", "kv_cache_usage", b"kv_cache_usage", "now_time", b"now_time", "num_running", b"num_running", "num_waiting", b"num_waiting", "policy_version", b"policy_version", "tokens_per_second", b"tokens_per_second"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_history", b"_history", "active_lease_ids", b"active_lease_ids", "busy_spans", b"busy_spans", "credit_total", b"credit_total", "history", b"history", "instance_id", b"instance_id", "is_draining", b"is_draining", "kv_cache_usage", b"kv_cache_usage", "now_time", b"now_time", "num_running", b"num_running", "num_waiting", b"num_waiting", "policy_version", b"policy_version", "tokens_per_second", b"tokens_per_second", "warning", b"warning"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__history: _TypeAlias = _typing.Literal["history"]  # noqa: Y015
     _WhichOneofArgType__history: _TypeAlias = _typing.Literal["_history", b"_history"]  # noqa: Y015

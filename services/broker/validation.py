@@ -181,6 +181,7 @@ def check_beat(beat: broker_pb2.GeneratorBeat) -> None:
     _require(beat.policy_version >= 0, "beat.policy_version", beat.policy_version, "at least 0")
     if beat.instance_id:
         check_id("beat.instance_id", beat.instance_id)
+    check_count("beat.warning", len(beat.warning), MAX_TEXT_CHARACTERS)
     check_count("beat.active_lease_ids", len(beat.active_lease_ids), MAX_ACTIVE_LEASES)
     check_count("beat.busy_spans", len(beat.busy_spans), MAX_BUSY_SPANS_PER_BEAT)
     for span in beat.busy_spans:

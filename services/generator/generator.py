@@ -291,6 +291,10 @@ class Generator:
         """What happens to running samples where a caller does not say."""
         return self._config.engine.update_mode
 
+    def warn_of(self, warning: Callable[[], str]) -> None:
+        """Tell the broker, with each beat, what somebody has to mend; empty where that is nothing."""
+        self._holder.warning = warning
+
     def guests(self) -> Guests:
         """For a part of this process that decodes beside the leases."""
         return Guests(

@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 from google.protobuf import timestamp_pb2
 
+from penstock.clients.leases import MAX_WARNING_CHARACTERS
 from penstock.v1 import broker_pb2, types_pb2
 from services.generator.busy import BusySpan, BusyTracker
 from services.generator.engine import Engine
@@ -35,6 +36,8 @@ class Holder:
         self._rate = TokenRate()
         self.is_draining = False
         """Said in every beat from now on."""
+        self.warning: Callable[[], str] = lambda: ""
+        """What is wrong with the process's certificate."""
 
     def num_free_slots(self) -> int:
         """Leases it can take now."""
@@ -60,6 +63,7 @@ class Holder:
             busy_spans=[_to_time_span(span) for span in self._busy.take_spans()],
             is_draining=self.is_draining,
             now_time=_to_timestamp(self._busy.now_s()),
+            warning=self.warning()[:MAX_WARNING_CHARACTERS],
         )
 
     def lease(self, lease: broker_pb2.Lease) -> None:

@@ -116,9 +116,11 @@ def _assemble(config: GeneratorConfig, metrics: GeneratorMetrics, security: Secu
         add=generator_pb2_grpc.add_GeneratorServiceServicer_to_server,
         servicer=GeneratorServicer(generator),
     )
+    server = Server(listen=config.listen, services=[service], security=security, public_hosts=_relay_hosts(config))
+    generator.warn_of(lambda: "; ".join(server.certificate_problems))
     return _Member(
         generator=generator,
-        server=Server(listen=config.listen, services=[service], security=security, public_hosts=_relay_hosts(config)),
+        server=server,
         endpoint=_endpoint(config, generator, security),
     )
 

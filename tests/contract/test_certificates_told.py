@@ -9,6 +9,7 @@ from contextlib import asynccontextmanager
 from datetime import timedelta
 from io import StringIO
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from cryptography import x509
@@ -17,12 +18,18 @@ from rich.console import Console
 from console.certificates import certificate_findings, certificate_lines
 from console.config import RunConfig
 from console.probes import BROKER, service_problem
-from console.status import Picture, as_document, render
+from console.status import Picture, as_document, render, status_command
 from console.target import Target
 from penstock import healthcheck
+from penstock.clock import SystemClock
 from penstock.rpc import Server
 from penstock.security import NO_SECURITY, Security
-from penstock.v1 import trainer_pb2
+from penstock.v1 import broker_pb2, trainer_pb2
+from services.broker.memory_store import MemoryStore
+from services.generator.busy import BusyTracker
+from services.generator.holder import Holder
+from tests.helpers.broker import RUN, Generator, error_of, eventually
+from tests.helpers.broker import serving as serving_broker
 from tests.helpers.certificates import issue, make_authority, make_security
 from tests.helpers.serving import serving
 
@@ -129,3 +136,37 @@ def test_status_tells_what_the_trainer_warns_of() -> None:
     document = as_document(picture)
     assert document["trainer"]["warnings"] == ["weights of gen-1: why"]
     assert document["certificates"] == ["certificate of broker b:1 expires soon"]
+
+
+async def test_status_tells_what_is_wrong_with_a_generators_certificate(capsys: pytest.CaptureFixture[str]) -> None:
+    async with serving_broker(MemoryStore(SystemClock())) as broker:
+        await broker.open()
+        generator = Generator.connect(broker.channel)
+        generator.beat(warning="PENSTOCK_TLS_CERT: c.pem expired\nforged")
+        target = f"127.0.0.1:{broker.server.port}"
+
+        async def is_told() -> bool:
+            run = await broker.call("GetRun", broker_pb2.GetRunRequest(run_id=RUN))
+            return bool(run.generators and run.generators[0].beat.warning)
+
+        await eventually(is_told)
+        await asyncio.to_thread(
+            status_command, RUN, broker=target, runs_dir=Path("runs"), is_watched=False, as_json=False
+        )
+        generator.beat(warning="x" * 1025)
+        assert (await error_of(generator.stream)).reason == "INVALID_FIELD"
+    assert "PENSTOCK_TLS_CERT: c.pem expired?forged" in capsys.readouterr().out
+
+
+def test_a_generator_tells_it_with_its_beats() -> None:
+    stats = SimpleNamespace(num_running=0, num_waiting=0, kv_cache_usage=0.0, tokens_generated=0)
+    holder = Holder(
+        engine=SimpleNamespace(stats=lambda: stats),  # type: ignore[arg-type]
+        rollouts=SimpleNamespace(lease_ids=[]),  # type: ignore[arg-type]
+        held=SimpleNamespace(current=None),  # type: ignore[arg-type]
+        busy=BusyTracker(SystemClock()),
+        on_owner=lambda _owner: None,
+    )
+    assert holder.beat().warning == ""
+    holder.warning = lambda: "c.pem expired" + 2000 * "!"
+    assert holder.beat().warning == "c.pem expired" + 1011 * "!"
