@@ -156,7 +156,7 @@ def test_agents_are_sampled_as_the_run_trains_and_each_generator_has_a_port_of_i
     addresses = choose_addresses(agents)
     made = [generator_config(agents, addresses, RunFolder(tmp_path), index).openai for index in range(2)]
     assert [one.listen for one in made] == ["127.0.0.1:8000", "127.0.0.1:8001"]
-    assert {(one.temperature, one.reward) for one in made} == {(0.8, "judge:7310")}
+    assert {(one.temperature, one.reward) for one in made} == {(0.8, "grpc://judge:7310")}
     assert "must be host:port" in problem(generator={"openai_listen": "here"})
 
 
