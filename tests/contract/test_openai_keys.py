@@ -20,6 +20,7 @@ from tests.helpers.broker import RUN
 from tests.helpers.certificates import issue, make_authority
 from tests.helpers.openai_endpoint import endpoint_bench, save_chat_model
 from tests.helpers.serving import serving
+from tests.helpers.waiting import until
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 SECRET, OTHER_SECRET = "s" * 32, "o" * 32
@@ -227,6 +228,22 @@ async def test_under_tls_a_key_is_taken_instead_of_a_certificate(model, tmp_path
                 assert answer.status == expected
         async with session.get(f"{bench.base_url}/models") as answer:
             assert answer.status == 401
+
+
+@pytest.mark.parametrize(("roles", "is_put"), [("generator+environment", True), ("generator", False)])
+async def test_a_generator_puts_agents_groups_as_an_environment(model, roles, is_put):
+    own = f"{roles}@{RUN}:0123456789abcdef"
+    broker = Security(token="the-operators", accepted_tokens=(own,), allows_plain=True)
+    async with bench_of(
+        model, security=Security(token=own, allows_plain=True), broker_security=broker, limits={"group_size": 1}
+    ) as bench:
+        key = key_for("task7", opens=tuple(Opens))
+        await chat(bench, key)
+        assert (await ask(bench, "POST", "/sessions/task7/reward", key=key, body={"reward": 1}))[0] == 200
+        outcome = bench.metrics._sessions.labels("put" if is_put else "forbidden")
+        await until(lambda: outcome._value.get() == 1)
+        if is_put:
+            assert len(await bench.groups(1)) == 1
 
 
 async def test_the_examples_agent_solves_its_task_with_a_key_of_its_session(model, monkeypatch):

@@ -174,6 +174,7 @@ async def endpoint_bench(
     policy: Any = None,
     security: Security = NO_SECURITY,
     judges: Security = NO_SECURITY,
+    broker_security: Security = NO_SECURITY,
     secret: str | None = None,
     is_run_open: bool = True,
     max_concurrent_samples: int = 8,
@@ -184,7 +185,7 @@ async def endpoint_bench(
     tokenizer = chat_tokenizer()
     engine = engine or PlannedEngine(tokenizer, plan)
     failures: list[Exception] = []
-    async with serving(MemoryStore()) as broker:
+    async with serving(MemoryStore(), security=broker_security) as broker:
         if is_run_open:
             await broker.open(policy=policy, **(LIMITS | (limits or {})))
         held, generator_metrics = HeldWeights(), GeneratorMetrics(CollectorRegistry())
