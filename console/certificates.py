@@ -8,9 +8,9 @@ from datetime import UTC, datetime
 from console.config import RunConfig
 from console.target import Target
 from penstock.security import Security
-from penstock.security.diagnosis import Server, diagnose
+from penstock.security.checks.diagnosis import Server, diagnose
+from penstock.security.checks.inspection import LOOPBACK, Finding, date_problem, inspect, lateness
 from penstock.security.files import TlsFiles
-from penstock.security.inspection import LOOPBACK, Finding, date_problem, inspect, lateness
 from penstock.targets import split_targets
 
 

@@ -35,8 +35,8 @@ from penstock.clients.plans import watch_plan
 from penstock.config import ConfigError
 from penstock.errors import BadTokenError, NotOfferedError
 from penstock.security import Security
-from penstock.security.inspection import LOOPBACK
-from penstock.security.watching import CertificateWatch
+from penstock.security.checks.inspection import LOOPBACK
+from penstock.security.checks.watching import CertificateWatch
 from penstock.signals import StopSignals
 from penstock.telemetry import configure_logging
 from penstock.v1 import scheduler_pb2 as pb

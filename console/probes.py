@@ -12,7 +12,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from penstock.errors import ServiceUnavailableError
 from penstock.rpc import open_channel
 from penstock.security import Security
-from penstock.security.troubles import TROUBLES
+from penstock.security.checks.troubles import TROUBLES
 from penstock.targets import split_targets
 from services.broker.redis_address import parse_redis_url
 from services.broker.redis_credentials import NO_CREDENTIALS, RedisCredentials

@@ -28,7 +28,7 @@ from console.target import Target, find_run, get_run, get_trainer
 from penstock.config import ConfigError
 from penstock.errors import PenstockError, UnknownRunError
 from penstock.security import Security
-from penstock.security.inspection import printable
+from penstock.security.checks.inspection import printable
 from penstock.v1 import broker_pb2, trainer_pb2
 
 WATCH_EVERY_S = 1.0

@@ -12,7 +12,7 @@ from dataclasses import replace
 from penstock.config import ConfigError
 from penstock.rpc import wait_until_serving
 from penstock.security import Security
-from penstock.security.troubles import TROUBLES
+from penstock.security.checks.troubles import TROUBLES
 
 TIMEOUT_S = 3.0
 

@@ -25,8 +25,8 @@ from penstock.graces import SERVER_STOP_S
 from penstock.guard import ErrorInterceptor
 from penstock.outage import Outage
 from penstock.security import NO_SECURITY, Security
-from penstock.security.troubles import TROUBLES
-from penstock.security.watching import CertificateWatch, hosts_of
+from penstock.security.checks.troubles import TROUBLES
+from penstock.security.checks.watching import CertificateWatch, hosts_of
 from penstock.signals import StopSignals
 from penstock.targets import split_targets
 

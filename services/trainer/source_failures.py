@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 
 from penstock.clients.weights import MAX_FAILURE_CHARACTERS
 from penstock.clock import Clock, SystemClock
-from penstock.security.inspection import printable
+from penstock.security.checks.inspection import printable
 
 FORGET_S = 150.0
 MAX_FAILURES = 32

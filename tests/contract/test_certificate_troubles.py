@@ -18,10 +18,11 @@ from structlog.testing import capture_logs
 
 from penstock.errors import BadCertificateError, PenstockError, ServiceUnavailableError
 from penstock.rpc import Server, call, call_with_retry, open_channel
-from penstock.security import Security, diagnosis, troubles
+from penstock.security import Security
+from penstock.security.checks import diagnosis, troubles
+from penstock.security.checks.inspection import common_name
+from penstock.security.checks.troubles import Troubles
 from penstock.security.files import TlsFiles
-from penstock.security.inspection import common_name
-from penstock.security.troubles import Troubles
 from tests.helpers.certificates import issue, make_authority
 from tests.helpers.serving import serving
 

@@ -11,7 +11,8 @@ from structlog.testing import capture_logs
 from penstock.clients.downloads import Downloader
 from penstock.clients.weights import content_id
 from penstock.errors import BadCertificateError
-from penstock.security import NO_SECURITY, Security, troubles
+from penstock.security import NO_SECURITY, Security
+from penstock.security.checks import troubles
 from penstock.transfer import sources
 from tests.helpers.certificates import issue, make_authority
 from tests.helpers.sites import Site, site

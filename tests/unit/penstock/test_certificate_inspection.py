@@ -14,10 +14,11 @@ from cryptography import x509
 from cryptography.x509.oid import ExtendedKeyUsageOID
 from structlog.testing import capture_logs
 
-from penstock.security import Security, watching
+from penstock.security import Security
+from penstock.security.checks import watching
+from penstock.security.checks.inspection import BACKDATED, covers, inspect
+from penstock.security.checks.watching import CertificateWatch, hosts_of
 from penstock.security.files import TlsFiles
-from penstock.security.inspection import BACKDATED, covers, inspect
-from penstock.security.watching import CertificateWatch, hosts_of
 from tests.helpers.certificates import issue, make_authority, make_security
 
 DAY = timedelta(days=1)

@@ -19,7 +19,7 @@ from urllib.parse import urlsplit
 
 import structlog
 
-from penstock.security.diagnosis import MAX_S, Diagnosis, Server, diagnose
+from penstock.security.checks.diagnosis import MAX_S, Diagnosis, Server, diagnose
 from penstock.security.files import TlsFiles
 
 MAX_WAIT_S = MAX_S + 0.5
