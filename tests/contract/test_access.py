@@ -32,6 +32,7 @@ from penstock.v1 import (
     weights_pb2_grpc,
 )
 from tests.helpers.certificates import issue, make_authority
+from tests.helpers.fuzz import BROKEN_WRITE, MAX_BROKEN_WRITES
 from tests.helpers.serving import serving
 
 MODULES = (
@@ -109,6 +110,17 @@ def _recorded(service: Any, grpc_module: Any) -> tuple[_Recorder, Service]:
 
 
 async def _call(channel: grpc.aio.Channel, service: Any, method: Any, request: Any = None) -> None:
+    for _ in range(MAX_BROKEN_WRITES):
+        try:
+            return await _call_once(channel, service, method, request or GetMessageClass(method.input_type)())
+        except grpc.aio.AioRpcError as error:
+            # A stream that was refused while it was written to says no more than that.
+            if error.details() != BROKEN_WRITE or not method.client_streaming:
+                raise from_rpc_error(error, peer="server") from error
+    raise AssertionError(f"{method.name}: {MAX_BROKEN_WRITES} streams ended while they were written to")
+
+
+async def _call_once(channel: grpc.aio.Channel, service: Any, method: Any, request: Any) -> None:
     path = f"/{service.full_name}/{method.name}"
     kind = f"{'stream' if method.client_streaming else 'unary'}_{'stream' if method.server_streaming else 'unary'}"
     stub = getattr(channel, kind)(
@@ -116,16 +128,12 @@ async def _call(channel: grpc.aio.Channel, service: Any, method: Any, request: A
         request_serializer=lambda message: message.SerializeToString(),
         response_deserializer=GetMessageClass(method.output_type).FromString,
     )
-    request = request if request is not None else GetMessageClass(method.input_type)()
-    try:
-        answers = stub(iter([request]) if method.client_streaming else request, timeout=10)
-        if method.server_streaming:
-            async for _ in answers:
-                pass
-        else:
-            await answers
-    except grpc.aio.AioRpcError as error:
-        raise from_rpc_error(error, peer="server") from error
+    answers = stub(iter([request]) if method.client_streaming else request, timeout=10)
+    if method.server_streaming:
+        async for _ in answers:
+            pass
+    else:
+        await answers
 
 
 def test_the_protos_say_what_is_written_here():
