@@ -23,6 +23,7 @@ from services.broker.dispatch.fifo import Fifo
 from services.broker.dispatch.latency import token_s
 from services.broker.dispatch.least_loaded import LeastLoaded
 from services.broker.dispatch.lpt import LongestFirst
+from services.broker.dispatch.plan import Plan
 from services.broker.dispatch.streamrl import StreamRl
 from services.broker.dispatch.types import Decision, DispatchPolicy, Order, Situation
 from services.broker.dispatch.virtual import cost_s
@@ -78,10 +79,18 @@ class Auto:
         """Of the policy that gave the last answer."""
         return self.picked.order if self.picked else Order.ARRIVAL
 
+    @property
+    def deciding(self) -> DispatchPolicy:
+        """See `DispatchPolicy`."""
+        return self.picked or self
+
     def review(self, situation: Situation) -> None:
         """Look ahead and pick, where enough is queued and has changed."""
         if not situation.has_forecasts or len(situation.loads) == 1:
-            self.picked, self._candidate, self._looked_at = usual_policy(situation), "", None
+            usual = usual_policy(situation)
+            if type(usual) is not type(self.picked) or self._candidate:
+                self.picked = usual
+            self._candidate, self._looked_at = "", None
             return
         if self._is_due(situation):
             self._looked_at = (frozenset(situation.loads), situation.queue.num_samples)
@@ -94,6 +103,12 @@ class Auto:
         if self.picked is None:
             self.picked = usual_policy(situation)
         return self.picked.decide(situation)
+
+    def plan(self, situation: Situation) -> Plan | None:
+        """The picked policy's."""
+        if self.picked is None:
+            self.picked = usual_policy(situation)
+        return self.picked.plan(situation)
 
     def _is_due(self, situation: Situation) -> bool:
         if self._looked_at is None:

@@ -11,6 +11,8 @@ from tests.helpers.broker_model.trainer import ModelTrainer
 from tests.helpers.broker_model.world import MAX_TRIES, RUN, World, settle
 
 _LEASED, _SCORING = broker_pb2.SAMPLE_STATE_LEASED, broker_pb2.SAMPLE_STATE_SCORING
+ROUNDING_S = 1e-6
+"""Of a sum of seconds since the epoch: a lease of this very moment may seem to be longer than it is."""
 SLACK_S = 1.0
 """Expired leases are taken back by a caretaker that passes a few times a second."""
 
@@ -87,12 +89,14 @@ def no_endless_wait(world: World, state: RunState, response: broker_pb2.GetRunRe
         for sample in group.samples:
             if sample.state == _LEASED:
                 left_s = _left_s(world, sample.lease_expire_s, world.limits.generation_lease_s)
-                assert -SLACK_S <= left_s <= world.limits.generation_lease_s, (
+                assert -SLACK_S <= left_s <= world.limits.generation_lease_s + ROUNDING_S, (
                     f"{group.group_id} is leased for {left_s} s"
                 )
             if sample.state == _SCORING:
                 left_s = _left_s(world, sample.scoring_expire_s, world.limits.scoring_lease_s)
-                assert -SLACK_S <= left_s <= world.limits.scoring_lease_s, f"{group.group_id} is scored for {left_s} s"
+                assert -SLACK_S <= left_s <= world.limits.scoring_lease_s + ROUNDING_S, (
+                    f"{group.group_id} is scored for {left_s} s"
+                )
     assert response.waits
     for wait in response.waits:
         assert wait.waiter
