@@ -10,14 +10,15 @@ import asyncio
 import math
 import time
 from collections.abc import Callable
+from dataclasses import replace
 
 from penstock.v1 import broker_pb2
 from services.broker import moves
 from services.broker.dispatch.auto import Auto
 from services.broker.dispatch.fifo import Fifo
 from services.broker.dispatch.registry import make_policy
-from services.broker.dispatch.types import DispatchPolicy
-from services.broker.fleet import Fleet
+from services.broker.dispatch.types import DispatchPolicy, Prompt
+from services.broker.fleet import Fleet, prompts_in_slices
 from services.broker.generation import EVERYTHING, Choice, GeneratorFacts, Grant
 from services.broker.peers import Peers
 from services.broker.planner import Planner
@@ -28,6 +29,12 @@ MAX_LEFT_S = 30.0
 REVIEW_EVERY_S = 1.0
 MAX_REVIEW_SHARE = 0.05
 """Of a core that reviews may take; a large fleet is reviewed less often."""
+MAX_LOOK_S = 5.0
+"""A look ahead that takes longer is given up: what it would say is of a queue that is gone."""
+MANY = 32
+MOVE_LOOK_S = 0.0001
+"""In a fleet of more than MANY, so long for each generator no other idle one looks for work that should move: twenty
+times what a look takes."""
 MAX_BEAT_AGE_S = 6.0
 """A generator that beat longer ago (they beat at least every 5 s) is not counted on to take anything."""
 
@@ -42,7 +49,7 @@ class Dispatcher:
         self._statuses = Statuses()
         self._policy: DispatchPolicy = Fifo()
         self._left_since_s: dict[str, float] = {}
-        self._review_s = -math.inf
+        self._review_s = self._move_again_s = -math.inf
 
     def choose(self, state: RunState, generator: GeneratorFacts, max_leases: int, now_s: float) -> Choice:
         """How to answer a generator that asks for up to `max_leases` samples."""
@@ -64,10 +71,16 @@ class Dispatcher:
         else:
             self._left_since_s.setdefault(generator_id, now_s)
 
+    @property
+    def num_late_looks(self) -> int:
+        """Looks ahead that were given up."""
+        return self._policy.num_late if isinstance(self._policy, Auto) else 0
+
     async def review(self, state: RunState, now_s: float) -> None:
         """Think again about what holds for longer than one answer; called by the caretaker.
 
-        In a thread, on a copy of the picture: a look ahead takes tens of milliseconds, and streams must not wait.
+        In a thread, on a copy of the picture that is made in slices: a look ahead takes seconds, and streams must not
+        wait. It gives way to them every few milliseconds, and is given up after MAX_LOOK_S.
         """
         policy = self._policy_of(state)
         if not policy.needs_situation or now_s < self._review_s:
@@ -77,9 +90,13 @@ class Dispatcher:
         statuses = self._statuses.of(self._starting(state))
         if not statuses or not state.queue:
             return
-        situation = self._fleet.look(state, statuses, now_s)
+        situation = self._fleet.situation(state, statuses, min(statuses), now_s).copy()
+        prompts: list[Prompt] = []
+        for part in prompts_in_slices(state):
+            prompts += part
+            await asyncio.sleep(0)
         started_s = time.perf_counter()
-        await asyncio.to_thread(policy.review, situation.copy())
+        await asyncio.to_thread(policy.review, replace(situation, prompts=prompts))
         self._review_s = now_s + max(REVIEW_EVERY_S, (time.perf_counter() - started_s) / MAX_REVIEW_SHARE)
 
     def take_over(
@@ -87,11 +104,16 @@ class Dispatcher:
     ) -> list[Grant]:
         """Move work of other generators to one that finds nothing to lease; see `moves`."""
         # Of all: near the end of a step nobody may start anything, and it is then that work moves.
-        statuses = self._statuses.of(self._live())
+        live = self._live()
+        if len(live) > MANY:
+            if now_s < self._move_again_s:
+                return []
+            self._move_again_s = now_s + MOVE_LOOK_S * len(live)
+        statuses = self._statuses.of(live)
         view = self._peers.generator(generator.generator_id)
         statuses[generator.generator_id] = self._statuses.of_asking(view, generator, max_leases)
         situation = self._fleet.situation(state, statuses, generator.generator_id, now_s)
-        num_waiting = {view.hello.generator_id: view.beat.num_waiting for view in self._live()}
+        num_waiting = {view.hello.generator_id: view.beat.num_waiting for view in live}
         return moves.take_over(
             state, generator, situation, num_waiting=num_waiting, now_s=now_s, make_suffix=make_suffix
         )
@@ -100,12 +122,13 @@ class Dispatcher:
         """How dispatch decides now, for people; `forecasts` says where lengths come from."""
         policy = self._policy_of(state)
         if isinstance(policy, Auto) and policy.picked is not None:
-            return f"auto, now {policy.picked.name}: {forecasts}"
+            why = f" ({policy.late})" if policy.late else ""
+            return f"auto, now {policy.picked.name}{why}: {forecasts}"
         return f"{policy.name}: {forecasts}"
 
     def _policy_of(self, state: RunState) -> DispatchPolicy:
         if self._policy.name != state.policy.dispatch:
-            self._policy = make_policy(state.policy.dispatch)
+            self._policy = make_policy(state.policy.dispatch, look_limit_s=MAX_LOOK_S)
         return self._policy
 
     def _live(self) -> list[broker_pb2.GeneratorView]:

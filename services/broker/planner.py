@@ -24,6 +24,8 @@ MAX_PLACED = 256
 """Samples that one ask places at most: about 6 ms."""
 PLACED_S, MEMBER_S = 0.0001, 0.0005
 """A plan lasts so long for each sample placed and each generator in it: ten and a hundred times what they cost."""
+MAX_TRIED_AGAIN = 128
+"""Groups for which there was no place that one ask tries to place again."""
 NUM_NOTICED = 16
 """Groups at the front of the queue in which an ask looks for news."""
 _PAGE = 64
@@ -158,7 +160,7 @@ class Share:
         """Place on, until this generator is full or there is nothing to place."""
         planned, plan = self._planned, self._plan
         first = plan.num_placed
-        for sequence in list(planned.unplaced)[:MAX_GROUPS_SCANNED]:
+        for sequence in list(planned.unplaced)[:MAX_TRIED_AGAIN]:
             if plan.num_placed - first >= MAX_PLACED:
                 self._is_cut = True
                 return

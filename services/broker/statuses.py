@@ -28,7 +28,8 @@ class Statuses:
         factors = [view.measured_step_factor for view in views if view.measured_step_factor]
         self._usual_factor = sum(factors) / len(factors) if factors else 1.0
         names = [view.hello.generator_id for view in views]
-        for name in self._known.keys() - names:
+        # Now those are asked for that may start, now all: what is gone is let go of now and then.
+        for name in self._known.keys() - names if len(self._known) > 2 * len(names) else ():
             del self._known[name]
         return {
             name: self._status(

@@ -128,7 +128,7 @@ class Plan:
             alike.put(member.number, load)
 
     def place(self, sequence: int, work: Work, *, is_new: bool, asking: str) -> int:
-        """Place a group's samples, as many as there is room for; how many. See `kept`."""
+        """Place a group's samples, but those that wait for a generator that is full; how many. See `kept`."""
         part = None if self._split is None else work.length_tokens > self._split.threshold
         kinds = [
             alike
@@ -151,7 +151,11 @@ class Plan:
                     best_s, best = end_s, found
             if best is None:
                 return index
-            self._keep(self._members[self._names[best]], sequence, work)
+            name = self._names[best]
+            if self.is_sooner_elsewhere(name, self._members[name].load, work):
+                # It waits for one that is full now.
+                return index
+            self._keep(self._members[name], sequence, work)
             self.num_placed += 1
         return work.num_samples
 
