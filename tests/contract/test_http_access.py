@@ -218,6 +218,11 @@ async def test_the_routes_are_those_written_here(monkeypatch, name):
         assert stated == routes
 
 
+def test_the_security_page_lists_every_route():
+    page = (ROOT / "docs" / "security.md").read_text()
+    assert set(re.findall(r"`(GET|POST|DELETE) (/[^`]*)`", page)) == {*WEIGHTS, *METRICS, *OPENAI}
+
+
 @pytest.mark.parametrize("service", ["broker", "scheduler", "reward"])
 def test_services_without_routes_of_their_own_do_without_aiohttp(service):
     """Their images do not have it."""
