@@ -22,6 +22,9 @@ from services.broker.run_state import RunState
 
 MAX_PLACED = 256
 """Samples that one ask places at most: about 6 ms."""
+MANY = 128
+"""In a larger fleet, where making a plan takes milliseconds too, an ask places half as many, and the one for which the
+plan was made a sixteenth."""
 PLACED_S, MEMBER_S = 0.0001, 0.0005
 """A plan lasts so long for each sample placed and each generator in it: ten and a hundred times what they cost."""
 MAX_TRIED_AGAIN = 128
@@ -62,7 +65,7 @@ class Planner:
             planned = self.planned = Planned(state, policy.deciding, plan, situation, now_s)
             load = situation.loads[name]
         planned.plan.update(name, load)
-        share = Share(planned, name, load)
+        share = Share(planned, name, load, most_placed=planned.most_placed())
         return Choice(decision=share, mean_tokens=planned.mean_tokens, shown=share.shown)
 
 
@@ -81,6 +84,12 @@ class Planned:
         """Groups that were placed, as far as there was room."""
         self.unplaced: dict[int, int] = {}
         """Of these, samples for which there was none."""
+
+    def most_placed(self) -> int:
+        """How many samples the next ask may place."""
+        if self._num_members <= MANY:
+            return MAX_PLACED
+        return MAX_PLACED // 2 if self.known else MAX_PLACED // 16
 
     def is_over(self, state: RunState, policy: DispatchPolicy, now_s: float) -> bool:
         """Whether it is time for another one."""
@@ -108,7 +117,8 @@ class Planned:
 class Share:
     """A `Decision`: what one generator gets when it asks."""
 
-    def __init__(self, planned: Planned, name: str, load: Load) -> None:
+    def __init__(self, planned: Planned, name: str, load: Load, *, most_placed: int) -> None:
+        self._most_placed = most_placed
         self._planned, self._plan, self._name, self._load = planned, planned.plan, name, load
         self._at = 0
         """The group that is shown now."""
@@ -161,7 +171,7 @@ class Share:
         planned, plan = self._planned, self._plan
         first = plan.num_placed
         for sequence in list(planned.unplaced)[:MAX_TRIED_AGAIN]:
-            if plan.num_placed - first >= MAX_PLACED:
+            if plan.num_placed - first >= self._most_placed:
                 self._is_cut = True
                 return
             if self._place_again(state, sequence):
@@ -171,7 +181,7 @@ class Share:
             for rank in page:
                 if not plan.is_open or not plan.has_room(self._name) or not self._may_follow(rank):
                     return
-                if num_scanned >= MAX_GROUPS_SCANNED or plan.num_placed - first >= MAX_PLACED:
+                if num_scanned >= MAX_GROUPS_SCANNED or plan.num_placed - first >= self._most_placed:
                     self._is_cut = True
                     return
                 planned.cursor = rank
