@@ -242,7 +242,10 @@ async def explained(error: grpc.aio.AioRpcError, *, peer: str) -> PenstockError:
     """
     told = from_rpc_error(error, peer=peer)
     said = error.details() or ""
-    if error.code() != grpc.StatusCode.UNAVAILABLE or error.trailing_metadata() or any(sign in said for sign in _AWAY):
+    if error.code() != grpc.StatusCode.UNAVAILABLE or error.trailing_metadata():
+        return told
+    # A name may have several addresses, of which gRPC tells the last one's error only.
+    if any(sign in said for sign in _AWAY) and not TROUBLES.is_by_name(peer):
         return told
     trouble = await TROUBLES.trouble_with(peer)
     return BadCertificateError(f"{peer}: {trouble}") if trouble else told

@@ -26,7 +26,7 @@ from tests.helpers.watched_server import watched_server
 
 NUM_INPUTS = 100_000 if IS_LONG else 1_000
 SEED = random.randrange(1 << 32) if IS_LONG else 22
-AT_ONCE = 16
+AT_ONCE = 64 if IS_LONG else 16
 MAX_GROWTH_BYTES = 20 * 1024 * 1024
 METHODS = methods(broker_pb2.DESCRIPTOR.services_by_name["BrokerService"], *SERVICES)
 NO_TOKEN, WRONG_TOKEN = "nobody", "a wrong token"

@@ -9,6 +9,7 @@ Promises:
 from __future__ import annotations
 
 import asyncio
+import ipaddress
 import re
 import threading
 import time
@@ -62,13 +63,20 @@ class Troubles:
             peer: Names it, as messages do: "broker a:7301,b:7301" are two that channels were opened to, "grpc://c:7310"
                 is one.
         """
-        words = [word.rpartition("://")[2] for word in re.split(r"[\s,]+", peer)]
-        names = [name for name in words if name in self._known]
+        names = self._names(peer)
         found = await asyncio.gather(*(self._ask(name) for name in names))
         problems = [(name, each.problem) for name, each in zip(names, found, strict=True) if each.problem]
         if len(names) == 1:
             return problems[0][1] if problems else ""
         return "; ".join(f"{name}: {problem}" for name, problem in problems)
+
+    def is_by_name(self, peer: str) -> bool:
+        """Whether one of these servers is called by a name, not by an address."""
+        return any(not _is_address(self._known[name].server.host) for name in self._names(peer))
+
+    def _names(self, peer: str) -> list[str]:
+        words = [word.rpartition("://")[2] for word in re.split(r"[\s,]+", peer)]
+        return [name for name in words if name in self._known]
 
     async def trouble_with_url(self, url: str, files: TlsFiles) -> str:
         """The same of an HTTP server."""
@@ -127,6 +135,14 @@ class Troubles:
             _log.error("TLS with a server fails", peer=name, problem=problem)
         elif not problem:
             known.said = ""
+
+
+def _is_address(host: str) -> bool:
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    return True
 
 
 TROUBLES = Troubles()
