@@ -85,8 +85,12 @@ class Fetching:
             async with asyncio.TaskGroup() as group:
                 for _ in range(min(num_connections, len(self._spans))):
                     group.create_task(self._work())
-        except* (PenstockError, OSError) as errors:
-            raise _first(errors) from None
+        # Not `except*`: early releases of Python 3.11 wrap what is raised in it once more.
+        except BaseExceptionGroup as errors:
+            expected, others = errors.split((PenstockError, OSError))
+            if expected is None or others is not None:
+                raise
+            raise _first(expected) from None
 
     async def _work(self) -> None:
         while self._spans:

@@ -22,7 +22,7 @@ FIRST_RESPONSE_S = 0.3
 """A stream that has said nothing after this long has taken the request, and waits."""
 BROKEN_WRITE = "Internal error from Core"
 """What gRPC's client says, instead of the server's status, where that status came while a request was written."""
-MAX_BROKEN_WRITES = 5
+MAX_BROKEN_WRITES = 50
 MAX_DEPTH = 4
 _BITS = {
     FieldDescriptor.TYPE_INT32: (-(1 << 31), (1 << 31) - 1),
