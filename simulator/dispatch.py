@@ -19,9 +19,8 @@ from services.broker.dispatch.latency import LatencyModel
 from services.broker.dispatch.moving import MOVE_COST_S
 from services.broker.dispatch.registry import make_policy
 from services.broker.fleet import Fleet, GeneratorStatus, SeenLengths, lengths_seen
-from services.broker.generation import GeneratorFacts, Grant
+from services.broker.generation import Choice, GeneratorFacts, Grant
 from services.broker.opening import create_run
-from services.broker.planner import Planner
 from services.broker.run_state import RunState
 from simulator.fleet import Engine, PretendGenerator
 
@@ -88,7 +87,6 @@ class _Simulation:
         self._scenario = scenario
         self._policy = make_policy(policy_name)
         self._fleet = Fleet(_seen_before(scenario), look_s=scenario.tick_s)
-        self._planner = Planner(self._fleet)
         self._engines = {item.generator_id: Engine(item.model) for item in scenario.generators}
         self._numbers = itertools.count()
         self._last_end_s = 0.0
@@ -181,8 +179,9 @@ class _Simulation:
                 continue
             choice = generation.EVERYTHING
             if self._policy.needs_situation:
-                statuses = self._statuses()
-                choice = self._planner.choose(self._state, self._policy, statuses[name], self._statuses, now_s)
+                situation = self._fleet.situation(self._state, self._statuses(), name, now_s)
+                decision = self._policy.decide(situation)
+                choice = Choice(order=self._policy.order, decision=decision, mean_tokens=situation.mean_tokens)
             found = generation.lease(
                 self._state, _facts(name), max_leases=num_free, now_s=now_s, make_suffix=self._suffix, choice=choice
             )

@@ -22,9 +22,8 @@ from services.broker.dispatch.latency import LatencyModel
 from services.broker.dispatch.registry import make_policy
 from services.broker.dispatch.types import DispatchPolicy
 from services.broker.fleet import Fleet, GeneratorStatus, SeenLengths
-from services.broker.generation import GeneratorFacts
+from services.broker.generation import Choice, GeneratorFacts
 from services.broker.opening import create_run
-from services.broker.planner import Planner
 from services.broker.run_state import RunState
 
 POLICIES = ("fifo", "least_loaded", "lpt", "streamrl", "auto")
@@ -45,7 +44,6 @@ class Queue:
         self._fleet = Fleet(
             SeenLengths(mean_tokens=1500.0, error=0.3, calibration=normal(shared_error=0.2, own_error=0.22))
         )
-        self._planner = Planner(self._fleet)
         model = LatencyModel(max_samples=256)
         self._statuses = {
             f"gen-{index}": GeneratorStatus(
@@ -74,8 +72,9 @@ class Queue:
         start_s = time.perf_counter()
         choice = generation.EVERYTHING
         if policy.needs_situation:
-            asking = self._statuses["gen-0"]
-            choice = self._planner.choose(self._state, policy, asking, lambda: self._statuses, self._now_s)
+            situation = self._fleet.situation(self._state, self._statuses, "gen-0", self._now_s)
+            decision = policy.decide(situation)
+            choice = Choice(order=policy.order, decision=decision, mean_tokens=situation.mean_tokens)
         found = generation.lease(
             self._state,
             self._facts,

@@ -9,32 +9,24 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Sequence
 
 from penstock.v1 import broker_pb2
 from services.broker import moves
 from services.broker.dispatch.auto import Auto
 from services.broker.dispatch.fifo import Fifo
+from services.broker.dispatch.latency import LatencyModel
 from services.broker.dispatch.registry import make_policy
-from services.broker.dispatch.types import DispatchPolicy, Prompt
-from services.broker.fleet import Fleet, prompts_in_slices
+from services.broker.dispatch.types import DispatchPolicy
+from services.broker.fleet import Fleet, GeneratorStatus
 from services.broker.generation import EVERYTHING, Choice, GeneratorFacts, Grant
 from services.broker.peers import Peers
-from services.broker.planner import Planner
 from services.broker.run_state import RunState
-from services.broker.statuses import Statuses
 
 MAX_LEFT_S = 30.0
 REVIEW_EVERY_S = 1.0
 MAX_REVIEW_SHARE = 0.05
 """Of a core that reviews may take; a large fleet is reviewed less often."""
-MAX_LOOK_S = 5.0
-"""A look ahead that takes longer is given up: what it would say is of a queue that is gone."""
-MANY = 32
-MOVE_LOOK_S = 0.0001
-"""In a fleet of more than MANY, so long for each generator no other idle one looks for work that should move: twenty
-times what a look takes."""
 MAX_BEAT_AGE_S = 6.0
 """A generator that beat longer ago (they beat at least every 5 s) is not counted on to take anything."""
 
@@ -45,11 +37,9 @@ class Dispatcher:
     def __init__(self, peers: Peers) -> None:
         self._peers = peers
         self._fleet = Fleet()
-        self._planner = Planner(self._fleet)
-        self._statuses = Statuses()
         self._policy: DispatchPolicy = Fifo()
         self._left_since_s: dict[str, float] = {}
-        self._review_s = self._move_again_s = -math.inf
+        self._review_s = -math.inf
 
     def choose(self, state: RunState, generator: GeneratorFacts, max_leases: int, now_s: float) -> Choice:
         """How to answer a generator that asks for up to `max_leases` samples."""
@@ -57,12 +47,10 @@ class Dispatcher:
         left_since_s = self._left_since_s.get(generator.generator_id, now_s)
         if not policy.needs_situation or now_s - left_since_s >= MAX_LEFT_S:
             return EVERYTHING
-        may_start = state.admission().judge(
-            generator_version=generator.policy_version, min_version=None, prompt_min_version=None
-        )
-        view = self._peers.generator(generator.generator_id)
-        asking = self._statuses.of_asking(view, generator, max_leases, may_start=may_start.is_allowed)
-        return self._planner.choose(state, policy, asking, lambda: self._statuses.of(self._starting(state)), now_s)
+        statuses = _statuses(self._starting(state, generator.generator_id), generator, max_leases)
+        situation = self._fleet.situation(state, statuses, generator.generator_id, now_s)
+        decision = policy.decide(situation)
+        return Choice(order=policy.order, decision=decision, mean_tokens=situation.mean_tokens)
 
     def note(self, generator_id: str, *, is_left: bool, now_s: float) -> None:
         """What came of it: whether the generator was left without work that it may take."""
@@ -71,32 +59,22 @@ class Dispatcher:
         else:
             self._left_since_s.setdefault(generator_id, now_s)
 
-    @property
-    def num_late_looks(self) -> int:
-        """Looks ahead that were given up."""
-        return self._policy.num_late if isinstance(self._policy, Auto) else 0
-
     async def review(self, state: RunState, now_s: float) -> None:
         """Think again about what holds for longer than one answer; called by the caretaker.
 
-        In a thread, on a copy of the picture that is made in slices: a look ahead takes seconds, and streams must not
-        wait. It gives way to them every few milliseconds, and is given up after MAX_LOOK_S.
+        In a thread, on a copy of the picture: a look ahead takes tens of milliseconds, and streams must not wait.
         """
         policy = self._policy_of(state)
         if not policy.needs_situation or now_s < self._review_s:
             return
         self._review_s = now_s + REVIEW_EVERY_S
         self._fleet.measure(state)
-        statuses = self._statuses.of(self._starting(state))
+        statuses = _statuses(self._starting(state), None, 0)
         if not statuses or not state.queue:
             return
-        situation = self._fleet.situation(state, statuses, min(statuses), now_s).copy()
-        prompts: list[Prompt] = []
-        for part in prompts_in_slices(state):
-            prompts += part
-            await asyncio.sleep(0)
+        situation = self._fleet.look(state, statuses, now_s)
         started_s = time.perf_counter()
-        await asyncio.to_thread(policy.review, replace(situation, prompts=prompts))
+        await asyncio.to_thread(policy.review, situation.copy())
         self._review_s = now_s + max(REVIEW_EVERY_S, (time.perf_counter() - started_s) / MAX_REVIEW_SHARE)
 
     def take_over(
@@ -104,16 +82,9 @@ class Dispatcher:
     ) -> list[Grant]:
         """Move work of other generators to one that finds nothing to lease; see `moves`."""
         # Of all: near the end of a step nobody may start anything, and it is then that work moves.
-        live = self._live()
-        if len(live) > MANY:
-            if now_s < self._move_again_s:
-                return []
-            self._move_again_s = now_s + MOVE_LOOK_S * len(live)
-        statuses = self._statuses.of(live)
-        view = self._peers.generator(generator.generator_id)
-        statuses[generator.generator_id] = self._statuses.of_asking(view, generator, max_leases)
+        statuses = _statuses(self._live(), generator, max_leases)
         situation = self._fleet.situation(state, statuses, generator.generator_id, now_s)
-        num_waiting = {view.hello.generator_id: view.beat.num_waiting for view in live}
+        num_waiting = {view.hello.generator_id: view.beat.num_waiting for view in self._live()}
         return moves.take_over(
             state, generator, situation, num_waiting=num_waiting, now_s=now_s, make_suffix=make_suffix
         )
@@ -122,29 +93,65 @@ class Dispatcher:
         """How dispatch decides now, for people; `forecasts` says where lengths come from."""
         policy = self._policy_of(state)
         if isinstance(policy, Auto) and policy.picked is not None:
-            why = f" ({policy.late})" if policy.late else ""
-            return f"auto, now {policy.picked.name}{why}: {forecasts}"
+            return f"auto, now {policy.picked.name}: {forecasts}"
         return f"{policy.name}: {forecasts}"
 
     def _policy_of(self, state: RunState) -> DispatchPolicy:
         if self._policy.name != state.policy.dispatch:
-            self._policy = make_policy(state.policy.dispatch, look_limit_s=MAX_LOOK_S)
+            self._policy = make_policy(state.policy.dispatch)
         return self._policy
 
     def _live(self) -> list[broker_pb2.GeneratorView]:
         return self._peers.generators(max_age_s=MAX_BEAT_AGE_S)
 
-    def _starting(self, state: RunState) -> list[broker_pb2.GeneratorView]:
-        """The generators that may start new work now."""
+    def _starting(self, state: RunState, asking: str = "") -> list[broker_pb2.GeneratorView]:
+        """The generators that may start new work now, and the one that asks, whether it may or not.
+
+        What it is must be known in any case: it may go on with what others began, and the version of the beat that is
+        known of it here may be an older one than that with which it asks.
+        """
         admission = state.admission()
-        may_start: dict[int, bool] = {}
-        found: list[broker_pb2.GeneratorView] = []
-        for view in self._live():
-            version = view.beat.policy_version
-            if version not in may_start:
-                may_start[version] = admission.judge(
-                    generator_version=version, min_version=None, prompt_min_version=None
+        return [
+            view
+            for view in self._live()
+            if view.hello.generator_id == asking
+            or (
+                not view.beat.is_draining
+                and admission.judge(
+                    generator_version=view.beat.policy_version, min_version=None, prompt_min_version=None
                 ).is_allowed
-            if may_start[version] and not view.beat.is_draining:
-                found.append(view)
-        return found
+            )
+        ]
+
+
+def _statuses(
+    views: Sequence[broker_pb2.GeneratorView], asking: GeneratorFacts | None, max_leases: int
+) -> dict[str, GeneratorStatus]:
+    """What dispatch knows of these generators, and of the one that asks."""
+    factors = [view.measured_step_factor for view in views if view.measured_step_factor]
+    usual_factor = sum(factors) / len(factors) if factors else 1.0
+    statuses = {view.hello.generator_id: _status(view, usual_factor) for view in views}
+    if asking is not None:
+        known = statuses.get(asking.generator_id)
+        statuses[asking.generator_id] = GeneratorStatus(
+            generator_id=asking.generator_id,
+            model=known.model if known else LatencyModel().scaled(usual_factor),
+            num_free=max_leases,
+            max_context_tokens=asking.max_context_tokens,
+            is_speed_known=known is not None and known.is_speed_known,
+        )
+    return statuses
+
+
+def _status(view: broker_pb2.GeneratorView, usual_factor: float) -> GeneratorStatus:
+    profile = view.hello.profile
+    is_stated = profile.step_base_s > 0 or profile.step_per_sample_s > 0
+    # Where nothing was measured a stated profile is believed, and a silent generator is as fast as the others.
+    factor = view.measured_step_factor or (1.0 if is_stated else usual_factor)
+    return GeneratorStatus(
+        generator_id=view.hello.generator_id,
+        model=LatencyModel.from_profile(profile).scaled(factor),
+        num_free=view.num_free_leases,
+        max_context_tokens=view.hello.max_context_tokens,
+        is_speed_known=is_stated or bool(view.measured_step_factor),
+    )

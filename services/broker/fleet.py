@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from statistics import pstdev
@@ -11,19 +11,13 @@ from statistics import pstdev
 from penstock.v1 import broker_pb2, types_pb2
 from services.broker.dispatch.calibration import Calibration, calibrated, normal
 from services.broker.dispatch.latency import LatencyModel, Load
-from services.broker.dispatch.lengths import remaining_tokens
+from services.broker.dispatch.lengths import LengthCounts, remaining_tokens
 from services.broker.dispatch.types import NEW_RANK, Prompt, Situation
 from services.broker.records_pb2 import GroupRecord
 from services.broker.run_state import RunState
 
 REFRESH_S = 0.25
 """How old the lengths in a generator's load may be; the number of its samples is always of now."""
-MAX_LEASES_READ = 4096
-"""Leases whose records are read at once for the lengths in loads: about 8 ms."""
-SLICE = 1024
-"""Samples that are looked at between two pauses: 2 to 3 ms."""
-LEASE_S = 0.00004
-"""The lengths in loads may be so much older for each lease: twenty times what it takes to read it."""
 MAX_GROUPS_MEASURED = 128
 MAX_GROUPS_SHOWN = 1024
 """Of the queue, to a policy that is reviewed; a look ahead goes no further."""
@@ -48,8 +42,6 @@ class GeneratorStatus:
     """Leases it could be given."""
     max_context_tokens: int
     is_speed_known: bool
-    may_start: bool = True
-    """Whether admission lets it begin groups now."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,8 +66,8 @@ class Fleet:
     def __init__(self, seen: SeenLengths | None = None, *, look_s: float = 1.0) -> None:
         self._look_s = look_s
         self._loads: dict[str, Load] = {}
-        self._read_s: dict[str, float] = {}
-        """When the records of what each holds were last read."""
+        self._under_way = LengthCounts()
+        self._refreshed_s = -math.inf
         self._seen = seen
 
     def mean_tokens(self, state: RunState) -> float:
@@ -97,15 +89,22 @@ class Fleet:
         Its load is kept, and so remembers what it is given; the others' are copies.
         """
         mean_tokens = self.mean_tokens(state)
-        self._refresh(state, statuses, now_s)
+        if now_s - self._refreshed_s >= REFRESH_S or self._loads.keys() != statuses.keys():
+            self._refreshed_s = now_s
+            self._under_way = leased_lengths(state)
+            self._loads = {name: load_of(state, status, mean_tokens) for name, status in statuses.items()}
+        for name, status in statuses.items():
+            if self._loads[name].num_samples != len(state.generation_leases.get(name, ())):
+                self._loads[name] = load_of(state, status, mean_tokens)
+            self._loads[name].max_leases = status.num_free
         has_forecasts = any(length for length, _ in state.queued_lengths.items())
         unseen_error = UNSEEN_FORECAST_ERROR if has_forecasts else UNSEEN_LENGTH_ERROR
-        loads = {name: self._loads[name] if name == asking else self._loads[name].copy() for name in statuses}
+        loads = {name: load if name == asking else load.copy() for name, load in self._loads.items()}
         return Situation(
             asking=asking,
             loads=loads,
             queue=state.queued_lengths,
-            under_way=state.leased_lengths,
+            under_way=self._under_way,
             mean_tokens=mean_tokens,
             has_forecasts=has_forecasts,
             has_speeds=any(status.is_speed_known for status in statuses.values()),
@@ -116,58 +115,6 @@ class Fleet:
             look_s=self._look_s,
         )
 
-    def load(self, state: RunState, status: GeneratorStatus, now_s: float) -> Load:
-        """What one generator holds now; kept, and so remembers what it is given."""
-        name = status.generator_id
-        if self._is_outdated(state, status, now_s):
-            self._read(state, status, now_s)
-        else:
-            self._count(state, status)
-        return self._loads[name]
-
-    def _refresh(self, state: RunState, statuses: Mapping[str, GeneratorStatus], now_s: float) -> None:
-        """Read what is outdated, the oldest first, as far as MAX_LEASES_READ; of the rest only the number is of now."""
-        # Now those are asked for that may start, now all: what is gone is let go of now and then.
-        for name in self._loads.keys() - statuses.keys() if len(self._loads) > 2 * len(statuses) else ():
-            del self._loads[name], self._read_s[name]
-        outdated = [name for name, status in statuses.items() if self._is_outdated(state, status, now_s)]
-        num_left = MAX_LEASES_READ
-        for name in sorted(outdated, key=lambda name: self._read_s.get(name, -math.inf)):
-            num_held = len(state.generation_leases.get(name, ()))
-            if num_held <= num_left:
-                num_left -= num_held
-                self._read(state, statuses[name], now_s)
-        for status in statuses.values():
-            self._count(state, status)
-
-    def _is_outdated(self, state: RunState, status: GeneratorStatus, now_s: float) -> bool:
-        kept = self._loads.get(status.generator_id)
-        if kept is None or (kept.model is not status.model and kept.model != status.model):
-            return True
-        num_leases = state.leased_lengths.num_samples
-        is_other = kept.num_samples != len(state.generation_leases.get(status.generator_id, ()))
-        max_age_s = max(REFRESH_S, LEASE_S * num_leases)
-        if is_other and num_leases <= MAX_LEASES_READ:
-            return True
-        return now_s - self._read_s[status.generator_id] >= max_age_s
-
-    def _read(self, state: RunState, status: GeneratorStatus, now_s: float) -> None:
-        self._loads[status.generator_id] = load_of(state, status, self.mean_tokens(state))
-        self._read_s[status.generator_id] = now_s
-
-    def _count(self, state: RunState, status: GeneratorStatus) -> None:
-        """Bring the numbers in a load up to date; lengths are taken to be as those of what it was known to hold."""
-        name = status.generator_id
-        num_held = len(state.generation_leases.get(name, ()))
-        load = self._loads.get(name)
-        if load is None:
-            load = self._loads[name] = load_of(state, status, self.mean_tokens(state), num_held=num_held)
-            self._read_s[name] = -math.inf
-        elif load.num_samples != num_held:
-            load.scale(num_held, self.mean_tokens(state))
-        load.max_leases, load.may_start = status.num_free, status.may_start
-        load.max_context_tokens = status.max_context_tokens
-
     def look(self, state: RunState, statuses: Mapping[str, GeneratorStatus], now_s: float) -> Situation:
         """The picture for a review: with what is queued and under way, prompt by prompt."""
         return replace(self.situation(state, statuses, min(statuses), now_s), prompts=prompts_of(state))
@@ -175,32 +122,17 @@ class Fleet:
 
 def prompts_of(state: RunState) -> list[Prompt]:
     """The front of the queue, and what generators hold, with the siblings that have ended."""
-    found: list[Prompt] = []
-    for part in prompts_in_slices(state):
-        found += part
-    return found
-
-
-def prompts_in_slices(state: RunState) -> Iterator[list[Prompt]]:
-    """The same in parts, each of at most SLICE records; what goes meanwhile is left out."""
     running: dict[str, list[tuple[str, int]]] = {}
-    leases = [(name, sample_id) for name, held in state.generation_leases.items() for sample_id in held.values()]
-    for number, (name, (group_id, index)) in enumerate(leases, 1):
-        if (group := state.groups.get(group_id)) is not None:
-            running.setdefault(group_id, []).append((name, group.samples[index].num_tokens))
-        if number % SLICE == 0:
-            yield []
-    front = state.queue.first(MAX_GROUPS_SHOWN)
-    shown = [(rank[-1], rank[0] < NEW_RANK) for rank in front]
-    queued = {rank[-1] for rank in front}
-    held = [state.groups.sequence(group_id) for group_id in running if group_id in state.groups]
-    shown += [(sequence, True) for sequence in held if sequence not in queued]
-    for first in range(0, len(shown), SLICE // 8):
-        part: list[Prompt] = []
-        for sequence, is_begun in shown[first : first + SLICE // 8]:
-            if group := state.groups.at(sequence):
-                part.append(_prompt(state, group, running.get(group.group_id, ()), is_begun=is_begun))
-        yield part
+    for name, held in state.generation_leases.items():
+        for group_id, index in held.values():
+            running.setdefault(group_id, []).append((name, state.groups[group_id].samples[index].num_tokens))
+    found: list[Prompt] = []
+    for rank in state.queue.first(MAX_GROUPS_SHOWN):
+        if group := state.groups.at(rank[-1]):
+            is_begun = rank[0] < NEW_RANK
+            found.append(_prompt(state, group, running.pop(group.group_id, ()), is_begun=is_begun))
+    found += [_prompt(state, state.groups[group_id], held, is_begun=True) for group_id, held in running.items()]
+    return found
 
 
 def _prompt(state: RunState, group: GroupRecord, running: Sequence[tuple[str, int]], *, is_begun: bool) -> Prompt:
@@ -214,20 +146,25 @@ def _prompt(state: RunState, group: GroupRecord, running: Sequence[tuple[str, in
     )
 
 
-def load_of(state: RunState, status: GeneratorStatus, mean_tokens: float, *, num_held: int | None = None) -> Load:
-    """What a generator holds, by the forecasts; without a look at them where `num_held` says how much it is."""
+def leased_lengths(state: RunState) -> LengthCounts:
+    """Forecast lengths of everything that generators hold."""
+    lengths = LengthCounts()
+    for held in state.generation_leases.values():
+        for group_id, index in held.values():
+            lengths.add(state.groups[group_id].samples[index].predicted_tokens)
+    return lengths
+
+
+def load_of(state: RunState, status: GeneratorStatus, mean_tokens: float) -> Load:
+    """What a generator holds, by the forecasts."""
     held = state.generation_leases.get(status.generator_id, {})
-    if num_held is None:
-        lengths = list(_held_lengths(state, held.values(), mean_tokens))
-    else:
-        lengths = [(mean_tokens, 0.0)] * num_held
+    lengths = list(_held_lengths(state, held.values(), mean_tokens))
     mean_final = sum(sum(item) for item in lengths) / len(lengths) if lengths else mean_tokens
     load = Load(
         model=status.model,
         max_samples=status.model.max_batch(mean_final),
         max_leases=status.num_free,
         max_context_tokens=status.max_context_tokens,
-        may_start=status.may_start,
     )
     for remaining, context in lengths:
         load.add(remaining, context)

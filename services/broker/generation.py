@@ -6,7 +6,7 @@ one.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from penstock.v1 import broker_pb2, types_pb2
@@ -14,7 +14,7 @@ from services.broker import drops
 from services.broker.admission import AdmissionRule, Verdict, judge_evaluation
 from services.broker.dispatch.fifo import TakeAll
 from services.broker.dispatch.lengths import remaining_tokens
-from services.broker.dispatch.types import Decision, Work
+from services.broker.dispatch.types import Decision, Order, Work
 from services.broker.records_pb2 import GroupRecord
 from services.broker.run_state import RunState
 from services.broker.store import SampleId
@@ -28,7 +28,6 @@ ABANDONED_WEIGHTS = (
     "pulled others"
 )
 NO_ROOM = "by what dispatch knows of the generator, its KV cache has no room for one more"
-STILL_PLACING = "dispatch is not done with placing what is queued"
 NOTHING_QUEUED = "the queue of prompts is empty: nothing was submitted that is not already out"
 
 
@@ -75,19 +74,14 @@ class Grants:
 class Choice:
     """How dispatch answers the generator that asks."""
 
+    order: Order
+    """In which it wants to see the queue."""
     decision: Decision
     mean_tokens: float
     """Length expected of a completion without a forecast."""
-    shown: Callable[[RunState], Iterable[int]]
-    """The groups it is shown, by sequence, while the queue changes."""
 
 
-def in_turn(state: RunState) -> Iterable[int]:
-    """The front of the queue in order of arrival."""
-    return [rank[-1] for rank in state.queue.first(MAX_GROUPS_SCANNED)]
-
-
-EVERYTHING = Choice(decision=TakeAll(), mean_tokens=1.0, shown=in_turn)
+EVERYTHING = Choice(order=Order.ARRIVAL, decision=TakeAll(), mean_tokens=1.0)
 """First come, first served."""
 
 
@@ -112,11 +106,10 @@ def lease(
     grants: list[Grant] = []
     reason = ""
     start = _judge_start(state, generator)
-    admission = state.admission()
-    for sequence in choice.shown(state):
+    for rank in state.queued_in(choice.order).first(MAX_GROUPS_SCANNED):
         if len(grants) >= max_leases or choice.decision.is_done:
             break
-        group = state.groups.at(sequence)
+        group = state.groups.at(rank[-1])
         if group is None:
             continue
         oldest = state.versions.get(group.group_id)
@@ -124,37 +117,20 @@ def lease(
         if generator.longest_context_tokens is not None and num_context_tokens > generator.longest_context_tokens:
             drops.drop_group(state, group.group_id, drops.CONTEXT_TOO_LONG)
             continue
-        is_start = is_new(state, group)
-        refused = is_start and not start.is_allowed
-        verdict = start if refused else _judge(admission, generator, group, oldest, num_context_tokens)
+        is_start = oldest is None and group.purpose == types_pb2.PURPOSE_TRAIN
+        verdict = start
+        if start.is_allowed or not is_start:
+            verdict = _judge(state.admission(), generator, group, oldest, num_context_tokens)
         if not verdict.is_allowed:
             reason = reason or verdict.reason
             continue
-        work = work_of(group, choice.mean_tokens)
-        num_taken = choice.decision.take(work, max_leases - len(grants)) if work else 0
+        num_taken = choice.decision.take(_work(group, choice.mean_tokens), max_leases - len(grants))
         if not num_taken:
             reason = reason or LEFT_TO_OTHERS
             continue
         grants += _lease_samples(state, generator, group, num_taken, now_s, make_suffix)
-        if is_start:
-            admission, start = state.admission(), _judge_start(state, generator)
-    return Grants(grants=grants, reason=reason or _why_none(state, start, choice.decision))
-
-
-def _why_none(state: RunState, start: Verdict, decision: Decision) -> str:
-    """Why a generator got nothing, or nothing more, where no group that it was shown tells."""
-    if decision.is_cut:
-        return STILL_PLACING
-    if decision.is_done:
-        return NO_ROOM
-    if not state.queue:
-        return NOTHING_QUEUED
-    return LEFT_TO_OTHERS if start.is_allowed else start.reason
-
-
-def is_new(state: RunState, group: GroupRecord) -> bool:
-    """Whether a sample of the group is a start, which admission bounds."""
-    return group.group_id not in state.versions and group.purpose == types_pb2.PURPOSE_TRAIN
+        start = _judge_start(state, generator)
+    return Grants(grants=grants, reason=reason or (NO_ROOM if choice.decision.is_done else NOTHING_QUEUED))
 
 
 def holds_abandoned(state: RunState, generator: GeneratorFacts) -> bool:
@@ -174,11 +150,9 @@ def _judge_start(state: RunState, generator: GeneratorFacts) -> Verdict:
     )
 
 
-def work_of(group: GroupRecord, mean_tokens: float, most: int | None = None) -> Work | None:
-    """The group's queued samples, or at most so many, as dispatch sees them; None where there are none."""
-    queued = [sample for sample in group.samples if sample.state == _QUEUED][:most]
-    if not queued:
-        return None
+def _work(group: GroupRecord, mean_tokens: float) -> Work:
+    """The group's queued samples as dispatch sees them."""
+    queued = [sample for sample in group.samples if sample.state == _QUEUED]
     num_prefix_tokens = sum(sample.num_tokens for sample in queued) / len(queued)
     length = queued[0].predicted_tokens
     return Work(

@@ -9,8 +9,8 @@ Promises:
   and the next call begins with what changed in the store since: that commit, if it happened.
 - Loading a copy goes on in slices between which others run, however long it takes and whoever still waits for it; no
   deadline of this process runs meanwhile.
-- Listeners are woken by every change that they want, whoever made it, but not where samples under way only grew;
-  changes of other processes are noticed by `poll`.
+- Listeners are woken by every change, whoever made it, but not where samples under way only grew; changes of other
+  processes are noticed by `poll`.
 """
 
 from __future__ import annotations
@@ -87,8 +87,8 @@ class RunHub:
         self._deadlines = Deadlines()
         self._waiting: deque[_Request] = deque()
         self._worker: asyncio.Task[None] | None = None
-        self._listeners: dict[asyncio.Event, Callable[[RunState], bool]] = {}
-        """Events to set, and for which states."""
+        self._listeners: dict[asyncio.Event, bool] = {}
+        """Events to set, and whether only for the run's end."""
         self._followers: dict[Follower, Callable[[asyncio.Future[Any]], None]] = {}
         """In order of arrival: woken in that order, so that who asked first is served first."""
         self._prompts: OrderedDict[str, types_pb2.Prompt] = OrderedDict()
@@ -105,21 +105,14 @@ class RunHub:
     # -- listening -----------------------------------------------------------------------------------------------------
 
     @contextmanager
-    def listening(
-        self,
-        event: asyncio.Event | None = None,
-        *,
-        only_end: bool = False,
-        wants: Callable[[RunState], bool] = lambda _state: True,
-    ) -> Iterator[asyncio.Event]:
+    def listening(self, event: asyncio.Event | None = None, *, only_end: bool = False) -> Iterator[asyncio.Event]:
         """An event (the given one, or a new one) that changes of the run set, see above; the listener clears it.
 
         With `only_end` nothing but the run's closing or going sets it: of many streams that wait for no more than that,
-        every commit would else wake each. `wants` tells of each state whether it concerns the listener, for the same
-        reason; the run's end always does.
+        every commit would else wake each.
         """
         event = event or asyncio.Event()
-        self._listeners[event] = _never if only_end else wants
+        self._listeners[event] = only_end
         try:
             yield event
         finally:
@@ -146,10 +139,9 @@ class RunHub:
 
     def wake(self) -> None:
         """Set listeners' events."""
-        state = self._state
-        is_ended = state is None or state.run.is_closed
-        for event, wants in self._listeners.items():
-            if state is None or is_ended or wants(state):
+        is_ended = self._state is None or self._state.run.is_closed
+        for event, only_end in self._listeners.items():
+            if is_ended or not only_end:
                 event.set()
 
     @property
@@ -449,11 +441,6 @@ async def _take_over(state: RunState, snapshot: Snapshot) -> None:
     """Bring the copy to a snapshot; between slices others run."""
     for _ in state.take_over(snapshot):
         await asyncio.sleep(0)
-
-
-def _never(_state: RunState) -> bool:
-    """For listeners that wait for the run's end."""
-    return False
 
 
 def _nothing(_state: RunState) -> None:

@@ -124,9 +124,7 @@ class Hubs:
             await hub.peers.refresh()
             await self._observe_books(hub)
             if hub.copy is not None:
-                num_late = hub.dispatcher.num_late_looks
                 await hub.dispatcher.review(hub.copy, hub.clock.now_s())
-                self.metrics.count_late_looks(max(0, hub.dispatcher.num_late_looks - num_late))
         except ServiceUnavailableError:
             raise
         except PenstockError as error:

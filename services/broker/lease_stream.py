@@ -55,8 +55,6 @@ class LeaseStream:
         self._idle_since_s: float | None = None
         """Since when it found nothing to lease though it could hold more."""
         self._ask_again_s = 0.0
-        self._refused: tuple[int, ...] | None = None
-        """`RunState.opening` when it was last given nothing, and no beat came since."""
         self._silent: set[str] = set()
         """Leases that are no longer renewed because no token came."""
         self._owner: broker_pb2.RunOwner | None = None
@@ -78,7 +76,7 @@ class LeaseStream:
         # Loop time, not the clock's: this paces the stream and decides nothing about the run.
         loop = asyncio.get_running_loop()
         spoke_s = loop.time()
-        with self._hub.listening(wants=self._wants) as wake:
+        with self._hub.listening() as wake:
             async with Intake(requests, self._on_request, wake) as intake:
                 while not intake.is_ended:
                     self._hubs.check_serving()
@@ -99,16 +97,6 @@ class LeaseStream:
                 intake.check()
         await self._hub.peers.leave(self._hello.generator_id)
 
-    def _wants(self, state: RunState) -> bool:
-        """Whether a change may concern the generator: it could be given something, lost some, or has a new trainer.
-
-        With a thousand of them, every commit would else make each look.
-        """
-        held = state.generation_leases.get(self._hello.generator_id, ())
-        if len(held) != len(self._known) or state.run.owner != self._owner:
-            return True
-        return bool(self._credit and state.queue) and state.opening != self._refused
-
     def _patience_s(self) -> float:
         """How long to wait for a change before asking again all the same."""
         now_s = self._hub.clock.now_s()
@@ -122,7 +110,7 @@ class LeaseStream:
             raise InvalidFieldError("frame: after the hello only heartbeats may follow", field="frame")
         beat = request.beat
         check_beat(beat)
-        self._beat, self._refused = beat, None
+        self._beat = beat
         self._known.update(beat.active_lease_ids)
         if beat.active_lease_ids:
             await self._renew(list(beat.active_lease_ids))
@@ -173,8 +161,7 @@ class LeaseStream:
             history=beat.history if beat.HasField("history") else None,
             instance_id=beat.instance_id,
         )
-        is_hopeless = state is not None and state.opening == self._refused
-        grants = await self._lease(facts, credit, now_s) if state is None or (state.queue and not is_hopeless) else []
+        grants = await self._lease(facts, credit, now_s) if state is None or state.queue else []
         if state is not None and not state.queue and not grants:
             self._reason = generation.NOTHING_QUEUED
         if not grants:
@@ -191,7 +178,6 @@ class LeaseStream:
         """New work from the queue."""
 
         def operation(state: RunState) -> Grants:
-            self._refused = state.opening
             choice = self._hub.dispatcher.choose(state, facts, self._credit, now_s)
             return generation.lease(state, facts, max_leases=credit, now_s=now_s, make_suffix=_suffix, choice=choice)
 
@@ -199,12 +185,8 @@ class LeaseStream:
         self._reason = grants.reason
         is_left = not grants.grants and grants.reason == generation.LEFT_TO_OTHERS
         self._hub.dispatcher.note(facts.generator_id, is_left=is_left, now_s=now_s)
-        if grants.grants or grants.reason in (generation.LEFT_TO_OTHERS, generation.STILL_PLACING):
-            self._refused = None
         if is_left:
             self._ask_again_s = now_s + ASK_AGAIN_S
-        elif not grants.grants and grants.reason == generation.STILL_PLACING:
-            self._ask_again_s = now_s + PACE_S
         return grants.grants
 
     async def _take_over(self, facts: GeneratorFacts, credit: int, now_s: float) -> list[Grant]:

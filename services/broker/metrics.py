@@ -34,11 +34,6 @@ class BrokerMetrics:
         self._moves = PrometheusCounter(
             "penstock_broker_leases_moved", "Leases moved to an idle generator", registry=registry
         )
-        self._late_looks = PrometheusCounter(
-            "penstock_broker_looks_late",
-            "Looks ahead of dispatch that took too long and were given up",
-            registry=registry,
-        )
         self._tokens = PrometheusCounter(
             "penstock_broker_tokens_accepted", "Completion tokens stored", registry=registry
         )
@@ -95,10 +90,6 @@ class BrokerMetrics:
     def count_moves(self, count: int) -> None:
         """Leases taken from one generator and given to another."""
         self._moves.inc(count)
-
-    def count_late_looks(self, count: int) -> None:
-        """Looks ahead that took too long: `auto` took `lpt` instead."""
-        self._late_looks.inc(count)
 
     def count_expired(self, kind: str, count: int) -> None:
         """Leases expired."""

@@ -28,8 +28,6 @@ from services.broker.records_pb2 import SampleRecord
 from services.broker.run_state import RunState
 from services.broker.store import SampleId
 
-MAX_DONORS = 16
-"""Generators whose leases one look reads."""
 MIN_WAIT_S = 1.0
 """A lease without tokens counts as never begun after this long: its first chunk may be on its way."""
 
@@ -105,9 +103,9 @@ class _Taker:
 
     def _never_begun(self) -> tuple[str, _Held] | None:
         """The newest lease without tokens of an engine in which samples wait: engines begin in turn."""
-        waiting_at = [name for name in self._donors if self._num_waiting.get(name, 0) > 0]
-        for name in waiting_at[:MAX_DONORS]:
-            load = self._donors[name]
+        for name, load in self._donors.items():
+            if self._num_waiting.get(name, 0) <= 0:
+                continue
             self._num_waiting[name] -= 1
             waiting = [
                 item for item in self._held_by(name) if not item.is_begun and self._now_s - item.lease_s >= MIN_WAIT_S
@@ -121,8 +119,7 @@ class _Taker:
         """The longest sample of a generator that may well be done last: only such a one shortens the step."""
         if not self._has_speeds:
             return None
-        late = late_generators(self._asking, self._donors, length_error=self._length_error)
-        for name in late[:MAX_DONORS]:
+        for name in late_generators(self._asking, self._donors, length_error=self._length_error):
             begun = [item for item in self._held_by(name) if item.is_begun]
             item = max(begun, key=lambda item: item.remaining, default=None)
             if item is not None and self._gains(self._donors[name].finish_s(), item):

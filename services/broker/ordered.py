@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right, insort
+from bisect import bisect_left, insort
 from collections.abc import Iterator
 from itertools import chain, islice
 from typing import Generic, TypeVar
@@ -34,16 +34,6 @@ class SortedKeys(Generic[_Key]):
     def first(self, count: int) -> list[_Key]:
         """A copy of the smallest `count` keys, safe to loop over while the set changes."""
         return list(islice(self, count))
-
-    def after(self, key: tuple[int, ...], count: int) -> list[_Key]:
-        """A copy of the smallest `count` keys above one that may or may not be there; () is below all."""
-        found: list[_Key] = []
-        at = bisect_right(self._last, key)
-        position = bisect_right(self._blocks[at], key) if at < len(self._blocks) else 0
-        while len(found) < count and at < len(self._blocks):
-            found += self._blocks[at][position : position + count - len(found)]
-            at, position = at + 1, 0
-        return found
 
     def add(self, key: _Key) -> None:
         """Add a key; nothing happens when it is there."""

@@ -28,8 +28,6 @@ KEPT_S = 3600.0
 """What is known of a peer is forgotten when it was not heard of for this long: ids may change with every start."""
 CONTEXT_GRACE_S = 5.0
 """After the first generator connects, time for one with a longer context before long prompts are given up."""
-LONGEST_EVERY_S = 1.0
-"""So long the longest context of the generators that are left may be unknown after one has gone."""
 WRITE_EVERY_S = 1.0
 REFRESH_EVERY_S = 2.0
 MAX_BUFFERED_SPANS = 4096
@@ -48,8 +46,6 @@ class Peers:
         self._written_s: dict[str, float] = {}
         self._refreshed_s = -math.inf
         self._first_seen_s: float | None = None
-        self._longest_tokens: int | None = None
-        self._longest_until_s = -math.inf
         self._speeds = Speeds()
         self._gone: set[str] = set()
         """Generators whose stream to this process ended."""
@@ -58,12 +54,8 @@ class Peers:
         """The most any generator holds; None until others had time to connect."""
         if self._first_seen_s is None or self._clock.monotonic_s() - self._first_seen_s < CONTEXT_GRACE_S:
             return None
-        # Every generator that asks needs it, and it changes seldom: looked up once in LONGEST_EVERY_S for all of them.
-        if self._clock.monotonic_s() >= self._longest_until_s:
-            live = [view.hello.max_context_tokens for view in self._generators.values() if self._is_live(view)]
-            self._longest_tokens = max(live, default=None)
-            self._longest_until_s = self._clock.monotonic_s() + LONGEST_EVERY_S
-        return self._longest_tokens
+        live = [view.hello.max_context_tokens for view in self._generators.values() if self._is_live(view)]
+        return max(live, default=None)
 
     def generators(self, *, max_age_s: float) -> list[broker_pb2.GeneratorView]:
         """The generators that beat lately, at any broker process."""
@@ -74,10 +66,6 @@ class Peers:
             and view.HasField("beat")
             and self._clock.age_s(_beat_s(view)) <= max_age_s
         ]
-
-    def generator(self, generator_id: str) -> broker_pb2.GeneratorView | None:
-        """What is known of a generator."""
-        return self._generators.get(generator_id)
 
     def sample_speed(self, generator_id: str) -> float | None:
         """Tokens per second of each sample that it decodes; None where that was not measured."""
@@ -108,9 +96,6 @@ class Peers:
             spans.extend(span.SerializeToString() for span in _by_run_clock(beat, self._clock.now_s()))
             del spans[:-MAX_BUFFERED_SPANS]
         self._generators[hello.generator_id] = view
-        if hello.max_context_tokens > (self._longest_tokens or 0):
-            # Work that only this one holds must not be given up.
-            self._longest_until_s = -math.inf
         self._gone.discard(hello.generator_id)
         if at_s - self._written_s.get(_GENERATOR + hello.generator_id, -math.inf) >= WRITE_EVERY_S:
             await self.flush(hello.generator_id)
@@ -171,7 +156,6 @@ class Peers:
                 ):
                     self._generators[view.hello.generator_id] = view
                     self._gone.discard(view.hello.generator_id)
-            self._longest_until_s = -math.inf
 
     async def _forget(self, stored: dict[str, bytes]) -> None:
         """Let go of peers that are long gone, here, in the store and in `stored`."""

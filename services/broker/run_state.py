@@ -52,7 +52,6 @@ class _Entry:
     ranks: dict[Order, Rank] = field(default_factory=dict)
     queued_length: float = 0.0
     num_queued: int = 0
-    leased_length: float = 0.0
     finished: list[FinishedKey] = field(default_factory=list)
     generation: list[tuple[str, str]] = field(default_factory=list)
     scoring: list[tuple[str, str]] = field(default_factory=list)
@@ -84,8 +83,6 @@ class RunState:
         self.queues: dict[Order, SortedKeys[Rank]] = {order: SortedKeys() for order in Order}
         self.queued_lengths = LengthCounts()
         """Forecast lengths of the queued samples."""
-        self.leased_lengths = LengthCounts()
-        """Of those that generators hold."""
         self.finished: SortedKeys[FinishedKey] = SortedKeys()
         self.generation_leases: Leases = {}
         self.scoring_leases: Leases = {}
@@ -117,13 +114,6 @@ class RunState:
     def queued_in(self, order: Order) -> SortedKeys[Rank]:
         """The queue in an order; by arrival where the run keeps no other."""
         return self.queues[order] if len(self.queues[order]) == len(self.queue) else self.queue
-
-    @property
-    def opening(self) -> tuple[int, ...]:
-        """What changes whenever a generator that was given nothing to start may be given some now."""
-        num_started = len(self.versions) + self.shelf.num_live_groups
-        front = self.queue.after((), 1)
-        return (self.run.history, self.run.policy_version, num_started, len(self.queue), *(front[0] if front else ()))
 
     def knows(self, group_id: str) -> bool:
         """Whether the id is taken: its group is in the run, or was."""
@@ -421,8 +411,6 @@ class RunState:
                 num_ready += 1
             else:
                 self._index_sample(entry, group, index, sample)
-        entry.leased_length = _predicted(group)
-        self.leased_lengths.add(entry.leased_length, len(entry.generation))
         if num_queued:
             self._queue(entry, group, num_queued, is_started=version is not None)
             if not any(sample.num_leases for sample in group.samples):
@@ -480,7 +468,6 @@ class RunState:
             self.queues[order].discard(rank)
         if entry.num_queued:
             self.queued_lengths.add(entry.queued_length, -entry.num_queued)
-        self.leased_lengths.add(entry.leased_length, -len(entry.generation))
         for finished in entry.finished:
             self.finished.discard(finished)
         _remove(self.generation_leases, entry.generation)

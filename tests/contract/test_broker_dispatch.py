@@ -226,7 +226,7 @@ async def test_a_long_sample_moves_with_its_prefix_and_no_token_is_stored_twice(
     await broker.audit()
 
 
-async def test_an_idle_stream_speaks_while_changes_wake_it(
+async def test_an_idle_stream_speaks_while_the_commits_of_others_wake_it(
     broker: RunningBroker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(lease_stream, "MAX_SILENCE_S", 0.3)
@@ -238,9 +238,7 @@ async def test_an_idle_stream_speaks_while_changes_wake_it(
 
     async def wake() -> None:
         while True:
-            # As changes do that concern it; others leave it alone.
-            for event in hub._listeners:
-                event.set()
+            hub.wake()
             await asyncio.sleep(0.01)
 
     waking = asyncio.create_task(wake())

@@ -8,8 +8,7 @@
   where steps overlap it also counts when the samples are done on average. Before the first look, `lpt`.
 
 Hysteresis: the present one stays while it is within MIN_GAIN of the best. It looks again when the queue or the fleet
-has changed, and while more is queued than under way: what decided most of a step then also ends it. A look that takes
-too long is given up, and `lpt` taken.
+has changed, and while more is queued than under way: what decided most of a step then also ends it.
 """
 
 from __future__ import annotations
@@ -19,13 +18,11 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from statistics import fmean, stdev
 
-from services.broker.dispatch.budget import UNLIMITED, Budget, TooLateError
 from services.broker.dispatch.draws import Draws, scaled_down
 from services.broker.dispatch.fifo import Fifo
 from services.broker.dispatch.latency import token_s
 from services.broker.dispatch.least_loaded import LeastLoaded
 from services.broker.dispatch.lpt import LongestFirst
-from services.broker.dispatch.plan import Plan
 from services.broker.dispatch.streamrl import StreamRl
 from services.broker.dispatch.types import Decision, DispatchPolicy, Order, Situation
 from services.broker.dispatch.virtual import cost_s
@@ -63,21 +60,12 @@ UNLIKE: Candidates = {
 
 
 class Auto:
-    """See the module.
-
-    Args:
-        look_limit_s: How long a look ahead may take; None for as long as it takes.
-    """
+    """See the module."""
 
     name = "auto"
     needs_situation = True
 
-    def __init__(self, *, look_limit_s: float | None = None) -> None:
-        self._look_limit_s = look_limit_s
-        self.late = ""
-        """Why the last look ahead was given up, for people; empty where it was not."""
-        self.num_late = 0
-        """Looks ahead that were given up."""
+    def __init__(self) -> None:
         self.picked: DispatchPolicy | None = None
         """None before anything was asked."""
         self._candidate = ""
@@ -90,18 +78,10 @@ class Auto:
         """Of the policy that gave the last answer."""
         return self.picked.order if self.picked else Order.ARRIVAL
 
-    @property
-    def deciding(self) -> DispatchPolicy:
-        """See `DispatchPolicy`."""
-        return self.picked or self
-
     def review(self, situation: Situation) -> None:
         """Look ahead and pick, where enough is queued and has changed."""
         if not situation.has_forecasts or len(situation.loads) == 1:
-            usual = usual_policy(situation)
-            if type(usual) is not type(self.picked) or self._candidate:
-                self.picked = usual
-            self._candidate, self._looked_at = "", None
+            self.picked, self._candidate, self._looked_at = usual_policy(situation), "", None
             return
         if self._is_due(situation):
             self._looked_at = (frozenset(situation.loads), situation.queue.num_samples)
@@ -115,12 +95,6 @@ class Auto:
             self.picked = usual_policy(situation)
         return self.picked.decide(situation)
 
-    def plan(self, situation: Situation) -> Plan | None:
-        """The picked policy's."""
-        if self.picked is None:
-            self.picked = usual_policy(situation)
-        return self.picked.plan(situation)
-
     def _is_due(self, situation: Situation) -> bool:
         if self._looked_at is None:
             return True
@@ -132,15 +106,7 @@ class Auto:
 
     def _pick(self, situation: Situation) -> None:
         candidates = UNLIKE if _spread(situation) > MIN_SPREAD else ALIKE
-        try:
-            times_s = looks_ahead(situation, candidates, Budget(self._look_limit_s))
-        except TooLateError:
-            self.num_late += 1
-            self.late = f"a look ahead took longer than {self._look_limit_s:g} s"
-            if self._candidate != "lpt":
-                self.picked, self._candidate = LongestFirst(), "lpt"
-            return
-        self.late = ""
+        times_s = looks_ahead(situation, candidates)
         good_s = (1 + MIN_GAIN) * min(times_s.values())
         best = next(name for name in (self._candidate, *candidates) if times_s.get(name, math.inf) <= good_s)
         if best != self._candidate:
@@ -149,10 +115,8 @@ class Auto:
             self.picked, self._candidate = picked, best
 
 
-def looks_ahead(situation: Situation, candidates: Candidates, budget: Budget = UNLIMITED) -> dict[str, float]:
+def looks_ahead(situation: Situation, candidates: Candidates) -> dict[str, float]:
     """What each policy costs (`cost_s`), on average over the draws, in seconds; without those given up.
-
-    Raises TooLateError.
 
     A race: the draws are the same for all, so that a difference between two is known far better than either's time. A
     policy leaves when it is worse than the best one for sure; the race ends when what is left is as good.
@@ -164,7 +128,7 @@ def looks_ahead(situation: Situation, candidates: Candidates, budget: Budget = U
     for seed in range(MAX_DRAWS if situation.length_error else 1):
         draw = draws.draw(seed)
         for name, found in times_s.items():
-            found.append(cost_s(candidates[name](), situation, draw, budget))
+            found.append(cost_s(candidates[name](), situation, draw))
         if seed + 1 == MIN_DRAWS:
             twins = _twins(times_s)
             times_s = {name: found for name, found in times_s.items() if name not in twins}

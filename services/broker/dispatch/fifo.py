@@ -9,7 +9,6 @@ class TakeAll:
     """A `Decision`: everything."""
 
     is_done = False
-    is_cut = False
 
     def take(self, work: Work, most: int) -> int:
         """See `Decision`."""
@@ -23,17 +22,9 @@ class Fifo:
     order = Order.ARRIVAL
     needs_situation = False
 
-    @property
-    def deciding(self) -> Fifo:
-        """See `DispatchPolicy`."""
-        return self
-
     def review(self, situation: Situation) -> None:
         """Nothing to think about."""
 
     def decide(self, situation: Situation) -> TakeAll:
         """Everything, to whoever asks."""
         return TakeAll()
-
-    def plan(self, situation: Situation) -> None:
-        """Whoever asks gets what it can hold."""

@@ -91,8 +91,6 @@ class Load:
     max_leases: int
     """Leases it may be given now."""
     max_context_tokens: float = float("inf")
-    may_start: bool = True
-    """Whether it may begin groups of which no sample was leased yet."""
     num_samples: int = 0
     longest_tokens: float = 0.0
     shortest_tokens: float = 0.0
@@ -114,7 +112,6 @@ class Load:
             max_samples=self.max_samples,
             max_leases=self.max_leases,
             max_context_tokens=self.max_context_tokens,
-            may_start=self.may_start,
             num_samples=self.num_samples,
             longest_tokens=self.longest_tokens,
             shortest_tokens=self.shortest_tokens,
@@ -130,19 +127,6 @@ class Load:
         self.max_leases -= count
         self.sum_tokens += count * remaining_tokens
         self.sum_kv_tokens += count * kv_reads(remaining_tokens, context_tokens)
-
-    def scale(self, num_samples: int, mean_tokens: float) -> None:
-        """Make it hold another number of samples, as long as those that it held; of the mean where it held none."""
-        count, self.max_leases = self.num_samples, self.max_leases + self.num_samples - num_samples
-        if not count or not num_samples:
-            self.num_samples, self.longest_tokens, self.shortest_tokens = 0, 0.0, 0.0
-            self.sum_tokens, self.sum_kv_tokens = 0.0, 0.0
-            if num_samples:
-                self.add(mean_tokens, 0.0, num_samples)
-            return
-        self.num_samples = num_samples
-        self.sum_tokens *= num_samples / count
-        self.sum_kv_tokens *= num_samples / count
 
     def finish_s(self, remaining_tokens: float = 0.0, context_tokens: float = 0.0, *, risk: float = 1.0) -> float:
         """When everything it holds, and one more sample if given, is done: seconds from now.
@@ -182,16 +166,12 @@ def kv_reads(remaining_tokens: float, context_tokens: float) -> float:
     return remaining_tokens * (context_tokens + remaining_tokens / 2)
 
 
-def level_s(generators: Iterable[tuple[float, float]], num_tokens: float) -> float:
-    """When generators would have done what they hold and `num_tokens` more, shared so that all end together.
+def level_s(loads: Iterable[Load], num_tokens: float) -> float:
+    """When these generators would have done what they hold and `num_tokens` more, shared so that all end together.
 
     Infinite when there are none.
-
-    Args:
-        generators: When each has done what it holds, and its tokens per second with every slot filled.
-        num_tokens: More than what they hold.
     """
-    slopes = sorted(generators)
+    slopes = sorted((load.finish_s(), load.tokens_per_second) for load in loads)
     if not slopes:
         return float("inf")
     rate, poured = 0.0, 0.0

@@ -7,7 +7,6 @@ faster one would have finished sooner.
 from __future__ import annotations
 
 from services.broker.dispatch.placing import EarliestFinish
-from services.broker.dispatch.plan import Plan
 from services.broker.dispatch.types import Order, Situation
 
 
@@ -18,18 +17,9 @@ class LeastLoaded:
     order = Order.ARRIVAL
     needs_situation = True
 
-    @property
-    def deciding(self) -> LeastLoaded:
-        """See `DispatchPolicy`."""
-        return self
-
     def review(self, situation: Situation) -> None:
         """Nothing to think about."""
 
     def decide(self, situation: Situation) -> EarliestFinish:
         """Place everything in turn."""
         return EarliestFinish.over_fleet(situation)
-
-    def plan(self, situation: Situation) -> Plan:
-        """Place everything in turn."""
-        return Plan(situation)

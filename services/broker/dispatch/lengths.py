@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from functools import lru_cache
 
 BUCKETS_PER_DOUBLING = 8
 """Neighbouring buckets differ by 9 %, less than any forecast is good for."""
@@ -75,7 +74,6 @@ def remaining_tokens(expected_tokens: float, num_decoded: float) -> float:
     return max(expected_tokens - num_decoded, OUTLIVED_SHARE * num_decoded, 1.0)
 
 
-@lru_cache(maxsize=4096)
 def _bucket(num_tokens: float) -> int:
     return 0 if num_tokens <= 0 else 1 + round(BUCKETS_PER_DOUBLING * math.log2(max(1.0, num_tokens)))
 

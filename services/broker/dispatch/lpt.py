@@ -8,7 +8,6 @@ generators, and only among one step's groups, so that short prompts are never pu
 from __future__ import annotations
 
 from services.broker.dispatch.placing import USUAL_RISK, EarliestFinish
-from services.broker.dispatch.plan import Plan
 from services.broker.dispatch.types import Order, Situation
 
 
@@ -26,18 +25,9 @@ class LongestFirst:
     def __init__(self, *, risk: float = USUAL_RISK) -> None:
         self._risk = risk
 
-    @property
-    def deciding(self) -> LongestFirst:
-        """See `DispatchPolicy`."""
-        return self
-
     def review(self, situation: Situation) -> None:
         """Nothing to think about."""
 
     def decide(self, situation: Situation) -> EarliestFinish:
         """Place everything, longest first."""
         return EarliestFinish.over_fleet(situation, risk=self._risk)
-
-    def plan(self, situation: Situation) -> Plan:
-        """Place everything, longest first."""
-        return Plan(situation, risk=self._risk)

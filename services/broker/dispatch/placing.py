@@ -48,9 +48,7 @@ class EarliestFinish:
         self._open = [load for load in self._others if load.room]
         speed = token_s(asking)
         self._faster = [load for load in self._others if token_s(load) < (1 - MIN_SPEED_UP) * speed]
-        self._faster_level_s = level_s(
-            ((load.finish_s(), load.tokens_per_second) for load in self._faster), queued_tokens
-        )
+        self._faster_level_s = level_s(self._faster, queued_tokens)
 
     @classmethod
     def over_fleet(cls, situation: Situation, *, risk: float = USUAL_RISK) -> EarliestFinish:
@@ -69,8 +67,6 @@ class EarliestFinish:
     def is_done(self) -> bool:
         """Whether the asking generator is full."""
         return self._asking.room == 0
-
-    is_cut = False
 
     def take(self, work: Work, most: int) -> int:
         """See `Decision`."""

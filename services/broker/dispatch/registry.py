@@ -10,8 +10,8 @@ from services.broker.dispatch.streamrl import StreamRl
 from services.broker.dispatch.types import DispatchPolicy
 
 
-def make_policy(name: str, *, look_limit_s: float | None = None) -> DispatchPolicy:
-    """A fresh policy of that name, whose looks ahead may take so long. Raises ValueError when there is none."""
+def make_policy(name: str) -> DispatchPolicy:
+    """A fresh policy of that name. Raises ValueError when there is none."""
     match name:
         case "fifo":
             return Fifo()
@@ -22,6 +22,6 @@ def make_policy(name: str, *, look_limit_s: float | None = None) -> DispatchPoli
         case "streamrl":
             return StreamRl()
         case "auto":
-            return Auto(look_limit_s=look_limit_s)
+            return Auto()
         case _:
             raise ValueError(f"dispatch: no policy is called {name!r}")

@@ -12,19 +12,15 @@ and P50 of past lengths; generators may differ; nobody stands idle beside a queu
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from services.broker.dispatch.latency import Load
 from services.broker.dispatch.lengths import LengthCounts
 from services.broker.dispatch.placing import EarliestFinish
-from services.broker.dispatch.plan import Plan, Split
 from services.broker.dispatch.types import Decision, Order, Situation, Work
 
 LONG_TAIL_SHARE = 0.2
 """StreamRL's alpha."""
-MAX_SPLIT_AT_ONCE = 32
-"""Unlike loads for which the split takes a few milliseconds; a fleet of more waits for its next review with it."""
 _NUM_HALVINGS = 40
 
 
@@ -41,11 +37,6 @@ class StreamRl:
         self.long_tail_ids: frozenset[str] = frozenset()
         """The generators that decode the long tail now; empty when nothing is apart."""
         self._split_for: frozenset[str] | None = None
-
-    @property
-    def deciding(self) -> StreamRl:
-        """See `DispatchPolicy`."""
-        return self
 
     def review(self, situation: Situation) -> None:
         """Set the threshold, and split the generators anew."""
@@ -75,13 +66,6 @@ class StreamRl:
         )
         return _OnePart(placing, threshold=self.threshold, is_long_tail=is_long_tail)
 
-    def plan(self, situation: Situation) -> Plan:
-        """Place each part on its own generators; where a part is done, everything on those."""
-        is_other_fleet = self._split_for != frozenset(situation.loads)
-        if is_other_fleet and len(set(map(id, distinct(situation.loads.values())))) <= MAX_SPLIT_AT_ONCE:
-            self.review(situation)
-        return Plan(situation, split=Split(self.threshold, self.long_tail_ids))
-
 
 class _OnePart:
     """A `Decision` that passes over the samples of the other part."""
@@ -90,8 +74,6 @@ class _OnePart:
         self._placing = placing
         self._threshold = threshold
         self._is_long_tail = is_long_tail
-
-    is_cut = False
 
     @property
     def is_done(self) -> bool:
@@ -115,7 +97,7 @@ def long_tail_instances(
     by_speed = sorted(loads, key=lambda generator_id: (loads[generator_id].model.step_s(1), generator_id))
     if len(by_speed) < 2 or not long.num_samples or not regular.num_samples:
         return frozenset()
-    ordered = distinct(loads[generator_id] for generator_id in by_speed)
+    ordered = [loads[generator_id] for generator_id in by_speed]
 
     def times_s(count: int) -> tuple[float, float]:
         return part_s(ordered[:count], long, mean_tokens), part_s(ordered[count:], regular, mean_tokens)
@@ -129,35 +111,19 @@ def long_tail_instances(
     return frozenset(by_speed[:best])
 
 
-def distinct(loads: Iterable[Load]) -> list[Load]:
-    """The loads, the same object for equal ones."""
-    kinds: dict[tuple[object, ...], Load] = {}
-    return [
-        kinds.setdefault((load.model, load.max_samples, load.longest_tokens, load.sum_tokens, load.sum_kv_tokens), load)
-        for load in loads
-    ]
-
-
 def part_s(loads: Sequence[Load], lengths: LengthCounts, mean_tokens: float) -> float:
     """When these generators have done what they hold and samples of these lengths, every one of them ending together.
 
     By bisection: what a generator can do by a given time follows from `Load.finish_s`.
     """
-    # Alike generators that hold alike, as all do at the start of a step, are asked once.
-    by_id = {id(load): load for load in loads}
-    kinds = [(by_id[key], count) for key, count in Counter(map(id, loads)).items()]
-
-    def tokens_by(by_s: float) -> float:
-        return sum(count * _tokens_by(load, by_s, longest) for load, count in kinds)
-
     longest = max((length or mean_tokens for length, _ in lengths.items()), default=0.0)
     num_tokens = lengths.sum_tokens(mean_tokens)
     low_s, high_s = 0.0, 1.0
-    while tokens_by(high_s) < num_tokens:
+    while sum(_tokens_by(load, high_s, longest) for load in loads) < num_tokens:
         low_s, high_s = high_s, 2 * high_s
     for _ in range(_NUM_HALVINGS):
         middle_s = (low_s + high_s) / 2
-        if tokens_by(middle_s) < num_tokens:
+        if sum(_tokens_by(load, middle_s, longest) for load in loads) < num_tokens:
             low_s = middle_s
         else:
             high_s = middle_s

@@ -5,14 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 from services.broker.dispatch.calibration import Calibration
 from services.broker.dispatch.latency import Load
 from services.broker.dispatch.lengths import LengthCounts
-
-if TYPE_CHECKING:
-    from services.broker.dispatch.plan import Plan
 
 EXACT = Calibration()
 """Forecasts that are right."""
@@ -143,11 +140,6 @@ class Decision(Protocol):
         """Whether it gets nothing more, whatever follows in the queue."""
         ...
 
-    @property
-    def is_cut(self) -> bool:
-        """Whether it was answered before all was looked at, and should ask again at once."""
-        ...
-
 
 class DispatchPolicy(Protocol):
     """One run's policy in one broker process; what it remembers is a hint and may be lost at any time."""
@@ -171,15 +163,6 @@ class DispatchPolicy(Protocol):
         """Think again about what holds for longer than one answer; called about once a second."""
         ...
 
-    @property
-    def deciding(self) -> DispatchPolicy:
-        """The policy that decides now: itself, or the one that it picked."""
-        ...
-
     def decide(self, situation: Situation) -> Decision:
-        """Answer one generator that asks; in looks ahead. Real ones are answered from plans."""
-        ...
-
-    def plan(self, situation: Situation) -> Plan | None:
-        """A plan for all generators; None where whoever asks gets what it can hold."""
+        """Answer a generator that asks."""
         ...

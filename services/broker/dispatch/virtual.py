@@ -10,7 +10,6 @@ import heapq
 import math
 from dataclasses import dataclass, field, replace
 
-from services.broker.dispatch.budget import UNLIMITED, Budget
 from services.broker.dispatch.draws import Draw, Item
 from services.broker.dispatch.latency import Load
 from services.broker.dispatch.lengths import LengthCounts, remaining_tokens
@@ -152,14 +151,14 @@ def finish_s(policy: DispatchPolicy, situation: Situation, draw: Draw) -> float:
     return _Run(policy, situation, draw).finish_s()
 
 
-def cost_s(policy: DispatchPolicy, situation: Situation, draw: Draw, budget: Budget = UNLIMITED) -> float:
-    """What policies are compared by, in seconds; arguments as of `finish_s`. Raises TooLateError.
+def cost_s(policy: DispatchPolicy, situation: Situation, draw: Draw) -> float:
+    """What policies are compared by, in seconds; arguments as of `finish_s`.
 
     When everything is done; where steps overlap, plus when a sample is done on average. The next step then begins
     while this one ends: a policy that is last by 2 % but done with most samples in half the time is done with three
     steps sooner.
     """
-    run = _Run(policy, situation, draw, budget)
+    run = _Run(policy, situation, draw)
     last_s = run.finish_s()
     return last_s + run.mean_end_s if situation.steps_overlap else last_s
 
@@ -167,8 +166,7 @@ def cost_s(policy: DispatchPolicy, situation: Situation, draw: Draw, budget: Bud
 class _Run:
     """One look ahead."""
 
-    def __init__(self, policy: DispatchPolicy, situation: Situation, draw: Draw, budget: Budget = UNLIMITED) -> None:
-        self._budget = budget
+    def __init__(self, policy: DispatchPolicy, situation: Situation, draw: Draw) -> None:
         self._policy = policy
         self._situation = situation
         self._number = 0
@@ -229,14 +227,12 @@ class _Run:
         elif self._now_s:
             loads = {name: generator.seen() for name, generator in self._generators.items()}
             for name in self._generators:
-                self._budget.check()
                 num_moves = 0
                 while num_moves < MAX_MOVES and self._take_over(name, loads):
                     num_moves += 1
 
     def _lease(self) -> None:
         for name, generator in self._generators.items():
-            self._budget.check()
             if not self._queue:
                 return
             if generator.num_samples < generator.load.max_samples and generator.ask_again_s <= self._now_s:

@@ -42,9 +42,8 @@ def test_the_kv_room_bounds_the_batch() -> None:
 def test_poured_work_ends_everywhere_at_once() -> None:
     idle, busy = make_load(), make_load(*[3] * 8)
     # Each does 4 tokens in 3 s. The busy one ends at 18 s, by when the idle one has done 24 tokens; then both go on.
-    both = [(load.finish_s(), load.tokens_per_second) for load in (idle, busy)]
-    assert level_s(both, 12) == pytest.approx(9.0)
-    assert level_s(both, 24 + 8) == pytest.approx(21.0)
+    assert level_s([idle, busy], 12) == pytest.approx(9.0)
+    assert level_s([idle, busy], 24 + 8) == pytest.approx(21.0)
     assert level_s([], 1) == float("inf")
 
 

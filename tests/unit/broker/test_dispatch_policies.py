@@ -8,7 +8,6 @@ import pytest
 
 from services.broker.dispatch import auto as auto_module
 from services.broker.dispatch.auto import ALIKE, MIN_GAIN, Auto, Candidates, looks_ahead
-from services.broker.dispatch.budget import Budget
 from services.broker.dispatch.calibration import normal
 from services.broker.dispatch.draws import Draw
 from services.broker.dispatch.latency import LatencyModel, Load
@@ -209,7 +208,7 @@ def test_a_race_gives_up_what_is_worse_for_sure_and_plays_on_where_it_is_close(m
             super().__init__()
             self.name = name
 
-    def play(policy: DispatchPolicy, situation: Situation, draw: Draw, _budget: Budget) -> float:
+    def play(policy: DispatchPolicy, situation: Situation, draw: Draw) -> float:
         """Seconds that vary much from draw to draw, for all together; `close` is as often better as it is worse."""
         plays[policy.name] = number = plays.get(policy.name, 0) + 1
         worse = {"good": 0.0, "twin": 0.0, "close": (-1) ** number, "worse": 2.0 + 0.1 * number, "hopeless": 40.0}
@@ -235,7 +234,7 @@ def test_auto_keeps_its_policy_where_another_is_no_better() -> None:
 def test_auto_looks_ahead_when_the_queue_or_the_fleet_has_changed(monkeypatch: pytest.MonkeyPatch) -> None:
     looks: list[int] = []
 
-    def look(situation: Situation, candidates: Candidates, _budget: Budget) -> dict[str, float]:
+    def look(situation: Situation, candidates: Candidates) -> dict[str, float]:
         looks.append(situation.queue.num_samples)
         return dict.fromkeys(candidates, 1.0)
 
@@ -282,15 +281,3 @@ def test_lengths_order_only_the_groups_of_one_step() -> None:
     assert rank(4, 500) < rank(1, 100) < rank(2, 100)
     assert rank(1, 1) < rank(5, 10_000), "a later step's group must not overtake"
     assert rank(7, 1, is_started=True) < rank(1, 500)
-
-
-def test_auto_takes_lpt_by_name_where_a_look_ahead_is_late_and_says_so() -> None:
-    auto = Auto(look_limit_s=0.0)
-    loads = {"a": load_of(), "b": load_of(SLOW)}
-    auto.review(situation_of(loads, [100.0, 200.0] * 30, error=0.5))
-    assert auto.picked is not None
-    assert auto.picked.name == "lpt"
-    assert auto.late == "a look ahead took longer than 0 s"
-    # The same queue is not looked at again.
-    auto.review(situation_of(loads, [100.0, 200.0] * 30, error=0.5))
-    assert (auto.picked.name, auto.num_late) == ("lpt", 1)

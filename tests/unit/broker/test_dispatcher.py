@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import pytest
-
 from penstock.clock import ManualClock
 from penstock.v1 import broker_pb2
-from services.broker import generation, moves
+from services.broker import generation
 from services.broker.dispatch.latency import UNKNOWN_MAX_SAMPLES
-from services.broker.dispatcher import MANY, MOVE_LOOK_S, Dispatcher
+from services.broker.dispatcher import Dispatcher
 from services.broker.generation import Grants
 from services.broker.memory_store import MemoryStore
 from services.broker.peers import Peers
@@ -64,29 +62,3 @@ async def test_what_admission_refuses_is_not_called_an_empty_queue() -> None:
     refused = _lease(dispatcher, state, version=1)
     assert refused.grants == []
     assert refused.reason != generation.NOTHING_QUEUED
-
-
-@pytest.mark.parametrize("num_generators", [MANY, 2 * MANY])
-async def test_of_a_large_fleet_one_idle_generator_at_a_time_looks_for_work_to_move(
-    monkeypatch: pytest.MonkeyPatch, num_generators: int
-) -> None:
-    store, clock = MemoryStore(), ManualClock()
-    await store.commit("run-1", None, Delta(run=b""))
-    peers = Peers("run-1", store=store, clock=RunClock(clock))
-    for number in range(num_generators):
-        hello = broker_pb2.GeneratorHello(run_id="run-1", generator_id=f"gen-{number}", max_context_tokens=128)
-        await peers.see_generator(hello, broker_pb2.GeneratorBeat(credit_total=8), num_free=8)
-    dispatcher, state = Dispatcher(peers), _run()
-    looks: list[str] = []
-
-    def look(_state: RunState, generator: generation.GeneratorFacts, *_: object, **__: object) -> list[object]:
-        looks.append(generator.generator_id)
-        return []
-
-    monkeypatch.setattr(moves, "take_over", look)
-    for number in range(num_generators):
-        dispatcher.take_over(state, facts(1, generator_id=f"gen-{number}"), 8, clock.now_s(), suffix)
-    assert len(looks) == (num_generators if num_generators <= MANY else 1)
-    clock.advance(MOVE_LOOK_S * num_generators + 0.001)
-    dispatcher.take_over(state, facts(1, generator_id="gen-1"), 8, clock.now_s(), suffix)
-    assert looks[-1] == "gen-1"

@@ -19,11 +19,9 @@ from tests.unit.broker.builders import (
     facts,
     finish,
     lease,
-    lease_scoring,
     make_ready,
     open_state,
     put,
-    score,
     submit,
     suffix,
 )
@@ -335,30 +333,3 @@ def test_chunks_read_together_are_what_they_are_alone() -> None:
         assert read_chunks([deepcopy(one) for one in request]) == alone
         assert [bool(facts_of.fault) for facts_of in alone] == [False, False, *(True for _ in spoilt), False]
     assert [(facts_of.min_version, facts_of.num_tokens) for facts_of in alone[:2]] == [(3, 2), (4, 1)]
-
-
-def test_a_generator_that_was_refused_asks_again_only_when_that_may_have_changed() -> None:
-    state = open_state(groups_per_step=1, max_staleness=0)
-    submit(state, "a", "b")
-    grants = lease(state, 8)
-    assert {grant.sample[0] for grant in grants} == {"a"}
-    refused = state.opening
-    assert lease(state, 8, generator_id="gen-2") == []
-    # Tokens and scores of what is under way let nobody start anything.
-    finish(state, grants)
-    assert state.opening == refused
-    for grant in lease_scoring(state, 8):
-        score(state, grant)
-    assert state.opening == refused
-    assert acknowledge(state, deliver(state), 1)
-    assert state.opening != refused
-    assert lease(state, 8, 1, generator_id="gen-2")
-
-
-def test_a_lost_lease_lets_those_ask_again_that_were_refused() -> None:
-    state = open_state(groups_per_step=1, max_staleness=0)
-    submit(state, "a", "b")
-    lease(state, 8)
-    refused = state.opening
-    assert generation.expire(state, 1000.0)
-    assert state.opening != refused

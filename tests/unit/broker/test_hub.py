@@ -200,22 +200,6 @@ async def test_listeners_are_woken_by_changes_but_not_where_samples_only_grow() 
         assert end.is_set()
 
 
-async def test_a_change_wakes_only_those_whom_it_concerns() -> None:
-    hub = await open_hub(SlowStore())
-    await submit_all(hub, "a")
-    with (
-        hub.listening(wants=lambda state: "b" in state.groups) as concerned,
-        hub.listening(wants=lambda _state: False) as unconcerned,
-    ):
-        await hub.transact(lambda state: lease(state, 1))
-        assert not concerned.is_set()
-        await submit_all(hub, "b")
-        assert concerned.is_set()
-        assert not unconcerned.is_set()
-        await hub.transact(lambda state: setattr(state.run, "is_closed", True))
-        assert unconcerned.is_set()
-
-
 async def test_a_sample_that_grows_in_the_commit_of_another_change_wakes_listeners() -> None:
     store = SlowStore()
     hub = await open_hub(store)

@@ -9,7 +9,6 @@ import pytest
 
 from services.broker.dispatch import auto as auto_module
 from services.broker.dispatch.auto import Candidates
-from services.broker.dispatch.budget import Budget
 from services.broker.dispatch.draws import Draw, Item, QueuedPrompt
 from services.broker.dispatch.latency import LatencyModel
 from services.broker.dispatch.registry import make_policy
@@ -100,7 +99,7 @@ def looked_at(scenario: Scenario, monkeypatch: pytest.MonkeyPatch) -> list[Situa
     """What auto sees each time that it looks ahead."""
     seen: list[Situation] = []
 
-    def look(situation: Situation, candidates: Candidates, _budget: Budget) -> dict[str, float]:
+    def look(situation: Situation, candidates: Candidates) -> dict[str, float]:
         seen.append(situation.copy())
         return dict.fromkeys(candidates, 1.0)
 
