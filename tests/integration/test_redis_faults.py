@@ -171,7 +171,7 @@ async def test_a_redis_that_loads_is_waited_for(server: RedisProcess) -> None:
         for number in range(4):
             server.command("EVAL", "for i = 1, 1000 do redis.call('SET', KEYS[1] .. i, i) end", 1, f"junk-{number}-")
         server.kill()
-        server.settings = ("--key-load-delay", "500")
+        server.settings = ("--key-load-delay", "1500")
         server.launch()
 
         async def loads() -> bool:
