@@ -168,10 +168,11 @@ async def test_scripts_that_redis_forgot_are_sent_again(server: RedisProcess) ->
 
 async def test_a_redis_that_loads_is_waited_for(server: RedisProcess) -> None:
     async with bench(server.url) as running:
-        for number in range(4):
+        # It looks at its clients after each thousand keys or so.
+        for number in range(12):
             server.command("EVAL", "for i = 1, 1000 do redis.call('SET', KEYS[1] .. i, i) end", 1, f"junk-{number}-")
         server.kill()
-        server.settings = ("--key-load-delay", "1500")
+        server.settings = ("--key-load-delay", "500")
         server.launch()
 
         async def loads() -> bool:
