@@ -16,7 +16,7 @@ from tests.helpers.watched_server import watched_server
 
 NUM_INPUTS = 100_000 if IS_LONG else 1_000
 SEED = random.randrange(1 << 32) if IS_LONG else 23
-AT_ONCE = 64 if IS_LONG else 16
+AT_ONCE = 256 if IS_LONG else 16
 MAX_GROWTH_BYTES = 20 * 1024 * 1024
 PATIENCE_S = 1.0
 """Requests that were cut off are waited for by the server, and left by the test after as long."""
