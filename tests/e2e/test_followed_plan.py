@@ -123,7 +123,7 @@ def test_machines_that_join_die_or_are_slow_are_planned_for_while_training_goes_
 
         def works(name):
             view = broker.GetRun(broker_pb2.GetRunRequest(run_id=RUN_ID), timeout=30, wait_for_ready=True)
-            here = [each for each in view.generators if each.hello.generator_id.startswith(f"gen-{name}-")]
+            here = [each for each in view.generators if each.hello.generator_id.startswith(f"{name}-gen-")]
             return any(each.measured_tokens_per_second > 0 for each in here)
 
         def is_known(name):
