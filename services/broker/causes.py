@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 
 from penstock.v1 import broker_pb2, types_pb2
 from services.broker.records_pb2 import SampleRecord, WorkerView
-from services.broker.run_state import Leases, RunState
+from services.broker.run_state import FinishedKey, Leases, RunState
 from services.broker.store import SampleId
 
 TRAIN, EVALUATE = types_pb2.PURPOSE_TRAIN, types_pb2.PURPOSE_EVALUATE
@@ -107,7 +107,7 @@ def _no_generator(state: RunState, present: Present, now_s: float) -> Iterator[C
 
 
 def _first_submit_s(state: RunState) -> float:
-    for rank in state.queue.first(1):
+    for rank in state.queue[:1]:
         group = state.groups.at(rank[-1])
         if group is not None:
             return group.submit_s
@@ -265,7 +265,8 @@ def _heard_s(sample: SampleRecord) -> float:
 
 
 def _first_finish_s(state: RunState) -> float:
-    for _purpose_flag, sequence, index in state.finished.first(1):
+    first: list[FinishedKey] = state.finished[:1]
+    for _purpose_flag, sequence, index in first:
         group = state.groups.at(sequence)
         if group is not None:
             return group.samples[index].finish_s

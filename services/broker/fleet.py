@@ -127,7 +127,7 @@ def prompts_of(state: RunState) -> list[Prompt]:
         for group_id, index in held.values():
             running.setdefault(group_id, []).append((name, state.groups[group_id].samples[index].num_tokens))
     found: list[Prompt] = []
-    for rank in state.queue.first(MAX_GROUPS_SHOWN):
+    for rank in state.queue[:MAX_GROUPS_SHOWN]:
         if group := state.groups.at(rank[-1]):
             is_begun = rank[0] < NEW_RANK
             found.append(_prompt(state, group, running.pop(group.group_id, ()), is_begun=is_begun))

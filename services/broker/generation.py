@@ -106,7 +106,7 @@ def lease(
     grants: list[Grant] = []
     reason = ""
     start = _judge_start(state, generator)
-    for rank in state.queued_in(choice.order).first(MAX_GROUPS_SCANNED):
+    for rank in state.queued_in(choice.order)[:MAX_GROUPS_SCANNED]:
         if len(grants) >= max_leases or choice.decision.is_done:
             break
         group = state.groups.at(rank[-1])

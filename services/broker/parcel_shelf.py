@@ -12,8 +12,9 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, takewhile
 
+from sortedcontainers import SortedList
+
 from penstock.v1 import broker_pb2
-from services.broker.ordered import SortedKeys
 from services.broker.records_pb2 import ParcelRecord
 from services.broker.store import PayloadSlice
 
@@ -66,7 +67,7 @@ class ParcelShelf:
         self.records: dict[str, ParcelRecord] = {}
         self.name_of: dict[str, str] = {}
         """Parcel by group id."""
-        self.ready: SortedKeys[ReadyKey] = SortedKeys()
+        self.ready: SortedList[ReadyKey] = SortedList()
         self.delivered: set[str] = set()
         self.trained: dict[int, set[str]] = {}
         self.num_samples: Counter[broker_pb2.SampleState.ValueType] = Counter()

@@ -16,6 +16,8 @@ from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+from sortedcontainers import SortedList
+
 from penstock.errors import RunConflictError
 from penstock.v1 import broker_pb2, types_pb2
 from services.broker.admission import AdmissionRule
@@ -23,7 +25,6 @@ from services.broker.dispatch.lengths import LengthCounts
 from services.broker.dispatch.types import Order, QueuedGroup, Rank
 from services.broker.group_records import GroupRecords, head_of
 from services.broker.limits import Limits
-from services.broker.ordered import SortedKeys
 from services.broker.parcel_shelf import ParcelShelf, is_parcel, parcel_name
 from services.broker.policy import Policy
 from services.broker.records_pb2 import GroupRecord, ParcelRecord, RunRecord, SampleRecord, StepTally
@@ -80,10 +81,10 @@ class RunState:
         self.groups = GroupRecords()
         self.shelf = ParcelShelf()
         self.live: set[str] = set()
-        self.queues: dict[Order, SortedKeys[Rank]] = {order: SortedKeys() for order in Order}
+        self.queues: dict[Order, SortedList[Rank]] = {order: SortedList() for order in Order}
         self.queued_lengths = LengthCounts()
         """Forecast lengths of the queued samples."""
-        self.finished: SortedKeys[FinishedKey] = SortedKeys()
+        self.finished: SortedList[FinishedKey] = SortedList()
         self.generation_leases: Leases = {}
         self.scoring_leases: Leases = {}
         self.ready: dict[int, set[str]] = {types_pb2.PURPOSE_TRAIN: set(), types_pb2.PURPOSE_EVALUATE: set()}
@@ -107,11 +108,11 @@ class RunState:
     # -- reading -------------------------------------------------------------------------------------------------------
 
     @property
-    def queue(self) -> SortedKeys[Rank]:
+    def queue(self) -> SortedList[Rank]:
         """Groups with samples to lease, in order of arrival; a rank ends with the group's sequence."""
         return self.queues[Order.ARRIVAL]
 
-    def queued_in(self, order: Order) -> SortedKeys[Rank]:
+    def queued_in(self, order: Order) -> SortedList[Rank]:
         """The queue in an order; by arrival where the run keeps no other."""
         return self.queues[order] if len(self.queues[order]) == len(self.queue) else self.queue
 

@@ -61,7 +61,7 @@ def lease_scoring(
 ) -> list[ScoringGrant]:
     """Lease up to `max_leases` finished samples, evaluation first, then in order of submission."""
     chosen: dict[str, list[int]] = {}
-    for _purpose, sequence, index in state.finished.first(max_leases):
+    for _purpose, sequence, index in state.finished[:max_leases]:
         group = state.groups.at(sequence)
         if group is not None and not state.run.is_closed:
             chosen.setdefault(group.group_id, []).append(index)

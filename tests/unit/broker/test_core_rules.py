@@ -8,7 +8,6 @@ from services.broker.admission import AdmissionRule, judge_evaluation
 from services.broker.batching import ReadyGroup, StepView, choose
 from services.broker.limits import Limits
 from services.broker.metrics import BrokerMetrics
-from services.broker.ordered import SortedKeys
 from services.broker.policy import Policy
 from tests.helpers.broker import limits
 from tests.unit.broker.builders import acknowledge, deliver, make_ready, open_state, submit
@@ -162,12 +161,3 @@ def test_metrics_follow_a_run() -> None:
     queued = {"run": "run-1", "state": "queued"}
     assert registry.get_sample_value("penstock_broker_samples_in_flight", queued) == 2
     assert registry.get_sample_value("penstock_broker_commit_conflicts", {"run": "run-1"}) == 3
-
-
-def test_sorted_keys_hold_each_key_once_in_order() -> None:
-    keys: SortedKeys[tuple[int, int]] = SortedKeys()
-    for key in [(2, 1), (1, 5), (2, 1), (0, 9)]:
-        keys.add(key)
-    keys.discard((1, 5))
-    keys.discard((7, 7))
-    assert (list(keys), keys.first(1), len(keys)) == ([(0, 9), (2, 1)], [(0, 9)], 2)
