@@ -448,62 +448,6 @@ class WatchManifestsResponse(_message.Message):
 Global___WatchManifestsResponse: _TypeAlias = WatchManifestsResponse  # noqa: Y015
 
 @_typing.final
-class StreamContentRequest(_message.Message):
-    """Request of StreamContent."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    RUN_ID_FIELD_NUMBER: _builtins.int
-    POLICY_VERSION_FIELD_NUMBER: _builtins.int
-    OFFSET_FIELD_NUMBER: _builtins.int
-    run_id: _builtins.str
-    """Which run."""
-    policy_version: _builtins.int
-    """Which version."""
-    offset: _builtins.int
-    """First byte wanted."""
-    def __init__(
-        self,
-        *,
-        run_id: _builtins.str = ...,
-        policy_version: _builtins.int = ...,
-        offset: _builtins.int = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["offset", b"offset", "policy_version", b"policy_version", "run_id", b"run_id"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___StreamContentRequest: _TypeAlias = StreamContentRequest  # noqa: Y015
-
-@_typing.final
-class StreamContentResponse(_message.Message):
-    """Response of StreamContent."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    DATA_FIELD_NUMBER: _builtins.int
-    REMAINING_BYTES_FIELD_NUMBER: _builtins.int
-    data: _builtins.bytes
-    """The next bytes, at most 1 MiB."""
-    remaining_bytes: _builtins.int
-    """Bytes that follow after these."""
-    def __init__(
-        self,
-        *,
-        data: _builtins.bytes = ...,
-        remaining_bytes: _builtins.int = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["data", b"data", "remaining_bytes", b"remaining_bytes"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___StreamContentResponse: _TypeAlias = StreamContentResponse  # noqa: Y015
-
-@_typing.final
 class FindSourcesRequest(_message.Message):
     """Request of FindSources."""
 

@@ -27,8 +27,7 @@ if _version_not_supported:
 
 class WeightStoreServiceStub:
     """Tells receivers which weights exist and hands them out. The trainer runs one; a site relay may run another over the
-    same manifests. Content normally travels over HTTP (WeightsManifest.urls, ranged and resumable); StreamContent is the
-    same bytes for places where only gRPC passes.
+    same manifests. Content travels over HTTP (WeightsManifest.urls, ranged and resumable).
     """
 
     def __init__(self, channel):
@@ -46,11 +45,6 @@ class WeightStoreServiceStub:
                 '/penstock.v1.WeightStoreService/WatchManifests',
                 request_serializer=penstock_dot_v1_dot_weights__pb2.WatchManifestsRequest.SerializeToString,
                 response_deserializer=penstock_dot_v1_dot_weights__pb2.WatchManifestsResponse.FromString,
-                _registered_method=True)
-        self.StreamContent = channel.unary_stream(
-                '/penstock.v1.WeightStoreService/StreamContent',
-                request_serializer=penstock_dot_v1_dot_weights__pb2.StreamContentRequest.SerializeToString,
-                response_deserializer=penstock_dot_v1_dot_weights__pb2.StreamContentResponse.FromString,
                 _registered_method=True)
         self.FindSources = channel.unary_unary(
                 '/penstock.v1.WeightStoreService/FindSources',
@@ -71,8 +65,7 @@ class WeightStoreServiceStub:
 
 class WeightStoreServiceServicer:
     """Tells receivers which weights exist and hands them out. The trainer runs one; a site relay may run another over the
-    same manifests. Content normally travels over HTTP (WeightsManifest.urls, ranged and resumable); StreamContent is the
-    same bytes for places where only gRPC passes.
+    same manifests. Content travels over HTTP (WeightsManifest.urls, ranged and resumable).
     """
 
     def GetManifest(self, request, context):
@@ -90,15 +83,6 @@ class WeightStoreServiceServicer:
         """Streams full manifests as they are published; the first message is the newest one there is, at once if there is one.
 
         A slow reader skips versions, it is never sent old ones late. UNAVAILABLE: reconnect with back-off.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def StreamContent(self, request, context):
-        """Streams the full content of one version from an offset.
-
-        NOT_FOUND / UNKNOWN_VERSION as above. OUT_OF_RANGE: offset beyond size_bytes; start again from 0.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -150,11 +134,6 @@ def add_WeightStoreServiceServicer_to_server(servicer, server):
                     request_deserializer=penstock_dot_v1_dot_weights__pb2.WatchManifestsRequest.FromString,
                     response_serializer=penstock_dot_v1_dot_weights__pb2.WatchManifestsResponse.SerializeToString,
             ),
-            'StreamContent': grpc.unary_stream_rpc_method_handler(
-                    servicer.StreamContent,
-                    request_deserializer=penstock_dot_v1_dot_weights__pb2.StreamContentRequest.FromString,
-                    response_serializer=penstock_dot_v1_dot_weights__pb2.StreamContentResponse.SerializeToString,
-            ),
             'FindSources': grpc.unary_unary_rpc_method_handler(
                     servicer.FindSources,
                     request_deserializer=penstock_dot_v1_dot_weights__pb2.FindSourcesRequest.FromString,
@@ -180,8 +159,7 @@ def add_WeightStoreServiceServicer_to_server(servicer, server):
  # This class is part of an EXPERIMENTAL API.
 class WeightStoreService:
     """Tells receivers which weights exist and hands them out. The trainer runs one; a site relay may run another over the
-    same manifests. Content normally travels over HTTP (WeightsManifest.urls, ranged and resumable); StreamContent is the
-    same bytes for places where only gRPC passes.
+    same manifests. Content travels over HTTP (WeightsManifest.urls, ranged and resumable).
     """
 
     @staticmethod
@@ -228,33 +206,6 @@ class WeightStoreService:
             '/penstock.v1.WeightStoreService/WatchManifests',
             penstock_dot_v1_dot_weights__pb2.WatchManifestsRequest.SerializeToString,
             penstock_dot_v1_dot_weights__pb2.WatchManifestsResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def StreamContent(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_stream(
-            request,
-            target,
-            '/penstock.v1.WeightStoreService/StreamContent',
-            penstock_dot_v1_dot_weights__pb2.StreamContentRequest.SerializeToString,
-            penstock_dot_v1_dot_weights__pb2.StreamContentResponse.FromString,
             options,
             channel_credentials,
             insecure,

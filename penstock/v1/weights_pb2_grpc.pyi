@@ -28,8 +28,7 @@ GRPC_VERSION: str
 
 class WeightStoreServiceStub:
     """Tells receivers which weights exist and hands them out. The trainer runs one; a site relay may run another over the
-    same manifests. Content normally travels over HTTP (WeightsManifest.urls, ranged and resumable); StreamContent is the
-    same bytes for places where only gRPC passes.
+    same manifests. Content travels over HTTP (WeightsManifest.urls, ranged and resumable).
     """
 
     @_typing.overload
@@ -47,11 +46,6 @@ class WeightStoreServiceStub:
     """Streams full manifests as they are published; the first message is the newest one there is, at once if there is one.
 
     A slow reader skips versions, it is never sent old ones late. UNAVAILABLE: reconnect with back-off.
-    """
-    StreamContent: _grpc.UnaryStreamMultiCallable[_weights_pb2.StreamContentRequest, _weights_pb2.StreamContentResponse]
-    """Streams the full content of one version from an offset.
-
-    NOT_FOUND / UNKNOWN_VERSION as above. OUT_OF_RANGE: offset beyond size_bytes; start again from 0.
     """
     FindSources: _grpc.UnaryUnaryMultiCallable[_weights_pb2.FindSourcesRequest, _weights_pb2.FindSourcesResponse]
     """Says where a receiver fetches a content from, so that one copy crosses each link between sites: the first receiver of
@@ -78,8 +72,7 @@ class WeightStoreServiceStub:
 @_typing.type_check_only
 class WeightStoreServiceAsyncStub(WeightStoreServiceStub):
     """Tells receivers which weights exist and hands them out. The trainer runs one; a site relay may run another over the
-    same manifests. Content normally travels over HTTP (WeightsManifest.urls, ranged and resumable); StreamContent is the
-    same bytes for places where only gRPC passes.
+    same manifests. Content travels over HTTP (WeightsManifest.urls, ranged and resumable).
     """
 
     def __init__(self, channel: _aio.Channel) -> None: ...
@@ -94,11 +87,6 @@ class WeightStoreServiceAsyncStub(WeightStoreServiceStub):
     """Streams full manifests as they are published; the first message is the newest one there is, at once if there is one.
 
     A slow reader skips versions, it is never sent old ones late. UNAVAILABLE: reconnect with back-off.
-    """
-    StreamContent: _aio.UnaryStreamMultiCallable[_weights_pb2.StreamContentRequest, _weights_pb2.StreamContentResponse]  # type: ignore[assignment]
-    """Streams the full content of one version from an offset.
-
-    NOT_FOUND / UNKNOWN_VERSION as above. OUT_OF_RANGE: offset beyond size_bytes; start again from 0.
     """
     FindSources: _aio.UnaryUnaryMultiCallable[_weights_pb2.FindSourcesRequest, _weights_pb2.FindSourcesResponse]  # type: ignore[assignment]
     """Says where a receiver fetches a content from, so that one copy crosses each link between sites: the first receiver of
@@ -124,8 +112,7 @@ class WeightStoreServiceAsyncStub(WeightStoreServiceStub):
 
 class WeightStoreServiceServicer(metaclass=_abc_1.ABCMeta):
     """Tells receivers which weights exist and hands them out. The trainer runs one; a site relay may run another over the
-    same manifests. Content normally travels over HTTP (WeightsManifest.urls, ranged and resumable); StreamContent is the
-    same bytes for places where only gRPC passes.
+    same manifests. Content travels over HTTP (WeightsManifest.urls, ranged and resumable).
     """
 
     @_abc_1.abstractmethod
@@ -150,17 +137,6 @@ class WeightStoreServiceServicer(metaclass=_abc_1.ABCMeta):
         """Streams full manifests as they are published; the first message is the newest one there is, at once if there is one.
 
         A slow reader skips versions, it is never sent old ones late. UNAVAILABLE: reconnect with back-off.
-        """
-
-    @_abc_1.abstractmethod
-    def StreamContent(
-        self,
-        request: _weights_pb2.StreamContentRequest,
-        context: _ServicerContext,
-    ) -> _typing.Union[_abc.Iterator[_weights_pb2.StreamContentResponse], _abc.AsyncIterator[_weights_pb2.StreamContentResponse]]:
-        """Streams the full content of one version from an offset.
-
-        NOT_FOUND / UNKNOWN_VERSION as above. OUT_OF_RANGE: offset beyond size_bytes; start again from 0.
         """
 
     @_abc_1.abstractmethod

@@ -27,7 +27,6 @@ from penstock.errors import (
     DigestMismatchError,
     InvalidFieldError,
     NotOfferedError,
-    OffsetMismatchError,
     ServiceUnavailableError,
     UnknownVersionError,
 )
@@ -45,7 +44,6 @@ MAX_HOLDINGS = 4096
 MAX_NAMED_CONTENTS = 64
 """More than the versions and deltas that are kept."""
 MAX_NAME_CHARACTERS = 128
-STREAM_CHUNK_BYTES = 1024 * 1024
 WATCH_POLL_S = 1.0
 TRUSTED_SETTING = "trusted_relay_hosts of the trainer's own configuration"
 
@@ -250,22 +248,6 @@ class WeightStoreService(weights_pb2_grpc.WeightStoreServiceServicer):
                     seen = self._store.newest(request.run_id).manifest
                     yield weights_pb2.WatchManifestsResponse(manifest=seen)
         raise ServiceUnavailableError("the weight store is draining; reconnect")
-
-    async def StreamContent(
-        self, request: weights_pb2.StreamContentRequest, context: grpc.aio.ServicerContext[Any, Any]
-    ) -> AsyncIterator[weights_pb2.StreamContentResponse]:
-        """The content of a version from an offset."""
-        version = self._store.version(request.run_id, request.policy_version)
-        remaining = version.manifest.size_bytes - request.offset
-        if remaining < 0:
-            raise OffsetMismatchError(
-                f"offset {request.offset} is beyond {version.manifest.size_bytes} bytes; start from 0"
-            )
-        with version.path.open("rb") as file:
-            file.seek(request.offset)
-            while data := await asyncio.to_thread(file.read, STREAM_CHUNK_BYTES):
-                remaining -= len(data)
-                yield weights_pb2.StreamContentResponse(data=data, remaining_bytes=remaining)
 
     async def FindSources(
         self, request: weights_pb2.FindSourcesRequest, context: grpc.aio.ServicerContext[Any, Any]

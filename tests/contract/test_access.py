@@ -59,7 +59,7 @@ _READS = {"GetRun", "WatchPolicy"}
 _PLANS = {"GetPlan", "WatchPlan"}
 _SCORES = {"Score", "GetRewardModel"}
 _TRAINS = {"OpenRun", "CloseRun", "SubmitPrompts", "StreamMicrobatches", "AckStep", "DropGroups"}
-_FETCHES = {"GetManifest", "WatchManifests", "StreamContent", "FindSources", "JoinBroadcast", "ReportHolding"}
+_FETCHES = {"GetManifest", "WatchManifests", "FindSources", "JoinBroadcast", "ReportHolding"}
 EXPECTED = {
     "trainer": {*_TRAINS, *_READS, *_PLANS, "ListRuns", "AuditRun", "GetGenerator", "ListNodes"},
     "generator": {
