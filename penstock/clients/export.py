@@ -14,7 +14,8 @@ from typing import Any
 import grpc
 import structlog
 
-from penstock.errors import PenstockError, ServiceUnavailableError, UnknownRunError
+from penstock.clients.streams import read
+from penstock.errors import PenstockError, UnknownRunError
 from penstock.outage import Outage
 from penstock.pieces import MAX_EXPORTED_BYTES, Assembly
 from penstock.rpc import backoff_s, explained
@@ -106,7 +107,7 @@ class StepExport:
         call: Any = self._stub.ExportTrajectories(request)
         assembly = Assembly(max_bytes=MAX_EXPORTED_BYTES)
         try:
-            while (response := await self._read(call)) is not grpc.aio.EOF:
+            while (response := await read(call, peer=self._peer, max_silence_s=SILENCE_LIMIT_S)) is not grpc.aio.EOF:
                 if not response.HasField("piece"):
                     yield response
                 elif (whole := assembly.add(response.piece.data, is_last=response.piece.is_last)) is not None:
@@ -117,10 +118,3 @@ class StepExport:
             raise await explained(error, peer=self._peer) from error
         finally:
             call.cancel()
-
-    async def _read(self, call: Any) -> Any:
-        try:
-            async with asyncio.timeout(SILENCE_LIMIT_S):
-                return await call.read()
-        except TimeoutError:
-            raise ServiceUnavailableError(f"{self._peer}: silent for {SILENCE_LIMIT_S:.0f} s") from None

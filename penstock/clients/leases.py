@@ -19,17 +19,8 @@ from typing import Protocol
 import grpc
 import structlog
 
-from penstock.clients.streams import converse
-from penstock.errors import (
-    BadTokenError,
-    InvalidFieldError,
-    NotOfferedError,
-    PenstockError,
-    RunClosedError,
-    UnknownRunError,
-)
-from penstock.outage import Outage
-from penstock.rpc import backoff_s
+from penstock.clients.streams import PERMANENT_ERRORS, Reconnecting
+from penstock.errors import PenstockError, RunClosedError, UnknownRunError
 from penstock.v1 import broker_pb2, broker_pb2_grpc
 
 BEAT_INTERVAL_S = 2.0
@@ -38,7 +29,6 @@ MIN_BEAT_GAP_S = 0.05
 MAX_SILENCE_S = 15.0
 MAX_WARNING_CHARACTERS = 1024
 
-_PERMANENT_ERRORS = (InvalidFieldError, BadTokenError, NotOfferedError)
 _log = structlog.get_logger()
 
 
@@ -84,8 +74,8 @@ class LeaseSession:
         self._changed = asyncio.Event()
         self._num_received = 0
         self._credit_total = 0
-        self._has_spoken = False
-        self.outage = Outage(peer)
+        self._stream = Reconnecting(peer)
+        self.outage = self._stream.outage
         """Whether the broker is away; a run that it does not know, or that is closed, is none."""
         self.waiting_reason = f"connecting to {peer}"
         """Why there is no work, as of the broker's last word; for people."""
@@ -96,26 +86,20 @@ class LeaseSession:
 
     async def run(self) -> None:
         """Take leases until cancelled; raises PenstockError where a retry cannot help."""
-        delays = backoff_s()
-        while True:
-            self._has_spoken = False
-            try:
-                await self._follow_one_stream()
-                self._note_closed("the broker ended the stream")
-            except RunClosedError as error:
-                self._note_closed(str(error))
-            except _PERMANENT_ERRORS:
-                raise
-            except PenstockError as error:
-                self._note_lost(error)
-            if self._has_spoken:
-                delays = backoff_s()
-            await asyncio.sleep(next(delays))
+        await self._stream.run(self._follow, self._on_end)
 
-    async def _follow_one_stream(self) -> None:
+    async def _follow(self) -> None:
         self._num_received = self._credit_total = 0
         call = self._stub.StreamLeases()
-        await converse(call, self._frames(), self._take, peer=self._peer, max_silence_s=MAX_SILENCE_S)
+        await self._stream.converse(call, self._frames(), self._take, max_silence_s=MAX_SILENCE_S)
+
+    def _on_end(self, error: PenstockError | None) -> None:
+        if error is None or isinstance(error, RunClosedError):
+            self._note_closed(str(error or "the broker ended the stream"))
+        elif isinstance(error, PERMANENT_ERRORS):
+            raise error
+        else:
+            self._note_lost(error)
 
     async def _frames(self) -> AsyncGenerator[broker_pb2.StreamLeasesRequest, None]:
         yield broker_pb2.StreamLeasesRequest(hello=self._hello)
@@ -134,8 +118,6 @@ class LeaseSession:
         return beat
 
     def _take(self, response: broker_pb2.StreamLeasesResponse) -> None:
-        self._has_spoken = True
-        self.outage.answered()
         match response.WhichOneof("frame"):
             case "lease":
                 self._num_received += 1
@@ -150,7 +132,7 @@ class LeaseSession:
                 _log.warning("frame of an unknown kind", peer=self._peer, frame=unknown)
 
     def _note_closed(self, reason: str) -> None:
-        if self._has_spoken or not self.waiting_reason.startswith("run closed"):
+        if self._stream.is_up or not self.waiting_reason.startswith("run closed"):
             _log.info("run closed; waiting for it to be opened again", peer=self._peer, reason=reason)
         self.outage.answered()
         self.waiting_reason = f"run closed: {reason}"
@@ -158,7 +140,7 @@ class LeaseSession:
 
     def _note_lost(self, error: PenstockError) -> None:
         is_expected = error.is_retryable or isinstance(error, UnknownRunError)
-        if self._has_spoken or not is_expected:
+        if self._stream.is_up or not is_expected:
             (_log.info if is_expected else _log.warning)("lease stream lost", peer=self._peer, error=str(error))
         if isinstance(error, UnknownRunError):
             self.outage.answered()

@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any, Self
+from typing import Any
 
 import grpc
-import structlog
 
-from penstock.errors import DeadlineError, PenstockError, RunClosedError
-from penstock.outage import Outage
-from penstock.rpc import backoff_s, explained
+from penstock.clients.streams import BackgroundStream
+from penstock.errors import DeadlineError, PenstockError
 from penstock.v1 import broker_pb2, broker_pb2_grpc
 
-_log = structlog.get_logger()
 
-
-class PolicyWatch:
+class PolicyWatch(BackgroundStream):
     """Follows one run; an async context manager.
 
     Args:
@@ -26,24 +22,10 @@ class PolicyWatch:
     """
 
     def __init__(self, channel: grpc.aio.Channel, *, run_id: str, peer: str) -> None:
+        super().__init__(run_id=run_id, peer=peer)
         self._stub = broker_pb2_grpc.BrokerServiceStub(channel)
-        self._run_id, self._peer = run_id, peer
         self._changed = asyncio.Event()
         self._version: int | None = None
-        self._failure: PenstockError | None = None
-        self._task: asyncio.Task[None] | None = None
-        self._outage = Outage(peer)
-
-    async def __aenter__(self) -> Self:
-        """Start following."""
-        self._task = asyncio.create_task(self._run())
-        return self
-
-    async def __aexit__(self, *_exception: object) -> None:
-        """Let go of the stream."""
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
 
     async def at_least(self, version: int, *, timeout_s: float) -> int:
         """The run's version as soon as it is `version` or later.
@@ -62,7 +44,7 @@ class PolicyWatch:
                 async with asyncio.timeout(timeout_s):
                     await self._changed.wait()
             except TimeoutError:
-                if self._outage.since_s is not None:
+                if self._stream.outage.since_s is not None:
                     continue
                 raise DeadlineError(
                     f"{self._peer}: run {self._run_id!r} stays at version {self._version} for {timeout_s:g} s; is a "
@@ -70,33 +52,15 @@ class PolicyWatch:
                 ) from None
         return self._version
 
-    async def _run(self) -> None:
-        delays = backoff_s()
-        while True:
-            try:
-                await self._follow_one_stream()
-                self._fail(RunClosedError(f"{self._peer}: run {self._run_id!r} was closed", run_id=self._run_id))
-                return
-            except PenstockError as error:
-                if not error.is_retryable:
-                    self._fail(error)
-                    return
-                self._outage.failed(error)
-            await asyncio.sleep(next(delays))
-
-    async def _follow_one_stream(self) -> None:
+    async def _follow(self) -> None:
         # The broker says something only when the version changes; keep-alive pings of the channel tell a dead one.
         call: Any = self._stub.WatchPolicy(broker_pb2.WatchPolicyRequest(run_id=self._run_id))
-        try:
-            async for response in call:
-                self._version = response.policy_version
-                self._outage.answered()
-                self._changed.set()
-        except grpc.aio.AioRpcError as error:
-            raise await explained(error, peer=self._peer) from error
-        finally:
-            call.cancel()
+        await self._stream.listen(call, self._take)
+
+    def _take(self, response: broker_pb2.WatchPolicyResponse) -> None:
+        self._version = response.policy_version
+        self._changed.set()
 
     def _fail(self, error: PenstockError) -> None:
-        self._failure = error
+        super()._fail(error)
         self._changed.set()

@@ -18,10 +18,9 @@ from typing import TYPE_CHECKING
 
 import structlog
 
-from penstock.clients.streams import converse
+from penstock.clients.streams import Reconnecting
 from penstock.errors import DeadlineError, PenstockError, RunClosedError, UnknownRunError
-from penstock.outage import Outage
-from penstock.rpc import backoff_s, open_channel
+from penstock.rpc import open_channel
 from penstock.security import NO_SECURITY, Security
 from penstock.v1 import broker_pb2, broker_pb2_grpc
 
@@ -76,19 +75,19 @@ class ScoringSession:
     ) -> None:
         """`max_leases` is how many leases are held at once, waiting ones included; at most MAX_LEASES count."""
         self.counters = ScoringCounters()
-        self.outage = Outage(f"broker {broker}")
+        self._stream = Reconnecting(f"broker {broker}", most_s=_MOST_BETWEEN_CONNECTS_S)
+        self.outage = self._stream.outage
         """Whether the broker is away; a run that it does not know, or that is closed, is none."""
         self.holding_reason: Callable[[], str] = lambda: ""
         """Asked at every renewal: why leases are held without being scored; empty while they are scored."""
         self.warning: Callable[[], str] = lambda: ""
         """Asked at every renewal: what was wrong with samples so far; empty while nothing was."""
-        self._peer = f"broker {broker}"
         self._target = broker
         self._hello = broker_pb2.RewardHello(run_id=run_id, worker_id=worker_id)
         self._max_leases = min(max_leases, MAX_LEASES)
         self._security = security
         self._monotonic_s = monotonic_s
-        self._notice = _Notice(self._peer, run_id, monotonic_s)
+        self._notice = _Notice(self._stream.peer, run_id, monotonic_s)
         self._held: dict[str, _Held] = {}
         self._waiting: asyncio.Queue[str] = asyncio.Queue()  # bounded by the credits given
         self._changed = asyncio.Event()
@@ -111,19 +110,7 @@ class ScoringSession:
         """
         async with open_channel(self._target, self._security) as channel:
             stub = broker_pb2_grpc.BrokerServiceStub(channel)
-            delays = backoff_s(most_s=_MOST_BETWEEN_CONNECTS_S)
-            while True:
-                num_connects = self.counters.num_connects
-                try:
-                    await self._stream(stub)
-                    self._forget_all()
-                    self._notice.closed()
-                    self.outage.answered()
-                except PenstockError as error:
-                    self._give_up_or_log(error)
-                if self.counters.num_connects > num_connects:
-                    delays = backoff_s(most_s=_MOST_BETWEEN_CONNECTS_S)
-                await asyncio.sleep(next(delays))
+            await self._stream.run(lambda: self._follow(stub), self._on_end)
 
     async def take(self, *, max_items: int) -> list[broker_pb2.ScoringLease]:
         """At least one lease not taken yet, at most `max_items`; waits while there is none."""
@@ -154,8 +141,8 @@ class ScoringSession:
                 await self._emptied.wait()
         return self.num_held
 
-    def _give_up_or_log(self, error: PenstockError) -> None:
-        if isinstance(error, RunClosedError):
+    def _on_end(self, error: PenstockError | None) -> None:
+        if error is None or isinstance(error, RunClosedError):
             self._forget_all()
             self._notice.closed()
             self.outage.answered()
@@ -169,16 +156,14 @@ class ScoringSession:
             self.outage.failed(error)
         self._notice.failed(error)
 
-    async def _stream(self, stub: BrokerServiceAsyncStub) -> None:
+    async def _follow(self, stub: BrokerServiceAsyncStub) -> None:
         self._credit_total = self._max_leases - len(self._held)
         for entry in self._held.values():
             entry.sent_at_s = None
-        await converse(
-            stub.StreamScoring(), self._requests(), self._receive, peer=self._peer, max_silence_s=SILENCE_LIMIT_S
-        )
+        call = stub.StreamScoring()
+        await self._stream.converse(call, self._requests(), self._receive, max_silence_s=SILENCE_LIMIT_S)
 
     def _receive(self, response: broker_pb2.StreamScoringResponse) -> None:
-        self.outage.answered()
         if self._notice.connected():
             self.counters.num_connects += 1
         self.counters.num_accepted += sum(self._forget(lease_id) for lease_id in response.accepted_lease_ids)
@@ -221,7 +206,7 @@ class ScoringSession:
         now_s = self._monotonic_s()
         sent = [entry.sent_at_s for entry in self._held.values() if entry.sent_at_s is not None]
         if sent and now_s - min(sent) > RECEIPT_LIMIT_S:
-            raise DeadlineError(f"{self._peer} did not confirm a score within {RECEIPT_LIMIT_S:.0f} s")
+            raise DeadlineError(f"{self._stream.peer} did not confirm a score within {RECEIPT_LIMIT_S:.0f} s")
         ready = [entry for entry in self._held.values() if entry.result is not None and entry.sent_at_s is None]
         part: list[broker_pb2.ScoreResult] = []
         part_bytes = 0

@@ -1,4 +1,4 @@
-"""One bidirectional call from its first write to its status: the part that every streaming client has in common.
+"""What every streaming client has in common: one call from first write to status, and one call after another.
 
 Writes run in a task of their own that never outlives the call: a request iterator handed to grpc would, and would take
 work meant for the next stream. The writer closes the iterator when it ends: one that is left to the garbage collector
@@ -8,62 +8,177 @@ is closed by the event loop in a task of its own, at any moment, which complains
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable
+from abc import ABC, abstractmethod
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 import grpc
 import structlog
 
-from penstock.errors import ServiceUnavailableError
-from penstock.rpc import explained
+from penstock.errors import (
+    BadTokenError,
+    InvalidFieldError,
+    NotOfferedError,
+    PenstockError,
+    RunClosedError,
+    ServiceUnavailableError,
+)
+from penstock.outage import Outage
+from penstock.rpc import backoff_s, explained
+
+PERMANENT_ERRORS = (InvalidFieldError, BadTokenError, NotOfferedError)
+"""What ends a client that outlives its run: everything else may heal, be it that the run is opened again."""
 
 _log = structlog.get_logger()
 _Request = TypeVar("_Request")
 _Response = TypeVar("_Response")
 
 
-async def converse(
-    call: Any,
-    requests: AsyncGenerator[_Request, None],
-    handle: Callable[[_Response], None],
-    *,
-    peer: str,
-    max_silence_s: float,
-) -> None:
-    """Write `requests` and hand each response to `handle` until the server ends the call with OK.
+class Reconnecting:
+    """One stream to a server after another, with back-off between them that starts over once a stream has worked.
 
     Args:
-        call: A stream-stream call that nothing was written to yet (its type takes no parameters at run time).
-        requests: What to write, in order; waits where there is nothing to say. Closed when this returns.
-        handle: Takes one response, without waiting.
         peer: Names the server in messages.
-        max_silence_s: The call is given up when no response came for so long.
-
-    Raises:
-        PenstockError: What the server ended the call with; ServiceUnavailableError when it went silent.
+        most_s: Longest delay between two streams.
     """
-    writer = asyncio.create_task(_write_all(call, requests))
-    try:
+
+    def __init__(self, peer: str, *, most_s: float = 3.0) -> None:
+        self.peer = peer
+        self.outage = Outage(peer)
+        """Whether the server is away; its user reports failures to it."""
+        self.is_up = False
+        """Whether the stream has carried a response."""
+        self.is_news = False
+        """Whether the stream ended otherwise than the one before it."""
+        self.num_connects = 0
+        """Streams that have carried a response."""
+        self._most_s = most_s
+
+    async def run(self, follow: Callable[[], Awaitable[None]], on_end: Callable[[PenstockError | None], None]) -> None:
+        """Follow streams until cancelled.
+
+        Args:
+            follow: Makes one call by `listen` or `converse`.
+            on_end: Takes what a stream ended with, None for OK; raises what a retry cannot heal.
+        """
+        delays, last = backoff_s(most_s=self._most_s), ""
         while True:
-            response = await _read(call, peer, max_silence_s)
-            if response is grpc.aio.EOF:
-                return
-            handle(response)
-    except grpc.aio.AioRpcError as error:
-        raise await explained(error, peer=peer) from error
-    except asyncio.CancelledError:
-        # The writer cancels the call when the request iterator fails: that error is the one to report.
-        if writer.done() and not writer.cancelled():
-            writer.result()
-        raise
-    finally:
-        writer.cancel()
-        call.cancel()
-        await asyncio.gather(writer, return_exceptions=True)
+            error: PenstockError | None = None
+            try:
+                await follow()
+            except PenstockError as caught:
+                error = caught
+            self.is_news, last = self.is_up or str(error) != last, str(error)
+            on_end(error)
+            if self.is_up:
+                self.is_up, delays = False, backoff_s(most_s=self._most_s)
+            await asyncio.sleep(next(delays))
+
+    async def listen(
+        self, call: Any, handle: Callable[[_Response], None], *, max_silence_s: float | None = None
+    ) -> None:
+        """Hand each response of a call to `handle`, which does not wait, until the server ends it with OK.
+
+        Args:
+            call: Its type takes no parameters at run time.
+            handle: Takes one response.
+            max_silence_s: The call is given up when no response came for this long.
+
+        Raises:
+            PenstockError: What the server ended the call with; ServiceUnavailableError when it went silent.
+        """
+        try:
+            while (response := await read(call, peer=self.peer, max_silence_s=max_silence_s)) is not grpc.aio.EOF:
+                self.num_connects += not self.is_up
+                self.is_up = True
+                self.outage.answered()
+                handle(response)
+        except grpc.aio.AioRpcError as error:
+            raise await explained(error, peer=self.peer) from error
+        finally:
+            call.cancel()
+
+    async def converse(
+        self,
+        call: Any,
+        requests: AsyncGenerator[_Request, None],
+        handle: Callable[[_Response], None],
+        *,
+        max_silence_s: float,
+    ) -> None:
+        """`listen`, and write `requests` meanwhile.
+
+        Args:
+            call: A stream-stream call that nothing was written to yet.
+            requests: What to write, in order; waits where there is nothing to say. Closed when this returns.
+            handle: Takes one response.
+            max_silence_s: The call is given up when no response came for this long.
+        """
+        writer = asyncio.create_task(_write_all(call, requests))
+        try:
+            await self.listen(call, handle, max_silence_s=max_silence_s)
+        except asyncio.CancelledError:
+            # The writer cancels the call when the request iterator fails: that error is the one to report.
+            if writer.done() and not writer.cancelled():
+                writer.result()
+            raise
+        finally:
+            writer.cancel()
+            await asyncio.gather(writer, return_exceptions=True)
 
 
-async def _read(call: Any, peer: str, max_silence_s: float) -> Any:
+class BackgroundStream(ABC):
+    """Base of clients that follow a run in the background, while they are entered as a context manager.
+
+    One fails for good when the run is closed, and of errors that a retry cannot heal.
+    """
+
+    def __init__(self, *, run_id: str, peer: str) -> None:
+        self._run_id, self._peer = run_id, peer
+        self._stream = Reconnecting(peer)
+        self._failure: PenstockError | None = None
+        self._task: asyncio.Task[None] | None = None
+
+    async def __aenter__(self) -> Self:
+        """Start following."""
+        self._task = asyncio.create_task(self._run())
+        return self
+
+    async def __aexit__(self, *_exception: object) -> None:
+        """End the stream."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+
+    @abstractmethod
+    async def _follow(self) -> None:
+        """One stream, to its end. Raises PenstockError."""
+
+    def _note_lost(self, error: PenstockError) -> None:
+        """A stream was lost, and will be opened again."""
+        self._stream.outage.failed(error)
+
+    def _fail(self, error: PenstockError) -> None:
+        """There will be no more streams."""
+        self._failure = error
+
+    async def _run(self) -> None:
+        try:
+            await self._stream.run(self._follow, self._on_end)
+        except PenstockError as error:
+            self._fail(error)
+
+    def _on_end(self, error: PenstockError | None) -> None:
+        if error is None:
+            raise RunClosedError(f"{self._peer}: run {self._run_id!r} was closed", run_id=self._run_id)
+        if not error.is_retryable:
+            raise error
+        self._note_lost(error)
+
+
+async def read(call: Any, *, peer: str, max_silence_s: float | None) -> Any:
+    """The next response, grpc.aio.EOF after the last; ServiceUnavailableError when none came for `max_silence_s`."""
     try:
         async with asyncio.timeout(max_silence_s):
             return await call.read()
@@ -77,7 +192,7 @@ async def _write_all(call: Any, requests: AsyncGenerator[Any, None]) -> None:
             async for request in requests:
                 await call.write(request)
     except (grpc.aio.AioRpcError, asyncio.InvalidStateError) as error:
-        # The call ended while something was being written; whoever reads it gets its status.
+        # The call ended while something was being written; its reader gets the status.
         _log.debug("stream ended while writing", error=type(error).__name__)
     except BaseException:
         call.cancel()

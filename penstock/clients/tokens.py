@@ -25,17 +25,8 @@ import grpc
 import structlog
 
 from penstock.clients.sample_stream import SampleStream, StreamListener
-from penstock.clients.streams import converse
-from penstock.errors import (
-    BadTokenError,
-    InternalError,
-    InvalidFieldError,
-    NotOfferedError,
-    PenstockError,
-    RunClosedError,
-    UnknownRunError,
-)
-from penstock.rpc import backoff_s
+from penstock.clients.streams import PERMANENT_ERRORS, Reconnecting
+from penstock.errors import InternalError, PenstockError, RunClosedError, UnknownRunError
 from penstock.v1 import broker_pb2, broker_pb2_grpc, types_pb2
 
 TARGET_REQUEST_BYTES = 64 * 1024
@@ -45,7 +36,6 @@ MAX_BUFFERED_BYTES = 512 * 1024
 MAX_SILENCE_S = 20.0
 """An idle stream is closed after this, and opened again when there is something to send."""
 
-_PERMANENT_ERRORS = (InvalidFieldError, BadTokenError, NotOfferedError)
 _log = structlog.get_logger()
 
 
@@ -83,7 +73,7 @@ class TokenSession:
         self._run_id = run_id
         self._generator_id = generator_id
         self._flush_interval_s = flush_interval_s
-        self._peer = peer
+        self._stream = Reconnecting(peer)
         self._dirty: dict[SampleStream, None] = {}
         self._dirty_since_s = 0.0
         self._buffered_bytes = 0
@@ -125,32 +115,26 @@ class TokenSession:
 
     async def run(self) -> None:
         """Send until cancelled; raises PenstockError where a retry cannot help."""
-        delays, last_error = backoff_s(), ""
-        while True:
-            if not self._dirty and not self._unacknowledged:
-                self._work.clear()
-                await self._work.wait()
-            num_stored = self.num_tokens_stored
-            try:
-                await self._follow_one_stream()
-                self._void("RUN_CLOSED", "the broker ended the stream")
-            except (RunClosedError, UnknownRunError) as error:
-                self._void(error.reason, str(error))
-            except _PERMANENT_ERRORS:
-                raise
-            except PenstockError as error:
-                if self._unacknowledged and str(error) != last_error:
-                    _log.info("token stream lost", error=str(error), num_unacknowledged=len(self._unacknowledged))
-                last_error = str(error)
-            if self.num_tokens_stored > num_stored:
-                delays, last_error = backoff_s(), ""
-            await asyncio.sleep(next(delays))
+        await self._stream.run(self._follow, self._on_end)
 
-    async def _follow_one_stream(self) -> None:
+    def _on_end(self, error: PenstockError | None) -> None:
+        if error is None:
+            self._void("RUN_CLOSED", "the broker ended the stream")
+        elif isinstance(error, (RunClosedError, UnknownRunError)):
+            self._void(error.reason, str(error))
+        elif isinstance(error, PERMANENT_ERRORS):
+            raise error
+        elif self._unacknowledged and self._stream.is_news:
+            _log.info("token stream lost", error=str(error), num_unacknowledged=len(self._unacknowledged))
+
+    async def _follow(self) -> None:
+        if not self._dirty and not self._unacknowledged:
+            self._work.clear()
+            await self._work.wait()
         for sent in self._unacknowledged:
             sent.request.sequence = 0
         call = self._stub.StreamTokens()
-        await converse(call, self._requests(), self._acknowledge, peer=self._peer, max_silence_s=MAX_SILENCE_S)
+        await self._stream.converse(call, self._requests(), self._acknowledge, max_silence_s=MAX_SILENCE_S)
 
     async def _requests(self) -> AsyncGenerator[broker_pb2.StreamTokensRequest, None]:
         sequence = 0
@@ -202,7 +186,7 @@ class TokenSession:
     def _acknowledge(self, response: broker_pb2.StreamTokensResponse) -> None:
         sent = next((item for item in self._unacknowledged if item.request.sequence == response.sequence), None)
         if sent is None or response.sequence == 0:
-            raise InternalError(f"{self._peer}: acknowledged request {response.sequence}, which was not sent")
+            raise InternalError(f"{self._stream.peer}: acknowledged request {response.sequence}, which was not sent")
         self._unacknowledged.remove(sent)
         errors = {error.lease_id: error for error in response.errors}
         for part, chunk in zip(sent.parts, sent.request.chunks, strict=True):
@@ -219,7 +203,9 @@ class TokenSession:
         """The run is gone: nothing that waits here can be stored any more."""
         streams = dict.fromkeys(part.stream for sent in self._unacknowledged for part in sent.parts) | self._dirty
         if streams:
-            _log.info("tokens given up: the run is closed", peer=self._peer, num_samples=len(streams), reason=message)
+            _log.info(
+                "tokens given up: the run is closed", peer=self._stream.peer, num_samples=len(streams), reason=message
+            )
         self._unacknowledged.clear()
         for stream in streams:
             stream.refuse(broker_pb2.ChunkError(lease_id=stream.lease_id, reason=reason, message=message))

@@ -13,25 +13,18 @@ Promises:
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncGenerator, Iterable
 from dataclasses import dataclass
-from typing import Any, Self, cast
+from typing import Any, cast
 
 import grpc
 import structlog
 from google.protobuf.message import DecodeError
 
 from penstock import packed
-from penstock.errors import (
-    InternalError,
-    InvalidFieldError,
-    PenstockError,
-    RunClosedError,
-    ServiceUnavailableError,
-)
-from penstock.outage import Outage
+from penstock.clients.streams import BackgroundStream
+from penstock.errors import InternalError, InvalidFieldError, PenstockError
 from penstock.pieces import Assembly
-from penstock.rpc import backoff_s, explained
 from penstock.v1 import broker_pb2, types_pb2
 
 SILENCE_LIMIT_S = 20.0
@@ -69,7 +62,7 @@ class ReceivedMicrobatch:
     """The run's policy version when they were handed out."""
 
 
-class MicrobatchSession:
+class MicrobatchSession(BackgroundStream):
     """One consumer of one run; an async context manager that connects on entry and lets go of everything on exit.
 
     Args:
@@ -79,11 +72,11 @@ class MicrobatchSession:
     """
 
     def __init__(self, channel: grpc.aio.Channel, *, peer: str, subscription: Subscription) -> None:
+        super().__init__(run_id=subscription.run_id, peer=peer)
         # Responses come as bytes and are read together with the packed groups in them.
         self._stream_microbatches: Any = channel.stream_stream(
             _METHOD, request_serializer=broker_pb2.StreamMicrobatchesRequest.SerializeToString
         )
-        self._peer = peer
         self._hello = broker_pb2.TrainerHello(
             run_id=subscription.run_id,
             consumer_id=subscription.consumer_id,
@@ -102,23 +95,16 @@ class MicrobatchSession:
         """The group that comes in pieces."""
         self._credit_changed = asyncio.Event()
         self._reason = f"connecting to {peer}"
-        self.is_away = True
+
+    @property
+    def is_away(self) -> bool:
         """Whether there is no stream: what does not come meanwhile says nothing of those who make it."""
-        self._outage = Outage(peer)
-        self._failure: PenstockError | None = None
-        self._task: asyncio.Task[None] | None = None
-        self.num_connects = 0
+        return not self._stream.is_up
 
-    async def __aenter__(self) -> Self:
-        """Start pulling."""
-        self._task = asyncio.create_task(self._run())
-        return self
-
-    async def __aexit__(self, *_exception: object) -> None:
-        """End the stream; what is held goes back when the consumer says hello without it."""
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
+    @property
+    def num_connects(self) -> int:
+        """Streams so far."""
+        return self._stream.num_connects
 
     @property
     def held_group_ids(self) -> list[str]:
@@ -155,56 +141,16 @@ class MicrobatchSession:
             self._held.pop(group_id, None)
         self._credit_changed.set()
 
-    async def _run(self) -> None:
-        delays = backoff_s()
-        while True:
-            connects = self.num_connects
-            try:
-                await self._follow_one_stream()
-                self._failure = RunClosedError(f"{self._peer}: the run was closed", run_id=self._hello.run_id)
-                return
-            except PenstockError as error:
-                if not error.is_retryable:
-                    self._failure = error
-                    return
-                self.is_away = True
-                self._outage.failed(error)
-                self._reason = self._outage.told(error)
-            if self.num_connects > connects:
-                delays = backoff_s()
-            await asyncio.sleep(next(delays))
-
-    async def _follow_one_stream(self) -> None:
-        """Read until the stream ends; returns when the broker ended it with OK. Raises PenstockError."""
+    async def _follow(self) -> None:
         self._num_received_on_stream, self._assembly = 0, Assembly()
-        call = self._stream_microbatches(self._requests())
-        try:
-            is_first = True
-            while (response := await self._read(call)) is not None:
-                self.num_connects += is_first
-                is_first = self.is_away = False
-                self._outage.answered()
-                self._take(response)
-        except grpc.aio.AioRpcError as error:
-            raise await explained(error, peer=self._peer) from error
-        finally:
-            call.cancel()
+        call = self._stream_microbatches()
+        await self._stream.converse(call, self._requests(), self._take, max_silence_s=SILENCE_LIMIT_S)
 
-    async def _read(self, call: Any) -> Any:
-        """A response; None when the stream is over. Raises InternalError: the broker checked groups when they came."""
-        try:
-            async with asyncio.timeout(SILENCE_LIMIT_S):
-                data = await call.read()
-        except TimeoutError:
-            raise ServiceUnavailableError(f"{self._peer}: silent for {SILENCE_LIMIT_S:.0f} s") from None
-        if not isinstance(data, bytes):
-            return None
-        try:
-            return packed.StreamMicrobatchesResponse.FromString(data)
-        except DecodeError as error:
-            raise InternalError(f"{self._peer}: a response of {len(data)} bytes cannot be read: {error}") from error
+    def _note_lost(self, error: PenstockError) -> None:
+        super()._note_lost(error)
+        self._reason = self._stream.outage.told(error)
 
-    async def _requests(self) -> AsyncIterator[broker_pb2.StreamMicrobatchesRequest]:
+    async def _requests(self) -> AsyncGenerator[broker_pb2.StreamMicrobatchesRequest, None]:
         hello = broker_pb2.TrainerHello()
         hello.CopyFrom(self._hello)
         hello.held_group_ids.extend(self._held)
@@ -220,7 +166,12 @@ class MicrobatchSession:
     def _credit_total(self) -> int:
         return self._num_received_on_stream + max(0, self._max_held_groups - len(self._held))
 
-    def _take(self, response: Any) -> None:
+    def _take(self, data: bytes) -> None:
+        try:
+            response = packed.StreamMicrobatchesResponse.FromString(data)
+        except DecodeError as error:
+            # The broker checked groups when they came.
+            raise InternalError(f"{self._peer}: a response of {len(data)} bytes cannot be read: {error}") from error
         if response.WhichOneof("frame") == "waiting":
             self._reason = response.waiting.reason
             return

@@ -22,16 +22,15 @@ import secrets
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, Self
+from typing import Any
 
 import grpc
 import structlog
 
-from penstock.clients.streams import converse
+from penstock.clients.streams import BackgroundStream
 from penstock.codec import field_prefix, group_parts, packed_parts
-from penstock.errors import InternalError, InvalidFieldError, PenstockError, RunClosedError
+from penstock.errors import InternalError, InvalidFieldError, PenstockError
 from penstock.pieces import MAX_GROUP_BYTES, joined_pieces
-from penstock.rpc import backoff_s
 from penstock.v1 import broker_pb2, types_pb2
 
 MAX_GROUPS_PER_PUT = 1024
@@ -81,7 +80,7 @@ class _Sent:
             start += len(piece)
 
 
-class TrajectorySession:
+class TrajectorySession(BackgroundStream):
     """One producer of one run; an async context manager that sends in the background until it is left.
 
     Args:
@@ -101,13 +100,12 @@ class TrajectorySession:
         peer: str,
         max_unanswered: int = DEFAULT_UNANSWERED,
     ) -> None:
+        super().__init__(run_id=run_id, peer=peer)
         # Requests go as bytes, made here without a copy of what they carry: see `send`.
         self._put_trajectories: Any = channel.stream_stream(
             _METHOD, response_deserializer=broker_pb2.PutTrajectoriesResponse.FromString
         )
-        self._run_id = run_id
         self._producer_id = producer_id
-        self._peer = peer
         self._max_unanswered = max_unanswered
         self._session_id = secrets.token_hex(6)
         self._num_requests = 0
@@ -116,21 +114,12 @@ class TrajectorySession:
         self._paused_until_s = 0.0
         self._work = asyncio.Event()
         self._room = asyncio.Event()
-        self._failure: PenstockError | None = None
-        self._task: asyncio.Task[None] | None = None
         self.num_refusals = 0
         """Requests the broker had no room for so far; each is sent again."""
 
-    async def __aenter__(self) -> Self:
-        """Start sending."""
-        self._task = asyncio.create_task(self._run())
-        return self
-
     async def __aexit__(self, *_exception: object) -> None:
         """Stop; what is unanswered may or may not be stored, and its callers get a CancelledError."""
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
+        await super().__aexit__()
         for sent in self._unanswered.values():
             sent.receipt.cancel()
 
@@ -205,34 +194,19 @@ class TrajectorySession:
         has_bytes = self._unanswered_bytes + size_bytes <= MAX_UNANSWERED_BYTES
         return has_bytes and len(self._unanswered) < self._max_unanswered
 
-    async def _run(self) -> None:
-        delays = backoff_s()
-        while True:
-            if not self._unanswered:
-                self._work.clear()
-                await self._work.wait()
-            num_requests = self._num_requests - len(self._unanswered)
-            for sent in self._unanswered.values():
-                sent.is_written = False
-            try:
-                await converse(
-                    self._put_trajectories(),
-                    self._requests(),
-                    self._take,
-                    peer=self._peer,
-                    max_silence_s=MAX_SILENCE_S,
-                )
-                self._fail(RunClosedError(f"{self._peer}: the run was closed", run_id=self._run_id))
-                return
-            except PenstockError as error:
-                if not error.is_retryable:
-                    self._fail(error)
-                    return
-                if self._unanswered:
-                    _log.info("put stream lost", peer=self._peer, error=str(error), num_waiting=len(self._unanswered))
-            if self._num_requests - len(self._unanswered) > num_requests:
-                delays = backoff_s()
-            await asyncio.sleep(next(delays))
+    async def _follow(self) -> None:
+        if not self._unanswered:
+            self._work.clear()
+            await self._work.wait()
+        for sent in self._unanswered.values():
+            sent.is_written = False
+        call = self._put_trajectories()
+        await self._stream.converse(call, self._requests(), self._take, max_silence_s=MAX_SILENCE_S)
+
+    def _note_lost(self, error: PenstockError) -> None:
+        # No outage: an idle stream ends, too.
+        if self._unanswered:
+            _log.info("put stream lost", peer=self._peer, error=str(error), num_waiting=len(self._unanswered))
 
     async def _requests(self) -> AsyncGenerator[bytes, None]:
         loop = asyncio.get_running_loop()
@@ -273,7 +247,7 @@ class TrajectorySession:
         self._work.set()
 
     def _fail(self, error: PenstockError) -> None:
-        self._failure = error
+        super()._fail(error)
         self._room.set()
         for sent in self._unanswered.values():
             if not sent.receipt.done():

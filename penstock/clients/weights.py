@@ -6,26 +6,24 @@ in it is used. The content is fetched by `penstock.clients.downloads`.
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 import re
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import NamedTuple, Self
 
-import grpc
 import structlog
 
 from penstock.adapters import adapter_of
+from penstock.clients.streams import PERMANENT_ERRORS, Reconnecting
 from penstock.errors import (
-    BadTokenError,
     DigestMismatchError,
     InvalidFieldError,
     NotOfferedError,
     PenstockError,
     UnknownVersionError,
 )
-from penstock.rpc import backoff_s, call, call_with_retry, explained, open_channel
+from penstock.rpc import call, call_with_retry, open_channel
 from penstock.security import NO_SECURITY, Security
 from penstock.security.addresses import check_url
 from penstock.transfer.chunks import MAX_CHUNK_BYTES, chunk_digest
@@ -44,7 +42,6 @@ JOIN_TIMEOUT_S = 20.0
 _FULL = (weights_pb2.WEIGHTS_KIND_FULL, weights_pb2.WEIGHTS_ENCODING_SAFETENSORS)
 _ADAPTER = (weights_pb2.WEIGHTS_KIND_ADAPTER, weights_pb2.WEIGHTS_ENCODING_SAFETENSORS)
 _DELTA = (weights_pb2.WEIGHTS_KIND_DELTA, weights_pb2.WEIGHTS_ENCODING_CHANGED_BLOCKS)
-_PERMANENT_ERRORS = (InvalidFieldError, BadTokenError, NotOfferedError)
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 _log = structlog.get_logger()
 
@@ -252,34 +249,31 @@ class WeightsClient:
 
         A manifest that fails its check goes to `on_refused` instead. Raises PenstockError where a retry cannot help.
         """
-        delays = backoff_s()
-        last_error = ""
         request = weights_pb2.WatchManifestsRequest(
             run_id=self._run_id,
             receiver_id=self._receiver_id,
             site=self._site,
             joins_broadcasts=self.joins_broadcasts,
         )
-        while True:
+        stream = Reconnecting(self.peer)
+
+        def take(response: weights_pb2.WatchManifestsResponse) -> None:
             try:
-                # No deadline: nothing is said between two versions. A dead peer is found by the channel's keepalive.
-                async for response in self._stub.WatchManifests(request):
-                    delays, last_error = backoff_s(), ""
-                    try:
-                        check_manifest(response.manifest, run_id=self._run_id)
-                        _require_whole(response.manifest)
-                    except PenstockError as refusal:
-                        on_refused(refusal)
-                    else:
-                        on_manifest(response.manifest)
-            except grpc.aio.AioRpcError as rpc_error:
-                error = await explained(rpc_error, peer=self.peer)
-                if isinstance(error, _PERMANENT_ERRORS):
-                    raise error from rpc_error
-                if str(error) != last_error:
-                    _log.info("no word from the weight store yet; trying again", error=str(error))
-                last_error = str(error)
-            await asyncio.sleep(next(delays))
+                check_manifest(response.manifest, run_id=self._run_id)
+                _require_whole(response.manifest)
+            except PenstockError as refusal:
+                on_refused(refusal)
+            else:
+                on_manifest(response.manifest)
+
+        def on_end(error: PenstockError | None) -> None:
+            if isinstance(error, PERMANENT_ERRORS):
+                raise error
+            if error is not None and stream.is_news:
+                _log.info("no word from the weight store yet; trying again", error=str(error))
+
+        # No deadline: nothing is said between two versions. A dead peer is found by the channel's keepalive.
+        await stream.run(lambda: stream.listen(self._stub.WatchManifests(request), take), on_end)
 
     async def find_relays(self, content: str, relay_url: str = "", failed_url: str = "") -> Sequence[str]:
         """Addresses of a content at relays of the receiver's site, best first; none: it comes from the origin.

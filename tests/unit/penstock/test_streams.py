@@ -3,7 +3,7 @@ import asyncio
 import grpc
 import pytest
 
-from penstock.clients.streams import converse
+from penstock.clients.streams import Reconnecting
 
 
 class BrokenCall:
@@ -37,5 +37,5 @@ async def test_the_requests_of_a_broken_stream_are_closed_when_it_ends(_round):
 
     # Held here, so that no garbage collector closes them.
     held = requests()
-    await converse(BrokenCall(), held, lambda _: None, peer="p", max_silence_s=5)
+    await Reconnecting("p").converse(BrokenCall(), held, lambda _: None, max_silence_s=5)
     assert is_closed == [True]
