@@ -24,6 +24,7 @@ from penstock.config import ConfigError
 from penstock.errors import PenstockError
 from penstock.rpc import open_channel
 from penstock.security import Security
+from penstock.timestamps import unix_s
 from penstock.v1 import broker_pb2, broker_pb2_grpc
 
 
@@ -38,7 +39,7 @@ def list_command(*, broker: str | None, runs_dir: Path, as_json: bool) -> int:
     now_s = time.time()
     for run in runs:
         counts = (run.num_records, run.submitted, run.trained, run.dropped)
-        ago = f"{duration(max(0.0, now_s - _unix_s(run.active_time)))} ago"
+        ago = f"{duration(max(0.0, now_s - unix_s(run.active_time)))} ago"
         cells = (run.run_id, _state(run), str(run.policy_version), ago, *map(str, counts), run.instance_id or "-")
         table.add_row(*(Text(cell) for cell in cells))
     plain_console().print(table)
@@ -148,8 +149,8 @@ def _summary_document(run: broker_pb2.RunSummary) -> dict[str, Any]:
         "policy_version": run.policy_version,
         "is_closed": run.is_closed,
         "payload_gone": run.payload_gone or None,
-        "open_s": _unix_s(run.open_time),
-        "active_s": _unix_s(run.active_time),
+        "open_s": unix_s(run.open_time),
+        "active_s": unix_s(run.active_time),
         "num_records": run.num_records,
         "submitted": run.submitted,
         "trained": run.trained,
@@ -158,8 +159,4 @@ def _summary_document(run: broker_pb2.RunSummary) -> dict[str, Any]:
 
 
 def _time(stamp: Timestamp) -> str:
-    return f"{datetime.fromtimestamp(_unix_s(stamp), tz=UTC):%Y-%m-%d %H:%M:%S} UTC"
-
-
-def _unix_s(stamp: Timestamp) -> float:
-    return stamp.ToMicroseconds() / 1e6
+    return f"{datetime.fromtimestamp(unix_s(stamp), tz=UTC):%Y-%m-%d %H:%M:%S} UTC"

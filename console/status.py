@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from google.protobuf.timestamp_pb2 import Timestamp
 from rich.console import Group, RenderableType
 from rich.live import Live
 from rich.table import Table
@@ -29,6 +28,7 @@ from penstock.config import ConfigError
 from penstock.errors import PenstockError, UnknownRunError
 from penstock.security import Security
 from penstock.security.checks.inspection import printable
+from penstock.timestamps import unix_s
 from penstock.v1 import broker_pb2, trainer_pb2
 
 WATCH_EVERY_S = 1.0
@@ -98,7 +98,7 @@ def pictures(target: Target) -> Iterator[Picture]:
         since_s = None if run is not None else since_s or asked_s
         yield Picture(
             target=target,
-            now_s=time.time() if run is None else _unix_s(run.now_time),
+            now_s=time.time() if run is None else unix_s(run.now_time),
             run=run,
             problem=problem,
             problem_for_s=asked_s - (since_s or asked_s),
@@ -209,14 +209,14 @@ def _generators_table(generators: Sequence[broker_pb2.GeneratorView], *, now_s: 
             str(view.num_leases),
             f"{beat.tokens_per_second:.0f}",
             f"{100 * beat.kv_cache_usage:.0f} %",
-            f"{max(0.0, now_s - _unix_s(view.beat_time)):.0f} s ago",
+            f"{max(0.0, now_s - unix_s(view.beat_time)):.0f} s ago",
         )
         table.add_row(*(Text(cell) for cell in cells))
     return table
 
 
 def _wait_line(wait: broker_pb2.Wait, *, now_s: float) -> str:
-    since = f" for {duration(max(0.0, now_s - _unix_s(wait.since_time)))}" if wait.HasField("since_time") else ""
+    since = f" for {duration(max(0.0, now_s - unix_s(wait.since_time)))}" if wait.HasField("since_time") else ""
     return f"{wait.waiter} waits for {wait.owner}{since}: {wait.reason}"
 
 
@@ -257,8 +257,8 @@ def as_document(picture: Picture) -> dict[str, Any]:
                 "waiter": wait.waiter,
                 "owner": wait.owner,
                 "reason": wait.reason,
-                "since_s": _unix_s(wait.since_time),
-                "deadline_s": _unix_s(wait.deadline_time) if wait.HasField("deadline_time") else None,
+                "since_s": unix_s(wait.since_time),
+                "deadline_s": unix_s(wait.deadline_time) if wait.HasField("deadline_time") else None,
             }
             for wait in run.waits
         ],
@@ -292,9 +292,5 @@ def _generator_document(view: broker_pb2.GeneratorView) -> dict[str, Any]:
         "kv_cache_usage": view.beat.kv_cache_usage,
         "is_draining": view.beat.is_draining,
         "warning": view.beat.warning or None,
-        "beat_s": _unix_s(view.beat_time),
+        "beat_s": unix_s(view.beat_time),
     }
-
-
-def _unix_s(stamp: Timestamp) -> float:
-    return stamp.ToMicroseconds() / 1e6

@@ -12,11 +12,11 @@ from typing import Any, TypeVar
 import numpy as np
 import numpy.typing as npt
 from google.protobuf.duration_pb2 import Duration
-from google.protobuf.timestamp_pb2 import Timestamp
 
 from console.recording.sample import Recorded, RecordingError, Step
 from penstock.codec import Float32, decode_versions, float32_array, int32_array, int64_array, merge_versions
 from penstock.errors import InvalidFieldError
+from penstock.timestamps import timestamp
 from penstock.v1 import types_pb2
 
 Row = dict[str, Any]
@@ -184,7 +184,7 @@ class _Reading:
         )
         for column, field in _TIMES.items():
             if (seconds := self._row.get(column)) is not None:
-                getattr(trajectory, field).CopyFrom(_timestamp(seconds))
+                getattr(trajectory, field).CopyFrom(timestamp(seconds))
         _check_lengths(trajectory)
         return trajectory
 
@@ -250,12 +250,6 @@ def _given(message: Any, field: str) -> Any:
 
 def _enum(value_of: Callable[[str], _Value], prefix: str, name: str) -> _Value:
     return value_of(prefix + name.upper())
-
-
-def _timestamp(seconds: float) -> Timestamp:
-    stamp = Timestamp()
-    stamp.FromMicroseconds(round(seconds * 1e6))
-    return stamp
 
 
 def _check_lengths(trajectory: types_pb2.Trajectory) -> None:

@@ -8,15 +8,14 @@ here is idempotent on the ids it carries.
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
-from datetime import UTC, datetime
 from typing import Any, Self, TypeVar
 
 import grpc
-from google.protobuf import timestamp_pb2
 
 from penstock.outage import Outage
 from penstock.rpc import call_with_retry, open_channel
 from penstock.security import NO_SECURITY, Security
+from penstock.timestamps import timestamp
 from penstock.v1 import broker_pb2, broker_pb2_grpc, types_pb2
 
 MAX_PROMPTS_PER_CALL = 1024
@@ -161,15 +160,3 @@ class BrokerClient:
         return await call_with_retry(
             method, request, peer=self.peer, give_up_after_s=self._patience_s, outage=self.outage
         )
-
-
-def timestamp(unix_s: float) -> timestamp_pb2.Timestamp:
-    """Seconds since the Unix epoch as a protobuf Timestamp."""
-    message = timestamp_pb2.Timestamp()
-    message.FromDatetime(datetime.fromtimestamp(unix_s, tz=UTC))
-    return message
-
-
-def unix_s(message: timestamp_pb2.Timestamp) -> float:
-    """A protobuf Timestamp as seconds since the Unix epoch."""
-    return message.seconds + message.nanos * 1e-9

@@ -10,6 +10,7 @@ import structlog
 
 from penstock.errors import InvalidFieldError, RunClosedError
 from penstock.silence import SilenceLimit
+from penstock.timestamps import timestamp
 from penstock.v1 import broker_pb2
 from services.broker import generation
 from services.broker.generation import GeneratorFacts, Grant, Grants
@@ -19,7 +20,6 @@ from services.broker.limits import LEASE_SECRET_BYTES, duration
 from services.broker.payload import prefix_token_ids, sample_key
 from services.broker.run_state import RunState
 from services.broker.validation import MAX_ACTIVE_LEASES, check_beat, check_hello
-from services.broker.waits import timestamp
 
 IDLE_EVERY_S = 1.0
 MAX_SILENCE_S = 3.0

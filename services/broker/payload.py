@@ -6,11 +6,11 @@ from collections.abc import Sequence
 
 from penstock.codec import join_versions
 from penstock.errors import InternalError
+from penstock.timestamps import timestamp
 from penstock.v1 import broker_pb2, reward_pb2, types_pb2
 from services.broker.records_pb2 import GroupRecord
 from services.broker.staleness import group_version
 from services.broker.store import SampleId
-from services.broker.waits import timestamp
 
 KEPT_STATES = frozenset(
     (broker_pb2.SAMPLE_STATE_SCORED, broker_pb2.SAMPLE_STATE_DELIVERED, broker_pb2.SAMPLE_STATE_TRAINED)

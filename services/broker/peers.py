@@ -12,13 +12,13 @@ from collections.abc import Iterable
 from google.protobuf.timestamp_pb2 import Timestamp
 
 from penstock.silence import sample_speed
+from penstock.timestamps import timestamp
 from penstock.v1 import broker_pb2, types_pb2
 from services.broker.causes import Present
 from services.broker.records_pb2 import WorkerView
 from services.broker.run_clock import RunClock
 from services.broker.speeds import Speeds
 from services.broker.store import Store
-from services.broker.waits import timestamp
 
 PEER_TIMEOUT_S = 60.0
 """A generator not heard of for this long counts as gone."""

@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator
 
 from penstock.errors import InvalidFieldError, RunClosedError
 from penstock.names import check_run_id
+from penstock.timestamps import timestamp
 from penstock.v1 import broker_pb2
 from services.broker import scoring
 from services.broker.hubs import Hubs
@@ -24,7 +25,6 @@ from services.broker.validation import (
     check_id,
     check_text,
 )
-from services.broker.waits import timestamp
 
 IDLE_EVERY_S = 1.0
 MAX_SILENCE_S = 3.0

@@ -12,6 +12,7 @@ from google.protobuf.duration_pb2 import Duration
 from penstock.guard import takes_bytes
 from penstock.names import check_run_id
 from penstock.security.access import current_caller
+from penstock.timestamps import timestamp
 from penstock.v1 import broker_pb2, broker_pb2_grpc
 from services.broker import delivery, drops, ownership, removal, submission, waits
 from services.broker.audit import audit_rows, totals
@@ -204,14 +205,14 @@ class BrokerService(broker_pb2_grpc.BrokerServiceServicer):
                 policy_version=run.policy_version,
                 is_closed=run.is_closed,
                 owner=run.owner,
-                owner_time=waits.timestamp(run.owner_s) if run.owner_s else None,
+                owner_time=timestamp(run.owner_s) if run.owner_s else None,
                 audit=totals(state),
                 generators=generators,
                 waits=waits.waits(state, present, hub.clock.now_s()),
                 reward_worker_ids=workers,
                 reward_warnings=hub.peers.reward_warnings(),
                 dispatch_state=hub.dispatcher.describe(state, self._hubs.forecaster.state),
-                now_time=waits.timestamp(hub.clock.now_s()),
+                now_time=timestamp(hub.clock.now_s()),
             )
 
         return await hub.transact(operation)

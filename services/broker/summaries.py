@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from penstock.timestamps import timestamp
 from penstock.v1 import broker_pb2
 from services.broker.records_pb2 import RunRecord
 from services.broker.store import Root, Store
-from services.broker.waits import timestamp
 
 MAX_RUNS_LISTED = 1_000
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from google.protobuf.timestamp_pb2 import Timestamp
-
+from penstock.timestamps import timestamp
 from penstock.v1 import broker_pb2
 from services.broker import parcels
 from services.broker.batching import StepView
@@ -25,13 +24,6 @@ from services.broker.delivery import step_view
 from services.broker.generation import NOTHING_QUEUED
 from services.broker.run_state import RunState
 from services.broker.staleness import deadline
-
-
-def timestamp(seconds: float) -> Timestamp:
-    """Seconds since the epoch as a message."""
-    stamp = Timestamp()
-    stamp.FromMicroseconds(round(seconds * 1e6))
-    return stamp
 
 
 def waiting(state: RunState, present: Present, now_s: float) -> broker_pb2.Waiting:

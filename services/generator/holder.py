@@ -5,9 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from google.protobuf import timestamp_pb2
-
 from penstock.clients.leases import MAX_WARNING_CHARACTERS
+from penstock.timestamps import timestamp
 from penstock.v1 import broker_pb2, types_pb2
 from services.generator.busy import BusySpan, BusyTracker
 from services.generator.engine import Engine
@@ -62,7 +61,7 @@ class Holder:
             tokens_per_second=self._rate.update(stats.tokens_generated, time.monotonic()),
             busy_spans=[_to_time_span(span) for span in self._busy.take_spans()],
             is_draining=self.is_draining,
-            now_time=_to_timestamp(self._busy.now_s()),
+            now_time=timestamp(self._busy.now_s()),
             warning=self.warning()[:MAX_WARNING_CHARACTERS],
         )
 
@@ -84,9 +83,4 @@ class Holder:
 
 
 def _to_time_span(span: BusySpan) -> types_pb2.TimeSpan:
-    return types_pb2.TimeSpan(start_time=_to_timestamp(span.start_s), end_time=_to_timestamp(span.end_s))
-
-
-def _to_timestamp(seconds: float) -> timestamp_pb2.Timestamp:
-    nanoseconds = round(seconds * 1e9)
-    return timestamp_pb2.Timestamp(seconds=nanoseconds // 10**9, nanos=nanoseconds % 10**9)
+    return types_pb2.TimeSpan(start_time=timestamp(span.start_s), end_time=timestamp(span.end_s))

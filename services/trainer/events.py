@@ -15,8 +15,8 @@ import secrets
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Mapping
 
-from penstock.clients.broker import timestamp
 from penstock.clock import Clock
+from penstock.timestamps import timestamp
 from penstock.v1 import trainer_pb2
 
 MAX_KEPT_EVENTS = 8192

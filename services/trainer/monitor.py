@@ -7,8 +7,8 @@ from collections.abc import Callable
 
 import structlog
 
-from penstock.clients.broker import unix_s
 from penstock.errors import PenstockError
+from penstock.timestamps import unix_s
 from penstock.v1 import broker_pb2
 from services.trainer.context import RunContext
 from services.trainer.overlap import OverlapMeter

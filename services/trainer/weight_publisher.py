@@ -23,12 +23,12 @@ from prometheus_client import Counter
 from safetensors import SafetensorError
 
 from penstock.adapters import AdapterSpec, to_message
-from penstock.clients.broker import timestamp
 from penstock.clock import Clock
 from penstock.deltas.content import write_delta
 from penstock.errors import InvalidFieldError
 from penstock.rpc import MAX_MESSAGE_BYTES
 from penstock.security import Security
+from penstock.timestamps import timestamp
 from penstock.transfer.chunks import chunks_of
 from penstock.transfer.rate import ByteRate
 from penstock.transfer.serving import serving_contents

@@ -10,10 +10,11 @@ from types import SimpleNamespace
 import pytest
 from prometheus_client import CollectorRegistry
 
-from penstock.clients.broker import BrokerClient, timestamp
+from penstock.clients.broker import BrokerClient
 from penstock.clients.inventory import this_machine
 from penstock.clock import ManualClock, SystemClock
 from penstock.rpc import call
+from penstock.timestamps import timestamp
 from penstock.v1 import scheduler_pb2 as pb
 from penstock.v1 import scheduler_pb2_grpc, trainer_pb2, types_pb2
 from services.broker.memory_store import MemoryStore

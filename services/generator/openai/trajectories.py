@@ -12,9 +12,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from google.protobuf import timestamp_pb2
 
 from penstock.codec import Int32, encode_versions, float32_bytes, int32_bytes
+from penstock.timestamps import timestamp
 from penstock.v1 import types_pb2
 from services.generator.openai.groups import Finished, SessionGroup
 from services.generator.openai.sessions import Branch
@@ -144,15 +144,9 @@ def _trajectory(index: int, done: Finished, branch: Branch, num_shared: int, nam
         min_policy_version=oldest,
         max_policy_version=newest,
         generator_id=names.generator_id,
-        submit_time=_timestamp(names.epoch_s + done.session.started_s),
-        lease_time=_timestamp(names.epoch_s + done.session.started_s),
-        finish_time=_timestamp(names.epoch_s + done.session.last_used_s),
-        score_time=_timestamp(names.epoch_s + done.finish_s),
+        submit_time=timestamp(names.epoch_s + done.session.started_s),
+        lease_time=timestamp(names.epoch_s + done.session.started_s),
+        finish_time=timestamp(names.epoch_s + done.session.last_used_s),
+        score_time=timestamp(names.epoch_s + done.finish_s),
         text=names.text_of(token_ids.tolist()),
     )
-
-
-def _timestamp(unix_s: float) -> timestamp_pb2.Timestamp:
-    stamp = timestamp_pb2.Timestamp()
-    stamp.FromNanoseconds(round(unix_s * 1e9))
-    return stamp

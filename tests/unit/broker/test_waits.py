@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 
+from penstock.timestamps import timestamp
 from penstock.v1 import broker_pb2
 from services.broker import submission
 from services.broker.causes import Present
 from services.broker.records_pb2 import WorkerView
 from services.broker.run_state import RunState
-from services.broker.waits import timestamp, waiting, waits
+from services.broker.waits import waiting, waits
 from tests.helpers.broker import evaluation
 from tests.unit.broker.builders import (
     acknowledge,
