@@ -1,32 +1,30 @@
 """Admission: which generator may start which training group, so that no sample can become too stale. Pure.
 
-The rule bounds how much work is in the world, not how old a finished sample is. With B groups a step, bound S, the
-trainer at version v and a generator at version m <= v:
+The rule bounds how much work is in the world, not how old a finished sample is. With B groups a step, bound S and the
+trainer at version v, a group may be started by version m <= v if
 
     v * B + (groups started and neither trained nor dropped) + 1  <=  (m + S + 1) * B
 
 Then at most (m + S + 1) * B groups can ever precede or accompany one that version m started, so its turn comes no later
-than the step that starts from version m + S. Delivery (`batching`) keeps that order.
+than the step that starts from version m + S. Delivery (`batching`) keeps that order. v * B stands for the groups
+trained, so that a step of fewer groups does not loosen the bound.
 
-Where stale work is given up instead of made impossible (StalePolicy DROP and CONTINUE), m is the trainer's version v,
-whatever the generator holds: a lagging generator may start what can come too late, and `drops.drop_stale` sees to it.
-
-Source: AReaL (Fu et al. 2025), staleness bound: floor((N_r - 1) / B) <= i + eta. Differences: under WAIT the version is
-the *generator's*, which may lag the trainer's; v * B stands for the groups trained, so that a step of fewer groups does
-not loosen the bound.
+Which version m is, the run's StalenessPolicy says (`penstock.staleness`). Where it is not the generator's own, a
+lagging generator may start what can come too late, and `drops.drop_stale` gives that up.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+from penstock.staleness.policy import max_begun
 from services.broker.limits import Limits
 from services.broker.policy import Policy
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """Whether a sample may be leased, and if not, why, for people."""
+    """Whether a sample may be leased, and if not, a readable reason."""
 
     is_allowed: bool
     reason: str = ""
@@ -48,9 +46,8 @@ class AdmissionRule:
 
     def max_started(self, generator_version: int) -> int:
         """Groups that may be under way, the new one included, when this version starts one."""
-        counted = self.policy_version if self.policy.admits_by_trainer_version else generator_version
-        steps = counted + self.limits.max_staleness + 1 - self.policy_version
-        return max(0, steps * self.limits.groups_per_step)
+        version = self.policy.stale.start_version(trainer=self.policy_version, generator=generator_version)
+        return max(0, max_begun(self.limits, version) - self.policy_version * self.limits.groups_per_step)
 
     def judge(self, *, generator_version: int, min_version: int | None, prompt_min_version: int | None) -> Verdict:
         """Whether a generator may take a sample of a training group.
@@ -69,7 +66,7 @@ class AdmissionRule:
             return _no(f"the generator holds version {generator_version}, more than {bound} behind the run's {version}")
         if prompt_min_version is not None and generator_version < prompt_min_version:
             return _no(f"the prompt asks for version {prompt_min_version}, the generator holds {generator_version}")
-        if min_version is not None and (self.policy.admits_by_trainer_version or generator_version >= min_version):
+        if min_version is not None and self.policy.stale.may_join(group=min_version, generator=generator_version):
             return ALLOWED
         num_started = self.num_started + (1 if min_version is None else 0)
         if num_started <= self.max_started(generator_version):

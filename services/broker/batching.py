@@ -2,8 +2,8 @@
 
 With the trainer at version t and B groups a step, groups whose deadline is t or earlier are *due*: they must be in this
 step. A ready group is handed out when it is due, or when the step still has room after every due group has its place.
-Never more than B are handed out and unacknowledged. So a slow group is waited for instead of becoming too stale; under
-StalePolicy DROP nobody waits: no place is kept, though what is due still goes first.
+Never more than B are handed out and unacknowledged. So a slow group is waited for instead of becoming too stale. Under
+a StalenessPolicy that keeps no places nothing is waited for, though what is due still goes first.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class StepView:
     """Training groups handed out and not acknowledged."""
     num_due: int
     """Training groups to keep a place for: started, not handed out, with a deadline not after policy_version; ready
-    ones included. 0 under StalePolicy DROP."""
+    ones included. 0 where the StalenessPolicy keeps no places."""
 
 
 def choose(
@@ -49,8 +49,8 @@ def choose(
 ) -> list[tuple[str, int]]:
     """What to hand out, oldest deadline first, then in order of submission: at most `max_groups` groups in all.
 
-    Not in order of readiness: where places are few and nobody waits (StalePolicy DROP), a group that is always ready
-    last would lose its place to others for ever.
+    Not in order of readiness: where places are few and none is kept, a group that is always ready last would lose its
+    place to others for ever.
 
     Stops once the chosen ones hold about `target_tokens` tokens; 0 means no aim.
 

@@ -127,7 +127,7 @@ def step_view(state: RunState) -> StepView:
         limits=state.limits,
         policy_version=state.run.policy_version,
         num_delivered=len(state.delivered[types_pb2.PURPOSE_TRAIN]) + state.shelf.num_groups[_DELIVERED],
-        num_due=_num_due(state) if state.policy.waits_for_due_groups else 0,
+        num_due=_num_due(state) if state.policy.stale.keeps_places else 0,
     )
 
 

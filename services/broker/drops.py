@@ -1,11 +1,11 @@
-"""Giving samples and groups up, counted by reason, and beginning them anew. Pure operations on a RunState.
+"""Giving samples and groups up, counted by reason, and restarting them. Pure operations on a RunState.
 
 Invariants:
-- A training sample is counted as dropped exactly when its state becomes DROPPED, it is begun anew, or its group is
+- A training sample is counted as dropped exactly when its state becomes DROPPED, it is restarted, or its group is
   retired from under it; evaluation samples are never counted.
-- A sample that is begun anew counts as submitted once more, as its next attempt. What still belongs to the attempt
+- A sample that is restarted counts as submitted once more, as its next attempt. What still belongs to the attempt
   before (leases, chunks, scores) is recognised by its lease id and refused.
-- Whatever the stale policy, no group stays that the run's next step may not train on: see `drop_stale`.
+- Whatever the staleness policy, no group stays that the run's next step may not train on: see `drop_stale`.
 - Whatever the policy on partial groups, a training group that is ready has between `min_usable_samples` and
   `group_size` scored samples, and under WAIT and DROP exactly `group_size`.
 """
@@ -38,7 +38,7 @@ _USABLE_STATES = frozenset((_SCORED, _DROPPED))
 def lose_sample(state: RunState, group: GroupRecord, index: int, reason: str) -> None:
     """A sample came to no score, inside an `edit` of its group; `close_group` must follow before the edit ends.
 
-    It is dropped. Where no extra sample takes its place in a training group, PartialGroupPolicy WAIT begins it anew,
+    It is dropped. Where no extra sample takes its place in a training group, PartialGroupPolicy WAIT restarts it,
     until it had as many attempts as a sample may have leases.
     """
     _drop_sample(state, group, index, reason)
@@ -113,11 +113,11 @@ def drop_all(state: RunState, reason: str) -> int:
 
 
 def drop_stale(state: RunState) -> None:
-    """Give up every training group that the run's version left behind, and queue its prompt anew.
+    """Give up every training group that the run's version left behind; the run's StalenessPolicy says what follows.
 
-    Under StalePolicy WAIT admission and delivery keep this from happening while generators report their versions
-    truthfully and steps are whole. A group in a consumer's hands is given up for good: acknowledgements name groups,
-    and a late one of the old samples must not count for new ones.
+    Under WAIT admission and delivery keep this from happening while generators report their versions truthfully and
+    steps are whole. A group in a consumer's hands is given up for good: acknowledgements name groups, and a late one of
+    the old samples must not count for new ones.
     """
     version, bound = state.run.policy_version, state.limits.max_staleness
     late = [
@@ -126,14 +126,14 @@ def drop_stale(state: RunState) -> None:
         if deadline(version=oldest, max_staleness=bound) < version
     ]
     for group_id in late:
-        if state.groups[group_id].consumer_id:
-            drop_group(state, group_id, STALE)
+        if state.policy.stale.restarts_stale and not state.groups[group_id].consumer_id:
+            _restart(state, group_id, STALE)
         else:
-            _begin_anew(state, group_id, STALE)
+            drop_group(state, group_id, STALE)
     parcels.drop(state, parcels.stale_ids(state, version - bound), STALE)
 
 
-def _begin_anew(state: RunState, group_id: str, reason: str) -> None:
+def _restart(state: RunState, group_id: str, reason: str) -> None:
     """Drop a training group's samples and queue its prompt as another attempt."""
     with state.edit(group_id) as group:
         _drop_kept(state, group, reason)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from penstock.errors import InvalidFieldError
+from penstock.staleness.policy import StalenessPolicy
+from penstock.staleness.registry import DEFAULT, POLICIES
 from penstock.v1 import broker_pb2
 from services.broker.limits import MAX_GROUP_SIZE, Limits
 
@@ -13,7 +15,6 @@ MAX_RETAINED_STEPS = 1_024
 DEFAULT_DISPATCH = "auto"
 DISPATCH_NAMES = ("fifo", "least_loaded", "lpt", "streamrl", DEFAULT_DISPATCH)
 
-_STALE_POLICIES = frozenset(broker_pb2.StalePolicy.values())
 _PARTIAL_GROUP_POLICIES = frozenset(broker_pb2.PartialGroupPolicy.values())
 
 
@@ -21,22 +22,12 @@ _PARTIAL_GROUP_POLICIES = frozenset(broker_pb2.PartialGroupPolicy.values())
 class Policy:
     """RunPolicy as plain values; see the proto for their meaning."""
 
-    stale: broker_pb2.StalePolicy.ValueType
+    stale: StalenessPolicy
     partial_groups: broker_pb2.PartialGroupPolicy.ValueType
     drops_zero_variance: bool
     num_extra_samples: int
     num_retained_steps: int
     dispatch: str
-
-    @property
-    def admits_by_trainer_version(self) -> bool:
-        """Whether a generator that lags may start what one with the trainer's version may."""
-        return self.stale != broker_pb2.STALE_POLICY_WAIT
-
-    @property
-    def waits_for_due_groups(self) -> bool:
-        """Whether a step keeps places for the groups that no later step may train on."""
-        return self.stale != broker_pb2.STALE_POLICY_DROP
 
     @property
     def dispatches_by_length(self) -> bool:
@@ -46,7 +37,9 @@ class Policy:
     @classmethod
     def from_proto(cls, policy: broker_pb2.RunPolicy, limits: Limits) -> Policy:
         """Check and complete a request's policy; an unset one is every default. Raises InvalidFieldError."""
-        _require("stale", policy.stale, policy.stale in _STALE_POLICIES, "a known StalePolicy")
+        stale = POLICIES.get(policy.stale) if policy.stale else DEFAULT
+        if stale is None:
+            raise _bad("stale", policy.stale, "a known StalePolicy")
         _require(
             "partial_groups",
             policy.partial_groups,
@@ -79,7 +72,7 @@ class Policy:
             f"one of {', '.join(DISPATCH_NAMES)}",
         )
         return cls(
-            stale=policy.stale or broker_pb2.STALE_POLICY_WAIT,
+            stale=stale,
             partial_groups=policy.partial_groups or broker_pb2.PARTIAL_GROUP_POLICY_SHRINK,
             drops_zero_variance=policy.drops_zero_variance,
             num_extra_samples=policy.num_extra_samples,
@@ -90,7 +83,7 @@ class Policy:
     def to_proto(self) -> broker_pb2.RunPolicy:
         """The same as a message, nothing left at its default."""
         return broker_pb2.RunPolicy(
-            stale=self.stale,
+            stale=self.stale.number,
             partial_groups=self.partial_groups,
             drops_zero_variance=self.drops_zero_variance,
             num_extra_samples=self.num_extra_samples,
@@ -101,4 +94,8 @@ class Policy:
 
 def _require(field: str, value: object, is_good: bool, wanted: str) -> None:
     if not is_good:
-        raise InvalidFieldError(f"policy.{field}: {value!r}; must be {wanted}", field=f"policy.{field}")
+        raise _bad(field, value, wanted)
+
+
+def _bad(field: str, value: object, wanted: str) -> InvalidFieldError:
+    return InvalidFieldError(f"policy.{field}: {value!r}; must be {wanted}", field=f"policy.{field}")

@@ -2,7 +2,8 @@
 
 Promises:
 - A put is stored once: groups the run knows are accepted again without effect, whatever request brings them.
-- Under StalePolicy WAIT a group that would be too stale in its turn is refused; it is never accepted and then dropped.
+- Unless the run's StalenessPolicy accepts late puts, a group that would be too stale in its turn is refused; it is
+  never accepted and then dropped.
 - What waits for the trainer is bounded: beyond that a request is refused whole, to be sent again.
 """
 
@@ -114,7 +115,7 @@ class _Judge:
     def __init__(self, state: RunState) -> None:
         self._limits, self._version = state.limits, state.run.policy_version
         self._admission = state.admission()
-        self._has_to_come_in_time = not state.policy.admits_by_trainer_version
+        self._must_be_in_time = not state.policy.stale.accepts_late_puts
 
     def error(self, group: PutGroup, *, num_before: int) -> tuple[int, str, str] | None:
         """Code, reason and message of a refusal; `num_before` groups of the request go before this one."""
@@ -124,10 +125,10 @@ class _Judge:
         oldest, bound = min(group.min_versions), self._limits.max_staleness
         if deadline(version=oldest, max_staleness=bound) < self._version:
             text = f"version {oldest} is more than {bound} behind the run's {self._version}"
-        elif self._has_to_come_in_time and self._admission.num_started + num_before >= self._admission.max_started(
-            oldest
+        elif self._must_be_in_time and (ahead := self._admission.num_started + num_before) >= (
+            self._admission.max_started(oldest)
         ):
-            text = f"{self._admission.num_started + num_before} groups go before it: it would be too stale in its turn"
+            text = f"{ahead} groups go before it: it would be too stale in its turn"
         else:
             return None
         return StaleError.code, StaleError.reason, f"group {group.group_id!r}: {text}"

@@ -15,6 +15,7 @@ from penstock.names import RUN_ID_RULE, is_run_id
 from penstock.pieces import MAX_GROUP_TOKENS
 from penstock.sampling import MIN_TEMPERATURE
 from penstock.security.addresses import checked_trusted_hosts
+from penstock.staleness.registry import PolicyName
 from penstock.targets import checked_addresses
 from services.trainer.algorithms.base import Normalization
 
@@ -234,7 +235,7 @@ class AlgorithmConfig(StrictModel):
 class SamplePolicyConfig(StrictModel):
     """How the broker treats the run's samples."""
 
-    stale: Literal["wait", "drop", "continue"] = "wait"
+    stale: PolicyName = "wait"
     """Samples that would lag more than algorithm.max_staleness: wait holds them back, and the trainer waits for slow
     ones; drop lets nobody wait and begins them anew; continue lets the trainer wait and begins anew what is late."""
     partial_groups: Literal["wait", "drop", "shrink"] = "shrink"

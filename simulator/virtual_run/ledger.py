@@ -1,7 +1,8 @@
 """The books of a simulated run: which samples may begin, and which groups go to the trainer.
 
-The rules are the broker's own: `admission` decides what begins, `batching` what is trained, `staleness` until when, and
-a queued group's rank in which order. Only the bookkeeping around them is lean, so that a million samples take seconds.
+The rules are the broker's own: `admission` and the staleness policy decide what begins, `batching` what is trained,
+`staleness` until when, and a queued group's rank in which order. Only the bookkeeping around them is lean, so that a
+million samples take seconds.
 """
 
 from __future__ import annotations
@@ -106,7 +107,7 @@ class Ledger:
         while len(taken) < most:
             if not self._siblings and not self._start(generator_version):
                 break
-            if self._siblings[-1].group.min_version > generator_version:
+            if not self._may_join(self._siblings[-1].group, generator_version):
                 # Weights older than those that began it would make the group older: left to others.
                 break
             count = min(most - len(taken), len(self._siblings))
@@ -124,7 +125,7 @@ class Ledger:
         taken: list[Sample] = []
         for index in reversed(range(len(self._siblings))):
             sample = self._siblings[index]
-            if len(taken) == most or sample.group.min_version > generator_version:
+            if len(taken) == most or not self._may_join(sample.group, generator_version):
                 continue
             if choice.num_taken(sample.group, 1, num_done=sample.num_done, most=1):
                 taken.append(self._siblings.pop(index))
@@ -189,7 +190,7 @@ class Ledger:
             limits=self.limits,
             policy_version=self.version,
             num_delivered=self.num_delivered,
-            num_due=self._due[self.version],
+            num_due=self._due[self.version] if self._policy.stale.keeps_places else 0,
         )
         ready = [ready for ready, _ in self._ready.values()]
         chosen = choose(ready, view, max_groups=self.num_missing, target_tokens=0)
@@ -231,6 +232,9 @@ class Ledger:
         return AdmissionRule(
             limits=self.limits, policy=self._policy, policy_version=self.version, num_started=self.num_started
         )
+
+    def _may_join(self, group: Group, generator_version: int) -> bool:
+        return self._policy.stale.may_join(group=group.min_version, generator=generator_version)
 
     def _may_start(self, generator_version: int) -> bool:
         verdict = self._rule().judge(generator_version=generator_version, min_version=None, prompt_min_version=None)

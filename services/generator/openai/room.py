@@ -1,8 +1,8 @@
 """When agents may begin another group: no earlier than the trainer will have use for it.
 
-The broker's own rule (AReaL, arXiv 2505.24298, section 5.1), applied where a group begins: a generator that holds
-version m begins the n-th group of the run only if n <= (m + max_staleness + 1) * groups_per_step. A slow trainer holds
-agents back, instead of samples growing too old in the queue. Advice only: the broker decides when the group is put.
+The broker's own rule, that of the run's StalenessPolicy (`penstock.staleness`), applied where a group begins: a slow
+trainer holds agents back, instead of samples growing too old in the queue. Advice only: the broker decides when the
+group is put.
 """
 
 from __future__ import annotations
@@ -11,15 +11,20 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
+from penstock.staleness.policy import max_begun
+from penstock.staleness.registry import DEFAULT, POLICIES
 from penstock.v1 import broker_pb2
 
 POLL_S = 0.25
-"""How often the books are asked while somebody waits."""
+"""How often the broker is asked while a group waits."""
 
 
-def has_room(limits: broker_pb2.RunLimits, *, version: int, num_begun: int) -> bool:
-    """Whether another group may begin where `num_begun` have; groups that were dropped do not count."""
-    return num_begun < (version + limits.max_staleness + 1) * limits.groups_per_step
+def has_room(run: broker_pb2.GetRunResponse, *, version: int, num_begun: int) -> bool:
+    """Whether a generator at `version` may begin another group where `num_begun` have; dropped ones do not count."""
+    policy = POLICIES.get(run.policy.stale, DEFAULT)
+    # The broker has no prompt of an agent's group.
+    counted = policy.start_version(trainer=run.policy_version, generator=version, can_restart=False)
+    return num_begun < max_begun(run.limits, counted)
 
 
 @dataclass(slots=True)
@@ -38,7 +43,7 @@ class GroupRoom:
     Args:
         get_run: Asks the broker.
         version: The version that this generator holds; None before the first.
-        transit: Kept up by whoever puts groups.
+        transit: Kept up to date by the sender of groups.
         monotonic_s: The time.
     """
 
@@ -60,7 +65,7 @@ class GroupRoom:
     async def wait(self, *, num_held: Callable[[], int], is_needed: Callable[[], bool]) -> None:
         """Returns when another group may begin, or none is needed any more; the caller sets the deadline.
 
-        The caller begins it at once, without awaiting anything: whoever else waits counts it then.
+        The caller begins it at once, without awaiting anything, so that every other waiter counts it.
 
         Args:
             num_held: Groups that have members here.
@@ -72,8 +77,8 @@ class GroupRoom:
             view = await self._current()
             version = self._version()
             num_begun = view.num_begun + self._transit.num_taken - view.num_settled + num_held()
-            held_version = view.policy_version if version is None else version
-            if has_room(view.limits, version=held_version, num_begun=num_begun):
+            held_version = view.run.policy_version if version is None else version
+            if has_room(view.run, version=held_version, num_begun=num_begun):
                 return
             await asyncio.sleep(POLL_S)
 
@@ -84,8 +89,7 @@ class GroupRoom:
                 run = await self._get_run()
                 num_samples = run.audit.trained + run.audit.in_flight
                 self._view = _View(
-                    limits=run.limits,
-                    policy_version=run.policy_version,
+                    run=run,
                     num_begun=-(-num_samples // run.limits.group_size),
                     num_settled=num_settled,
                     asked_s=asked_s,
@@ -95,10 +99,9 @@ class GroupRoom:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _View:
-    """What the books said."""
+    """What the broker answered."""
 
-    limits: broker_pb2.RunLimits
-    policy_version: int
+    run: broker_pb2.GetRunResponse
     num_begun: int
     num_settled: int
     """Groups that were settled when it was asked for: later ones may not be in it."""

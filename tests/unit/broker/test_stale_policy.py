@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from typing import cast, get_args
+
 import pytest
 
 from penstock.errors import InvalidFieldError, RunConflictError
+from penstock.staleness.policy import StalenessPolicy
+from penstock.staleness.registry import POLICIES, PolicyName
 from penstock.v1 import broker_pb2, types_pb2
 from services.broker import scoring
 from services.broker.audit import audit
@@ -13,7 +17,9 @@ from services.broker.limits import Limits
 from services.broker.opening import reopen_run
 from services.broker.policy import Policy
 from services.broker.run_state import RunState
+from services.generator.openai.room import has_room
 from tests.helpers.broker import limits
+from tests.helpers.trajectories import group
 from tests.unit.broker.builders import (
     acknowledge,
     deliver,
@@ -27,6 +33,7 @@ from tests.unit.broker.builders import (
     submit,
 )
 from tests.unit.broker.test_core_rules import _rule
+from tests.unit.broker.test_parcels import put as put_groups
 
 WAIT, DROP = broker_pb2.STALE_POLICY_WAIT, broker_pb2.STALE_POLICY_DROP
 CONTINUE = broker_pb2.STALE_POLICY_CONTINUE
@@ -38,7 +45,7 @@ def _limits() -> Limits:
 
 def test_an_unset_policy_is_every_default() -> None:
     found = Policy.from_proto(broker_pb2.RunPolicy(), _limits())
-    assert (found.stale, found.partial_groups) == (WAIT, broker_pb2.PARTIAL_GROUP_POLICY_SHRINK)
+    assert (found.stale.number, found.partial_groups) == (WAIT, broker_pb2.PARTIAL_GROUP_POLICY_SHRINK)
     assert (found.drops_zero_variance, found.num_extra_samples) == (False, 0)
     assert (found.num_retained_steps, found.dispatch) == (64, "auto")
     assert Policy.from_proto(found.to_proto(), _limits()) == found
@@ -230,3 +237,84 @@ def _failed(grant: scoring.ScoringGrant) -> broker_pb2.ScoreResult:
     key = types_pb2.SampleKey(group_id=grant.sample[0], sample_index=grant.sample[1])
     failed = types_pb2.Score(status=types_pb2.SCORE_STATUS_FAILED)
     return broker_pb2.ScoreResult(lease_id=grant.lease_id, key=key, score=failed)
+
+
+class Overcommit(StalenessPolicy):
+    """A fourth policy: a step's groups more than the trainer's version allows, joined by equals, dropped for good."""
+
+    name = "overcommit"
+    number = cast("broker_pb2.StalePolicy.ValueType", 99)
+    keeps_places = False
+    accepts_late_puts = True
+    restarts_stale = False
+
+    def start_version(self, *, trainer: int, generator: int, can_restart: bool = True) -> int:
+        """See `StalenessPolicy.start_version`."""
+        return trainer + 1 if can_restart else trainer
+
+    def may_join(self, *, group: int, generator: int) -> bool:
+        """See `StalenessPolicy.may_join`."""
+        return group == generator
+
+
+@pytest.fixture
+def overcommit(monkeypatch: pytest.MonkeyPatch) -> broker_pb2.StalePolicy.ValueType:
+    """The number of a policy that is registered and nothing more."""
+    monkeypatch.setitem(POLICIES, Overcommit.number, Overcommit())
+    return Overcommit.number
+
+
+def test_the_names_of_configurations_are_those_of_the_policies() -> None:
+    assert {policy.name for policy in POLICIES.values()} == set(get_args(PolicyName))
+    numbers = {
+        policy.name: broker_pb2.StalePolicy.Value(f"STALE_POLICY_{policy.name.upper()}") for policy in POLICIES.values()
+    }
+    assert {name: POLICIES[number].name for name, number in numbers.items()} == {name: name for name in numbers}
+    assert set(POLICIES) == set(broker_pb2.StalePolicy.values()) - {broker_pb2.STALE_POLICY_UNSPECIFIED}
+
+
+def test_admission_asks_a_registered_policy(overcommit: broker_pb2.StalePolicy.ValueType) -> None:
+    def may(num_started: int, generator: int, group: int | None = None) -> bool:
+        rule = _rule(5, num_started, stale=overcommit)
+        return rule.judge(generator_version=generator, min_version=group, prompt_min_version=None).is_allowed
+
+    assert [may(11, 4), may(12, 4), may(12, 5)] == [True, False, False]
+    assert [may(13, 5, group=5), may(13, 5, group=4), may(13, 4, group=5)] == [True, False, False]
+
+
+def test_delivery_and_drops_ask_a_registered_policy(overcommit: broker_pb2.StalePolicy.ValueType) -> None:
+    state, slow = _slow_and_ready(overcommit)
+    assert put(state, slow[0], [5, 6, 7]) == []
+    assert deliver(state) == ["c", "d"], "no place is kept for the slow group"
+    acknowledge(state, ["c", "d"], 2)
+    assert "slow" not in state.groups
+    books = audit(state)
+    assert (books.dropped, books.submitted, books.in_flight, books.balanced) == ({"stale": 2}, 10, 0, True)
+
+
+def test_puts_ask_a_registered_policy(overcommit: broker_pb2.StalePolicy.ValueType) -> None:
+    def refusals(stale: broker_pb2.StalePolicy.ValueType) -> int:
+        state = open_state(groups_per_step=1, max_staleness=0, policy=broker_pb2.RunPolicy(stale=stale))
+        assert not put_groups(state, group("first")).errors
+        return len(put_groups(state, group("late")).errors)
+
+    assert [refusals(overcommit), refusals(WAIT)] == [0, 1]
+
+
+def test_agents_ask_a_registered_policy(overcommit: broker_pb2.StalePolicy.ValueType) -> None:
+    run = broker_pb2.GetRunResponse(
+        limits=limits(groups_per_step=2, max_staleness=1),
+        policy=broker_pb2.RunPolicy(stale=overcommit),
+        policy_version=3,
+    )
+    assert [has_room(run, version=0, num_begun=number) for number in (9, 10)] == [True, False]
+    for stale in (WAIT, DROP, CONTINUE):
+        run.policy.stale = stale
+        assert [has_room(run, version=0, num_begun=number) for number in (3, 4)] == [True, False]
+
+
+def test_a_run_under_a_registered_policy_is_read_again(overcommit: broker_pb2.StalePolicy.ValueType) -> None:
+    state = open_state(policy=broker_pb2.RunPolicy(stale=overcommit))
+    state.settle()
+    state.rollback()
+    assert isinstance(state.policy.stale, Overcommit)

@@ -19,7 +19,8 @@ def limits(**changes):
     ("version", "num_begun", "expected"), [(0, 3, True), (0, 4, False), (1, 5, True), (1, 6, False)]
 )
 def test_groups_begin_as_far_as_the_staleness_bound_has_use_for_them(version, num_begun, expected):
-    assert has_room(limits(), version=version, num_begun=num_begun) is expected
+    run = broker_pb2.GetRunResponse(limits=limits(), policy_version=9)
+    assert has_room(run, version=version, num_begun=num_begun) is expected
 
 
 class Books:
