@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.e2e.children import run_child
+from benchmarks.children import run_child
 
 INSTALL_TIMEOUT_S = 1800.0
 CHECK_TIMEOUT_S = 120.0

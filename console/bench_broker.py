@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from console.benching import RUNS_DIR, bench
-from console.embedded_redis import redis_executable
+from console.launch.embedded_redis import redis_executable
 
 _TARGETS = {
     ("short", "ratio_to_bare_stream"): ">= 0.5",

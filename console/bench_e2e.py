@@ -18,7 +18,7 @@ def bench_e2e_command(*, is_json: bool, is_quick: bool, trl_python: Path | None 
     """Measure, and print a table or JSON; returns the exit status. Raises ConfigError when the task cannot be made."""
     from benchmarks.e2e import suite
     from benchmarks.e2e.trl_environment import trl_python as find_trl_python
-    from console.quick import prepare_task
+    from console.run.quick import prepare_task
 
     base = RUNS_DIR.absolute()
     task = prepare_task(base / "quickstart", seed=0, is_stdout_free=False)

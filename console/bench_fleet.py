@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from console.benching import bench
-from console.embedded_redis import redis_executable
+from console.launch.embedded_redis import redis_executable
 
 _PAPER = {"ranker": "0.90, 0.82, 0.79", "oracle": "0.82, 0.67, 0.69"}
 """StreamRL (Zhong et al. 2025), Figure 9: 7B, 32B, 72B."""

@@ -9,7 +9,7 @@ from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
-from penstock.telemetry import configure_logging
+from penstock.process.log_setup import configure_logging
 
 Result = dict[str, Any]
 RUNS_DIR = Path("runs")

@@ -13,16 +13,16 @@ from typing import Annotated
 
 import typer
 
-from console.certs.cli import register as register_certs
-from console.cli_bench import register as register_bench
-from console.cli_common import Broker, RunArgument, RunsDir, exit_with
-from console.cli_merge import register as register_merge
-from console.cli_node import register as register_node
-from console.cli_openai import register as register_openai
-from console.cli_planning import register as register_planning
-from console.cli_recording import register as register_recording
-from console.cli_runs import register as register_runs
-from console.cli_simulate import register as register_simulate
+from console.subcommands.cli_bench import register as register_bench
+from console.subcommands.cli_certs import register as register_certs
+from console.subcommands.cli_common import Broker, RunArgument, RunsDir, exit_with
+from console.subcommands.cli_merge import register as register_merge
+from console.subcommands.cli_node import register as register_node
+from console.subcommands.cli_openai import register as register_openai
+from console.subcommands.cli_planning import register as register_planning
+from console.subcommands.cli_recording import register as register_recording
+from console.subcommands.cli_runs import register as register_runs
+from console.subcommands.cli_simulate import register as register_simulate
 
 app = typer.Typer(
     name="penstock",
@@ -76,7 +76,7 @@ def run(
     """
 
     def work() -> int:
-        from console.commands import run_command
+        from console.run.run_commands import run_command
 
         return run_command(arguments or [], dry_run=dry_run, resume=resume, resume_or_start=resume_or_start)
 
@@ -100,7 +100,7 @@ def quickstart(
     """
 
     def work() -> int:
-        from console.commands import quickstart_command
+        from console.run.run_commands import quickstart_command
 
         return quickstart_command(overrides or [], seed=seed, directory=directory, prepare_only=prepare_only)
 
@@ -132,7 +132,7 @@ def serve(
     """
 
     def work() -> int:
-        from console.serve import serve_command
+        from console.serve.serve import serve_command
 
         serve_command(kind, config, overrides or [], listen=listen, name=name, level=log_level, log_format=log_format)
         return 0
@@ -155,7 +155,7 @@ def reward_serve(
     """
 
     def work() -> int:
-        from console.rewards import serve_reward
+        from console.serve.rewards import serve_reward
 
         serve_reward(target, listen=listen)
         return 0
@@ -175,7 +175,7 @@ def reward_check(
     """
 
     def work() -> int:
-        from console.rewards import check_reward
+        from console.serve.rewards import check_reward
 
         return check_reward(target)
 
@@ -187,7 +187,7 @@ def reward_resolve(model: Annotated[str, typer.Argument(metavar="MODEL")]) -> No
     """Say whether a reward model's name can be loaded here; `penstock run` asks before it starts anything."""
 
     def work() -> int:
-        from console.rewards import resolve_reward
+        from console.serve.rewards import resolve_reward
 
         resolve_reward(model)
         return 0
@@ -215,7 +215,7 @@ def status(
     """
 
     def work() -> int:
-        from console.status import status_command
+        from console.inspect.status import status_command
 
         return status_command(run, broker=broker, runs_dir=directory, is_watched=watch, as_json=as_json)
 
@@ -244,7 +244,7 @@ def audit(
     """
 
     def work() -> int:
-        from console.audit import audit_command
+        from console.inspect.audit_report import audit_command
 
         return audit_command(run, broker=broker, runs_dir=directory, by_version=by_version, as_json=as_json)
 
@@ -272,7 +272,7 @@ def report(run_dir: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="A ru
     """
 
     def work() -> int:
-        from console.commands import report_command
+        from console.run.run_commands import report_command
 
         return report_command(run_dir)
 
@@ -289,7 +289,7 @@ def ps(directory: RunsDir = Path("runs")) -> None:
     """
 
     def work() -> int:
-        from console.local import ps_command
+        from console.inspect.local_runs import ps_command
 
         return ps_command(directory)
 
@@ -312,7 +312,7 @@ def logs(
     """
 
     def work() -> int:
-        from console.local import logs_command
+        from console.inspect.local_runs import logs_command
 
         return logs_command(run_dir, service, follow=follow, num_lines=lines)
 
@@ -329,7 +329,7 @@ def stop(run_dir: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="A run 
     """
 
     def work() -> int:
-        from console.local import stop_command
+        from console.inspect.local_runs import stop_command
 
         return stop_command(run_dir)
 
@@ -346,7 +346,7 @@ def doctor() -> None:
     """
 
     def work() -> int:
-        from console.doctor import doctor_command
+        from console.inspect.doctor import doctor_command
 
         return doctor_command()
 

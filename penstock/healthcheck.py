@@ -10,7 +10,7 @@ import sys
 from dataclasses import replace
 
 from penstock.config import ConfigError
-from penstock.rpc import wait_until_serving
+from penstock.network.rpc import wait_until_serving
 from penstock.security import Security
 from penstock.security.checks.troubles import TROUBLES
 

@@ -1,7 +1,7 @@
 """A step or a few of a run under a dispatch policy, on a virtual clock: how long until every sample is decoded.
 
 The queue is a real `RunState`; leases are chosen by `generation.lease` through the policies and the picture of the
-fleet (`services.broker.fleet`) that a broker uses; only the generators pretend. Admission is kept out of the way.
+fleet (`services.broker.fleet.snapshot`) that a broker uses; only the generators pretend. Admission is kept out of the way.
 """
 
 from __future__ import annotations
@@ -13,15 +13,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from penstock.v1 import broker_pb2, types_pb2
-from services.broker import accepting, generation, moves, submission
-from services.broker.chunks import ChunkFacts
 from services.broker.dispatch.latency import LatencyModel
-from services.broker.dispatch.moving import MOVE_COST_S
-from services.broker.dispatch.registry import make_policy
-from services.broker.fleet import Fleet, GeneratorStatus, SeenLengths, lengths_seen
-from services.broker.generation import Choice, GeneratorFacts, Grant
-from services.broker.opening import create_run
-from services.broker.run_state import RunState
+from services.broker.dispatch.policies import make_policy
+from services.broker.dispatch.stealing_rule import MOVE_COST_S
+from services.broker.fleet import work_stealing
+from services.broker.fleet.snapshot import Fleet, GeneratorStatus, SeenLengths, lengths_seen
+from services.broker.ingest.token_chunk import ChunkFacts
+from services.broker.operations import append_tokens, leasing, submission
+from services.broker.operations.leasing import Choice, GeneratorFacts, Grant
+from services.broker.operations.lifecycle import create_run
+from services.broker.state.run_state import RunState
 from simulator.fleet import Engine, PretendGenerator
 
 GIVE_UP_S = 60.0
@@ -162,7 +163,7 @@ class _Simulation:
             stored = self._state.groups[group_id].samples[index].num_tokens
             if num_tokens > stored or finish_reason:
                 chunks.append(_chunk(grant, stored, num_tokens, finish_reason))
-        errors = accepting.accept_chunks(self._state, name, chunks, now_s).errors
+        errors = append_tokens.accept_chunks(self._state, name, chunks, now_s).errors
         if errors:
             raise RuntimeError(f"the broker refused a chunk: {errors[0]}")
         self._state.settle()
@@ -177,12 +178,12 @@ class _Simulation:
             num_free = engine.model.max_samples - engine.num_held
             if num_free <= 0 or not self._state.queue or now_s < self._ask_again_s.get(name, 0.0):
                 continue
-            choice = generation.EVERYTHING
+            choice = leasing.EVERYTHING
             if self._policy.needs_situation:
                 situation = self._fleet.situation(self._state, self._statuses(), name, now_s)
                 decision = self._policy.decide(situation)
                 choice = Choice(order=self._policy.order, decision=decision, mean_tokens=situation.mean_tokens)
-            found = generation.lease(
+            found = leasing.lease(
                 self._state, _facts(name), max_leases=num_free, now_s=now_s, make_suffix=self._suffix, choice=choice
             )
             self._state.settle()
@@ -197,7 +198,7 @@ class _Simulation:
             if not self._can_move or now_s == 0.0 or engine.num_held >= engine.model.max_samples or self._state.queue:
                 continue
             situation = self._fleet.situation(self._state, self._statuses(), name, now_s)
-            grants = moves.take_over(
+            grants = work_stealing.take_over(
                 self._state,
                 _facts(name),
                 situation,

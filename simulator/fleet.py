@@ -8,8 +8,8 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from services.broker.dispatch.latency import LatencyModel
-from services.broker.generation import Grant
-from services.broker.store import SampleId
+from services.broker.operations.leasing import Grant
+from services.broker.records.store import SampleId
 
 _SAME_STEP = 1e-6
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from services.broker.dispatch.latency import LatencyModel
-from services.generator.pretend.lengths import STREAMRL_BIN_TOKENS, STREAMRL_FIRST_TOKENS, STREAMRL_HISTOGRAM
+from services.generator.emulation.length_law import STREAMRL_BIN_TOKENS, STREAMRL_FIRST_TOKENS, STREAMRL_HISTOGRAM
 from simulator.dispatch import Scenario
 from simulator.fleet import PretendGenerator
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import structlog
 
-from services.broker.store import Store
-from tests.helpers.stores import GROUPED_STORES, STORES, RedisServers, opened_store, redis_servers
+from services.broker.records.store import Store
+from tests.helpers.stores.stores import GROUPED_STORES, STORES, RedisServers, opened_store, redis_servers
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

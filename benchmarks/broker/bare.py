@@ -19,7 +19,7 @@ from benchmarks.broker.processes import CpuMeter, Worker
 from benchmarks.broker.throughput import play, rates
 from benchmarks.broker.worker import Ready
 from benchmarks.broker.workload import WORKLOADS, Workload
-from penstock.rpc import open_channel
+from penstock.network.rpc import open_channel
 
 SERVICE = "penstock.benchmarks.Bare"
 MAX_QUEUED_MESSAGES = 64

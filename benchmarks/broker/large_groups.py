@@ -25,8 +25,8 @@ from benchmarks.broker.worker import Ready
 from benchmarks.scratch import scratch_folder
 from penstock.clients.broker import BrokerClient
 from penstock.clients.trajectories import TrajectorySession
-from penstock.codec import encode_versions
 from penstock.v1 import broker_pb2, types_pb2
+from penstock.wire.codec import encode_versions
 
 RUN, GROUP = "large", "a"
 CASES = {"1,024 x 8k": (1_024, 8_192), "16 x 128k": (16, 131_072)}

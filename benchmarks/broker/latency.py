@@ -15,7 +15,7 @@ from benchmarks.broker.workload import SHORT
 from penstock.clients.broker import BrokerClient
 from penstock.clients.training import MicrobatchSession, Subscription
 from penstock.clients.trajectories import TrajectorySession
-from penstock.rpc import open_channel
+from penstock.network.rpc import open_channel
 from penstock.v1 import types_pb2
 
 RATE_PER_S = 200

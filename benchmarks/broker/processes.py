@@ -17,10 +17,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
-from benchmarks.e2e.children import tail
-from penstock import rpc
-from penstock.bound_child import bound
-from penstock.memory import REDIS_ENVIRONMENT
+from benchmarks.children import tail
+from penstock.network import rpc
+from penstock.process.bound_child import bound
+from penstock.process.malloc import REDIS_ENVIRONMENT
 
 START_TIMEOUT_S = 30.0
 ANSWER_TIMEOUT_S = 600.0

@@ -11,8 +11,8 @@ import numpy as np
 
 from benchmarks.broker.processes import CpuMeter, Stage
 from penstock.clients.broker import BrokerClient
-from penstock.codec import int32_bytes
 from penstock.v1 import broker_pb2, broker_pb2_grpc, types_pb2
+from penstock.wire.codec import int32_bytes
 
 GROUP_SIZE = 8
 SHALLOW_SAMPLES = 1_000

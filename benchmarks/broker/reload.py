@@ -19,14 +19,14 @@ from benchmarks.broker.processes import Stage
 from benchmarks.scratch import scratch_folder
 from penstock.clock import SystemClock
 from penstock.v1 import broker_pb2, types_pb2
-from services.broker.hub import RunHub
-from services.broker.memory_store import MemoryStore
-from services.broker.opening import create_run
-from services.broker.parcel_shelf import parcel_name
+from services.broker.operations.lifecycle import create_run
+from services.broker.records.store import Delta, Store
 from services.broker.records_pb2 import GroupRecord, ParcelRecord, SampleRecord
-from services.broker.redis_store import RedisStore
-from services.broker.run_state import RunState
-from services.broker.store import Delta, Store
+from services.broker.runtime.run_replica import RunHub
+from services.broker.state.batch_index import parcel_name
+from services.broker.state.run_state import RunState
+from services.broker.storage.memory_store import MemoryStore
+from services.broker.storage.redis.redis_store import RedisStore
 
 RUN = "large"
 GROUPS_PER_STEP = 1_024

@@ -18,9 +18,9 @@ from penstock.clients.broker import BrokerClient
 from penstock.clients.leases import LeaseSession
 from penstock.clients.sample_stream import SampleStream
 from penstock.clients.tokens import TokenSession
-from penstock.codec import int32_bytes
-from penstock.rpc import open_channel
+from penstock.network.rpc import open_channel
 from penstock.v1 import broker_pb2, types_pb2
+from penstock.wire.codec import int32_bytes
 
 NUM_CONNECTIONS = 8
 GROUP_SIZE = 8

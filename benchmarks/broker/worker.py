@@ -54,8 +54,8 @@ def _main(kind: str) -> None:
     # Imported here: other environments lack them.
     import uvloop
 
-    from penstock.memory import keep_large_buffers
-    from penstock.telemetry import configure_logging
+    from penstock.process.log_setup import configure_logging
+    from penstock.process.malloc import keep_large_buffers
 
     configure_logging("worker", level="warning")
     if kind == "--plain":

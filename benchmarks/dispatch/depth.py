@@ -16,15 +16,15 @@ import statistics
 import time
 
 from penstock.v1 import broker_pb2, types_pb2
-from services.broker import generation, submission
 from services.broker.dispatch.calibration import normal
 from services.broker.dispatch.latency import LatencyModel
-from services.broker.dispatch.registry import make_policy
-from services.broker.dispatch.types import DispatchPolicy
-from services.broker.fleet import Fleet, GeneratorStatus, SeenLengths
-from services.broker.generation import Choice, GeneratorFacts
-from services.broker.opening import create_run
-from services.broker.run_state import RunState
+from services.broker.dispatch.policies import make_policy
+from services.broker.dispatch.situation import DispatchPolicy
+from services.broker.fleet.snapshot import Fleet, GeneratorStatus, SeenLengths
+from services.broker.operations import leasing, submission
+from services.broker.operations.leasing import Choice, GeneratorFacts
+from services.broker.operations.lifecycle import create_run
+from services.broker.state.run_state import RunState
 
 POLICIES = ("fifo", "least_loaded", "lpt", "streamrl", "auto")
 GROUP_SIZE = 8
@@ -70,12 +70,12 @@ class Queue:
         """Time of one answer to a generator that asks; what it got is put back."""
         self._now_s += 0.05
         start_s = time.perf_counter()
-        choice = generation.EVERYTHING
+        choice = leasing.EVERYTHING
         if policy.needs_situation:
             situation = self._fleet.situation(self._state, self._statuses, "gen-0", self._now_s)
             decision = policy.decide(situation)
             choice = Choice(order=policy.order, decision=decision, mean_tokens=situation.mean_tokens)
-        found = generation.lease(
+        found = leasing.lease(
             self._state,
             self._facts,
             max_leases=NUM_LEASES,
@@ -92,7 +92,7 @@ class Queue:
     def put_back(self) -> None:
         """Let every lease expire."""
         self._now_s += 7200.0
-        generation.expire(self._state, self._now_s)
+        leasing.expire(self._state, self._now_s)
         self._state.settle()
 
 

@@ -28,7 +28,7 @@ PACK_TOKENS = 1024
 
 def generation(model_dir: Path, steps: Sequence[Groups]) -> dict[str, float]:
     """Samples and tokens per second."""
-    from services.generator.vllm_setup import cpu_environment, quiet_environment
+    from services.generator.engines.vllm.process_setup import cpu_environment, quiet_environment
 
     os.environ.update({**quiet_environment(), **cpu_environment(num_threads=1), "VLLM_LOGGING_LEVEL": "ERROR"})
     from vllm import LLM, SamplingParams

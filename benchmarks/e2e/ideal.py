@@ -7,7 +7,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.e2e.children import environment, run_child
+from benchmarks.children import environment, run_child
 
 TIMEOUT_S = 900.0
 

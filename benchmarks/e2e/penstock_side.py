@@ -8,10 +8,10 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from benchmarks.e2e.children import ROOT, child, environment, run_child, tail
+from benchmarks.children import ROOT, child, environment, run_child, tail
 from benchmarks.e2e.curve import Curve, Step
 from benchmarks.e2e.task import Task
-from services.trainer.metrics import JsonLines
+from services.trainer.reporting.metrics import JsonLines
 
 CONFIG_FILE = ROOT / "examples" / "quickstart.yaml"
 STEP_TIMEOUT_S = 300.0

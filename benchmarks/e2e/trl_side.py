@@ -6,7 +6,7 @@ import json
 from dataclasses import asdict
 from pathlib import Path
 
-from benchmarks.e2e.children import ROOT, environment, run_child
+from benchmarks.children import ROOT, environment, run_child
 from benchmarks.e2e.curve import Curve, Step
 from benchmarks.e2e.task import WINDOW_STEPS, Task
 

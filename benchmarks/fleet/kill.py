@@ -26,15 +26,15 @@ from benchmarks.fleet.generation import REAL_PACE, STEP_TIMEOUT_S, Runs, Surroun
 from benchmarks.fleet.machines import machines
 from benchmarks.fleet.workload import VOCAB_SIZE, Workload, group_id
 from penstock.clients.broker import BrokerClient
-from penstock.codec import int32_array
-from penstock.rpc import call, open_channel
+from penstock.network.rpc import call, open_channel
 from penstock.v1 import broker_pb2, generator_pb2, generator_pb2_grpc, types_pb2
+from penstock.wire.codec import int32_array
 from services.broker.records_pb2 import GroupRecord, SampleRecord
-from services.broker.redis_store import RedisStore
+from services.broker.storage.redis.redis_store import RedisStore
 from services.generator.config import EmulatedConfig, EngineConfig
-from services.generator.emulated_engine import script_of
-from services.generator.engine import GenerateRequest, SamplingSettings
-from services.generator.pretend.build import build_spec
+from services.generator.engine.engine import GenerateRequest, SamplingSettings
+from services.generator.engines.emulated.emulated_engine import script_of
+from services.generator.engines.emulated.from_config import build_spec
 
 POLL_S = 0.05
 BOOKS_FACTOR = 10

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.fleet.workload import MAX_NEW_TOKENS, NUM_PROMPT_TOKENS
-from services.generator.pretend.hardware import GPUS, MODELS
-from services.generator.pretend.steps import STREAMRL_TABLE, Roofline, TableSteps
+from services.generator.emulation.hardware import GPUS, MODELS
+from services.generator.emulation.step_times import STREAMRL_TABLE, Roofline, TableSteps
 
 FLEETS: dict[str, Sequence[str]] = {
     "alike": ("H800",) * 8,

@@ -15,7 +15,7 @@ from safetensors.numpy import save_file
 
 from benchmarks.fleet.workload import group_id
 from benchmarks.weights.contents import make_manifest
-from penstock.rpc import Server, Service
+from penstock.network.rpc import Server, Service
 from penstock.v1 import scheduler_pb2, scheduler_pb2_grpc, weights_pb2, weights_pb2_grpc
 
 _Context = grpc.aio.ServicerContext[Any, Any]

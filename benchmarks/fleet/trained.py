@@ -23,9 +23,9 @@ from benchmarks.fleet.generation import Pace, Surroundings, measure_undisturbed
 from benchmarks.fleet.machines import machines
 from benchmarks.fleet.workload import TAIL_SHARES, Workload, group_id, recall
 from benchmarks.ranker.made_set import MadePrompt, make_set
-from penstock.codec import int32_bytes
-from penstock.rpc import call, open_channel, wait_until_serving
+from penstock.network.rpc import call, open_channel, wait_until_serving
 from penstock.v1 import scheduler_pb2, scheduler_pb2_grpc
+from penstock.wire.codec import int32_bytes
 
 NUM_PAIRS = 4_096
 FIT_TIMEOUT_S = 60.0

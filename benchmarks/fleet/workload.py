@@ -8,9 +8,9 @@ from pathlib import Path
 
 import numpy as np
 
-from penstock.codec import int32_bytes
 from penstock.v1 import types_pb2
-from services.generator.pretend.lengths import STREAMRL_BIN_TOKENS, STREAMRL_FIRST_TOKENS, STREAMRL_HISTOGRAM
+from penstock.wire.codec import int32_bytes
+from services.generator.emulation.length_law import STREAMRL_BIN_TOKENS, STREAMRL_FIRST_TOKENS, STREAMRL_HISTOGRAM
 
 VOCAB_SIZE = 4_096
 NUM_PROMPT_TOKENS = 128

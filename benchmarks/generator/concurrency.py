@@ -1,7 +1,7 @@
 """Concurrency by measured KV pressure against fixed settings, on a pretend GPU in virtual time.
 
 One generator with more work than it can hold decodes the same samples under each setting: a fixed number of samples at
-once, or as many as `services.generator.kv_room` asks for. The pretend GPU (`services.generator.pretend`) preempts and
+once, or as many as `services.generator.decoding.kv_headroom` asks for. The pretend GPU (`services.generator.emulation`) preempts and
 prefills as vLLM does, so too many samples at once cost recomputation and too few leave the GPU idle.
 """
 
@@ -13,11 +13,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from services.generator.kv_room import HeldSample, KvRoom
-from services.generator.pretend.batch import Batch, BatchSample
-from services.generator.pretend.hardware import GPUS, MODELS
-from services.generator.pretend.lengths import HistogramLengths, LengthLaw, LogNormalLengths
-from services.generator.pretend.steps import Roofline
+from services.generator.decoding.kv_headroom import HeldSample, KvRoom
+from services.generator.emulation.continuous_batch import Batch, BatchSample
+from services.generator.emulation.hardware import GPUS, MODELS
+from services.generator.emulation.length_law import HistogramLengths, LengthLaw, LogNormalLengths
+from services.generator.emulation.step_times import Roofline
 
 BEAT_S = 0.05
 """A generator asks for leases this often while samples end."""

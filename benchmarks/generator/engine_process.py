@@ -25,10 +25,10 @@ import numpy as np
 from benchmarks.broker.processes import cpu_s
 from benchmarks.generator.model import VOCAB_SIZE
 from benchmarks.group_end import end_group_with_parent
-from penstock.weights import manifest_digest, safetensors_digests
-from services.generator.engine import GenerateRequest, SamplingSettings, UpdateMode, WeightUpdate
-from services.generator.vllm_engine import VllmEngine
-from services.generator.vllm_setup import VllmSettings
+from penstock.model.digests import manifest_digest, safetensors_digests
+from services.generator.engine.engine import GenerateRequest, SamplingSettings, UpdateMode, WeightUpdate
+from services.generator.engines.vllm.process_setup import VllmSettings
+from services.generator.engines.vllm.vllm_engine import VllmEngine
 
 PROMPT_TOKENS = 24
 MEAN_TOKENS, LENGTH_SIGMA, MAX_TOKENS = 150.0, 0.6, 450

@@ -25,11 +25,11 @@ from benchmarks.broker.processes import cpu_s
 from benchmarks.generator.concurrency import BEAT_S, MAX_SAMPLES, WARM_UP_SHARE
 from benchmarks.generator.model import VOCAB_SIZE
 from benchmarks.group_end import end_group_with_parent
-from services.generator.credit import Credit
-from services.generator.engine import EngineProfile, EngineStats, GenerateRequest, SamplingSettings
-from services.generator.kv_room import HeldSample
-from services.generator.vllm_engine import VllmEngine
-from services.generator.vllm_setup import VllmSettings
+from services.generator.decoding.kv_headroom import HeldSample
+from services.generator.decoding.lease_headroom import Credit
+from services.generator.engine.engine import EngineProfile, EngineStats, GenerateRequest, SamplingSettings
+from services.generator.engines.vllm.process_setup import VllmSettings
+from services.generator.engines.vllm.vllm_engine import VllmEngine
 
 PROMPT_TOKENS = 100
 MEAN_TOKENS, LENGTH_SIGMA, MAX_TOKENS = 200.0, 0.6, 900

@@ -19,7 +19,7 @@ from benchmarks.generator.kv_pressure import MAX_CONTEXT, WINDOW_TIMEOUT_S, Pres
 from benchmarks.generator.model import UPDATE_SCALE, make_model
 from benchmarks.group_end import run_group
 from benchmarks.scratch import scratch_folder
-from services.generator.engine import UpdateMode
+from services.generator.engine.engine import UpdateMode
 
 Result = dict[str, Any]
 Progress = Callable[[str], None]

@@ -16,10 +16,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from statistics import mean
 
-from services.scheduler.cost_model.rm1 import Rm1
-from services.scheduler.plan_document import PlanDocument
-from services.scheduler.planning import AUTO, solve
-from services.scheduler.problem import read_problem
+from services.scheduler.cost_model.reference import Rm1
+from services.scheduler.planning.solve import AUTO, solve
+from services.scheduler.problem.plan_document import PlanDocument
+from services.scheduler.problem.problem import read_problem
 from services.scheduler.solvers.multilevel import MultilevelSolver
 from services.scheduler.solvers.partition import PartitionSolver
 

@@ -12,12 +12,12 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from services.scheduler.cost_model.calibrated import CALIBRATED, make_model
-from services.scheduler.cost_model.rm1 import Rm1
-from services.scheduler.plan_document import PlanDocument
-from services.scheduler.planning import AUTO, solve
-from services.scheduler.problem import NodeClass, Problem
-from simulator.virtual_run.setup import Mode, SetupError, colocated, with_staleness
-from simulator.virtual_run.simulate import Options, Outcome, simulate_plan, simulate_setup
+from services.scheduler.cost_model.reference import Rm1
+from services.scheduler.planning.solve import AUTO, solve
+from services.scheduler.problem.plan_document import PlanDocument
+from services.scheduler.problem.problem import NodeClass, Problem
+from simulator.virtual_run.build_run import Mode, SetupError, colocated, with_staleness
+from simulator.virtual_run.simulation import Options, Outcome, simulate_plan, simulate_setup
 
 NUM_SIMULATED = 14
 """Plans that are simulated, of those that the cost model finds best."""

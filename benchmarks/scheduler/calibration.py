@@ -12,7 +12,7 @@ import sys
 from collections.abc import Sequence
 from functools import partial
 
-from benchmarks.scheduler.fitting import (
+from benchmarks.scheduler.cost_model.fitting import (
     MFU_BY_CONTEXT,
     counted_mfu,
     fit_allreduce,
@@ -20,7 +20,7 @@ from benchmarks.scheduler.fitting import (
     fit_decoding,
     fit_duty,
 )
-from benchmarks.scheduler.published import Row, decode_rows, generation_rows, held_out_rows, run_rows
+from benchmarks.scheduler.cost_model.published import Row, decode_rows, generation_rows, held_out_rows, run_rows
 from services.scheduler.cost_model.calibrated import (
     ALLREDUCE_OVERHEAD_S,
     ATTENTION_EFFICIENCY,
@@ -30,7 +30,7 @@ from services.scheduler.cost_model.calibrated import (
     TRAINER_DUTY,
     trainer_mfu,
 )
-from services.scheduler.problem import CostConstants
+from services.scheduler.problem.problem import CostConstants
 
 RM1_CONSTANTS = CostConstants()
 CONSTANTS = CostConstants.model_validate(

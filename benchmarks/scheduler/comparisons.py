@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import combinations
 
 from benchmarks.scheduler.best import Best, best_colocated, best_plan, whole_types
-from benchmarks.scheduler.settings import (
+from benchmarks.scheduler.problems.settings import (
     ACTOR,
     PPO_TASKS,
     PRICES,
@@ -18,9 +18,9 @@ from benchmarks.scheduler.settings import (
     make_problem,
     streamrl,
 )
-from services.scheduler.problem import NodeClass, Problem
-from simulator.virtual_run.setup import Mode
-from simulator.virtual_run.simulate import Options
+from services.scheduler.problem.problem import NodeClass, Problem
+from simulator.virtual_run.build_run import Mode
+from simulator.virtual_run.simulation import Options
 
 ONE_STEP, ASYNC, STREAMING = (Options(mode=mode) for mode in (Mode.ONE_STEP, Mode.ASYNC, Mode.STREAMING))
 STREAMRL = Options(mode=Mode.ONE_STEP, drains=True, can_move=False)

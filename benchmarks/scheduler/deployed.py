@@ -22,7 +22,7 @@ from typing import Any
 
 import yaml
 
-from benchmarks.scheduler.pretended import VARIATIONS, variation
+from benchmarks.scheduler.problems.pretended import VARIATIONS, variation
 from benchmarks.scratch import scratch_folder
 
 NUM_SKIPPED = 8

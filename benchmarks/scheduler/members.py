@@ -16,11 +16,11 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from benchmarks.scheduler.drawn import drawn_problem
-from services.scheduler.cost_model.rm1 import Infeasible, Rm1, Score
-from services.scheduler.plan_document import PlanDocument
-from services.scheduler.planning import AUTO, SOLVERS, solve
-from services.scheduler.problem import Problem, read_problem
+from benchmarks.scheduler.problems.drawn import drawn_problem
+from services.scheduler.cost_model.reference import Infeasible, Rm1, Score
+from services.scheduler.planning.solve import AUTO, SOLVERS, solve
+from services.scheduler.problem.plan_document import PlanDocument
+from services.scheduler.problem.problem import Problem, read_problem
 from services.scheduler.solvers.interface import ProblemTooLargeError, TimeLeft
 
 PLAN_S = 0.01

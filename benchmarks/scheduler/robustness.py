@@ -12,9 +12,9 @@ from pathlib import Path
 from random import Random
 from statistics import median
 
-from services.scheduler.cost_model.rm1 import Rm1
-from services.scheduler.planning import AUTO, solve
-from services.scheduler.problem import Problem, read_problem
+from services.scheduler.cost_model.reference import Rm1
+from services.scheduler.planning.solve import AUTO, solve
+from services.scheduler.problem.problem import Problem, read_problem
 from services.scheduler.solvers.interface import Solution
 
 _GPU_NUMBERS = ("tflops_bf16", "hbm_GBps", "ar_bus_GBps", "ar_latency_us")

@@ -26,15 +26,15 @@ from benchmarks.fleet.surroundings import staged
 from benchmarks.fleet.workload import NUM_PROMPT_TOKENS, Workload, make_workload
 from penstock.v1 import broker_pb2
 from services.broker.dispatch.latency import DEFAULT_BASE_S, DEFAULT_PER_SAMPLE_S, LatencyModel
-from services.broker.fleet import lengths_seen
-from services.broker.limits import Limits
-from services.generator.pretend.steps import STREAMRL_TABLE, TableSteps
+from services.broker.fleet.snapshot import lengths_seen
+from services.broker.rules.limits import Limits
+from services.generator.emulation.step_times import STREAMRL_TABLE, TableSteps
 from simulator.dispatch import Scenario, simulate
 from simulator.fleet import PretendGenerator
-from simulator.virtual_run.engine import GeneratorSpec
+from simulator.virtual_run.build_run import Setup, TrainerSpec
+from simulator.virtual_run.event_loop import Run
 from simulator.virtual_run.ledger import Ledger
-from simulator.virtual_run.run import Run
-from simulator.virtual_run.setup import Setup, TrainerSpec
+from simulator.virtual_run.virtual_generator import GeneratorSpec
 
 SEED = 0
 

@@ -13,8 +13,8 @@ import torch
 from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM
 
-from services.trainer.attention import PACKED_ATTENTION, packed_inputs, register_packed_attention
-from services.trainer.packing import Pack
+from services.trainer.batches.packing import Pack
+from services.trainer.model.attention import PACKED_ATTENTION, packed_inputs, register_packed_attention
 
 CLIP = 0.2
 

@@ -9,8 +9,8 @@ import numpy as np
 
 from benchmarks.trainer.recorded import Groups
 from services.trainer.algorithms.dr_grpo import DR_GRPO
-from services.trainer.packing import Pack, pack_trajectories
-from services.trainer.samples import TrainingSample, trajectory_of
+from services.trainer.batches.packing import Pack, pack_trajectories
+from services.trainer.batches.training_sample import TrainingSample, trajectory_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

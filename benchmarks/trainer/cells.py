@@ -10,15 +10,15 @@ import numpy as np
 
 from benchmarks.trainer.lagging import LaggingSampler, Score
 from services.reward.models.exact_match import exact_match
-from services.trainer.backend import Backend
+from services.trainer.batches.packing import pack_trajectories
+from services.trainer.batches.training_sample import TrainingSample, trajectory_of
 from services.trainer.config import TrainingConfig
-from services.trainer.context import Policy
-from services.trainer.packing import pack_trajectories
-from services.trainer.policy import load_policy
-from services.trainer.samples import TrainingSample, trajectory_of
-from services.trainer.step import TrainingStep
-from services.trainer.step_settings import step_settings
-from services.trainer.updates import Lesson, split
+from services.trainer.model.backend import Backend
+from services.trainer.run.context import Policy
+from services.trainer.run.policy_loading import load_policy
+from services.trainer.step.optimizer_steps import Lesson, split
+from services.trainer.step.step import TrainingStep
+from services.trainer.step.step_settings import step_settings
 
 PLAIN = "plain loop"
 Groups = Sequence[Sequence[TrainingSample]]

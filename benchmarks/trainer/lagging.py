@@ -18,13 +18,19 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from penstock.rewards import RewardItem
-from services.generator.engine import GenerateRequest, SamplingSettings
-from services.generator.transformers_decoder import BatchDecoder, Row
+from services.generator.engine.engine import GenerateRequest, SamplingSettings
+from services.generator.engines.transformers.batch_decoder import BatchDecoder, Row
 from services.reward.models.exact_match import exact_match
+from services.trainer.batches.training_sample import TrainingSample
 from services.trainer.config import TrainingConfig
-from services.trainer.data import EncodedPrompt, PromptStream, load_prompts, sampling_seed, training_group_id
-from services.trainer.samples import TrainingSample
-from services.trainer.tokenizer import HuggingFaceTokenizer
+from services.trainer.data.prompt_order import (
+    EncodedPrompt,
+    PromptStream,
+    load_prompts,
+    sampling_seed,
+    training_group_id,
+)
+from services.trainer.data.tokenizer import HuggingFaceTokenizer
 
 Score = Callable[[RewardItem], float]
 HELD_OUT_SEED = 2**40

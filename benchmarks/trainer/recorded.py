@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from services.trainer.samples import TrainingSample
+from services.trainer.batches.training_sample import TrainingSample
 
 Groups = Sequence[Sequence[TrainingSample]]
 

@@ -23,15 +23,15 @@ from benchmarks.trainer.bare import BareLoop
 from benchmarks.trainer.batches import packed_batch
 from benchmarks.trainer.recorded import Groups
 from services.trainer.algorithms.base import Normalization
-from services.trainer.algorithms.correction import Correction
 from services.trainer.algorithms.dr_grpo import DR_GRPO
 from services.trainer.algorithms.loss import LossSettings, policy_loss
+from services.trainer.algorithms.terms.correction import Correction
+from services.trainer.batches.training_sample import TrainingSample
 from services.trainer.config import OptimizerConfig
-from services.trainer.model_loading import ModelSettings
-from services.trainer.rank_backend import RankBackend
-from services.trainer.samples import TrainingSample
-from services.trainer.step import StepReport, TrainingStep
-from services.trainer.step_settings import StepSettings
+from services.trainer.distributed.rank_backend import RankBackend
+from services.trainer.model.model_loading import ModelSettings
+from services.trainer.step.step import StepReport, TrainingStep
+from services.trainer.step.step_settings import StepSettings
 
 GROUP_SIZE, NUM_GROUPS, GROUPS_AT_ONCE = 8, 32, 2
 PROMPT_TOKENS, MEAN_TOKENS, LENGTH_SIGMA, MAX_TOKENS = 18, 45.0, 0.6, 195

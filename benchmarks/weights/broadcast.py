@@ -22,16 +22,16 @@ from pathlib import Path
 
 from benchmarks.scratch import scratch_folder
 from benchmarks.weights.contents import RUN_ID, make_manifest, write_weights
-from penstock.clients.downloads import Downloader
 from penstock.clients.weights import WeightsClient
-from penstock.collective.backend import Transport
-from penstock.collective.receiver import BroadcastReceiver
-from penstock.rpc import Server, Service
+from penstock.collective.broadcast_backend import Transport
+from penstock.downloads.broadcast_receiver import BroadcastReceiver
+from penstock.downloads.downloader import Downloader
+from penstock.network.rpc import Server, Service
 from penstock.security import NO_SECURITY
 from penstock.v1 import weights_pb2, weights_pb2_grpc
-from services.trainer.broadcasts import Broadcasts, BroadcastSettings
-from services.trainer.weight_publisher import serving_weights
-from services.trainer.weight_store import SERVICE_NAME, PublishedVersion, WeightStore, WeightStoreService
+from services.trainer.publishing.broadcasts import Broadcasts, BroadcastSettings
+from services.trainer.publishing.publisher import serving_weights
+from services.trainer.publishing.version_store import SERVICE_NAME, PublishedVersion, WeightStore, WeightStoreService
 
 MB = 1_000_000
 WARM_UP_BYTES = 1 * MB

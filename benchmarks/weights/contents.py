@@ -9,9 +9,9 @@ from pathlib import Path
 import numpy as np
 from safetensors.numpy import save_file
 
+from penstock.model.digests import manifest_digest, safetensors_digests
 from penstock.transfer.chunks import chunks_of
 from penstock.v1 import weights_pb2
-from penstock.weights import manifest_digest, safetensors_digests
 
 RUN_ID = "bench"
 NUM_TENSORS = 8

@@ -21,7 +21,7 @@ import numpy.typing as npt
 
 from benchmarks.scratch import scratch_folder
 from penstock.deltas.content import apply_deltas, write_delta
-from penstock.weights import manifest_digest, safetensors_digests
+from penstock.model.digests import manifest_digest, safetensors_digests
 
 MIB = 1024 * 1024
 NUM_TENSORS = 8

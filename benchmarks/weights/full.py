@@ -19,7 +19,7 @@ from urllib.parse import urlsplit
 
 from benchmarks.weights.contents import RUN_ID, make_manifest, median_and_spread, write_weights
 from benchmarks.weights.origin import running_origin
-from penstock.clients.downloads import NUM_CONNECTIONS, Downloader
+from penstock.downloads.downloader import NUM_CONNECTIONS, Downloader
 from penstock.transfer.fetching import span_bytes
 from penstock.transfer.span_read import PIECE_BYTES
 from penstock.v1 import weights_pb2

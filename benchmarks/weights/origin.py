@@ -14,9 +14,9 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
-from penstock.bound_child import bound
+from penstock.process.bound_child import bound
 from penstock.security import NO_SECURITY
-from penstock.transfer.serving import serving_contents
+from penstock.transfer.content_server import serving_contents
 
 START_TIMEOUT_S = 30.0
 

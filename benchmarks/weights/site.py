@@ -15,14 +15,14 @@ from typing import Any
 
 from benchmarks.weights.contents import RUN_ID, make_manifest, median_and_spread, write_weights
 from benchmarks.weights.link import ShapedLink, link_to
-from penstock.clients.downloads import Download, Downloader
 from penstock.clients.weights import WeightsClient
-from penstock.rpc import Server, Service
+from penstock.downloads.downloader import Download, Downloader
+from penstock.network.rpc import Server, Service
 from penstock.security import NO_SECURITY
 from penstock.transfer.relay import Relay
 from penstock.v1 import weights_pb2, weights_pb2_grpc
-from services.trainer.weight_publisher import serving_weights
-from services.trainer.weight_store import SERVICE_NAME, PublishedVersion, WeightStore, WeightStoreService
+from services.trainer.publishing.publisher import serving_weights
+from services.trainer.publishing.version_store import SERVICE_NAME, PublishedVersion, WeightStore, WeightStoreService
 
 NUM_RECEIVERS = 3
 CUT_TIMEOUT_S = 60.0

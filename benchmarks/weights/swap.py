@@ -15,8 +15,8 @@ from typing import Any
 
 from benchmarks.group_end import end_group_with_parent, run_group
 from benchmarks.weights.contents import median_and_spread
-from penstock.weights import manifest_digest, safetensors_digests
-from services.generator.engine import Engine, GenerateRequest, SamplingSettings, WeightUpdate
+from penstock.model.digests import manifest_digest, safetensors_digests
+from services.generator.engine.engine import Engine, GenerateRequest, SamplingSettings, WeightUpdate
 
 ENGINES = ("transformers", "vllm")
 NUM_SAMPLES = 2
@@ -68,11 +68,11 @@ async def swap(model_path: Path, *, engine_name: str, num_updates: int) -> dict[
 def _build_engine(name: str, model_path: Path) -> Engine:
     # Imported here: torch takes seconds, and the other benchmarks need none.
     if name == "vllm":
-        from services.generator.vllm_engine import VllmEngine
-        from services.generator.vllm_setup import VllmSettings
+        from services.generator.engines.vllm.process_setup import VllmSettings
+        from services.generator.engines.vllm.vllm_engine import VllmEngine
 
         return VllmEngine(VllmSettings(model_path=model_path, dtype="float32", kv_cache_gib=0.25, stream_interval=1))
-    from services.generator.transformers_engine import TransformersEngine, TransformersSettings
+    from services.generator.engines.transformers.transformers_engine import TransformersEngine, TransformersSettings
 
     return TransformersEngine(TransformersSettings(model_path=model_path, dtype="float32", stream_interval=1))
 

@@ -16,7 +16,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
-from console.certs.files import File, sync_folder, told, write_new
+from console.certs.atomic_files import File, sync_folder, told, write_new
 from console.certs.request import Request, as_address
 from penstock.config import ConfigError
 from penstock.security.roles import role_uri

@@ -15,7 +15,7 @@ from console.certs.authority import Authority, make_authority, read_certificate
 from console.certs.index import Index, Issued
 from console.certs.issuing import ENVIRONMENT, issue
 from console.certs.request import Request
-from console.local import plain_console
+from console.inspect.local_runs import plain_console
 
 
 def init_command(folder: Path, *, name: str, days: int) -> int:

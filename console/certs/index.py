@@ -12,7 +12,7 @@ from pathlib import Path
 
 from pydantic import AwareDatetime, BaseModel, ConfigDict, ValidationError
 
-from console.certs.files import told
+from console.certs.atomic_files import told
 
 INDEX_FILE = "issued.jsonl"
 

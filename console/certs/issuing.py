@@ -15,6 +15,7 @@ from pathlib import Path
 from cryptography import x509
 from cryptography.x509.oid import NameOID
 
+from console.certs.atomic_files import File, staged, told
 from console.certs.authority import (
     CERTIFICATE_FILE,
     PRIVATE,
@@ -24,7 +25,6 @@ from console.certs.authority import (
     certificate_pem,
     key_pem,
 )
-from console.certs.files import File, staged, told
 from console.certs.index import Index, Issued
 from console.certs.request import Request
 from penstock.config import ConfigError

@@ -1,7 +1,7 @@
 """Recordings of a run's trained trajectories: one row a sample, as JSONL or parquet, written and read in a stream."""
 
 from console.recording.reader import RecordedGroup, read_groups, read_samples, scan
-from console.recording.sample import Recorded, RecordingError, samples_of
+from console.recording.recorded_sample import Recorded, RecordingError, samples_of
 from console.recording.writer import RecordingWriter, open_writer
 
 __all__ = [

@@ -10,8 +10,8 @@ from typing import BinaryIO
 
 import numpy as np
 
-from console.recording.rows import Row, shortest_decimals
-from console.recording.sample import RecordingError
+from console.recording.recorded_sample import RecordingError
+from console.recording.row_codec import Row, shortest_decimals
 
 MAX_LINE_BYTES = 64 * 1024 * 1024
 """A sample of a million tokens takes about half of it."""

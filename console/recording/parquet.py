@@ -10,8 +10,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from console.recording.rows import Row
-from console.recording.sample import RecordingError
+from console.recording.recorded_sample import RecordingError
+from console.recording.row_codec import Row
 
 MAX_GROUP_BYTES = 16 * 1024 * 1024
 """Payload gathered before a row group is written."""

@@ -12,11 +12,11 @@ from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
 
-from console.config import RECORDING_SUFFIXES
+from console.config.config import RECORDING_SUFFIXES
 from console.recording.jsonl import read_json_lines
 from console.recording.parts import parts_of
-from console.recording.rows import POSITION_COLUMNS, STEP_COLUMNS, Row, from_row, position_of, step_of
-from console.recording.sample import Recorded, RecordingError, Step, group_of
+from console.recording.recorded_sample import Recorded, RecordingError, Step, group_of
+from console.recording.row_codec import POSITION_COLUMNS, STEP_COLUMNS, Row, from_row, position_of, step_of
 from penstock.v1 import types_pb2
 
 

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from console.recording.reader import RecordedGroup
-from penstock.codec import int64_array
 from penstock.v1 import types_pb2
+from penstock.wire.codec import int64_array
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -22,8 +22,8 @@ from typing import Protocol
 from console.recording.jsonl import JsonLinesWriter
 from console.recording.parts import part_path, parts_of
 from console.recording.reader import check_suffix, last_step, read_part
-from console.recording.rows import Row, to_row
-from console.recording.sample import Recorded, RecordingError, Step
+from console.recording.recorded_sample import Recorded, RecordingError, Step
+from console.recording.row_codec import Row, to_row
 
 
 class _RowWriter(Protocol):

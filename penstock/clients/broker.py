@@ -12,8 +12,8 @@ from typing import Any, Self, TypeVar
 
 import grpc
 
-from penstock.outage import Outage
-from penstock.rpc import call_with_retry, open_channel
+from penstock.network.outage import Outage
+from penstock.network.rpc import call_with_retry, open_channel
 from penstock.security import NO_SECURITY, Security
 from penstock.timestamps import timestamp
 from penstock.v1 import broker_pb2, broker_pb2_grpc, types_pb2

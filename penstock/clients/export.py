@@ -16,10 +16,10 @@ import structlog
 
 from penstock.clients.streams import read
 from penstock.errors import PenstockError, UnknownRunError
-from penstock.outage import Outage
-from penstock.pieces import MAX_EXPORTED_BYTES, Assembly
-from penstock.rpc import backoff_s, explained
+from penstock.network.outage import Outage
+from penstock.network.rpc import backoff_s, explained
 from penstock.v1 import broker_pb2, broker_pb2_grpc
+from penstock.wire.pieces import MAX_EXPORTED_BYTES, Assembly
 
 SILENCE_LIMIT_S = 20.0
 """The broker speaks at least every 5 s."""

@@ -9,8 +9,8 @@ from collections.abc import Callable, Sequence
 import structlog
 
 from penstock.errors import BadTokenError, NotOfferedError, PenstockError
-from penstock.outage import Outage
-from penstock.rpc import call, open_channel
+from penstock.network.outage import Outage
+from penstock.network.rpc import call, open_channel
 from penstock.security import Security
 from penstock.v1 import scheduler_pb2 as pb
 from penstock.v1 import scheduler_pb2_grpc

@@ -9,7 +9,7 @@ from typing import Any
 import structlog
 
 from penstock.errors import PenstockError, UnknownRunError
-from penstock.rpc import backoff_s, open_channel, translated_errors
+from penstock.network.rpc import backoff_s, open_channel, translated_errors
 from penstock.security import Security
 from penstock.v1 import scheduler_pb2 as pb
 from penstock.v1 import scheduler_pb2_grpc

@@ -11,8 +11,8 @@ from typing import Protocol, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from penstock.codec import Float32, Int32, float32_bytes, int32_bytes
 from penstock.v1 import broker_pb2, types_pb2
+from penstock.wire.codec import Float32, Int32, float32_bytes, int32_bytes
 
 MAX_TOKENS_PER_CHUNK = 16_384
 MAX_TEXT_BYTES = 8 * 1024 * 1024

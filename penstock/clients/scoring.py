@@ -20,7 +20,7 @@ import structlog
 
 from penstock.clients.streams import Reconnecting
 from penstock.errors import DeadlineError, PenstockError, RunClosedError, UnknownRunError
-from penstock.rpc import open_channel
+from penstock.network.rpc import open_channel
 from penstock.security import NO_SECURITY, Security
 from penstock.v1 import broker_pb2, broker_pb2_grpc
 

@@ -24,8 +24,8 @@ from penstock.errors import (
     RunClosedError,
     ServiceUnavailableError,
 )
-from penstock.outage import Outage
-from penstock.rpc import backoff_s, explained
+from penstock.network.outage import Outage
+from penstock.network.rpc import backoff_s, explained
 
 PERMANENT_ERRORS = (InvalidFieldError, BadTokenError, NotOfferedError)
 """What ends a client that outlives its run: everything else may heal, be it that the run is opened again."""

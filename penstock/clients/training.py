@@ -6,7 +6,7 @@ Promises:
 - After a reconnect the broker hears which groups are held; a group that is held is never handed out a second time.
 - A stream that was silent for SILENCE_LIMIT_S (the broker speaks at least every 5 s) is taken for dead and reopened.
 - A group that comes in pieces counts, and is held, once it is whole; a stream that ends before throws its pieces away.
-  Beside the groups held, memory takes at most twice the largest group (`penstock.pieces.MAX_GROUP_BYTES`).
+  Beside the groups held, memory takes at most twice the largest group (`penstock.wire.pieces.MAX_GROUP_BYTES`).
 - Errors that a retry cannot heal end the session and are raised by `next`.
 """
 
@@ -21,11 +21,11 @@ import grpc
 import structlog
 from google.protobuf.message import DecodeError
 
-from penstock import packed
 from penstock.clients.streams import BackgroundStream
 from penstock.errors import InternalError, InvalidFieldError, PenstockError
-from penstock.pieces import Assembly
 from penstock.v1 import broker_pb2, types_pb2
+from penstock.wire import packed
+from penstock.wire.pieces import Assembly
 
 SILENCE_LIMIT_S = 20.0
 _METHOD = "/penstock.v1.BrokerService/StreamMicrobatches"

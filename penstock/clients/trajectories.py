@@ -28,10 +28,10 @@ import grpc
 import structlog
 
 from penstock.clients.streams import BackgroundStream
-from penstock.codec import field_prefix, group_parts, packed_parts
 from penstock.errors import InternalError, InvalidFieldError, PenstockError
-from penstock.pieces import MAX_GROUP_BYTES, joined_pieces
 from penstock.v1 import broker_pb2, types_pb2
+from penstock.wire.codec import field_prefix, group_parts, packed_parts
+from penstock.wire.pieces import MAX_GROUP_BYTES, joined_pieces
 
 MAX_GROUPS_PER_PUT = 1024
 MAX_BYTES_PER_PUT = 4 * 1024 * 1024

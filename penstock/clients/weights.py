@@ -1,7 +1,7 @@
 """A receiver's side of the weight store: which versions exist, what they must be, and who holds them.
 
 A manifest comes from the network: `check_manifest` holds it against its own digest and the limits below before anything
-in it is used. The content is fetched by `penstock.clients.downloads`.
+in it is used. The content is fetched by `penstock.downloads.downloader`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from typing import NamedTuple, Self
 
 import structlog
 
-from penstock.adapters import adapter_of
 from penstock.clients.streams import PERMANENT_ERRORS, Reconnecting
 from penstock.errors import (
     DigestMismatchError,
@@ -23,12 +22,13 @@ from penstock.errors import (
     PenstockError,
     UnknownVersionError,
 )
-from penstock.rpc import call, call_with_retry, open_channel
+from penstock.model.adapter_layout import adapter_of
+from penstock.model.digests import TensorDigest, manifest_digest
+from penstock.network.rpc import call, call_with_retry, open_channel
 from penstock.security import NO_SECURITY, Security
 from penstock.security.addresses import check_url
 from penstock.transfer.chunks import MAX_CHUNK_BYTES, chunk_digest
 from penstock.v1 import weights_pb2, weights_pb2_grpc
-from penstock.weights import TensorDigest, manifest_digest
 
 MAX_CONTENT_BYTES = 4 * 1024**4
 MAX_URLS = 64
@@ -55,7 +55,7 @@ class VersionName(NamedTuple):
 
 
 def tensor_digests(manifest: weights_pb2.WeightsManifest) -> tuple[TensorDigest, ...]:
-    """The manifest's tensors as `penstock.weights` spells them."""
+    """The manifest's tensors as `penstock.model.digests` spells them."""
     return tuple(
         TensorDigest(
             name=info.name,

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, TypeVar
 
-from penstock.collective.backend import Transport
+from penstock.collective.broadcast_backend import Transport
 from penstock.collective.place import BroadcastError, GroupPlace
 
 NCCL_TIMEOUT_FACTOR = 10

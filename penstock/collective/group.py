@@ -23,7 +23,7 @@ from datetime import timedelta
 from io import RawIOBase
 from typing import Any
 
-from penstock.collective.backend import Transport
+from penstock.collective.broadcast_backend import Transport
 from penstock.collective.forming import make_group
 from penstock.collective.place import BroadcastError, GroupPlace
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from penstock.collective.backend import Transport
+from penstock.collective.broadcast_backend import Transport
 from penstock.errors import ServiceUnavailableError
 
 

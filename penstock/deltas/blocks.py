@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 import zstandard
 
-from penstock.weights import MalformedWeightsError
+from penstock.model.digests import MalformedWeightsError
 
 Elements = npt.NDArray[np.unsignedinteger]
 """Raw bits of elements, [n], little-endian unsigned of the element's width."""

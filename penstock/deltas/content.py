@@ -35,7 +35,7 @@ from penstock.deltas.blocks import (
     apply_changes,
     changes_between,
 )
-from penstock.weights import TensorDigest, TensorPlace, WeightsMismatchError, check_tensors, safetensors_places
+from penstock.model.digests import TensorDigest, TensorPlace, WeightsMismatchError, check_tensors, safetensors_places
 
 BLOCK_BYTES = 4 * 1024 * 1024
 """Of a tensor; a multiple of every element's width."""

@@ -21,10 +21,10 @@ from penstock.errors import (
     PenstockError,
     ServiceUnavailableError,
 )
+from penstock.network.rpc import call, open_channel
 from penstock.rewards.model import DEFAULT_MAX_BATCH_SIZE
 from penstock.rewards.types import RewardItem
 from penstock.rewards.wire import CREDENTIALS_HINT, check_score, write_item
-from penstock.rpc import call, open_channel
 from penstock.security import NO_SECURITY, Security
 from penstock.v1 import reward_pb2, reward_pb2_grpc, types_pb2
 

@@ -13,15 +13,15 @@ import uvloop
 
 from penstock.config import ConfigError
 from penstock.errors import InvalidFieldError, ServiceUnavailableError
+from penstock.network.rpc import Server, Service, run_until_stopped
+from penstock.process.log_setup import configure_logging
 from penstock.rewards.function import RewardFunction
 from penstock.rewards.loading import as_reward, load_reward
 from penstock.rewards.local import LocalModel
 from penstock.rewards.model import DEFAULT_MAX_BATCH_SIZE, BatchReward, ModelAwayError, RewardModel
-from penstock.rpc import Server, Service, run_until_stopped
 from penstock.security import Security
+from penstock.security.bearer_tokens import check_token
 from penstock.security.credentials import JUDGES
-from penstock.security.tokens import check_token
-from penstock.telemetry import configure_logging
 from penstock.v1 import reward_pb2, reward_pb2_grpc, types_pb2
 
 SERVICE_NAME = "penstock.v1.RewardService"

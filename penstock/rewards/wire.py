@@ -9,11 +9,11 @@ import json
 import math
 from typing import Any
 
-from penstock.codec import int32_array
 from penstock.errors import InvalidFieldError
 from penstock.rewards.outcomes import MAX_COMPONENTS, MAX_NAME_CHARACTERS, clean_text, read_outcome
 from penstock.rewards.types import RewardItem, RewardResult, ScoreStatus, Turn
 from penstock.v1 import reward_pb2, types_pb2
+from penstock.wire.codec import int32_array
 
 THIRD_PARTY = "grpc://"
 """What the address of a reward model begins with that is shown PENSTOCK_JUDGE_*, never the cluster's credentials."""

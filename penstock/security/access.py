@@ -15,8 +15,8 @@ from google.protobuf import descriptor_pool
 from grpc_status import rpc_status
 
 from penstock.errors import BadTokenError, PenstockError, to_status
+from penstock.security.bearer_tokens import Tokens
 from penstock.security.roles import OPERATOR, Caller, allowed_roles, caller_of_context
-from penstock.security.tokens import Tokens
 
 _OPEN_METHODS = ("/grpc.health.v1.Health/",)
 _ANYBODY_METHODS = ("/grpc.reflection.",)

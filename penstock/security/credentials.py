@@ -19,7 +19,8 @@ from penstock.config import ConfigError
 from penstock.secret import read_secret
 from penstock.security import tls
 from penstock.security.access import AccessInterceptor
-from penstock.security.files import TlsFiles, load
+from penstock.security.bearer_tokens import Tokens, check_header, check_token, read_accepted_tokens, token_interceptors
+from penstock.security.certificate_files import TlsFiles, load
 from penstock.security.plain_text import (
     HOW_TO_ALLOW,
     how_to_protect,
@@ -29,7 +30,6 @@ from penstock.security.plain_text import (
     plain_listener_problem,
     plain_listener_warning,
 )
-from penstock.security.tokens import Tokens, check_header, check_token, read_accepted_tokens, token_interceptors
 
 CLUSTER = "PENSTOCK"
 """What the variables of the cluster's own credentials begin with."""

@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from penstock.security.access import identify
+from penstock.security.bearer_tokens import Tokens
 from penstock.security.credentials import Security
 from penstock.security.roles import Caller, caller_of_certificate
-from penstock.security.tokens import Tokens
 
 
 def asks_for_certificates(security: Security) -> bool:

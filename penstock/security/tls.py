@@ -20,7 +20,7 @@ import grpc
 
 from penstock.channels import SwitchingChannel
 from penstock.config import ConfigError
-from penstock.security.files import Followed, Loaded, TlsFiles, load_or_last
+from penstock.security.certificate_files import Followed, Loaded, TlsFiles, load_or_last
 
 
 def add_port(server: grpc.aio.Server, listen: str, files: TlsFiles) -> int:

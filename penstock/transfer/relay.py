@@ -12,9 +12,9 @@ from typing import Self
 from urllib.parse import urlsplit
 
 from penstock.security import NO_SECURITY, Security
+from penstock.transfer.content_server import serving_contents
 from penstock.transfer.partial import PartialContent
 from penstock.transfer.rate import ByteRate
-from penstock.transfer.serving import serving_contents
 
 MAX_CONTENTS = 16
 MAX_LARGEST = 3

@@ -14,8 +14,8 @@ from urllib.parse import urlsplit
 import structlog
 
 from penstock.errors import BadCertificateError, PenstockError, ServiceUnavailableError
+from penstock.security.certificate_files import TlsFiles
 from penstock.security.checks.troubles import TROUBLES
-from penstock.security.files import TlsFiles
 from penstock.transfer.sources import Source, SourceKind
 
 SAY_AGAIN_S = 60.0

@@ -18,7 +18,7 @@ from enum import StrEnum
 import structlog
 
 from penstock.errors import PenstockError, UnknownVersionError
-from penstock.rpc import backoff_s
+from penstock.network.rpc import backoff_s
 
 MAX_FAILURES = 8
 

@@ -7,7 +7,7 @@ from typing import Self
 from pydantic import Field, field_validator, model_validator
 
 from penstock.config import MeasuredConfig
-from services.broker.redis_address import parse_redis_url
+from services.broker.storage.redis.address import parse_redis_url
 
 MEMORY_URL = "memory://"
 

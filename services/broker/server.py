@@ -7,23 +7,24 @@ import gc
 import structlog
 from prometheus_client import REGISTRY, CollectorRegistry
 
-from penstock import memory, rpc
 from penstock.clock import Clock, SystemClock
-from penstock.metrics_server import serve_metrics
+from penstock.network import rpc
+from penstock.network.metrics_server import serve_metrics
+from penstock.process import malloc
 from penstock.security import NO_SECURITY, Security
 from penstock.v1 import broker_pb2_grpc
 from services.broker.config import MEMORY_URL, BrokerConfig
-from services.broker.forecasts import Forecaster
-from services.broker.hubs import Hubs
-from services.broker.length_reports import LengthReporter
-from services.broker.memory_store import MemoryStore
-from services.broker.metrics import BrokerMetrics
-from services.broker.redis_credentials import RedisCredentials, protected_url
-from services.broker.redis_metrics import RedisMetrics
-from services.broker.redis_store import RedisStore
-from services.broker.retention import Retention
+from services.broker.records.store import Store
+from services.broker.runtime.forecasts import Forecaster
+from services.broker.runtime.length_reports import LengthReporter
+from services.broker.runtime.metrics import BrokerMetrics
+from services.broker.runtime.retention import Retention
+from services.broker.runtime.run_registry import Hubs
 from services.broker.service import BrokerService
-from services.broker.store import Store
+from services.broker.storage.memory_store import MemoryStore
+from services.broker.storage.redis.authentication import RedisCredentials, protected_url
+from services.broker.storage.redis.metrics import RedisMetrics
+from services.broker.storage.redis.redis_store import RedisStore
 
 SERVICE_NAME = "penstock.v1.BrokerService"
 
@@ -73,7 +74,7 @@ def make_server(hubs: Hubs, *, listen: str, security: Security) -> rpc.Server:
 
 async def serve(config: BrokerConfig) -> None:
     """Serve until SIGTERM or SIGINT. Raises PortUnavailableError."""
-    memory.keep_large_buffers()
+    malloc.keep_large_buffers()
     # What was imported lives as long as the process, and most of what calls make dies young.
     gc.freeze()
     gc.set_threshold(20_000, 20, 50)

@@ -9,24 +9,12 @@ from typing import Any, cast
 import grpc
 from google.protobuf.duration_pb2 import Duration
 
-from penstock.guard import takes_bytes
 from penstock.names import check_run_id
+from penstock.network.guard import takes_bytes
 from penstock.security.access import current_caller
 from penstock.timestamps import timestamp
 from penstock.v1 import broker_pb2, broker_pb2_grpc
-from services.broker import delivery, drops, ownership, removal, submission, waits
-from services.broker.audit import audit_rows, totals
-from services.broker.export import export
-from services.broker.hubs import Hubs
-from services.broker.intake import wait_for_event
-from services.broker.lease_stream import LeaseStream
-from services.broker.microbatch_stream import MicrobatchStream
-from services.broker.put_stream import serve_puts
-from services.broker.run_state import RunState
-from services.broker.scoring_stream import ScoringStream
-from services.broker.summaries import list_runs
-from services.broker.token_stream import serve_tokens
-from services.broker.validation import (
+from services.broker.ingest.validation import (
     MAX_GROUP_IDS,
     MAX_PROMPTS,
     MAX_STEP_RECORDS,
@@ -35,6 +23,20 @@ from services.broker.validation import (
     check_reason,
     check_timestamp,
 )
+from services.broker.operations import delivery, drops, ownership, submission
+from services.broker.runtime import removal
+from services.broker.runtime.run_list import list_runs
+from services.broker.runtime.run_registry import Hubs
+from services.broker.stalls import stall_report
+from services.broker.state.run_audit import audit_rows, totals
+from services.broker.state.run_state import RunState
+from services.broker.streams.export_stream import export
+from services.broker.streams.lease_stream import LeaseStream
+from services.broker.streams.microbatch_stream import MicrobatchStream
+from services.broker.streams.request_reader import wait_for_event
+from services.broker.streams.scoring_stream import ScoringStream
+from services.broker.streams.token_stream import serve_tokens
+from services.broker.streams.trajectory_stream import serve_puts
 
 RETRY_DELAY = Duration(nanos=200_000_000)
 """How long a client waits before it sends prompts again that found the queue full: a few steps of a small run."""
@@ -146,7 +148,7 @@ class BrokerService(broker_pb2_grpc.BrokerServiceServicer):
     async def StreamMicrobatches(
         self, request_iterator: AsyncIterator[broker_pb2.StreamMicrobatchesRequest], context: _Context
     ) -> AsyncIterator[broker_pb2.StreamMicrobatchesResponse]:
-        """See `microbatch_stream`. Microbatches come serialized, which the server takes too (`penstock.guard`)."""
+        """See `microbatch_stream`. Microbatches come serialized, which the server takes too (`penstock.network.guard`)."""
         stream = await MicrobatchStream.open(self._hubs, request_iterator)
         async for response in stream.serve(request_iterator):
             yield cast("broker_pb2.StreamMicrobatchesResponse", response)
@@ -208,7 +210,7 @@ class BrokerService(broker_pb2_grpc.BrokerServiceServicer):
                 owner_time=timestamp(run.owner_s) if run.owner_s else None,
                 audit=totals(state),
                 generators=generators,
-                waits=waits.waits(state, present, hub.clock.now_s()),
+                waits=stall_report.waits(state, present, hub.clock.now_s()),
                 reward_worker_ids=workers,
                 reward_warnings=hub.peers.reward_warnings(),
                 dispatch_state=hub.dispatcher.describe(state, self._hubs.forecaster.state),

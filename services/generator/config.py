@@ -7,11 +7,11 @@ from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
-from penstock.adapters import MAX_RANK
-from penstock.collective.backend import Transport
+from penstock.collective.broadcast_backend import Transport
 from penstock.config import PUBLIC_ADDRESS, MeasuredConfig, RunId, StrictModel, Targets
-from penstock.sampling import MIN_TEMPERATURE
-from services.generator.engine import UpdateMode
+from penstock.model.adapter_layout import MAX_RANK
+from penstock.wire.sampling_rules import MIN_TEMPERATURE
+from services.generator.engine.engine import UpdateMode
 
 EngineName = Literal["vllm", "transformers", "emulated"]
 MAX_INSTANCES = 256

@@ -23,26 +23,33 @@ from penstock.clients.leases import LeaseSession
 from penstock.clients.tokens import TokenSession
 from penstock.clock import SystemClock
 from penstock.errors import NotOfferedError, PenstockError, ServiceUnavailableError
-from penstock.graces import ENGINE_STOP_S
-from penstock.model_folder import TextDecoder
-from penstock.outage import Outage
-from penstock.rpc import open_channel
+from penstock.model.model_folder import TextDecoder
+from penstock.network.outage import Outage
+from penstock.network.rpc import open_channel
+from penstock.process.grace_periods import ENGINE_STOP_S
 from penstock.security import NO_SECURITY, Security
 from penstock.v1 import broker_pb2, generator_pb2
-from services.generator.busy import BusyTracker
 from services.generator.config import GeneratorConfig
-from services.generator.decode_watch import DecodeWatch
-from services.generator.drain import Drain
-from services.generator.engine import Engine, EngineError, EngineHungError, EngineProfile, UpdateMode, UpdateReport
-from services.generator.engines import PausableEngine, engine_version
-from services.generator.failures import Failure, FailureCounts
-from services.generator.guests import Guests
-from services.generator.held import HeldWeights
-from services.generator.holder import Holder
+from services.generator.decoding.busy_time import BusyTracker
+from services.generator.decoding.drain import Drain
+from services.generator.decoding.lease_handler import Holder
+from services.generator.decoding.sample_runner import RolloutParts, Rollouts
+from services.generator.decoding.unleased import Guests
+from services.generator.engine.attested_weights import HeldWeights
+from services.generator.engine.engine import (
+    Engine,
+    EngineError,
+    EngineHungError,
+    EngineProfile,
+    UpdateMode,
+    UpdateReport,
+)
+from services.generator.engine.model_files import end_token_ids
+from services.generator.engines.factory import PausableEngine, engine_version
+from services.generator.failure_log import Failure, FailureCounts
 from services.generator.metrics import GeneratorMetrics
-from services.generator.model_folder import end_token_ids
-from services.generator.rollout import RolloutParts, Rollouts
-from services.generator.weight_intake import WeightIntake
+from services.generator.watchdog import DecodeWatch
+from services.generator.weights.wiring import WeightIntake
 
 FLUSH_TIMEOUT_S = 3.0
 MAX_DRAIN_S = 3600.0

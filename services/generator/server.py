@@ -19,20 +19,20 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from penstock.config import ConfigError
-from penstock.metrics_server import serve_metrics
-from penstock.readiness import follow_outage
-from penstock.rpc import Server, Service, run_until_stopped
+from penstock.network.metrics_server import serve_metrics
+from penstock.network.readiness import follow_outage
+from penstock.network.rpc import Server, Service, run_until_stopped
 from penstock.secret import read_secret
 from penstock.security import Security
 from penstock.security.credentials import JUDGES
 from penstock.security.session_keys import SECRET_VARIABLE
 from penstock.v1 import generator_pb2, generator_pb2_grpc
 from services.generator.config import GeneratorConfig
-from services.generator.engines import build_engine
+from services.generator.engine.model_files import load_text_decoder
+from services.generator.engines.factory import build_engine
 from services.generator.generator import Generator
 from services.generator.instances import expand
 from services.generator.metrics import GeneratorMetrics
-from services.generator.model_folder import load_text_decoder
 from services.generator.service import GeneratorServicer
 
 if TYPE_CHECKING:
@@ -137,8 +137,8 @@ def _endpoint(config: GeneratorConfig, generator: Generator, security: Security)
     if config.openai.listen is None:
         return None
     # Imported here: it brings transformers, which other generators do without.
-    from services.generator.openai.metrics import OpenAIMetrics
     from services.generator.openai.server import OpenAIEndpoint
+    from services.generator.openai.sessions.metrics import OpenAIMetrics
 
     try:
         return OpenAIEndpoint(

@@ -17,8 +17,8 @@ from contextlib import asynccontextmanager
 
 import structlog
 
+from penstock.network.rpc import backoff_s
 from penstock.rewards import ModelAwayError, RewardModel
-from penstock.rpc import backoff_s
 
 FAILURES_TO_OPEN = 3
 _MOST_BETWEEN_PROBES_S = 3.0

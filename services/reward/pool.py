@@ -21,15 +21,15 @@ import structlog
 from google.protobuf.duration_pb2 import Duration
 
 from penstock.errors import InternalError, PenstockError, ServiceUnavailableError
+from penstock.network.rpc import backoff_s
 from penstock.rewards import ModelAwayError, RewardModel, ScoreStatus
 from penstock.rewards.outcomes import describe
 from penstock.rewards.wire import failed_score
-from penstock.rpc import backoff_s
 from penstock.v1 import broker_pb2, types_pb2
+from services.reward.attempts import Tries
 from services.reward.breaker import Breaker
 from services.reward.config import RewardModelConfig
 from services.reward.metrics import BATCH_SECONDS, HELD_SAMPLES, IS_HOLDING_BACK, RETRIES, SCORES
-from services.reward.tries import Tries
 
 _LOG_EVERY_S = 10.0
 

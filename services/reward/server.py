@@ -10,11 +10,11 @@ import structlog
 
 from penstock.clients.scoring import ScoringSession
 from penstock.config import ConfigError
-from penstock.graces import DRAIN_S
-from penstock.metrics_server import serve_metrics
-from penstock.readiness import follow_outage
+from penstock.network.metrics_server import serve_metrics
+from penstock.network.readiness import follow_outage
+from penstock.network.rpc import Server, run_until_stopped
+from penstock.process.grace_periods import DRAIN_S
 from penstock.rewards.serving import reward_service
-from penstock.rpc import Server, run_until_stopped
 from penstock.security import Security
 from penstock.security.credentials import JUDGES
 from services.reward.config import RewardConfig

@@ -20,11 +20,11 @@ from typing import Self
 import structlog
 
 from penstock.clients.sample_stream import cut_text
-from penstock.codec import int32_array
 from penstock.errors import InvalidFieldError
-from penstock.model_folder import FileTokenizer, TextDecoder, model_size
+from penstock.model.model_folder import FileTokenizer, TextDecoder, model_size
 from penstock.rewards.outcomes import describe
 from penstock.v1 import broker_pb2
+from penstock.wire.codec import int32_array
 from services.reward.metrics import TEXTS
 
 LOG_EVERY_S = 10.0

@@ -9,8 +9,8 @@ import structlog
 from prometheus_client import REGISTRY, CollectorRegistry
 
 from penstock.clock import Clock, SystemClock
-from penstock.metrics_server import serve_metrics
-from penstock.rpc import Server, Service, run_until_stopped
+from penstock.network.metrics_server import serve_metrics
+from penstock.network.rpc import Server, Service, run_until_stopped
 from penstock.security import Security
 from penstock.v1 import scheduler_pb2_grpc
 from services.scheduler.config import LengthsConfig, SchedulerConfig

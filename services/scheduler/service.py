@@ -14,14 +14,14 @@ from penstock.errors import InvalidFieldError, QueueFullError, ServiceUnavailabl
 from penstock.names import check_run_id
 from penstock.v1 import scheduler_pb2 as pb
 from penstock.v1 import scheduler_pb2_grpc
-from services.scheduler.inventory import MAX_NODES, Inventory
 from services.scheduler.lengths.forecaster import LengthForecaster
-from services.scheduler.live import Live, told_problem
-from services.scheduler.live_plans import LOOK_EVERY_S, LivePlans, document_of, running_plan
-from services.scheduler.plan import SOLVER, first_fit
-from services.scheduler.plan_document import PlanDocument
-from services.scheduler.problem import Problem
-from services.scheduler.problem_plan import checked_problem, plan_problem
+from services.scheduler.planning.first_fit import SOLVER, first_fit
+from services.scheduler.planning.machine_registry import MAX_NODES, Inventory
+from services.scheduler.planning.plan_wire import checked_problem, plan_problem
+from services.scheduler.problem.plan_document import PlanDocument
+from services.scheduler.problem.problem import Problem
+from services.scheduler.replanning.live_problem import Live, told_problem
+from services.scheduler.replanning.replanner import LOOK_EVERY_S, LivePlans, document_of, running_plan
 from services.scheduler.solvers.interface import TimeLeft
 
 MAX_QUERIES = 1024

@@ -8,15 +8,15 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, Field, field_validator, model_validator
 
-from penstock.adapters import MAX_RANK, MAX_TARGET_MODULES, MODULE_NAME
-from penstock.collective.backend import Transport
+from penstock.collective.broadcast_backend import Transport
 from penstock.config import PUBLIC_ADDRESS, MeasuredConfig, StrictModel, Targets
+from penstock.model.adapter_layout import MAX_RANK, MAX_TARGET_MODULES, MODULE_NAME
 from penstock.names import RUN_ID_RULE, is_run_id
-from penstock.pieces import MAX_GROUP_TOKENS
-from penstock.sampling import MIN_TEMPERATURE
 from penstock.security.addresses import checked_trusted_hosts
 from penstock.staleness.registry import PolicyName
 from penstock.targets import checked_addresses
+from penstock.wire.pieces import MAX_GROUP_TOKENS
+from penstock.wire.sampling_rules import MIN_TEMPERATURE
 from services.trainer.algorithms.base import Normalization
 
 MAX_SAMPLES_PER_GROUP = 1024

@@ -8,25 +8,25 @@ from functools import partial
 from urllib.parse import urlsplit
 
 from penstock.clock import SystemClock
-from penstock.graces import CHECKPOINT_S
-from penstock.http_server import public_url
-from penstock.metrics_server import serve_metrics
-from penstock.readiness import follow_outage
-from penstock.rpc import Server, Service, run_until_stopped
+from penstock.network.http_server import public_url
+from penstock.network.metrics_server import serve_metrics
+from penstock.network.readiness import follow_outage
+from penstock.network.rpc import Server, Service, run_until_stopped
+from penstock.process.grace_periods import CHECKPOINT_S
 from penstock.security import Security
 from penstock.security.addresses import OwnAddresses
 from penstock.v1 import trainer_pb2_grpc, weights_pb2_grpc
-from services.trainer.broadcast_server import broadcasting
 from services.trainer.config import TrainerConfig, TrainingConfig
-from services.trainer.context import Policy, RunSpec
-from services.trainer.kept_run import KeptRun, kept_path
-from services.trainer.launching import Place, TorchrunRuns, check_size, check_trust, stay_on_loopback
-from services.trainer.roots import Roots
-from services.trainer.run import TrainingRun
+from services.trainer.distributed.launch import Place, TorchrunRuns, check_size, check_trust, stay_on_loopback
+from services.trainer.folders.allowed_roots import Roots
+from services.trainer.folders.kept_run import KeptRun, kept_path
+from services.trainer.publishing.broadcast_server import broadcasting
+from services.trainer.publishing.publisher import serving_weights
+from services.trainer.publishing.version_store import SERVICE_NAME as WEIGHTS_SERVICE_NAME
+from services.trainer.publishing.version_store import TRUSTED_SETTING, WeightStore, WeightStoreService
+from services.trainer.run.context import Policy, RunSpec
+from services.trainer.run.training_run import TrainingRun
 from services.trainer.service import SERVICE_NAME, TrainerService
-from services.trainer.weight_publisher import serving_weights
-from services.trainer.weight_store import SERVICE_NAME as WEIGHTS_SERVICE_NAME
-from services.trainer.weight_store import TRUSTED_SETTING, WeightStore, WeightStoreService
 
 
 async def serve(config: TrainerConfig) -> None:
@@ -76,8 +76,8 @@ async def serve(config: TrainerConfig) -> None:
 
 
 async def _follow(place: Place) -> None:
-    from services.trainer.follower import ignore_signals
-    from services.trainer.rank_process import follow_under_torchrun
+    from services.trainer.distributed.rank_worker import ignore_signals
+    from services.trainer.worker_process import follow_under_torchrun
 
     ignore_signals()
     await asyncio.to_thread(follow_under_torchrun, place)
@@ -139,6 +139,6 @@ async def _serve_grpc(
 
 def _load_policy(config: TrainingConfig, torchrun: TorchrunRuns | None) -> Policy:
     # Imported when the first run begins, in the compute thread: torch takes seconds, and until then the server answers.
-    from services.trainer.policy import load_policy
+    from services.trainer.run.policy_loading import load_policy
 
     return load_policy(config, torchrun)

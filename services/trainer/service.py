@@ -16,15 +16,15 @@ import structlog
 from penstock.config import ConfigError, validate
 from penstock.errors import BusyError, InvalidFieldError, ServiceUnavailableError, UnknownRunError
 from penstock.names import check_run_id
-from penstock.outage import Outage
+from penstock.network.outage import Outage
 from penstock.v1 import broker_pb2, trainer_pb2, trainer_pb2_grpc
-from services.trainer.checkpoint import CheckpointFormatError
+from services.trainer.checkpoints.checkpoint import CheckpointFormatError
 from services.trainer.config import TrainingConfig
-from services.trainer.context import RunSpec
-from services.trainer.instance import read_instance
-from services.trainer.kept_run import Kept, KeptRun
-from services.trainer.roots import Roots, require_file
-from services.trainer.run import TrainingRun
+from services.trainer.folders.allowed_roots import Roots, require_file
+from services.trainer.folders.kept_run import Kept, KeptRun
+from services.trainer.folders.run_instance import read_instance
+from services.trainer.run.context import RunSpec
+from services.trainer.run.training_run import TrainingRun
 
 SERVICE_NAME = "penstock.v1.TrainerService"
 MAX_CONFIG_BYTES = 1024 * 1024

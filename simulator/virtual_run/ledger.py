@@ -14,12 +14,12 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from penstock.v1 import broker_pb2
-from services.broker.admission import AdmissionRule
-from services.broker.batching import ReadyGroup, StepView, choose
-from services.broker.dispatch.types import QueuedGroup, Rank
-from services.broker.limits import Limits
-from services.broker.policy import Policy
-from services.broker.staleness import deadline, staleness
+from services.broker.dispatch.situation import QueuedGroup, Rank
+from services.broker.rules.admission import AdmissionRule
+from services.broker.rules.batching import ReadyGroup, StepView, choose
+from services.broker.rules.limits import Limits
+from services.broker.rules.sample_policy import Policy
+from services.broker.rules.staleness import deadline, staleness
 
 DrawGroup = Callable[[int], Sequence[float]]
 """True completion lengths of a new group's samples, tokens, at a policy version."""

@@ -18,6 +18,6 @@ def one_thread() -> None:
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a tiny model."""
-    from tests.helpers.tiny_model import make_tiny_model
+    from tests.helpers.models.tiny_model import make_tiny_model
 
     return make_tiny_model(tmp_path_factory.mktemp("model"))

@@ -1,0 +1,1 @@
+"""End to end: all services as processes, real training; `runs.py` starts them."""

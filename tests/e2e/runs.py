@@ -15,7 +15,7 @@ from typing import Any
 
 import yaml
 
-from console.folder import RunFolder
+from console.config.run_folder import RunFolder
 from console.quickstart.prepare import Prepared
 from tests.helpers.console import COMMAND, environment
 

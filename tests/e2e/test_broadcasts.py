@@ -6,7 +6,7 @@ import pytest
 
 from console.quickstart.prepare import Prepared
 from tests.e2e.runs import assert_balanced, running, small_run
-from tests.helpers.tiny_model import make_tiny_model
+from tests.helpers.models.tiny_model import make_tiny_model
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 

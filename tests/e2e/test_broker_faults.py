@@ -16,13 +16,13 @@ from pathlib import Path
 import pytest
 
 from penstock.clients.broker import BrokerClient
-from penstock.rpc import open_channel
+from penstock.network.rpc import open_channel
 from penstock.v1 import broker_pb2, broker_pb2_grpc, types_pb2
 from tests.helpers.faults import workload
 from tests.helpers.faults.schedule import make_schedule
 from tests.helpers.faults.stage import Stage
 from tests.helpers.faults.trainer import Checkpoint
-from tests.helpers.redis_groups import SentinelGroup
+from tests.helpers.stores.redis_groups import SentinelGroup
 
 FAULT_S = float(os.environ.get("PENSTOCK_FAULT_S", "75"))
 SEED = int(os.environ.get("PENSTOCK_FAULT_SEED", random.randrange(1 << 30)))

@@ -11,12 +11,12 @@ import grpc
 import pytest
 import yaml
 
-from console.folder import RunFolder
-from console.ports import free_addresses
+from console.config.run_folder import RunFolder
+from console.launch.ports import free_addresses
 from penstock.v1 import broker_pb2, broker_pb2_grpc, scheduler_pb2, scheduler_pb2_grpc
 from tests.e2e.runs import RUN_ID, running, small_run
 from tests.helpers.console import COMMAND, environment, write_rows
-from tests.helpers.tiny_model import make_tiny_model
+from tests.helpers.models.tiny_model import make_tiny_model
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from console.quickstart.prepare import Prepared
 from tests.e2e.runs import assert_balanced, penstock, running, small_run
-from tests.helpers.tiny_model import make_tiny_model
+from tests.helpers.models.tiny_model import make_tiny_model
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 NUM_STEPS = 4

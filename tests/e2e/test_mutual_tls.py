@@ -10,7 +10,7 @@ from contextlib import ExitStack, contextmanager, suppress
 import pytest
 import yaml
 
-from console.ports import free_addresses
+from console.launch.ports import free_addresses
 from tests.e2e.runs import RUN_ID, assert_balanced, running, small_run
 from tests.helpers.certificates import issue, make_authority
 from tests.helpers.console import COMMAND, environment

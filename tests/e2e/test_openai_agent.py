@@ -12,8 +12,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from tests.e2e.runs import RUN_ID, running
-from tests.helpers.openai_endpoint import chat_tokenizer, save_chat_model
-from tests.helpers.redis_server import free_port
+from tests.helpers.generators.openai_endpoint import chat_tokenizer, save_chat_model
+from tests.helpers.stores.redis_server import free_port
 
 NUM_STEPS, GROUPS_PER_STEP, GROUP_SIZE = 3, 2, 4
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from console.cores import decodes_on_cpus
+from console.launch.cpu_pinning import decodes_on_cpus
 from tests.e2e.conftest import TASK_DIR
 from tests.e2e.runs import assert_balanced, penstock
 from tests.helpers.processes import children_of

@@ -10,7 +10,7 @@ from contextlib import closing, contextmanager
 
 import pytest
 
-from penstock.rpc import wait_until_serving
+from penstock.network.rpc import wait_until_serving
 from tests.e2e.runs import assert_balanced, running, small_run
 from tests.helpers.console import ROOT, environment
 

@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 
 import grpc
 
-from penstock.rpc import Server, Service, open_channel
+from penstock.network.rpc import Server, Service, open_channel
 from penstock.security import NO_SECURITY, Security
 
 _READY_S = 20.0

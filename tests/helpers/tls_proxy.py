@@ -8,7 +8,7 @@ import threading
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, suppress
 
-from penstock.http_server import server_ssl_context
+from penstock.network.http_server import server_ssl_context
 from penstock.security import Security
 
 CHUNK_BYTES = 64 * 1024

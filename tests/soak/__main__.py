@@ -21,7 +21,7 @@ import time
 from collections import Counter, defaultdict
 from pathlib import Path
 
-from console.quick import Task, prepare_task
+from console.run.quick import Task, prepare_task
 from penstock.clients.broker import BrokerClient
 from penstock.errors import PenstockError
 from penstock.v1 import trainer_pb2

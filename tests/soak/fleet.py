@@ -14,19 +14,19 @@ import sys
 from contextlib import suppress
 from pathlib import Path
 
-from console.config import RunConfig
-from console.derive import Addresses, Endpoint, generator_config, trainer_config, training_config, write_config
-from console.folder import RunFolder
-from console.quick import Task, quickstart_config
+from console.config.config import RunConfig
+from console.config.derive import Addresses, Endpoint, generator_config, trainer_config, training_config, write_config
+from console.config.run_folder import RunFolder
+from console.run.quick import Task, quickstart_config
 from penstock.config import StrictModel
 from penstock.errors import PenstockError
-from penstock.rpc import call, open_channel
+from penstock.network.rpc import call, open_channel
 from penstock.v1 import broker_pb2, broker_pb2_grpc, trainer_pb2, trainer_pb2_grpc
 from services.broker.config import BrokerConfig
 from services.reward.config import RewardConfig, RewardModelConfig
 from services.scheduler.config import LengthsConfig, SchedulerConfig
 from tests.helpers.console import COMMAND, environment
-from tests.helpers.redis_server import RedisProcess, free_port
+from tests.helpers.stores.redis_server import RedisProcess, free_port
 from tests.helpers.tcp_proxy import TcpProxy
 from tests.soak.members import Member
 from tests.soak.skewed import set_offset

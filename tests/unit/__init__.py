@@ -1,0 +1,1 @@
+"""Units without services: pure rules, parsing, arithmetic; folders mirror those of the product."""

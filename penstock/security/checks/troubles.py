@@ -20,8 +20,8 @@ from urllib.parse import urlsplit
 
 import structlog
 
+from penstock.security.certificate_files import TlsFiles
 from penstock.security.checks.diagnosis import MAX_S, Diagnosis, Server, diagnose
-from penstock.security.files import TlsFiles
 
 MAX_WAIT_S = MAX_S + 0.5
 RECHECK_S = 5.0

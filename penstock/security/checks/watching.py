@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 import structlog
 
+from penstock.security.certificate_files import TlsFiles
 from penstock.security.checks.inspection import LOOPBACK, Finding, inspect
-from penstock.security.files import TlsFiles
 
 LOOK_EVERY_S = 5.0
 SAY_AGAIN_S = 60.0

@@ -18,14 +18,14 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from statistics import fmean, stdev
 
-from services.broker.dispatch.draws import Draws, scaled_down
 from services.broker.dispatch.fifo import Fifo
 from services.broker.dispatch.latency import token_s
 from services.broker.dispatch.least_loaded import LeastLoaded
+from services.broker.dispatch.length_draws import Draws, scaled_down
+from services.broker.dispatch.lookahead import cost_s
 from services.broker.dispatch.lpt import LongestFirst
+from services.broker.dispatch.situation import Decision, DispatchPolicy, Order, Situation
 from services.broker.dispatch.streamrl import StreamRl
-from services.broker.dispatch.types import Decision, DispatchPolicy, Order, Situation
-from services.broker.dispatch.virtual import cost_s
 
 MIN_GAIN = 0.005
 """Of the best policy's time: the present one is kept if it is no worse than that."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from services.broker.dispatch.types import Order, Situation, Work
+from services.broker.dispatch.situation import Order, Situation, Work
 
 
 class TakeAll:

@@ -7,7 +7,7 @@ faster one would have finished sooner.
 from __future__ import annotations
 
 from services.broker.dispatch.placing import EarliestFinish
-from services.broker.dispatch.types import Order, Situation
+from services.broker.dispatch.situation import Order, Situation
 
 
 class LeastLoaded:

@@ -8,7 +8,7 @@ generators, and only among one step's groups, so that short prompts are never pu
 from __future__ import annotations
 
 from services.broker.dispatch.placing import USUAL_RISK, EarliestFinish
-from services.broker.dispatch.types import Order, Situation
+from services.broker.dispatch.situation import Order, Situation
 
 
 class LongestFirst:

@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterable
 
 from services.broker.dispatch.latency import Load, level_s, token_s
-from services.broker.dispatch.types import Situation, Work
+from services.broker.dispatch.situation import Situation, Work
 
 USUAL_RISK = 2.0
 """Standard deviations: with a hundred samples a few are that much longer than forecast."""

@@ -15,9 +15,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from services.broker.dispatch.latency import Load
-from services.broker.dispatch.lengths import LengthCounts
+from services.broker.dispatch.length_histogram import LengthCounts
 from services.broker.dispatch.placing import EarliestFinish
-from services.broker.dispatch.types import Decision, Order, Situation, Work
+from services.broker.dispatch.situation import Decision, Order, Situation, Work
 
 LONG_TAIL_SHARE = 0.2
 """StreamRL's alpha."""

@@ -26,12 +26,12 @@ from penstock.security import Security
 from penstock.security.http_access import ANYBODY, Handler
 from penstock.security.roles import Role
 from penstock.security.session_keys import Opens, SessionKey, SessionKeys
-from services.generator.engine import EngineError, RequestRefusedError
-from services.generator.openai.agents import Agents, Labels, Prepared
-from services.generator.openai.doors import Doors, checked_session, labels_of
-from services.generator.openai.errors import ApiError, unavailable
-from services.generator.openai.metrics import OpenAIMetrics
-from services.generator.openai.protocol import (
+from services.generator.engine.engine import EngineError, RequestRefusedError
+from services.generator.openai.answer_sampling import Answer, AnswerAbortedError, Piece
+from services.generator.openai.endpoint import Agents, Labels, Prepared
+from services.generator.openai.event_stream import EventStream
+from services.generator.openai.formats.api_errors import ApiError, unavailable
+from services.generator.openai.formats.openai_requests import (
     ChatRequest,
     CompletionRequest,
     RewardRequest,
@@ -39,11 +39,11 @@ from services.generator.openai.protocol import (
     SessionKeyRequest,
     read,
 )
-from services.generator.openai.repeats import KEY_HEADER, RETRY_HEADER, KeptAnswers, repeat_key
+from services.generator.openai.idempotency import KEY_HEADER, RETRY_HEADER, KeptAnswers, repeat_key
 from services.generator.openai.responses import Form
-from services.generator.openai.reward import SessionRewards
-from services.generator.openai.sampling import Answer, AnswerAbortedError, Piece
-from services.generator.openai.stream import EventStream
+from services.generator.openai.route_access import Doors, checked_session, labels_of
+from services.generator.openai.session_reward import SessionRewards
+from services.generator.openai.sessions.metrics import OpenAIMetrics
 
 MAX_BODY_BYTES = 8 * 1024 * 1024
 BODY_TIMEOUT_S = 30.0

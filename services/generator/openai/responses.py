@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from services.generator.openai.agents import Prepared
-from services.generator.openai.protocol import ChatRequest, SamplingRequest
-from services.generator.openai.sampling import Answer, Piece
-from services.generator.openai.text import ConversationTokenizer
+from services.generator.openai.answer_sampling import Answer, Piece
+from services.generator.openai.endpoint import Prepared
+from services.generator.openai.formats.chat_template import ConversationTokenizer
+from services.generator.openai.formats.openai_requests import ChatRequest, SamplingRequest
 
 END_OF_STREAM = b"data: [DONE]\n\n"
 

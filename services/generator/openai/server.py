@@ -11,18 +11,18 @@ from aiohttp import web
 
 from penstock.clock import Clock, SystemClock
 from penstock.errors import PenstockError
-from penstock.http_server import listen_http, server_ssl_context
+from penstock.network.http_server import listen_http, server_ssl_context
 from penstock.security import Security
 from penstock.security.session_keys import SECRET_VARIABLE, SessionKeys
 from services.generator.config import GeneratorConfig
-from services.generator.guests import Guests
-from services.generator.openai.agents import Agents
+from services.generator.decoding.unleased import Guests
 from services.generator.openai.app import OpenAIRoutes
-from services.generator.openai.errors import ApiError
-from services.generator.openai.metrics import OpenAIMetrics
-from services.generator.openai.put import RETRY_S, GroupPutter
-from services.generator.openai.reward import SessionRewards
-from services.generator.openai.text import ConversationTokenizer
+from services.generator.openai.endpoint import Agents
+from services.generator.openai.formats.api_errors import ApiError
+from services.generator.openai.formats.chat_template import ConversationTokenizer
+from services.generator.openai.session_reward import SessionRewards
+from services.generator.openai.sessions.group_sender import RETRY_S, GroupPutter
+from services.generator.openai.sessions.metrics import OpenAIMetrics
 
 HTTP_SHUTDOWN_S = 2.0
 PUT_AT_STOP_S = 3.0

@@ -13,11 +13,11 @@ from penstock.errors import (
     PenstockError,
     ServiceUnavailableError,
 )
+from penstock.network.rpc import call, open_channel
 from penstock.rewards import ModelAwayError
 from penstock.rewards.model import DEFAULT_MAX_BATCH_SIZE
 from penstock.rewards.outcomes import MAX_MESSAGE_CHARACTERS, MAX_NAME_CHARACTERS
 from penstock.rewards.wire import CREDENTIALS_HINT, THIRD_PARTY, check_score, failed_score
-from penstock.rpc import call, open_channel
 from penstock.security import NO_SECURITY, Security
 from penstock.v1 import reward_pb2, reward_pb2_grpc, types_pb2
 

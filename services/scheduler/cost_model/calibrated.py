@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from services.scheduler.cost_model.rm1 import RM1, Rm1
-from services.scheduler.problem import Problem
+from services.scheduler.cost_model.reference import RM1, Rm1
+from services.scheduler.problem.problem import Problem
 
 CALIBRATED = "calibrated"
 COST_MODELS = (RM1, CALIBRATED)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from services.scheduler.problem import Problem
+from services.scheduler.problem.problem import Problem
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from services.scheduler.problem import Link
+from services.scheduler.problem.problem import Link
 
 
 class Network:

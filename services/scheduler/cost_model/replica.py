@@ -10,7 +10,7 @@ import math
 from dataclasses import dataclass
 
 from services.scheduler.cost_model.demand import Demand
-from services.scheduler.problem import NodeClass, Problem
+from services.scheduler.problem.problem import NodeClass, Problem
 
 MAX_TENSOR_PARALLEL = 16
 _WEIGHTS_HEADROOM = 1.02

@@ -14,12 +14,12 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock.v1 import scheduler_pb2 as pb
+from services.scheduler.lengths.conformal import ErrorShape, Spread
 from services.scheduler.lengths.learner import FitFailedError, Learner, LengthModel
 from services.scheduler.lengths.ngrams import Floats
 from services.scheduler.lengths.prompts import PromptLengths, PromptView
 from services.scheduler.lengths.quality import measure
 from services.scheduler.lengths.ridge import BASELINE
-from services.scheduler.lengths.spread import ErrorShape, Spread
 
 MIN_PROMPTS = 64
 """Fewer are not fitted to: seven prompts would choose a model and thirteen test it."""

@@ -23,10 +23,10 @@ from google.protobuf import json_format
 
 from penstock.v1 import scheduler_pb2 as pb
 from services.scheduler.lengths import ngrams
+from services.scheduler.lengths.conformal import ErrorShape
 from services.scheduler.lengths.fitting import Fit
 from services.scheduler.lengths.prompts import PromptLengths, PromptView
 from services.scheduler.lengths.ridge import PROMPT_LENGTH, RIDGE, RidgeModel
-from services.scheduler.lengths.spread import ErrorShape
 
 MAX_FILES = 16
 MAX_FILE_BYTES = 256 * 1024 * 1024

@@ -14,8 +14,8 @@ from datetime import timedelta
 
 from ortools.math_opt.python import mathopt
 
-from services.scheduler.cost_model.rm1 import Rm1
-from services.scheduler.problem import NodeClass
+from services.scheduler.cost_model.reference import Rm1
+from services.scheduler.problem.problem import NodeClass
 from services.scheduler.solvers.divisions import Division, Split
 from services.scheduler.solvers.scored import ordered_nodes
 

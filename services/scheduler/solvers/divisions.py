@@ -10,9 +10,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
-from services.scheduler.cost_model.rm1 import Rm1
-from services.scheduler.plan_document import PlanDocument, Replicas, TrainShare
-from services.scheduler.problem import NodeClass
+from services.scheduler.cost_model.reference import Rm1
+from services.scheduler.problem.plan_document import PlanDocument, Replicas, TrainShare
+from services.scheduler.problem.problem import NodeClass
 from services.scheduler.solvers.interface import TimeLeft
 
 

@@ -13,8 +13,8 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from services.scheduler.cost_model.rm1 import Infeasible, Rm1, Score
-from services.scheduler.plan_document import PlanDocument
+from services.scheduler.cost_model.reference import Infeasible, Rm1, Score
+from services.scheduler.problem.plan_document import PlanDocument
 from services.scheduler.solvers.divisions import Division, divisions, plan_of
 from services.scheduler.solvers.interface import ProblemTooLargeError, Solution, TimeLeft, refused
 from services.scheduler.solvers.scored import parts_of

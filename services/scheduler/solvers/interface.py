@@ -10,8 +10,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from services.scheduler.cost_model.rm1 import Infeasible, Rm1, Score
-from services.scheduler.plan_document import PlanDocument
+from services.scheduler.cost_model.reference import Infeasible, Rm1, Score
+from services.scheduler.problem.plan_document import PlanDocument
 
 TimeLeft = Callable[[], float]
 """Seconds left; not above 0 when the time is over."""

@@ -14,9 +14,9 @@ from functools import partial
 from itertools import chain, islice
 from random import Random
 
-from services.scheduler.cost_model.rm1 import Rm1
-from services.scheduler.plan_document import PlanDocument
-from services.scheduler.problem import NodeClass
+from services.scheduler.cost_model.reference import Rm1
+from services.scheduler.problem.plan_document import PlanDocument
+from services.scheduler.problem.problem import NodeClass
 from services.scheduler.solvers.columns import solve_columns
 from services.scheduler.solvers.divisions import Division, Split, machine_splits
 from services.scheduler.solvers.interface import ProblemTooLargeError, Solution, TimeLeft, refused

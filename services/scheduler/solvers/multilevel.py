@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from math import ceil, log2
 from random import Random
 
-from services.scheduler.cost_model.rm1 import Rm1
-from services.scheduler.plan_document import PlanDocument
+from services.scheduler.cost_model.reference import Rm1
+from services.scheduler.problem.plan_document import PlanDocument
 from services.scheduler.solvers.evolution import Evolution
 from services.scheduler.solvers.interface import Solution, TimeLeft, refused
 from services.scheduler.solvers.placement import Placement

@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from itertools import product
 from math import comb, prod
 
-from services.scheduler.cost_model.rm1 import Limit, Rm1
-from services.scheduler.plan_document import PlanDocument
-from services.scheduler.problem import NodeClass
+from services.scheduler.cost_model.reference import Limit, Rm1
+from services.scheduler.problem.plan_document import PlanDocument
+from services.scheduler.problem.problem import NodeClass
 from services.scheduler.solvers.divisions import Division, best_split, packed
 from services.scheduler.solvers.interface import Solution, TimeLeft, refused
 from services.scheduler.solvers.scored import Parts, Scored, homes_of, ordered_nodes

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from functools import cache, partial
 from random import Random
 
-from services.scheduler.cost_model.rm1 import Rm1
-from services.scheduler.problem import NodeClass
+from services.scheduler.cost_model.reference import Rm1
+from services.scheduler.problem.problem import NodeClass
 from services.scheduler.solvers.divisions import Division, Split, best_split, machine_splits, packed
 from services.scheduler.solvers.scored import Parts, ordered_nodes
 

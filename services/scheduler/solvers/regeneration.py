@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from services.scheduler.cost_model.rm1 import Rm1, Score
-from services.scheduler.plan_document import PlanDocument
-from services.scheduler.problem import NodeClass
+from services.scheduler.cost_model.reference import Rm1, Score
+from services.scheduler.problem.plan_document import PlanDocument
+from services.scheduler.problem.problem import NodeClass
 from services.scheduler.solvers.divisions import Division, Split, best_split, machine_splits, plan_of
 from services.scheduler.solvers.interface import Solution, TimeLeft
 from services.scheduler.solvers.scored import BETTER, Parts, Scored, climb, parts_of

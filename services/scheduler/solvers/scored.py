@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 
-from services.scheduler.cost_model.rm1 import Infeasible, Limit, Rm1, Score
-from services.scheduler.plan_document import PlanDocument
-from services.scheduler.problem import NodeClass, Problem
+from services.scheduler.cost_model.reference import Infeasible, Limit, Rm1, Score
+from services.scheduler.problem.plan_document import PlanDocument
+from services.scheduler.problem.problem import NodeClass, Problem
 from services.scheduler.solvers.divisions import Division, Split, plan_of
 from services.scheduler.solvers.interface import Solution, TimeLeft
 

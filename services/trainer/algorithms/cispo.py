@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from services.trainer.algorithms.base import Algorithm, Clip, Normalization, Surrogate, TokenTerms
 from services.trainer.algorithms.grpo import group_advantages
-from services.trainer.algorithms.ratios import bounded_exp
+from services.trainer.algorithms.terms.ratios import bounded_exp
 
 
 def weighted_reinforce(terms: TokenTerms, clip: Clip) -> Surrogate:

@@ -6,7 +6,7 @@ import torch
 
 from services.trainer.algorithms.base import Algorithm, Clip, Normalization, Surrogate, TokenTerms
 from services.trainer.algorithms.grpo import group_advantages
-from services.trainer.algorithms.ratios import bounded_exp, segment_counts, segment_sums
+from services.trainer.algorithms.terms.ratios import bounded_exp, segment_counts, segment_sums
 
 
 def sequence_clipped(terms: TokenTerms, clip: Clip) -> Surrogate:

@@ -16,9 +16,9 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from services.trainer.algorithms.base import Algorithm, Clip, Normalization, TokenTerms
-from services.trainer.algorithms.correction import Correction, CorrectionLevel, importance_weights
-from services.trainer.algorithms.kl import KlEstimator, estimated_kl
-from services.trainer.algorithms.ratios import bounded_exp, segment_counts
+from services.trainer.algorithms.terms.correction import Correction, CorrectionLevel, importance_weights
+from services.trainer.algorithms.terms.kl import KlEstimator, estimated_kl
+from services.trainer.algorithms.terms.ratios import bounded_exp, segment_counts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

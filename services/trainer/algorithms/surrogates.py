@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from services.trainer.algorithms.base import Clip, Surrogate, TokenTerms
-from services.trainer.algorithms.ratios import bounded_exp
+from services.trainer.algorithms.terms.ratios import bounded_exp
 
 
 def clipped(terms: TokenTerms, clip: Clip) -> Surrogate:

@@ -6,8 +6,8 @@ import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from penstock.codec import int32_array
 from penstock.v1 import broker_pb2, types_pb2
+from penstock.wire.codec import int32_array
 from tests.helpers.broker_model.truth import Token, attempt_of, chunk_of, tokens_of
 from tests.helpers.broker_model.world import MAX_TRIES, RUN, Link, World, settle
 

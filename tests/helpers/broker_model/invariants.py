@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import Counter
 
 from penstock.v1 import broker_pb2, types_pb2
-from services.broker import staleness as ages
-from services.broker.run_state import RunState
+from services.broker.rules import staleness as ages
+from services.broker.state.run_state import RunState
 from tests.helpers.broker_model.trainer import ModelTrainer
 from tests.helpers.broker_model.world import MAX_TRIES, RUN, World, settle
 

@@ -17,8 +17,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from penstock.errors import FencedError, OtherInstanceError, PenstockError, VersionConflictError
 from penstock.v1 import broker_pb2, types_pb2
-from services.broker.policy import DISPATCH_NAMES
-from tests.helpers.broker import duration
+from services.broker.rules.sample_policy import DISPATCH_NAMES
 from tests.helpers.broker_model.generator import ModelGenerator
 from tests.helpers.broker_model.invariants import check_all
 from tests.helpers.broker_model.process import Backing
@@ -26,6 +25,7 @@ from tests.helpers.broker_model.producer import ModelProducer
 from tests.helpers.broker_model.trainer import ModelTrainer
 from tests.helpers.broker_model.worker import ModelWorker
 from tests.helpers.broker_model.world import RUN, Setting, World, settle
+from tests.helpers.brokers.broker import duration
 from tests.helpers.virtual_time import VirtualLoop
 
 NUM_GENERATORS, NUM_WORKERS = 2, 2

@@ -20,13 +20,13 @@ from prometheus_client import CollectorRegistry
 
 from penstock.errors import InternalError, PenstockError, ServiceUnavailableError
 from penstock.v1 import broker_pb2
-from services.broker.keys import RunKeys
-from services.broker.memory_store import MemoryStore
-from services.broker.redis_store import RedisStore
-from services.broker.run_clock import MAX_GAP_S, Reading, StoredClock
+from services.broker.records.run_clock import MAX_GAP_S, Reading, StoredClock
+from services.broker.records.store import Delta, Mark, Snapshot, Store
 from services.broker.server import make_hubs
 from services.broker.service import BrokerService
-from services.broker.store import Delta, Mark, Snapshot, Store
+from services.broker.storage.memory_store import MemoryStore
+from services.broker.storage.redis.keys import RunKeys
+from services.broker.storage.redis.redis_store import RedisStore
 from tests.helpers.virtual_time import VirtualLoop
 
 Fault = Literal["before", "after"]

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from penstock.codec import int32_bytes
 from penstock.v1 import broker_pb2, types_pb2
+from penstock.wire.codec import int32_bytes
 from tests.helpers.broker_model.truth import Token, arrays_of
 from tests.helpers.broker_model.world import MAX_TRIES, RUN, Link, World, settle
 

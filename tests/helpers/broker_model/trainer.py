@@ -9,9 +9,9 @@ from __future__ import annotations
 import copy
 from dataclasses import dataclass, field
 
-from penstock.codec import index_mask, int32_bytes
 from penstock.errors import LeaseLostError, PenstockError, UnknownSampleError, VersionConflictError
 from penstock.v1 import broker_pb2, types_pb2
+from penstock.wire.codec import index_mask, int32_bytes
 from tests.helpers.broker_model.truth import attempt_of, tokens_trained_on
 from tests.helpers.broker_model.world import MAX_TRIES, RUN, Link, World, settle
 

@@ -10,8 +10,8 @@ from __future__ import annotations
 import itertools
 from dataclasses import dataclass, field
 
-from penstock.codec import decode_versions, encode_versions, float32_array, float32_bytes, int32_array, int32_bytes
 from penstock.v1 import types_pb2
+from penstock.wire.codec import decode_versions, encode_versions, float32_array, float32_bytes, int32_array, int32_bytes
 
 Attempt = tuple[str, int, int]
 """Group id, sample index, attempt."""

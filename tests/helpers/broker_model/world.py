@@ -12,8 +12,8 @@ from google.protobuf.message import Message
 
 from penstock.errors import PenstockError, ServiceUnavailableError
 from penstock.v1 import broker_pb2
-from services.broker.limits import Limits
-from services.broker.run_state import RunState
+from services.broker.rules.limits import Limits
+from services.broker.state.run_state import RunState
 from tests.helpers.broker_model.process import Backing, InProcessBroker, StoreTime, Stream
 from tests.helpers.broker_model.truth import Serials, Truth
 from tests.helpers.virtual_time import VirtualLoop

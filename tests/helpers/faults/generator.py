@@ -15,10 +15,10 @@ import numpy as np
 from penstock.clients.leases import LeaseSession
 from penstock.clients.sample_stream import SampleStream
 from penstock.clients.tokens import TokenSession
-from penstock.codec import encode_versions, float32_bytes, int32_array, int32_bytes
 from penstock.errors import PenstockError
-from penstock.rpc import backoff_s, open_channel, translated_errors
+from penstock.network.rpc import backoff_s, open_channel, translated_errors
 from penstock.v1 import broker_pb2, broker_pb2_grpc, types_pb2
+from penstock.wire.codec import encode_versions, float32_bytes, int32_array, int32_bytes
 from tests.helpers.faults import workload
 
 NUM_SLOTS = 12

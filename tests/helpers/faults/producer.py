@@ -13,10 +13,10 @@ from pathlib import Path
 import numpy as np
 
 from penstock.clients.trajectories import TrajectorySession
-from penstock.codec import encode_versions, float32_bytes, int32_bytes
 from penstock.errors import PenstockError
-from penstock.rpc import backoff_s, call_with_retry, open_channel
+from penstock.network.rpc import backoff_s, call_with_retry, open_channel
 from penstock.v1 import broker_pb2, broker_pb2_grpc, types_pb2
+from penstock.wire.codec import encode_versions, float32_bytes, int32_bytes
 from tests.helpers.faults import workload
 
 PUT_EVERY_S = 0.6

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from penstock.clients.scoring import ScoringSession
 from penstock.errors import PenstockError
-from penstock.rpc import open_channel, translated_errors
+from penstock.network.rpc import open_channel, translated_errors
 from penstock.v1 import broker_pb2, broker_pb2_grpc, types_pb2
 from tests.helpers.faults import workload
 

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from tests.helpers.console import COMMAND, ROOT, environment
 from tests.helpers.faults.schedule import Fault
-from tests.helpers.redis_server import RedisProcess, free_port
+from tests.helpers.stores.redis_server import RedisProcess, free_port
 from tests.helpers.tcp_proxy import TcpProxy
 
 NUM_BROKERS = 2

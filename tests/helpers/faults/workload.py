@@ -15,8 +15,8 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from penstock.codec import decode_versions, float32_array, float32_bytes, int32_array, int32_bytes
 from penstock.v1 import broker_pb2, types_pb2
+from penstock.wire.codec import decode_versions, float32_array, float32_bytes, int32_array, int32_bytes
 
 RUN_ID = "faults"
 GROUP_SIZE = 4

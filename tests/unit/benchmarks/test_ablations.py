@@ -1,8 +1,8 @@
 import pytest
 
 from benchmarks.scheduler.ablations import reached, table
-from services.scheduler.cost_model.rm1 import Rm1
-from tests.helpers.planning import counted_scores, problem
+from services.scheduler.cost_model.reference import Rm1
+from tests.helpers.plans.problems import counted_scores, problem
 
 OPTIMUM = 13.170059514017444
 

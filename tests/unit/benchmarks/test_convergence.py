@@ -7,7 +7,7 @@ import pytest
 from benchmarks.trainer.cells import PLAIN, Cell, run_cell
 from benchmarks.trainer.convergence import table
 from services.trainer.config import TrainingConfig
-from tests.helpers.tiny_model import make_tiny_model
+from tests.helpers.models.tiny_model import make_tiny_model
 
 NUM_STEPS = 4
 

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.children import child, run_child
 from benchmarks.e2e import penstock_side, trl_side
 from benchmarks.e2e.alone import MAX_STEPS, spread_steps
-from benchmarks.e2e.children import child, run_child
 from benchmarks.e2e.task import Task
 from benchmarks.trainer.batches import packed_batch
 from benchmarks.trainer.recorded import read_steps

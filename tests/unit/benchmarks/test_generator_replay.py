@@ -9,7 +9,7 @@ import torch
 from benchmarks.generator import suite
 from benchmarks.generator.model import make_model
 from benchmarks.generator.replay import Replayer
-from services.generator.engine import UpdateMode
+from services.generator.engine.engine import UpdateMode
 
 PROMPT = [5, 9, 33, 2]
 TOKENS = [7, 8, 40, 21, 3, 60, 11, 12]

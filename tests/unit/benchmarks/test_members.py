@@ -2,9 +2,9 @@
 
 import time
 
-from benchmarks.scheduler.drawn import drawn_problem
 from benchmarks.scheduler.members import MEMBERS, Budgeted, plans_left, row, seconds_left
-from services.scheduler.planning import AUTO, _checked, solve
+from benchmarks.scheduler.problems.drawn import drawn_problem
+from services.scheduler.planning.solve import AUTO, _checked, solve
 from services.scheduler.solvers.multilevel import MultilevelSolver
 
 

@@ -7,9 +7,9 @@ import pytest
 from benchmarks.scheduler import results
 from benchmarks.scheduler.best import best_plan, whole_types
 from benchmarks.scheduler.comparisons import Comparison
-from benchmarks.scheduler.settings import GRPO_TASKS, lognormal, machines, make_problem
-from simulator.virtual_run.setup import Mode
-from simulator.virtual_run.simulate import Options
+from benchmarks.scheduler.problems.settings import GRPO_TASKS, lognormal, machines, make_problem
+from simulator.virtual_run.build_run import Mode
+from simulator.virtual_run.simulation import Options
 
 
 @pytest.mark.parametrize(

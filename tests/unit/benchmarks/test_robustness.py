@@ -3,7 +3,7 @@ from random import Random
 import pytest
 
 from benchmarks.scheduler.robustness import losses, misjudged
-from tests.helpers.planning import problem
+from tests.helpers.plans.problems import problem
 
 
 def test_every_profiled_number_is_off_by_no_more_than_the_error_and_memory_by_nothing():

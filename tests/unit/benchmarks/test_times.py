@@ -1,7 +1,7 @@
 """How soon the planner is good enough: what counts, and when."""
 
 from benchmarks.scheduler import times
-from tests.helpers.planning import problem
+from tests.helpers.plans.problems import problem
 
 
 def test_a_small_problem_is_solved_within_its_limit():

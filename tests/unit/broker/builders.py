@@ -6,14 +6,14 @@ import itertools
 from typing import Any
 
 from penstock.v1 import broker_pb2, types_pb2
-from services.broker import accepting, delivery, generation, scoring, submission
-from services.broker.chunks import read_chunk
-from services.broker.delivery import Consumer
-from services.broker.generation import GeneratorFacts, Grant
-from services.broker.opening import create_run
-from services.broker.run_state import RunState
-from services.broker.scoring import ScoringGrant
-from tests.helpers.broker import chunk, limits, prompt
+from services.broker.ingest.token_chunk import read_chunk
+from services.broker.operations import append_tokens, delivery, leasing, scores, submission
+from services.broker.operations.delivery import Consumer
+from services.broker.operations.leasing import GeneratorFacts, Grant
+from services.broker.operations.lifecycle import create_run
+from services.broker.operations.scores import ScoringGrant
+from services.broker.state.run_state import RunState
+from tests.helpers.brokers.broker import chunk, limits, prompt
 
 CONSUMER = Consumer(consumer_id="rank-0", purpose=types_pb2.PURPOSE_TRAIN, stream_id="s", number=1)
 _numbers = itertools.count()
@@ -51,7 +51,7 @@ def suffix() -> str:
 
 def lease(state: RunState, count: int, version: int = 0, *, now_s: float = 2.0, **changes: Any) -> list[Grant]:
     """Lease samples to a generator."""
-    found = generation.lease(state, facts(version, **changes), max_leases=count, now_s=now_s, make_suffix=suffix)
+    found = leasing.lease(state, facts(version, **changes), max_leases=count, now_s=now_s, make_suffix=suffix)
     return found.grants
 
 
@@ -66,7 +66,7 @@ def put(
 ) -> list[broker_pb2.ChunkError]:
     """Send one chunk."""
     facts_of_chunk = read_chunk(chunk(as_lease(grant), tokens, **changes))
-    return accepting.accept_chunks(state, holder, [facts_of_chunk], now_s).errors
+    return append_tokens.accept_chunks(state, holder, [facts_of_chunk], now_s).errors
 
 
 def finish(state: RunState, grants: list[Grant], version: int = 0, *, holder: str = "gen-1") -> None:
@@ -80,12 +80,12 @@ def finish(state: RunState, grants: list[Grant], version: int = 0, *, holder: st
 
 def lease_scoring(state: RunState, count: int, *, now_s: float = 4.0) -> list[ScoringGrant]:
     """Lease finished samples to a reward worker."""
-    return scoring.lease_scoring(state, "worker-1", max_leases=count, now_s=now_s, make_suffix=suffix)
+    return scores.lease_scoring(state, "worker-1", max_leases=count, now_s=now_s, make_suffix=suffix)
 
 
 def score(
     state: RunState, grant: ScoringGrant, status: types_pb2.ScoreStatus.ValueType = types_pb2.SCORE_STATUS_OK
-) -> scoring.Receipts:
+) -> scores.Receipts:
     """Report a score."""
     value = 1.0 if status == types_pb2.SCORE_STATUS_OK else None
     result = broker_pb2.ScoreResult(
@@ -93,7 +93,7 @@ def score(
         key=types_pb2.SampleKey(group_id=grant.sample[0], sample_index=grant.sample[1]),
         score=types_pb2.Score(status=status, value=value),
     )
-    return scoring.accept_results(state, "worker-1", [result], 5.0)
+    return scores.accept_results(state, "worker-1", [result], 5.0)
 
 
 def make_ready(state: RunState, *group_ids: str, version: int = 0) -> None:

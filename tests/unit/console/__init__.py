@@ -1,0 +1,1 @@
+"""The console without services: configuration, commands, and what they write."""

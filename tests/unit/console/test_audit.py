@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from console.audit import audit_command
-from console.length_bias import loss_by_length
-from penstock.audit import audit_document
+from console.inspect.audit_report import audit_command
+from console.view.length_bias import loss_by_length
 from penstock.config import ConfigError
 from penstock.v1 import broker_pb2
+from penstock.wire.audit_json import audit_document
 from tests.helpers.console import document, write_document
 
 BOOKS = broker_pb2.Audit(

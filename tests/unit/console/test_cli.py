@@ -12,7 +12,7 @@ import typer
 from typer.testing import CliRunner
 
 from console.cli import app, main
-from console.serve import ServiceKind, load_service_config
+from console.serve.serve import ServiceKind, load_service_config
 from penstock.config import ConfigError
 from tests.helpers.console import ROOT, environment
 
@@ -101,7 +101,7 @@ def test_listen_overrides_the_file(tmp_path: Path) -> None:
 
 
 def test_the_quick_starts_file_is_where_the_command_looks_for_it() -> None:
-    from console.quick import CONFIG_FILE
+    from console.run.quick import CONFIG_FILE
 
     assert ROOT / "examples" / "quickstart.yaml" == CONFIG_FILE
     assert CONFIG_FILE.is_file()

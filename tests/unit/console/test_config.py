@@ -10,8 +10,8 @@ import pytest
 import yaml
 from pydantic import BaseModel
 
-from console.config import RunConfig, load_run_config, parse_run_config, resolve, to_yaml
-from console.derive import (
+from console.config.config import RunConfig, load_run_config, parse_run_config, resolve, to_yaml
+from console.config.derive import (
     broker_config,
     generator_config,
     local_endpoint,
@@ -19,8 +19,8 @@ from console.derive import (
     trainer_config,
     training_config,
 )
-from console.folder import RunFolder
-from console.launcher import choose_addresses
+from console.config.run_folder import RunFolder
+from console.launch.launcher import choose_addresses
 from penstock.config import ConfigError
 from penstock.targets import checked_address
 from tests.helpers.console import ROOT

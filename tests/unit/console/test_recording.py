@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from console.recording import Recorded, RecordingError, open_writer, read_groups, read_samples, scan
 from console.recording.parts import parts_of
 from console.recording.reader import read_part
-from console.recording.rows import shortest_decimals
-from penstock.codec import encode_versions, join_versions
+from console.recording.row_codec import shortest_decimals
 from penstock.v1 import types_pb2
-from tests.helpers.recordings import recorded
+from penstock.wire.codec import encode_versions, join_versions
+from tests.helpers.brokers.recordings import recorded
 
 SUFFIXES = (".jsonl", ".parquet")
 _FLOATS = st.floats(width=32, allow_nan=False, allow_infinity=False)

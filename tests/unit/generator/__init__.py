@@ -1,0 +1,1 @@
+"""Parts of a generator without gRPC, by the product's folders."""

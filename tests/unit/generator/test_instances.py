@@ -8,8 +8,8 @@ import pytest
 
 from penstock.config import ConfigError, read_document, validate
 from services.generator.config import GeneratorConfig
+from services.generator.engines.emulated.from_config import build_spec
 from services.generator.instances import expand
-from services.generator.pretend.build import build_spec
 
 
 def config(**rest: object) -> GeneratorConfig:

@@ -1,0 +1,1 @@
+"""The quick start's task: problems, model and warm start."""

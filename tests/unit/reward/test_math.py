@@ -35,7 +35,7 @@ async def test_equal_expressions_match_however_they_are_written(model):
 
 async def test_an_expression_that_never_ends_is_killed_and_the_next_is_judged(model, monkeypatch):
     monkeypatch.setattr(math_reward, "ITEM_TIMEOUT_S", 0.5)
-    monkeypatch.setattr(math_reward, "_WORKER", "tests.helpers.hanging_worker")
+    monkeypatch.setattr(math_reward, "_WORKER", "tests.helpers.rewards.hanging_worker")
 
     hanging = await model.score_within([item("#### 1", "1")], timeout_s=0.5)
     monkeypatch.undo()

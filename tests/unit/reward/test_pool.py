@@ -8,11 +8,11 @@ from structlog.testing import capture_logs
 from penstock.errors import DeadlineError, InternalError, InvalidFieldError, QueueFullError, ServiceUnavailableError
 from penstock.rewards import ModelAwayError
 from penstock.v1 import broker_pb2, reward_pb2, types_pb2
+from services.reward.attempts import Tries
 from services.reward.breaker import Breaker
 from services.reward.config import RewardModelConfig
 from services.reward.pool import ScoringPool
-from services.reward.tries import Tries
-from tests.helpers.scripted_broker import scoring_item
+from tests.helpers.brokers.scripted_scoring import scoring_item
 from tests.helpers.waiting import until
 
 OK, TIMEOUT, FAILED = types_pb2.SCORE_STATUS_OK, types_pb2.SCORE_STATUS_TIMEOUT, types_pb2.SCORE_STATUS_FAILED

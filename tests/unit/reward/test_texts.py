@@ -10,13 +10,13 @@ from prometheus_client import REGISTRY
 from structlog.testing import capture_logs
 
 from penstock.clients.sample_stream import MAX_TEXT_BYTES
-from penstock.codec import int32_bytes
 from penstock.config import ConfigError
 from penstock.v1 import broker_pb2, reward_pb2, types_pb2
+from penstock.wire.codec import int32_bytes
 from services.reward.config import RewardConfig
 from services.reward.server import serve
 from services.reward.texts import TokenTexts
-from tests.helpers.tokenizer_kinds import letters
+from tests.helpers.models.tokenizer_kinds import letters
 from tests.unit.reward.test_pool import FakeModel, FakeSource, run_pool
 
 A, B = 2, 3

@@ -3,8 +3,8 @@ import json
 import pytest
 
 from penstock.config import ConfigError, validate
-from services.scheduler.problem import Problem, parse_problem, read_problem
-from tests.helpers.planning import INSTANCES, document
+from services.scheduler.problem.problem import Problem, parse_problem, read_problem
+from tests.helpers.plans.problems import INSTANCES, document
 
 
 def test_a_problem_reads_the_same_from_json_and_from_yaml(tmp_path):

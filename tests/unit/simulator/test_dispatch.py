@@ -9,12 +9,12 @@ import pytest
 
 from services.broker.dispatch import auto as auto_module
 from services.broker.dispatch.auto import Candidates
-from services.broker.dispatch.draws import Draw, Item, QueuedPrompt
 from services.broker.dispatch.latency import LatencyModel
-from services.broker.dispatch.registry import make_policy
-from services.broker.dispatch.types import Situation
-from services.broker.dispatch.virtual import finish_s
-from services.generator.pretend.lengths import STREAMRL_HISTOGRAM
+from services.broker.dispatch.length_draws import Draw, Item, QueuedPrompt
+from services.broker.dispatch.lookahead import finish_s
+from services.broker.dispatch.policies import make_policy
+from services.broker.dispatch.situation import Situation
+from services.generator.emulation.length_law import STREAMRL_HISTOGRAM
 from simulator.dispatch import Report, Scenario, lower_bound_s, simulate
 from simulator.fleet import PretendGenerator
 from simulator.fresh_scenarios import ARRIVALS, make_fresh_scenario

@@ -5,24 +5,24 @@ from dataclasses import replace
 
 import pytest
 
-from benchmarks.scheduler.pretended import PROBLEM as PRETENDED
-from benchmarks.scheduler.settings import GRPO_TASKS, lognormal, machines, make_problem
+from benchmarks.scheduler.problems.pretended import PROBLEM as PRETENDED
+from benchmarks.scheduler.problems.settings import GRPO_TASKS, lognormal, machines, make_problem
 from penstock.v1 import broker_pb2
 from services.broker.dispatch.latency import LatencyModel
-from services.broker.fleet import lengths_seen
-from services.broker.limits import Limits
+from services.broker.fleet.snapshot import lengths_seen
+from services.broker.rules.limits import Limits
 from services.scheduler.cost_model.calibrated import CALIBRATED, make_model
-from services.scheduler.cost_model.rm1 import Limit, Rm1
-from services.scheduler.problem import Problem
+from services.scheduler.cost_model.reference import Limit, Rm1
+from services.scheduler.problem.problem import Problem
 from simulator.dispatch import Scenario, simulate
 from simulator.fleet import PretendGenerator
-from simulator.virtual_run import simulate as simulate_module
-from simulator.virtual_run.engine import Engine, GeneratorSpec
+from simulator.virtual_run import simulation as simulate_module
+from simulator.virtual_run.build_run import Mode, Setup, SetupError, TrainerSpec, colocated
+from simulator.virtual_run.event_loop import Change, Run
 from simulator.virtual_run.ledger import Group, Ledger, Sample
-from simulator.virtual_run.run import Change, Run
-from simulator.virtual_run.setup import Mode, Setup, SetupError, TrainerSpec, colocated
-from simulator.virtual_run.simulate import Options, document, simulate_plan, simulate_setup, steady_rate
-from tests.helpers.planning import plan, problem
+from simulator.virtual_run.simulation import Options, document, simulate_plan, simulate_setup, steady_rate
+from simulator.virtual_run.virtual_generator import Engine, GeneratorSpec
+from tests.helpers.plans.problems import plan, problem
 
 SPLIT = plan([("h20-0", 1, 8), ("h20-1", 1, 8), ("h20-2", 1, 8)], [("h800-0", 8)])
 

@@ -1,0 +1,1 @@
+"""The trainer without services; `builders.py` makes samples, groups and backends."""

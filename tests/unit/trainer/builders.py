@@ -10,9 +10,15 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, Qwen2Config
 
-from services.trainer.backend import LossTotals, NonFiniteGradientError, NonFiniteLossError, StepMetrics, TokenScores
-from services.trainer.packing import Pack, Trajectory
-from services.trainer.samples import TrainingSample
+from services.trainer.batches.packing import Pack, Trajectory
+from services.trainer.batches.training_sample import TrainingSample
+from services.trainer.model.backend import (
+    LossTotals,
+    NonFiniteGradientError,
+    NonFiniteLossError,
+    StepMetrics,
+    TokenScores,
+)
 
 VOCAB_SIZE = 40
 

@@ -1,0 +1,1 @@
+"""Certificates and keys that the console makes, and the authority behind them."""

@@ -20,17 +20,17 @@ from cryptography.x509 import verification
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from console.certs.atomic_files import File, write_new
 from console.certs.authority import Authority, make_authority
-from console.certs.files import File, write_new
 from console.certs.request import Request, checked_request
 from penstock.clients.broker import BrokerClient
 from penstock.config import ConfigError
 from penstock.errors import ForbiddenError
-from penstock.rpc import open_channel
+from penstock.network.rpc import open_channel
 from penstock.security import Security
 from penstock.security.roles import Caller, Grant, Role, caller_of_certificate
 from tests.helpers import certificates
-from tests.helpers.scripted_training_broker import ScriptedTrainingBroker
+from tests.helpers.brokers.scripted_training import ScriptedTrainingBroker
 from tests.helpers.serving import serving
 
 NOW = datetime(2026, 3, 1, 12, 0, 0, 123456, tzinfo=UTC)

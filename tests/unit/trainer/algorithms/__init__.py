@@ -1,0 +1,1 @@
+"""Every algorithm against its printed formula, written naively in `naive.py`."""

@@ -10,9 +10,9 @@ import math
 import numpy as np
 
 from services.trainer.algorithms.base import Normalization
-from services.trainer.algorithms.correction import Correction, CorrectionLevel
-from services.trainer.algorithms.kl import KlEstimator
 from services.trainer.algorithms.loss import LossSettings
+from services.trainer.algorithms.terms.correction import Correction, CorrectionLevel
+from services.trainer.algorithms.terms.kl import KlEstimator
 
 
 def random_samples(lengths=(7, 1, 12, 4), *, seed=0, spread=0.3):

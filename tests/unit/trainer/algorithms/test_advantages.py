@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.trainer.algorithms.base import Algorithm
-from services.trainer.algorithms.overlong import overlong_penalties
 from services.trainer.algorithms.registry import ALGORITHMS
+from services.trainer.algorithms.terms.overlong import overlong_penalties
 from services.trainer.config import AlgorithmName
 
 # A critic's credit is that of tokens: test_gae.py.

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from services.trainer.algorithms.correction import Correction, CorrectionLevel, importance_weights
+from services.trainer.algorithms.terms.correction import Correction, CorrectionLevel, importance_weights
 
 RATIOS = (0.25, 0.5, 1.0, 2.0, 4.0)
 

@@ -6,8 +6,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.trainer.algorithms.gae import generalized_advantages, normalized
 from services.trainer.algorithms.ppo import value_losses
+from services.trainer.algorithms.terms.gae import generalized_advantages, normalized
 
 NUMBERS = st.floats(-5, 5)
 SHARES = st.floats(0, 1)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from services.trainer.algorithms.kl import KlEstimator, estimated_kl
+from services.trainer.algorithms.terms.kl import KlEstimator, estimated_kl
 
 
 def policies():

@@ -7,11 +7,11 @@ import pytest
 import torch
 
 from services.trainer.algorithms.base import Clip, Normalization, divisor
-from services.trainer.algorithms.correction import Correction, CorrectionLevel
-from services.trainer.algorithms.kl import KlEstimator
 from services.trainer.algorithms.loss import LossInputs, LossSettings, policy_loss
-from services.trainer.algorithms.ratios import MAX_LOG_RATIO
 from services.trainer.algorithms.registry import ALGORITHMS
+from services.trainer.algorithms.terms.correction import Correction, CorrectionLevel
+from services.trainer.algorithms.terms.kl import KlEstimator
+from services.trainer.algorithms.terms.ratios import MAX_LOG_RATIO
 from tests.unit.trainer.algorithms.naive import naive_loss, random_samples
 
 NAMES = list(ALGORITHMS)

@@ -1,0 +1,99 @@
+"""Files that appear whole: written beside their place and synced to disk before the first of them takes it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from penstock.config import ConfigError
+from penstock.process.disk import is_full
+
+
+@dataclass(frozen=True, slots=True)
+class File:
+    """A file to be."""
+
+    name: str
+    content: bytes
+    mode: int
+
+
+@contextlib.contextmanager
+def told(path: Path, doing: str) -> Iterator[None]:
+    """Turn what the system refuses into a ConfigError of one line, which names the path."""
+    try:
+        yield
+    except OSError as error:
+        if is_full(error):
+            reason = "the disk is full; free some space, then repeat the command"
+        else:
+            reason = f"cannot be {doing}: {error.strerror or error}"
+        raise ConfigError(f"{path}: {reason}") from error
+
+
+@contextlib.contextmanager
+def staged(folder: Path, files: Sequence[File]) -> Iterator[None]:
+    """Write files beside their places; they take them, in this order, when the block ends without an error.
+
+    A write that fails changes none of them. The folder is one writer's at a time. Raises ConfigError.
+    """
+    try:
+        for file in files:
+            with told(folder / file.name, "written"):
+                _write_beside(folder, file)
+        yield
+        for file in files:
+            with told(folder / file.name, "replaced"):
+                os.replace(_beside(folder, file), folder / file.name)
+        with told(folder, "written"):
+            sync_folder(folder)
+    finally:
+        for file in files:
+            with contextlib.suppress(OSError):
+                _beside(folder, file).unlink(missing_ok=True)
+
+
+def write_new(folder: Path, file: File) -> None:
+    """Write a file that must not be there yet. Raises ConfigError, and leaves none behind then."""
+    path = folder / file.name
+    with told(path, "written"):
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, file.mode)
+        try:
+            _fill(descriptor, file)
+        except OSError:
+            path.unlink()
+            raise
+
+
+def sync_folder(folder: Path) -> None:
+    """Let the names in a folder outlive a power failure."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _beside(folder: Path, file: File) -> Path:
+    return folder / f".{file.name}.new"
+
+
+def _write_beside(folder: Path, file: File) -> None:
+    path = _beside(folder, file)
+    # What a killed command left there may be read by others; a key is written to a file that never was.
+    path.unlink(missing_ok=True)
+    _fill(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, file.mode), file)
+    with contextlib.suppress(FileNotFoundError, PermissionError):
+        # A container's user to whom root gave the files reads them after a renewal too.
+        owner = (folder / file.name).stat()
+        os.chown(path, owner.st_uid, owner.st_gid)
+
+
+def _fill(descriptor: int, file: File) -> None:
+    with os.fdopen(descriptor, "wb") as opened:
+        opened.write(file.content)
+        opened.flush()
+        os.fsync(opened.fileno())

@@ -1,0 +1,326 @@
+"""The configuration of a whole run: what `penstock run` reads, prints with --dry-run and saves beside the results.
+
+Sections that the trainer needs are the trainer's own models; the rest says what is started here, what elsewhere.
+Nothing here opens a socket or reads a file other than the configuration: see `console.run.preflight` for that.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+
+import yaml
+from pydantic import AfterValidator, Field, field_validator, model_validator
+
+from penstock.collective.broadcast_backend import Transport
+from penstock.config import Document, NetworkConfig, StrictModel, Targets, apply_overrides, read_document, validate
+from penstock.security.addresses import checked_trusted_hosts
+from penstock.targets import checked_address, checked_addresses
+from services.broker.storage.redis.address import parse_redis_url
+from services.generator.config import EngineConfig
+from services.reward.config import RewardModelConfig
+from services.trainer.config import (
+    AlgorithmConfig,
+    ComputeConfig,
+    DataConfig,
+    LoraSection,
+    ModelConfig,
+    OptimizerConfig,
+    RunSettings,
+    SamplePolicyConfig,
+    SamplingConfig,
+)
+
+RECORDING_SUFFIXES = (".jsonl", ".parquet")
+MAX_SAMPLES_PER_STEP = 1_000_000
+
+
+class GeneratorSection(EngineConfig):
+    """The generators that are started here."""
+
+    count: int = Field(default=1, ge=0, le=256)
+    """Generators started here; ignored when endpoints.generators names others. 0 for a run that is replayed."""
+    flush_interval_s: float = Field(default=0.2, gt=0, le=10)
+    """Longest time a decoded token waits before it is sent."""
+    openai_listen: str | None = None
+    """Address of the OpenAI-compatible endpoint of the first generator, host:port; the others take the ports behind."""
+
+    @field_validator("openai_listen")
+    @classmethod
+    def _is_an_address(cls, value: str | None) -> str | None:
+        return None if value is None else checked_address(value)
+
+
+class BrokerSection(StrictModel):
+    """The broker's store."""
+
+    redis_url: str | None = None
+    """Redis that holds the run's state, in any form that a broker takes; one is started in the run folder when null."""
+
+    @field_validator("redis_url")
+    @classmethod
+    def _is_a_redis_url(cls, value: str | None) -> str | None:
+        if value is not None:
+            parse_redis_url(value)
+        return value
+
+
+class WeightsSection(StrictModel):
+    """How weights get from the trainer to generators that are started here."""
+
+    transport: Transport = Transport.HTTP
+    """http, or broadcasts between processors (gloo) or GPUs (nccl), with HTTP for what they do not bring."""
+    trusted_relay_hosts: Annotated[tuple[str, ...], AfterValidator(checked_trusted_hosts)] = ()
+    """Hosts that generators elsewhere may name as relays though they call the trainer that is started here from another
+    address, as behind NAT: names, .domain, addresses, networks."""
+
+
+class SchedulerSection(StrictModel):
+    """The scheduler."""
+
+    heartbeat_interval_s: float = Field(default=5.0, gt=0, le=300)
+    """How often machines report; three missed reports make a machine count as gone."""
+    problem: Path | None = None
+    """Planning problem (docs/planning.md) whose plan the run follows: machines that run `penstock node` start and stop
+    generators by it, this run starts none."""
+    plan: Path | None = None
+    """The plan to begin with, as `penstock plan --json` prints or `--deploy` writes it: where the trainers are, and the
+    generators unless the scheduler finds better ones. All is planned when null."""
+    nodes: tuple[Path, ...] = ()
+    """Configurations of machines that stand here: a `penstock node` is started for each."""
+    length_model: Path | None = None
+    """Folder of a small Hugging Face model that is fine-tuned to forecast lengths; ridge regression alone when null."""
+    length_pairs: Path | None = None
+    """JSON lines of prompts and lengths to begin with, the recording of an earlier run for example."""
+
+
+class EndpointsSection(StrictModel):
+    """Services that already run elsewhere, as host:port; what is null is started here."""
+
+    broker: Targets | None = None
+    """A broker; several on one Redis as a list, of which the first that works is used."""
+    scheduler: str | None = None
+    """A scheduler."""
+    reward: str | None = None
+    """A reward worker that was started for this run's id (a reward model's address belongs in reward.model)."""
+    trainer: str | None = None
+    """A trainer; the paths in model and data are then paths on its machine."""
+    generators: list[str] | None = None
+    """Generators that were started for this run's id."""
+
+    @field_validator("scheduler", "reward", "trainer")
+    @classmethod
+    def _is_an_address(cls, value: str | None) -> str | None:
+        return None if value is None else checked_address(value)
+
+    @field_validator("broker")
+    @classmethod
+    def _are_brokers(cls, value: str | None) -> str | None:
+        return None if value is None else checked_addresses(value)
+
+    @field_validator("generators")
+    @classmethod
+    def _are_addresses(cls, value: list[str] | None) -> list[str] | None:
+        if value is not None and not value:
+            raise ValueError("name at least one generator, or write null to start them here")
+        return None if value is None else [checked_address(item) for item in value]
+
+
+class ListenSection(StrictModel):
+    """Addresses of services that are started here, as host:port; a free port of 127.0.0.1 when null."""
+
+    broker: str | None = None
+    """The broker."""
+    scheduler: str | None = None
+    """The scheduler."""
+    reward: str | None = None
+    """The reward worker."""
+    trainer: str | None = None
+    """The trainer."""
+    weights: str | None = None
+    """The trainer's HTTP server for weights."""
+    public_host: str | None = None
+    """Name or address under which generators on other machines fetch weights from here; 127.0.0.1 when null."""
+
+    @field_validator("broker", "scheduler", "reward", "trainer", "weights")
+    @classmethod
+    def _is_an_address(cls, value: str | None) -> str | None:
+        return None if value is None else checked_address(value)
+
+
+class LogSection(StrictModel):
+    """Logs of the services, in the run folder's logs/."""
+
+    level: Literal["debug", "info", "warning", "error"] = "info"
+    """Least severity written."""
+    format: Literal["text", "json"] = "text"
+    """Form of a line."""
+
+
+class RunConfig(NetworkConfig):
+    """A whole run."""
+
+    run: RunSettings = RunSettings()
+    """The run itself."""
+    model: ModelConfig
+    """The policy."""
+    lora: LoraSection | None = None
+    """Train a LoRA adapter over the model; null trains all weights."""
+    data: DataConfig
+    """Prompts."""
+    sampling: SamplingConfig = SamplingConfig()
+    """Sampling for training."""
+    algorithm: AlgorithmConfig = AlgorithmConfig()
+    """What is optimised."""
+    policy: SamplePolicyConfig = SamplePolicyConfig()
+    """How samples are treated."""
+    optimizer: OptimizerConfig = OptimizerConfig()
+    """The optimiser."""
+    trainer: ComputeConfig = ComputeConfig()
+    """The trainer's use of its machine."""
+    generator: GeneratorSection = GeneratorSection()
+    """The generators."""
+    reward: RewardModelConfig = RewardModelConfig()
+    """The reward model; a plain string is its name."""
+    broker: BrokerSection = BrokerSection()
+    """The broker's store."""
+    weights: WeightsSection = WeightsSection()
+    """The way of weights."""
+    scheduler: SchedulerSection = SchedulerSection()
+    """The scheduler."""
+    endpoints: EndpointsSection = EndpointsSection()
+    """What runs elsewhere."""
+    listen: ListenSection = ListenSection()
+    """Where services started here listen."""
+    log: LogSection = LogSection()
+    """Logs."""
+    site: str = Field(default="", max_length=128)
+    """Where this machine stands; generators that are started here fetch one copy of each version and relay it to each
+    other, which pays where the trainer is elsewhere. Without a name each fetches its own."""
+    record: bool | Path = False
+    """Record what is trained on: true for trajectories.jsonl in the run folder, or a .jsonl or .parquet file."""
+    record_max_bytes: int | None = Field(default=None, ge=1024 * 1024)
+    """Size from which on the recording goes on in another file (trajectories-00002.jsonl ...); null keeps one file."""
+
+    @field_validator("record")
+    @classmethod
+    def _is_a_recording(cls, value: bool | Path) -> bool | Path:
+        if isinstance(value, Path) and value.suffix not in RECORDING_SUFFIXES:
+            raise ValueError(f"must be true, false, or a file that ends in {' or '.join(RECORDING_SUFFIXES)}")
+        return value
+
+    @field_validator("reward", mode="before")
+    @classmethod
+    def _a_string_names_the_reward_model(cls, value: Any) -> Any:
+        return {"model": value} if isinstance(value, str) else value
+
+    @property
+    def starts_generators(self) -> bool:
+        """Whether generators are started by this run itself, `generator.count` of them."""
+        return self.endpoints.generators is None and self.scheduler.problem is None
+
+    @model_validator(mode="after")
+    def _a_plan_is_followed_whole(self) -> Self:
+        problem = self.scheduler.problem
+        if problem is None and (self.scheduler.nodes or self.scheduler.plan is not None):
+            key = "nodes" if self.scheduler.nodes else "plan"
+            raise ValueError(f"scheduler.{key}: has no effect without scheduler.problem; name that as well")
+        if problem is not None and self.endpoints.generators is not None:
+            raise ValueError("endpoints.generators: the plan of scheduler.problem says who generates; leave one out")
+        if problem is not None and not self.run.id:
+            raise ValueError("run.id: required with scheduler.problem: machines serve one run by its id")
+        return self
+
+    @model_validator(mode="after")
+    def _step_is_not_absurd(self) -> Self:
+        num_samples = self.algorithm.prompts_per_step * self.algorithm.group_size
+        if num_samples > MAX_SAMPLES_PER_STEP:
+            raise ValueError(
+                f"algorithm: prompts_per_step x group_size is {num_samples} samples a step; "
+                f"at most {MAX_SAMPLES_PER_STEP} are allowed"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _samples_fit_the_engine(self) -> Self:
+        most = self.generator.max_context_tokens
+        needed = self.data.max_prompt_tokens + self.sampling.max_new_tokens
+        if most is not None and needed > most:
+            raise ValueError(
+                f"generator.max_context_tokens: {most} is less than data.max_prompt_tokens + sampling.max_new_tokens "
+                f"= {needed}; raise it, or lower one of the two"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _evaluation_has_data(self) -> Self:
+        if self.run.eval_every_steps > 0 and self.data.eval is None:
+            raise ValueError(
+                "run.eval_every_steps: has no effect without data.eval; name held-out rows, or set it to 0"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _somebody_decodes_the_evaluation(self) -> Self:
+        if self.generator.count == 0 and self.starts_generators and self.data.eval is not None:
+            raise ValueError(
+                "generator.count: 0 leaves nobody to decode the rows of data.eval, which is measured before and after "
+                "training; write data.eval=null"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _remote_services_know_the_run(self) -> Self:
+        attached = self.endpoints.reward is not None or self.endpoints.generators is not None
+        if attached and not self.run.id:
+            raise ValueError(
+                "run.id: required with endpoints.reward or endpoints.generators, which serve one run by its id"
+            )
+        return self
+
+
+def load_run_config(path: Path, overrides: Iterable[str] = ()) -> RunConfig:
+    """The configuration in a YAML file with dotted overrides applied; raises ConfigError, one line a problem."""
+    return parse_run_config(apply_overrides(read_document(path), overrides), source=str(path))
+
+
+def parse_run_config(document: Document, *, source: str) -> RunConfig:
+    """`document` as a RunConfig; raises ConfigError, one line a problem, each beginning with `source`."""
+    return validate(RunConfig, document, source=source)
+
+
+def resolve(config: RunConfig, *, now_s: float) -> RunConfig:
+    """`config` with a run id, and with absolute paths where they are paths of this machine.
+
+    Absolute, because a run is resumed from any folder; a remote trainer's paths are left as they are.
+    """
+    run_id = config.run.id or time.strftime("run-%Y%m%d-%H%M%S", time.gmtime(now_s))
+    run = config.run.model_copy(update={"id": run_id})
+    if isinstance(config.record, Path):
+        config = config.model_copy(update={"record": _absolute(config.record)})
+    stated = config.scheduler
+    plan = {name: path and _absolute(path) for name, path in (("problem", stated.problem), ("plan", stated.plan))}
+    nodes = {"nodes": tuple(_absolute(path) for path in stated.nodes)}
+    config = config.model_copy(update={"scheduler": stated.model_copy(update=plan | nodes)})
+    if config.endpoints.trainer is not None:
+        return config.model_copy(update={"run": run})
+    paths = {"train": config.data.train, "eval": config.data.eval}
+    data = config.data.model_copy(update={name: path and _absolute(path) for name, path in paths.items()})
+    return config.model_copy(
+        update={
+            "run": run.model_copy(update={"dir": _absolute(run.dir)}),
+            "model": config.model.model_copy(update={"path": _absolute(config.model.path)}),
+            "data": data,
+        }
+    )
+
+
+def to_yaml(config: RunConfig) -> str:
+    """The configuration as a YAML document that `load_run_config` reads back to the same value."""
+    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=False)
+
+
+def _absolute(path: Path) -> Path:
+    return path.expanduser().absolute()

@@ -1,0 +1,161 @@
+"""From a run's configuration and its addresses to the configuration of each service: pure, no I/O."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from console.config.config import RunConfig
+from console.config.run_folder import RunFolder
+from penstock.config import StrictModel, validate
+from penstock.rewards.wire import THIRD_PARTY
+from services.broker.config import BrokerConfig
+from services.generator.config import EngineConfig, GeneratorConfig, OpenAIConfig
+from services.reward.config import RewardConfig
+from services.scheduler.config import LengthsConfig, SchedulerConfig
+from services.trainer.config import TrainerConfig, TrainingConfig
+
+_ANY_HOST = {"0.0.0.0", "[::]", "::"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Endpoint:
+    """Where a service is."""
+
+    target: str
+    """host:port under which it is called from this machine."""
+    listen: str | None
+    """host:port it is told to listen on; None when it already runs elsewhere."""
+
+    @property
+    def is_local(self) -> bool:
+        """Whether it is started here."""
+        return self.listen is not None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Addresses:
+    """Where every service of a run is."""
+
+    broker: Endpoint
+    scheduler: Endpoint
+    reward: Endpoint
+    trainer: Endpoint
+    generators: tuple[Endpoint, ...]
+    weights_listen: str | None
+    """Where a trainer started here offers weights over HTTP; None when the trainer runs elsewhere."""
+    weights_url: str | None
+    """Address of that server as generators see it."""
+
+
+def local_endpoint(listen: str) -> Endpoint:
+    """A service that listens on `listen`: one that listens on all addresses is called on loopback."""
+    host, _, port = listen.rpartition(":")
+    return Endpoint(target=f"127.0.0.1:{port}" if host in _ANY_HOST else listen, listen=listen)
+
+
+def broker_config(config: RunConfig, addresses: Addresses, redis_url: str) -> BrokerConfig:
+    """The broker's configuration."""
+    return BrokerConfig(
+        insecure=config.insecure,
+        listen=addresses.broker.listen or "",
+        redis_url=redis_url,
+        scheduler=addresses.scheduler.target,
+    )
+
+
+def scheduler_config(config: RunConfig, addresses: Addresses, folder: RunFolder) -> SchedulerConfig:
+    """The scheduler's configuration."""
+    return SchedulerConfig(
+        insecure=config.insecure,
+        listen=addresses.scheduler.listen or "",
+        heartbeat_interval_s=config.scheduler.heartbeat_interval_s,
+        lengths=LengthsConfig(
+            model_path=config.scheduler.length_model,
+            pairs_file=config.scheduler.length_pairs,
+            state_dir=folder.lengths,
+        ),
+    )
+
+
+def reward_config(config: RunConfig, addresses: Addresses) -> RewardConfig:
+    """The reward worker's configuration."""
+    return RewardConfig(
+        insecure=config.insecure,
+        listen=addresses.reward.listen or "",
+        run_id=config.run.id,
+        broker=addresses.broker.target,
+        tokenizer_path=config.model.path,
+        reward=config.reward,
+    )
+
+
+def trainer_config(config: RunConfig, addresses: Addresses) -> TrainerConfig:
+    """The trainer process' configuration."""
+    return TrainerConfig(
+        insecure=config.insecure,
+        listen=addresses.trainer.listen or "",
+        weights_listen=addresses.weights_listen or "",
+        weights_url=addresses.weights_url,
+        weights_transport=config.weights.transport,
+        allowed_roots=trainer_roots(config),
+        trusted_relay_hosts=config.weights.trusted_relay_hosts,
+        # The console that started it resumes its run, and ends it when it ends itself.
+        state_dir=None,
+    )
+
+
+def trainer_roots(config: RunConfig) -> tuple[Path, ...]:
+    """What a trainer of this run reads and writes: nothing else of its machine is a client's to name."""
+    run = RunFolder(config.run.dir / config.run.id)
+    # Roots are followed where they are links: people put a run, or its checkpoints, on a larger disk.
+    paths = (config.run.dir, run.path, run.checkpoints, config.model.path, config.data.train, config.data.eval)
+    return tuple(path for path in paths if path is not None)
+
+
+def generator_config(config: RunConfig, addresses: Addresses, folder: RunFolder, index: int) -> GeneratorConfig:
+    """The configuration of generator `index`, counted from 0."""
+    section = config.generator
+    engine = EngineConfig.model_validate(section.model_dump(include=set(EngineConfig.model_fields)))
+    return GeneratorConfig(
+        insecure=config.insecure,
+        listen=addresses.generators[index].listen or "",
+        generator_id=f"gen-{index}",
+        site=config.site,
+        run_id=config.run.id,
+        broker=addresses.broker.target,
+        weights=addresses.trainer.target,
+        model_path=config.model.path,
+        dtype=config.model.dtype,
+        max_lora_rank=None if config.lora is None else config.lora.rank,
+        seed=config.run.seed + index,
+        engine=engine,
+        flush_interval_s=section.flush_interval_s,
+        cache_dir=folder.cache / f"generator-{index}",
+        weights_transport=config.weights.transport,
+        openai=_openai_config(config, index),
+    )
+
+
+def _openai_config(config: RunConfig, index: int) -> OpenAIConfig:
+    first, reward = config.generator.openai_listen, config.reward.model
+    host, _, port = (first or "").rpartition(":")
+    return OpenAIConfig(
+        listen=None if first is None else f"{host}:{int(port) + index}",
+        reward=reward if reward.startswith(THIRD_PARTY) else None,
+        temperature=config.sampling.temperature,
+    )
+
+
+def training_config(config: RunConfig, *, broker: str, source: str) -> TrainingConfig:
+    """The document of StartRun; raises ConfigError where the trainer would refuse it."""
+    names = ("run", "model", "data", "sampling", "algorithm", "policy", "optimizer", "trainer")
+    document = {name: getattr(config, name).model_dump() for name in names}
+    document["lora"] = None if config.lora is None else config.lora.model_dump()
+    return validate(TrainingConfig, {**document, "broker": broker}, source=source)
+
+
+def write_config(config: StrictModel, path: Path) -> None:
+    """Save a service's configuration for `penstock serve --config`, readable by its owner only."""
+    path.touch(mode=0o600)
+    path.write_text(config.model_dump_json(indent=2) + "\n", encoding="utf-8")

@@ -1,0 +1,62 @@
+"""One console at a time works in a run folder: a lock on a file in it, which the kernel lets go of with the process.
+
+The file stays when the lock is gone, and says who held it last. Where the file system has no locks the folder is used
+without one, and a note says so.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import json
+import os
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+from penstock.config import ConfigError
+from penstock.process.disk import failure_message
+
+LOCK_NAME = "console.lock"
+_HAS_NO_LOCKS = frozenset({errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP})
+
+
+@contextlib.contextmanager
+def locked(folder: Path) -> Iterator[str]:
+    """Hold the folder's lock; yields a note for people, or nothing. Raises ConfigError where another process has it."""
+    path = folder / LOCK_NAME
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
+    except OSError as error:
+        raise ConfigError(f"run.dir: {failure_message(folder, error)}") from error
+    try:
+        yield _lock(descriptor, path)
+    finally:
+        os.close(descriptor)
+
+
+def _lock(descriptor: int, path: Path) -> str:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise ConfigError(
+            f"{path.parent}: this run is under way ({_holder(path)}); stop it first: penstock stop"
+        ) from None
+    except OSError as error:
+        if error.errno not in _HAS_NO_LOCKS:
+            raise ConfigError(f"run.dir: {failure_message(path.parent, error)}") from error
+        return f"{path}: this file system has no locks; see that no other console uses the folder"
+    # On a full disk the lock holds all the same.
+    with contextlib.suppress(OSError):
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, json.dumps({"pid": os.getpid(), "host": socket.gethostname()}).encode() + b"\n", 0)
+    return ""
+
+
+def _holder(path: Path) -> str:
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+        return f"process {int(found['pid'])} on {found['host']}"
+    except (OSError, ValueError, TypeError, KeyError):
+        return "another process"

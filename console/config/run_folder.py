@@ -1,0 +1,135 @@
+"""The folder of a run: where everything in it lies, and the small JSON files that say which processes belong to it.
+
+    config.yaml metrics.jsonl summary.json report.html checkpoints/   what the run is and gave
+    trajectories.jsonl     what it was trained on, with `record`
+    plans.jsonl            every plan that was followed, with `scheduler.problem`
+    console.lock           held by the console that works in the folder (`console.config.folder_lock`)
+    services/<name>.yaml   configuration of a service started here
+    services/<name>.json   its process: id, address, restarts (read by ps, status, stop)
+    logs/<name>.log        its log; .log.1, .log.2 ... are older
+    redis/                 the embedded Redis' append-only files
+    cache/<name>/          weights fetched by a generator
+    lengths/               what a scheduler started here learned about lengths
+
+Every file is replaced as a whole (written beside, then renamed), so a reader never sees half of one.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from penstock.config import ConfigError
+
+CONSOLE_NAME = "console"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProcessRecord:
+    """A process of a run on this machine."""
+
+    name: str
+    """`broker`, `generator-0` ...; the launcher itself is `console`."""
+    pid: int
+    """Its process id."""
+    started_ticks: int
+    """When the kernel says it started, in clock ticks since boot; with the pid it names a process for good."""
+    address: str
+    """host:port it serves; empty when it serves none."""
+    state: str
+    """starting, ready, restarting, paused, stopped or failed."""
+    num_restarts: int
+    """Restarts so far."""
+    why: str = ""
+    """Of one that is paused or failed: how it ended, and when it is tried again."""
+    since_s: float = 0.0
+    """When it entered its state, Unix seconds; 0 where that is not known."""
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether this very process still runs."""
+        return started_ticks_of(self.pid) == self.started_ticks
+
+
+class RunFolder:
+    """Paths of one run's folder, and its process records."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.config = path / "config.yaml"
+        self.metrics = path / "metrics.jsonl"
+        self.summary = path / "summary.json"
+        self.report = path / "report.html"
+        self.plans = path / "plans.jsonl"
+        self.checkpoints = path / "checkpoints"
+        self.services = path / "services"
+        self.logs = path / "logs"
+        self.redis = path / "redis"
+        self.cache = path / "cache"
+        self.lengths = path / "lengths"
+
+    def create(self) -> None:
+        """Make the folder and its parts; what is there stays."""
+        for part in (self.path, self.services, self.logs):
+            part.mkdir(parents=True, exist_ok=True)
+        # Service configurations may name a Redis password.
+        self.services.chmod(0o700)
+
+    def log_of(self, name: str) -> Path:
+        """The log file of a process."""
+        return self.logs / f"{name}.log"
+
+    def write_record(self, record: ProcessRecord) -> None:
+        """Note a process."""
+        replace_text(self.services / f"{record.name}.json", json.dumps(asdict(record), indent=2) + "\n")
+
+    def records(self) -> list[ProcessRecord]:
+        """The processes noted, by name; unreadable notes are left out."""
+        found = (read_record(path) for path in sorted(self.services.glob("*.json")))
+        return [record for record in found if record is not None]
+
+
+def read_record(path: Path) -> ProcessRecord | None:
+    """The record in a file, or None where there is none that can be read."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+        return ProcessRecord(**value)
+    except (OSError, ValueError, TypeError):
+        return None
+
+
+def open_folder(path: Path) -> RunFolder:
+    """The folder of a run that exists; raises ConfigError otherwise."""
+    folder = RunFolder(path.expanduser().absolute())
+    if not folder.config.is_file():
+        raise ConfigError(f"{path}: not a run folder (it holds no config.yaml)")
+    return folder
+
+
+def replace_text(path: Path, text: str) -> None:
+    """Write a file as a whole: readers see the old text or the new one, also where the disk refuses (OSError)."""
+    beside = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        beside.write_text(text, encoding="utf-8")
+        beside.replace(path)
+    except OSError:
+        beside.unlink(missing_ok=True)
+        raise
+
+
+def started_ticks_of(pid: int) -> int | None:
+    """Start time of a process in clock ticks since boot; None when it is gone, 0 where the system does not tell."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return None
+    except PermissionError:
+        return 0
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace")
+    except OSError:
+        return 0
+    fields = text.rpartition(")")[2].split()
+    return None if fields[0] == "Z" else int(fields[19])

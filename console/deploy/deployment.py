@@ -1,0 +1,295 @@
+"""From a plan to what starts it: for each site a compose file and a configuration for each service.
+
+Machines are reached under their own names, which must resolve where they are used (or all under one address, to try a
+deployment on one machine). Each runs `penstock node`, which starts what the plan gives it and follows revisions.
+The first machine of the training pool is the head: broker, scheduler, reward worker and trainer run there, in
+containers by its site's compose file, or without any by `penstock run` and the run.yaml beside the sites.
+
+Everything listens on all addresses and speaks mutual TLS, with a certificate for each machine (README.md says how to
+make them); in plain text only on loopback, or where the run's configuration says `insecure: true`.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass
+from pathlib import Path, PurePath
+
+import yaml
+
+from console.config.config import parse_run_config
+from console.config.derive import training_config
+from console.deploy.compose import compose_file
+from console.deploy.nodes import (
+    LENGTHS_FILE,
+    Machine,
+    drawn_lengths,
+    machines,
+    node_document,
+    pretending,
+)
+from console.deploy.readme import readme
+from console.deploy.trainers import TrainingMachine, processes, training_machines
+from console.node.config import NodeConfig
+from penstock.config import ConfigError, Document, validate
+from penstock.security.plain_text import is_local
+from services.scheduler.cost_model.reference import Rm1
+from services.scheduler.problem.plan_document import PlanDocument
+from services.scheduler.problem.problem import Problem
+
+PORTS = {"redis": 7300, "broker": 7301, "reward": 7303, "trainer": 7304, "weights": 7305, "scheduler": 7306}
+PLAIN_RUN: Document = {"model": {"path": "/data/model"}, "data": {"train": "/data/train.jsonl"}}
+"""Of which run it is, when nobody says: paths that somebody has to fill."""
+_LOOPBACK = "127.0.0.1"
+_IN_CONTAINERS = PurePath("/config")
+_HOST = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+
+
+def write_deployment(
+    folder: Path, rm1: Rm1, plan: PlanDocument, *, run: Document = PLAIN_RUN, address: str | None = None
+) -> list[Path]:
+    """Write all files into a folder that is new or empty; the files. Raises ConfigError.
+
+    `run` is the run's own configuration; `address` reaches every machine, each is reached under its name when None.
+    """
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise ConfigError(f"--deploy: {folder} is not an empty folder; name a new one")
+    files = deployment(rm1, plan, run=run, address=address, folder=folder.expanduser().absolute())
+    for name, content in files.items():
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        text = content if isinstance(content, str) else yaml.safe_dump(content, sort_keys=False)
+        path.write_text(text, encoding="utf-8")
+    return [folder / name for name in files]
+
+
+def deployment(
+    rm1: Rm1, plan: PlanDocument, *, run: Document, address: str | None, folder: Path
+) -> dict[str, Document | str]:
+    """Every file's document or text, by its path in `folder`; all are checked. Raises ConfigError."""
+    return _Deployment.of(rm1, plan, run=run, address=address, folder=folder).files()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Deployment:
+    rm1: Rm1
+    plan: PlanDocument
+    config: Document
+    """The run's, with what the plan was computed for."""
+    address: str | None
+    folder: Path
+    machines: list[Machine]
+    trainers: list[TrainingMachine]
+    is_emulated: bool
+
+    @classmethod
+    def of(cls, rm1: Rm1, plan: PlanDocument, *, run: Document, address: str | None, folder: Path) -> _Deployment:
+        _check_names(rm1.problem)
+        is_emulated = run.get("generator", {}).get("engine") == "emulated"
+        return cls(
+            rm1=rm1,
+            plan=plan,
+            config=_run_config(rm1, plan, run, is_emulated=is_emulated),
+            address=address,
+            folder=folder,
+            machines=machines(rm1.problem, plan, is_one_host=address is not None),
+            trainers=training_machines(rm1, plan, address or plan.train[0].node),
+            is_emulated=is_emulated,
+        )
+
+    @property
+    def head(self) -> TrainingMachine:
+        return self.trainers[0]
+
+    def files(self) -> dict[str, Document | str]:
+        home = self.head.site
+        found: dict[str, Document | str] = {
+            "run.yaml": self._run_outside(),
+            f"{home}/run.yaml": self._run_inside(),
+            f"{home}/problem.yaml": self.rm1.problem.model_dump(mode="json", by_alias=True, exclude_none=True),
+            f"{home}/plan.yaml": self.plan.model_dump(mode="json"),
+            **self._services(home),
+        }
+        if self.has_certificates:
+            found["README.md"] = readme(self.config["run"]["id"], self.machines, self.trainers)
+        for name in ("run.yaml", f"{home}/run.yaml"):
+            config = parse_run_config(_document(found[name]), source=name)
+            training_config(config, broker="127.0.0.1:1", source=name)
+        for machine in self.machines:
+            document = self._node(machine)
+            validate(NodeConfig, document, source=machine.name)
+            found[f"{machine.site}/node-{machine.name}.yaml"] = document
+        sites = dict.fromkeys((*(each.site for each in self.trainers), *(each.site for each in self.machines)))
+        for site in sites:
+            found |= self._site(site, is_home=site == home)
+        return found
+
+    @property
+    def is_insecure(self) -> bool:
+        return bool(self.config.get("insecure", False))
+
+    @property
+    def has_certificates(self) -> bool:
+        return not self.is_insecure and self.listen_host != _LOOPBACK
+
+    @property
+    def listen_host(self) -> str:
+        return _LOOPBACK if self.address is not None and is_local(f"{self.address}:1") else "0.0.0.0"
+
+    def _service(self, document: Document) -> Document:
+        return {"insecure": True, **document} if self.is_insecure else document
+
+    def _listen(self, name: str) -> str:
+        return f"{self.listen_host}:{PORTS[name]}"
+
+    def _host(self, machine: str) -> str:
+        return self.address or machine
+
+    def _center(self) -> dict[str, str]:
+        return {name: f"{self._host(self.head.name)}:{port}" for name, port in PORTS.items()}
+
+    def _run_outside(self) -> Document:
+        """For `penstock run` on the head. A trainer of several machines is torchrun's to start, and attached to."""
+        listen = {name: self._listen(name) for name in ("broker", "scheduler", "reward", "trainer", "weights")}
+        document = self._with_plan(self.folder / self.head.site)
+        if self.address is not None:
+            nodes = [str(self.folder / each.site / f"node-{each.name}.yaml") for each in self.machines]
+            document["scheduler"] = {**document["scheduler"], "nodes": nodes}
+        if self.head.torchrun:
+            document["endpoints"] = {**document.get("endpoints", {}), "trainer": self._center()["trainer"]}
+            del listen["trainer"], listen["weights"]
+        return {**document, "listen": {**listen, "public_host": self._host(self.head.name)}}
+
+    def _run_inside(self) -> Document:
+        """For the container that follows the run: everything is started beside it."""
+        document = self._with_plan(_IN_CONTAINERS)
+        center = self._center()
+        attached = {name: center[name] for name in ("broker", "scheduler", "reward", "trainer")}
+        return {**document, "endpoints": {**document.get("endpoints", {}), **attached}}
+
+    def _with_plan(self, folder: PurePath) -> Document:
+        # Machines know what they pretend to be; the run starts no generator of its own.
+        generator = {key: value for key, value in self.config.get("generator", {}).items() if key != "emulated"}
+        plan = {"problem": str(folder / "problem.yaml"), "plan": str(folder / "plan.yaml")}
+        scheduler = {**self.config.get("scheduler", {}), **plan}
+        return {**self.config, "generator": generator, "scheduler": scheduler}
+
+    def _services(self, home: str) -> dict[str, Document | str]:
+        center = self._center()
+        return {
+            f"{home}/broker.yaml": self._service(
+                {
+                    "listen": self._listen("broker"),
+                    "redis_url": f"redis://127.0.0.1:{PORTS['redis']}/0",
+                    "scheduler": center["scheduler"],
+                }
+            ),
+            f"{home}/scheduler.yaml": self._service({"listen": self._listen("scheduler")}),
+            f"{home}/reward.yaml": self._service(
+                {
+                    "listen": self._listen("reward"),
+                    "run_id": self.config["run"]["id"],
+                    "broker": center["broker"],
+                    "tokenizer_path": self.config["model"]["path"],
+                    "reward": _reward(self.config),
+                }
+            ),
+        }
+
+    def _node(self, machine: Machine) -> Document:
+        is_tried_here = self.address is not None
+        document = node_document(
+            machine,
+            self.config,
+            self._center(),
+            listen_host=self.listen_host,
+            address=self._host(machine.name),
+            folder=self.folder / "machines" / machine.name if is_tried_here else PurePath("/runs", machine.name),
+            config_folder=self.folder / machine.site if is_tried_here else _IN_CONTAINERS,
+            is_remote=machine.site != self.head.site,
+        )
+        return self._service(document)
+
+    def _site(self, site: str, *, is_home: bool) -> dict[str, Document | str]:
+        here = [each for each in self.machines if each.site == site]
+        trainers = [each for each in self.trainers if each.site == site]
+        head = self.head.name if is_home else None
+        found: dict[str, Document | str] = {
+            f"{site}/docker-compose.yml": compose_file(
+                here,
+                trainers,
+                head=head,
+                ports=PORTS,
+                is_emulated=self.is_emulated,
+                has_certificates=self.has_certificates,
+            )
+        }
+        if trainers:
+            trainer = {
+                "listen": self._listen("trainer"),
+                "weights_listen": self._listen("weights"),
+                "weights_url": self._center()["weights"],
+                "allowed_roots": _trainer_roots(self.config),
+            }
+            found[f"{site}/trainer.yaml"] = self._service(trainer)
+        if here and self.is_emulated:
+            found[f"{site}/{LENGTHS_FILE}"] = drawn_lengths(self.rm1.problem)
+        return found
+
+
+def _check_names(problem: Problem) -> None:
+    for index, node in enumerate(problem.nodes):
+        for key, value in (("name", node.name), ("region", node.region)):
+            if not _HOST.fullmatch(value):
+                raise ConfigError(
+                    f"nodes.{index}.{key}: {value!r} cannot name a {'machine' if key == 'name' else 'folder'} of a "
+                    "deployment; use letters, digits, dots, dashes and underscores"
+                )
+
+
+def _run_config(rm1: Rm1, plan: PlanDocument, run: Document, *, is_emulated: bool) -> Document:
+    """The run's configuration with what the plan was computed for."""
+    problem = rm1.problem
+    workload = problem.workload
+    endpoints = {key: value for key, value in run.get("endpoints", {}).items() if key != "generators"}
+    config: Document = {
+        **run,
+        "run": {"id": re.sub(r"[^A-Za-z0-9._-]", "-", problem.id), **run.get("run", {})},
+        "algorithm": {
+            **({"name": "ppo"} if _trains_a_critic(problem) else {}),
+            **run.get("algorithm", {}),
+            "group_size": workload.group_size,
+            "prompts_per_step": workload.prompts_per_step,
+            "max_staleness": workload.staleness,
+        },
+        "sampling": {**run.get("sampling", {}), "max_new_tokens": math.ceil(workload.output_len.longest)},
+        "endpoints": endpoints,
+    }
+    if is_emulated:
+        # The trainer is real, on whatever this machine has: it keeps to what the run says.
+        emulated = pretending(problem, run["generator"].get("emulated", {}))
+        return {**config, "generator": {**run["generator"], "emulated": emulated}}
+    return {**config, "trainer": {**run.get("trainer", {}), "processes": processes(rm1, plan)}}
+
+
+def _trains_a_critic(problem: Problem) -> bool:
+    """Whether more than the policy is trained."""
+    return sum(task.kind == "train" for task in problem.workload.train_tasks) > 1
+
+
+def _reward(config: Document) -> Document:
+    stated = config.get("reward", {})
+    return {"model": stated} if isinstance(stated, str) else stated
+
+
+def _trainer_roots(config: Document) -> list[str]:
+    """What the run's trainer reads and writes, as the run names it."""
+    data = config.get("data", {})
+    paths = (config["run"].get("dir", "runs"), config["model"]["path"], data.get("train"), data.get("eval"))
+    return [str(path) for path in paths if path is not None]
+
+
+def _document(content: Document | str) -> Document:
+    assert not isinstance(content, str), "configurations are documents"
+    return content

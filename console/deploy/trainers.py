@@ -1,0 +1,55 @@
+"""The training pool of a deployment: one trainer on the head alone, or torchrun on every machine of the pool."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from services.scheduler.cost_model.reference import Rm1
+from services.scheduler.problem.plan_document import PlanDocument
+
+RENDEZVOUS_PORT = 7307
+MAX_RESTARTS = 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainingMachine:
+    """A machine of the pool."""
+
+    name: str
+    site: str
+    gpus: int
+    """Its first ones."""
+    torchrun: tuple[str, ...]
+    """Command line that starts its trainer processes, without `torchrun` and without `console serve ...`; empty where
+    the pool is one machine, whose trainer starts its processes itself."""
+
+
+def training_machines(rm1: Rm1, plan: PlanDocument, head_address: str) -> list[TrainingMachine]:
+    """The pool; the first machine is the head."""
+    found = []
+    for rank, share in enumerate(plan.train):
+        meeting = (
+            f"--nnodes={len(plan.train)}",
+            f"--node-rank={rank}",
+            f"--nproc-per-node={share.gpus}",
+            f"--master-addr={head_address}",
+            f"--master-port={RENDEZVOUS_PORT}",
+            f"--max-restarts={MAX_RESTARTS}",
+        )
+        found.append(
+            TrainingMachine(
+                name=share.node,
+                site=rm1.nodes[share.node].region,
+                gpus=share.gpus,
+                torchrun=meeting if len(plan.train) > 1 else (),
+            )
+        )
+    return found
+
+
+def processes(rm1: Rm1, plan: PlanDocument) -> int | list[float]:
+    """`trainer.processes`: one a GPU; where GPUs are unlike, the share of tokens that each takes, by its speed."""
+    speeds = [rm1.gpu_training_rate[rm1.nodes[share.node].name] for share in plan.train for _ in range(share.gpus)]
+    if len(set(speeds)) == 1:
+        return len(speeds)
+    return [round(speed / max(speeds), 3) for speed in speeds]

@@ -1,0 +1,142 @@
+"""What `penstock audit` does: show the books of a run, live or from what it left, and whether they balance."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from console.inspect.find_run import audit_run, find_run
+from console.inspect.local_runs import plain_console
+from console.view.length_bias import loss_by_length
+from console.view.outcome import audit_line, read_summary
+from penstock.config import ConfigError
+from penstock.wire.audit_json import audit_document
+
+_Document = Mapping[str, Any]
+"""A `penstock.wire.audit_json.AuditDocument`, or what an older run left of one: without rows."""
+
+
+def audit_command(run: str | None, *, broker: str | None, runs_dir: Path, by_version: bool, as_json: bool) -> int:
+    """Print a run's books; returns 0 when they balance and 1 when they do not. Raises ConfigError."""
+    target = find_run(run, broker=broker, runs_dir=runs_dir)
+    if target.broker is not None:
+        books = asyncio.run(audit_run(target.run_id, target.broker))
+        document: _Document = audit_document(books)
+        staleness = f"staleness at most {books.max_staleness_seen}, policy version {books.policy_version}"
+    else:
+        summary = (read_summary(target.folder.summary) if target.folder is not None else None) or {}
+        if not isinstance(summary.get("audit"), dict):
+            raise ConfigError(
+                f"{target.run_id}: not under way, and it left no books; continue it with penstock run --resume"
+            )
+        document = summary["audit"]
+        staleness = f"staleness at most {summary.get('max_staleness_seen')}, policy version {summary.get('steps')}"
+    if as_json:
+        print(json.dumps(document, indent=2))
+    else:
+        print(audit_line(document))
+        print(staleness)
+        bias = loss_by_length(document)
+        if bias is not None:
+            print(bias)
+        show_rows(document, plain_console(), by_version=by_version)
+    return 0 if document.get("balanced") else 1
+
+
+@dataclass(slots=True)
+class _Line:
+    """One line of a table: samples of one length bucket, or of one version."""
+
+    trained: int = 0
+    in_flight: int = 0
+    dropped: Counter[str] = field(default_factory=Counter)
+
+    def add(self, row: _Document) -> None:
+        """Count a row of the books."""
+        self.trained += row["trained"]
+        self.in_flight += row["in_flight"]
+        self.dropped.update(row["dropped"])
+
+
+def show_rows(document: _Document, console: Console, *, by_version: bool) -> None:
+    """Print the rows as a table; nothing for books without rows."""
+    rows = document.get("rows") or []
+    if not rows:
+        return
+    reasons = sorted({reason for row in rows for reason in row["dropped"]})
+    lines = _lines(rows, "submit_version" if by_version else "max_tokens")
+    table = _by_version(lines, document, reasons) if by_version else _by_length(lines, reasons)
+    console.print(table)
+
+
+def _lines(rows: Iterable[_Document], key: str) -> dict[int, _Line]:
+    lines: defaultdict[int, _Line] = defaultdict(_Line)
+    for row in rows:
+        lines[row[key]].add(row)
+    return dict(sorted(lines.items()))
+
+
+def _by_length(lines: Mapping[int, _Line], reasons: list[str]) -> Table:
+    """Shares of what was trained and of what was dropped, side by side: a bias by length shows as a difference."""
+    num_trained = sum(line.trained for line in lines.values())
+    num_dropped = sum(line.dropped.total() for line in lines.values())
+    names = ("tokens", "trained", "% of trained", "dropped", "% of dropped", "% lost", *reasons, "in flight")
+    table = _table(names)
+    for max_tokens, line in lines.items():
+        lost = line.dropped.total()
+        cells = [
+            _span(max_tokens),
+            str(line.trained),
+            _percent(line.trained, num_trained),
+            str(lost),
+            _percent(lost, num_dropped),
+            _percent(lost, line.trained + lost),
+            *(str(line.dropped[reason]) for reason in reasons),
+            str(line.in_flight),
+        ]
+        table.add_row(*map(Text, cells))
+    return table
+
+
+def _by_version(lines: Mapping[int, _Line], document: _Document, reasons: list[str]) -> Table:
+    submitted = {row["submit_version"]: row["submitted"] for row in document.get("submitted_by_version") or []}
+    table = _table(("version", "submitted", "trained", *reasons, "in flight", "balanced"))
+    for version in sorted(submitted.keys() | lines.keys()):
+        line, count = lines.get(version, _Line()), submitted.get(version, 0)
+        is_balanced = count == line.trained + line.dropped.total() + line.in_flight
+        cells = [
+            str(version),
+            str(count),
+            str(line.trained),
+            *(str(line.dropped[reason]) for reason in reasons),
+            str(line.in_flight),
+            "yes" if is_balanced else "NO",
+        ]
+        table.add_row(*map(Text, cells))
+    return table
+
+
+def _table(names: Iterable[str]) -> Table:
+    table = Table(box=None, pad_edge=False)
+    for name in names:
+        table.add_column(name, justify="right")
+    return table
+
+
+def _span(max_tokens: int) -> str:
+    """The lengths in a bucket, for example 5-8."""
+    least = max_tokens // 2 + 1
+    return str(max_tokens) if max_tokens in (0, least) else f"{least}-{max_tokens}"
+
+
+def _percent(part: int, whole: int) -> str:
+    return f"{100 * part / whole:.1f}" if whole else "-"

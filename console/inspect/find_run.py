@@ -1,0 +1,131 @@
+"""Which run a command means, and what its broker says of it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from console.config.config import load_run_config
+from console.config.run_folder import CONSOLE_NAME, RunFolder, open_folder, read_record
+from console.inspect.local_runs import run_folders
+from penstock.config import ConfigError
+from penstock.errors import PenstockError
+from penstock.network.rpc import call, call_with_retry, open_channel
+from penstock.security import Security
+from penstock.targets import checked_addresses
+from penstock.v1 import broker_pb2, broker_pb2_grpc, trainer_pb2, trainer_pb2_grpc
+
+# A little longer than the broker waits for its Redis, so that its answer says who is away.
+_TIMEOUT_S = 10.0
+_NEXT_BROKER_S = 3.0
+_TRAINER_TIMEOUT_S = 2.0
+_Response = TypeVar("_Response")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Target:
+    """A run and the broker that knows it."""
+
+    run_id: str
+    broker: str | None
+    """host:port, several separated by commas; None when no broker of that run is known to be up."""
+    folder: RunFolder | None
+    """Its folder on this machine, when there is one."""
+    scheduler: str | None = None
+    """host:port; None when no scheduler of that run is known to be up."""
+    trainer: str | None = None
+    """host:port; None when no trainer of that run is known to be up."""
+
+
+def find_run(run: str | None, *, broker: str | None, runs_dir: Path) -> Target:
+    """The run that is meant: by folder, by id with a broker, else the newest one. Raises ConfigError."""
+    if broker is not None:
+        return Target(run_id=_id_at_broker(run, _address(broker)), broker=_address(broker), folder=None)
+    if run is None:
+        folders = run_folders(runs_dir)
+        if not folders:
+            raise ConfigError(f"{runs_dir}: holds no runs; name a run folder, or a broker with --broker")
+        folder = folders[-1]
+    else:
+        path = Path(run)
+        folder = open_folder(path if path.exists() else runs_dir / run)
+    config = load_run_config(folder.config)
+    return Target(
+        run_id=config.run.id,
+        broker=config.endpoints.broker or _local(folder, "broker"),
+        folder=folder,
+        scheduler=config.endpoints.scheduler or _local(folder, "scheduler"),
+        trainer=config.endpoints.trainer or _local(folder, "trainer"),
+    )
+
+
+def _local(folder: RunFolder, service: str) -> str | None:
+    """Address of the service that was started here, while it or its launcher lives: a dead one is started again."""
+    records = [read_record(folder.services / f"{name}.json") for name in (service, CONSOLE_NAME)]
+    is_alive = any(record is not None and record.is_alive for record in records)
+    return records[0].address if records[0] is not None and is_alive else None
+
+
+def _id_at_broker(run: str | None, broker: str) -> str:
+    if run is not None:
+        return Path(run).name
+    ids = asyncio.run(_list_runs(broker))
+    if not ids:
+        raise ConfigError(f"the broker at {broker} knows no runs")
+    return ids[-1]
+
+
+async def get_run(run_id: str, broker: str) -> broker_pb2.GetRunResponse:
+    """The broker's picture of a run. Raises PenstockError."""
+    async with open_channel(broker, Security.from_environment()) as channel:
+        stub = broker_pb2_grpc.BrokerServiceStub(channel)
+        return await answered(stub.GetRun, broker_pb2.GetRunRequest(run_id=run_id), broker)
+
+
+async def get_trainer(trainer: str) -> trainer_pb2.GetTrainerResponse:
+    """What a trainer does, and for whom it waits. Raises PenstockError."""
+    async with open_channel(trainer, Security.from_environment()) as channel:
+        stub = trainer_pb2_grpc.TrainerServiceStub(channel)
+        request = trainer_pb2.GetTrainerRequest()
+        return await call(stub.GetTrainer, request, peer=f"trainer {trainer}", timeout_s=_TRAINER_TIMEOUT_S)
+
+
+async def audit_run(run_id: str, broker: str) -> broker_pb2.Audit:
+    """The books of a run, rows included. Raises ConfigError."""
+    async with open_channel(broker, Security.from_environment()) as channel:
+        stub = broker_pb2_grpc.BrokerServiceStub(channel)
+        request = broker_pb2.AuditRunRequest(run_id=run_id)
+        return (await _told(answered(stub.AuditRun, request, broker))).audit
+
+
+async def _list_runs(broker: str) -> list[str]:
+    async with open_channel(broker, Security.from_environment()) as channel:
+        stub = broker_pb2_grpc.BrokerServiceStub(channel)
+        return list((await _told(answered(stub.ListRuns, broker_pb2.ListRunsRequest(), broker))).run_ids)
+
+
+async def answered(method: Callable[..., Awaitable[_Response]], request: Any, broker: str) -> _Response:
+    """The answer to a call. One broker is asked once; of several, the next when one does not answer.
+
+    Raises PenstockError.
+    """
+    patience_s = _NEXT_BROKER_S if "," in broker else 0.0
+    peer = f"broker {broker}"
+    return await call_with_retry(method, request, peer=peer, timeout_s=_TIMEOUT_S, give_up_after_s=patience_s)
+
+
+async def _told(answer: Awaitable[_Response]) -> _Response:
+    try:
+        return await answer
+    except PenstockError as error:
+        raise ConfigError(str(error)) from error
+
+
+def _address(text: str) -> str:
+    try:
+        return checked_addresses(text)
+    except ValueError as error:
+        raise ConfigError(f"--broker: {error}") from error

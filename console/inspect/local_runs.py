@@ -1,0 +1,119 @@
+"""What `penstock ps`, `logs` and `stop` do: local runs, through the records in their folders."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from console.config.run_folder import CONSOLE_NAME, ProcessRecord, RunFolder, open_folder
+from penstock.config import ConfigError
+from penstock.process.grace_periods import STOP_GRACE_S
+
+STOP_WAIT_S = STOP_GRACE_S["run"]
+_POLL_S = 0.2
+_PIPE_WIDTH = 240
+_MAX_TAIL_BYTES = 4 * 1024 * 1024
+
+
+def run_folders(runs_dir: Path) -> list[RunFolder]:
+    """The run folders in a folder, oldest first."""
+    found = sorted(runs_dir.expanduser().glob("*/config.yaml"), key=lambda path: path.stat().st_mtime)
+    return [RunFolder(path.parent.absolute()) for path in found]
+
+
+def plain_console() -> Console:
+    """Prints tables for people and for pipes: the terminal's width, else wide enough that nothing is cut."""
+    return Console() if sys.stdout.isatty() else Console(width=_PIPE_WIDTH)
+
+
+def ps_command(runs_dir: Path) -> int:
+    """Print the live processes of every run in a folder; returns the exit status."""
+    table = Table("run", "service", "process", "state", "address", "restarts", box=None, pad_edge=False)
+    num_rows = 0
+    for folder in run_folders(runs_dir):
+        for record in folder.records():
+            if record.is_alive:
+                cells = (folder.path.name, record.name, str(record.pid), record.state, record.address or "-")
+                table.add_row(*(Text(cell) for cell in cells), str(record.num_restarts))
+                num_rows += 1
+    if num_rows == 0:
+        print(f"no run in {runs_dir} is under way")
+    else:
+        plain_console().print(table)
+    return 0
+
+
+def logs_command(run_dir: Path, service: str | None, *, follow: bool, num_lines: int) -> int:
+    """Print the last lines of a run's logs, and go on with `follow` until interrupted; returns the exit status."""
+    folder = open_folder(run_dir)
+    paths = sorted(folder.logs.glob("*.log"))
+    if service is not None:
+        names = [path.stem for path in paths]
+        if service not in names:
+            raise ConfigError(f"{service!r}: no such log in {folder.logs}; there are {', '.join(names) or 'none'}")
+        paths = [folder.log_of(service)]
+    offsets = {path: path.stat().st_size for path in paths}
+    for path in paths:
+        for line in _tail(path, end=offsets[path], num_lines=num_lines):
+            _print(path, line, is_only=service is not None)
+    while follow:
+        for path in paths:
+            for line in _grown(path, offsets):
+                _print(path, line, is_only=service is not None)
+        time.sleep(_POLL_S)
+    return 0
+
+
+def stop_command(run_dir: Path) -> int:
+    """Stop a run and wait until its processes are gone; returns the exit status. Raises ConfigError."""
+    folder = open_folder(run_dir)
+    alive = [record for record in folder.records() if record.is_alive]
+    if not alive:
+        print(f"{folder.path.name} is not under way")
+        return 0
+    leaders = [record for record in alive if record.name == CONSOLE_NAME]
+    # Without its launcher the services end by themselves; this only hurries them.
+    for record in leaders or alive:
+        os.kill(record.pid, signal.SIGINT if leaders else signal.SIGTERM)
+    print(f"stopping {folder.path.name}: a checkpoint is written first")
+    deadline_s = time.monotonic() + STOP_WAIT_S
+    while time.monotonic() < deadline_s:
+        if not any(record.is_alive for record in alive):
+            print(f"stopped; continue with: penstock run --resume {folder.path}")
+            return 0
+        time.sleep(_POLL_S)
+    left = ", ".join(_described(record) for record in alive if record.is_alive)
+    raise ConfigError(f"{folder.path}: still running after {STOP_WAIT_S:g} s: {left}")
+
+
+def _described(record: ProcessRecord) -> str:
+    return f"{record.name} (process {record.pid})"
+
+
+def _tail(path: Path, *, end: int, num_lines: int) -> list[str]:
+    with path.open("rb") as log:
+        log.seek(max(0, end - _MAX_TAIL_BYTES))
+        text = log.read(min(end, _MAX_TAIL_BYTES)).decode("utf-8", errors="replace")
+    return text.splitlines()[-num_lines:]
+
+
+def _grown(path: Path, offsets: dict[Path, int]) -> Iterator[str]:
+    with path.open("rb") as log:
+        log.seek(offsets[path])
+        for line in log:
+            if not line.endswith(b"\n"):
+                break
+            offsets[path] += len(line)
+            yield line.decode("utf-8", errors="replace").rstrip("\n")
+
+
+def _print(path: Path, line: str, *, is_only: bool) -> None:
+    print(line if is_only else f"{path.stem}: {line}", flush=True)

@@ -1,0 +1,296 @@
+"""What `penstock status` does: one screen that says how a run stands and, of every stall, who is waited for and why."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from console.config.run_folder import ProcessRecord
+from console.inspect.certificates import certificate_lines
+from console.inspect.exposure import exposure_lines
+from console.inspect.find_run import Target, find_run, get_run, get_trainer
+from console.inspect.local_runs import plain_console
+from console.launch.supervisor import ProcessState
+from console.view.forecast_quality import Document, fetch_lengths, length_lines
+from console.view.live_display import duration
+from penstock.config import ConfigError
+from penstock.errors import PenstockError, UnknownRunError
+from penstock.security import Security
+from penstock.security.checks.inspection import printable
+from penstock.timestamps import unix_s
+from penstock.v1 import broker_pb2, trainer_pb2
+
+WATCH_EVERY_S = 1.0
+EXIT_OK, EXIT_AWAY = 0, 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Picture:
+    """A run at one moment, as far as it can be known."""
+
+    target: Target
+    now_s: float
+    """Unix seconds by the clock of the run, of which its times are; by this machine's where no broker answers."""
+    run: broker_pb2.GetRunResponse | None
+    """None while the broker does not answer."""
+    problem: str
+    """Why it does not; empty when it does."""
+    problem_for_s: float
+    """For how long."""
+    processes: Sequence[ProcessRecord]
+    """Processes of the run on this machine that are not up."""
+    trainer: trainer_pb2.GetTrainerResponse | None = None
+    """What the run's trainer says; None when no trainer is known, or it does not answer."""
+    trainer_problem: str = ""
+    """Why it does not; empty when it does, or none is known."""
+    lengths: Document | None = None
+    """How well lengths are forecast; None when no scheduler says."""
+    certificates: Sequence[str] = ()
+    """What is wrong with certificates, or soon will be."""
+    exposure: Sequence[str] = ()
+    """Services that other machines reach in plain text."""
+
+
+def status_command(run: str | None, *, broker: str | None, runs_dir: Path, is_watched: bool, as_json: bool) -> int:
+    """Print a run's picture, once or until interrupted; 1 when its broker does not answer. Raises ConfigError."""
+    target = find_run(run, broker=broker, runs_dir=runs_dir)
+    if target.broker is None:
+        raise ConfigError(f"{target.run_id}: not under way here; name its broker with --broker, or see its report")
+    shown = pictures(target)
+    picture = next(shown)
+    if not is_watched:
+        _print(picture, as_json=as_json)
+        return EXIT_OK if picture.run is not None else EXIT_AWAY
+    if as_json or not sys.stdout.isatty():
+        while True:
+            _print(picture, as_json=as_json)
+            picture = next(shown)
+    with Live(render(picture), auto_refresh=False) as live:
+        while True:
+            live.update(render(next(shown)), refresh=True)
+
+
+def pictures(target: Target) -> Iterator[Picture]:
+    """A picture now, and then one every WATCH_EVERY_S."""
+    since_s: float | None = None
+    while True:
+        run, problem = None, ""
+        assert target.broker is not None
+        try:
+            run = asyncio.run(get_run(target.run_id, target.broker))
+        except UnknownRunError as error:
+            raise ConfigError(str(error)) from error
+        except PenstockError as error:
+            problem = str(error)
+        trainer, trainer_problem = _ask_trainer(target)
+        asked_s = time.monotonic()
+        since_s = None if run is not None else since_s or asked_s
+        yield Picture(
+            target=target,
+            now_s=time.time() if run is None else unix_s(run.now_time),
+            run=run,
+            problem=problem,
+            problem_for_s=asked_s - (since_s or asked_s),
+            processes=_processes_down(target),
+            trainer=trainer,
+            trainer_problem=trainer_problem,
+            lengths=asyncio.run(fetch_lengths(target.run_id, target.scheduler, Security.from_environment())),
+            certificates=asyncio.run(certificate_lines(target, Security.from_environment())),
+            exposure=asyncio.run(exposure_lines(target, run, Security.from_environment())),
+        )
+        time.sleep(WATCH_EVERY_S)
+
+
+def _ask_trainer(target: Target) -> tuple[trainer_pb2.GetTrainerResponse | None, str]:
+    """What the trainer says, or why it says nothing. It waits for a broker that is away, and knows since when."""
+    if target.trainer is None:
+        return None, ""
+    try:
+        return asyncio.run(get_trainer(target.trainer)), ""
+    except PenstockError as error:
+        return None, str(error)
+
+
+def _processes_down(target: Target) -> list[ProcessRecord]:
+    records = target.folder.records() if target.folder is not None else []
+    return [record for record in records if record.state != ProcessState.READY or not record.is_alive]
+
+
+def _print(picture: Picture, *, as_json: bool) -> None:
+    if as_json:
+        print(json.dumps(as_document(picture)), flush=True)
+    else:
+        plain_console().print(render(picture), soft_wrap=True)
+
+
+def render(picture: Picture) -> RenderableType:
+    """The picture as a person reads it: how it stands, who is there, who waits for whom."""
+    parts: list[RenderableType] = []
+    if picture.run is None:
+        asked = f"asked for {duration(picture.problem_for_s)}; " if picture.problem_for_s else ""
+        parts.append(Text(f"{picture.problem} ({asked}the run goes on when its broker answers)"))
+    else:
+        parts += [Text(line) for line in _summary(picture.run)]
+        if picture.run.generators:
+            parts.append(_generators_table(picture.run.generators, now_s=picture.now_s))
+        parts += [Text(line) for line in length_lines(picture.lengths)] if picture.lengths is not None else []
+        parts += [Text(_wait_line(wait, now_s=picture.now_s)) for wait in picture.run.waits]
+    parts += [Text(line) for line in (*_trainer_lines(picture), *picture.certificates, *picture.exposure)]
+    parts += [Text(_process_line(record)) for record in picture.processes]
+    return Group(*parts)
+
+
+def _trainer_lines(picture: Picture) -> Iterator[str]:
+    trainer = picture.trainer
+    if picture.trainer_problem:
+        yield picture.trainer_problem
+    elif trainer is not None and trainer.run_id in ("", picture.target.run_id):
+        message = f": {trainer.message}" if trainer.message else ""
+        yield f"trainer {picture.target.trainer} ({_state(trainer)}){message}"
+        yield from (f"warning of the trainer: {text}" for text in trainer.warnings)
+
+
+def _state(trainer: trainer_pb2.GetTrainerResponse) -> str:
+    return trainer_pb2.TrainerState.Name(trainer.state).removeprefix("TRAINER_STATE_").lower()
+
+
+def _process_line(record: ProcessRecord) -> str:
+    state = record.state if record.is_alive else "gone"
+    is_dated = record.since_s and (record.is_alive or record.state != ProcessState.READY)
+    since = f" since {time.strftime('%Y-%m-%d %H:%M:%S UTC', time.gmtime(record.since_s))}" if is_dated else ""
+    why = f": {record.why}" if record.why else ""
+    return f"process {record.name} is {state}{since}, restarted {record.num_restarts} times{why}"
+
+
+def _summary(run: broker_pb2.GetRunResponse) -> Iterator[str]:
+    audit, by_state = run.audit, run.audit.in_flight_by_state
+    in_flight = "  ".join(f"{name} {by_state[name]}" for name in sorted(by_state)) or "none in flight"
+    yield f"run {run.run_id} ({'closed' if run.is_closed else 'open'}), policy version {run.policy_version}"
+    yield f"samples: {in_flight}"
+    yield (
+        f"trained {audit.trained}, dropped {sum(audit.dropped.values())}, staleness at most {audit.max_staleness_seen}"
+        f"{'' if audit.balanced else '; THE BOOKS DO NOT BALANCE, see penstock audit'}"
+    )
+    if run.dispatch_state:
+        yield f"dispatch: {run.dispatch_state}"
+    yield f"reward workers: {', '.join(run.reward_worker_ids) or 'none connected'}"
+    yield from (f"warning of {worker_id}: {text}" for worker_id, text in sorted(run.reward_warnings.items()))
+    for view in run.generators:
+        if view.beat.warning:
+            text = printable(view.beat.warning, max_chars=len(view.beat.warning))
+            yield f"warning of {view.hello.generator_id}: {text}"
+    if not run.generators:
+        yield "generators: none connected"
+
+
+def _generators_table(generators: Sequence[broker_pb2.GeneratorView], *, now_s: float) -> Table:
+    numbers = ("version", "running", "waiting", "leases", "tokens/s", "cache")
+    table = Table("generator", "engine", "site", *numbers, "last beat", box=None, pad_edge=False)
+    for view in generators:
+        beat = view.beat
+        cells = (
+            view.hello.generator_id + (" (drains)" if beat.is_draining else ""),
+            view.hello.engine,
+            view.hello.site or "-",
+            str(beat.policy_version),
+            str(beat.num_running),
+            str(beat.num_waiting),
+            str(view.num_leases),
+            f"{beat.tokens_per_second:.0f}",
+            f"{100 * beat.kv_cache_usage:.0f} %",
+            f"{max(0.0, now_s - unix_s(view.beat_time)):.0f} s ago",
+        )
+        table.add_row(*(Text(cell) for cell in cells))
+    return table
+
+
+def _wait_line(wait: broker_pb2.Wait, *, now_s: float) -> str:
+    since = f" for {duration(max(0.0, now_s - unix_s(wait.since_time)))}" if wait.HasField("since_time") else ""
+    return f"{wait.waiter} waits for {wait.owner}{since}: {wait.reason}"
+
+
+def as_document(picture: Picture) -> dict[str, Any]:
+    """The picture for programs; times are Unix seconds."""
+    document: dict[str, Any] = {
+        "run_id": picture.target.run_id,
+        "time_s": picture.now_s,
+        "broker": picture.target.broker,
+        "broker_problem": picture.problem or None,
+        "trainer": _trainer_document(picture),
+        "lengths": picture.lengths,
+        "certificates": list(picture.certificates),
+        "exposure": list(picture.exposure),
+        "processes_down": [
+            {"name": record.name, "state": record.state, "why": record.why, "since_s": record.since_s or None}
+            for record in picture.processes
+        ],
+    }
+    run = picture.run
+    if run is None:
+        return document
+    return document | {
+        "policy_version": run.policy_version,
+        "is_closed": run.is_closed,
+        "submitted": run.audit.submitted,
+        "trained": run.audit.trained,
+        "dropped": dict(run.audit.dropped),
+        "in_flight_by_state": dict(run.audit.in_flight_by_state),
+        "balanced": run.audit.balanced,
+        "max_staleness_seen": run.audit.max_staleness_seen,
+        "dispatch": run.dispatch_state,
+        "reward_worker_ids": list(run.reward_worker_ids),
+        "reward_warnings": dict(run.reward_warnings),
+        "generators": [_generator_document(view) for view in run.generators],
+        "waits": [
+            {
+                "waiter": wait.waiter,
+                "owner": wait.owner,
+                "reason": wait.reason,
+                "since_s": unix_s(wait.since_time),
+                "deadline_s": unix_s(wait.deadline_time) if wait.HasField("deadline_time") else None,
+            }
+            for wait in run.waits
+        ],
+    }
+
+
+def _trainer_document(picture: Picture) -> dict[str, Any] | None:
+    trainer = picture.trainer
+    if picture.target.trainer is None:
+        return None
+    return {
+        "address": picture.target.trainer,
+        "problem": picture.trainer_problem or None,
+        "run_id": trainer.run_id if trainer is not None else None,
+        "state": _state(trainer) if trainer is not None else None,
+        "message": trainer.message if trainer is not None else None,
+        "warnings": list(trainer.warnings) if trainer is not None else [],
+    }
+
+
+def _generator_document(view: broker_pb2.GeneratorView) -> dict[str, Any]:
+    return {
+        "generator_id": view.hello.generator_id,
+        "engine": view.hello.engine,
+        "site": view.hello.site,
+        "policy_version": view.beat.policy_version,
+        "num_running": view.beat.num_running,
+        "num_waiting": view.beat.num_waiting,
+        "num_leases": view.num_leases,
+        "tokens_per_second": view.beat.tokens_per_second,
+        "kv_cache_usage": view.beat.kv_cache_usage,
+        "is_draining": view.beat.is_draining,
+        "warning": view.beat.warning or None,
+        "beat_s": unix_s(view.beat_time),
+    }

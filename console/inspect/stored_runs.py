@@ -1,0 +1,162 @@
+"""What `penstock runs` does: the runs that a broker's store holds, listed, shown one by one, and deleted."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Iterator
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from google.protobuf.json_format import MessageToDict
+from google.protobuf.timestamp_pb2 import Timestamp
+from rich.table import Table
+from rich.text import Text
+
+from console.inspect.find_run import answered, find_run, get_run
+from console.inspect.local_runs import plain_console
+from console.view.live_display import duration
+from console.view.outcome import audit_line
+from penstock.config import ConfigError
+from penstock.errors import PenstockError
+from penstock.network.rpc import open_channel
+from penstock.security import Security
+from penstock.timestamps import unix_s
+from penstock.v1 import broker_pb2, broker_pb2_grpc
+from penstock.wire.audit_json import audit_document
+
+
+def list_command(*, broker: str | None, runs_dir: Path, as_json: bool) -> int:
+    """Print the runs, oldest first; returns the exit status. Raises ConfigError."""
+    runs = _told(_list(_broker(None, broker=broker, runs_dir=runs_dir)))
+    if as_json:
+        print(json.dumps([_summary_document(run) for run in runs], indent=2))
+        return 0
+    names = ("run", "state", "version", "last active", "records", "submitted", "trained", "dropped", "instance")
+    table = Table(*names, box=None, pad_edge=False)
+    now_s = time.time()
+    for run in runs:
+        counts = (run.num_records, run.submitted, run.trained, run.dropped)
+        ago = f"{duration(max(0.0, now_s - unix_s(run.active_time)))} ago"
+        cells = (run.run_id, _state(run), str(run.policy_version), ago, *map(str, counts), run.instance_id or "-")
+        table.add_row(*(Text(cell) for cell in cells))
+    plain_console().print(table)
+    return 0
+
+
+def show_command(run: str, *, broker: str | None, runs_dir: Path, as_json: bool) -> int:
+    """Print what the broker knows of a run; returns the exit status. Raises ConfigError."""
+    address = _broker(run, broker=broker, runs_dir=runs_dir)
+    run_id = Path(run).name
+    summaries = {summary.run_id: summary for summary in _told(_list(address))}
+    if run_id not in summaries:
+        raise ConfigError(f"run_id: the broker at {address} knows no run {run_id!r}; see penstock runs list")
+    details = _told(get_run(run_id, address))
+    if as_json:
+        print(json.dumps(_document(summaries[run_id], details), indent=2))
+    else:
+        for line in _lines(summaries[run_id], details):
+            print(line)
+    return 0
+
+
+def delete_command(run: str, *, broker: str | None, runs_dir: Path, is_forced: bool) -> int:
+    """Delete a run from the broker's store; returns the exit status. Raises ConfigError."""
+    address = _broker(run, broker=broker, runs_dir=runs_dir)
+    run_id = Path(run).name
+    existed, num_keys = _told(_delete(run_id, address, is_forced=is_forced))
+    print(f"{run_id}: {f'deleted, {num_keys} keys and records' if existed else 'nothing to delete'}")
+    return 0
+
+
+def _broker(run: str | None, *, broker: str | None, runs_dir: Path) -> str:
+    """The broker that is meant: named, or that of a run under way here."""
+    if broker is not None:
+        return find_run(run or "any", broker=broker, runs_dir=runs_dir).broker or broker
+    is_here = run is None or Path(run).exists() or (runs_dir / run).exists()
+    target = find_run(run if is_here else None, broker=None, runs_dir=runs_dir)
+    if target.broker is None:
+        raise ConfigError(f"{target.run_id}: not under way here; name the broker with --broker")
+    return target.broker
+
+
+async def _list(broker: str) -> list[broker_pb2.RunSummary]:
+    async with open_channel(broker, Security.from_environment()) as channel:
+        stub = broker_pb2_grpc.BrokerServiceStub(channel)
+        return list((await answered(stub.ListRuns, broker_pb2.ListRunsRequest(), broker)).runs)
+
+
+async def _delete(run_id: str, broker: str, *, is_forced: bool) -> tuple[bool, int]:
+    """Repeat the call until nothing is left; whether there was anything, and how much."""
+    request = broker_pb2.DeleteRunRequest(run_id=run_id, force=is_forced)
+    existed, num_keys = False, 0
+    async with open_channel(broker, Security.from_environment()) as channel:
+        stub = broker_pb2_grpc.BrokerServiceStub(channel)
+        while True:
+            response = await answered(stub.DeleteRun, request, broker)
+            existed, num_keys = existed or response.existed, num_keys + response.num_keys
+            if response.is_complete:
+                return existed, num_keys
+
+
+def _told(work: Any) -> Any:
+    try:
+        return asyncio.run(work)
+    except PenstockError as error:
+        raise ConfigError(str(error)) from error
+
+
+def _state(run: broker_pb2.RunSummary) -> str:
+    if run.payload_gone:
+        return "being deleted" if run.payload_gone == "deleted" else f"closed, {run.payload_gone}"
+    return "closed" if run.is_closed else "open"
+
+
+def _lines(summary: broker_pb2.RunSummary, details: broker_pb2.GetRunResponse) -> Iterator[str]:
+    yield f"run          {summary.run_id}"
+    yield f"instance     {summary.instance_id or '-'}"
+    yield f"state        {_state(summary)}"
+    yield f"version      {summary.policy_version}"
+    if details.owner.owner_id:
+        since = f", since {_time(details.owner_time)}" if details.HasField("owner_time") else ""
+        yield f"trainer      {details.owner.owner_id} (epoch {details.owner.epoch}{since})"
+    yield f"opened       {_time(summary.open_time)}"
+    yield f"last active  {_time(summary.active_time)}"
+    yield f"records      {summary.num_records}"
+    yield f"audit        {audit_line(audit_document(details.audit))}"
+    for name, message in (("limits", details.limits), ("policy", details.policy)):
+        fields = MessageToDict(message, preserving_proto_field_name=True, always_print_fields_with_no_presence=True)
+        yield f"{name:<12} " + ", ".join(f"{field} {value}" for field, value in fields.items())
+
+
+def _document(summary: broker_pb2.RunSummary, details: broker_pb2.GetRunResponse) -> dict[str, Any]:
+    return _summary_document(summary) | {
+        "owner_id": details.owner.owner_id,
+        "epoch": details.owner.epoch,
+        "limits": MessageToDict(details.limits, preserving_proto_field_name=True),
+        "policy": MessageToDict(details.policy, preserving_proto_field_name=True),
+        "audit": audit_document(details.audit),
+    }
+
+
+def _summary_document(run: broker_pb2.RunSummary) -> dict[str, Any]:
+    """A run for programs; times are Unix seconds."""
+    return {
+        "run_id": run.run_id,
+        "instance_id": run.instance_id,
+        "policy_version": run.policy_version,
+        "is_closed": run.is_closed,
+        "payload_gone": run.payload_gone or None,
+        "open_s": unix_s(run.open_time),
+        "active_s": unix_s(run.active_time),
+        "num_records": run.num_records,
+        "submitted": run.submitted,
+        "trained": run.trained,
+        "dropped": run.dropped,
+    }
+
+
+def _time(stamp: Timestamp) -> str:
+    return f"{datetime.fromtimestamp(unix_s(stamp), tz=UTC):%Y-%m-%d %H:%M:%S} UTC"

@@ -1,0 +1,197 @@
+"""Starts what a run needs on this machine, keeps it running, and stops it in order.
+
+Invariants:
+- Addresses are chosen once: a service that is restarted comes back on the same port.
+- Whatever was started is stopped, in the end or when starting failed; `kill` ends everything at once.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from console.config.config import RunConfig
+from console.config.derive import (
+    Addresses,
+    Endpoint,
+    broker_config,
+    generator_config,
+    local_endpoint,
+    reward_config,
+    scheduler_config,
+    trainer_config,
+)
+from console.config.run_folder import ProcessRecord, RunFolder
+from console.launch.cpu_pinning import Cores
+from console.launch.embedded_redis import redis_spec, redis_url
+from console.launch.ports import free_addresses
+from console.launch.probes import BROKER, GENERATOR, REWARD, SCHEDULER, TRAINER
+from console.launch.service_group import ServiceProcesses
+from console.launch.supervisor import ProcessState, ServiceSpec, console_argv, service_environment
+from penstock.config import StrictModel
+from penstock.process.grace_periods import STOP_GRACE_S
+from penstock.security import Security
+
+REDIS_READY_S = 60.0
+SERVICE_READY_S = 120.0
+# A generator or trainer imports torch and loads a model; on a busy small machine that takes minutes, not seconds.
+MODEL_READY_S = 600.0
+
+
+class Launcher:
+    """The processes of one run on this machine."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        folder: RunFolder,
+        *,
+        security: Security,
+        on_change: Callable[[ProcessRecord], None] = lambda record: None,
+        on_wait: Callable[[str, str, float], None] = lambda name, problem, waited_s: None,
+    ) -> None:
+        self.addresses = choose_addresses(config)
+        self._config = config
+        self._folder = folder
+        self._services = ServiceProcesses(
+            folder, security=security, log=config.log, on_change=self._take_change, on_wait=on_wait
+        )
+        self._on_change = on_change
+        self._cores: Cores | None = None
+
+    @property
+    def names(self) -> list[str]:
+        """Names of the processes started so far."""
+        return self._services.names
+
+    @property
+    def records(self) -> Mapping[str, ProcessRecord]:
+        """Every process as it was last noted, by name."""
+        return self._services.records
+
+    async def start(self) -> None:
+        """Start everything, and wait for what StartRun needs: broker, scheduler, trainer. Raises ServiceFailedError.
+
+        Reward worker and generators load meanwhile; they find the run by themselves once it is open.
+        """
+        addresses, config = self.addresses, self._config
+        num_generators = sum(endpoint.is_local for endpoint in addresses.generators)
+        self._cores = Cores.of_run(config, num_generators=num_generators)
+        if addresses.broker.is_local:
+            settings = broker_config(config, addresses, config.broker.redis_url or await self._start_redis())
+            self._launch("broker", "broker", settings, addresses.broker, BROKER)
+        if addresses.scheduler.is_local:
+            scheduler = scheduler_config(config, addresses, self._folder)
+            self._launch("scheduler", "scheduler", scheduler, addresses.scheduler, SCHEDULER)
+        if addresses.trainer.is_local:
+            self._launch("trainer", "trainer", trainer_config(config, addresses), addresses.trainer, TRAINER)
+        if addresses.reward.is_local:
+            self._launch("reward", "reward", reward_config(config, addresses), addresses.reward, REWARD)
+        for index, endpoint in enumerate(addresses.generators):
+            if endpoint.is_local:
+                generator = generator_config(config, addresses, self._folder, index)
+                self._launch(f"generator-{index}", "generator", generator, endpoint, GENERATOR)
+        for path in config.scheduler.nodes:
+            self._launch_node(path)
+        for name in ("broker", "scheduler", "trainer"):
+            if name in self._services.names:
+                await self._services.wait_ready(name, timeout_s=MODEL_READY_S if name == "trainer" else SERVICE_READY_S)
+
+    async def _start_redis(self) -> str:
+        self._services.launch(redis_spec(self._folder, env=service_environment(os.environ, num_threads=1)))
+        await self._services.wait_ready("redis", timeout_s=REDIS_READY_S)
+        return redis_url(self._folder)
+
+    async def watch(self) -> None:
+        """See `ServiceProcesses.watch`."""
+        await self._services.watch()
+
+    async def stop(self) -> None:
+        """Stop everything: consumers of the broker first, then the broker, then its Redis."""
+        generators = [name for name in self.names if name.startswith(("generator-", "node-"))]
+        for group in (generators, ["reward"], ["trainer"], ["scheduler"], ["broker"], ["redis"]):
+            await self._services.stop(group)
+        if self._cores is not None:
+            self._cores.release()
+
+    async def kill(self) -> None:
+        """End everything at once."""
+        await self._services.kill()
+
+    def kill_now(self) -> None:
+        """`kill` for a signal handler: does not wait."""
+        self._services.kill_now()
+
+    def _take_change(self, record: ProcessRecord) -> None:
+        # Not before: while they load, every core is wanted by all.
+        if record.state == ProcessState.READY and self._cores is not None:
+            self._cores.bind(record.name, record.pid)
+        self._on_change(record)
+
+    def _launch_node(self, path: Path) -> None:
+        name = f"node-{path.stem.removeprefix('node-')}"
+
+        async def is_ready() -> bool:
+            # It serves nothing; its generators show whether it works.
+            return True
+
+        self._services.launch(
+            ServiceSpec(
+                name=name,
+                kind="node",
+                argv=console_argv("node", str(path)),
+                address="",
+                env=service_environment(os.environ, num_threads=1),
+                log_path=self._folder.log_of(name),
+                is_ready=is_ready,
+                stop_grace_s=STOP_GRACE_S["node"],
+            )
+        )
+
+    def _launch(self, name: str, kind: str, settings: StrictModel, endpoint: Endpoint, service: str) -> None:
+        threads = {"generator": self._config.generator.num_threads, "trainer": self._config.trainer.num_threads}
+        self._services.launch_service(
+            kind,
+            settings,
+            name=name,
+            target=endpoint.target,
+            health_service=service,
+            num_threads=threads.get(kind, 1),
+        )
+
+
+def choose_addresses(config: RunConfig) -> Addresses:
+    """Where every service of the run is or will be: as configured, else on free loopback ports."""
+    endpoints, listen = config.endpoints, config.listen
+    num_local = config.generator.count if config.starts_generators else 0
+    free = iter(free_addresses(5 + num_local))
+
+    def endpoint(elsewhere: str | None, here: str | None) -> Endpoint:
+        if elsewhere is not None:
+            return Endpoint(target=elsewhere, listen=None)
+        return local_endpoint(here or next(free))
+
+    generators: tuple[Endpoint, ...]
+    if endpoints.generators is None:
+        generators = tuple(local_endpoint(next(free)) for _ in range(num_local))
+    else:
+        generators = tuple(Endpoint(target=target, listen=None) for target in endpoints.generators)
+    weights_listen = None if endpoints.trainer is not None else listen.weights or next(free)
+    return Addresses(
+        broker=endpoint(endpoints.broker, listen.broker),
+        scheduler=endpoint(endpoints.scheduler, listen.scheduler),
+        reward=endpoint(endpoints.reward, listen.reward),
+        trainer=endpoint(endpoints.trainer, listen.trainer),
+        generators=generators,
+        weights_listen=weights_listen,
+        weights_url=_weights_address(weights_listen, listen.public_host),
+    )
+
+
+def _weights_address(weights_listen: str | None, public_host: str | None) -> str | None:
+    if weights_listen is None:
+        return None
+    port = weights_listen.rpartition(":")[2]
+    host = public_host or local_endpoint(weights_listen).target.rpartition(":")[0]
+    return f"{host}:{port}"

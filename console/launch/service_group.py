@@ -1,0 +1,200 @@
+"""The supervised processes of one folder: how a run and a machine of a plan start services, and end them.
+
+Invariants:
+- The folder's process records are current, so that `penstock ps` and `stop` need no help from this process.
+- A service that is given up while no other of its kind is left, and a disk that refuses logs or records, are told to
+  whoever waits in `watch`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Callable, Iterable, Mapping
+
+from console.config.config import LogSection
+from console.config.derive import write_config
+from console.config.run_folder import ProcessRecord, RunFolder
+from console.launch.disk_watch import FolderRefusedError
+from console.launch.probes import service_problem
+from console.launch.supervisor import (
+    ProcessState,
+    ServiceFailedError,
+    ServiceSpec,
+    SupervisedProcess,
+    console_argv,
+    service_environment,
+)
+from penstock.config import StrictModel
+from penstock.process.disk import failure_message
+from penstock.process.grace_periods import STOP_GRACE_S
+from penstock.security import Security
+
+_PROBE_S = 2.0
+_LOOK_S = 0.5
+_NOT_NEEDED = ("scheduler",)
+"""A run goes on without these."""
+
+
+class ServiceProcesses:
+    """Processes by name."""
+
+    def __init__(
+        self,
+        folder: RunFolder,
+        *,
+        security: Security,
+        log: LogSection,
+        on_change: Callable[[ProcessRecord], None] = lambda record: None,
+        on_wait: Callable[[str, str, float], None] = lambda name, problem, waited_s: None,
+        pauses: bool = True,
+    ) -> None:
+        """Without `pauses` the first service that dies too often ends `watch`.
+
+        `on_wait` hears now and then of a service that `wait_ready` waits for: its name, why, and for how long.
+        """
+        self.records: dict[str, ProcessRecord] = {}
+        self._folder = folder
+        self._security = security
+        self._log = log
+        self._on_change = on_change
+        self._pauses = pauses
+        self._problems: dict[str, str] = {}
+        """Why services that are not up are not, by name."""
+        self._on_wait = on_wait
+        self._processes: dict[str, SupervisedProcess] = {}
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._given_up = asyncio.Event()
+        self._failure: BaseException | None = None
+
+    @property
+    def names(self) -> list[str]:
+        """Names of the processes that are kept running."""
+        return list(self._processes)
+
+    def launch_service(
+        self,
+        kind: str,
+        settings: StrictModel,
+        *,
+        name: str,
+        target: str,
+        health_service: str,
+        num_threads: int = 1,
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
+        """Start `penstock serve kind` with these settings; `target` and `health_service` say when it is up."""
+        path = self._folder.services / f"{name}.yaml"
+        write_config(settings, path)
+
+        async def is_ready() -> bool:
+            problem = await service_problem(target, health_service, security=self._security, timeout_s=_PROBE_S)
+            self._problems[name] = problem or ""
+            return problem is None
+
+        self.launch(
+            ServiceSpec(
+                name=name,
+                kind=kind,
+                argv=console_argv("serve", kind, "--config", str(path), "--name", name, *self.log_options),
+                address=target,
+                env=service_environment({**os.environ, **(environment or {})}, num_threads=num_threads),
+                log_path=self._folder.log_of(name),
+                is_ready=is_ready,
+                stop_grace_s=STOP_GRACE_S[kind],
+            )
+        )
+
+    @property
+    def log_options(self) -> tuple[str, ...]:
+        """How logs are written, as options of the command line."""
+        return ("--log-level", self._log.level, "--log-format", self._log.format)
+
+    def launch(self, spec: ServiceSpec) -> None:
+        """Start a process and keep it running."""
+        process = SupervisedProcess(
+            spec, on_change=self._note, on_refused_write=self._take_refusal, pauses=self._pauses
+        )
+        self._processes[spec.name] = process
+        task = self._tasks[spec.name] = asyncio.create_task(process.run(), name=spec.name)
+        task.add_done_callback(self._take_end)
+
+    async def wait_ready(self, name: str, *, timeout_s: float) -> None:
+        """Until it is up. Raises ServiceFailedError when it is paused or given up, or not up in time."""
+        process, task = self._processes[name], self._tasks[name]
+        loop = asyncio.get_running_loop()
+        begun_s = loop.time()
+        waiter = asyncio.create_task(process.ready.wait())
+        try:
+            while loop.time() - begun_s < timeout_s and process.state != ProcessState.PAUSED:
+                done, _ = await asyncio.wait({waiter, task}, timeout=_LOOK_S, return_when=asyncio.FIRST_COMPLETED)
+                if done:
+                    break
+                self._on_wait(name, self._problems.get(name, ""), loop.time() - begun_s)
+        finally:
+            waiter.cancel()
+            await asyncio.gather(waiter, return_exceptions=True)
+        if task.done():
+            task.result()
+        if process.state == ProcessState.PAUSED:
+            raise ServiceFailedError(f"{name} {self.records[name].why} (log: {self._folder.log_of(name)})")
+        if not process.ready.is_set():
+            problem = self._problems.get(name) or "it does not answer"
+            raise ServiceFailedError(
+                f"{name} is not up after {timeout_s:g} s: {problem} (log: {self._folder.log_of(name)})"
+            )
+
+    async def watch(self) -> None:
+        """Wait until the last service of a kind is given up, or the folder takes no more, and raise why.
+
+        ServiceFailedError, FolderRefusedError. A service that is paused is not given up.
+        """
+        await self._given_up.wait()
+        if self._failure is not None:
+            raise self._failure
+
+    async def stop(self, names: Iterable[str]) -> None:
+        """Stop those of these names that run, all at once, and forget them."""
+        stopped = [name for name in names if name in self._processes]
+        await asyncio.gather(*(self._processes[name].stop() for name in stopped))
+        tasks = [self._tasks.pop(name) for name in stopped]
+        for name in stopped:
+            del self._processes[name]
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def kill(self) -> None:
+        """End everything at once."""
+        self.kill_now()
+        await asyncio.gather(*self._tasks.values(), return_exceptions=True)
+
+    def kill_now(self) -> None:
+        """`kill` for a signal handler: does not wait."""
+        for process in self._processes.values():
+            process.kill()
+
+    def _take_end(self, task: asyncio.Task[None]) -> None:
+        failure = None if task.cancelled() else task.exception()
+        process = self._processes.get(task.get_name())
+        if failure is None or process is None:
+            return
+        kind = process.spec.kind or process.spec.name
+        others = [other for other in self._processes.values() if kind in (other.spec.kind, other.spec.name)]
+        is_last = all(other.state == ProcessState.FAILED for other in others)
+        if (is_last and kind not in _NOT_NEEDED) or not self._pauses:
+            self._fail(failure)
+
+    def _fail(self, failure: BaseException) -> None:
+        if self._failure is None:
+            self._failure = failure
+            self._given_up.set()
+
+    def _take_refusal(self, error: OSError) -> None:
+        self._fail(FolderRefusedError(failure_message(self._folder.path, error)))
+
+    def _note(self, record: ProcessRecord) -> None:
+        self.records[record.name] = record
+        try:
+            self._folder.write_record(record)
+        except OSError as error:
+            self._take_refusal(error)
+        self._on_change(record)

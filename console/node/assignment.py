@@ -1,0 +1,124 @@
+"""From a plan to the generators of one machine, and to what changes when the plan is revised. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from console.node.config import NodeConfig
+from penstock.v1 import scheduler_pb2 as pb
+from services.generator.config import GeneratorConfig, InstanceConfig
+from services.scheduler.replanning.migration import is_like
+
+MOST_SAMPLES = 8192
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Placement:
+    """A generator process of this machine."""
+
+    gpus: tuple[int, ...]
+    """Indices on the machine."""
+    num_replicas: int = 1
+    """Emulated generators that share the process."""
+    num_samples: int = 0
+    """That each replica decodes at once by the plan; 0 where it does not say."""
+
+    @property
+    def name(self) -> str:
+        """Its name on the machine: no two processes share a GPU."""
+        return f"gen-{self.gpus[0]}"
+
+    @property
+    def tensor_parallel(self) -> int:
+        """GPUs of each replica."""
+        return len(self.gpus) // self.num_replicas
+
+    def is_like(self, other: Placement) -> bool:
+        """Whether a process of one can go on as the other."""
+        is_same = (self.gpus, self.num_replicas) == (other.gpus, other.num_replicas)
+        return is_same and is_like(self.num_samples, other.num_samples)
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """What a revision asks for."""
+
+    stops: tuple[str, ...]
+    """Names of processes that end; they give back what they hold."""
+    starts: tuple[Placement, ...]
+    """Processes that begin, after those have ended."""
+
+
+def placements(plan: pb.Plan, config: NodeConfig) -> dict[str, Placement]:
+    """The generators that the plan wants on this machine, by name."""
+    found = (one for each in plan.assignments for one in _placed(each, config))
+    return {one.name: one for one in found}
+
+
+def misfits(plan: pb.Plan, config: NodeConfig) -> list[str]:
+    """What the plan wants of this machine and its GPUs do not bear, in words: the problem describes another machine."""
+    return [
+        f"{each.num_replicas} generators of {each.tensor_parallel} GPUs, on GPUs "
+        f"{', '.join(map(str, each.accelerator_indices)) or 'of its choice'}; there are {config.gpus}"
+        for each in plan.assignments
+        if _is_for(each, config) and not _fits(each, config)
+    ]
+
+
+def _is_for(each: pb.Assignment, config: NodeConfig) -> bool:
+    return each.node_id == config.node_id and each.role == pb.ROLE_GENERATOR
+
+
+def _fits(each: pb.Assignment, config: NodeConfig) -> bool:
+    gpus = _gpus(each, config)
+    return len(gpus) >= max(1, each.tensor_parallel) * max(1, each.num_replicas) and max(gpus) < config.gpus
+
+
+def _gpus(each: pb.Assignment, config: NodeConfig) -> tuple[int, ...]:
+    return tuple(each.accelerator_indices) or tuple(range(config.gpus))
+
+
+def _placed(each: pb.Assignment, config: NodeConfig) -> Iterator[Placement]:
+    if not _is_for(each, config) or not _fits(each, config):
+        return
+    gpus = _gpus(each, config)
+    count = max(1, each.num_replicas)
+    degree = max(1, each.tensor_parallel)
+    if config.generator.engine.engine == "emulated":
+        used = gpus[: degree * count]
+        yield Placement(gpus=used, num_replicas=count, num_samples=each.num_concurrent_samples)
+        return
+    for index in range(count):
+        own = gpus[index * degree : (index + 1) * degree]
+        yield Placement(gpus=own, num_samples=each.num_concurrent_samples)
+
+
+def change(running: Mapping[str, Placement], wanted: Mapping[str, Placement]) -> Change:
+    """What to stop and to start so that what runs becomes what is wanted."""
+    goes_on = {name for name, one in wanted.items() if name in running and running[name].is_like(one)}
+    return Change(
+        stops=tuple(name for name in running if name not in goes_on),
+        starts=tuple(one for name, one in wanted.items() if name not in goes_on),
+    )
+
+
+def generator_config(config: NodeConfig, placement: Placement, *, port: int) -> GeneratorConfig:
+    """The configuration of a process; `port` is its own, and the next ones are free for it."""
+    base = config.generator
+    host = base.listen.rpartition(":")[0]
+    num_samples = min(placement.num_samples or base.engine.max_concurrent_samples, MOST_SAMPLES)
+    engine = {"tensor_parallel": placement.tensor_parallel, "max_concurrent_samples": num_samples}
+    update: dict[str, object] = {
+        "insecure": base.insecure or config.insecure,
+        "listen": f"{host}:{port}",
+        "generator_id": f"{config.node_id}-gen-{placement.gpus[0]}",
+        "engine": base.engine.model_copy(update=engine),
+        "cache_dir": base.cache_dir / placement.name,
+    }
+    if base.engine.engine == "emulated":
+        update["instances"] = (InstanceConfig(count=placement.num_replicas),)
+    elif base.site:
+        # Of a site apart from the trainer, one generator fetches each version and the others get it from there.
+        update |= {"relay_listen": f"{host}:{port + 1}", "relay_url": f"{config.address}:{port + 1}"}
+    return base.model_copy(update=update)

@@ -1,0 +1,214 @@
+"""`penstock node`: a machine offers itself to a scheduler and runs the generators that the plan of the run gives it.
+
+    registers, reports its speed --> the plan names it: its generators start --> a revision: they stop, others start
+                                                      |
+                   SIGTERM, or a generator is given up: it says that it leaves, and generators give back what they hold
+
+Invariants:
+- While the scheduler is away, or has forgotten the plan, what runs goes on.
+- A GPU is given to another generator only after the one before has ended.
+- Generators end with this process, however it ends.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Mapping
+from contextlib import aclosing
+from pathlib import Path
+
+import structlog
+
+from console.config.run_folder import RunFolder
+from console.launch.disk_watch import FolderRefusedError
+from console.launch.parent_watch import watch_launcher
+from console.launch.ports import free_block
+from console.launch.probes import GENERATOR
+from console.launch.service_group import ServiceProcesses
+from console.launch.supervisor import ServiceFailedError
+from console.node.assignment import Placement, change, generator_config, misfits, placements
+from console.node.config import NodeConfig, read_node
+from console.node.rates import Meter, Replica, keep_measuring
+from penstock.clients.inventory import report_node, say_leaving, this_machine
+from penstock.clients.plans import watch_plan
+from penstock.config import ConfigError
+from penstock.errors import BadTokenError, NotOfferedError
+from penstock.process.log_setup import configure_logging
+from penstock.process.signals import StopSignals
+from penstock.security import Security
+from penstock.security.checks.inspection import LOOPBACK
+from penstock.security.checks.watching import CertificateWatch
+from penstock.v1 import scheduler_pb2 as pb
+
+EXIT_OK, EXIT_FAILED = 0, 1
+SAY_EVERY_S = 60.0
+_log = structlog.get_logger()
+
+
+def node_command(path: Path, overrides: list[str]) -> int:
+    """`penstock node`; returns the exit status. Raises ConfigError."""
+    config = read_node(path, overrides)
+    configure_logging(config.node_id, level=config.log.level, log_format=config.log.format)
+    watch_launcher(os.environ)
+    return asyncio.run(_run(config, Security.from_environment(insecure=config.insecure)))
+
+
+async def _run(config: NodeConfig, security: Security) -> int:
+    signals = StopSignals()
+    signals.listen()
+    node = NodeAgent(config, security=security)
+    working = asyncio.create_task(node.run())
+    stopped = asyncio.create_task(signals.requested.wait())
+    try:
+        await asyncio.wait({working, stopped}, return_when=asyncio.FIRST_COMPLETED)
+        if working.done():
+            working.result()
+    except (ServiceFailedError, FolderRefusedError) as error:
+        _log.error("this machine leaves", reason=str(error))
+        return EXIT_FAILED
+    except (BadTokenError, NotOfferedError) as error:
+        raise ConfigError(str(error)) from error
+    finally:
+        for task in (working, stopped):
+            task.cancel()
+        await asyncio.gather(working, stopped, return_exceptions=True)
+        await node.leave()
+    return EXIT_OK
+
+
+class NodeAgent:
+    """One machine."""
+
+    def __init__(self, config: NodeConfig, *, security: Security) -> None:
+        self._config = config
+        self._security = security
+        folder = RunFolder(config.dir.expanduser().absolute())
+        folder.create()
+        self._services = ServiceProcesses(folder, security=security, log=config.log, pauses=False)
+        self._running: dict[str, Placement] = {}
+        self._say_at_s = 0.0
+        """When it is said again, in the loop's time, that there is no plan."""
+        self._ports: dict[str, int] = {}
+        """Of what runs: its first one."""
+        pretended = config.generator.engine.engine == "emulated"
+        # A plan over pretend GPUs is made in their time.
+        self._meter = Meter(time_scale=config.generator.emulated.time_scale if pretended else 1.0)
+
+    async def run(self) -> None:
+        """Follow the plan until cancelled.
+
+        Raises:
+            ServiceFailedError: a generator cannot be kept running.
+            BadTokenError, NotOfferedError: the scheduler refuses this machine for good.
+        """
+        config, security = self._config, self._security
+        tasks = [
+            asyncio.create_task(
+                report_node(
+                    config.scheduler,
+                    machine(config),
+                    measure=self._meter.rates,
+                    start_s=lambda: self._meter.start_s,
+                    security=security,
+                )
+            ),
+            asyncio.create_task(keep_measuring(self._meter, self._all_replicas, security=security)),
+            asyncio.create_task(self._follow()),
+            asyncio.create_task(self._services.watch()),
+            asyncio.create_task(CertificateWatch(security.tls_files, hosts=[LOOPBACK]).run()),
+        ]
+        try:
+            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                task.result()
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def leave(self) -> None:
+        """Say so, so that the plan goes on without it at once, and end what runs."""
+        await say_leaving(self._config.scheduler, self._config.node_id, security=self._security)
+        await self._services.stop(self._services.names)
+
+    async def _follow(self) -> None:
+        plans = watch_plan(self._config.scheduler, self._config.generator.run_id, security=self._security)
+        async with aclosing(plans):
+            async for plan in plans:
+                if plan is not None:
+                    await self._carry_out(plan)
+                else:
+                    self._say_there_is_no_plan()
+
+    def _say_there_is_no_plan(self) -> None:
+        now_s = asyncio.get_running_loop().time()
+        if now_s >= self._say_at_s:
+            self._say_at_s = now_s + SAY_EVERY_S
+            _log.info(
+                "waiting for a plan: the scheduler has none of this run",
+                scheduler=self._config.scheduler,
+                run_id=self._config.generator.run_id,
+            )
+
+    async def _carry_out(self, plan: pb.Plan) -> None:
+        wanted = placements(plan, self._config)
+        for misfit in misfits(plan, self._config):
+            _log.warning("the plan wants what this machine has not", revision=plan.revision, wanted=misfit)
+        todo = change(self._running, wanted)
+        if todo.stops or todo.starts:
+            started = [f"{one.name} (GPUs {', '.join(map(str, one.gpus))})" for one in todo.starts]
+            _log.info("the plan is carried out", revision=plan.revision, stops=todo.stops, starts=started)
+        asked_s = asyncio.get_running_loop().time()
+        await self._services.stop(todo.stops)
+        for name in todo.stops:
+            del self._running[name], self._ports[name]
+        for one in todo.starts:
+            self._start(one)
+            self._running[one.name] = one
+            for replica in self._replicas(one):
+                self._meter.begin(replica, asked_s)
+
+    def _start(self, placement: Placement) -> None:
+        config = self._config
+        first = int(config.generator.listen.rpartition(":")[2])
+        port = first + 2 * placement.gpus[0] if first else free_block(max(2, placement.num_replicas))
+        self._ports[placement.name] = port
+        settings = generator_config(config, placement, port=port)
+        self._services.launch_service(
+            "generator",
+            settings,
+            name=placement.name,
+            target=f"{_called(config)}:{port}",
+            health_service=GENERATOR,
+            num_threads=settings.engine.num_threads,
+            environment=_visible(settings.engine.engine, placement),
+        )
+
+    def _all_replicas(self) -> list[Replica]:
+        return [replica for placement in self._running.values() for replica in self._replicas(placement)]
+
+    def _replicas(self, placement: Placement) -> list[Replica]:
+        """The generators of a process that runs here."""
+        host, port = _called(self._config), self._ports[placement.name]
+        return [Replica(f"{host}:{port + index}", placement.tensor_parallel) for index in range(placement.num_replicas)]
+
+
+def machine(config: NodeConfig) -> pb.Node:
+    """What the machine tells the scheduler of itself."""
+    node = this_machine(node_id=config.node_id, site=config.site, roles=[pb.ROLE_GENERATOR])
+    del node.accelerators[:]
+    node.accelerators.add(kind=config.gpu, count=config.gpus)
+    if config.price_per_hour is not None:
+        node.price_per_hour = config.price_per_hour
+    return node
+
+
+def _called(config: NodeConfig) -> str:
+    host = config.generator.listen.rpartition(":")[0]
+    return "127.0.0.1" if host in {"0.0.0.0", "[::]", "::"} else host
+
+
+def _visible(engine: str, placement: Placement) -> Mapping[str, str]:
+    """The GPUs that a process sees."""
+    return {} if engine == "emulated" else {"CUDA_VISIBLE_DEVICES": ",".join(map(str, placement.gpus))}

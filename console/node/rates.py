@@ -1,0 +1,142 @@
+"""How fast the generators of a machine turn out to be: what `penstock node` tells the scheduler with its heartbeats.
+
+A generator counts its tokens and the seconds in which it decodes. How many samples it decodes at once is looked up
+every second; with that, the time from one token of a sample to its next follows, whatever there is to do. The time in
+which weights are swapped is left out.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import grpc
+
+from penstock.errors import PenstockError
+from penstock.network.rpc import call, open_channel
+from penstock.security import Security
+from penstock.v1 import generator_pb2, generator_pb2_grpc
+from penstock.v1 import scheduler_pb2 as pb
+
+MIN_BUSY_S = 10.0
+"""Of decoding behind a rate: pauses and bursts of a second or two do not make a machine slow."""
+_LOOK_EVERY_S = 1.0
+_TIMEOUT_S = 3.0
+
+
+@dataclass(frozen=True, slots=True)
+class Replica:
+    """A generator of this machine."""
+
+    target: str
+    tensor_parallel: int
+
+
+@dataclass(slots=True)
+class _Window:
+    """What replicas of one degree did since the last rate."""
+
+    busy_s: float = 0.0
+    sample_s: float = 0.0
+    """Samples decoded at once, over those seconds."""
+    num_tokens: int = 0
+
+
+class Meter:
+    """Turns counters of generators into rates. Pure.
+
+    Args:
+        time_scale: Pretended seconds in a real one; rates are in pretended ones.
+    """
+
+    def __init__(self, *, time_scale: float = 1.0) -> None:
+        self._time_scale = time_scale
+        self._seen: dict[str, generator_pb2.GetGeneratorResponse] = {}
+        self._windows: dict[int, _Window] = {}
+        self._rates: dict[int, pb.MeasuredRate] = {}
+        self._num_replicas: Counter[int] = Counter()
+        self._asked_s: dict[str, float] = {}
+        self.start_s: float | None = None
+        """How long the newest generator took until its engine was built; None before one was."""
+
+    def begin(self, replica: Replica, now_s: float) -> None:
+        """A plan asked for this replica at that time."""
+        self._asked_s[replica.target] = now_s
+
+    def see(self, replica: Replica, now: generator_pb2.GetGeneratorResponse, *, now_s: float) -> None:
+        """Take in a replica's counters; one that was started anew begins to count anew."""
+        if now.state == generator_pb2.GENERATOR_STATE_SERVING and replica.target in self._asked_s:
+            self.start_s = (now_s - self._asked_s.pop(replica.target)) * self._time_scale
+        before, self._seen[replica.target] = self._seen.get(replica.target), now
+        if before is None or before.generator_id != now.generator_id:
+            return
+        at_once = [each.num_running for each in (before, now) if each.num_running]
+        swap_s = now.total_swap_pause_s - before.total_swap_pause_s
+        busy_s = max(0.0, now.busy_s - before.busy_s - swap_s)
+        if not at_once or not busy_s:
+            return
+        window = self._windows.setdefault(replica.tensor_parallel, _Window())
+        window.busy_s += busy_s
+        window.sample_s += busy_s * sum(at_once) / len(at_once)
+        window.num_tokens += now.num_tokens_generated - before.num_tokens_generated
+
+    def rates(self) -> list[pb.MeasuredRate]:
+        """The newest rate of each tensor-parallel degree; empty before enough was decoded."""
+        for degree, window in list(self._windows.items()):
+            if window.busy_s >= MIN_BUSY_S and window.num_tokens > 0:
+                self._rates[degree] = self._rate(degree, self._windows.pop(degree))
+        return list(self._rates.values())
+
+    def expect(self, replicas: Mapping[str, Replica]) -> None:
+        """These, by target, are there now: forget the generators and the degrees that are no more.
+
+        What was measured last is told on while nothing runs here: a scheduler that was restarted does not know it.
+        """
+        self._seen = {target: seen for target, seen in self._seen.items() if target in replicas}
+        self._asked_s = {target: asked_s for target, asked_s in self._asked_s.items() if target in replicas}
+        degrees = self._num_replicas = Counter(replica.tensor_parallel for replica in replicas.values())
+        if degrees:
+            self._rates = {degree: rate for degree, rate in self._rates.items() if degree in degrees}
+        self._windows = {degree: window for degree, window in self._windows.items() if degree in degrees}
+
+    def _rate(self, degree: int, window: _Window) -> pb.MeasuredRate:
+        rate = pb.MeasuredRate(
+            role=pb.ROLE_GENERATOR,
+            tokens_per_second=self._num_replicas[degree] * window.num_tokens / window.busy_s / self._time_scale,
+            token_s=window.sample_s / window.num_tokens * self._time_scale,
+            num_concurrent_samples=window.sample_s / window.busy_s,
+            tensor_parallel=degree,
+        )
+        rate.window.FromMilliseconds(round(1000 * window.busy_s * self._time_scale))
+        return rate
+
+
+async def keep_measuring(meter: Meter, replicas: Callable[[], list[Replica]], *, security: Security) -> None:
+    """Show the meter every generator of the machine, again and again until cancelled, but those that are silent."""
+    channels: dict[str, grpc.aio.Channel] = {}
+    try:
+        while True:
+            there = {replica.target: replica for replica in replicas()}
+            meter.expect(there)
+            for target in channels.keys() - there.keys():
+                await channels.pop(target).close()
+            for target in there.keys() - channels.keys():
+                channels[target] = open_channel(target, security)
+            await asyncio.gather(*(_look(meter, replica, channels[target]) for target, replica in there.items()))
+            await asyncio.sleep(_LOOK_EVERY_S)
+    finally:
+        for channel in channels.values():
+            await channel.close()
+
+
+async def _look(meter: Meter, replica: Replica, channel: grpc.aio.Channel) -> None:
+    stub = generator_pb2_grpc.GeneratorServiceStub(channel)
+    request, peer = generator_pb2.GetGeneratorRequest(), f"generator {replica.target}"
+    try:
+        answer = await call(stub.GetGenerator, request, peer=peer, timeout_s=_TIMEOUT_S)
+    except PenstockError:
+        # It is starting or ending; its supervisor looks after it.
+        return
+    meter.see(replica, answer, now_s=asyncio.get_running_loop().time())

@@ -1,0 +1,107 @@
+"""A plan as a picture: every machine's GPUs by what they do, and where the time of a step goes."""
+
+from __future__ import annotations
+
+from html import escape
+from typing import Any
+
+from services.scheduler.cost_model.reference import Rm1
+
+Document = dict[str, Any]
+_WIDTH, _LEFT, _ROW, _GPU = 760, 170, 22, 16
+_MAX_MACHINES = 200
+"""Rows drawn; a line says how many more there are."""
+_COLORS = {"train": "#d1570c", "generate": "#1f6feb", "idle": "#d0d7de", "wait": "#eaeef2"}
+_STYLE = "text{font:12px system-ui,sans-serif;fill:#1f2328}.title{font-weight:600;font-size:14px}.end{text-anchor:end}"
+
+
+def plan_picture(rm1: Rm1, document: Document) -> str:
+    """An SVG file of a document that has a plan."""
+    rows = [*_placement(rm1, document), "", *_timeline(document)]
+    height = 60 + _ROW * len(rows)
+    title = (
+        f"{document['problem']}: {document['samples_per_second']:.4g} samples/s, "
+        f"a step in {document['step_s']:.4g} s, {document['cost_model']}"
+    )
+    parts = [
+        f'<svg viewBox="0 0 {_WIDTH} {height}" role="img" aria-label="{escape(title)}" '
+        'xmlns="http://www.w3.org/2000/svg">',
+        f"<style>{_STYLE}</style>",
+        f'<rect width="{_WIDTH}" height="{height}" fill="#ffffff"/>',
+        f'<text x="12" y="20" class="title">{escape(title)}</text>',
+        *_legend(),
+        *(f'<g transform="translate(0,{56 + _ROW * index})">{row}</g>' for index, row in enumerate(rows)),
+        "</svg>",
+    ]
+    return "\n".join(parts) + "\n"
+
+
+def _legend() -> list[str]:
+    parts = []
+    for index, (name, color) in enumerate(_COLORS.items()):
+        x = 12 + 90 * index
+        parts.append(f'<rect x="{x}" y="30" width="12" height="12" fill="{color}"/>')
+        parts.append(f'<text x="{x + 17}" y="40">{name}</text>')
+    return parts
+
+
+def _placement(rm1: Rm1, document: Document) -> list[str]:
+    """A row for each machine: its replicas one after the other, its part of the pool, what is idle."""
+    trains = {share["node"]: share["gpus"] for share in document["rm1_plan"]["train"]}
+    rows = []
+    for machine, node in list(rm1.nodes.items())[:_MAX_MACHINES]:
+        replicas = [
+            each["tp"] for each in document["rm1_plan"]["gen"] if each["node"] == machine for _ in range(each["count"])
+        ]
+        blocks = [("generate", degree) for degree in replicas] + [("train", trains.get(machine, 0))]
+        blocks.append(("idle", node.gpus - sum(gpus for _, gpus in blocks)))
+        text = f"{machine} ({node.gpu})"
+        row = [f'<text x="{_LEFT - 8}" y="12" class="end">{escape(text)}</text>']
+        x, gpu_width = float(_LEFT), min(_GPU, (_WIDTH - _LEFT - 12) / node.gpus)
+        for does, gpus in blocks:
+            if gpus > 0:
+                # A gap between blocks: one block is one replica, whatever its tensor-parallel degree.
+                row.append(_bar(x, gpus * gpu_width - 2, does, f"{does}, {gpus} GPUs"))
+                x += gpus * gpu_width
+        rows.append("".join(row))
+    if (hidden := len(rm1.nodes) - _MAX_MACHINES) > 0:
+        rows.append(f'<text x="{_LEFT}" y="12">and {hidden} more machines</text>')
+    return rows
+
+
+def _timeline(document: Document) -> list[str]:
+    """Two rows over one step, both stages side by side: how long each is busy, and waits for the other."""
+    step_s = document["step_s"]
+    training = document["training"]
+    spans = {
+        "generation": [("generate", (1 - document["generation_idle"]) * step_s, "busy")],
+        "training": [
+            ("train", training["compute_s"], "computation"),
+            ("train", training["exposed_allreduce_s"], "all-reduce that computation does not hide"),
+            ("train", training["overhead_s"], "fixed"),
+        ],
+    }
+    rows = []
+    for stage, parts in spans.items():
+        row = [f'<text x="{_LEFT - 8}" y="12" class="end">{stage}</text>']
+        used_s = 0.0
+        waits_s = max(0.0, step_s - sum(seconds for _, seconds, _ in parts))
+        for does, seconds, what in (*parts, ("wait", waits_s, "waits")):
+            if seconds > 0:
+                x, width = _x(used_s, step_s), _x(seconds, step_s) - _LEFT
+                row.append(_bar(x, max(0.5, width - 1), does, f"{what}, {seconds:.3g} s"))
+                used_s += seconds
+        rows.append("".join(row))
+    rows.append(f'<text x="{_LEFT}" y="10">0 s</text><text x="{_WIDTH - 12}" y="10" class="end">{step_s:.4g} s</text>')
+    return rows
+
+
+def _x(seconds: float, step_s: float) -> float:
+    return _LEFT + min(1.0, seconds / step_s) * (_WIDTH - _LEFT - 12)
+
+
+def _bar(x: float, width: float, does: str, tip: str) -> str:
+    return (
+        f'<rect x="{x:.1f}" y="0" width="{width:.1f}" height="{_GPU}" rx="2" fill="{_COLORS[does]}">'
+        f"<title>{escape(tip)}</title></rect>"
+    )

@@ -1,0 +1,88 @@
+"""From a broker's export to a file: each step as it comes."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from console.recording.reader import scan
+from console.recording.recorded_sample import RecordingError, samples_of
+from console.recording.writer import RecordingWriter
+from penstock.clients.export import StepExport
+
+
+@dataclass(slots=True, kw_only=True)
+class Recording:
+    """What was recorded so far."""
+
+    num_samples: int = 0
+    """Samples, those of void steps included."""
+    first_version: int | None = None
+    """Policy version of the first step."""
+    last_version: int | None = None
+    """Policy version of the newest step."""
+    missing: dict[int, int] = field(default_factory=dict)
+    """Samples that the broker's Redis lost, by the policy version of their step."""
+    is_in_step: bool = False
+    """Whether some of a step's samples are written and others are still to come."""
+
+
+async def record(
+    export: StepExport,
+    writer: RecordingWriter,
+    *,
+    run_id: str,
+    recording: Recording,
+    on_step: Callable[[Recording], None] = lambda recording: None,
+) -> None:
+    """Write what the export brings until it ends; raises what it raises. The writer stays open, `recording` is kept up.
+
+    File work is done in a thread, so that whoever shares the event loop goes on.
+    """
+    async for response in export.responses():
+        if not response.HasField("group"):
+            await in_thread(writer.end_step)
+            recording.is_in_step = False
+            if response.num_missing_samples:
+                recording.missing[response.policy_version] = response.num_missing_samples
+            on_step(recording)
+            continue
+        samples = samples_of(run_id, response)
+        recording.is_in_step = True
+        await in_thread(writer.write, samples)
+        recording.num_samples += len(samples)
+        recording.last_version = response.policy_version
+        if recording.first_version is None:
+            recording.first_version = response.policy_version
+
+
+def resume_point(path: Path, run_id: str) -> tuple[int, int | None]:
+    """Version and history from which a followed recording goes on: its last step comes again, for it may be torn.
+
+    (0, None) when there is no recording yet. Raises RecordingError when it is another run's.
+    """
+    if not path.exists():
+        return 0, None
+    runs = scan(path)
+    if not runs:
+        return 0, None
+    if set(runs) != {run_id}:
+        raise RecordingError(f"{path}: holds run {', '.join(sorted(runs))}; record {run_id} to another file")
+    return runs[run_id].last_version, runs[run_id].last_history
+
+
+def missing_line(version: int, num_samples: int) -> str:
+    """What a person is told of samples that cannot be recorded."""
+    return f"step {version}: {num_samples} samples are missing, Redis lost them"
+
+
+async def in_thread(work: Callable[..., None], *arguments: object) -> None:
+    """Do file work in a thread; a caller that is cancelled waits for its end, so that nobody closes the file in it."""
+    task = asyncio.ensure_future(asyncio.to_thread(work, *arguments))
+    try:
+        await asyncio.shield(task)
+    except asyncio.CancelledError:
+        await asyncio.wait([task])
+        raise

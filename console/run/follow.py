@@ -1,0 +1,240 @@
+"""A run as its trainer and its broker tell it: starts it, follows it through restarts of either, stops it.
+
+Invariants:
+- Events are taken in order, and once each within one incarnation of the run. A trainer that comes back has either
+  resumed the run by itself, under another incarnation, or knows nothing of it and is told to resume it.
+- A trainer that does not answer is waited for, for ever unless `patience_s` says otherwise. So is one that was drained
+  (SIGTERM), or that tries again by itself after a failure; unless the run was asked to stop, which these then end.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from typing import Any
+
+from console.view.live_display import Display, duration
+from console.view.run_view import BUSY_WINDOW_S, Evaluation, RunView
+from penstock.config import ConfigError
+from penstock.errors import BadTokenError, InvalidFieldError, NotOfferedError, PenstockError, UnknownRunError
+from penstock.network.outage import Outage
+from penstock.network.rpc import backoff_s, call, call_with_retry, open_channel, translated_errors
+from penstock.security import Security
+from penstock.v1 import broker_pb2, broker_pb2_grpc, trainer_pb2, trainer_pb2_grpc
+
+START_TIMEOUT_S = 300.0
+STOP_TIMEOUT_S = 10.0
+_POLL_S = 1.0
+_POLL_TIMEOUT_S = 3.0
+# A stream is opened anew from time to time: nothing waits for ever on a peer that is silent.
+_WATCH_TIMEOUT_S = 3600.0
+
+
+class TrainerLostError(Exception):
+    """The trainer did not answer for too long."""
+
+
+class RunSession:
+    """One run on the trainer at `trainer`, over the broker at `broker`."""
+
+    def __init__(
+        self,
+        *,
+        run_id: str,
+        config_json: str,
+        trainer: str,
+        broker: str,
+        security: Security,
+        view: RunView,
+        display: Display,
+        patience_s: float | None = None,
+    ) -> None:
+        self._run_id = run_id
+        self._config_json = config_json
+        self._trainer_peer = f"trainer {trainer}"
+        self._broker_peer = f"broker {broker}"
+        self._trainer_channel = open_channel(trainer, security)
+        self._broker_channel = open_channel(broker, security)
+        self._trainer = trainer_pb2_grpc.TrainerServiceStub(self._trainer_channel)
+        self._broker = broker_pb2_grpc.BrokerServiceStub(self._broker_channel)
+        self._view = view
+        self._display = display
+        self._patience_s = patience_s
+        self._sequence = 0
+        self._incarnation = ""
+        self._is_stopping = False
+        self._is_trainer_away = False
+        self._ended: trainer_pb2.RunFinished | None = None
+        """How the incarnation that is followed ended, where the run goes on after it."""
+        self._outage = Outage(self._trainer_peer, on_notice=self._note_outage)
+        self._phase = "waiting for the trainer"
+        self._state = trainer_pb2.TRAINER_STATE_UNSPECIFIED
+
+    async def start(self, *, resume: bool) -> None:
+        """Hand the run to the trainer. Raises ConfigError when it refuses the configuration."""
+        request = trainer_pb2.StartRunRequest(run_id=self._run_id, config_json=self._config_json, resume=resume)
+        self._incarnation, self._sequence, self._ended = "", 0, None
+        try:
+            await call_with_retry(
+                self._trainer.StartRun,
+                request,
+                peer=self._trainer_peer,
+                timeout_s=START_TIMEOUT_S,
+                give_up_after_s=self._patience_s,
+                outage=self._outage,
+            )
+        except InvalidFieldError as error:
+            raise ConfigError(str(error)) from error
+
+    async def follow(self) -> trainer_pb2.RunFinished:
+        """Take in events until the run has ended. Raises TrainerLostError, ConfigError, PenstockError."""
+        loop = asyncio.get_running_loop()
+        answered_s = loop.time()
+        delays_s = backoff_s(first_s=0.2, most_s=2.0)
+        while True:
+            before = (self._incarnation, self._sequence)
+            try:
+                finished = await self._watch()
+                answered_s = loop.time()
+                if finished is not None and not self._goes_on(finished):
+                    return finished
+            except UnknownRunError:
+                if self._is_stopping:
+                    raise TrainerLostError(
+                        f"{self._trainer_peer} was restarted while the run was stopped; its last checkpoint stands"
+                    ) from None
+                self._display.note("trainer restarted: resumes from its newest checkpoint")
+                await self.start(resume=True)
+            except PenstockError as error:
+                # A server that dies ends its streams with many codes; only these say that asking again is of no use.
+                if isinstance(error, (InvalidFieldError, BadTokenError, NotOfferedError)):
+                    raise
+                self._outage.failed(error)
+                self._view.phase = self._outage.told(error)
+            if self._is_stopping and self._ended is not None:
+                return self._ended
+            if (self._incarnation, self._sequence) != before:
+                answered_s = loop.time()
+                delays_s = backoff_s(first_s=0.2, most_s=2.0)
+            if self._patience_s is not None and loop.time() - answered_s > self._patience_s:
+                raise TrainerLostError(
+                    f"{self._trainer_peer} did not answer for {self._patience_s:g} s (run.patience_s)"
+                )
+            await asyncio.sleep(next(delays_s))
+
+    def _goes_on(self, finished: trainer_pb2.RunFinished) -> bool:
+        """Whether the run will be resumed without anybody's doing, by this trainer or the one that takes its place."""
+        self._ended = finished
+        if self._is_stopping:
+            return False
+        if finished.outcome == trainer_pb2.RUN_OUTCOME_DRAINED:
+            self._view.phase = "the trainer was stopped by a signal; waiting for it to come back"
+            self._display.note(f"{self._view.phase} (Ctrl-C ends the run here)")
+            return True
+        if finished.outcome == trainer_pb2.RUN_OUTCOME_FAILED and finished.HasField("retry_delay"):
+            delay_s = finished.retry_delay.ToMilliseconds() / 1000
+            self._view.phase = f"the run failed and the trainer tries again in {duration(delay_s)}: {finished.message}"
+            self._display.note(self._view.phase)
+            return True
+        return False
+
+    async def stop(self) -> None:
+        """Ask the trainer to stop after the step under way; `follow` then returns. Raises PenstockError."""
+        self._is_stopping = True
+        request = trainer_pb2.StopRunRequest(run_id=self._run_id)
+        try:
+            await call_with_retry(
+                self._trainer.StopRun, request, peer=self._trainer_peer, timeout_s=5.0, give_up_after_s=STOP_TIMEOUT_S
+            )
+        except PenstockError:
+            # A trainer that was drained need not come back for this: its checkpoint is written.
+            if self._ended is None:
+                raise
+
+    async def poll(self) -> None:
+        """Keep the broker's picture in the view until cancelled."""
+        while True:
+            self._view.set_run(await self._get_run())
+            self._display.tick()
+            await asyncio.sleep(_POLL_S)
+
+    async def close(self) -> None:
+        """Close the channels."""
+        await self._trainer_channel.close()
+        await self._broker_channel.close()
+
+    def _note_outage(self, text: str) -> None:
+        self._view.phase = text or self._phase
+        if bool(text) != self._is_trainer_away:
+            self._is_trainer_away = bool(text)
+            self._display.note(text or f"{self._trainer_peer} is back")
+
+    async def _get_run(self) -> broker_pb2.GetRunResponse | None:
+        request = broker_pb2.GetRunRequest(run_id=self._run_id)
+        # By the run's clock, once that is known.
+        last = self._view.run
+        now_s = time.time() if last is None else last.now_time.ToNanoseconds() / 1e9
+        request.busy_since.FromNanoseconds(int((now_s - BUSY_WINDOW_S) * 1e9))
+        try:
+            return await call(self._broker.GetRun, request, peer=self._broker_peer, timeout_s=_POLL_TIMEOUT_S)
+        except PenstockError:
+            # The view says that the broker does not answer; the run itself waits for it.
+            return None
+
+    async def _watch(self) -> trainer_pb2.RunFinished | None:
+        request = trainer_pb2.WatchRunRequest(
+            run_id=self._run_id, from_sequence=self._sequence + 1, incarnation=self._incarnation
+        )
+        async with translated_errors(self._trainer_peer):
+            stream: Any = self._trainer.WatchRun(request, timeout=_WATCH_TIMEOUT_S)
+            async for event in stream:
+                if self._incarnation not in ("", event.incarnation):
+                    self._display.note("the trainer begins again, from its newest checkpoint")
+                    self._ended = None
+                self._incarnation, self._sequence = event.incarnation, event.sequence
+                self._outage.answered()
+                self._take(event)
+                if event.WhichOneof("event") == "finished":
+                    return _finished(event)
+        return None
+
+    def _take(self, event: trainer_pb2.WatchRunResponse) -> None:
+        take: dict[str, Callable[[], None]] = {
+            "state_changed": lambda: self._take_state(event.state_changed),
+            "step": lambda: self._display.step(
+                self._view.add_step(event.step, time_s=event.event_time.ToNanoseconds() / 1e9)
+            ),
+            "evaluation": lambda: self._display.note(_evaluation_line(self._view.add_evaluation(event.evaluation))),
+            "checkpoint": lambda: self._display.note(
+                f"checkpoint of step {event.checkpoint.policy_version}: {event.checkpoint.path}"
+            ),
+        }
+        # Whatever it says, it answers again.
+        self._view.phase = self._phase
+        known = take.get(event.WhichOneof("event") or "")
+        if known is not None:
+            known()
+
+    def _take_state(self, change: trainer_pb2.StateChanged) -> None:
+        state = trainer_pb2.TrainerState.Name(change.state).removeprefix("TRAINER_STATE_").lower()
+        phase = f"{state}: {change.message}" if change.message else state
+        # While it trains, its message says what it waits for and changes every few seconds: that is for the view only.
+        is_news = change.state != self._state or change.state == trainer_pb2.TRAINER_STATE_STARTING
+        self._state = change.state
+        self._phase = self._view.phase = phase
+        if is_news:
+            self._display.note(f"trainer {phase}")
+
+
+def _finished(event: trainer_pb2.WatchRunResponse) -> trainer_pb2.RunFinished:
+    return event.finished
+
+
+def _evaluation_line(evaluation: Evaluation) -> str:
+    parts = [
+        f"{name} {value:.3f}"
+        for name, value in (("sampled", evaluation.sampled), ("greedy", evaluation.greedy))
+        if value is not None
+    ]
+    return f"held-out accuracy at step {evaluation.version}: {', '.join(parts) or 'not measured'}"

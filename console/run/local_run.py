@@ -1,0 +1,389 @@
+"""`penstock run`: check, start, follow, stop, report.
+
+    checks --problem--> exit 2, nothing was started
+      |
+    services start --interrupt or failure--> services stop, exit 130 or 1
+      |
+    trainer runs --Ctrl-C--> StopRun, the trainer writes a checkpoint --+
+      |                                                                 |
+    services stop, report, exit 0 (completed) or 1 (failed)       exit 130, resumable
+
+Signals that come together, as from `timeout` or from two quick presses of Ctrl-C, are one; only a later one kills
+everything at once. A run folder that takes no more (`console.launch.disk_watch`) stops the run as Ctrl-C
+does, but with exit status 1 and a line that says why.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import sys
+from collections.abc import Coroutine, Iterable
+from pathlib import Path
+from typing import Any, TypeVar
+
+from console.config.config import RunConfig, load_run_config, to_yaml
+from console.config.derive import training_config
+from console.config.folder_lock import locked
+from console.config.run_folder import (
+    CONSOLE_NAME,
+    ProcessRecord,
+    RunFolder,
+    open_folder,
+    replace_text,
+    started_ticks_of,
+)
+from console.launch.disk_watch import DiskWatch, FolderRefusedError
+from console.launch.launcher import Launcher
+from console.launch.probes import TLS_FAILS
+from console.launch.supervisor import ProcessState, ServiceFailedError
+from console.run.follow import RunSession, TrainerLostError
+from console.run.machine_report import report_machine
+from console.run.preflight import check_run
+from console.run.run_plan import RunPlan
+from console.run.run_recorder import TRAJECTORIES, RunRecorder
+from console.view.closed_output import discard
+from console.view.forecast_quality import Document, fetch_lengths
+from console.view.html_report import write_report
+from console.view.live_display import Display, choose_display, duration
+from console.view.outcome import add_to_summary, closing_lines, keep_results
+from console.view.run_view import RunView
+from penstock.config import ConfigError
+from penstock.errors import PenstockError
+from penstock.process.disk import failure_message
+from penstock.process.grace_periods import CHECKPOINT_S
+from penstock.process.signals import FORCE_AFTER_S, StopSignals
+from penstock.security import Security
+from penstock.v1 import trainer_pb2
+
+EXIT_OK, EXIT_FAILED, EXIT_INTERRUPTED = 0, 1, 130
+# The step under way ends and a checkpoint is written: seconds for a small model, longer for a large one.
+FIRST_WAIT_NOTE_S = 5.0
+"""A service that is not up after so long is named, with the reason."""
+STOP_WAIT_S = CHECKPOINT_S + 15.0
+
+_Result = TypeVar("_Result")
+
+
+class InterruptedByUserError(Exception):
+    """Ctrl-C or SIGTERM."""
+
+
+async def execute_run(config: RunConfig, *, is_resume: bool, source: str) -> int:
+    """Do a run from checks to report; returns the exit status. Raises ConfigError before anything is started."""
+    security = Security.from_environment(insecure=config.insecure)
+    folder = RunFolder(config.run.dir / config.run.id)
+    with contextlib.ExitStack() as held:
+        notes = [held.enter_context(locked(folder.path))] if is_resume else []
+        findings = await check_run(config, folder, is_resume=is_resume, security=security)
+        if findings.problems:
+            raise ConfigError("\n".join(f"{source}: {problem}" for problem in findings.problems))
+        if not is_resume:
+            _make_folder(folder)
+            notes = [held.enter_context(locked(folder.path))]
+        notes = [*filter(None, notes), *findings.warnings]
+        return await _execute(config, folder, security=security, notes=notes, is_resume=is_resume, source=source)
+
+
+def _make_folder(folder: RunFolder) -> None:
+    try:
+        folder.path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"run.dir: {failure_message(folder.path, error)}") from error
+
+
+async def _execute(
+    config: RunConfig, folder: RunFolder, *, security: Security, notes: Iterable[str], is_resume: bool, source: str
+) -> int:
+    """A run whose folder is this process's own."""
+    view = RunView(run_id=config.run.id, num_steps=config.run.num_steps)
+    display = choose_display(view)
+    run = _Run(config, folder, security=security, view=view, display=display)
+    try:
+        if not is_resume:
+            # First: with it the folder is a run's, which can be resumed whatever happens next.
+            replace_text(folder.config, to_yaml(config))
+        folder.create()
+    except OSError as error:
+        raise ConfigError(f"run.dir: {failure_message(folder.path, error)}") from error
+    display.start()
+    for note in notes:
+        display.note(f"note: {note}")
+    try:
+        return await run.execute(is_resume=is_resume, source=source)
+    finally:
+        display.stop()
+
+
+def load_resumed(run_dir: Path, overrides: list[str]) -> RunConfig:
+    """The configuration of a run that is continued. Raises ConfigError when the folder holds none."""
+    return load_run_config(open_folder(run_dir).config, overrides)
+
+
+class _Run:
+    """One run, from the first process to the report."""
+
+    def __init__(
+        self, config: RunConfig, folder: RunFolder, *, security: Security, view: RunView, display: Display
+    ) -> None:
+        self._config = config
+        self._folder = folder
+        self._security = security
+        self._view = view
+        self._display = display
+        self._signals = StopSignals(force=self._force)
+        self._interrupted = self._signals.requested
+        self._launcher = Launcher(
+            config, folder, security=security, on_change=self._take_change, on_wait=self._note_wait
+        )
+        self._noted_waits: set[str] = set()
+        self._session: RunSession | None = None
+        self._disk = DiskWatch(folder.path)
+        self._refusal = ""
+        """Why the folder takes no more; empty while it does."""
+        self._recorder = self._make_recorder()
+        self._plan = self._make_plan()
+        self._helpers: list[asyncio.Task[None]] = []
+        self._lengths: Document | None = None
+        """How well lengths were forecast; None when the scheduler does not say."""
+
+    async def execute(self, *, is_resume: bool, source: str) -> int:
+        """Everything after the checks; returns the exit status."""
+        self._signals.listen()
+        try:
+            return await self._execute(is_resume=is_resume, source=source)
+        finally:
+            self._signals.ignore()
+
+    async def _execute(self, *, is_resume: bool, source: str) -> int:
+        watcher = asyncio.create_task(self._watch())
+        finished: trainer_pb2.RunFinished | None = None
+        problem = ""
+        try:
+            self._note_console(ProcessState.READY)
+            session = self._session = self._make_session(source)
+            self._helpers += [
+                asyncio.create_task(session.poll()),
+                asyncio.create_task(report_machine(self._config, self._launcher.addresses, self._view, self._security)),
+            ]
+            await self._unless_interrupted(self._start(session, is_resume=is_resume), watcher)
+            finished = await self._follow(session, watcher)
+        except InterruptedByUserError:
+            problem = "interrupted before training began"
+        except TimeoutError:
+            problem = f"the trainer did not stop within {STOP_WAIT_S:g} s; its last checkpoint stands"
+        except (ServiceFailedError, TrainerLostError, PenstockError, FolderRefusedError) as error:
+            problem = str(error)
+        except OSError as error:
+            problem = failure_message(self._folder.path, error)
+        finally:
+            await self._end([watcher, *self._helpers])
+        return self._conclude(finished, self._refusal or problem)
+
+    async def _watch(self) -> None:
+        """Runs until a service is given up or the folder takes no more, and raises that error."""
+        watchers = [asyncio.create_task(work) for work in (self._launcher.watch(), self._disk.watch())]
+        try:
+            done, _ = await asyncio.wait(watchers, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                task.result()
+        finally:
+            for task in watchers:
+                task.cancel()
+            await asyncio.gather(*watchers, return_exceptions=True)
+
+    async def _start(self, session: RunSession, *, is_resume: bool) -> None:
+        self._view.phase = "starting services"
+        await self._launcher.start()
+        if self._plan is not None:
+            self._view.phase = "planning"
+            await self._plan.create()
+            self._helpers.append(asyncio.create_task(self._plan.follow()))
+        if self._recorder is not None:
+            self._recorder.start()
+        if is_resume and self._config.endpoints.trainer is not None:
+            # It tells how the run ended before; a trainer that has this folder too writes the next one in time.
+            self._folder.summary.unlink(missing_ok=True)
+        self._view.phase = "handing the run to the trainer"
+        await session.start(resume=is_resume)
+
+    async def _follow(self, session: RunSession, watcher: asyncio.Task[None]) -> trainer_pb2.RunFinished:
+        following = asyncio.create_task(session.follow())
+        try:
+            return await self._unless_interrupted(_shielded(following), watcher)
+        except (InterruptedByUserError, FolderRefusedError) as reason:
+            self._refusal = str(reason)
+            self._display.note(
+                "stopping: the trainer writes a checkpoint "
+                f"(Ctrl-C again, {FORCE_AFTER_S:g} s from now or later, ends everything at once)"
+            )
+            await session.stop()
+            async with asyncio.timeout(STOP_WAIT_S):
+                return await following
+        finally:
+            following.cancel()
+            await asyncio.gather(following, return_exceptions=True)
+
+    async def _unless_interrupted(self, work: Coroutine[Any, Any, _Result], watcher: asyncio.Task[None]) -> _Result:
+        task = asyncio.create_task(work)
+        interruption = asyncio.create_task(self._interrupted.wait())
+        try:
+            await asyncio.wait({task, interruption, watcher}, return_when=asyncio.FIRST_COMPLETED)
+            if task.done():
+                return task.result()
+            if watcher.done():
+                watcher.result()
+            raise InterruptedByUserError
+        finally:
+            task.cancel()
+            interruption.cancel()
+            await asyncio.gather(task, interruption, return_exceptions=True)
+
+    async def _end(self, tasks: list[asyncio.Task[None]]) -> None:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        if self._recorder is not None:
+            self._view.phase = "finishing the recording"
+            await self._recorder.finish()
+        scheduler = self._launcher.addresses.scheduler.target
+        self._lengths = await fetch_lengths(self._config.run.id, scheduler, self._security)
+        self._view.phase = "stopping services"
+        await self._launcher.stop()
+        if self._session is not None:
+            await self._session.close()
+        with contextlib.suppress(OSError):
+            # Where it cannot be noted, the process that is gone says it.
+            self._note_console(ProcessState.STOPPED)
+
+    def _conclude(self, finished: trainer_pb2.RunFinished | None, problem: str) -> int:
+        self._display.stop()
+        is_completed = finished is not None and finished.outcome == trainer_pb2.RUN_OUTCOME_COMPLETED
+        if finished is not None and finished.outcome == trainer_pb2.RUN_OUTCOME_FAILED:
+            problem = problem or finished.message
+        has_report = False
+        try:
+            has_report = self._write_results(finished)
+        except OSError as error:
+            problem = problem or failure_message(self._folder.path, error)
+        lines = closing_lines(self._folder, finished, has_report=has_report)
+        lines += self._recorder.closing_lines() if self._recorder is not None else ()
+        if not is_completed and self._folder.checkpoints.is_dir() and "--resume" not in problem:
+            lines.append(f"continue with: penstock run --resume {self._folder.path}")
+        _print_lines(lines)
+        if problem:
+            print(f"penstock: {problem}", file=sys.stderr, flush=True)
+        if is_completed and not problem:
+            return EXIT_OK
+        return EXIT_INTERRUPTED if self._interrupted.is_set() else EXIT_FAILED
+
+    def _write_results(self, finished: trainer_pb2.RunFinished | None) -> bool:
+        """Keep what the run gave and draw its report; whether there is one. Raises OSError."""
+        restarts = {record.name: record.num_restarts for record in self._launcher.records.values()}
+        if finished is not None:
+            keep_results(self._folder, finished, self._view.history)
+            add_to_summary(self._folder, restarts=dict(sorted(restarts.items())), lengths=self._lengths)
+        return self._folder.metrics.is_file() and write_report(self._folder)
+
+    def _make_session(self, source: str) -> RunSession:
+        addresses = self._launcher.addresses
+        document = training_config(self._config, broker=addresses.broker.target, source=source)
+        return RunSession(
+            run_id=self._config.run.id,
+            config_json=json.dumps(document.model_dump(mode="json")),
+            trainer=addresses.trainer.target,
+            broker=addresses.broker.target,
+            security=self._security,
+            view=self._view,
+            display=self._display,
+            patience_s=self._config.run.patience_s,
+        )
+
+    def _make_plan(self) -> RunPlan | None:
+        problem = self._config.scheduler.problem
+        if problem is None:
+            return None
+        return RunPlan(
+            run_id=self._config.run.id,
+            problem=problem,
+            plan=self._config.scheduler.plan,
+            scheduler=self._launcher.addresses.scheduler.target,
+            history=self._folder.plans,
+            security=self._security,
+            patience_s=self._config.run.patience_s,
+            note=self._display.note,
+        )
+
+    def _make_recorder(self) -> RunRecorder | None:
+        record = self._config.record
+        if record is False:
+            return None
+        return RunRecorder(
+            run_id=self._config.run.id,
+            broker=self._launcher.addresses.broker.target,
+            path=record if isinstance(record, Path) else self._folder.path / TRAJECTORIES,
+            security=self._security,
+            note=self._display.note,
+            on_refusal=self._disk.take_refusal,
+            max_bytes=self._config.record_max_bytes,
+        )
+
+    def _force(self) -> None:
+        # Asked again: whatever does not end by itself is ended. The terminal gets its cursor back first.
+        self._display.stop()
+        print("penstock: asked again: everything is ended at once", file=sys.stderr, flush=True)
+        self._launcher.kill_now()
+        os._exit(EXIT_INTERRUPTED)
+
+    def _note_wait(self, name: str, problem: str, waited_s: float) -> None:
+        """A service that is started here is not up yet."""
+        why = f": {problem}" if problem else ""
+        self._view.phase = f"starting services; waiting for {name} for {duration(waited_s)}{why}"
+        is_worth_a_note = waited_s >= FIRST_WAIT_NOTE_S or problem.startswith(TLS_FAILS)
+        if is_worth_a_note and name not in self._noted_waits:
+            self._noted_waits.add(name)
+            self._display.note(f"waiting for {name}{why} (log: {self._folder.log_of(name)})")
+
+    def _take_change(self, record: ProcessRecord) -> None:
+        before = self._view.processes.get(record.name)
+        self._view.processes[record.name] = record
+        if before is not None and before.state == record.state:
+            return
+        if record.state in (ProcessState.PAUSED, ProcessState.FAILED):
+            self._display.note(f"{record.name} {record.why} (log: {self._folder.log_of(record.name)})")
+        elif record.state == ProcessState.RESTARTING:
+            self._display.note(f"{record.name} restarted ({record.num_restarts})")
+        elif before is None:
+            self._display.note(f"{record.name} starts{f' on {record.address}' if record.address else ''}")
+        elif record.state == ProcessState.READY and record.num_restarts == 0:
+            self._display.note(f"{record.name} is up")
+
+    def _note_console(self, state: ProcessState) -> None:
+        pid = os.getpid()
+        self._folder.write_record(
+            ProcessRecord(
+                name=CONSOLE_NAME,
+                pid=pid,
+                started_ticks=started_ticks_of(pid) or 0,
+                address="",
+                state=state.value,
+                num_restarts=0,
+            )
+        )
+
+
+def _print_lines(lines: Iterable[str]) -> None:
+    try:
+        for line in lines:
+            print(line, flush=True)
+    except BrokenPipeError:
+        raise
+    except OSError:
+        # It goes to a file on a full disk; the reason why the run ends goes to stderr.
+        discard(sys.stdout)
+
+
+async def _shielded(task: asyncio.Task[_Result]) -> _Result:
+    return await asyncio.shield(task)

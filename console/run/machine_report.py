@@ -1,0 +1,64 @@
+"""This machine's place in the scheduler's inventory during a run: what it has, and how fast it turned out to be.
+
+The scheduler advises; a run goes on without it.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+
+import structlog
+
+from console.config.config import RunConfig
+from console.config.derive import Addresses
+from console.view.run_view import SAMPLES_PER_SECOND, STEP_S, TOKENS_PER_SECOND, RunView
+from penstock.clients.inventory import report_node, this_machine
+from penstock.errors import PenstockError
+from penstock.security import Security
+from penstock.v1 import scheduler_pb2
+
+_log = structlog.get_logger()
+
+
+async def report_machine(config: RunConfig, addresses: Addresses, view: RunView, security: Security) -> None:
+    """Register this machine with the run's scheduler and report its measured rates until cancelled."""
+    roles = local_roles(addresses)
+    if not roles:
+        return
+    node_id = f"{platform.node() or 'local'}-{os.getpid()}"
+    node = this_machine(node_id=node_id, site=config.site, roles=roles)
+    target = addresses.scheduler.target
+    try:
+        await report_node(target, node, measure=lambda: measured_rates(view, roles), security=security)
+    except PenstockError as error:
+        _log.warning("the scheduler hears nothing of this machine", scheduler=target, error=str(error))
+
+
+def local_roles(addresses: Addresses) -> list[scheduler_pb2.Role.ValueType]:
+    """The parts that this machine plays in the run."""
+    parts = (
+        (scheduler_pb2.ROLE_BROKER, addresses.broker.is_local),
+        (scheduler_pb2.ROLE_GENERATOR, any(endpoint.is_local for endpoint in addresses.generators)),
+        (scheduler_pb2.ROLE_REWARD, addresses.reward.is_local),
+        (scheduler_pb2.ROLE_TRAINER, addresses.trainer.is_local),
+    )
+    return [role for role, is_local in parts if is_local]
+
+
+def measured_rates(view: RunView, roles: list[scheduler_pb2.Role.ValueType]) -> list[scheduler_pb2.MeasuredRate]:
+    """The newest speeds of the generators and of the trainer, where they are here and have been measured."""
+    rates = []
+    if scheduler_pb2.ROLE_GENERATOR in roles and view.run is not None:
+        tokens = sum(generator.beat.tokens_per_second for generator in view.run.generators)
+        rates.append(scheduler_pb2.MeasuredRate(role=scheduler_pb2.ROLE_GENERATOR, tokens_per_second=tokens))
+    if scheduler_pb2.ROLE_TRAINER in roles and view.step is not None:
+        get = view.step.get
+        rate = scheduler_pb2.MeasuredRate(
+            role=scheduler_pb2.ROLE_TRAINER,
+            tokens_per_second=get(TOKENS_PER_SECOND) or 0.0,
+            samples_per_second=get(SAMPLES_PER_SECOND) or 0.0,
+        )
+        rate.window.FromMilliseconds(int(1000 * (get(STEP_S) or 0.0)))
+        rates.append(rate)
+    return rates

@@ -1,0 +1,127 @@
+"""What a model's directory must hold before anything is started, read as plain files: no torch, no transformers."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from console.config.config import RunConfig
+from penstock.model.model_folder import TOKENIZER_FILE
+from services.trainer.data.prompt_rows import DataError, Row, read_rows
+
+_TOKENIZER_FILES = (TOKENIZER_FILE, "tokenizer.model", "vocab.json", "vocab.txt", "tekken.json")
+_WEIGHT_PATTERNS = ("*.safetensors", "pytorch_model*.bin")
+# Older families name their longest context differently.
+_CONTEXT_KEYS = ("max_position_embeddings", "n_positions", "max_sequence_length", "seq_length")
+_MAX_CONFIG_BYTES = 16 * 1024 * 1024
+
+
+def model_problems(path: Path) -> list[str]:
+    """What is wrong with the model directory at `path`, one line each; empty when it can be loaded."""
+    if not path.exists():
+        return [f"model.path: {path}: no such directory"]
+    if not path.is_dir():
+        return [f"model.path: {path}: not a directory; give the Hugging Face directory that holds config.json"]
+    if _model_config(path) is None:
+        return [
+            f"model.path: {path}: no readable config.json; give a Hugging Face directory of a causal language model"
+        ]
+    problems = []
+    if not any((path / name).is_file() for name in _TOKENIZER_FILES):
+        problems.append(f"model.path: {path}: no tokenizer (none of {', '.join(_TOKENIZER_FILES)})")
+    if not any(next(path.glob(pattern), None) for pattern in _WEIGHT_PATTERNS):
+        problems.append(f"model.path: {path}: no weights (none of {', '.join(_WEIGHT_PATTERNS)})")
+    return problems
+
+
+def context_problem(config: RunConfig) -> str | None:
+    """Why prompts and completions do not fit the model's context; None when they do, or when it states no limit."""
+    most = _max_context_tokens(config.model.path)
+    needed = config.data.max_prompt_tokens + config.sampling.max_new_tokens
+    if most is None or needed <= most:
+        return None
+    return (
+        f"data.max_prompt_tokens + sampling.max_new_tokens is {config.data.max_prompt_tokens} + "
+        f"{config.sampling.max_new_tokens} = {needed}, longer than the model's context of {most} tokens; lower one"
+    )
+
+
+def text_problem(config: RunConfig) -> str | None:
+    """Why a reward worker started here could not decode what it scores; None when it can, or is not to."""
+    path = config.model.path
+    if config.endpoints.reward is not None or config.reward.trusts_generator_text or (path / TOKENIZER_FILE).is_file():
+        return None
+    return (
+        f"model.path: {path}: no {TOKENIZER_FILE}, by which token ids become the text that is scored; write one with "
+        "transformers (AutoTokenizer.from_pretrained(DIR).save_pretrained(DIR)), or score what generators send, "
+        "unchecked, with reward.trusts_generator_text=true"
+    )
+
+
+def data_problems(config: RunConfig) -> tuple[list[str], list[str]]:
+    """What is wrong with the data files, and what the user should know about them though it is not wrong."""
+    problems: list[str] = []
+    warnings: list[str] = []
+    for key, path in (("data.train", config.data.train), ("data.eval", config.data.eval)):
+        if path is None:
+            continue
+        try:
+            rows = read_rows(path)
+        except DataError as error:
+            problems.append(f"{key}: {error}")
+            continue
+        long_rows = _num_long_prompts(rows, config)
+        if long_rows == len(rows):
+            problems.append(
+                f"{key}: {path}: every prompt is longer than data.max_prompt_tokens = {config.data.max_prompt_tokens}; "
+                "raise it, or shorten the prompts"
+            )
+        elif long_rows:
+            warnings.append(
+                f"{key}: {long_rows} of {len(rows)} prompts are longer than data.max_prompt_tokens = "
+                f"{config.data.max_prompt_tokens} and are skipped"
+            )
+    return problems, warnings
+
+
+def _num_long_prompts(rows: list[Row], config: RunConfig) -> int:
+    # A token stands for at least one byte, so only prompts of more bytes than tokens allowed need the tokenizer.
+    texts = [_prompt_text(row) for row in rows]
+    long_texts = [text for text in texts if len(text.encode()) > config.data.max_prompt_tokens]
+    file = config.model.path / TOKENIZER_FILE
+    if not long_texts or not file.is_file():
+        return 0
+    try:
+        from tokenizers import Tokenizer
+    except ImportError:
+        # Without it the trainer, which has one, counts them.
+        return 0
+    encodings = Tokenizer.from_file(str(file)).encode_batch(long_texts)
+    return sum(len(encoding.ids) > config.data.max_prompt_tokens for encoding in encodings)
+
+
+def _prompt_text(row: Row) -> str:
+    return row.prompt if isinstance(row.prompt, str) else "".join(message.content for message in row.prompt)
+
+
+def _max_context_tokens(path: Path) -> int | None:
+    document = _model_config(path) or {}
+    # Models that see and hear keep the language model's numbers in a part of their own.
+    inner = document.get("text_config")
+    for part in (document, inner if isinstance(inner, dict) else {}):
+        found = next((part[key] for key in _CONTEXT_KEYS if isinstance(part.get(key), int)), None)
+        if found is not None:
+            return int(found)
+    return None
+
+
+def _model_config(path: Path) -> dict[str, Any] | None:
+    file = path / "config.json"
+    try:
+        if file.stat().st_size > _MAX_CONFIG_BYTES:
+            return None
+        document = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return document if isinstance(document, dict) else None

@@ -1,0 +1,248 @@
+"""Everything that can be known to be wrong before anything is started: one line a problem, and nothing left behind."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import os
+import subprocess
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from console.config.config import RunConfig
+from console.config.folder_lock import LOCK_NAME
+from console.config.listeners import listener_problems, listener_warnings
+from console.config.run_folder import CONSOLE_NAME, RunFolder
+from console.inspect.certificates import certificate_findings
+from console.launch.disk_watch import MIN_FREE_BYTES
+from console.launch.embedded_redis import redis_executable
+from console.launch.ports import listen_problem
+from console.launch.probes import BROKER, GENERATOR, REWARD, SCHEDULER, TRAINER, redis_problem, service_problem
+from console.launch.supervisor import console_argv, service_environment
+from console.node.config import read_node
+from console.run.model_check import context_problem, data_problems, model_problems, text_problem
+from penstock.config import ConfigError
+from penstock.process.disk import free_bytes, full_message
+from penstock.rewards.wire import THIRD_PARTY
+from penstock.security import Security
+from penstock.security.credentials import JUDGES
+from services.broker.storage.redis.authentication import RedisCredentials, protected_url
+from services.scheduler.problem.plan_document import read_plan
+from services.scheduler.problem.problem import read_problem
+from services.trainer.config import TRACKER_PACKAGES
+
+_ENGINE_PACKAGES = {"vllm": "vllm", "transformers": "transformers", "emulated": None}
+_REWARD_IMPORT_TIMEOUT_S = 120.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Findings:
+    """What the checks found."""
+
+    problems: tuple[str, ...]
+    """Reasons not to start, one line each."""
+    warnings: tuple[str, ...]
+    """Worth knowing, one line each."""
+
+
+async def check_run(config: RunConfig, folder: RunFolder, *, is_resume: bool, security: Security) -> Findings:
+    """Check the model, the data, the reward, ports and everything that must already answer."""
+    problems = _folder_problems(folder, is_resume=is_resume) + _recording_problems(config, is_resume=is_resume)
+    warnings: list[str] = []
+    if config.endpoints.trainer is None:
+        found = model_problems(config.model.path)
+        if not found:
+            found = [problem for problem in (context_problem(config), text_problem(config)) if problem]
+        problems += found
+        data, warnings = data_problems(config)
+        problems += data
+    elif (problem := text_problem(config)) is not None:
+        problems.append(problem)
+    problems += _lengths_problems(config) + _plan_problems(config)
+    problems += _package_problems(config)
+    problems += _port_problems(config) + listener_problems(config, security)
+    warnings += listener_warnings(config, security)
+    for finding in certificate_findings(config, security):
+        (problems if finding.is_error else warnings).append(finding.text)
+    problems += await _network_problems(config, security)
+    if config.endpoints.reward is None:
+        problems += await reward_problems(config.reward.model, is_insecure=config.insecure)
+    return Findings(problems=tuple(problems), warnings=tuple(warnings))
+
+
+def _lengths_problems(config: RunConfig) -> list[str]:
+    if config.endpoints.scheduler is not None:
+        return []
+    pairs, model = config.scheduler.length_pairs, config.scheduler.length_model
+    problems = []
+    if pairs is not None and not pairs.is_file():
+        problems.append(f"scheduler.length_pairs: {pairs}: no such file")
+    if model is not None and not (model / "config.json").is_file():
+        problems.append(f"scheduler.length_model: {model}: holds no config.json of a model")
+    if model is not None and not _is_installed("transformers"):
+        problems.append("scheduler.length_model: needs torch and transformers, which are not installed")
+    return problems
+
+
+def _plan_problems(config: RunConfig) -> list[str]:
+    section = config.scheduler
+    checks: list[tuple[str, Path | None, Callable[[Path], object]]] = [
+        ("problem", section.problem, read_problem),
+        ("plan", section.plan, read_plan),
+        *(("nodes", path, read_node) for path in section.nodes),
+    ]
+    problems = []
+    for key, path, read in checks:
+        try:
+            if path is not None:
+                read(path)
+        except ConfigError as error:
+            problems += [f"scheduler.{key}: {line}" for line in str(error).splitlines()]
+    return problems
+
+
+def _recording_problems(config: RunConfig, *, is_resume: bool) -> list[str]:
+    if is_resume or not isinstance(config.record, Path) or not config.record.exists():
+        return []
+    return [f"record: {config.record} exists already; remove it, or name another file"]
+
+
+async def reward_problems(model: str, *, is_insecure: bool) -> list[str]:
+    """Why the reward model of that name cannot be used. Raises ConfigError."""
+    if model.startswith(THIRD_PARTY):
+        judges = Security.from_environment(JUDGES, insecure=is_insecure)
+        problem = await service_problem(model.removeprefix(THIRD_PARTY), REWARD, security=judges)
+        return [f"reward.model: reward server: {problem}; start it first"] if problem else []
+    return await asyncio.to_thread(_local_reward_problems, model)
+
+
+def _local_reward_problems(model: str) -> list[str]:
+    # In a process of its own: importing runs the user's code, and may bring in anything.
+    try:
+        result = subprocess.run(
+            console_argv("reward", "resolve", model),
+            env=service_environment(os.environ, num_threads=1),
+            capture_output=True,
+            text=True,
+            timeout=_REWARD_IMPORT_TIMEOUT_S,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        return [f"reward.model: importing {model} took longer than {_REWARD_IMPORT_TIMEOUT_S:g} s"]
+    if result.returncode == 0:
+        return []
+    said = [line for line in result.stderr.strip().splitlines() if line.strip()]
+    return [f"reward.model: {said[-1].removeprefix('penstock: ') if said else f'{model} cannot be loaded'}"]
+
+
+def _folder_problems(folder: RunFolder, *, is_resume: bool) -> list[str]:
+    if free_bytes(folder.path) < MIN_FREE_BYTES:
+        return [f"run.dir: {full_message(folder.path)}" if is_resume else f"run.dir: {folder.path}: the disk is full"]
+    if is_resume:
+        mine = [record for record in folder.records() if record.is_alive]
+        running = [record for record in mine if record.name == CONSOLE_NAME]
+        if running:
+            return [f"{folder.path}: this run is under way (process {running[0].pid}); stop it first: penstock stop"]
+        return [f"{folder.path}: {record.name} of this run still runs (process {record.pid})" for record in mine]
+    if folder.path.exists() and (not folder.path.is_dir() or _holds_a_run(folder.path)):
+        return [
+            f"run.id: {folder.path} exists already; choose another run.id, or continue it with --resume {folder.path}"
+        ]
+    parent = next(path for path in folder.path.parents if path.exists())
+    if not parent.is_dir() or not os.access(parent, os.W_OK):
+        return [f"run.dir: {parent} cannot be written to"]
+    return []
+
+
+def _holds_a_run(path: Path) -> bool:
+    """Whether there is more than what a console that never came to write its configuration leaves."""
+    return any(found.name != LOCK_NAME for found in path.iterdir())
+
+
+def _package_problems(config: RunConfig) -> list[str]:
+    problems = []
+    package = _ENGINE_PACKAGES[config.generator.engine]
+    if config.starts_generators and package is not None and not _is_installed(package):
+        problems.append(
+            f"generator.engine: {config.generator.engine} needs the package {package}, which is not installed; "
+            "install it, or choose another engine"
+        )
+    if config.endpoints.trainer is None and not _is_installed("torch"):
+        problems.append(
+            "the trainer needs the package torch, which is not installed; install it, or name endpoints.trainer"
+        )
+    if config.endpoints.trainer is None:
+        problems += [
+            f"run.trackers: {name} needs the package {TRACKER_PACKAGES[name]}, which is not installed; install it, or "
+            "leave it out"
+            for name in config.run.trackers
+            if not _is_installed(TRACKER_PACKAGES[name])
+        ]
+    if config.endpoints.broker is None and config.broker.redis_url is None:
+        try:
+            redis_executable()
+        except ConfigError as error:
+            problems.append(str(error))
+    return problems
+
+
+def _port_problems(config: RunConfig) -> list[str]:
+    listen, endpoints = config.listen, config.endpoints
+    wanted = (
+        ("broker", listen.broker, endpoints.broker),
+        ("scheduler", listen.scheduler, endpoints.scheduler),
+        ("reward", listen.reward, endpoints.reward),
+        ("trainer", listen.trainer, endpoints.trainer),
+        ("weights", listen.weights, endpoints.trainer),
+    )
+    local = [
+        (f"listen.{name}", address) for name, address, elsewhere in wanted if address is not None and elsewhere is None
+    ]
+    if config.generator.openai_listen is not None and config.starts_generators:
+        local.append(("generator.openai_listen", config.generator.openai_listen))
+    problems = [f"{name}: {problem}" for name, address in local if (problem := listen_problem(address))]
+    seen: dict[str, str] = {}
+    for name, address in local:
+        if address in seen:
+            problems.append(f"{name}: {address} is also {seen[address]}; give each service its own")
+        seen[address] = name
+    return problems
+
+
+async def _network_problems(config: RunConfig, security: Security) -> list[str]:
+    endpoints = config.endpoints
+    wanted: list[tuple[str, str, str]] = []
+    for key, target, service in (
+        ("broker", endpoints.broker, BROKER),
+        ("scheduler", endpoints.scheduler, SCHEDULER),
+        ("reward", endpoints.reward, REWARD),
+        ("trainer", endpoints.trainer, TRAINER),
+    ):
+        if target is not None:
+            wanted.append((key, target, service))
+    wanted += [("generators", target, GENERATOR) for target in endpoints.generators or ()]
+    checks: list[Awaitable[str | None]] = [
+        # Reward workers and generators serve only once the run exists.
+        service_problem(target, service, security=security, must_serve=service not in (REWARD, GENERATOR, TRAINER))
+        for _, target, service in wanted
+    ]
+    answers = await asyncio.gather(*checks)
+    problems = [f"endpoints.{key}: {problem}" for (key, _, _), problem in zip(wanted, answers, strict=True) if problem]
+    if endpoints.broker is None and config.broker.redis_url is not None:
+        problems += await asyncio.to_thread(_redis_problems, config.broker.redis_url, security)
+    return problems
+
+
+def _redis_problems(stated: str, security: Security) -> list[str]:
+    try:
+        credentials = RedisCredentials.from_environment(security)
+        url = protected_url(stated, credentials, setting="broker.redis_url", security=security)
+    except ConfigError as error:
+        return [str(error)]
+    problem = redis_problem(url, credentials=credentials)
+    return [f"broker.redis_url: {problem}"] if problem else []
+
+
+def _is_installed(package: str) -> bool:
+    return importlib.util.find_spec(package) is not None

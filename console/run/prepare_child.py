@@ -1,0 +1,20 @@
+"""Makes the quick start's task: `python -m console.run.prepare_child DIRECTORY SEED ANSWER.json`; see `console.run.quick`."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+from console.quickstart.prepare import prepare
+
+
+def main(directory: str, seed: str, answer: str) -> None:
+    """Make it, and write where its parts are."""
+    prepared = prepare(Path(directory), seed=int(seed), on_progress=lambda text: print(text, flush=True))
+    paths = {name: str(getattr(prepared, name)) for name in ("model_dir", "train_path", "eval_path")}
+    Path(answer).write_text(json.dumps(paths), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,109 @@
+"""What `penstock run`, `quickstart` and `report` do."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from pathlib import Path
+
+from console.config.config import RunConfig, load_run_config, resolve, to_yaml
+from console.config.derive import training_config
+from console.config.run_folder import RunFolder, open_folder
+from console.run.local_run import execute_run, load_resumed
+from console.run.preflight import check_run
+from console.run.quick import prepare_task, quickstart_config
+from console.view.html_report import write_report
+from console.view.outcome import read_summary, summary_lines
+from penstock.config import ConfigError
+from penstock.process.log_setup import configure_logging
+from penstock.security import Security
+
+_COMPLETED = (
+    "run {run_id} completed before; it stays as it is: {folder}\n"
+    "begin another with a run.id of its own, or give this one more steps: "
+    "penstock run --resume {folder} run.num_steps=N"
+)
+
+
+def run_command(arguments: list[str], *, dry_run: bool, resume: Path | None, resume_or_start: bool = False) -> int:
+    """`penstock run`; returns the exit status. Raises ConfigError."""
+    _quiet_logging()
+    if resume_or_start:
+        folder = _folder_to_resume(arguments, resume=resume)
+        if folder is not None and _is_completed(folder):
+            print(_COMPLETED.format(run_id=folder.path.name, folder=folder.path))
+            return 0
+        if folder is not None:
+            print(f"resumes {folder.path}; its config.yaml counts, not {arguments[0]}", flush=True)
+            resume, arguments = folder.path, arguments[1:]
+    if resume is not None:
+        config, source = load_resumed(resume, arguments), str(resume / "config.yaml")
+    elif not arguments:
+        raise ConfigError("run: name a configuration file, or a run folder with --resume")
+    else:
+        config, source = load_run_config(Path(arguments[0]), arguments[1:]), arguments[0]
+    config = resolve(config, now_s=time.time())
+    # What the trainer would refuse is refused here, before anything starts; addresses do not matter for that.
+    training_config(config, broker="127.0.0.1:1", source=source)
+    if dry_run:
+        return _dry_run(config, is_resume=resume is not None, source=source)
+    return asyncio.run(execute_run(config, is_resume=resume is not None, source=source))
+
+
+def quickstart_command(overrides: list[str], *, seed: int, directory: Path, prepare_only: bool) -> int:
+    """`penstock quickstart`; returns the exit status. Raises ConfigError."""
+    _quiet_logging()
+    base = directory.expanduser().absolute()
+    # Read before the task is made, so that a mistyped setting is told at once.
+    quickstart_config(overrides, seed=seed, directory=base, task=None)
+    task = prepare_task(base / "quickstart", seed=seed)
+    if prepare_only:
+        print(f"prepared: {task.model_dir.parent}")
+        return 0
+    config = resolve(quickstart_config(overrides, seed=seed, directory=base, task=task), now_s=time.time())
+    return asyncio.run(execute_run(config, is_resume=False, source="quickstart"))
+
+
+def report_command(run_dir: Path) -> int:
+    """`penstock report`; returns the exit status. Raises ConfigError."""
+    folder = open_folder(run_dir)
+    if not write_report(folder):
+        raise ConfigError(f"{run_dir}: nothing to report yet; the first step is not done")
+    summary = read_summary(folder.summary)
+    for line in summary_lines(summary) if summary is not None else ():
+        print(line)
+    print(f"report: {folder.report}")
+    return 0
+
+
+def _folder_to_resume(arguments: list[str], *, resume: Path | None) -> RunFolder | None:
+    """The folder of the run that is asked for, where it was begun before. Raises ConfigError."""
+    if resume is not None or not arguments:
+        raise ConfigError("--resume-or-start: name a configuration file with it, and no --resume")
+    config = load_run_config(Path(arguments[0]), arguments[1:])
+    if not config.run.id:
+        raise ConfigError("run.id: required with --resume-or-start, which finds the run by its id")
+    folder = RunFolder(config.run.dir.expanduser().absolute() / config.run.id)
+    return folder if folder.config.is_file() else None
+
+
+def _is_completed(folder: RunFolder) -> bool:
+    summary = read_summary(folder.summary)
+    return summary is not None and summary.get("outcome") == "completed"
+
+
+def _quiet_logging() -> None:
+    # The display says what a person needs to know; the services' own logs are in the run folder.
+    configure_logging("console", level="error")
+
+
+def _dry_run(config: RunConfig, *, is_resume: bool, source: str) -> int:
+    folder = RunFolder(config.run.dir / config.run.id)
+    security = Security.from_environment(insecure=config.insecure)
+    findings = asyncio.run(check_run(config, folder, is_resume=is_resume, security=security))
+    if findings.problems:
+        raise ConfigError("\n".join(f"{source}: {problem}" for problem in findings.problems))
+    for warning in findings.warnings:
+        print(f"# note: {warning}")
+    print(to_yaml(config), end="")
+    return 0

@@ -1,0 +1,139 @@
+"""The plan that a run follows: asked for, watched, told and kept in the run's folder, over restarts of the scheduler.
+
+`penstock node` on each machine carries it out; trainers stay where they are. Without a scheduler the run goes on as it
+is.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from contextlib import aclosing
+from pathlib import Path
+
+from google.protobuf.json_format import MessageToDict
+
+from penstock.clients.plans import watch_plan
+from penstock.config import ConfigError, read_document
+from penstock.errors import InvalidFieldError, PenstockError
+from penstock.network.outage import Outage
+from penstock.network.rpc import call, call_with_retry, open_channel
+from penstock.security import Security
+from penstock.v1 import scheduler_pb2 as pb
+from penstock.v1 import scheduler_pb2_grpc
+from services.scheduler.problem.plan_document import PlanDocument, read_plan
+
+BUDGET_S = 10.0
+_SLACK_S = 20.0
+
+
+class RunPlan:
+    """One run's."""
+
+    def __init__(
+        self,
+        *,
+        run_id: str,
+        problem: Path,
+        plan: Path | None,
+        scheduler: str,
+        history: Path,
+        security: Security,
+        patience_s: float | None,
+        note: Callable[[str], None],
+    ) -> None:
+        self._run_id = run_id
+        self._patience_s = patience_s
+        self._problem_json = json.dumps(read_document(problem))
+        self._scheduler = scheduler
+        self._history = history
+        self._security = security
+        self._note = note
+        self._plan: pb.Plan | None = None
+        """In force."""
+        self._begin = None if plan is None else as_message(read_plan(plan))
+
+    async def create(self) -> None:
+        """Have the run planned. Raises ConfigError where the problem is wrong, PenstockError where no plan can run."""
+        peer = f"scheduler {self._scheduler}"
+        outage = Outage(peer, on_notice=lambda text: self._note(text or f"{peer} is back"))
+        async with open_channel(self._scheduler, self._security) as channel:
+            stub = scheduler_pb2_grpc.SchedulerServiceStub(channel)
+            try:
+                answer = await call_with_retry(
+                    stub.CreatePlan,
+                    self._request(),
+                    peer=peer,
+                    timeout_s=BUDGET_S + _SLACK_S,
+                    give_up_after_s=self._patience_s,
+                    outage=outage,
+                )
+            except InvalidFieldError as error:
+                raise ConfigError(f"scheduler.problem: {error}") from error
+        self._take(answer.plan)
+
+    async def follow(self) -> None:
+        """Take in revisions until cancelled; a scheduler that has forgotten the plan is told it."""
+        plans = watch_plan(self._scheduler, self._run_id, security=self._security)
+        async with aclosing(plans):
+            async for plan in plans:
+                if plan is None:
+                    await self._create_again()
+                else:
+                    self._take(plan)
+
+    async def _create_again(self) -> None:
+        async with open_channel(self._scheduler, self._security) as channel:
+            stub = scheduler_pb2_grpc.SchedulerServiceStub(channel)
+            try:
+                await call(
+                    stub.CreatePlan, self._request(), peer=f"scheduler {self._scheduler}", timeout_s=BUDGET_S + _SLACK_S
+                )
+            except PenstockError as error:
+                self._note(f"plan: the scheduler does not make one again: {error}")
+
+    def _request(self) -> pb.CreatePlanRequest:
+        request = pb.CreatePlanRequest(run_id=self._run_id, problem_json=self._problem_json, keeps_trainers=True)
+        request.budget.FromMilliseconds(int(BUDGET_S * 1000))
+        if (running := self._plan or self._begin) is not None:
+            request.running_plan.CopyFrom(running)
+        return request
+
+    def _take(self, plan: pb.Plan) -> None:
+        before, self._plan = self._plan, plan
+        if before is not None and before == plan:
+            return
+        with self._history.open("a", encoding="utf-8") as history:
+            history.write(json.dumps(MessageToDict(plan, preserving_proto_field_name=True)) + "\n")
+        self._note(f"plan {plan.revision}: {summary(plan)}. {plan.explanation}")
+        if before is not None and _trainers(before) != _trainers(plan):
+            self._note(
+                f"plan {plan.revision} trains on {_named(_trainers(plan))}, which this run cannot change while it goes "
+                "on: stop it, and resume it there"
+            )
+
+
+def as_message(plan: PlanDocument) -> pb.Plan:
+    """A plan document as the scheduler takes it for a running plan."""
+    message = pb.Plan()
+    for share in plan.train:
+        message.assignments.add(node_id=share.node, role=pb.ROLE_TRAINER, accelerator_indices=range(share.gpus))
+    for each in plan.gen:
+        message.assignments.add(
+            node_id=each.node, role=pb.ROLE_GENERATOR, tensor_parallel=each.tp, num_replicas=each.count
+        )
+    return message
+
+
+def summary(plan: pb.Plan) -> str:
+    """Who generates and who trains, in a few words."""
+    generators = {each.node_id for each in plan.assignments if each.role == pb.ROLE_GENERATOR}
+    return f"{_named(generators) or 'nobody'} generate, {_named(_trainers(plan))} train"
+
+
+def _trainers(plan: pb.Plan) -> set[str]:
+    return {each.node_id for each in plan.assignments if each.role == pb.ROLE_TRAINER}
+
+
+def _named(machines: set[str]) -> str:
+    return ", ".join(sorted(machines))

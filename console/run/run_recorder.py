@@ -1,0 +1,161 @@
+"""Records a run beside it, for `penstock run` with `record`: every trained step, into the run's folder.
+
+A recorder that cannot go on says so and ends; the run goes on without it. Only a disk that refuses the recording ends
+the run too, which then can be resumed. Steps that were forgotten before they were recorded are told as a gap.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from console.recording import RecordingError, RecordingWriter, open_writer
+from console.recording.step_recorder import Recording, missing_line, record, resume_point
+from penstock.clients.export import StepExport
+from penstock.errors import NotRetainedError, PenstockError
+from penstock.network.rpc import open_channel
+from penstock.security import Security
+
+FINISH_S = 15.0
+"""Time to fetch the last step when the run ends."""
+SETTLE_S = 5.0
+"""Time to open the file, and for the rest of a step that is being recorded: left in the midst, it is recorded twice."""
+TRAJECTORIES = "trajectories.jsonl"
+
+
+class RunRecorder:
+    """One run's recorder.
+
+    Args:
+        run_id: Which run.
+        broker: Its broker.
+        path: The recording; what is there is gone on with.
+        security: For the connection.
+        note: Told what a person should know.
+        on_refusal: Hears of a write that the disk refused.
+        max_bytes: Size from which on the recording goes on in another file; None never begins another.
+    """
+
+    def __init__(
+        self,
+        *,
+        run_id: str,
+        broker: str,
+        path: Path,
+        security: Security,
+        note: Callable[[str], None],
+        on_refusal: Callable[[OSError, Path], None] = lambda error, path: None,
+        max_bytes: int | None = None,
+    ) -> None:
+        self._run_id, self._broker, self._path = run_id, broker, path
+        self._security, self._note, self._on_refusal = security, note, on_refusal
+        self._max_bytes = max_bytes
+        self._recording = Recording()
+        self._problems: list[str] = []
+        self._told_missing: dict[int, int] = {}
+        self._writer: RecordingWriter | None = None
+        self._next: tuple[int, int | None] = (0, None)
+        self._has_told_outage = False
+        self._is_over = False
+        """Whether nothing more will come: the run was closed, or recording stopped."""
+        self._task: asyncio.Task[None] | None = None
+        self._has_settled = asyncio.Event()
+        """Set when the file is open, and after each step."""
+
+    def start(self) -> None:
+        """Begin; waits for the run to be opened."""
+        self._task = asyncio.create_task(self._run())
+
+    async def finish(self) -> None:
+        """Fetch what is still missing, as far as the broker answers in time, and complete the file."""
+        if self._task is None:
+            return
+        if self._writer is None or self._recording.is_in_step:
+            self._has_settled.clear()
+            settled = asyncio.create_task(self._has_settled.wait())
+            await asyncio.wait({self._task, settled}, timeout=SETTLE_S, return_when=asyncio.FIRST_COMPLETED)
+            settled.cancel()
+        self._task.cancel()
+        await asyncio.gather(self._task, return_exceptions=True)
+        if self._writer is None:
+            return
+        if not self._is_over:
+            try:
+                async with asyncio.timeout(FINISH_S):
+                    await self._export(self._writer, follow=False)
+            except (PenstockError, RecordingError, OSError) as error:
+                self._problem(f"the last steps could not be fetched: {str(error) or 'no answer in time'}")
+        try:
+            self._writer.close()
+        except OSError as error:
+            self._problem(f"it could not be completed: {error}")
+
+    def closing_lines(self) -> Iterator[str]:
+        """What a person wants to know at the end."""
+        if self._recording.num_samples:
+            steps = f"steps {self._recording.first_version} to {self._recording.last_version}"
+            yield f"recording: {self._path} ({self._recording.num_samples} samples, {steps})"
+        for problem in self._problems:
+            yield f"recording: {problem}"
+
+    async def _run(self) -> None:
+        try:
+            self._next = await asyncio.to_thread(resume_point, self._path, self._run_id)
+            self._writer = await asyncio.to_thread(open_writer, self._path, is_followed=True, max_bytes=self._max_bytes)
+            self._has_settled.set()
+            while True:
+                try:
+                    await self._export(self._writer, follow=True)
+                    self._is_over = True
+                    return
+                except NotRetainedError as error:
+                    oldest = int(error.metadata["oldest_policy_version"])
+                    self._problem(
+                        f"a gap: steps {self._next[0]} to {oldest - 1} were forgotten before they were recorded whole"
+                    )
+                    self._next = (oldest, self._next[1])
+        except (PenstockError, RecordingError, OSError) as error:
+            self._is_over = True
+            self._problem(f"it stopped: {error}")
+            if isinstance(error, OSError):
+                self._on_refusal(error, self._path)
+
+    async def _export(self, writer: RecordingWriter, *, follow: bool) -> None:
+        version, history = self._next
+        async with open_channel(self._broker, self._security) as channel:
+            export = StepExport(
+                channel,
+                run_id=self._run_id,
+                peer=f"broker {self._broker}",
+                follow=follow,
+                from_version=version,
+                history=history,
+                waits_for_run=follow,
+            )
+            export.outage.on_notice = self._note_outage
+            try:
+                await record(
+                    export,
+                    writer,
+                    run_id=self._run_id,
+                    recording=self._recording,
+                    on_step=self._on_step,
+                )
+            finally:
+                self._next = (export.next_version, export.history)
+
+    def _on_step(self, recording: Recording) -> None:
+        self._has_settled.set()
+        for version in recording.missing.keys() - self._told_missing.keys():
+            self._told_missing[version] = recording.missing[version]
+            self._problem(missing_line(version, recording.missing[version]))
+
+    def _note_outage(self, text: str) -> None:
+        if text and not self._has_told_outage:
+            self._note(f"recording: {text}")
+        self._has_told_outage = bool(text)
+
+    def _problem(self, text: str) -> None:
+        self._problems.append(text)
+        self._note(f"recording: {text}")

@@ -1,0 +1,55 @@
+"""What `penstock reward serve`, `check` and `resolve` do."""
+
+from __future__ import annotations
+
+import asyncio
+
+import uvloop
+
+from penstock.config import ConfigError
+from penstock.network.rpc import PortUnavailableError
+from penstock.process.log_setup import configure_logging
+from penstock.rewards import RewardLoadError, load_reward
+from penstock.rewards.check import CheckStatus, check_server
+from penstock.rewards.serving import serve_async
+from penstock.security import Security
+from penstock.security.credentials import JUDGES
+from penstock.targets import checked_address
+from services.reward.models.build import check_name
+
+
+def serve_reward(target: str, *, listen: str) -> None:
+    """Serve a function until SIGTERM or SIGINT. Raises ConfigError."""
+    configure_logging("reward-model")
+    _address(listen)
+    try:
+        uvloop.run(serve_async(target, listen=listen))
+    except (RewardLoadError, PortUnavailableError) as error:
+        raise ConfigError(str(error)) from error
+
+
+def check_reward(target: str) -> int:
+    """Print the verdict on a running reward model; returns the exit status."""
+    results = asyncio.run(check_server(_address(target), security=Security.from_environment(JUDGES)))
+    for result in results:
+        print(f"{result.status.value:7} {result.name}{f': {result.detail}' if result.detail else ''}")
+    has_failed = any(result.status is CheckStatus.FAILED for result in results)
+    print(f"{target} {'does not conform' if has_failed else 'conforms'}")
+    return 1 if has_failed else 0
+
+
+def resolve_reward(model: str) -> None:
+    """Load what a reward model's name leads to, where that is Python. Raises ConfigError."""
+    try:
+        check_name(model)
+        if ":" in model and "://" not in model:
+            load_reward(model)
+    except RewardLoadError as error:
+        raise ConfigError(str(error)) from error
+
+
+def _address(text: str) -> str:
+    try:
+        return checked_address(text)
+    except ValueError as error:
+        raise ConfigError(f"{text!r}: {error}") from error

@@ -1,0 +1,133 @@
+"""`penstock serve`: one service in this process, with its own configuration."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from enum import StrEnum
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import uvloop
+
+from console.launch.parent_watch import watch_launcher
+from penstock.config import ConfigError, StrictModel, apply_overrides, read_document, validate
+from penstock.network.rpc import PortUnavailableError
+from penstock.process.log_setup import LogFormat, configure_logging
+
+LogLevel = Literal["debug", "info", "warning", "error"]
+
+
+class ServiceKind(StrEnum):
+    """The services."""
+
+    BROKER = "broker"
+    GENERATOR = "generator"
+    REWARD = "reward"
+    TRAINER = "trainer"
+    SCHEDULER = "scheduler"
+
+
+def serve_command(
+    kind: str,
+    path: Path | None,
+    overrides: Iterable[str],
+    *,
+    listen: str | None,
+    name: str | None,
+    level: str,
+    log_format: str,
+) -> None:
+    """`penstock serve`: load the configuration and serve. Raises ConfigError."""
+    service = _choice(kind, [one.value for one in ServiceKind], "service")
+    config = load_service_config(ServiceKind(service), path, overrides, listen=listen)
+    serve_service(
+        ServiceKind(service),
+        config,
+        name=name or service,
+        level=_choice(level, get_args(LogLevel), "--log-level"),
+        log_format=_choice(log_format, get_args(LogFormat), "--log-format"),
+    )
+
+
+def load_service_config(
+    kind: ServiceKind, path: Path | None, overrides: Iterable[str], *, listen: str | None
+) -> StrictModel:
+    """The configuration of a service from a file (none: all defaults) and overrides; raises ConfigError."""
+    document = apply_overrides(read_document(path) if path is not None else {}, overrides)
+    if listen is not None:
+        document["listen"] = listen
+    return validate(_config_model(kind), document, source=str(path or f"serve {kind.value}"))
+
+
+def serve_service(kind: ServiceKind, config: StrictModel, *, name: str, level: str, log_format: str) -> None:
+    """Serve until SIGTERM or SIGINT. Raises ConfigError when its address cannot be listened on."""
+    configure_logging(name, level=level, log_format="json" if log_format == "json" else "text")
+    # torch and vLLM write where they like; a line that is cut by a crash is better than one that is lost.
+    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    watch_launcher(os.environ)
+    serve = _entry(kind)
+    try:
+        uvloop.run(_awaited(serve, config))
+    except PortUnavailableError as error:
+        raise ConfigError(f"listen: {error}") from error
+
+
+def _choice(value: str, choices: Sequence[str], what: str) -> str:
+    if value not in choices:
+        raise ConfigError(f"{what} {value!r}: must be one of {', '.join(choices)}")
+    return value
+
+
+async def _awaited(serve: Callable[[Any], Awaitable[None]], config: StrictModel) -> None:
+    await serve(config)
+
+
+def _config_model(kind: ServiceKind) -> type[StrictModel]:
+    match kind:
+        case ServiceKind.BROKER:
+            from services.broker.config import BrokerConfig
+
+            return BrokerConfig
+        case ServiceKind.GENERATOR:
+            from services.generator.config import GeneratorConfig
+
+            return GeneratorConfig
+        case ServiceKind.REWARD:
+            from services.reward.config import RewardConfig
+
+            return RewardConfig
+        case ServiceKind.TRAINER:
+            from services.trainer.config import TrainerConfig
+
+            return TrainerConfig
+        case ServiceKind.SCHEDULER:
+            from services.scheduler.config import SchedulerConfig
+
+            return SchedulerConfig
+
+
+def _entry(kind: ServiceKind) -> Callable[[Any], Awaitable[None]]:
+    # Each service is imported only in its own process: most of them must run where torch is not installed.
+    match kind:
+        case ServiceKind.BROKER:
+            from services.broker import server as broker
+
+            return broker.serve
+        case ServiceKind.GENERATOR:
+            from services.generator import server as generator
+
+            return generator.serve
+        case ServiceKind.REWARD:
+            from services.reward import server as reward
+
+            return reward.serve
+        case ServiceKind.TRAINER:
+            from services.trainer import server as trainer
+
+            return trainer.serve
+        case ServiceKind.SCHEDULER:
+            from services.scheduler import server as scheduler
+
+            return scheduler.serve

@@ -1,0 +1,79 @@
+"""The commands that plan: names, options and help. Imports nothing but typer until one runs."""
+
+# ruff: noqa: D301 - a backspace is click's mark for a paragraph that is not wrapped anew, so no docstring here is raw.
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from console.subcommands.cli_common import exit_with
+
+
+def register(app: typer.Typer) -> None:
+    """Add the commands."""
+    app.command()(plan)
+
+
+def plan(  # noqa: PLR0913, PLR0917 - a command's options are its signature
+    problem: Annotated[Path, typer.Argument(metavar="PROBLEM", help="Cluster, model and workload: .yaml or .json.")],
+    solver: Annotated[
+        str, typer.Option("--solver", help="auto, exhaustive, milp, partition, multilevel or streamrl.")
+    ] = "auto",
+    cost_model: Annotated[
+        str, typer.Option("--cost-model", help="rm1 (reference) or calibrated (fitted to published runs).")
+    ] = "rm1",
+    budget_s: Annotated[float, typer.Option("--budget-s", min=0.1, max=86_400, help="Time to search, seconds.")] = 30,
+    seed: Annotated[int, typer.Option("--seed", min=0, help="Of the search.")] = 0,
+    json_output: Annotated[bool, typer.Option("--json", help="Print JSON; docs/planning.md describes it.")] = False,
+    explain: Annotated[bool, typer.Option("--explain", help="Say where the time goes, and every offer.")] = False,
+    start: Annotated[
+        Path | None, typer.Option("--start", metavar="PLAN", help="A plan to begin with, such as the running one.")
+    ] = None,
+    picture: Annotated[
+        Path | None, typer.Option("--picture", metavar="FILE.svg", help="Draw placement and timeline into a file.")
+    ] = None,
+    deploy: Annotated[
+        Path | None,
+        typer.Option("--deploy", metavar="DIR", help="Write compose files and configurations that start it."),
+    ] = None,
+    run: Annotated[
+        Path | None,
+        typer.Option("--run", metavar="RUN.yaml", help="With --deploy: the run whose model and data it is."),
+    ] = None,
+    address: Annotated[
+        str | None, typer.Option("--address", help="With --deploy: of all machines, to try it on one.")
+    ] = None,
+) -> None:
+    """Plan who generates and who trains on unlike machines, and say what that would achieve.
+
+    Nothing is started. Exit status 1 when no plan can run; the reason is told.
+
+    \b
+    Examples:
+      penstock plan examples/two_sites.yaml
+      penstock plan examples/two_sites.yaml --solver exhaustive --json
+      penstock plan examples/two_sites.yaml --explain --picture plan.svg
+    """
+
+    def work() -> int:
+        from console.plan.plan_command import PlanOptions, plan_command
+
+        options = PlanOptions(
+            solver=solver,
+            cost_model=cost_model,
+            budget_s=budget_s,
+            seed=seed,
+            is_json=json_output,
+            is_explained=explain,
+            start=start,
+            picture=picture,
+            deploy=deploy,
+            run=run,
+            address=address,
+        )
+        return plan_command(problem, options)
+
+    exit_with(work)

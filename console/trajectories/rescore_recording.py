@@ -1,0 +1,266 @@
+"""What `penstock rescore` does: every sample of a recording, scored again by another reward model.
+
+The samples go through the reward service's own pool: its batches, deadlines, retries and its rule that an error is
+never a value. At most MAX_AHEAD samples are in memory; the order stays.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import re
+from collections import Counter, deque
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from itertools import islice
+from pathlib import Path
+
+from console.recording import Recorded, RecordingError, RecordingWriter, open_writer, read_samples
+from console.recording.step_recorder import in_thread
+from penstock.config import ConfigError
+from penstock.process.log_setup import configure_logging
+from penstock.rewards import ModelAwayError, RewardLoadError, RewardModel
+from penstock.security import Security
+from penstock.security.credentials import JUDGES
+from penstock.v1 import broker_pb2, reward_pb2, types_pb2
+from services.reward.config import RewardModelConfig
+from services.reward.models.build import build_model
+from services.reward.pool import ScoringPool, TextReader
+from services.reward.texts import TokenTexts
+
+MAX_AHEAD = 256
+PATIENCE_S = 300.0
+"""How long no score may come before the reward model is given up."""
+SAME = 1e-9
+"""Two rewards that differ by less are the same."""
+_ADDRESS = re.compile(r"[^/]+:\d{1,5}")
+
+
+@dataclass(slots=True, kw_only=True)
+class Comparison:
+    """The new scores against the old ones."""
+
+    is_decoded: bool = False
+    """Whether texts were decoded from token ids; else they are the recording's."""
+    num_samples: int = 0
+    """Samples scored."""
+    by_status: Counter[str] = field(default_factory=Counter)
+    """Samples by the new score's status."""
+    num_compared: int = 0
+    """Samples that have a value in both."""
+    num_same: int = 0
+    """Those whose values are the same."""
+    previous_sum: float = 0.0
+    """Sum of their old values."""
+    new_sum: float = 0.0
+    """Sum of their new values."""
+    num_without_text: int = 0
+    """Samples with tokens but without text, which most reward models cannot judge."""
+
+    def add(self, sample: Recorded) -> None:
+        """Take in a sample that was scored again."""
+        new, previous = sample.trajectory.score, sample.previous_score
+        self.num_samples += 1
+        self.by_status[types_pb2.ScoreStatus.Name(new.status).removeprefix("SCORE_STATUS_").lower()] += 1
+        has_text = self.is_decoded or bool(sample.trajectory.text) or not sample.trajectory.token_ids
+        self.num_without_text += not has_text
+        if previous is not None and previous.HasField("value") and new.HasField("value"):
+            self.num_compared += 1
+            self.num_same += math.isclose(previous.value, new.value, rel_tol=SAME, abs_tol=SAME)
+            self.previous_sum += previous.value
+            self.new_sum += new.value
+
+    def as_document(self) -> dict[str, object]:
+        """For programs; means are None where nothing could be compared."""
+        compared = self.num_compared
+        return {
+            "num_samples": self.num_samples,
+            "by_status": dict(self.by_status),
+            "num_compared": compared,
+            "agreement": self.num_same / compared if compared else None,
+            "mean_previous": self.previous_sum / compared if compared else None,
+            "mean_new": self.new_sum / compared if compared else None,
+            "mean_change": (self.new_sum - self.previous_sum) / compared if compared else None,
+            "num_without_text": self.num_without_text,
+        }
+
+    def lines(self) -> Iterator[str]:
+        """For people."""
+        statuses = ", ".join(f"{name} {count}" for name, count in sorted(self.by_status.items()))
+        yield f"{self.num_samples} samples scored: {statuses}"
+        if self.num_compared:
+            old, new = self.previous_sum / self.num_compared, self.new_sum / self.num_compared
+            same = f"{100 * self.num_same / self.num_compared:.1f} % of {self.num_compared} agree"
+            yield f"{same}; mean {old:.4f} before, {new:.4f} now, change {new - old:+.4f}"
+        if self.num_without_text:
+            yield f"note: {self.num_without_text} samples have tokens but no text; only token ids could be judged"
+
+
+def rescore_command(file: Path, *, reward: str, out: Path, tokenizer: Path | None = None, as_json: bool) -> int:
+    """Write a recording with new scores; returns the exit status. Raises ConfigError."""
+    configure_logging("console", level="error")
+    name = f"grpc://{reward}" if _ADDRESS.fullmatch(reward) else reward
+    try:
+        texts = None if tokenizer is None else TokenTexts.of_model(tokenizer)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"--tokenizer: {error}; give the directory of the model that the recording is of") from error
+    try:
+        comparison = asyncio.run(_rescored(file, out, name, texts))
+    except (RewardLoadError, ModelAwayError) as error:
+        raise ConfigError(str(error)) from error
+    if as_json:
+        print(json.dumps(comparison.as_document()))
+    else:
+        print("\n".join(comparison.lines()))
+        if texts is not None and texts.warning:
+            print(f"note: {texts.warning}")
+    return 0
+
+
+async def _rescored(file: Path, out: Path, name: str, texts: TextReader | None) -> Comparison:
+    model = build_model(name, judges=Security.from_environment(JUDGES))
+    try:
+        await model.probe()
+        writer = open_writer(out)
+        is_whole = False
+        try:
+            comparison = await rescore(read_samples(file), writer, model, texts=texts)
+            is_whole = True
+        finally:
+            (writer.close if is_whole else writer.discard)()
+        return comparison
+    finally:
+        await model.close()
+
+
+async def rescore(
+    samples: Iterator[Recorded],
+    writer: RecordingWriter,
+    model: RewardModel,
+    *,
+    texts: TextReader | None = None,
+    patience_s: float = PATIENCE_S,
+) -> Comparison:
+    """Score samples and write them, in order, by the recording's own text where there are no `texts` to decode.
+
+    Raises ConfigError when no score comes for `patience_s` seconds.
+    """
+    source, comparison = _RecordedSource(samples), Comparison(is_decoded=texts is not None)
+    pool = ScoringPool(source=source, model=model, config=RewardModelConfig(model=model.name), texts=texts)
+    task = asyncio.create_task(pool.run())
+    try:
+        while not source.is_done:
+            try:
+                async with asyncio.timeout(patience_s):
+                    await source.wait_for_answers(task)
+            except TimeoutError:
+                raise ConfigError(f"reward model {model.name}: no score in {patience_s:g} s; is it running?") from None
+            ready = source.take_scored()
+            for sample in ready:
+                comparison.add(sample)
+            await in_thread(writer.write, ready)
+        return comparison
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+
+class _RecordedSource:
+    """A recording as a source of scoring leases: none is ever lost, and the order of the samples is kept."""
+
+    def __init__(self, samples: Iterator[Recorded]) -> None:
+        self._samples = samples
+        self._ahead: deque[Recorded] = deque()
+        """Samples handed out and not yet taken, the oldest first."""
+        self._first = 0
+        """Number of the oldest one."""
+        self._scores: dict[int, types_pb2.Score] = {}
+        self._is_read = False
+        self._failure: RecordingError | None = None
+        self._answered, self._room = asyncio.Event(), asyncio.Event()
+
+    @property
+    def num_held(self) -> int:
+        """Leases not answered yet."""
+        return len(self._ahead) - len(self._scores)
+
+    @property
+    def is_done(self) -> bool:
+        """Whether every sample was read, scored and taken."""
+        return self._is_read and not self._ahead
+
+    async def take(self, *, max_items: int) -> list[broker_pb2.ScoringLease]:
+        """The next samples; waits for ever once there are no more."""
+        while True:
+            if not self._is_read and (room := min(max_items, MAX_AHEAD - len(self._ahead))) > 0:
+                leases = self._read(room)
+                if leases:
+                    return leases
+            self._room.clear()
+            await self._room.wait()
+
+    def is_held(self, lease_id: str) -> bool:
+        """Always: nobody else scores them."""
+        return True
+
+    def answer(self, results: Sequence[broker_pb2.ScoreResult]) -> None:
+        """Take scores."""
+        for result in results:
+            self._scores[int(result.lease_id)] = result.score
+        self._answered.set()
+
+    async def wait_for_answers(self, pool: asyncio.Task[None]) -> None:
+        """Until there are scores; raises RecordingError when the recording turned out to be damaged."""
+        waiter = asyncio.ensure_future(self._answered.wait())
+        try:
+            await asyncio.wait({waiter, pool}, return_when=asyncio.FIRST_COMPLETED)
+            if pool.done():
+                pool.result()
+        finally:
+            waiter.cancel()
+            with suppress(asyncio.CancelledError):
+                await waiter
+        self._answered.clear()
+        if self._failure is not None:
+            raise self._failure
+
+    def take_scored(self) -> list[Recorded]:
+        """The samples at the front that have their new scores."""
+        taken: list[Recorded] = []
+        while self._ahead and self._first in self._scores:
+            taken.append(self._ahead.popleft().rescored(self._scores.pop(self._first)))
+            self._first += 1
+        self._room.set()
+        return taken
+
+    def _read(self, count: int) -> list[broker_pb2.ScoringLease]:
+        leases: list[broker_pb2.ScoringLease] = []
+        try:
+            for sample in islice(self._samples, count):
+                number = self._first + len(self._ahead)
+                self._ahead.append(sample)
+                leases.append(broker_pb2.ScoringLease(lease_id=str(number), item=_item(sample)))
+        except RecordingError as error:
+            self._failure = error
+        if len(leases) == count:
+            return leases
+        self._is_read = True
+        self._answered.set()
+        return leases
+
+
+def _item(sample: Recorded) -> reward_pb2.ScoreItem:
+    prompt, trajectory = sample.prompt, sample.trajectory
+    return reward_pb2.ScoreItem(
+        key=trajectory.key,
+        prompt_text=prompt.text,
+        messages=prompt.messages,
+        completion_text=trajectory.text,
+        answer=prompt.answer,
+        metadata_json=prompt.metadata_json,
+        token_ids=trajectory.token_ids,
+        finish_reason=trajectory.finish_reason,
+        run_id=sample.run_id,
+    )

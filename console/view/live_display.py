@@ -1,0 +1,241 @@
+"""Shows a run while it goes: a live table on a terminal, one plain line a step elsewhere.
+
+Both also say what starts, what was restarted and what the run waits for, so that nothing is silent for long.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from typing import Protocol, TextIO
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from console.view.closed_output import discard
+from console.view.run_view import (
+    LENGTH,
+    MAX_STALENESS,
+    REWARD,
+    SAMPLES_PER_SECOND,
+    STALENESS,
+    TOKENS_PER_SECOND,
+    RunView,
+    Step,
+)
+
+QUIET_LINE_EVERY_S = 15.0
+_REFRESHES_PER_SECOND = 2.0
+_QUEUE_STATES = ("queued", "leased", "finished", "scoring", "scored", "delivered")
+_MAX_WAITS = 3
+_BAR_WIDTH = 60
+
+
+class Display(Protocol):
+    """Where a run is shown."""
+
+    def start(self) -> None:
+        """Begin to show."""
+        ...
+
+    def note(self, text: str) -> None:
+        """Something that happened, one line."""
+        ...
+
+    def step(self, step: Step) -> None:
+        """A step was done; the view has it already."""
+        ...
+
+    def tick(self) -> None:
+        """Called about once a second."""
+        ...
+
+    def stop(self) -> None:
+        """End; what was shown stays. Idempotent."""
+        ...
+
+
+def choose_display(view: RunView, *, out: TextIO = sys.stdout) -> Display:
+    """A live table when `out` is a terminal that can move its cursor, plain lines otherwise."""
+    console = Console(file=out)
+    return (
+        TableDisplay(view, console) if console.is_terminal and not console.is_dumb_terminal else PlainDisplay(view, out)
+    )
+
+
+class PlainDisplay:
+    """One line for each step and each event; a line about what is waited for when nothing else was said for a while."""
+
+    def __init__(self, view: RunView, out: TextIO, *, now_s: Callable[[], float] = time.monotonic) -> None:
+        self._view = view
+        self._out = out
+        self._now_s = now_s
+        self._spoke_s = now_s()
+
+    def start(self) -> None:
+        """Begin to show."""
+        self._say(f"run {self._view.run_id}")
+
+    def note(self, text: str) -> None:
+        """Something that happened."""
+        self._say(text)
+
+    def step(self, step: Step) -> None:
+        """A step was done."""
+        self._say(step_line(self._view, step))
+
+    def tick(self) -> None:
+        """Say what is waited for when it was quiet for long."""
+        if self._now_s() - self._spoke_s >= QUIET_LINE_EVERY_S:
+            self._say(f"... {self._view.phase}{_waits_text(self._view)}")
+
+    def stop(self) -> None:
+        """End."""
+        self._out.flush()
+
+    def _say(self, text: str) -> None:
+        self._spoke_s = self._now_s()
+        try:
+            print(text, file=self._out, flush=True)
+        except OSError:
+            # A run does not end because nobody watches it any more, or because the file that this goes to is full.
+            discard(self._out)
+
+
+class TableDisplay:
+    """A table that is redrawn in place; events scroll by above it."""
+
+    def __init__(self, view: RunView, console: Console) -> None:
+        self._console = console
+        self._live = Live(
+            get_renderable=lambda: render(view), console=console, refresh_per_second=_REFRESHES_PER_SECOND
+        )
+
+    def start(self) -> None:
+        """Begin to show."""
+        self._live.start()
+
+    def note(self, text: str) -> None:
+        """Something that happened."""
+        self._console.print(Text(text), highlight=False)
+
+    def step(self, step: Step) -> None:
+        """The table shows it with its next refresh."""
+
+    def tick(self) -> None:
+        """The table refreshes by itself."""
+
+    def stop(self) -> None:
+        """End."""
+        self._live.stop()
+
+
+def step_line(view: RunView, step: Step) -> str:
+    """A step in one line."""
+    parts = [f"step {step.version}/{view.num_steps}", f"reward {_number(step.get(REWARD), '.3f')}"]
+    if view.evaluations:
+        parts.append(f"accuracy {_number(view.evaluations[-1].sampled, '.3f')}")
+    parts += [
+        f"staleness {_number(step.get(STALENESS), '.2f')} (max {_number(step.get(MAX_STALENESS), '.0f')})",
+        f"length {_number(step.get(LENGTH), '.0f')}",
+        f"{_number(step.get(SAMPLES_PER_SECOND), '.0f')} samples/s",
+        f"{_number(step.get(TOKENS_PER_SECOND), '.0f')} tokens/s",
+        f"idle: generators {_percent(view.generator_idle_ratio)}, trainer {_percent(step.idle_ratio)}",
+        f"left {duration(view.eta_s)}",
+    ]
+    if view.num_restarts:
+        parts.append(f"restarts {view.num_restarts}")
+    return "  ".join(parts)
+
+
+def render(view: RunView) -> RenderableType:
+    """The live table."""
+    step = view.step
+    version = step.version if step is not None else 0
+    head = Text(f"run {view.run_id}  {view.phase}", overflow="ellipsis", no_wrap=True)
+    table = Table.grid(padding=(0, 2))
+    for _ in range(4):
+        table.add_column(no_wrap=True)
+    evaluation = view.evaluations[-1] if view.evaluations else None
+    first = view.evaluations[0] if view.evaluations else None
+    get = step.get if step is not None else _nothing
+    queues = view.num_in_flight_by_state
+    rows = (
+        ("step", f"{version} / {view.num_steps}", "left", duration(view.eta_s)),
+        (
+            "reward",
+            _number(get(REWARD), ".3f"),
+            "accuracy (held out)",
+            f"{_number(evaluation.sampled if evaluation else None, '.3f')} "
+            f"(start {_number(first.sampled if first else None, '.3f')})",
+        ),
+        (
+            "staleness",
+            f"mean {_number(get(STALENESS), '.2f')}  max {_number(get(MAX_STALENESS), '.0f')}",
+            "length",
+            f"{_number(get(LENGTH), '.0f')} tokens",
+        ),
+        ("samples/s", _number(get(SAMPLES_PER_SECOND), ".0f"), "tokens/s", _number(get(TOKENS_PER_SECOND), ".0f")),
+        (
+            "idle",
+            f"generators {_percent(view.generator_idle_ratio)}  trainer {_percent(step.idle_ratio if step else None)}",
+            "restarts",
+            _restarts_text(view),
+        ),
+    )
+    for row in rows:
+        table.add_row(*(Text(cell, style="dim" if index % 2 == 0 else "") for index, cell in enumerate(row)))
+    samples = "  ".join(f"{state} {queues.get(state, 0)}" for state in _QUEUE_STATES)
+    bar = Table.grid()
+    bar.add_row(ProgressBar(total=max(1, view.num_steps), completed=version, width=_BAR_WIDTH))
+    lines: list[RenderableType] = [head, bar, table]
+    lines.append(
+        Text(f"samples: {samples}" if view.run is not None else "samples: the broker does not answer", no_wrap=True)
+    )
+    lines += [Text(text, style="dim", no_wrap=True, overflow="ellipsis") for text in wait_lines(view)]
+    return Group(*lines)
+
+
+def wait_lines(view: RunView) -> list[str]:
+    """Who waits for whom, the first few."""
+    waits = view.run.waits if view.run is not None else ()
+    return [f"{wait.waiter} waits for {wait.owner}: {wait.reason}" for wait in list(waits)[:_MAX_WAITS]]
+
+
+def duration(seconds: float | None) -> str:
+    """Hours, minutes and seconds, as short as possible; `-` when unknown."""
+    if seconds is None:
+        return "-"
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+def _nothing(_name: str) -> float | None:
+    return None
+
+
+def _restarts_text(view: RunView) -> str:
+    restarted = [
+        f"{record.name} ({record.num_restarts}{', paused' if record.state == 'paused' else ''})"
+        for record in view.processes.values()
+        if record.num_restarts
+    ]
+    return ", ".join(restarted) or "none"
+
+
+def _waits_text(view: RunView) -> str:
+    lines = wait_lines(view)
+    return f"; {lines[0]}" if lines else ""
+
+
+def _number(value: float | None, form: str) -> str:
+    return "-" if value is None else format(value, form)
+
+
+def _percent(ratio: float | None) -> str:
+    return "-" if ratio is None else f"{100 * ratio:.0f} %"

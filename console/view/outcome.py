@@ -1,0 +1,126 @@
+"""The end of a run: results of a remote trainer kept here too, and the closing lines."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from console.config.run_folder import RunFolder, replace_text
+from console.view.length_bias import loss_by_length
+from console.view.live_display import duration
+from console.view.run_view import Step
+from penstock.v1 import trainer_pb2
+
+Summary = dict[str, Any]
+
+
+def keep_results(folder: RunFolder, finished: trainer_pb2.RunFinished, history: Mapping[int, Step]) -> None:
+    """Write metrics.jsonl and summary.json from what was told: the trainer may have written its own on another machine.
+
+    What is here may then be of an earlier part of the run: its summary is replaced, and steps that were taken again.
+    """
+    if finished.summary_json:
+        replace_text(folder.summary, finished.summary_json)
+    if not history:
+        return
+    kept = _read_lines(folder.metrics)
+    if not _holds(kept, history[max(history)]):
+        told = [{"policy_version": version, "time": step.time_s, **step.metrics} for version, step in history.items()]
+        lines = [line for version, line in kept.items() if version < min(history)] + told
+        lines.sort(key=lambda line: float(line["policy_version"]))
+        replace_text(folder.metrics, "".join(json.dumps(line) + "\n" for line in lines))
+
+
+def _read_lines(metrics: Path) -> dict[float, dict[str, Any]]:
+    """The steps of metrics.jsonl by version; lines that cannot be read are left out."""
+    found: dict[float, dict[str, Any]] = {}
+    for text in metrics.read_text(encoding="utf-8").splitlines() if metrics.exists() else ():
+        with contextlib.suppress(ValueError, TypeError, KeyError):
+            line = json.loads(text)
+            found[float(line["policy_version"])] = line
+    return found
+
+
+def _holds(lines: Mapping[float, dict[str, Any]], last: Step) -> bool:
+    """Whether the trainer wrote the newest step here itself, which then has more of the run than was told."""
+    line = lines.get(last.version)
+    return line is not None and all(line.get(name) == value for name, value in last.metrics.items())
+
+
+def add_to_summary(folder: RunFolder, **facts: object) -> None:
+    """Add to summary.json, where there is one, what the trainer does not know."""
+    summary = read_summary(folder.summary)
+    if summary is not None:
+        summary |= facts
+        replace_text(folder.summary, json.dumps(summary, indent=2) + "\n")
+
+
+def read_summary(path: Path) -> Summary | None:
+    """The summary, or None where there is none that can be read."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return value if isinstance(value, dict) else None
+
+
+def closing_lines(folder: RunFolder, finished: trainer_pb2.RunFinished | None, *, has_report: bool) -> list[str]:
+    """What a person wants to know at the end."""
+    lines = []
+    summary = read_summary(folder.summary)
+    if finished is not None:
+        outcome = trainer_pb2.RunOutcome.Name(finished.outcome).removeprefix("RUN_OUTCOME_").lower()
+        # Why a run failed is the command's last line.
+        is_told_here = finished.message and finished.outcome != trainer_pb2.RUN_OUTCOME_FAILED
+        lines.append(f"{outcome}: {finished.message}" if is_told_here else outcome)
+    if finished is not None and summary is not None:
+        lines += summary_lines(summary)
+    if has_report:
+        lines.append(f"report: {folder.report}")
+    return lines
+
+
+def summary_lines(summary: Summary) -> list[str]:
+    """A summary in a few lines."""
+    lines = [
+        f"{summary.get('steps')} steps, {summary.get('samples_trained')} samples in "
+        f"{duration(summary.get('wall_s'))} ({number(summary.get('samples_per_second'), '.1f')} samples/s, "
+        f"{number(summary.get('response_tokens_per_second'), '.0f')} tokens/s)",
+        f"reward {change(summary, 'reward_first', 'reward_last')}; held-out accuracy "
+        f"{change(summary, 'eval_accuracy_start', 'eval_accuracy_end')} sampled, "
+        f"{change(summary, 'eval_greedy_start', 'eval_greedy_end')} greedy",
+        f"staleness at most {summary.get('max_staleness_seen')} (bound {summary.get('max_staleness')}); "
+        f"overlap {number(summary.get('overlap_ratio'), '.2f')}",
+    ]
+    audit = summary.get("audit")
+    if isinstance(audit, dict):
+        lines.append(audit_line(audit))
+        lines += [line for line in (loss_by_length(audit),) if line is not None]
+    restarts = {name: count for name, count in (summary.get("restarts") or {}).items() if count}
+    if restarts:
+        lines.append(f"restarts: {', '.join(f'{name} ({count})' for name, count in restarts.items())}")
+    return lines
+
+
+def audit_line(audit: Mapping[str, Any]) -> str:
+    """The conservation equation with its numbers."""
+    dropped = audit.get("dropped") or {}
+    reasons = f" ({', '.join(f'{reason} {count}' for reason, count in sorted(dropped.items()))})" if dropped else ""
+    verdict = "balanced" if audit.get("balanced") else "NOT BALANCED"
+    return (
+        f"audit: submitted {audit.get('submitted')} = trained {audit.get('trained')} + dropped {sum(dropped.values())}"
+        f"{reasons} + in flight {audit.get('in_flight')}: {verdict}"
+    )
+
+
+def change(summary: Summary, first: str, last: str) -> str:
+    """`0.301 -> 0.842`."""
+    return f"{number(summary.get(first), '.3f')} -> {number(summary.get(last), '.3f')}"
+
+
+def number(value: object, form: str) -> str:
+    """A number in that form, `-` for anything else."""
+    return format(value, form) if isinstance(value, (int, float)) and not isinstance(value, bool) else "-"

@@ -1,0 +1,136 @@
+"""What is known about a run under way: filled by events and polls, shown by `console.view.live_display`. Holds no connection."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from console.config.run_folder import ProcessRecord
+from penstock.v1 import broker_pb2, trainer_pb2
+
+_ETA_STEPS = 10
+BUSY_WINDOW_S = 15.0
+
+REWARD, STALENESS, MAX_STALENESS = "reward/mean", "staleness/mean", "staleness/max"
+SAMPLES_PER_SECOND, TOKENS_PER_SECOND = "throughput/samples_per_second", "throughput/response_tokens_per_second"
+IDLE_S, STEP_S, TRAIN_S, LENGTH = "time/idle_s", "time/step_s", "time/train_s", "length/mean"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """One optimiser step as reported."""
+
+    version: int
+    """The version it produced."""
+    time_s: float
+    """When, Unix seconds."""
+    metrics: Mapping[str, float]
+    """By name, as in metrics.jsonl."""
+
+    def get(self, name: str) -> float | None:
+        """A metric, or None when the trainer did not report it."""
+        return self.metrics.get(name)
+
+    @property
+    def idle_ratio(self) -> float | None:
+        """Part of the step's time in which the trainer waited for samples, 0 to 1."""
+        idle_s, step_s = self.get(IDLE_S), self.get(STEP_S)
+        return None if idle_s is None or not step_s else min(1.0, max(0.0, idle_s / step_s))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evaluation:
+    """One evaluation on held-out data."""
+
+    version: int
+    sampled: float | None
+    greedy: float | None
+
+
+@dataclass(slots=True, kw_only=True)
+class RunView:
+    """The picture of a run; one writer, any number of readers on the same event loop."""
+
+    run_id: str
+    num_steps: int
+    phase: str = "checking"
+    """What is going on, for people."""
+    step: Step | None = None
+    """The newest step."""
+    evaluations: list[Evaluation] = field(default_factory=list)
+    processes: dict[str, ProcessRecord] = field(default_factory=dict)
+    run: broker_pb2.GetRunResponse | None = None
+    """The broker's picture; None until it answered, or while it does not."""
+    generator_idle_ratio: float | None = None
+    """Part of the last seconds in which generators decoded nothing, averaged over them, 0 to 1."""
+    history: dict[int, Step] = field(default_factory=dict)
+    """The steps of the surviving history by version."""
+    _recent: deque[Step] = field(default_factory=lambda: deque(maxlen=_ETA_STEPS + 1))
+
+    @property
+    def num_restarts(self) -> int:
+        """Restarts of all services so far."""
+        return sum(record.num_restarts for record in self.processes.values())
+
+    @property
+    def num_in_flight_by_state(self) -> Mapping[str, int]:
+        """Samples of training groups by state: queued, leased, finished, scoring, scored, delivered."""
+        return dict(self.run.audit.in_flight_by_state) if self.run is not None else {}
+
+    @property
+    def eta_s(self) -> float | None:
+        """Seconds until the last step at the pace of the latest ones; None before there is a pace."""
+        if self.step is None or len(self._recent) < 2:
+            return None
+        first, last = self._recent[0], self._recent[-1]
+        num_steps = last.version - first.version
+        if num_steps <= 0:
+            return None
+        return max(0.0, (self.num_steps - last.version) * (last.time_s - first.time_s) / num_steps)
+
+    def add_step(self, report: trainer_pb2.StepReport, *, time_s: float) -> Step:
+        """Take in a step; after a rewind of the trainer, versions begin again lower."""
+        step = Step(version=report.policy_version, time_s=time_s, metrics=dict(report.metrics))
+        if self.step is not None and step.version <= self.step.version:
+            self._recent.clear()
+            self.history = {version: kept for version, kept in self.history.items() if version < step.version}
+        self.num_steps = report.num_steps or self.num_steps
+        self.step = step
+        self.history[step.version] = step
+        self._recent.append(step)
+        return step
+
+    def add_evaluation(self, report: trainer_pb2.EvaluationReport) -> Evaluation:
+        """Take in an evaluation."""
+        evaluation = Evaluation(
+            version=report.policy_version,
+            sampled=report.sampled_accuracy if report.HasField("sampled_accuracy") else None,
+            greedy=report.greedy_accuracy if report.HasField("greedy_accuracy") else None,
+        )
+        self.evaluations.append(evaluation)
+        return evaluation
+
+    def set_run(self, run: broker_pb2.GetRunResponse | None) -> None:
+        """Take in the broker's picture."""
+        self.run = run
+        self.generator_idle_ratio = _idle_ratio(run) if run is not None else None
+
+
+def _idle_ratio(run: broker_pb2.GetRunResponse) -> float | None:
+    begin_s = run.now_time.ToNanoseconds() / 1e9 - BUSY_WINDOW_S
+    ratios = []
+    for generator in run.generators:
+        # Spans come with heartbeats, so nothing is known of the time after the last one.
+        end_s = generator.beat_time.ToNanoseconds() / 1e9
+        if end_s <= begin_s:
+            continue
+        busy_s = sum(
+            max(
+                0.0,
+                min(end_s, span.end_time.ToNanoseconds() / 1e9) - max(begin_s, span.start_time.ToNanoseconds() / 1e9),
+            )
+            for span in generator.busy_spans
+        )
+        ratios.append(1.0 - min(1.0, busy_s / (end_s - begin_s)))
+    return sum(ratios) / len(ratios) if ratios else None

@@ -1,0 +1,139 @@
+"""LoRA adapters as trainers and receivers agree on them: what they apply to, and which tensors they consist of.
+
+An adapted layer computes W x + (alpha / rank) B A x (Hu et al., LoRA, arXiv 2106.09685, section 4.1). Tensors are named
+as PEFT names them: base_model.model.LAYER.lora_A.weight is A, [rank, inputs], and base_model.model.LAYER.lora_B.weight
+is B, [outputs, rank].
+
+Needs hashlib and nothing heavier. Promises:
+
+- An adapter names its base by digest, so that it is never applied to other weights than it was trained on.
+- What came over the network is checked before it is used: `adapter_of` for the statement, `adapter_layout` for
+  names and shapes.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from penstock.errors import InvalidFieldError
+from penstock.model.digests import WeightsMismatchError, manifest_digest, safetensors_digests
+from penstock.v1 import weights_pb2
+
+MAX_RANK = 512
+"""The highest that every engine takes."""
+MAX_TARGET_MODULES = 256
+MODULE_NAME = re.compile(r"[A-Za-z0-9_]{1,128}")
+"""The last part of a layer's name."""
+
+_DIGEST = re.compile(r"[0-9a-f]{64}")
+_PREFIX = "base_model.model."
+
+
+class BaseMismatchError(WeightsMismatchError):
+    """An adapter was trained on another base than the one that is held."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdapterSpec:
+    """How an adapter's tensors are applied."""
+
+    base_digest: str
+    """`model_digest` of the base."""
+    rank: int
+    """Rank of every adapted layer."""
+    alpha: float
+    """Scale; divided by the rank where it is applied."""
+    target_modules: tuple[str, ...]
+    """Last parts of the adapted layers' names, sorted."""
+
+    @property
+    def scaling(self) -> float:
+        """What B A is multiplied by."""
+        return self.alpha / self.rank
+
+
+def model_digest(directory: Path) -> str:
+    """The manifest digest of all tensors in the safetensors files of a Hugging Face directory; reads them whole.
+
+    Raises:
+        OSError: There are none, or they cannot be read.
+        MalformedWeightsError: One is not safetensors.
+        ValueError: Two files hold tensors of the same name.
+    """
+    paths = sorted(directory.glob("*.safetensors"))
+    if not paths:
+        raise FileNotFoundError(f"{directory}: no safetensors weights; adapters need them to name their base")
+    return manifest_digest([tensor for path in paths for tensor in safetensors_digests(path)])
+
+
+def check_base(adapter: AdapterSpec, *, held_digest: str) -> None:
+    """Raises BaseMismatchError, which names both digests, unless the adapter was trained on what is held."""
+    if adapter.base_digest != held_digest:
+        raise BaseMismatchError(
+            f"the adapter applies to base weights with digest {adapter.base_digest}, the base held here has "
+            f"{held_digest}; use the model that the trainer was started with",
+            base_digest=adapter.base_digest,
+            held_digest=held_digest,
+        )
+
+
+def to_message(adapter: AdapterSpec) -> weights_pb2.AdapterInfo:
+    """The statement as it travels."""
+    return weights_pb2.AdapterInfo(
+        base_digest=adapter.base_digest,
+        rank=adapter.rank,
+        alpha=adapter.alpha,
+        target_modules=adapter.target_modules,
+    )
+
+
+def adapter_of(manifest: weights_pb2.WeightsManifest) -> AdapterSpec | None:
+    """What the manifest states of its adapter, checked; None where the version is no adapter.
+
+    Raises:
+        InvalidFieldError: A field is missing or out of bounds.
+    """
+    if not manifest.HasField("adapter"):
+        return None
+    info = manifest.adapter
+    _require(_DIGEST.fullmatch(info.base_digest), "base_digest", "64 hex digits", info.base_digest)
+    _require(1 <= info.rank <= MAX_RANK, "rank", f"1 to {MAX_RANK}", info.rank)
+    _require(math.isfinite(info.alpha) and info.alpha > 0, "alpha", "a positive number", info.alpha)
+    modules = tuple(info.target_modules)
+    are_modules = 1 <= len(modules) <= MAX_TARGET_MODULES and all(MODULE_NAME.fullmatch(module) for module in modules)
+    _require(are_modules, "target_modules", f"1 to {MAX_TARGET_MODULES} names of layers", modules)
+    return AdapterSpec(base_digest=info.base_digest, rank=info.rank, alpha=info.alpha, target_modules=modules)
+
+
+def adapter_layout(base: Mapping[str, tuple[int, ...]], adapter: AdapterSpec) -> dict[str, tuple[int, ...]]:
+    """The tensors that an adapter consists of, names to shapes.
+
+    Args:
+        base: The tensors of its base, by their Hugging Face names.
+        adapter: How it is applied.
+    """
+    layout: dict[str, tuple[int, ...]] = {}
+    for name, shape in base.items():
+        layer = name.removesuffix(".weight")
+        if layer != name and len(shape) == 2 and layer.rpartition(".")[2] in adapter.target_modules:
+            num_outputs, num_inputs = shape
+            layout[factor_name(layer, "A")] = (adapter.rank, num_inputs)
+            layout[factor_name(layer, "B")] = (num_outputs, adapter.rank)
+    return layout
+
+
+def factor_name(layer: str, factor: Literal["A", "B"]) -> str:
+    """The name of a layer's A or B."""
+    return f"{_PREFIX}{layer}.lora_{factor}.weight"
+
+
+def _require(is_right: object, name: str, expected: str, value: object) -> None:
+    if not is_right:
+        raise InvalidFieldError(
+            f"adapter.{name}: {value!r:.100}, expected {expected}", field=f"manifest.adapter.{name}"
+        )

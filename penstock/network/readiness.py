@@ -1,0 +1,41 @@
+"""Whether a service can do its work: its health says no while a peer that it needs is away for long.
+
+That is readiness, not liveness: the process goes on by itself when its peer is back; a restart would only lose work.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+import structlog
+
+from penstock.network.outage import Outage
+
+AWAY_S = 10.0
+"""Shorter outages, such as a broker's restart, are no reason to route work elsewhere or to wake anybody."""
+LOOK_EVERY_S = 1.0
+
+_log = structlog.get_logger()
+
+
+async def follow_outage(
+    set_serving: Callable[[bool], Awaitable[None]], outage: Callable[[], Outage | None], *, away_s: float = AWAY_S
+) -> None:
+    """Call `set_serving` when a peer has been away for `away_s` seconds, and when it is back; runs until cancelled.
+
+    Until the peer is away for the first time health stays as it is.
+
+    Args:
+        set_serving: Changes the service's health.
+        outage: Its present connection to the peer; None while there is none.
+        away_s: How long an outage is borne.
+    """
+    is_away = False
+    while True:
+        current = outage()
+        was_away, is_away = is_away, current is not None and current.away_s >= away_s
+        if is_away != was_away:
+            _log.info("health changed", is_serving=not is_away, peer=current.peer if current is not None else "")
+            await set_serving(not is_away)
+        await asyncio.sleep(LOOK_EVERY_S)

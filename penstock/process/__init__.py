@@ -1,0 +1,4 @@
+"""One process and its machine: signals, grace periods, children, logs, memory, full disks.
+
+No gRPC and no knowledge of runs.
+"""

@@ -1,0 +1,175 @@
+"""Groups too large for one message: read from the store and sent piece by piece.
+
+Promise: a stream holds at most about READ_BYTES of such a group at a time, or one sample where that is larger, however
+large the group is. What is joined at the other end is the group exactly.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
+from itertools import accumulate
+
+from penstock.errors import ServiceUnavailableError
+from penstock.v1 import types_pb2
+from penstock.wire.codec import Packed, prefix_size
+from penstock.wire.pieces import MAX_WHOLE_BYTES, PIECE_BYTES, spans
+from services.broker.assembly.group_loading import give_up
+from services.broker.assembly.messages import kept_indices, trajectory
+from services.broker.operations.batches import cut_at
+from services.broker.records.store import PayloadSlice
+from services.broker.records_pb2 import GroupRecord, ParcelRecord
+from services.broker.rules.staleness import group_version
+from services.broker.runtime.run_replica import RunHub
+from services.broker.state.batch_index import slice_of
+
+BYTES_PER_TOKEN = 8
+"""Of a completion as it is stored: id and log-prob. The text, and versions that change often, come on top."""
+READ_BYTES = 1024 * 1024
+"""Read from the store at once; larger where one sample is."""
+
+Record = GroupRecord | ParcelRecord
+
+
+class GivenUpError(ServiceUnavailableError):
+    """A group was given up while it was sent; whoever reads it has to begin again."""
+
+
+def size_bytes(record: Record) -> int:
+    """About how large the groups of a record are in a message."""
+    if isinstance(record, ParcelRecord):
+        return sum(record.group_bytes)
+    return BYTES_PER_TOKEN * sum(sample.num_tokens for sample in record.samples)
+
+
+def is_large(record: Record) -> bool:
+    """Whether a record, of those that `portions` gives, is one group that should travel in pieces."""
+    return size_bytes(record) > MAX_WHOLE_BYTES
+
+
+def portions(record: Record) -> list[Record]:
+    """The record itself; of a large parcel copies, each with groups of at most MAX_WHOLE_BYTES or with a single one."""
+    if isinstance(record, GroupRecord) or len(record.group_ids) == 1 or not is_large(record):
+        return [record]
+    cuts, total_bytes = [0], 0
+    for position, group_bytes in enumerate(record.group_bytes):
+        if total_bytes and total_bytes + group_bytes > MAX_WHOLE_BYTES:
+            cuts.append(position)
+            total_bytes = 0
+        total_bytes += group_bytes
+    return [piece for _start, piece in cut_at(record, [*cuts, len(record.group_ids)])]
+
+
+def single_groups(record: Record) -> list[Record]:
+    """A record for each of its groups."""
+    if isinstance(record, GroupRecord):
+        return [record]
+    return [piece for _start, piece in cut_at(record, range(len(record.group_ids) + 1))]
+
+
+async def read_pieces(
+    hub: RunHub, record: Record, *, has_text: bool = False, left_out: Counter[str] | None = None
+) -> AsyncGenerator[types_pb2.GroupPiece, None]:
+    """The one group of a record in pieces of PIECE_BYTES, the last one at most so large.
+
+    Args:
+        hub: Of the run.
+        record: A copy; see `single_groups` and `portions`.
+        has_text: Whether the completions' text goes along.
+        left_out: Where given, samples whose payload is lost are left out and counted here by group; none is sent of a
+            group that has no other.
+
+    Raises:
+        GivenUpError: The group was given up meanwhile, or, without `left_out`, payload of it is lost.
+    """
+    if isinstance(record, ParcelRecord):
+        parts = _parcel_parts(hub, record, left_out)
+    else:
+        parts = _group_parts(hub, record, has_text, left_out)
+    waiting: bytearray | None = None
+    async for part in parts:
+        waiting = waiting if waiting is not None else bytearray()
+        waiting += part
+        while len(waiting) > PIECE_BYTES:
+            yield types_pb2.GroupPiece(data=bytes(waiting[:PIECE_BYTES]))
+            del waiting[:PIECE_BYTES]
+    if waiting is not None:
+        yield types_pb2.GroupPiece(data=bytes(waiting), is_last=True)
+
+
+def cut_group(group: types_pb2.TrajectoryGroup) -> Iterator[types_pb2.GroupPiece]:
+    """A group that is in memory already, in pieces."""
+    data = group.SerializeToString()
+    for start, end in spans(len(data)):
+        yield types_pb2.GroupPiece(data=data[start:end], is_last=end == len(data))
+
+
+async def _group_parts(
+    hub: RunHub, group: GroupRecord, has_text: bool, left_out: Counter[str] | None
+) -> AsyncIterator[bytes]:
+    """Serialized messages that, one after the other, are one of all: protobuf appends repeated fields."""
+    prompts = await hub.prompts([group.group_id])
+    if group.group_id not in prompts:
+        _note_lost(group.group_id, len(kept_indices(group)), left_out)
+        return
+    head = types_pb2.TrajectoryGroup(prompt=prompts[group.group_id], min_policy_version=group_version(group) or 0)
+    for indices in _batches(group):
+        stored = await hub.store.chunks(hub.run_id, [(group.group_id, index) for index in indices])
+        if not all(stored):
+            _note_lost(group.group_id, sum(not parts for parts in stored), left_out)
+        head.trajectories.extend(
+            trajectory(group, index, parts, has_text=has_text)
+            for index, parts in zip(indices, stored, strict=True)
+            if parts
+        )
+        if head.trajectories:
+            yield head.SerializeToString()
+            head = types_pb2.TrajectoryGroup()
+
+
+def _batches(group: GroupRecord) -> Iterator[Sequence[int]]:
+    """The samples that can be used, as they are read together."""
+    indices = kept_indices(group)
+    ends = accumulate(BYTES_PER_TOKEN * group.samples[index].num_tokens for index in indices)
+    batch: list[int] = []
+    start = 0
+    for index, end in zip(indices, ends, strict=True):
+        if batch and end - start > READ_BYTES:
+            yield batch
+            batch, start = [], end - BYTES_PER_TOKEN * group.samples[index].num_tokens
+        batch.append(index)
+    if batch:
+        yield batch
+
+
+async def _parcel_parts(hub: RunHub, parcel: ParcelRecord, left_out: Counter[str] | None) -> AsyncIterator[Packed]:
+    """The bytes of the group itself, without the tag and the length that precede it in the payload."""
+    whole = slice_of(parcel)
+    # The end first: what is stored whole is there whole or not at all.
+    if not await _load(hub, whole.payload_id, whole.end - 1, whole.end):
+        if left_out is None:
+            await give_up(hub, parcel)
+        _note_lost(parcel.group_ids[0], len(parcel.sample_tokens), left_out)
+        return
+    for start in range(whole.start, whole.end, READ_BYTES):
+        end = min(whole.end, start + READ_BYTES)
+        data = await _load(hub, whole.payload_id, start, end)
+        if len(data) < end - start:
+            raise _given_up(parcel.group_ids[0])
+        yield data[prefix_size(data) :] if start == whole.start else data
+
+
+async def _load(hub: RunHub, payload_id: str, start: int, end: int) -> Packed:
+    [data] = await hub.payloads.load([PayloadSlice(payload_id=payload_id, start=start, end=end)])
+    return data
+
+
+def _note_lost(group_id: str, num_samples: int, left_out: Counter[str] | None) -> None:
+    """Count samples without payload. Raises GivenUpError where they are not to be left out."""
+    if left_out is None:
+        raise _given_up(group_id)
+    left_out[group_id] += num_samples
+
+
+def _given_up(group_id: str) -> GivenUpError:
+    return GivenUpError(f"group {group_id!r} was given up while it was sent: reconnect")

@@ -1,0 +1,109 @@
+"""Stored bytes back into the messages that leave the broker. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from penstock.errors import InternalError
+from penstock.timestamps import timestamp
+from penstock.v1 import broker_pb2, reward_pb2, types_pb2
+from penstock.wire.codec import join_versions
+from services.broker.records.store import SampleId
+from services.broker.records_pb2 import GroupRecord
+from services.broker.rules.staleness import group_version
+
+KEPT_STATES = frozenset(
+    (broker_pb2.SAMPLE_STATE_SCORED, broker_pb2.SAMPLE_STATE_DELIVERED, broker_pb2.SAMPLE_STATE_TRAINED)
+)
+MAX_FRAME_BYTES = 1024 * 1024
+
+
+def sample_key(sample: SampleId, attempt: int) -> types_pb2.SampleKey:
+    """How the wire names an attempt at a sample."""
+    return types_pb2.SampleKey(group_id=sample[0], sample_index=sample[1], attempt=attempt)
+
+
+def kept_indices(group: GroupRecord) -> list[int]:
+    """Samples of a group that can be used, in index order."""
+    return [index for index, sample in enumerate(group.samples) if sample.state in KEPT_STATES]
+
+
+def trajectory_group(
+    group: GroupRecord, prompt: types_pb2.Prompt, chunks: Sequence[Sequence[bytes]], *, has_text: bool = False
+) -> types_pb2.TrajectoryGroup:
+    """A group as it leaves the broker; `chunks` are the stored chunks of each of `kept_indices(group)`.
+
+    Text goes along only with `has_text`: an export wants it, a trainer does not.
+    """
+    indices = kept_indices(group)
+    return types_pb2.TrajectoryGroup(
+        prompt=prompt,
+        trajectories=[
+            trajectory(group, index, parts, has_text=has_text) for index, parts in zip(indices, chunks, strict=True)
+        ],
+        min_policy_version=group_version(group) or 0,
+    )
+
+
+def trajectory(
+    group: GroupRecord, index: int, parts: Sequence[bytes], *, has_text: bool = False
+) -> types_pb2.Trajectory:
+    """One sample, its chunks joined. Raises InternalError when payload is missing."""
+    sample = group.samples[index]
+    chunks = [types_pb2.TokenChunk.FromString(part) for part in parts]
+    token_ids = b"".join(chunk.token_ids for chunk in chunks)
+    if len(token_ids) != 4 * sample.num_tokens:
+        raise InternalError(
+            f"sample {group.group_id}/{index}: {len(token_ids)} bytes of tokens for {sample.num_tokens} tokens"
+        )
+    return types_pb2.Trajectory(
+        key=sample_key((group.group_id, index), sample.attempt),
+        num_leases=sample.num_leases,
+        token_ids=token_ids,
+        behavior_logprobs=b"".join(chunk.logprobs for chunk in chunks),
+        policy_versions=join_versions([chunk.policy_versions for chunk in chunks]),
+        loss_mask=_join_masks(chunks),
+        finish_reason=sample.finish_reason,
+        score=sample.score,
+        min_policy_version=sample.min_version if sample.num_tokens else sample.lease_version,
+        max_policy_version=sample.max_version if sample.num_tokens else sample.lease_version,
+        generator_id=sample.generator_id,
+        submit_time=timestamp(group.submit_s),
+        lease_time=timestamp(sample.first_lease_s),
+        finish_time=timestamp(sample.finish_s),
+        score_time=timestamp(sample.score_s),
+        text=chunks[-1].text if has_text and chunks else "",
+    )
+
+
+def _join_masks(chunks: Sequence[types_pb2.TokenChunk]) -> bytes:
+    if not any(chunk.loss_mask for chunk in chunks):
+        return b""
+    return b"".join(chunk.loss_mask or b"\1" * (len(chunk.token_ids) // 4) for chunk in chunks)
+
+
+def prefix_token_ids(parts: Sequence[bytes]) -> bytes:
+    """The token ids of a sample so far."""
+    return b"".join(types_pb2.TokenChunk.FromString(part).token_ids for part in parts)
+
+
+def score_item(
+    run_id: str,
+    prompt: types_pb2.Prompt,
+    key: types_pb2.SampleKey,
+    finish_reason: types_pb2.FinishReason.ValueType,
+    parts: Sequence[bytes],
+) -> reward_pb2.ScoreItem:
+    """A finished sample for a reward worker."""
+    chunks = [types_pb2.TokenChunk.FromString(part) for part in parts]
+    return reward_pb2.ScoreItem(
+        key=key,
+        prompt_text=prompt.text,
+        messages=prompt.messages,
+        completion_text=chunks[-1].text if chunks else "",
+        answer=prompt.answer,
+        metadata_json=prompt.metadata_json,
+        token_ids=b"".join(chunk.token_ids for chunk in chunks),
+        finish_reason=finish_reason,
+        run_id=run_id,
+    )

@@ -1,0 +1,114 @@
+"""Groups that were handed over, loaded and put into frames, as the consumer reads them.
+
+Promise: beside a large group, of which `large_groups` bounds what is held, at most about MAX_READ_AHEAD_BYTES are
+loaded at once: a consumer that reads slowly costs no more memory than that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
+from contextlib import aclosing
+
+from penstock.errors import InvalidFieldError
+from penstock.network.rpc import MAX_MESSAGE_BYTES
+from penstock.v1 import broker_pb2, types_pb2
+from penstock.wire.codec import Packed
+from penstock.wire.pieces import MAX_WHOLE_BYTES
+from services.broker.assembly.group_loading import load_groups, load_parcels
+from services.broker.assembly.large_groups import Record, cut_group, is_large, read_pieces, size_bytes
+from services.broker.assembly.microbatch_frames import Frames
+from services.broker.records_pb2 import GroupRecord, ParcelRecord
+from services.broker.runtime.run_replica import RunHub
+
+MAX_READ_AHEAD_BYTES = 8 * 1024 * 1024
+ENVELOPE_BYTES = 4096
+"""More than what a response adds to a group."""
+
+
+async def load_frames(
+    hub: RunHub, hello: broker_pb2.TrainerHello, microbatches: Sequence[Sequence[Record]], *, policy_version: int
+) -> AsyncGenerator[bytes, None]:
+    """Serialized StreamMicrobatchesResponses with all groups whose payload is there.
+
+    Raises:
+        InvalidFieldError: A group fits no message, and the consumer takes no pieces.
+        ServiceUnavailableError: A large group was given up meanwhile.
+    """
+    frames, number = Frames(policy_version), 0
+    for batch in _batches(microbatches):
+        _microbatch, first = batch[0]
+        if is_large(first) and hello.accepts_group_pieces:
+            async with aclosing(read_pieces(hub, first)) as pieces:
+                async for piece in pieces:
+                    frames.add_piece(piece)
+                    for frame in frames.take():
+                        yield frame
+            continue
+        records = [record for _microbatch, record in batch]
+        groups = await load_groups(hub, [record for record in records if isinstance(record, GroupRecord)])
+        by_id = {group.prompt.group_id: group for group in groups}
+        packed = await load_parcels(hub, [record for record in records if isinstance(record, ParcelRecord)])
+        for microbatch, record in batch:
+            if microbatch != number:
+                frames.close()
+                number = microbatch
+            _add(frames, hello, record, by_id, packed)
+        for frame in frames.take():
+            yield frame
+
+
+def _batches(microbatches: Sequence[Sequence[Record]]) -> Iterator[list[tuple[int, Record]]]:
+    """Records that are loaded together, each with the number of its microbatch; a large one is alone."""
+    batch: list[tuple[int, Record]] = []
+    total_bytes = 0
+    for number, members in enumerate(microbatches):
+        for record in members:
+            record_bytes = size_bytes(record)
+            if batch and (total_bytes + record_bytes > MAX_READ_AHEAD_BYTES or record_bytes > MAX_WHOLE_BYTES):
+                yield batch
+                batch, total_bytes = [], 0
+            batch.append((number, record))
+            total_bytes += record_bytes
+            if record_bytes > MAX_WHOLE_BYTES:
+                yield batch
+                batch, total_bytes = [], 0
+    if batch:
+        yield batch
+
+
+def _add(
+    frames: Frames,
+    hello: broker_pb2.TrainerHello,
+    record: Record,
+    groups: Mapping[str, types_pb2.TrajectoryGroup],
+    packed: Mapping[int, Packed],
+) -> None:
+    """Add a record's groups to the frame being filled; those whose payload is gone are left out."""
+    if isinstance(record, GroupRecord):
+        if record.group_id in groups:
+            _add_group(frames, hello, groups[record.group_id])
+    elif hello.accepts_packed_groups and len(packed[record.sequence]) <= MAX_MESSAGE_BYTES - ENVELOPE_BYTES:
+        frames.add_packed(packed[record.sequence])
+    else:
+        for group in types_pb2.TrajectoryGroups.FromString(bytes(packed[record.sequence])).groups:
+            _add_group(frames, hello, group)
+
+
+def _add_group(frames: Frames, hello: broker_pb2.TrainerHello, group: types_pb2.TrajectoryGroup) -> None:
+    if group.ByteSize() <= MAX_MESSAGE_BYTES - ENVELOPE_BYTES:
+        frames.add_group(group)
+        return
+    if not hello.accepts_group_pieces:
+        raise too_large(group, field="hello.accepts_group_pieces")
+    for piece in cut_group(group):
+        frames.add_piece(piece)
+
+
+def too_large(group: types_pb2.TrajectoryGroup, *, field: str) -> InvalidFieldError:
+    """What a client hears that reads no pieces and is due a group that fits no message."""
+    return InvalidFieldError(
+        f"{field}: group {group.prompt.group_id!r} has {group.ByteSize()} bytes, and a message holds "
+        f"{MAX_MESSAGE_BYTES}; read such groups in pieces and set this, or lower the run's group_size or "
+        "max_completion_tokens",
+        field=field,
+    )

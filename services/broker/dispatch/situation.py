@@ -1,0 +1,168 @@
+"""What a dispatch policy sees, and what it answers. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from typing import Protocol
+
+from services.broker.dispatch.calibration import Calibration
+from services.broker.dispatch.latency import Load
+from services.broker.dispatch.length_histogram import LengthCounts
+
+EXACT = Calibration()
+"""Forecasts that are right."""
+NEW_RANK = 2
+"""First number of a group's rank of which nothing was begun, and that is no evaluation."""
+Rank = tuple[int, ...]
+"""Place of a group in a queue: smaller goes first, the last number is its sequence."""
+
+
+class Order(StrEnum):
+    """In which order the queued groups are shown to a policy."""
+
+    ARRIVAL = "arrival"
+    """As they were submitted."""
+    LENGTH = "length"
+    """Longest forecast first among `groups_per_step` consecutive submissions: nobody is overtaken by a later step."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QueuedGroup:
+    """What places a group in the queues."""
+
+    sequence: int
+    """Order of submission, from 1."""
+    is_evaluation: bool
+    is_started: bool
+    """Some of its samples are under way, done, or came back from a lost lease."""
+    predicted_tokens: float
+    """Forecast of a completion's length; 0 when there is none."""
+
+    @property
+    def rank_by_arrival(self) -> Rank:
+        """Evaluation first (somebody waits for it), then what was begun (its siblings wait for it), then in turn."""
+        return (self._class, self.sequence)
+
+    def rank_by_length(self, groups_per_step: int) -> Rank:
+        """The same classes; in each, longest first inside a window of one step's groups."""
+        return (self._class, (self.sequence - 1) // groups_per_step, -round(self.predicted_tokens), self.sequence)
+
+    @property
+    def _class(self) -> int:
+        if self.is_evaluation:
+            return 0
+        return 1 if self.is_started else NEW_RANK
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Work:
+    """The queued samples of one group, as a policy sees them."""
+
+    num_samples: int
+    """Samples to lease, at least 1."""
+    context_tokens: float
+    """Tokens each holds before it decodes its next one: prompt and prefix."""
+    length_tokens: float
+    """Forecast of each one's whole completion; 0 when there is none."""
+    remaining_tokens: float
+    """Tokens each is expected to decode still; from the run's mean where there is no forecast."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prompt:
+    """A prompt with samples queued or under way, as a look ahead sees it."""
+
+    predicted_tokens: float
+    """Forecast of a completion's length; 0 when there is none."""
+    num_queued: int
+    step: int = 0
+    """Number of the window of `groups_per_step` submissions that it is in: the longest first inside one."""
+    is_begun: bool = False
+    """Whether it goes before others."""
+    ended: Sequence[int] = ()
+    """Tokens of its samples that have ended."""
+    running: Sequence[tuple[str, int]] = ()
+    """Of the leased ones, the generator and the tokens decoded so far."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Situation:
+    """The fleet and the queue when a generator asks. A policy may fill `loads` up: they are its own copy."""
+
+    asking: str
+    """Id of the generator that asks; its load is among `loads`."""
+    loads: Mapping[str, Load]
+    """Every generator that takes work now, by id."""
+    queue: LengthCounts
+    """Lengths of everything queued, as forecast."""
+    under_way: LengthCounts
+    """Lengths of everything leased, as forecast when it was leased."""
+    prompts: Sequence[Prompt] = ()
+    """What is queued, in order of arrival and as far as a look ahead needs it, and what is under way; for reviews."""
+    mean_tokens: float
+    """What a completion without a forecast is expected to have."""
+    has_forecasts: bool
+    """Whether lengths are forecast, so that their order means something."""
+    has_speeds: bool
+    """Whether anything is known of how fast the generators are."""
+    max_tokens: float = float("inf")
+    """No completion is longer."""
+    length_error: float = 0.0
+    """Standard deviation of the logarithm of true length over forecast, as seen so far."""
+    calibration: Calibration = EXACT
+    """How true lengths follow from forecasts, as seen so far."""
+    steps_overlap: bool = False
+    """Whether the next step's prompts come before this one's samples have all ended: `max_staleness` is above 0."""
+    look_s: float = 1.0
+    """How often policies are reviewed, and idle generators look for work to take over."""
+
+    def copy(self) -> Situation:
+        """One that nobody else changes."""
+        return replace(
+            self,
+            loads={name: load.copy() for name, load in self.loads.items()},
+            queue=self.queue.merged(LengthCounts()),
+            under_way=self.under_way.merged(LengthCounts()),
+        )
+
+
+class Decision(Protocol):
+    """One answer to one generator that asks; it is shown the queue in the policy's order, one group after the other."""
+
+    def take(self, work: Work, most: int) -> int:
+        """How many of the group's samples it gets, at most `most` and `work.num_samples`."""
+        ...
+
+    @property
+    def is_done(self) -> bool:
+        """Whether it gets nothing more, whatever follows in the queue."""
+        ...
+
+
+class DispatchPolicy(Protocol):
+    """One run's policy in one broker process; what it remembers is a hint and may be lost at any time."""
+
+    @property
+    def name(self) -> str:
+        """As in RunPolicy.dispatch."""
+        ...
+
+    @property
+    def order(self) -> Order:
+        """The order in which `decide`'s answer wants to see the queue."""
+        ...
+
+    @property
+    def needs_situation(self) -> bool:
+        """False where `decide` looks at nothing but who asks: the caller may then pass an empty situation."""
+        ...
+
+    def review(self, situation: Situation) -> None:
+        """Think again about what holds for longer than one answer; called about once a second."""
+        ...
+
+    def decide(self, situation: Situation) -> Decision:
+        """Answer a generator that asks."""
+        ...

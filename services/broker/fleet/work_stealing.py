@@ -1,0 +1,182 @@
+"""Work that moves to an idle generator. Pure operations on a RunState.
+
+A generator that finds nothing to lease looks at what the others hold: first leases that were never begun, then
+samples that may well be done last of all. One is taken over when the latency model says that it is done sooner here by
+a stated gain, prefill of its prompt and prefix included.
+
+Fencing: the old lease ends in the same commit in which the new one is given, at the last stored chunk. What the old
+generator decoded beyond it is refused with LEASE_LOST and thrown away (less than its flush interval, usually 0.2 s), so
+no token is stored twice and none that was stored is lost. The old generator is told by a revocation, or by the refusal.
+
+Hysteresis: a sample moves at most once in MIN_STAY_S, and only for the gain that `dispatch.moving` asks for. Moves
+do not count against `max_leases_per_sample`: nothing went wrong with the sample.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+
+from penstock.v1 import broker_pb2
+from services.broker.dispatch.latency import kv_reads
+from services.broker.dispatch.length_histogram import remaining_tokens
+from services.broker.dispatch.situation import Situation
+from services.broker.dispatch.stealing_rule import MAX_MOVES, MIN_STAY_S, is_worth_moving, late_generators
+from services.broker.operations import leasing
+from services.broker.operations.leasing import GeneratorFacts, Grant
+from services.broker.records.store import SampleId
+from services.broker.records_pb2 import SampleRecord
+from services.broker.state.run_state import RunState
+
+MIN_WAIT_S = 1.0
+"""A lease without tokens counts as never begun after this long: its first chunk may be on its way."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Held:
+    """A leased sample as the generator that asks sees it."""
+
+    sample: SampleId
+    remaining: float
+    context: float
+    is_begun: bool
+    lease_s: float
+
+
+def take_over(
+    state: RunState,
+    generator: GeneratorFacts,
+    situation: Situation,
+    *,
+    num_waiting: Mapping[str, int],
+    now_s: float,
+    make_suffix: Callable[[], str],
+) -> list[Grant]:
+    """Move samples to an idle generator; returns its new leases.
+
+    Args:
+        state: The run.
+        generator: The idle one; its load is `situation.loads[situation.asking]`.
+        situation: The fleet; the loads are used up.
+        num_waiting: Samples that wait inside each other generator, as its last beat says.
+        now_s: Now.
+        make_suffix: See `generation.lease`.
+    """
+    taker = _Taker(state, generator, situation, num_waiting, now_s)
+    grants: list[Grant] = []
+    while len(grants) < MAX_MOVES and (sample := taker.next()) is not None:
+        grants.append(_move(state, generator, sample, now_s, make_suffix))
+    return grants
+
+
+class _Taker:
+    """Finds one sample after the other that is better moved."""
+
+    def __init__(
+        self,
+        state: RunState,
+        generator: GeneratorFacts,
+        situation: Situation,
+        num_waiting: Mapping[str, int],
+        now_s: float,
+    ) -> None:
+        self._state, self._generator, self._now_s = state, generator, now_s
+        self._mean_tokens = situation.mean_tokens
+        self._has_speeds = situation.has_speeds
+        self._length_error = situation.length_error
+        self._asking = situation.loads[situation.asking]
+        self._donors = {name: load for name, load in situation.loads.items() if name != situation.asking}
+        self._num_waiting = dict(num_waiting)
+        self._held: dict[str, list[_Held]] = {}
+
+    def next(self) -> SampleId | None:
+        """The next sample to move, noted in the loads as moved; None when none is worth it."""
+        if not self._asking.room:
+            return None
+        found = self._never_begun() or self._last_to_end()
+        if found is None:
+            return None
+        name, item = found
+        self._held[name].remove(item)
+        self._shift(name, item)
+        return item.sample
+
+    def _never_begun(self) -> tuple[str, _Held] | None:
+        """The newest lease without tokens of an engine in which samples wait: engines begin in turn."""
+        for name, load in self._donors.items():
+            if self._num_waiting.get(name, 0) <= 0:
+                continue
+            self._num_waiting[name] -= 1
+            waiting = [
+                item for item in self._held_by(name) if not item.is_begun and self._now_s - item.lease_s >= MIN_WAIT_S
+            ]
+            item = max(waiting, key=lambda item: item.lease_s, default=None)
+            if item is not None and self._gains(load.later_s(item.remaining, item.context), item):
+                return name, item
+        return None
+
+    def _last_to_end(self) -> tuple[str, _Held] | None:
+        """The longest sample of a generator that may well be done last: only such a one shortens the step."""
+        if not self._has_speeds:
+            return None
+        for name in late_generators(self._asking, self._donors, length_error=self._length_error):
+            begun = [item for item in self._held_by(name) if item.is_begun]
+            item = max(begun, key=lambda item: item.remaining, default=None)
+            if item is not None and self._gains(self._donors[name].finish_s(), item):
+                return name, item
+        return None
+
+    def _held_by(self, name: str) -> list[_Held]:
+        if name not in self._held:
+            self._held[name] = list(_movable(self._state, self._generator, name, self._mean_tokens, self._now_s))
+        return self._held[name]
+
+    def _gains(self, there_s: float, item: _Held) -> bool:
+        """Whether the sample is done here sooner by enough."""
+        return is_worth_moving(self._asking, item.remaining, item.context, there_s=there_s)
+
+    def _shift(self, name: str, item: _Held) -> None:
+        """Note a move in the loads."""
+        donor = self._donors[name]
+        self._asking.add(item.remaining, item.context)
+        donor.num_samples -= 1
+        donor.sum_tokens -= item.remaining
+        donor.sum_kv_tokens -= kv_reads(item.remaining, item.context)
+        donor.longest_tokens = max((other.remaining for other in self._held[name]), default=0.0)
+
+
+def _movable(
+    state: RunState, generator: GeneratorFacts, holder: str, mean_tokens: float, now_s: float
+) -> Iterable[_Held]:
+    """What another generator holds that this one may take."""
+    for group_id, index in state.generation_leases.get(holder, {}).values():
+        group = state.groups[group_id]
+        sample = group.samples[index]
+        if sample.move_s and now_s - sample.move_s < MIN_STAY_S:
+            continue
+        if not leasing.may_take(state, generator, group, index):
+            continue
+        yield _Held(
+            sample=(group_id, index),
+            remaining=remaining_tokens(sample.predicted_tokens or mean_tokens, sample.num_tokens),
+            context=group.num_prompt_tokens + sample.num_tokens,
+            is_begun=_is_begun(sample),
+            lease_s=sample.lease_s,
+        )
+
+
+def _is_begun(sample: SampleRecord) -> bool:
+    """Whether tokens came under its current lease."""
+    return sample.last_chunk_s >= sample.lease_s
+
+
+def _move(
+    state: RunState, generator: GeneratorFacts, sample_id: SampleId, now_s: float, make_suffix: Callable[[], str]
+) -> Grant:
+    group_id, index = sample_id
+    with state.edit(group_id) as group:
+        sample = group.samples[index]
+        sample.state = broker_pb2.SAMPLE_STATE_QUEUED
+        sample.num_moves += 1
+        sample.move_s = now_s
+        return leasing.lease_sample(state, generator, group, index, now_s, make_suffix)

@@ -1,0 +1,261 @@
+"""Generators and reward workers as they were last seen, by any broker process.
+
+Hints: nothing is decided by them alone but whether a prompt is too long for every generator, and to which one dispatch
+gives work.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+from google.protobuf.timestamp_pb2 import Timestamp
+
+from penstock.stall_limits import sample_speed
+from penstock.timestamps import timestamp
+from penstock.v1 import broker_pb2, types_pb2
+from services.broker.fleet.throughput import Speeds
+from services.broker.records.run_clock import RunClock
+from services.broker.records.store import Store
+from services.broker.records_pb2 import WorkerView
+from services.broker.stalls.causes import Present
+
+PEER_TIMEOUT_S = 60.0
+"""A generator not heard of for this long counts as gone."""
+WORKER_TIMEOUT_S = 10.0
+"""The same for a reward worker: it is heard of every few seconds while its stream is open."""
+KEPT_S = 3600.0
+"""What is known of a peer is forgotten when it was not heard of for this long: ids may change with every start."""
+CONTEXT_GRACE_S = 5.0
+"""After the first generator connects, time for one with a longer context before long prompts are given up."""
+WRITE_EVERY_S = 1.0
+REFRESH_EVERY_S = 2.0
+MAX_BUFFERED_SPANS = 4096
+MAX_SPAN_AGE_US = 24 * 3600 * 1_000_000
+_GENERATOR, _WORKER = "g:", "w:"
+
+
+class Peers:
+    """The peers of one run."""
+
+    def __init__(self, run_id: str, *, store: Store, clock: RunClock) -> None:
+        self._run_id, self._store, self._clock = run_id, store, clock
+        self._generators: dict[str, broker_pb2.GeneratorView] = {}
+        self._spans: dict[str, list[bytes]] = {}
+        self._workers: dict[str, WorkerView] = {}
+        self._written_s: dict[str, float] = {}
+        self._refreshed_s = -math.inf
+        self._first_seen_s: float | None = None
+        self._speeds = Speeds()
+        self._gone: set[str] = set()
+        """Generators whose stream to this process ended."""
+
+    def longest_context_tokens(self) -> int | None:
+        """The most any generator holds; None until others had time to connect."""
+        if self._first_seen_s is None or self._clock.monotonic_s() - self._first_seen_s < CONTEXT_GRACE_S:
+            return None
+        live = [view.hello.max_context_tokens for view in self._generators.values() if self._is_live(view)]
+        return max(live, default=None)
+
+    def generators(self, *, max_age_s: float) -> list[broker_pb2.GeneratorView]:
+        """The generators that beat lately, at any broker process."""
+        return [
+            view
+            for generator_id, view in self._generators.items()
+            if generator_id not in self._gone
+            and view.HasField("beat")
+            and self._clock.age_s(_beat_s(view)) <= max_age_s
+        ]
+
+    def sample_speed(self, generator_id: str) -> float | None:
+        """Tokens per second of each sample that it decodes; None where that was not measured."""
+        view = self._generators.get(generator_id)
+        return None if view is None else sample_speed(view)
+
+    def note_free(self, generator_id: str, num_free: int) -> None:
+        """How many leases a generator could be given now."""
+        view = self._generators.get(generator_id)
+        if view is not None:
+            view.num_free_leases = num_free
+
+    async def see_generator(
+        self, hello: broker_pb2.GeneratorHello, beat: broker_pb2.GeneratorBeat | None, *, num_free: int = 0
+    ) -> None:
+        """Note a hello or a beat, and how many leases it could be given; written to the store at most once a second."""
+        at_s = self._clock.monotonic_s()
+        self._first_seen_s = at_s if self._first_seen_s is None else self._first_seen_s
+        view = broker_pb2.GeneratorView(hello=hello, beat_time=timestamp(self._clock.now_s()))
+        view.num_free_leases = num_free
+        if beat is not None:
+            view.beat.CopyFrom(beat)
+            self._add_speed(view)
+            view.beat.ClearField("busy_spans")
+            view.beat.ClearField("now_time")
+            view.beat.ClearField("active_lease_ids")
+            spans = self._spans.setdefault(hello.generator_id, [])
+            spans.extend(span.SerializeToString() for span in _by_run_clock(beat, self._clock.now_s()))
+            del spans[:-MAX_BUFFERED_SPANS]
+        self._generators[hello.generator_id] = view
+        self._gone.discard(hello.generator_id)
+        if at_s - self._written_s.get(_GENERATOR + hello.generator_id, -math.inf) >= WRITE_EVERY_S:
+            await self.flush(hello.generator_id)
+
+    def _add_speed(self, view: broker_pb2.GeneratorView) -> None:
+        if not view.hello.profile.max_concurrent_samples:
+            # Not stated: what it can hold is what it holds and asks for.
+            view.hello.profile.max_concurrent_samples = len(view.beat.active_lease_ids) + view.num_free_leases
+        speed = self._speeds.observe(view.hello, view.beat)
+        if speed is not None:
+            view.measured_step_factor, view.measured_tokens_per_second = speed.step_factor, speed.tokens_per_second
+
+    async def leave(self, generator_id: str) -> None:
+        """A generator's stream ended: until it is back, here or elsewhere, nothing is left to it."""
+        self._gone.add(generator_id)
+        view = self._generators.get(generator_id)
+        if view is not None:
+            view.num_free_leases = 0
+            await self.flush(generator_id)
+
+    async def flush(self, generator_id: str) -> None:
+        """Write what is known of a generator."""
+        view = self._generators.get(generator_id)
+        if view is not None:
+            self._written_s[_GENERATOR + generator_id] = self._clock.monotonic_s()
+            spans = self._spans.pop(generator_id, [])
+            await self._store.put_peer(self._run_id, _GENERATOR + generator_id, view.SerializeToString(), spans)
+
+    async def see_worker(
+        self, worker_id: str, *, holding_reason: str | None = None, warning: str | None = None
+    ) -> None:
+        """Note a sign of life of a reward worker, and what it says of itself if it does; written once a second."""
+        at_s, now_s = self._clock.monotonic_s(), self._clock.now_s()
+        view = self._workers.setdefault(worker_id, WorkerView())
+        view.seen_s = now_s
+        if holding_reason is not None:
+            view.holding_since_s = (view.holding_since_s or now_s) if holding_reason else 0.0
+            view.holding_reason = holding_reason
+        view.warning = view.warning if warning is None else warning
+        if at_s - self._written_s.get(_WORKER + worker_id, -math.inf) >= WRITE_EVERY_S:
+            self._written_s[_WORKER + worker_id] = at_s
+            await self._store.put_peer(self._run_id, _WORKER + worker_id, view.SerializeToString(), ())
+
+    async def refresh(self) -> None:
+        """Learn of the generators of other broker processes, at most every two seconds."""
+        at_s = self._clock.monotonic_s()
+        if at_s - self._refreshed_s >= REFRESH_EVERY_S:
+            self._refreshed_s = at_s
+            stored = await self._store.peers(self._run_id)
+            await self._forget(stored)
+            self._note_workers(stored)
+            for view in self.generators_in(stored):
+                self._first_seen_s = at_s if self._first_seen_s is None else self._first_seen_s
+                self._generators.setdefault(view.hello.generator_id, view)
+                if (
+                    view.beat_time.ToMicroseconds()
+                    > self._generators[view.hello.generator_id].beat_time.ToMicroseconds()
+                ):
+                    self._generators[view.hello.generator_id] = view
+                    self._gone.discard(view.hello.generator_id)
+
+    async def _forget(self, stored: dict[str, bytes]) -> None:
+        """Let go of peers that are long gone, here, in the store and in `stored`."""
+        seen_s = {_WORKER + worker_id: view.seen_s for worker_id, view in self._workers.items()}
+        for view in [*self._generators.values(), *self.generators_in(stored)]:
+            peer_id = _GENERATOR + view.hello.generator_id
+            seen_s[peer_id] = max(seen_s.get(peer_id, 0.0), _beat_s(view))
+        for peer_id, raw in stored.items():
+            if peer_id.startswith(_WORKER):
+                seen_s[peer_id] = max(seen_s.get(peer_id, 0.0), WorkerView.FromString(raw).seen_s)
+        gone = [peer_id for peer_id, last_s in seen_s.items() if self._clock.age_s(last_s) > KEPT_S]
+        for peer_id in gone:
+            name = peer_id[len(_GENERATOR) :]
+            if peer_id.startswith(_WORKER):
+                self._workers.pop(name, None)
+            else:
+                self._generators.pop(name, None)
+                self._spans.pop(name, None)
+                self._gone.discard(name)
+                self._speeds.forget(name)
+            self._written_s.pop(peer_id, None)
+            stored.pop(peer_id, None)
+        if gone:
+            await self._store.forget_peers(self._run_id, gone)
+
+    async def views(self, busy_since_s: float | None) -> tuple[list[broker_pb2.GeneratorView], list[str]]:
+        """Generators, with spans that end after `busy_since_s` if given, and ids of reward workers seen lately."""
+        stored = await self._store.peers(self._run_id)
+        views: list[broker_pb2.GeneratorView] = []
+        for stored_view in self.generators_in(stored):
+            generator_id = stored_view.hello.generator_id
+            view = self._newest(stored_view)
+            if busy_since_s is not None:
+                raw = [
+                    *await self._store.busy_spans(self._run_id, _GENERATOR + generator_id),
+                    *self._spans.get(generator_id, ()),
+                ]
+                spans = [types_pb2.TimeSpan.FromString(span) for span in raw]
+                view.busy_spans.extend(span for span in spans if _seconds(span) > busy_since_s)
+            if view.busy_spans or self._is_live(view):
+                views.append(view)
+        self._note_workers(stored)
+        return views, self._live_workers()
+
+    def present(self) -> Present:
+        """Who is connected, as of the last refresh; asks nobody."""
+        generators = [view for view in self._generators.values() if self._is_live(view)]
+        workers = {worker_id: self._workers[worker_id] for worker_id in self._live_workers()}
+        holding = {worker_id: view for worker_id, view in workers.items() if view.holding_reason}
+        return Present(generators=generators, worker_ids=workers, holding=holding)
+
+    def reward_warnings(self) -> dict[str, str]:
+        """What reward workers that were seen lately found wrong with samples."""
+        views = {worker_id: self._workers[worker_id] for worker_id in self._live_workers()}
+        return {worker_id: view.warning for worker_id, view in views.items() if view.warning}
+
+    def _note_workers(self, stored: dict[str, bytes]) -> None:
+        for peer_id, raw in stored.items():
+            if peer_id.startswith(_WORKER):
+                view, worker_id = WorkerView.FromString(raw), peer_id.removeprefix(_WORKER)
+                if worker_id not in self._workers or view.seen_s > self._workers[worker_id].seen_s:
+                    self._workers[worker_id] = view
+
+    def _live_workers(self) -> list[str]:
+        return sorted(name for name, view in self._workers.items() if self._clock.age_s(view.seen_s) < WORKER_TIMEOUT_S)
+
+    @staticmethod
+    def generators_in(stored: dict[str, bytes]) -> Iterable[broker_pb2.GeneratorView]:
+        """The generators among stored peers, by id."""
+        for peer_id, raw in sorted(stored.items()):
+            if peer_id.startswith(_GENERATOR):
+                yield broker_pb2.GeneratorView.FromString(raw)
+
+    def _newest(self, stored: broker_pb2.GeneratorView) -> broker_pb2.GeneratorView:
+        known = self._generators.get(stored.hello.generator_id, stored)
+        newest = max(known, stored, key=lambda view: view.beat_time.ToMicroseconds())
+        return broker_pb2.GeneratorView.FromString(newest.SerializeToString())
+
+    def _is_live(self, view: broker_pb2.GeneratorView) -> bool:
+        return self._clock.age_s(_beat_s(view)) < PEER_TIMEOUT_S
+
+
+def _beat_s(view: broker_pb2.GeneratorView) -> float:
+    return view.beat_time.ToMicroseconds() / 1e6
+
+
+def _by_run_clock(beat: broker_pb2.GeneratorBeat, now_s: float) -> Iterable[types_pb2.TimeSpan]:
+    """Its busy spans, as old by the run's clock as they are by its own; as they are where it does not show that."""
+    if not beat.HasField("now_time"):
+        yield from beat.busy_spans
+        return
+    now_us, beat_us = round(now_s * 1e6), beat.now_time.ToMicroseconds()
+
+    def moved(stamp: Timestamp) -> Timestamp:
+        age_us = min(max(0, beat_us - stamp.ToMicroseconds()), MAX_SPAN_AGE_US)
+        return timestamp((now_us - age_us) / 1e6)
+
+    for span in beat.busy_spans:
+        yield types_pb2.TimeSpan(start_time=moved(span.start_time), end_time=moved(span.end_time))
+
+
+def _seconds(span: types_pb2.TimeSpan) -> float:
+    return span.end_time.ToMicroseconds() / 1e6

@@ -1,0 +1,141 @@
+"""Decoded tokens into the run. Pure operations on a RunState.
+
+Promise: a chunk is stored only under the current lease, and only where the last one ended.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from penstock.v1 import broker_pb2, types_pb2
+from services.broker.ingest.token_chunk import ChunkFacts
+from services.broker.operations import drops, leasing
+from services.broker.records_pb2 import GroupRecord, SampleRecord
+from services.broker.state.run_state import RunState
+
+_QUEUED, _LEASED = broker_pb2.SAMPLE_STATE_QUEUED, broker_pb2.SAMPLE_STATE_LEASED
+_FINISHED = broker_pb2.SAMPLE_STATE_FINISHED
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Accepted:
+    """What became of chunks; those that are in neither list are stored."""
+
+    errors: list[broker_pb2.ChunkError]
+    """Those that were refused."""
+    repeated: list[ChunkFacts]
+    """Those that were stored already, sent under the same lease: accepted again without effect."""
+
+
+def accept_chunks(state: RunState, generator_id: str, chunks: Sequence[ChunkFacts], now_s: float) -> Accepted:
+    """Store chunks of any number of samples; those of one sample come in order."""
+    acceptance = _Acceptance(state, generator_id, now_s)
+    by_group: dict[str, list[ChunkFacts]] = {}
+    for chunk in chunks:
+        by_group.setdefault(chunk.group_id, []).append(chunk)
+    for group_id, members in by_group.items():
+        acceptance.add(group_id, members)
+    return acceptance.accepted
+
+
+class _Acceptance:
+    """One generator's chunks, put into the run group by group."""
+
+    def __init__(self, state: RunState, generator_id: str, now_s: float) -> None:
+        self._state, self._generator_id, self._now_s = state, generator_id, now_s
+        self.accepted = Accepted(errors=[], repeated=[])
+
+    def add(self, group_id: str, chunks: Sequence[ChunkFacts]) -> None:
+        """Chunks of one group. Where none is stored the record stays as it is: who sends nonsense costs no write."""
+        group = self._state.groups.get(group_id)
+        if group is None:
+            for chunk in chunks:
+                self._refuse(chunk, "UNKNOWN_SAMPLE", 0, "no such group, or it was dropped")
+            return
+        start = next((at for at, chunk in enumerate(chunks) if self._is_welcome(group, chunk)), None)
+        if start is None:
+            return
+        if any(chunk.finish_reason for chunk in chunks[start:]):
+            with self._state.edit(group_id):
+                self._store_welcome(group, chunks[start:])
+                drops.close_group(self._state, group)
+        else:
+            self._state.grow(group_id)
+            self._store_welcome(group, chunks[start:])
+
+    def _store_welcome(self, group: GroupRecord, chunks: Sequence[ChunkFacts]) -> None:
+        for chunk in chunks:
+            if self._is_welcome(group, chunk):
+                _store(self._state, group, chunk, self._now_s)
+
+    def _is_welcome(self, group: GroupRecord, chunk: ChunkFacts) -> bool:
+        """Whether a chunk is to be stored; why not is put down in `accepted`."""
+        samples = group.samples
+        if chunk.sample_index >= len(samples):
+            self._refuse(chunk, "UNKNOWN_SAMPLE", 0, f"the group has {len(samples)} samples")
+            return False
+        sample = samples[chunk.sample_index]
+        num_tokens, sample_state = sample.num_tokens, sample.state
+        is_held = sample.lease_id == chunk.lease_id and sample.generator_id == self._generator_id
+        if is_held and _is_stored(sample_state, num_tokens, chunk):
+            self.accepted.repeated.append(chunk)
+        elif not is_held or sample_state != _LEASED:
+            self._refuse(chunk, "LEASE_LOST", num_tokens, "the lease expired or was revoked")
+        elif chunk.offset != num_tokens:
+            self._refuse(chunk, "OFFSET_MISMATCH", num_tokens, f"{num_tokens} tokens are stored")
+        elif fault := chunk.fault or _fault(self._state, chunk):
+            self._refuse(chunk, "INVALID_FIELD", num_tokens, fault)
+        else:
+            return True
+        return False
+
+    def _refuse(self, chunk: ChunkFacts, reason: str, next_offset: int, message: str) -> None:
+        self.accepted.errors.append(chunk.refuse(reason, next_offset, message))
+
+
+def _is_stored(sample_state: broker_pb2.SampleState.ValueType, num_tokens: int, chunk: ChunkFacts) -> bool:
+    """Whether a chunk of the sample's holder is a repetition; `num_tokens` are stored."""
+    if chunk.end > num_tokens:
+        return False
+    if sample_state == _LEASED:
+        return chunk.num_tokens > 0 and not chunk.finish_reason
+    was_aborted = chunk.finish_reason == types_pb2.FINISH_REASON_ABORTED
+    return was_aborted or sample_state not in (_QUEUED, broker_pb2.SAMPLE_STATE_DROPPED)
+
+
+def _fault(state: RunState, chunk: ChunkFacts) -> str:
+    limit = state.limits.max_completion_tokens
+    if chunk.end > limit:
+        return f"{chunk.end} completion tokens, but the run allows {limit}"
+    if chunk.max_version is not None and chunk.max_version > state.run.policy_version:
+        return f"policy version {chunk.max_version} is ahead of the run's {state.run.policy_version}"
+    return ""
+
+
+def _store(state: RunState, group: GroupRecord, chunk: ChunkFacts, now_s: float) -> None:
+    sample = group.samples[chunk.sample_index]
+    if chunk.num_tokens or chunk.finish_reason in (
+        types_pb2.FINISH_REASON_STOP,
+        types_pb2.FINISH_REASON_LENGTH,
+    ):
+        state.append((chunk.group_id, chunk.sample_index), chunk.payload)
+    _add_tokens(state, sample, chunk)
+    sample.last_chunk_s = now_s
+    if chunk.finish_reason == types_pb2.FINISH_REASON_ABORTED:
+        leasing.requeue(state, group, chunk.sample_index)
+    elif chunk.finish_reason:
+        sample.state, sample.finish_reason, sample.finish_s = _FINISHED, chunk.finish_reason, now_s
+
+
+def _add_tokens(state: RunState, sample: SampleRecord, chunk: ChunkFacts) -> None:
+    sample.num_tokens = chunk.end
+    oldest, newest = chunk.min_version, chunk.max_version
+    if oldest is None or newest is None:
+        return
+    has_versions = sample.HasField("min_version")
+    if not has_versions or oldest < sample.min_version:
+        sample.min_version = oldest
+        state.lower_version(chunk.group_id, oldest)
+    if not has_versions or newest > sample.max_version:
+        sample.max_version = newest

@@ -1,0 +1,212 @@
+"""Finished groups into the run: the books' side of PutTrajectories. Pure operations on a RunState.
+
+Promises:
+- A put is stored once: groups the run knows are accepted again without effect, whatever request brings them.
+- Unless the run's StalenessPolicy accepts late puts, a group that would be too stale in its turn is refused; it is
+  never accepted and then dropped.
+- What waits for the trainer is bounded: beyond that a request is refused whole, to be sent again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
+
+from google.rpc import code_pb2
+
+from penstock.errors import InvalidFieldError, RunClosedError, StaleError
+from penstock.v1 import broker_pb2, types_pb2
+from penstock.wire.codec import Packed
+from services.broker.ingest.trajectory_columns import PutGroup, PutGroups
+from services.broker.operations import drops
+from services.broker.records_pb2 import ParcelRecord
+from services.broker.rules.staleness import deadline
+from services.broker.state import counters
+from services.broker.state.run_state import RunState
+
+_SCORED = broker_pb2.SAMPLE_STATE_SCORED
+MAX_WAITING_BYTES = 512 * 1024 * 1024
+"""Payload of a run that waits for its trainer; more is refused."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Put:
+    """A request to store groups."""
+
+    payload_id: str
+    payload: Packed
+    groups: PutGroups
+    is_stored_ahead: bool = False
+    """Whether the store has the payload already, for a while: see `Store.put_payload`."""
+
+
+@dataclass(slots=True, kw_only=True)
+class PutOutcome:
+    """What became of it."""
+
+    num_samples: int = 0
+    """Samples added to the books."""
+    errors: list[types_pb2.ItemError] = field(default_factory=list)
+    """Groups that were refused."""
+    is_full: bool = False
+    """Whether the whole request was refused because too much waits already."""
+
+
+def put(state: RunState, request: Put, now_s: float) -> PutOutcome:
+    """Store the groups of a request that are new and fit the run.
+
+    Raises RunClosedError, and InvalidFieldError when the request has more groups than a step.
+    """
+    if state.run.is_closed:
+        raise RunClosedError(f"run {state.run.run_id!r} is closed", run_id=state.run.run_id)
+    if len(request.groups) > state.limits.groups_per_step:
+        raise InvalidFieldError(
+            f"groups: {len(request.groups)} groups; at most groups_per_step, {state.limits.groups_per_step}",
+            field="groups",
+        )
+    outcome = PutOutcome()
+    if _are_all_welcome(state, request.groups):
+        # As nearly always.
+        fresh, is_stored = list(range(len(request.groups))), [True] * len(request.groups)
+    else:
+        fresh, is_stored = _choose(state, request.groups, outcome)
+    if is_full(state, len(fresh), len(request.payload)):
+        return PutOutcome(is_full=True)
+    for start, end in _runs(is_stored):
+        state.add_parcel(_record(state, request, start, end, now_s))
+    if any(is_stored):
+        state.pending.payloads[request.payload_id] = b"" if request.is_stored_ahead else request.payload
+    outcome.num_samples = _enter(state, request.groups, fresh, is_stored)
+    return outcome
+
+
+def _are_all_welcome(state: RunState, groups: PutGroups) -> bool:
+    """Whether all groups are new, fit the run and are to be stored. May say no where `_choose` says so of each."""
+    return (
+        not any(groups.faults)
+        and len(set(groups.group_ids)) == len(groups)
+        and not state.knows_any(groups.group_ids)
+        and _Judge(state).error(groups.worst(), num_before=len(groups) - 1) is None
+        and not (state.policy.drops_zero_variance and max(groups.num_samples) > 1)
+    )
+
+
+def _choose(state: RunState, groups: PutGroups, outcome: PutOutcome) -> tuple[list[int], list[bool]]:
+    """Which groups are new and fit the run, and whether each is to be stored; refusals go to the outcome."""
+    seen: set[str] = set()
+    fresh: list[int] = []
+    judge = _Judge(state)
+    is_stored: list[bool] = []
+    for position, group in enumerate(groups):
+        is_known = group.group_id in seen or state.knows(group.group_id)
+        error = None if is_known else judge.error(group, num_before=len(fresh))
+        if error is not None:
+            outcome.errors.append(types_pb2.ItemError(index=position, code=error[0], reason=error[1], message=error[2]))
+        elif not is_known:
+            seen.add(group.group_id)
+            fresh.append(position)
+        is_stored.append(not is_known and error is None and not _is_idle(state, group.rewards))
+    return fresh, is_stored
+
+
+class _Judge:
+    """Whether the run can take a group that nothing is wrong with by itself."""
+
+    def __init__(self, state: RunState) -> None:
+        self._limits, self._version = state.limits, state.run.policy_version
+        self._admission = state.admission()
+        self._must_be_in_time = not state.policy.stale.accepts_late_puts
+
+    def error(self, group: PutGroup, *, num_before: int) -> tuple[int, str, str] | None:
+        """Code, reason and message of a refusal; `num_before` groups of the request go before this one."""
+        fault = group.fault or self._misfit(group)
+        if fault:
+            return code_pb2.INVALID_ARGUMENT, InvalidFieldError.reason, f"group {group.group_id!r}: {fault}"
+        oldest, bound = min(group.min_versions), self._limits.max_staleness
+        if deadline(version=oldest, max_staleness=bound) < self._version:
+            text = f"version {oldest} is more than {bound} behind the run's {self._version}"
+        elif self._must_be_in_time and (ahead := self._admission.num_started + num_before) >= (
+            self._admission.max_started(oldest)
+        ):
+            text = f"{ahead} groups go before it: it would be too stale in its turn"
+        else:
+            return None
+        return StaleError.code, StaleError.reason, f"group {group.group_id!r}: {text}"
+
+    def _misfit(self, group: PutGroup) -> str:
+        limits = self._limits
+        if len(group.sample_tokens) > limits.group_size:
+            return f"trajectories: {len(group.sample_tokens)}; at most the run's group size, {limits.group_size}"
+        if max(group.sample_tokens) > limits.max_completion_tokens:
+            return f"token_ids: {max(group.sample_tokens)} tokens; the run allows {limits.max_completion_tokens}"
+        if max(group.max_versions) > self._version:
+            return f"policy version {max(group.max_versions)} is ahead of the run's {self._version}"
+        return ""
+
+
+def _is_idle(state: RunState, rewards: Sequence[float]) -> bool:
+    """Whether a group of these rewards is dropped on arrival because it carries no gradient."""
+    return state.policy.drops_zero_variance and len(rewards) > 1 and min(rewards) == max(rewards)
+
+
+def is_full(state: RunState, num_groups: int, size_bytes: int) -> bool:
+    """Whether what waits leaves no room; a request is never too large for a run in which nothing waits."""
+    num_waiting, waiting_bytes = state.shelf.num_groups[_SCORED], state.shelf.waiting_bytes
+    if not num_groups or not num_waiting:
+        return False
+    return num_waiting + num_groups > state.limits.max_queued_groups or waiting_bytes + size_bytes > MAX_WAITING_BYTES
+
+
+def _enter(state: RunState, groups: PutGroups, fresh: Sequence[int], is_stored: Sequence[bool]) -> int:
+    """Put new groups on the books, those too that are dropped at once; returns how many samples that are."""
+    version = state.run.policy_version
+    state.pending.fresh += [groups.group_ids[position] for position in fresh]
+    num_samples = sum(groups.num_samples[position] for position in fresh)
+    idle = [position for position in fresh if not is_stored[position]]
+    slices = groups.sample_slices() if idle else []
+    for position in idle:
+        start, end = slices[position]
+        for num_tokens in groups.sample_tokens[start:end]:
+            counters.count_dropped(state, version=version, num_tokens=num_tokens, reason=drops.ZERO_VARIANCE)
+        state.pending.retired.add(groups.group_ids[position])
+    counters.count_submitted(state, version=version, num_samples=num_samples)
+    return num_samples
+
+
+def _runs(flags: Sequence[bool]) -> list[tuple[int, int]]:
+    """Begin and end of each unbroken run of true flags."""
+    found: list[tuple[int, int]] = []
+    start = 0
+    for flag, members in groupby(flags):
+        end = start + sum(1 for _ in members)
+        if flag:
+            found.append((start, end))
+        start = end
+    return found
+
+
+def _record(state: RunState, request: Put, start: int, end: int, now_s: float) -> ParcelRecord:
+    groups, members = request.groups, slice(start, end)
+    sample_slices = groups.sample_slices()[members]
+    samples = slice(sample_slices[0][0], sample_slices[-1][1])
+    prompts = groups.num_prompt_tokens[members]
+    record = ParcelRecord(
+        sequence=state.run.last_sequence + 1,
+        payload_id=request.payload_id,
+        payload_start=groups.slices[start][0],
+        submit_version=state.run.policy_version,
+        submit_s=now_s,
+        group_ids=groups.group_ids[members],
+        group_bytes=[after - before for before, after in groups.slices[members]],
+        num_samples=groups.num_samples[members],
+        num_tokens=[
+            sum(groups.sample_tokens[first:last]) + num_prompt_tokens * (last - first)
+            for (first, last), num_prompt_tokens in zip(sample_slices, prompts, strict=True)
+        ],
+        sample_tokens=groups.sample_tokens[samples],
+        sample_min_versions=groups.min_versions[samples],
+        sample_max_versions=groups.max_versions[samples],
+    )
+    state.run.last_sequence += end - start
+    return record

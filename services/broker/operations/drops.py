@@ -1,0 +1,192 @@
+"""Giving samples and groups up, counted by reason, and restarting them. Pure operations on a RunState.
+
+Invariants:
+- A training sample is counted as dropped exactly when its state becomes DROPPED, it is restarted, or its group is
+  retired from under it; evaluation samples are never counted.
+- A sample that is restarted counts as submitted once more, as its next attempt. What still belongs to the attempt
+  before (leases, chunks, scores) is recognised by its lease id and refused.
+- Whatever the staleness policy, no group stays that the run's next step may not train on: see `drop_stale`.
+- Whatever the policy on partial groups, a training group that is ready has between `min_usable_samples` and
+  `group_size` scored samples, and under WAIT and DROP exactly `group_size`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+
+from penstock.v1 import broker_pb2, types_pb2
+from services.broker.operations import batches
+from services.broker.records_pb2 import GroupRecord, SampleRecord
+from services.broker.rules.staleness import deadline, group_version
+from services.broker.state import counters
+from services.broker.state.run_state import RunState
+
+STALE = "stale"
+TOO_MANY_LEASES = "too_many_leases"
+TOO_MANY_ATTEMPTS = "too_many_attempts"
+GROUP_TOO_SMALL = "group_too_small"
+GROUP_INCOMPLETE = "group_incomplete"
+CONTEXT_TOO_LONG = "context_too_long"
+ZERO_VARIANCE = "zero_variance"
+OVERSAMPLED = "oversampled"
+PAYLOAD_LOST = "payload_lost"
+NOT_TRAINED = "not_trained"
+
+_SCORED, _DROPPED = broker_pb2.SAMPLE_STATE_SCORED, broker_pb2.SAMPLE_STATE_DROPPED
+_USABLE_STATES = frozenset((_SCORED, _DROPPED))
+
+
+def lose_sample(state: RunState, group: GroupRecord, index: int, reason: str) -> None:
+    """A sample came to no score, inside an `edit` of its group; `close_group` must follow before the edit ends.
+
+    It is dropped. Where no extra sample takes its place in a training group, PartialGroupPolicy WAIT restarts it,
+    until it had as many attempts as a sample may have leases.
+    """
+    _drop_sample(state, group, index, reason)
+    if group.purpose != types_pb2.PURPOSE_TRAIN or num_kept(group) >= state.limits.group_size:
+        return
+    is_waited_for = state.policy.partial_groups == broker_pb2.PARTIAL_GROUP_POLICY_WAIT
+    if is_waited_for and group.samples[index].attempt + 1 < state.limits.max_leases_per_sample:
+        counters.count_submitted(state, version=group.submit_version, num_samples=1)
+        reset_sample(state, group, index)
+
+
+def close_group(state: RunState, group: GroupRecord) -> None:
+    """After samples changed, inside an `edit`: give up what a training group cannot use."""
+    if group.purpose != types_pb2.PURPOSE_TRAIN:
+        return
+    _abort_extra_samples(state, group)
+    reason = _fault(state, group)
+    if reason:
+        _drop_kept(state, group, reason)
+        state.retire(group.group_id)
+
+
+def num_kept(group: GroupRecord) -> int:
+    """Samples of a group that are not dropped."""
+    return sum(sample.state != _DROPPED for sample in group.samples)
+
+
+def _abort_extra_samples(state: RunState, group: GroupRecord) -> None:
+    """Once enough samples are scored to make the group, the others are given up, wherever they are."""
+    if sum(sample.state == _SCORED for sample in group.samples) < state.limits.group_size:
+        return
+    for index, sample in enumerate(group.samples):
+        if sample.state not in _USABLE_STATES:
+            _drop_sample(state, group, index, OVERSAMPLED)
+
+
+def _fault(state: RunState, group: GroupRecord) -> str:
+    """Why a training group can never be trained on as the run's policy wants it; empty when it can."""
+    count, policy = num_kept(group), state.policy
+    if policy.partial_groups == broker_pb2.PARTIAL_GROUP_POLICY_SHRINK:
+        if count < state.limits.min_usable_samples:
+            return GROUP_TOO_SMALL
+    elif count < state.limits.group_size:
+        is_drop = policy.partial_groups == broker_pb2.PARTIAL_GROUP_POLICY_DROP
+        return GROUP_INCOMPLETE if is_drop else TOO_MANY_ATTEMPTS
+    if policy.drops_zero_variance and all(sample.state in _USABLE_STATES for sample in group.samples):
+        rewards = {sample.score.value for sample in group.samples if sample.state == _SCORED}
+        return ZERO_VARIANCE if len(rewards) == 1 else ""
+    return ""
+
+
+def drop_group(state: RunState, group_id: str, reason: str) -> int:
+    """Give a live group up; returns its number of samples that were not dropped before. Trained groups stay: 0."""
+    if group_id not in state.live:
+        return 0
+    num_samples = _drop_kept(state, state.groups[group_id], reason)
+    state.retire(group_id)
+    return num_samples
+
+
+def drop_groups(state: RunState, group_ids: Iterable[str], reason: str) -> int:
+    """Give live groups up, those in parcels too; returns the number of samples."""
+    group_ids = list(group_ids)
+    num_samples = sum(drop_group(state, group_id, reason) for group_id in group_ids)
+    return num_samples + batches.drop(state, group_ids, reason)
+
+
+def drop_all(state: RunState, reason: str) -> int:
+    """Give up whatever is in flight, put groups included; returns the number of samples."""
+    put = [group_id for _name, record in state.shelf.live() for group_id in record.group_ids]
+    return drop_groups(state, [*state.live, *put], reason)
+
+
+def drop_stale(state: RunState) -> None:
+    """Give up every training group that the run's version left behind; the run's StalenessPolicy says what follows.
+
+    Under WAIT admission and delivery keep this from happening while generators report their versions truthfully and
+    steps are whole. A group in a consumer's hands is given up for good: acknowledgements name groups, and a late one of
+    the old samples must not count for new ones.
+    """
+    version, bound = state.run.policy_version, state.limits.max_staleness
+    late = [
+        group_id
+        for group_id, oldest in state.versions.items()
+        if deadline(version=oldest, max_staleness=bound) < version
+    ]
+    for group_id in late:
+        if state.policy.stale.restarts_stale and not state.groups[group_id].consumer_id:
+            _restart(state, group_id, STALE)
+        else:
+            drop_group(state, group_id, STALE)
+    batches.drop(state, batches.stale_ids(state, version - bound), STALE)
+
+
+def _restart(state: RunState, group_id: str, reason: str) -> None:
+    """Drop a training group's samples and queue its prompt as another attempt."""
+    with state.edit(group_id) as group:
+        _drop_kept(state, group, reason)
+        group.submit_version = state.run.policy_version
+        counters.count_submitted(state, version=group.submit_version, num_samples=len(group.samples))
+        for index in range(len(group.samples)):
+            reset_sample(state, group, index)
+
+
+def reset_sample(state: RunState, group: GroupRecord, index: int) -> None:
+    """Queue a sample as its next attempt, inside an `edit`: its tokens, score and leases are gone."""
+    old = group.samples[index]
+    fresh = SampleRecord(state=broker_pb2.SAMPLE_STATE_QUEUED, attempt=old.attempt + 1)
+    if old.HasField("predicted_tokens"):
+        fresh.predicted_tokens = old.predicted_tokens
+    old.CopyFrom(fresh)
+    state.clear((group.group_id, index))
+
+
+def keep_trained(state: RunState, group: GroupRecord, indices: Collection[int]) -> None:
+    """Inside an `edit` of a group that a step trained: of its samples, exactly those at `indices` are not dropped."""
+    for index, sample in enumerate(group.samples):
+        if sample.state != _DROPPED and index not in indices:
+            _drop_sample(state, group, index, NOT_TRAINED)
+        elif sample.state == _DROPPED and index in indices:
+            counters.count_submitted(state, version=group.submit_version, num_samples=1)
+            reset_sample(state, group, index)
+
+
+def _drop_sample(state: RunState, group: GroupRecord, index: int, reason: str) -> None:
+    group.samples[index].state = _DROPPED
+    state.clear((group.group_id, index))
+    _count(state, group, group.samples[index], reason)
+
+
+def _drop_kept(state: RunState, group: GroupRecord, reason: str) -> int:
+    """Count the samples of a group that goes as dropped; returns how many they are."""
+    kept = [sample for sample in group.samples if sample.state != _DROPPED]
+    for sample in kept:
+        _count(state, group, sample, reason)
+    return len(kept)
+
+
+def _count(state: RunState, group: GroupRecord, sample: SampleRecord, reason: str) -> None:
+    if group.purpose == types_pb2.PURPOSE_TRAIN:
+        counters.count_dropped(state, version=group.submit_version, num_tokens=sample.num_tokens, reason=reason)
+
+
+def is_too_stale(state: RunState, group: GroupRecord) -> bool:
+    """Whether the run's next step may no longer train on the group."""
+    oldest = group_version(group)
+    return (
+        oldest is not None
+        and deadline(version=oldest, max_staleness=state.limits.max_staleness) < state.run.policy_version
+    )

@@ -1,0 +1,186 @@
+"""Leases to reward workers and the scores that come back. Pure operations on a RunState.
+
+Promise: an error never becomes a zero. A sample is SCORED only by a finite value with status OK; every other status
+gives it up with a reason of its own.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from penstock.errors import InvalidFieldError
+from penstock.v1 import broker_pb2, types_pb2
+from services.broker.operations import drops
+from services.broker.records.store import SampleId
+from services.broker.records_pb2 import GroupRecord, SampleRecord
+from services.broker.state.run_state import RunState
+
+_FINISHED, _SCORING = broker_pb2.SAMPLE_STATE_FINISHED, broker_pb2.SAMPLE_STATE_SCORING
+_SCORED = broker_pb2.SAMPLE_STATE_SCORED
+_LATER_STATES = frozenset((_SCORED, broker_pb2.SAMPLE_STATE_DELIVERED, broker_pb2.SAMPLE_STATE_TRAINED))
+MAX_COMPONENTS = 32
+MAX_MESSAGE_CHARACTERS = 1024
+
+_DROP_REASONS: dict[int, str] = {
+    types_pb2.SCORE_STATUS_ABSTAINED: "reward_abstained",
+    types_pb2.SCORE_STATUS_TIMEOUT: "reward_timeout",
+    types_pb2.SCORE_STATUS_FAILED: "reward_failed",
+    types_pb2.SCORE_STATUS_INVALID: "reward_invalid",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScoringGrant:
+    """A scoring lease given."""
+
+    lease_id: str
+    sample: SampleId
+    attempt: int
+    finish_reason: types_pb2.FinishReason.ValueType
+    expire_s: float
+    life_s: float
+    """How long it lasts from then on, and after each renewal."""
+    generator_id: str
+    """Who ended the sample."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Receipts:
+    """What became of results, by lease id."""
+
+    accepted: list[str]
+    lost: list[str]
+    num_repeated: int = 0
+    """Of the accepted ones, those that were stored before."""
+
+
+def lease_scoring(
+    state: RunState, worker_id: str, *, max_leases: int, now_s: float, make_suffix: Callable[[], str]
+) -> list[ScoringGrant]:
+    """Lease up to `max_leases` finished samples, evaluation first, then in order of submission."""
+    chosen: dict[str, list[int]] = {}
+    for _purpose, sequence, index in state.finished[:max_leases]:
+        group = state.groups.at(sequence)
+        if group is not None and not state.run.is_closed:
+            chosen.setdefault(group.group_id, []).append(index)
+    grants: list[ScoringGrant] = []
+    expire_s = now_s + state.limits.scoring_lease_s
+    for group_id, indices in chosen.items():
+        with state.edit(group_id) as group:
+            for index in indices:
+                sample = group.samples[index]
+                sample.state = _SCORING
+                sample.num_scoring_leases += 1
+                nth = f"{sample.attempt}_s{sample.num_scoring_leases}"
+                sample.scoring_lease_id = f"{group.sequence}.{index}.{nth}.{make_suffix()}"
+                sample.worker_id, sample.scoring_expire_s = worker_id, expire_s
+                grants.append(
+                    ScoringGrant(
+                        lease_id=sample.scoring_lease_id,
+                        sample=(group_id, index),
+                        attempt=sample.attempt,
+                        finish_reason=sample.finish_reason,
+                        expire_s=expire_s,
+                        life_s=state.limits.scoring_lease_s,
+                        generator_id=sample.generator_id,
+                    )
+                )
+    return grants
+
+
+def renew_scoring(state: RunState, worker_id: str, lease_ids: Sequence[str], now_s: float) -> None:
+    """Extend the leases a worker still works on; a lease with more than half of its life left is not rewritten."""
+    held = state.scoring_leases.get(worker_id, {})
+    life_s = state.limits.scoring_lease_s
+    for lease_id in lease_ids:
+        if lease_id not in held:
+            continue
+        group_id, index = held[lease_id]
+        if state.groups[group_id].samples[index].scoring_expire_s - now_s < life_s / 2:
+            with state.edit(group_id) as group:
+                group.samples[index].scoring_expire_s = now_s + life_s
+
+
+def expire_scoring(state: RunState, now_s: float, *, unbroken_since_s: float = 0.0) -> int:
+    """Hand the samples of expired workers' leases out again; returns how many. Gaps count as in `generation.expire`."""
+    if now_s - unbroken_since_s < state.limits.scoring_lease_s:
+        return 0
+    late: dict[str, list[int]] = {}
+    for held in state.scoring_leases.values():
+        for group_id, index in held.values():
+            if state.groups[group_id].samples[index].scoring_expire_s <= now_s:
+                late.setdefault(group_id, []).append(index)
+    for group_id, indices in late.items():
+        with state.edit(group_id) as group:
+            for index in indices:
+                if group.samples[index].num_scoring_leases >= state.limits.max_leases_per_sample:
+                    drops.lose_sample(state, group, index, drops.TOO_MANY_LEASES)
+                else:
+                    group.samples[index].state = _FINISHED
+            drops.close_group(state, group)
+    return sum(len(indices) for indices in late.values())
+
+
+def accept_results(
+    state: RunState, worker_id: str, results: Sequence[broker_pb2.ScoreResult], now_s: float
+) -> Receipts:
+    """Store a worker's scores; a repetition has no effect. One whose lease is gone, or another worker's, is lost."""
+    receipts = Receipts(accepted=[], lost=[])
+    for result in results:
+        group, index = state.groups.get(result.key.group_id), result.key.sample_index
+        sample = group.samples[index] if group is not None and index < len(group.samples) else None
+        if group is None or sample is None or not _is_held(sample, worker_id, result.lease_id):
+            receipts.lost.append(result.lease_id)
+        elif sample.state == _SCORING:
+            with state.edit(group.group_id):
+                _store(state, group, index, result.score, now_s)
+                drops.close_group(state, group)
+            receipts.accepted.append(result.lease_id)
+        elif _is_known(sample, result):
+            receipts.accepted.append(result.lease_id)
+            receipts.num_repeated += 1
+        else:
+            receipts.lost.append(result.lease_id)
+    return receipts
+
+
+def _is_held(sample: SampleRecord, worker_id: str, lease_id: str) -> bool:
+    """Whether the sample's latest lease is that one, and was given to that worker."""
+    return sample.scoring_lease_id == lease_id and sample.worker_id == worker_id
+
+
+def _is_known(sample: SampleRecord, result: broker_pb2.ScoreResult) -> bool:
+    if sample.state == broker_pb2.SAMPLE_STATE_DROPPED:
+        return result.score.status != types_pb2.SCORE_STATUS_OK
+    return sample.state in _LATER_STATES
+
+
+def _store(state: RunState, group: GroupRecord, index: int, score: types_pb2.Score, now_s: float) -> None:
+    if score.status != types_pb2.SCORE_STATUS_OK:
+        drops.lose_sample(state, group, index, _DROP_REASONS[score.status])
+        return
+    sample = group.samples[index]
+    sample.state, sample.score_s = _SCORED, now_s
+    sample.score.CopyFrom(score)
+
+
+def check_result(result: broker_pb2.ScoreResult) -> None:
+    """Raises InvalidFieldError where a result is malformed."""
+    score = result.score
+    if score.status != types_pb2.SCORE_STATUS_OK and score.status not in _DROP_REASONS:
+        raise InvalidFieldError(f"score.status: {score.status} is not a status", field="score.status")
+    is_ok = score.status == types_pb2.SCORE_STATUS_OK
+    if score.HasField("value") != is_ok or not math.isfinite(score.value):
+        raise InvalidFieldError(
+            "score.value: must be set and finite if the status is OK, and unset otherwise",
+            field="score.value",
+        )
+    if len(score.components) > MAX_COMPONENTS or not all(map(math.isfinite, score.components.values())):
+        raise InvalidFieldError(
+            f"score.components: at most {MAX_COMPONENTS}, all finite; found {len(score.components)}",
+            field="score.components",
+        )
+    if len(score.message) > MAX_MESSAGE_CHARACTERS:
+        raise InvalidFieldError(f"score.message: more than {MAX_MESSAGE_CHARACTERS} characters", field="score.message")

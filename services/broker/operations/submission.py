@@ -1,0 +1,84 @@
+"""Prompts into the queue. Pure operations on a RunState."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from types import MappingProxyType
+
+from google.rpc import code_pb2
+
+from penstock.errors import InvalidFieldError, RunClosedError
+from penstock.v1 import broker_pb2, types_pb2
+from services.broker.ingest.validation import check_prompt
+from services.broker.records_pb2 import GroupRecord, SampleRecord
+from services.broker.state import counters
+from services.broker.state.run_state import RunState
+
+
+def submit(
+    state: RunState,
+    prompts: Sequence[types_pb2.Prompt],
+    *,
+    retired: Collection[str],
+    now_s: float,
+    forecasts: Mapping[str, float] = MappingProxyType({}),
+) -> list[types_pb2.ItemError]:
+    """Queue prompts; returns the refused ones. Ids seen before are accepted again without effect.
+
+    Training and evaluation each may have `max_queued_groups` waiting: an evaluation that fills its share never keeps
+    training prompts out, and the other way round. `forecasts` are expected completion lengths in tokens by group id,
+    where there are any.
+    """
+    if state.run.is_closed:
+        raise RunClosedError(f"run {state.run.run_id!r} is closed", run_id=state.run.run_id)
+    num_waiting = {purpose: state.num_waiting(purpose) for purpose in state.ready}
+    errors: list[types_pb2.ItemError] = []
+    for index, prompt in enumerate(prompts):
+        if state.knows(prompt.group_id) or prompt.group_id in retired:
+            continue
+        try:
+            check_prompt(prompt, state.limits)
+        except InvalidFieldError as error:
+            errors.append(types_pb2.ItemError(index=index, code=error.code, reason=error.reason, message=str(error)))
+            continue
+        if num_waiting[prompt.purpose] >= state.limits.max_queued_groups:
+            errors.append(_queue_full(index, state))
+            continue
+        num_waiting[prompt.purpose] += 1
+        _add(state, prompt, now_s, forecasts.get(prompt.group_id))
+    return errors
+
+
+def _queue_full(index: int, state: RunState) -> types_pb2.ItemError:
+    return types_pb2.ItemError(
+        index=index,
+        code=code_pb2.RESOURCE_EXHAUSTED,
+        reason="QUEUE_FULL",
+        message=f"prompts: {state.limits.max_queued_groups} groups wait unleased, the run's limit; send it again later",
+    )
+
+
+def _add(state: RunState, prompt: types_pb2.Prompt, now_s: float, predicted_tokens: float | None) -> None:
+    run = state.run
+    run.last_sequence += 1
+    num_samples = prompt.group_size
+    if prompt.purpose == types_pb2.PURPOSE_TRAIN:
+        num_samples += state.policy.num_extra_samples
+        counters.count_submitted(state, version=run.policy_version, num_samples=num_samples)
+    group = GroupRecord(
+        group_id=prompt.group_id,
+        sequence=run.last_sequence,
+        purpose=prompt.purpose,
+        num_prompt_tokens=len(prompt.token_ids) // 4,
+        submit_s=now_s,
+        submit_version=run.policy_version,
+        samples=[
+            SampleRecord(state=broker_pb2.SAMPLE_STATE_QUEUED, predicted_tokens=predicted_tokens)
+            for _ in range(num_samples)
+        ],
+    )
+    if prompt.HasField("min_policy_version"):
+        group.prompt_min_version = prompt.min_policy_version
+    # It may have been retired since the caller asked which ones are.
+    state.pending.fresh.append(prompt.group_id)
+    state.add(group, prompt.SerializeToString())

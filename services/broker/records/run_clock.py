@@ -1,0 +1,112 @@
+"""The one clock of a run: kept in the store beside its records, read alike by every broker process.
+
+Every time in a run's records is of this clock, and so is every decision on them. Brokers' wall clocks do not matter,
+and neither does a step of the store's own clock:
+
+- The store advances it by its own clock, but it never goes back: a store whose clock was set back, or that failed over
+  to a machine that is behind, goes on from where it was.
+- It knows since when it was advanced without a gap. Where nobody advanced it for `max_gap_s` (no broker ran, the store
+  was away or refused writes, machines slept) or the store's clock jumped ahead by as much, nobody could be heard, or
+  nobody knows for how long: ages begin anew at the end of the gap, and leases get a full life from there.
+- Between two readings a broker goes on by its monotonic clock, for MAX_GAP_S at most. Leases expire by readings only.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from penstock.clock import Clock
+from services.broker.rules.limits import Limits
+
+MAX_GAP_S = 5.0
+"""A third of the default lease: holders renew theirs before half of it is over, so a step this small ends none."""
+MIN_GAP_S = 1.0
+"""Brokers advance the clock four times a second; a busy one may be late."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reading:
+    """The clock at one moment, in seconds since the Unix epoch."""
+
+    now_s: float
+    unbroken_since_s: float
+    """End of the last gap."""
+
+
+def max_gap_s(limits: Limits) -> float:
+    """The longest time between two advances that counts as time."""
+    return min(MAX_GAP_S, max(MIN_GAP_S, min(limits.generation_lease_s, limits.scoring_lease_s) / 3))
+
+
+class StoredClock:
+    """A run's clock as a store keeps it; `lua/clock.lua` does the same."""
+
+    def __init__(self) -> None:
+        self._at_s: float | None = None
+        self._lead_s = self._since_s = 0.0
+
+    def read(self, machine_s: float, max_gap_s: float) -> Reading:
+        """The clock when that of the store's machine shows `machine_s`."""
+        lead_s, since_s = self._now(machine_s, max_gap_s)
+        return Reading(now_s=machine_s + lead_s, unbroken_since_s=since_s)
+
+    def advance(self, machine_s: float, max_gap_s: float) -> Reading:
+        """The same, and keep it."""
+        self._lead_s, self._since_s = self._now(machine_s, max_gap_s)
+        self._at_s = machine_s
+        return Reading(now_s=machine_s + self._lead_s, unbroken_since_s=self._since_s)
+
+    def _now(self, machine_s: float, max_gap_s: float) -> tuple[float, float]:
+        """How far it is ahead of the machine's clock, and the end of its last gap."""
+        if self._at_s is None:
+            return 0.0, machine_s
+        passed_s = machine_s - self._at_s
+        if passed_s < 0:
+            return self._lead_s - passed_s, self._since_s
+        if passed_s > max_gap_s:
+            lead_s = max(0.0, self._lead_s - passed_s)
+            return lead_s, machine_s + lead_s
+        return self._lead_s, self._since_s
+
+
+class RunClock:
+    """One broker process's view of a run's clock; before its first reading, the process's own clock."""
+
+    def __init__(self, local: Clock) -> None:
+        self._local = local
+        self._reading: Reading | None = None
+        self._read_at_s = 0.0
+        self._newest_s = 0.0
+
+    def take(self, reading: Reading) -> None:
+        """The store's clock was read just now."""
+        self._reading, self._read_at_s = reading, self._local.monotonic_s()
+        # Ahead of the store by more than what this process counts itself: the store lost what it had.
+        is_lost = self._newest_s - reading.now_s > 2 * MAX_GAP_S
+        self._newest_s = reading.now_s if is_lost else max(self._newest_s, reading.now_s)
+
+    @property
+    def reading(self) -> Reading | None:
+        """The last reading; None before the first one."""
+        return self._reading
+
+    @property
+    def unbroken_since_s(self) -> float:
+        """End of the last gap, as of the last reading; 0 before the first one."""
+        return 0.0 if self._reading is None else self._reading.unbroken_since_s
+
+    def now_s(self) -> float:
+        """Seconds since the Unix epoch; never goes back."""
+        if self._reading is None:
+            return self._local.now_s()
+        passed_s = min(MAX_GAP_S, self._local.monotonic_s() - self._read_at_s)
+        self._newest_s = max(self._newest_s, self._reading.now_s + passed_s)
+        return self._newest_s
+
+    def monotonic_s(self) -> float:
+        """This process's own clock for durations."""
+        return self._local.monotonic_s()
+
+    def age_s(self, since_s: float) -> float:
+        """How long ago that was, gaps and what was before them left out: for as long nobody was heard who could be."""
+        return self.now_s() - max(since_s, self.unbroken_since_s)

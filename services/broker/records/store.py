@@ -1,0 +1,242 @@
+"""Where a run's records and payload rest: what the broker asks of a store.
+
+A run is a versioned document: one RunRecord, one GroupRecord a live or retained group, and payload beside them. A
+broker process works on a copy of the records and commits changes against the mark it last saw, so any number of
+processes may serve one run and every decision is taken by the same Python code whatever the store.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from penstock.wire.codec import Packed
+from services.broker.records.run_clock import Reading
+
+SampleId = tuple[str, int]
+"""Group id and sample index."""
+
+
+class ConflictError(Exception):
+    """The run changed since the given mark; nothing was stored. Load, decide again, commit again."""
+
+
+class LostMarkError(Exception):
+    """A copy cannot be brought up to date by what changed since its mark: load everything."""
+
+
+class RetiredError(Exception):
+    """Ids that a change takes for new belong to retired groups; nothing was stored. Decide again without them."""
+
+    def __init__(self, group_ids: Collection[str]) -> None:
+        super().__init__(f"{len(group_ids)} ids are retired")
+        self.group_ids = group_ids
+
+
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """A point in a run's history: how many commits, and the name of the last one.
+
+    The name tells a history that went on from one that lost its end (a Redis that came back without its last second).
+    """
+
+    revision: int
+    name: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PayloadSlice:
+    """A part of a parcel's payload."""
+
+    payload_id: str
+    start: int
+    end: int
+
+    @property
+    def size_bytes(self) -> int:
+        """Its length."""
+        return self.end - self.start
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Snapshot:
+    """What to do to a copy of the records to bring it to `mark`."""
+
+    mark: Mark
+    is_full: bool
+    """Whether everything is here; else only what changed since the mark that was asked about."""
+    run: bytes
+    """RunRecord."""
+    groups: Mapping[str, bytes | None]
+    """GroupRecord by group id, ParcelRecord by the parcel's name; None where it is gone."""
+    clock: Reading | None = None
+    """The run's clock when this was read."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Root:
+    """A run without its groups."""
+
+    mark: Mark
+    run: bytes
+    """RunRecord."""
+    num_records: int
+    """Records that it has besides."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Delta:
+    """One change of a run, stored whole or not at all."""
+
+    run: bytes
+    groups: dict[str, bytes | None] = field(default_factory=dict)
+    """Records by group id or parcel's name; None removes one."""
+    prompts: dict[str, bytes | None] = field(default_factory=dict)
+    """Prompts by group id; None removes one."""
+    cleared: set[SampleId] = field(default_factory=set)
+    """Samples whose chunks are deleted, before any are appended."""
+    chunks: list[tuple[SampleId, bytes]] = field(default_factory=list)
+    """TokenChunks to append, in order."""
+    retired: set[str] = field(default_factory=set)
+    """Groups whose records go, but whose ids must never be accepted again."""
+    counts: dict[str, int] = field(default_factory=dict)
+    """What to add to the counters of the books, by name; see `books`."""
+    fold_version: int | None = None
+    """Afterwards, add the counters of older versions to those of this one; None folds nothing."""
+    fresh: list[str] = field(default_factory=list)
+    """Ids taken for new: the change is refused where one of them is retired."""
+    payloads: dict[str, Packed] = field(default_factory=dict)
+    """Payload of parcels by payload id; empty where `put_payload` brought it ahead."""
+    dropped_payloads: set[str] = field(default_factory=set)
+    """Payload ids to delete."""
+
+    def absorb(self, later: Delta) -> None:
+        """Add what an operation after this one does beside the records."""
+        self.prompts.update(later.prompts)
+        if later.cleared:
+            self.cleared |= later.cleared
+            self.chunks = [item for item in self.chunks if item[0] not in later.cleared]
+        self.chunks += later.chunks
+        self.retired |= later.retired
+        for name, count in later.counts.items():
+            self.counts[name] = self.counts.get(name, 0) + count
+        # Counters of later operations are named for the folded version already.
+        self.fold_version = self.fold_version if later.fold_version is None else later.fold_version
+        self.fresh += later.fresh
+        self.payloads.update(later.payloads)
+        self.dropped_payloads |= later.dropped_payloads
+
+    def keep_payloads(self, is_used: Callable[[str], bool]) -> None:
+        """Leave out payload that nobody uses any more, and delete none that somebody does."""
+        self.dropped_payloads = {payload_id for payload_id in self.dropped_payloads if not is_used(payload_id)}
+        self.payloads = {payload_id: data for payload_id, data in self.payloads.items() if is_used(payload_id)}
+
+
+class Store(Protocol):
+    """Durable state of all runs.
+
+    Atomicity: `commit` stores a delta whole or not at all, and returns only after the store has it. Commits of one run
+    form one sequence; `load` never shows half a commit. Peers and busy spans are hints outside of that sequence.
+    Every call raises ServiceUnavailableError when the store cannot be reached within a few seconds; a commit that ended
+    so may or may not have been stored, and the caller must load again to know.
+    """
+
+    async def load(self, run_id: str, since: Mark | None) -> Snapshot | None:
+        """The run as a change of the copy at `since`, or all of it. None: no such run.
+
+        All of it is read in slices, without holding up the event loop or the store; it may take as long as it takes.
+        Raises LostMarkError where the mark is not known (any more), or more than MAX_CHANGED_BYTES have changed.
+        """
+        ...
+
+    async def commit(self, run_id: str, expected: Mark | None, delta: Delta) -> Mark:
+        """Store a change on top of `expected` (None: the run must not exist). Raises ConflictError, RetiredError."""
+        ...
+
+    async def tick(self, run_id: str, max_gap_s: float) -> Reading:
+        """Advance the run's clock, see `run_clock`; a longer time since this was last called is a gap.
+
+        Of a run that does not exist, the store's own time.
+        """
+        ...
+
+    async def prompts(self, run_id: str, group_ids: Sequence[str]) -> list[bytes | None]:
+        """Prompts as stored, None where there is none."""
+        ...
+
+    async def chunks(self, run_id: str, samples: Sequence[SampleId]) -> list[list[bytes]]:
+        """The accepted chunks of each sample, in order."""
+        ...
+
+    async def books(self, run_id: str) -> tuple[Mark, Mapping[str, int]] | None:
+        """Every counter of the books, and the commit after which they stood so. None: no such run."""
+        ...
+
+    async def put_payload(self, run_id: str, payload_id: str, payload: Packed) -> None:
+        """Store a large payload ahead of the commit that makes it last; it goes by itself when there is none."""
+        ...
+
+    async def payloads(self, run_id: str, slices: Sequence[PayloadSlice]) -> list[bytes]:
+        """Parts of payloads; shorter than asked for where the payload is gone."""
+        ...
+
+    async def retired(self, run_id: str, group_ids: Sequence[str]) -> set[str]:
+        """Which of the ids belong to retired groups."""
+        ...
+
+    async def put_peer(self, run_id: str, peer_id: str, view: bytes, busy_spans: Sequence[bytes]) -> None:
+        """Remember how a peer was last seen, and append spans, of which the newest MAX_BUSY_SPANS stay."""
+        ...
+
+    async def peers(self, run_id: str) -> dict[str, bytes]:
+        """The peers' views by id."""
+        ...
+
+    async def forget_peers(self, run_id: str, peer_ids: Sequence[str]) -> None:
+        """Remove peers and their spans; those that are unknown are no error."""
+        ...
+
+    async def busy_spans(self, run_id: str, peer_id: str) -> list[bytes]:
+        """The spans of a peer, oldest first."""
+        ...
+
+    async def run_ids(self) -> list[str]:
+        """Every run, oldest first."""
+        ...
+
+    async def roots(self, run_ids: Sequence[str]) -> list[Root | None]:
+        """Runs without their groups; None where there is no such run."""
+        ...
+
+    async def now_s(self, run_id: str) -> float:
+        """Unix time by the store's own clock, asked where that run is."""
+        ...
+
+    def purge(self, run_id: str, expected: Mark) -> AsyncIterator[int]:
+        """Delete the records and payload of a run, slice by slice; yields how many keys and records each slice took.
+
+        The run, its books and its peers stay. Whoever calls has marked the run, so that nobody writes to it any more.
+        Raises ConflictError when the run is no longer at `expected`.
+        """
+        ...
+
+    async def delete(self, run_id: str, expected: Mark | None) -> None:
+        """Delete what `purge` leaves. Raises ConflictError when the run is not at `expected` (None: there is none)."""
+        ...
+
+    async def ping(self) -> None:
+        """Raise ServiceUnavailableError unless the store answers."""
+        ...
+
+    async def close(self) -> None:
+        """Let go of connections."""
+        ...
+
+
+MAX_BUSY_SPANS = 20_000
+"""About an hour of a generator that reports five spans a second; 0.5 MiB."""
+MAX_CHANGED_BYTES = 16 * 1024 * 1024
+"""Records that are read at once."""
+MARKS_KEPT = 2_000
+"""Commits a copy may be behind and still load only the difference."""

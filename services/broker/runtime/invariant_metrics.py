@@ -1,0 +1,79 @@
+"""One set of numbers for each of the seven invariants, named after it, so that an alert can be written for each.
+
+What must stay 0 is `..._imbalance_samples`, `..._violations_samples`; the other counters move in an honest run too (a
+retry is a duplicate recognised) and say how hard an invariant had to work.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from prometheus_client import CollectorRegistry, Counter, Gauge
+
+from penstock.v1 import broker_pb2, types_pb2
+from services.broker.state.run_state import RunState
+
+PREFIX = "penstock_invariant"
+_TRAIN, _EVALUATE = types_pb2.PURPOSE_TRAIN, types_pb2.PURPOSE_EVALUATE
+
+
+class InvariantMetrics:
+    """See the module; labels are the run, or what kind of thing was counted."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        def gauge(name: str, text: str, *labels: str) -> Gauge:
+            return Gauge(f"{PREFIX}_{name}", text, ["run", *labels], registry=registry)
+
+        def counter(name: str, text: str, *labels: str) -> Counter:
+            return Counter(f"{PREFIX}_{name}", text, labels, registry=registry)
+
+        self._imbalance = gauge(
+            "conservation_imbalance_samples", "Samples submitted less trained, dropped and in flight: 0"
+        )
+        self._oldest = gauge("staleness_max_versions", "Largest staleness of a trained sample, in versions")
+        self._bound = gauge("staleness_bound_versions", "The run's bound on it")
+        self._too_old = gauge("staleness_violations_samples", "Samples trained beyond the bound: 0")
+        self._duplicates = counter("exactly_once_duplicates", "Repetitions recognised and not counted again", "kind")
+        self._twice = counter("no_token_twice_refused_tokens", "Tokens refused: known, or after a gap", "reason")
+        self._unattested = counter("attested_weights_refused_chunks", "Chunks of versions not reached yet")
+        self._longest = gauge("no_endless_wait_longest_s", "Longest time anybody of the run waits now, seconds")
+        self._fill = gauge("bounded_fill_ratio", "How full a queue is, 0 to 1", "queue")
+        self._refusals = counter("bounded_refusals", "Items refused because a queue was full", "queue")
+
+    def count_duplicates(self, kind: str, count: int) -> None:
+        """Repetitions recognised; kind is prompt, chunk, score, step or put."""
+        self._duplicates.labels(kind).inc(count)
+
+    def count_refused_tokens(self, reason: str, count: int) -> None:
+        """Tokens refused because they would be there twice, or leave a gap; reason is the chunk's."""
+        self._twice.labels(reason).inc(count)
+
+    def count_unattested(self, count: int) -> None:
+        """Chunks refused whose version the run has not reached."""
+        self._unattested.inc(count)
+
+    def count_refusals(self, queue: str, count: int) -> None:
+        """Items refused because a queue was full; queue is prompts or puts."""
+        self._refusals.labels(queue).inc(count)
+
+    def observe(
+        self, state: RunState, books: broker_pb2.Audit, waits: Sequence[broker_pb2.Wait], *, now_s: float
+    ) -> None:
+        """Set the gauges of a run."""
+        run_id, bound = state.run.run_id, state.limits.max_staleness
+        known = books.trained + sum(books.dropped.values()) + books.in_flight
+        self._imbalance.labels(run_id).set(books.submitted - known)
+        self._oldest.labels(run_id).set(books.max_staleness_seen)
+        self._bound.labels(run_id).set(bound)
+        too_old = sum(count for versions, count in books.trained_by_staleness.items() if versions > bound)
+        self._too_old.labels(run_id).set(too_old)
+        longest_s = max((now_s - wait.since_time.ToMicroseconds() / 1e6 for wait in waits), default=0.0)
+        self._longest.labels(run_id).set(max(0.0, longest_s))
+        limits = state.limits
+        queues = {
+            "training prompts": state.num_waiting(_TRAIN) / limits.max_queued_groups,
+            "evaluation prompts": state.num_waiting(_EVALUATE) / limits.max_queued_groups,
+            "step": books.in_flight_by_state.get("delivered", 0) / (limits.groups_per_step * limits.group_size),
+        }
+        for queue, ratio in queues.items():
+            self._fill.labels(run_id, queue).set(min(1.0, ratio))

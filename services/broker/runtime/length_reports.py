@@ -1,0 +1,117 @@
+"""Tells the scheduler how long finished completions were, so that it can forecast. Nothing ever waits for it.
+
+Lengths gather and go out together now and then; the scheduler knows the prompts of the groups whose lengths were asked
+for. While it is away it is left alone for longer and longer; the newest MAX_KEPT lengths are kept, older ones let go.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Sequence
+
+import structlog
+
+from penstock.errors import PenstockError
+from penstock.network.rpc import backoff_s, call, open_channel
+from penstock.security import Security
+from penstock.v1 import scheduler_pb2, scheduler_pb2_grpc
+
+MAX_KEPT = 16_384
+MAX_PER_CALL = 4_096
+REPORT_EVERY_S = 1.0
+MAX_BACKOFF_S = 30.0
+TIMEOUT_S = 1.0
+
+Length = tuple[str, str, int]
+"""Run, group, completion tokens of one sample."""
+
+_log = structlog.get_logger()
+
+
+class LengthReporter:
+    """Reports to one scheduler.
+
+    Args:
+        target: Its host:port; None where there is none, and then nothing is kept.
+        security: Credentials of the process.
+        on_report: Hears what came of lengths, and of how many: reported, refused or forgotten.
+    """
+
+    def __init__(
+        self,
+        target: str | None,
+        *,
+        security: Security,
+        on_report: Callable[[str, int], None] = lambda outcome, count: None,
+    ) -> None:
+        self._peer = f"scheduler {target}"
+        self._channel = open_channel(target, security) if target else None
+        self._on_report = on_report
+        self._kept: deque[Length] = deque()
+
+    def note(self, run_id: str, group_id: str, num_tokens: int) -> None:
+        """A sample of this group was finished with so many completion tokens."""
+        if self._channel is None:
+            return
+        if len(self._kept) >= MAX_KEPT:
+            self._kept.popleft()
+            self._on_report("forgotten", 1)
+        self._kept.append((run_id, group_id, num_tokens))
+
+    async def run(self) -> None:
+        """Report until cancelled."""
+        delays_s = backoff_s(first_s=REPORT_EVERY_S, most_s=MAX_BACKOFF_S)
+        while True:
+            if await self._report():
+                delays_s = backoff_s(first_s=REPORT_EVERY_S, most_s=MAX_BACKOFF_S)
+                await asyncio.sleep(REPORT_EVERY_S)
+            else:
+                await asyncio.sleep(next(delays_s))
+
+    async def close(self) -> None:
+        """Report what is left, if that is quick, and let go of the connection."""
+        if self._channel is not None:
+            await self._report()
+            await self._channel.close()
+
+    async def _report(self) -> bool:
+        """Send what gathered; whether the scheduler took it all, or there was nothing."""
+        while self._kept:
+            # Taken out before the call: what comes meanwhile may push the oldest out.
+            part = [self._kept.popleft() for _ in range(min(len(self._kept), MAX_PER_CALL))]
+            runs = list(dict.fromkeys(run_id for run_id, _, _ in part))
+            for index, run_id in enumerate(runs):
+                mine = [length for length in part if length[0] == run_id]
+                outcome = await self._send(run_id, mine)
+                if outcome != "reported":
+                    unsent = set(runs[index + (outcome == "refused") :])
+                    self._put_back([length for length in part if length[0] in unsent])
+                    return False
+        return True
+
+    async def _send(self, run_id: str, lengths: Sequence[Length]) -> str:
+        """What came of it: reported, refused or failed."""
+        assert self._channel is not None
+        request = scheduler_pb2.ReportLengthsRequest(run_id=run_id)
+        for _, group_id, num_tokens in lengths:
+            query = scheduler_pb2.LengthQuery(group_id=group_id)
+            request.observations.add(query=query, num_completion_tokens=num_tokens)
+        stub = scheduler_pb2_grpc.SchedulerServiceStub(self._channel)
+        try:
+            await call(stub.ReportLengths, request, peer=self._peer, timeout_s=TIMEOUT_S)
+        except PenstockError as error:
+            if error.is_retryable:
+                return "failed"
+            _log.warning("lengths were refused", run_id=run_id, num_lengths=len(lengths), error=str(error))
+            self._on_report("refused", len(lengths))
+            return "refused"
+        self._on_report("reported", len(lengths))
+        return "reported"
+
+    def _put_back(self, lengths: Sequence[Length]) -> None:
+        room = MAX_KEPT - len(self._kept)
+        kept = lengths[max(0, len(lengths) - room) :]
+        self._kept.extendleft(reversed(kept))
+        if len(kept) < len(lengths):
+            self._on_report("forgotten", len(lengths) - len(kept))

@@ -1,0 +1,133 @@
+"""Numbers for Prometheus. Counters move as things happen; gauges follow a run's state when the caretaker passes."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
+from prometheus_client import CollectorRegistry, Gauge
+from prometheus_client import Counter as PrometheusCounter
+
+from penstock.v1 import broker_pb2
+from services.broker.runtime.invariant_metrics import InvariantMetrics
+from services.broker.state.counters import DROPPED, TRAINED, Entry
+from services.broker.state.run_audit import totals
+from services.broker.state.run_state import RunState
+
+
+class BrokerMetrics:
+    """The broker's metrics in one registry."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self.registry = registry
+        self.invariants = InvariantMetrics(registry)
+        self._leases = PrometheusCounter("penstock_broker_leases", "Leases given", ["kind"], registry=registry)
+        self._expired = PrometheusCounter(
+            "penstock_broker_leases_expired", "Leases expired", ["kind"], registry=registry
+        )
+        self._forecasts = PrometheusCounter(
+            "penstock_broker_forecasts", "Questions for length forecasts, by outcome", ["outcome"], registry=registry
+        )
+        self._length_reports = PrometheusCounter(
+            "penstock_broker_length_reports", "Completion lengths for the scheduler", ["outcome"], registry=registry
+        )
+        self._moves = PrometheusCounter(
+            "penstock_broker_leases_moved", "Leases moved to an idle generator", registry=registry
+        )
+        self._tokens = PrometheusCounter(
+            "penstock_broker_tokens_accepted", "Completion tokens stored", registry=registry
+        )
+        self._refused = PrometheusCounter(
+            "penstock_broker_chunks_refused", "Token chunks refused", ["reason"], registry=registry
+        )
+        self._dropped = Gauge(
+            "penstock_broker_samples_dropped",
+            "Training samples given up, by length bucket in tokens",
+            ["run", "reason", "max_tokens"],
+            registry=registry,
+        )
+        self._lengths = Gauge(
+            "penstock_broker_samples_trained_by_length",
+            "Training samples trained, by length bucket in tokens",
+            ["run", "max_tokens"],
+            registry=registry,
+        )
+        self._trained = Gauge(
+            "penstock_broker_samples_trained",
+            "Training samples by staleness",
+            ["run", "staleness_versions"],
+            registry=registry,
+        )
+        self._samples = Gauge(
+            "penstock_broker_samples_in_flight",
+            "Training samples by state",
+            ["run", "state"],
+            registry=registry,
+        )
+        self._version = Gauge("penstock_broker_policy_version", "The run's policy version", ["run"], registry=registry)
+        self._queued = Gauge(
+            "penstock_broker_groups_queued", "Groups with samples to lease", ["run"], registry=registry
+        )
+        self._conflicts = Gauge(
+            "penstock_broker_commit_conflicts",
+            "Commits another broker was before",
+            ["run"],
+            registry=registry,
+        )
+
+    def count_leases(self, kind: str, count: int) -> None:
+        """Leases given; kind is generation or scoring."""
+        self._leases.labels(kind).inc(count)
+
+    def count_forecasts(self, outcome: str) -> None:
+        """A question to the scheduler: answered, failed or skipped."""
+        self._forecasts.labels(outcome).inc()
+
+    def count_length_reports(self, outcome: str, count: int) -> None:
+        """Lengths for the scheduler: reported, refused, or forgotten because it was away for long."""
+        self._length_reports.labels(outcome).inc(count)
+
+    def count_moves(self, count: int) -> None:
+        """Leases taken from one generator and given to another."""
+        self._moves.inc(count)
+
+    def count_expired(self, kind: str, count: int) -> None:
+        """Leases expired."""
+        self._expired.labels(kind).inc(count)
+
+    def count_tokens(self, count: int) -> None:
+        """Completion tokens stored."""
+        self._tokens.inc(count)
+
+    def count_refused(self, reason: str) -> None:
+        """A chunk refused."""
+        self._refused.labels(reason).inc()
+
+    def observe(
+        self, state: RunState, *, num_conflicts: int, waits: Sequence[broker_pb2.Wait] = (), now_s: float = 0.0
+    ) -> None:
+        """Set the gauges of a run."""
+        run_id, books = state.run.run_id, totals(state)
+        self.invariants.observe(state, books, waits, now_s=now_s)
+        for versions, count in books.trained_by_staleness.items():
+            self._trained.labels(run_id, str(versions)).set(count)
+        for name in ("queued", "leased", "finished", "scoring", "scored", "delivered"):
+            self._samples.labels(run_id, name).set(books.in_flight_by_state.get(name, 0))
+        self._version.labels(run_id).set(state.run.policy_version)
+        self._queued.labels(run_id).set(len(state.queue))
+        self._conflicts.labels(run_id).set(num_conflicts)
+
+    def observe_books(self, run_id: str, counts: Mapping[str, int]) -> None:
+        """Set the gauges of a run that follow the counters of its books."""
+        trained: Counter[int] = Counter()
+        dropped: Counter[tuple[str, int]] = Counter()
+        for name, count in counts.items():
+            entry = Entry.parse(name)
+            if entry.kind == TRAINED:
+                trained[entry.max_tokens] += count
+            elif entry.kind == DROPPED:
+                dropped[(entry.reason, entry.max_tokens)] += count
+        for max_tokens, count in trained.items():
+            self._lengths.labels(run_id, str(max_tokens)).set(count)
+        for (reason, max_tokens), count in dropped.items():
+            self._dropped.labels(run_id, reason, str(max_tokens)).set(count)

@@ -1,0 +1,115 @@
+"""Runs that go: deleted by a person, or expired some time after they were closed.
+
+Order: the run's record is marked (from then on nobody can open it or write to it, and its streams end), then its
+records and payload go in slices, then, for a deletion, the rest of its keys. Each part is safe to repeat by any broker
+process, and each slice is cut only while the run is still the marked one.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from penstock.errors import RunConflictError, ServiceUnavailableError
+from penstock.v1 import broker_pb2
+from services.broker.operations import drops
+from services.broker.records.store import ConflictError, Delta, Root, Store
+from services.broker.records_pb2 import RunRecord
+from services.broker.runtime.run_replica import RunHub
+
+DELETED, EXPIRED = "deleted", "expired"
+CALL_S = 2.0
+"""Time one call takes at most for slices, before it asks to be repeated."""
+WORKING_S = 60.0
+"""A run that is open and took a step, or was opened, this lately is being worked on."""
+MAX_ATTEMPTS = 50
+
+
+async def delete(hub: RunHub, *, is_forced: bool) -> broker_pb2.DeleteRunResponse:
+    """Delete a run, or go on deleting it; see DeleteRun.
+
+    Raises:
+        RunConflictError: it is open and being worked on, and the caller does not force it.
+        ServiceUnavailableError: the store is away, or others kept changing the run.
+    """
+    store, until_s, num_keys = hub.store, time.monotonic() + CALL_S, 0
+    existed = hub.run_id in await store.run_ids()
+    for _ in range(MAX_ATTEMPTS):
+        [root] = await store.roots([hub.run_id])
+        existed = existed or root is not None
+        try:
+            if root is None:
+                await store.delete(hub.run_id, None)
+                hub.forget()
+                return broker_pb2.DeleteRunResponse(existed=existed, num_keys=num_keys, is_complete=True)
+            run = RunRecord.FromString(root.run)
+            if run.payload_gone != DELETED:
+                if not is_forced:
+                    await _check_idle(hub, run)
+                await _mark(store, root, lambda run: _set_gone(run, DELETED))
+                continue
+            async for num_cut in store.purge(hub.run_id, root.mark):
+                num_keys += num_cut
+                if time.monotonic() > until_s:
+                    return broker_pb2.DeleteRunResponse(existed=True, num_keys=num_keys)
+            await store.delete(hub.run_id, root.mark)
+        except ConflictError:
+            continue
+    raise ServiceUnavailableError(f"run {hub.run_id!r}: others kept changing it while it was being deleted")
+
+
+async def expire(hub: RunHub, root: Root) -> None:
+    """Mark a closed run, so that its payload may go; what is still in flight is dropped with reason `expired` first.
+
+    Raises ConflictError where somebody changed the run meanwhile.
+    """
+    run = RunRecord.FromString(root.run)
+    if run.submitted != run.trained + sum(run.dropped.values()):
+        await hub.transact(lambda state: drops.drop_all(state, EXPIRED) if state.run.is_closed else 0)
+        [fresh] = await hub.store.roots([hub.run_id])
+        if fresh is None or not RunRecord.FromString(fresh.run).is_closed:
+            return
+        root = fresh
+    await _mark(hub.store, root, lambda run: _set_gone(run, EXPIRED))
+
+
+async def note_closed(store: Store, root: Root, now_s: float) -> None:
+    """Begin to count for a run that was closed before the time of it was noted."""
+
+    def change(run: RunRecord) -> None:
+        run.close_s = now_s
+
+    await _mark(store, root, change)
+
+
+async def _mark(store: Store, root: Root, change: Callable[[RunRecord], None]) -> None:
+    """Change a run's record alone, without loading its groups."""
+    run = RunRecord.FromString(root.run)
+    change(run)
+    await store.commit(run.run_id, root.mark, Delta(run=run.SerializeToString(deterministic=True)))
+
+
+def _set_gone(run: RunRecord, reason: str) -> None:
+    run.is_closed, run.payload_gone = True, reason
+
+
+async def _check_idle(hub: RunHub, run: RunRecord) -> None:
+    if run.is_closed:
+        return
+    who = ""
+    generators, workers = await hub.peers.views(None)
+    idle_s = hub.clock.now_s() - max(run.open_s, run.version_s, run.owner_s)
+    if generators:
+        who = f"generator {generators[0].hello.generator_id}"
+    elif workers:
+        who = f"reward worker {workers[0]}"
+    elif hub.num_listeners:
+        who = "a stream of it is open"
+    elif idle_s < WORKING_S:
+        who = f"it was opened or took a step {max(0.0, idle_s):.0f} s ago"
+    if who:
+        raise RunConflictError(
+            f"run {run.run_id!r} is open and being worked on ({who}); stop it first, or force it "
+            f"(penstock runs delete {run.run_id} --force)",
+            run_id=run.run_id,
+        )

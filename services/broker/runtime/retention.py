@@ -1,0 +1,73 @@
+"""The payload of closed runs leaves the store some time after their closing; deletions left half done are finished.
+
+Every broker process looks; marks and slices see to it that each thing happens once. Time is the store's own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+import structlog
+
+from penstock.errors import PenstockError
+from services.broker.records.store import ConflictError, Root
+from services.broker.records_pb2 import RunRecord
+from services.broker.runtime import removal
+from services.broker.runtime.run_registry import Hubs
+
+CHECK_EVERY_S = 600.0
+"""Also how long after a broker's start the first look is: a trainer that comes with it may open its run again."""
+ROOTS_AT_ONCE = 100
+
+_log = structlog.get_logger()
+
+
+class Retention:
+    """See the module."""
+
+    def __init__(self, hubs: Hubs, *, keep_s: float | None) -> None:
+        """`keep_s`: how long the payload of a closed run is kept, seconds; None keeps it until the run is deleted."""
+        self._hubs = hubs
+        self._keep_s = keep_s
+
+    async def run(self) -> None:
+        """Look now and then, until cancelled."""
+        while True:
+            await asyncio.sleep(CHECK_EVERY_S)
+            try:
+                await self.check()
+            except PenstockError as error:
+                _log.warning("closed runs not looked at", error=str(error))
+
+    async def check(self) -> None:
+        """Look at every run once. Raises ServiceUnavailableError."""
+        run_ids = await self._hubs.store.run_ids()
+        for start in range(0, len(run_ids), ROOTS_AT_ONCE):
+            some = run_ids[start : start + ROOTS_AT_ONCE]
+            for run_id, root in zip(some, await self._hubs.store.roots(some), strict=True):
+                try:
+                    if root is not None:
+                        await self._look_at(run_id, root)
+                except ConflictError:
+                    _log.info("a closed run changed while it was looked at", run_id=run_id)
+
+    async def _look_at(self, run_id: str, root: Root) -> None:
+        store, hub = self._hubs.store, self._hubs.hub(run_id)
+        run = RunRecord.FromString(root.run)
+        if run.payload_gone == removal.DELETED:
+            while not (await removal.delete(hub, is_forced=True)).is_complete:
+                pass
+            _log.info("a deletion left half done was finished", run_id=run_id)
+        elif run.payload_gone:
+            if root.num_records:
+                num_keys = sum([num_cut async for num_cut in store.purge(run_id, root.mark)])
+                _log.info("payload of a closed run expired", run_id=run_id, num_keys=num_keys)
+        elif run.is_closed and self._keep_s is not None:
+            now_s = await store.now_s(run_id)
+            if not run.close_s:
+                await removal.note_closed(store, root, now_s)
+            elif now_s - run.close_s >= self._keep_s:
+                await removal.expire(hub, root)
+                [marked] = await store.roots([run_id])
+                if marked is not None and RunRecord.FromString(marked.run).payload_gone:
+                    await self._look_at(run_id, marked)

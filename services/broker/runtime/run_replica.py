@@ -1,0 +1,469 @@
+"""A run inside one broker process: a copy of its records, changed by one transaction after another.
+
+Promises:
+- `transact` decides on the copy and commits against the mark of that copy; if another process was first, it takes over
+  the difference and decides again. Nothing is answered before the store has it.
+- Operations that come while a commit is under way are decided in order and committed together by the next one. One that
+  fails leaves no trace and does not hurt the others.
+- After a commit of unknown outcome (the store went away, it took too long) the copy goes back to where it was before,
+  and the next call begins with what changed in the store since: that commit, if it happened.
+- Loading a copy goes on in slices between which others run, however long it takes and whoever still waits for it; no
+  deadline of this process runs meanwhile.
+- Listeners are woken by every change, whoever made it, but not where samples under way only grew; changes of other
+  processes are noticed by `poll`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from penstock.clock import Clock
+from penstock.errors import PenstockError, ServiceUnavailableError, UnknownRunError
+from penstock.v1 import broker_pb2, types_pb2
+from services.broker.fleet.dispatcher import Dispatcher
+from services.broker.fleet.worker_registry import Peers
+from services.broker.operations.lifecycle import create_run, reopen_run
+from services.broker.records.run_clock import MAX_GAP_S, RunClock, max_gap_s
+from services.broker.records.store import ConflictError, LostMarkError, Mark, RetiredError, Snapshot, Store
+from services.broker.runtime.deadlines import Deadlines
+from services.broker.runtime.payload_cache import PayloadCache
+from services.broker.state.run_state import RunState
+
+TRANSACTION_TIMEOUT_S = 8.0
+MAX_ATTEMPTS = 200
+MAX_CACHED_PROMPTS = 1024
+MAX_BATCH_OPERATIONS = 256
+
+_T = TypeVar("_T")
+Follower = Callable[[RunState], Callable[[RunState], Any] | None]
+"""Gives an operation where it has something to do."""
+
+
+@dataclass(slots=True, eq=False)
+class _Request:
+    """An operation that waits for its commit."""
+
+    operation: Callable[[RunState], Any]
+    must_verify: bool
+    create: Callable[[RunState], Any] | None
+    """What to do instead where the run does not exist; such a request is a batch of its own."""
+    answer: asyncio.Future[Any]
+    reading: Callable[[RunState, Mapping[str, int]], Any] | None = None
+    """What to read instead, with the books; such a request is a batch of its own, too."""
+    is_follower: bool = False
+    result: Any = None
+    error: PenstockError | None = None
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether nothing else is decided together with it."""
+        return self.create is not None or self.reading is not None
+
+
+class RunHub:
+    """See the module."""
+
+    def __init__(self, run_id: str, *, store: Store, clock: Clock) -> None:
+        self.run_id = run_id
+        self.store = store
+        self.clock = RunClock(clock)
+        self.num_conflicts = 0
+        self.last_used_s = clock.monotonic_s()
+        """The times of this process's own housekeeping are of its monotonic clock."""
+        self.books_read_s = -math.inf
+        """When the caretaker last read the books."""
+        self.observed_s = -math.inf
+        """When it last set the metrics of the run's queues and waits."""
+        self._state: RunState | None = None
+        self._mark: Mark | None = None
+        self._is_doubtful = False
+        """Whether the store may have a commit that the copy does not know of."""
+        self._deadlines = Deadlines()
+        self._waiting: deque[_Request] = deque()
+        self._worker: asyncio.Task[None] | None = None
+        self._listeners: dict[asyncio.Event, bool] = {}
+        """Events to set, and whether only for the run's end."""
+        self._followers: dict[Follower, Callable[[asyncio.Future[Any]], None]] = {}
+        """In order of arrival: woken in that order, so that who asked first is served first."""
+        self._prompts: OrderedDict[str, types_pb2.Prompt] = OrderedDict()
+        self.num_groups_coming = 0
+        """Groups of puts that are being stored."""
+        self.coming_bytes = 0
+        """Payload of puts that are being stored."""
+        self.receiving_bytes = 0
+        """Payload of puts that come in parts, until they are stored; see `put_parts`."""
+        self.payloads = PayloadCache(run_id, store=store)
+        self.peers = Peers(run_id, store=store, clock=self.clock)
+        self.dispatcher = Dispatcher(self.peers)
+
+    # -- listening -----------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def listening(self, event: asyncio.Event | None = None, *, only_end: bool = False) -> Iterator[asyncio.Event]:
+        """An event (the given one, or a new one) that changes of the run set, see above; the listener clears it.
+
+        With `only_end` nothing but the run's closing or going sets it: of many streams that wait for no more than that,
+        every commit would else wake each.
+        """
+        event = event or asyncio.Event()
+        self._listeners[event] = only_end
+        try:
+            yield event
+        finally:
+            self._listeners.pop(event, None)
+
+    @contextmanager
+    def following(self, follower: Follower, take: Callable[[asyncio.Future[Any]], None]) -> Iterator[None]:
+        """Inside, `follower` is asked after every batch that changes the run whether it has something to do on that.
+
+        What it does is part of the same commit: work that one call makes ready and another waits for is handed on
+        without a round trip of its own. `take` gets the operation's answer. A follower that has given an operation must
+        give no other before that.
+        """
+        self._followers[follower] = take
+        try:
+            yield
+        finally:
+            del self._followers[follower]
+
+    @property
+    def num_listeners(self) -> int:
+        """Streams that listen."""
+        return len(self._listeners)
+
+    def wake(self) -> None:
+        """Set listeners' events."""
+        is_ended = self._state is None or self._state.run.is_closed
+        for event, only_end in self._listeners.items():
+            if is_ended or not only_end:
+                event.set()
+
+    @property
+    def copy(self) -> RunState | None:
+        """The copy as it stands, for hints only: it may be behind the store. None when nothing is loaded."""
+        return self._state
+
+    # -- transactions --------------------------------------------------------------------------------------------------
+
+    async def open(self, request: broker_pb2.OpenRunRequest) -> broker_pb2.OpenRunResponse:
+        """Create the run or re-attach to it; see `opening`."""
+
+        def reopen(state: RunState) -> broker_pb2.OpenRunResponse:
+            return reopen_run(state, request, self.clock.now_s())
+
+        def create(state: RunState) -> broker_pb2.OpenRunResponse:
+            return create_run(state, request, self.clock.now_s())
+
+        response: broker_pb2.OpenRunResponse = await self._request(reopen, must_verify=True, create=create)
+        return response
+
+    async def transact(self, operation: Callable[[RunState], _T], *, must_verify: bool = True) -> _T:
+        """Run an operation and commit what it changed; returns its result.
+
+        Args:
+            operation: may run several times; has no effect but on the state.
+            must_verify: ask the store even when nothing changed. False where "nothing to do" is told to nobody.
+
+        Raises:
+            UnknownRunError: no such run.
+            ServiceUnavailableError: the store is away, or other processes kept being first.
+            PenstockError: what the operation raised on an up-to-date copy.
+        """
+        result: _T = await self._request(operation, must_verify=must_verify, create=None)
+        return result
+
+    async def keep_time(self) -> None:
+        """Advance the run's clock in the store, and read it."""
+        gap_s = MAX_GAP_S if self._state is None else max_gap_s(self._state.limits)
+        self.clock.take(await self.store.tick(self.run_id, gap_s))
+
+    async def poll(self) -> None:
+        """Take over what other processes changed; drops the copy of a run that is gone."""
+        if self._state is not None:
+            try:
+                await self.transact(_nothing)
+            except UnknownRunError:
+                self.wake()
+
+    async def read_books(self, reading: Callable[[RunState, Mapping[str, int]], _T]) -> _T:
+        """What `reading` makes of the run and of the counters of its books, both after one and the same commit.
+
+        Raises:
+            UnknownRunError: no such run.
+            ServiceUnavailableError: the store is away, or other processes kept committing in between.
+        """
+        result: _T = await self._request(_nothing, must_verify=True, create=None, reading=reading)
+        return result
+
+    async def _request(
+        self,
+        operation: Callable[[RunState], Any],
+        *,
+        must_verify: bool,
+        create: Callable[[RunState], Any] | None,
+        reading: Callable[[RunState, Mapping[str, int]], Any] | None = None,
+    ) -> Any:
+        """Queue an operation and wait for its commit. A caller that goes away does not tear a commit in two."""
+        self.last_used_s = self.clock.monotonic_s()
+        answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        self._waiting.append(_Request(operation, must_verify, create, answer, reading))
+        if self._worker is None:
+            self._worker = asyncio.create_task(self._work())
+        try:
+            async with self._deadlines.within(TRANSACTION_TIMEOUT_S):
+                return await answer
+        except TimeoutError as error:
+            raise ServiceUnavailableError(f"run {self.run_id!r}: no answer in {TRANSACTION_TIMEOUT_S} s") from error
+
+    async def _work(self) -> None:
+        """Commit batch after batch until nothing waits."""
+        try:
+            while self._waiting:
+                batch = self._next_batch()
+                try:
+                    async with self._deadlines.within(TRANSACTION_TIMEOUT_S):
+                        await self._settle(batch)
+                except TimeoutError:
+                    self._go_back()
+                    message = f"run {self.run_id!r}: no answer in {TRANSACTION_TIMEOUT_S} s"
+                    _fail(batch, ServiceUnavailableError(message))
+                except PenstockError as error:
+                    self._go_back()
+                    _fail(batch, error)
+                except BaseException as error:
+                    self._forget()
+                    _fail(batch, error)
+                    if not isinstance(error, Exception):
+                        raise
+        finally:
+            self._worker = None
+
+    def _next_batch(self) -> list[_Request]:
+        """What is decided together: everything that waits, in order, but an opening or an audit alone."""
+        batch: list[_Request] = []
+        while self._waiting and len(batch) < MAX_BATCH_OPERATIONS:
+            request = self._waiting[0]
+            if request.is_alone and batch:
+                break
+            self._waiting.popleft()
+            if request.answer.done():
+                continue
+            batch.append(request)
+            if request.is_alone:
+                break
+        return batch
+
+    async def _settle(self, batch: list[_Request]) -> None:
+        """Decide, commit and answer a batch."""
+        if batch and batch[0].reading is not None:
+            await self._read(batch[0], batch[0].reading)
+            _answer(batch)
+            return
+        for _ in range(MAX_ATTEMPTS):
+            if not batch:
+                return
+            state = await self._load(may_create=batch[0].create is not None)
+            is_sound = all([self._decide(state, request) for request in batch])
+            if is_sound and state.is_changed:
+                followers = self._ask_followers(state)
+                batch += followers
+                is_sound = all([self._decide(state, request) for request in followers])
+            if not is_sound:
+                self._forget()
+                batch = [request for request in batch if not request.answer.done()]
+            elif state.is_changed:
+                if await self._commit(state):
+                    _answer(batch)
+                    return
+            elif not await self._is_behind(state, batch):
+                _answer(batch)
+                return
+        raise ServiceUnavailableError(f"run {self.run_id!r}: {MAX_ATTEMPTS} commits lost against other brokers")
+
+    def _ask_followers(self, state: RunState) -> list[_Request]:
+        """What followers have to do on what was just decided; it is committed together with it."""
+        requests: list[_Request] = []
+        for follower, take in self._followers.items():
+            operation = follower(state)
+            if operation is not None:
+                answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+                answer.add_done_callback(take)
+                requests.append(_Request(operation, must_verify=False, create=None, answer=answer, is_follower=True))
+        return requests
+
+    async def _read(self, request: _Request, reading: Callable[[RunState, Mapping[str, int]], Any]) -> None:
+        """Read the books, and bring the copy to the commit after which they stood so."""
+        for _ in range(MAX_ATTEMPTS):
+            state = await self._load(may_create=False)
+            found = await self.store.books(self.run_id)
+            if found is None or found[0] != self._mark:
+                await self._refresh(state)
+            if found is not None and found[0] == self._mark:
+                request.result = reading(state, found[1])
+                return
+        raise ServiceUnavailableError(f"run {self.run_id!r}: other brokers kept changing it while it was read")
+
+    def _decide(self, state: RunState, request: _Request) -> bool:
+        """Run one operation and keep what it did; False when it broke, which leaves the copy in doubt."""
+        act = request.create if request.create is not None and self._mark is None else request.operation
+        request.result, request.error = None, None
+        try:
+            request.result = act(state)
+            state.keep()
+        except PenstockError as error:
+            state.undo()
+            request.error = error
+        except Exception as error:
+            _set_error(request.answer, error)
+            return False
+        return True
+
+    async def _is_behind(self, state: RunState, batch: Sequence[_Request]) -> bool:
+        """Whether a batch that changes nothing was decided on an old copy, which is now brought up to date."""
+        if self._mark is None or not any(request.must_verify or request.error is not None for request in batch):
+            return False
+        return await self._refresh(state)
+
+    async def _load(self, *, may_create: bool) -> RunState:
+        """The copy, up to date where it was in doubt; an empty one where the run does not exist."""
+        if self._state is not None and self._is_doubtful:
+            await self._refresh(self._state)
+        if self._state is not None and self._mark is not None:
+            return self._state
+        state = RunState()
+        with self._deadlines.paused():
+            mark = await self._load_into(state)
+        if mark is None:
+            if not may_create:
+                raise UnknownRunError(f"run {self.run_id!r} is not open", run_id=self.run_id)
+            self._forget()
+            await self.keep_time()
+            return state
+        self._state, self._mark = state, mark
+        self.wake()
+        return state
+
+    async def _load_into(self, state: RunState) -> Mark | None:
+        """Load everything; its mark, None where there is no such run."""
+        snapshot = await self.store.load(self.run_id, None)
+        if snapshot is None:
+            return None
+        self._read_clock(snapshot)
+        await _take_over(state, snapshot)
+        return snapshot.mark
+
+    async def _commit(self, state: RunState) -> bool:
+        delta, only_grew = state.delta(), state.only_grew
+        try:
+            self._mark = await self.store.commit(self.run_id, self._mark, delta)
+        except RetiredError as error:
+            state.rollback()
+            state.known_retired.update(error.group_ids)
+            return False
+        except ConflictError:
+            self.num_conflicts += 1
+            if self._mark is None:
+                return False
+            state.rollback()
+            await self._refresh(state)
+            return False
+        state.settle()
+        state.known_retired.clear()
+        self._state = state
+        if not only_grew:
+            # Growth is what happens most often by far, and nobody waits for it.
+            self.wake()
+        return True
+
+    async def _refresh(self, state: RunState) -> bool:
+        """Bring the copy up to date, or drop it where it is too far behind; returns whether it was not."""
+        try:
+            snapshot = await self.store.load(self.run_id, self._mark)
+        except LostMarkError:
+            self._forget()
+            return True
+        if snapshot is None:
+            self._forget()
+            raise UnknownRunError(f"run {self.run_id!r} is not open", run_id=self.run_id)
+        self._read_clock(snapshot)
+        self._is_doubtful = False
+        if snapshot.mark == self._mark:
+            return False
+        with self._deadlines.paused():
+            await _take_over(state, snapshot)
+        self._mark = snapshot.mark
+        self.wake()
+        return True
+
+    def forget(self) -> None:
+        """The run was deleted: let the copy go, and wake whoever waits for its end."""
+        self._forget()
+        self._prompts.clear()
+        self.wake()
+
+    def _read_clock(self, snapshot: Snapshot) -> None:
+        if snapshot.clock is not None:
+            self.clock.take(snapshot.clock)
+
+    def _go_back(self) -> None:
+        """To the last commit that is known; whether there was another one, the store will tell."""
+        if self._state is not None:
+            self._state.rollback()
+            self._is_doubtful = True
+
+    def _forget(self) -> None:
+        self._state, self._mark, self._is_doubtful = None, None, False
+
+    # -- prompts -------------------------------------------------------------------------------------------------------
+
+    async def prompts(self, group_ids: Sequence[str]) -> dict[str, types_pb2.Prompt]:
+        """Prompts by group id; groups given up meanwhile are missing."""
+        missing = [group_id for group_id in dict.fromkeys(group_ids) if group_id not in self._prompts]
+        if missing:
+            for group_id, prompt in zip(missing, await self.store.prompts(self.run_id, missing), strict=True):
+                if prompt is not None:
+                    self._prompts[group_id] = types_pb2.Prompt.FromString(prompt)
+        found = {group_id: self._prompts[group_id] for group_id in group_ids if group_id in self._prompts}
+        for group_id in found:
+            self._prompts.move_to_end(group_id)
+        while len(self._prompts) > MAX_CACHED_PROMPTS:
+            self._prompts.popitem(last=False)
+        return found
+
+
+async def _take_over(state: RunState, snapshot: Snapshot) -> None:
+    """Bring the copy to a snapshot; between slices others run."""
+    for _ in state.take_over(snapshot):
+        await asyncio.sleep(0)
+
+
+def _nothing(_state: RunState) -> None:
+    """Changes nothing, and so only makes sure that the copy is up to date."""
+
+
+def _answer(batch: Sequence[_Request]) -> None:
+    """Followers first: a trainer waits for work, a producer only for its receipt."""
+    for request in sorted(batch, key=lambda request: not request.is_follower):
+        if request.error is not None:
+            _set_error(request.answer, request.error)
+        elif not request.answer.done():
+            request.answer.set_result(request.result)
+
+
+def _fail(batch: Sequence[_Request], error: BaseException) -> None:
+    for request in batch:
+        _set_error(request.answer, error)
+
+
+def _set_error(answer: asyncio.Future[Any], error: BaseException) -> None:
+    """Nothing happens where the caller went away."""
+    if isinstance(error, asyncio.CancelledError):
+        answer.cancel()
+    elif not answer.done():
+        answer.set_exception(error)

@@ -1,0 +1,281 @@
+"""What holds a run's work back, in plain words: who is missing, silent or behind, and what will happen when. Pure.
+
+Cheap on purpose: looks at leases, connections and the heads of queues, never at every queued group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from penstock.v1 import broker_pb2, types_pb2
+from services.broker.records.store import SampleId
+from services.broker.records_pb2 import SampleRecord, WorkerView
+from services.broker.state.run_state import FinishedKey, Leases, RunState
+
+TRAIN, EVALUATE = types_pb2.PURPOSE_TRAIN, types_pb2.PURPOSE_EVALUATE
+SILENT_AFTER_S = 10.0
+"""A generator speaks at least every 5 s; after twice that it counts as silent."""
+SUBMITTER, GENERATORS, REWARD_WORKERS, TRAINER = (
+    "whoever submits prompts",
+    "generators",
+    "reward workers",
+    "trainer",
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Present:
+    """Who is connected, to any broker process."""
+
+    generators: Sequence[broker_pb2.GeneratorView]
+    """Generators heard of in the last minute."""
+    worker_ids: Collection[str]
+    """Reward workers heard of in the last seconds."""
+    holding: Mapping[str, WorkerView] = field(default_factory=dict)
+    """Those of them that hold leases without scoring."""
+
+    def speaking(self, now_s: float) -> list[broker_pb2.GeneratorView]:
+        """The generators that are not silent."""
+        return [view for view in self.generators if now_s - _beat_s(view) < SILENT_AFTER_S]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cause:
+    """Somebody waits for somebody."""
+
+    waiter: str
+    owner: str
+    """Who can end it, for example "generator gen-2"."""
+    text: str
+    """Why, for people."""
+    since_s: float
+    deadline_s: float | None = None
+    """When something will be done about it; None when nothing is due."""
+
+    def of(self, waiter: str, prefix: str) -> Cause:
+        """The same for somebody who waits for it in turn."""
+        return replace(self, waiter=waiter, text=prefix + self.text)
+
+
+def stalls(state: RunState, present: Present, now_s: float) -> list[Cause]:
+    """What is wrong, worst first: nobody there, somebody silent, somebody behind."""
+    return [
+        *_silent_generators(state, present, now_s),
+        *_no_generator(state, present, now_s),
+        *_no_worker(state, present, now_s),
+        *_lost_workers(state, present, now_s),
+        *_holding_workers(state, present),
+        *_lagging_generators(state, present, now_s),
+    ]
+
+
+def progress(state: RunState, purpose: int, now_s: float) -> Cause | None:
+    """What groups of a purpose wait for while nothing is wrong: their slowest part, nearest to the trainer last."""
+    for found in (
+        _decoding(state, purpose, now_s),
+        _scoring(state, purpose, now_s),
+        _unscored(state, purpose),
+        _queued(state, purpose),
+    ):
+        if found is not None:
+            return found
+    return None
+
+
+def counted(number: int, noun: str, one: str = "", many: str = "") -> str:
+    """For example "1 group", or with the verb "1 group waits", "3 groups wait"."""
+    words = f"{number} {noun} {one}" if number == 1 else f"{number} {noun}s {many}"
+    return words.rstrip()
+
+
+def name_of(sample: SampleId) -> str:
+    """For example "sample g17/5"."""
+    return f"sample {sample[0]}/{sample[1]}"
+
+
+def _no_generator(state: RunState, present: Present, now_s: float) -> Iterator[Cause]:
+    """Nobody to take what is queued; a generator that went silent does not count."""
+    if not state.queue or present.speaking(now_s):
+        return
+    last_s = max((_beat_s(view) for view in present.generators), default=None)
+    text = f"no generator is connected; {counted(len(state.queue), 'group', 'waits', 'wait')} for one"
+    if last_s is not None:
+        text += f", the last one was heard of {now_s - last_s:.0f} s ago"
+    since_s = max(last_s or 0.0, _first_submit_s(state))
+    yield Cause(waiter="groups", owner=GENERATORS, text=text, since_s=since_s)
+
+
+def _first_submit_s(state: RunState) -> float:
+    for rank in state.queue[:1]:
+        group = state.groups.at(rank[-1])
+        if group is not None:
+            return group.submit_s
+    return state.run.version_s
+
+
+def _no_worker(state: RunState, present: Present, now_s: float) -> Iterator[Cause]:
+    if state.finished and not present.worker_ids:
+        since_s = _first_finish_s(state)
+        text = f"no reward worker is connected; {counted(len(state.finished), 'finished sample', 'waits', 'wait')}"
+        yield Cause(waiter="samples", owner=REWARD_WORKERS, text=f"{text} {_for(since_s, now_s)}", since_s=since_s)
+
+
+def _silent_generators(state: RunState, present: Present, now_s: float) -> list[Cause]:
+    heard_s = {view.hello.generator_id: _beat_s(view) for view in present.generators}
+    found = []
+    for generator_id, held in state.generation_leases.items():
+        samples = [(key, state.groups[key[0]].samples[key[1]]) for key in held.values()]
+        key, sample = min(samples, key=lambda item: item[1].lease_expire_s)
+        since_s = heard_s.get(generator_id, max(sample.last_chunk_s, sample.lease_s))
+        if now_s - since_s < SILENT_AFTER_S:
+            continue
+        more = f" and {len(held) - 1} more are" if len(held) > 1 else " is"
+        text = (
+            f"{name_of(key)}{more} leased by {generator_id}, silent {_for(since_s, now_s)}, "
+            f"lease ends {_due(sample.lease_expire_s, now_s)}, then another goes on from token {sample.num_tokens}"
+        )
+        waiter, owner = counted(len(held), "sample"), f"generator {generator_id}"
+        found.append(Cause(waiter=waiter, owner=owner, text=text, since_s=since_s, deadline_s=sample.lease_expire_s))
+    return sorted(found, key=lambda cause: cause.since_s)
+
+
+def _lost_workers(state: RunState, present: Present, now_s: float) -> Iterator[Cause]:
+    for worker_id, held in state.scoring_leases.items():
+        if worker_id in present.worker_ids:
+            continue
+        samples = [(key, state.groups[key[0]].samples[key[1]]) for key in held.values()]
+        key, sample = min(samples, key=lambda item: item[1].scoring_expire_s)
+        text = (
+            f"{name_of(key)} is scored by {worker_id}, which is gone, "
+            f"lease ends {_due(sample.scoring_expire_s, now_s)}, then another scores it"
+        )
+        waiter, owner = counted(len(held), "sample"), f"reward worker {worker_id}"
+        yield Cause(waiter=waiter, owner=owner, text=text, since_s=sample.finish_s, deadline_s=sample.scoring_expire_s)
+
+
+def _holding_workers(state: RunState, present: Present) -> Iterator[Cause]:
+    for worker_id, view in present.holding.items():
+        held = state.scoring_leases.get(worker_id, {})
+        if held:
+            text = f"{worker_id} holds {counted(len(held), 'finished sample')}: {view.holding_reason}"
+            waiter, owner = counted(len(held), "sample"), f"reward worker {worker_id}"
+            yield Cause(waiter=waiter, owner=owner, text=text, since_s=view.holding_since_s)
+
+
+def _lagging_generators(state: RunState, present: Present, now_s: float) -> Iterator[Cause]:
+    """Generators whose old version is all that keeps waiting groups from being started."""
+    num_waiting, version = state.num_waiting(TRAIN), state.run.policy_version
+    versions = {view.hello.generator_id: view.beat.policy_version for view in present.speaking(now_s)}
+    if not num_waiting or not versions or any(may_start(state, held) for held in versions.values()):
+        return
+    if may_start(state, version):
+        generator_id = min(versions, key=lambda name: versions[name])
+        text = (
+            f"admission holds {counted(num_waiting, 'group')} back: "
+            f"generator {generator_id} is at version {versions[generator_id]}, trainer at {version}"
+        )
+        yield Cause(
+            waiter=counted(num_waiting, "group"),
+            owner=f"generator {generator_id}",
+            text=text,
+            since_s=state.run.version_s,
+        )
+
+
+def may_start(state: RunState, generator_version: int) -> bool:
+    """Whether admission lets a generator at a version start another training group."""
+    verdict = state.admission().judge(generator_version=generator_version, min_version=None, prompt_min_version=None)
+    return verdict.is_allowed
+
+
+def _decoding(state: RunState, purpose: int, now_s: float) -> Cause | None:
+    """The leased sample that was heard of longest ago."""
+    held = [item for item in _held(state, state.generation_leases) if _purpose(state, item[0]) == purpose]
+    if not held:
+        return None
+    key, sample = min(held, key=lambda item: _heard_s(item[1]))
+    heard_s = _heard_s(sample)
+    if now_s - heard_s >= SILENT_AFTER_S:
+        words = f"is leased by {sample.generator_id}, silent {_for(heard_s, now_s)} while {sample.generator_id} lives"
+    elif sample.num_tokens:
+        so_far = f"{counted(sample.num_tokens, 'token')} so far"
+        words = f"is decoded by {sample.generator_id} {_for(sample.lease_s, now_s)}, {so_far}"
+    else:
+        words = f"is leased by {sample.generator_id} {_for(sample.lease_s, now_s)}, no token yet"
+    text = f"{name_of(key)} {words}, lease ends {_due(sample.lease_expire_s, now_s)} unless renewed"
+    owner = f"generator {sample.generator_id}"
+    waiter = counted(len(held), "sample")
+    return Cause(waiter=waiter, owner=owner, text=text, since_s=heard_s, deadline_s=sample.lease_expire_s)
+
+
+def _scoring(state: RunState, purpose: int, now_s: float) -> Cause | None:
+    held = [item for item in _held(state, state.scoring_leases) if _purpose(state, item[0]) == purpose]
+    if not held:
+        return None
+    key, sample = min(held, key=lambda item: item[1].finish_s)
+    text = (
+        f"{name_of(key)} is scored by {sample.worker_id}, finished {now_s - sample.finish_s:.0f} s ago, "
+        f"lease ends {_due(sample.scoring_expire_s, now_s)} unless renewed"
+    )
+    owner, waiter = f"reward worker {sample.worker_id}", counted(len(held), "sample")
+    return Cause(
+        waiter=waiter,
+        owner=owner,
+        text=text,
+        since_s=sample.finish_s,
+        deadline_s=sample.scoring_expire_s,
+    )
+
+
+def _unscored(state: RunState, purpose: int) -> Cause | None:
+    keys = [key for key in state.finished if (key[0] == 0) == (purpose == EVALUATE)]
+    if not keys:
+        return None
+    text = f"{counted(len(keys), 'finished sample', 'waits', 'wait')} for a free reward worker"
+    return Cause(waiter="samples", owner=REWARD_WORKERS, text=text, since_s=_first_finish_s(state))
+
+
+def _queued(state: RunState, purpose: int) -> Cause | None:
+    num_waiting = state.num_waiting(purpose)
+    if not num_waiting:
+        return None
+    text = f"{counted(num_waiting, 'group', 'waits', 'wait')} for a free slot of a generator"
+    if purpose == TRAIN and not may_start(state, state.run.policy_version):
+        text = f"admission holds {counted(num_waiting, 'group')} back until the trainer finishes a step"
+    return Cause(waiter="groups", owner=GENERATORS, text=text, since_s=state.run.version_s)
+
+
+def _beat_s(view: broker_pb2.GeneratorView) -> float:
+    return view.beat_time.ToMicroseconds() / 1e6
+
+
+def _held(state: RunState, leases: Leases) -> Iterator[tuple[SampleId, SampleRecord]]:
+    for held in leases.values():
+        for key in held.values():
+            yield key, state.groups[key[0]].samples[key[1]]
+
+
+def _purpose(state: RunState, sample: SampleId) -> int:
+    return state.groups[sample[0]].purpose
+
+
+def _heard_s(sample: SampleRecord) -> float:
+    return max(sample.last_chunk_s, sample.lease_s)
+
+
+def _first_finish_s(state: RunState) -> float:
+    first: list[FinishedKey] = state.finished[:1]
+    for _purpose_flag, sequence, index in first:
+        group = state.groups.at(sequence)
+        if group is not None:
+            return group.samples[index].finish_s
+    return state.run.version_s
+
+
+def _for(since_s: float, now_s: float) -> str:
+    return f"for {max(0.0, now_s - since_s):.0f} s"
+
+
+def _due(deadline_s: float, now_s: float) -> str:
+    return f"in {max(0.0, deadline_s - now_s):.0f} s"

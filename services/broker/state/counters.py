@@ -1,0 +1,107 @@
+"""The counters of a run: what was submitted, trained and dropped, in all and by submission version and length. Pure.
+
+The totals are in the run's record, which every commit rewrites. The same samples by the version under which they were
+submitted and by length would make that record grow, so they are counters of their own in the store (`Delta.counts`),
+changed in the same commits and read only by an audit. A counter is named `version|max_tokens|kind`.
+
+Bounded: lengths fall into buckets of powers of two, and versions long past into one, see `fold`. A sample counts under
+the version at which its group was submitted or begun anew, with the tokens it has when it is counted; one of a later
+attempt whose siblings went on keeps the version of its group.
+
+Invariant: for every version, submitted = trained + dropped + in flight, and the counters add up to the totals.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from services.broker.state.run_state import RunState
+
+NUM_VERSIONS = 64
+"""Newest versions whose samples are counted apart; at most FOLD_EVERY more."""
+FOLD_EVERY = 16
+"""Folding looks at every counter, so it is done once in so many versions."""
+
+SUBMITTED, TRAINED, DROPPED = "submitted", "trained", "dropped"
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """What one counter counts."""
+
+    version: int
+    """The run's policy version when the samples were submitted; the newest one of a folded counter."""
+    max_tokens: int
+    """Their length bucket; 0 for submissions."""
+    kind: str
+    """SUBMITTED, TRAINED or DROPPED."""
+    reason: str = ""
+    """Why they were dropped."""
+
+    @property
+    def name(self) -> str:
+        """Its name in the store."""
+        return f"{self.version}|{self.max_tokens}|{self.kind}" + (f":{self.reason}" if self.reason else "")
+
+    @classmethod
+    def parse(cls, name: str) -> Entry:
+        """The counter of that name."""
+        version, max_tokens, kind = name.split("|", 2)
+        kind, _, reason = kind.partition(":")
+        return cls(int(version), int(max_tokens), kind, reason)
+
+
+def length_bucket(num_tokens: int) -> int:
+    """Most tokens in the bucket of a completion: 0, or the power of two that is not below it."""
+    return 1 << (num_tokens - 1).bit_length() if num_tokens else 0
+
+
+def row_version(state: RunState, version: int) -> int:
+    """The version under which samples submitted at `version` are counted now."""
+    return max(version, state.run.books_version)
+
+
+def count_submitted(state: RunState, *, version: int, num_samples: int) -> None:
+    """Training samples accepted, or begun anew."""
+    state.run.submitted += num_samples
+    _count(state, Entry(row_version(state, version), 0, SUBMITTED), num_samples)
+
+
+def count_trained(state: RunState, *, version: int, num_tokens: int, staleness: int, num_samples: int = 1) -> None:
+    """Training samples in an acknowledged step; a negative number takes them back."""
+    state.run.trained += num_samples
+    state.run.trained_by_staleness[staleness] += num_samples
+    _count(state, Entry(row_version(state, version), length_bucket(num_tokens), TRAINED), num_samples)
+
+
+def count_dropped(state: RunState, *, version: int, num_tokens: int, reason: str, num_samples: int = 1) -> None:
+    """Training samples given up."""
+    state.run.dropped[reason] += num_samples
+    _count(state, Entry(row_version(state, version), length_bucket(num_tokens), DROPPED, reason), num_samples)
+
+
+def _count(state: RunState, entry: Entry, num_samples: int) -> None:
+    if state.run.HasField("books_version") and num_samples:
+        state.pending.counts[entry.name] = state.pending.counts.get(entry.name, 0) + num_samples
+
+
+def fold(state: RunState) -> None:
+    """After the version moved on: count everything older than the NUM_VERSIONS newest versions as one version.
+
+    Rows never unfold: after a rewind the versions that were folded stay so.
+    """
+    newest = state.run.policy_version - NUM_VERSIONS
+    if state.run.HasField("books_version") and newest >= state.run.books_version + FOLD_EVERY:
+        state.run.books_version = newest
+        state.pending.fold_version = newest
+
+
+def folded(counts: Mapping[str, int], version: int) -> dict[str, int]:
+    """The counters with those of older versions added to those of `version`: what a store does with `fold_version`."""
+    result: dict[str, int] = {}
+    for name, count in counts.items():
+        entry = Entry.parse(name)
+        kept = replace(entry, version=max(entry.version, version)).name
+        result[kept] = result.get(kept, 0) + count
+    return result

@@ -1,0 +1,126 @@
+"""The books of a run: submitted = trained + dropped + in flight. Pure.
+
+In flight is counted sample by sample from the records and never by subtraction, so that the equation can fail. With the
+counters of the same moment (see `books`) it is checked for each submission version too, and the counters against the
+totals.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+
+from penstock.v1 import broker_pb2, types_pb2
+from services.broker.state.counters import SUBMITTED, TRAINED, Entry, length_bucket, row_version
+from services.broker.state.run_state import RunState
+
+_SCORED, _DELIVERED = broker_pb2.SAMPLE_STATE_SCORED, broker_pb2.SAMPLE_STATE_DELIVERED
+
+
+def state_name(state: broker_pb2.SampleState.ValueType) -> str:
+    """The state's name in lower case, for example "queued"."""
+    return broker_pb2.SampleState.Name(state).removeprefix("SAMPLE_STATE_").lower()
+
+
+def audit(state: RunState) -> broker_pb2.Audit:
+    """The totals now, in samples of purpose TRAIN, every sample in flight counted anew."""
+    return _totals(state, Counter(sample_state for sample_state, _version, _num_tokens in _in_flight(state)))
+
+
+def totals(state: RunState) -> broker_pb2.Audit:
+    """The same by the counts that the queues keep, for those who look often: its time does not grow with the run."""
+    counted = state.num_samples + state.shelf.num_samples
+    del counted[broker_pb2.SAMPLE_STATE_DROPPED]
+    return _totals(state, counted)
+
+
+def _totals(state: RunState, counted: Counter[broker_pb2.SampleState.ValueType]) -> broker_pb2.Audit:
+    run = state.run
+    in_flight = sum(counted.values())
+    by_staleness = {versions: count for versions, count in run.trained_by_staleness.items() if count}
+    return broker_pb2.Audit(
+        submitted=run.submitted,
+        trained=run.trained,
+        dropped=dict(run.dropped),
+        in_flight=in_flight,
+        in_flight_by_state={state_name(value): count for value, count in counted.items()},
+        balanced=run.submitted == run.trained + sum(run.dropped.values()) + in_flight,
+        max_staleness_seen=max(by_staleness, default=0),
+        policy_version=run.policy_version,
+        trained_by_staleness=by_staleness,
+    )
+
+
+def audit_rows(state: RunState, counts: Mapping[str, int]) -> broker_pb2.Audit:
+    """The totals and the rows; `counts` are the counters of the books at the same commit as the state.
+
+    A run from before there were counters has no rows, and only its totals are checked.
+    """
+    books = audit(state)
+    if not state.run.HasField("books_version"):
+        return books
+    rows, submitted = _rows(state, counts)
+    books.rows.extend(rows)
+    books.submitted_by_version.extend(
+        broker_pb2.SubmittedRow(submit_version=version, submitted=count) for version, count in sorted(submitted.items())
+    )
+    books.balanced = books.balanced and _is_every_version_balanced(rows, submitted) and _is_sum(books)
+    return books
+
+
+def _rows(state: RunState, counts: Mapping[str, int]) -> tuple[list[broker_pb2.AuditRow], Counter[int]]:
+    """Rows by version and length bucket, in that order, and samples submitted by version."""
+    rows: dict[tuple[int, int], broker_pb2.AuditRow] = {}
+    submitted: Counter[int] = Counter()
+
+    def row(version: int, max_tokens: int) -> broker_pb2.AuditRow:
+        key = (version, max_tokens)
+        return rows.setdefault(key, broker_pb2.AuditRow(submit_version=version, max_tokens=max_tokens))
+
+    for name, count in counts.items():
+        entry = Entry.parse(name)
+        if count <= 0:
+            # Nothing there is below zero but by a fault, and leaving it out makes the sums fail.
+            continue
+        if entry.kind == SUBMITTED:
+            submitted[entry.version] += count
+        elif entry.kind == TRAINED:
+            row(entry.version, entry.max_tokens).trained += count
+        else:
+            row(entry.version, entry.max_tokens).dropped[entry.reason] += count
+    for _sample_state, version, num_tokens in _in_flight(state):
+        row(row_version(state, version), length_bucket(num_tokens)).in_flight += 1
+    return [rows[key] for key in sorted(rows)], submitted
+
+
+def _is_every_version_balanced(rows: Sequence[broker_pb2.AuditRow], submitted: Counter[int]) -> bool:
+    accounted: Counter[int] = Counter()
+    for row in rows:
+        accounted[row.submit_version] += row.trained + sum(row.dropped.values()) + row.in_flight
+    return accounted == submitted
+
+
+def _is_sum(books: broker_pb2.Audit) -> bool:
+    """Whether the rows add up to the totals."""
+    dropped: Counter[str] = Counter()
+    for row in books.rows:
+        dropped.update(row.dropped)
+    return (
+        sum(row.submitted for row in books.submitted_by_version) == books.submitted
+        and sum(row.trained for row in books.rows) == books.trained
+        and dropped == Counter(books.dropped)
+    )
+
+
+def _in_flight(state: RunState) -> Iterator[tuple[broker_pb2.SampleState.ValueType, int, int]]:
+    """State, submission version and tokens of every training sample that is neither trained nor dropped."""
+    for group_id in state.live:
+        group = state.groups[group_id]
+        if group.purpose == types_pb2.PURPOSE_TRAIN:
+            for sample in group.samples:
+                if sample.state != broker_pb2.SAMPLE_STATE_DROPPED:
+                    yield sample.state, group.submit_version, sample.num_tokens
+    for _name, record in state.shelf.live():
+        sample_state = _DELIVERED if record.consumer_id else _SCORED
+        for num_tokens in record.sample_tokens:
+            yield sample_state, record.submit_version, num_tokens

@@ -1,0 +1,120 @@
+"""Steps whose groups' records are gone: counted, so that a rewind behind them can still balance the audit. Pure.
+
+A step that is no longer retained, or that Redis lost and the trainer's ledger brought back, cannot be handed out again.
+What remains of it is a tally: how many samples it trained, by the columns in which the audit counts them. A rewind that
+takes such a step back moves its samples from trained to dropped, with reason `abandoned_step`, and the run goes on.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+
+from penstock.v1 import broker_pb2
+from services.broker.records_pb2 import GroupRecord, ParcelRecord, StepTally, TallyRow
+from services.broker.rules.staleness import staleness, trained_staleness
+from services.broker.state import counters
+from services.broker.state.counters import length_bucket
+from services.broker.state.run_state import RunState
+
+ABANDONED_STEP = "abandoned_step"
+MAX_TALLIES = 1_024
+"""Steps no longer retained that a rewind may still go behind; about 100 bytes each."""
+
+_Row = tuple[int, int, int]
+"""Submission version, length bucket (tokens), staleness (versions)."""
+
+
+def forget_step(state: RunState, version: int) -> None:
+    """Let go of a trained step's records and payload, keeping its tally; its ids are never accepted again."""
+    group_ids = list(state.trained.get(version, ()))
+    names = list(state.shelf.trained.get(version, ()))
+    samples: Counter[_Row] = Counter()
+    for group_id in group_ids:
+        samples.update(_rows_of_group(state.groups[group_id], version))
+        state.retire(group_id)
+    num_groups = len(group_ids)
+    for name in names:
+        record = state.shelf.records[name]
+        num_groups += len(record.group_ids)
+        samples.update(_rows_of_parcel(record, version))
+        state.retire_parcel(name)
+    _add(state, version, num_groups, samples)
+    state.run.forgotten_version = version
+    for old in sorted(_forgotten(state))[:-MAX_TALLIES]:
+        state.set_tally(old, None)
+
+
+def note_lost_group(state: RunState, version: int, *, num_samples: int) -> None:
+    """A group of a step is known by the trainer's ledger alone: count it as submitted now and trained by that step."""
+    submit_version = counters.row_version(state, state.run.policy_version)
+    counters.count_submitted(state, version=submit_version, num_samples=num_samples)
+    counters.count_trained(state, version=submit_version, num_tokens=0, staleness=0, num_samples=num_samples)
+    _add(state, version, 1, Counter({(submit_version, 0, 0): num_samples}))
+
+
+def oldest_reachable(state: RunState) -> int:
+    """The oldest version to which the run can be rewound."""
+    return min(_forgotten(state), default=state.run.forgotten_version + 1) - 1
+
+
+def abandon_after(state: RunState, policy_version: int) -> int:
+    """A rewind: drop the samples of later steps that have no record any more; returns how many they are."""
+    num_samples = 0
+    for version in [version for version in state.tallies if version > policy_version]:
+        for row in state.tallies[version].rows:
+            counters.count_trained(
+                state,
+                version=row.submit_version,
+                num_tokens=row.max_tokens,
+                staleness=row.staleness,
+                num_samples=-row.num_samples,
+            )
+            counters.count_dropped(
+                state,
+                version=row.submit_version,
+                num_tokens=row.max_tokens,
+                reason=ABANDONED_STEP,
+                num_samples=row.num_samples,
+            )
+            num_samples += row.num_samples
+        state.set_tally(version, None)
+    if state.run.HasField("forgotten_version"):
+        state.run.forgotten_version = min(state.run.forgotten_version, policy_version)
+    return num_samples
+
+
+def num_lost_samples(state: RunState, version: int) -> int:
+    """Samples of a retained step of which nothing but their number is left."""
+    return sum(row.num_samples for row in state.tallies[version].rows) if version in state.tallies else 0
+
+
+def _forgotten(state: RunState) -> list[int]:
+    """Steps of which nothing but a tally is left."""
+    return [version for version in state.tallies if version <= state.run.forgotten_version]
+
+
+def _add(state: RunState, version: int, num_groups: int, samples: Counter[_Row]) -> None:
+    old = state.tallies.get(version, StepTally())
+    total = samples + Counter(
+        {(row.submit_version, row.max_tokens, row.staleness): row.num_samples for row in old.rows}
+    )
+    rows = [
+        TallyRow(submit_version=submitted, max_tokens=max_tokens, staleness=lag, num_samples=count)
+        for (submitted, max_tokens, lag), count in sorted(total.items())
+    ]
+    tally = StepTally(policy_version=version, num_groups=old.num_groups + num_groups, rows=rows)
+    state.set_tally(version, tally)
+
+
+def _rows_of_group(group: GroupRecord, trained_version: int) -> Iterator[_Row]:
+    for sample in group.samples:
+        if sample.state == broker_pb2.SAMPLE_STATE_TRAINED:
+            lag = trained_staleness(sample, trained_version)
+            yield group.submit_version, length_bucket(sample.num_tokens), lag
+
+
+def _rows_of_parcel(record: ParcelRecord, trained_version: int) -> Iterator[_Row]:
+    for num_tokens, oldest in zip(record.sample_tokens, record.sample_min_versions, strict=True):
+        lag = staleness(policy_version=trained_version - 1, version=oldest)
+        yield record.submit_version, length_bucket(num_tokens), lag

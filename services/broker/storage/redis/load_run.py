@@ -1,0 +1,104 @@
+"""Reading a run from Redis: what changed since a mark by one script, everything in slices of a millisecond or so."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from penstock.errors import ServiceUnavailableError
+from services.broker.records.run_clock import MAX_GAP_S, Reading
+from services.broker.records.store import MAX_CHANGED_BYTES, LostMarkError, Mark, Snapshot
+from services.broker.storage.redis.connection import RedisConnection, Script
+from services.broker.storage.redis.keys import RunKeys
+
+SLICE_BYTES = 1024 * 1024
+"""Of records, read at once."""
+SLICE_RECORDS = 100
+"""The same while their size is not known; Redis may return more of a small hash."""
+MAX_SLICE_RECORDS = 1_000
+MAX_SCANS = 5
+_LUA = Path(__file__).parent / "lua"
+
+
+class RedisLoad:
+    """See `Store.load`."""
+
+    def __init__(self, connection: RedisConnection, *, num_wait_replicas: int) -> None:
+        self._redis = connection
+        self._script = Script(_LUA / "clock.lua", _LUA / "load.lua", num_replicas=num_wait_replicas)
+
+    async def changes(self, run_id: str, since: Mark) -> Snapshot | None:
+        """What changed since a mark. None: no such run. Raises LostMarkError."""
+        keys = RunKeys(run_id)
+        script_keys = [keys.run, keys.marks, keys.changed, keys.groups]
+        args: list[str | int] = [since.revision, since.name, round(MAX_GAP_S * 1e6), MAX_CHANGED_BYTES]
+        reply: list[Any] | None = await self._redis.read(
+            lambda redis: self._script.run(redis, keys=script_keys, args=args)
+        )
+        if not reply:
+            return None
+        if reply[3]:
+            raise LostMarkError(run_id)
+        names = [raw.decode() for raw in reply[6::2]]
+        return Snapshot(
+            mark=Mark(int(reply[0]), reply[1].decode()),
+            is_full=False,
+            run=reply[2],
+            groups={name: record or None for name, record in zip(names, reply[7::2], strict=True)},
+            clock=reading_of(reply[4:6]),
+        )
+
+    async def everything(self, run_id: str) -> Snapshot | None:
+        """All of a run. None: no such run. Raises ServiceUnavailableError."""
+        for _ in range(MAX_SCANS):
+            try:
+                return await self._scanned(run_id)
+            except LostMarkError:
+                continue
+        raise ServiceUnavailableError(f"run {run_id!r} changed too much while it was read, {MAX_SCANS} times")
+
+    async def _scanned(self, run_id: str) -> Snapshot | None:
+        """Every record, slice by slice, and after each slice what changed meanwhile.
+
+        What is read later replaces what was read before, and after the last slice everything that changed is read:
+        wherever in the scan a change falls, the records are those of one commit.
+        """
+        keys = RunKeys(run_id)
+        root: Any = await self._redis.read(lambda redis: redis.hmget(keys.run, ["revision", "name", "record"]))
+        if root[0] is None:
+            return None
+        mark, run = Mark(int(root[0]), root[1].decode()), root[2]
+        records: dict[str, bytes] = {}
+        cursor, num_records = 0, SLICE_RECORDS
+        while True:
+            cursor, found = await scan(self._redis, keys.groups, cursor, num_records)
+            records.update((name.decode(), record) for name, record in found.items())
+            num_records = _slice_records(found) or num_records
+            changed = await self.changes(run_id, mark)
+            if changed is None:
+                return None
+            for name, record in changed.groups.items():
+                records.pop(name, None)
+                if record is not None:
+                    records[name] = record
+            mark, run = changed.mark, changed.run or run
+            if not cursor:
+                return Snapshot(mark=mark, is_full=True, run=run, groups=records, clock=changed.clock)
+
+
+async def scan(connection: RedisConnection, key: str, cursor: int, count: int) -> tuple[int, dict[bytes, bytes]]:
+    """About `count` fields of a hash, and where to go on; 0 at the end."""
+    found: Any = await connection.read(lambda redis: redis.hscan(key, cursor=cursor, count=count))
+    return int(found[0]), found[1]
+
+
+def reading_of(reply: Sequence[bytes]) -> Reading:
+    """The run's clock, of microseconds as text."""
+    return Reading(now_s=int(reply[0]) / 1e6, unbroken_since_s=int(reply[1]) / 1e6)
+
+
+def _slice_records(found: Mapping[bytes, bytes]) -> int:
+    """How many records like these make a slice; 0 where there are none."""
+    num_bytes = sum(map(len, found.values()))
+    return min(MAX_SLICE_RECORDS, len(found) * SLICE_BYTES // num_bytes + 1) if num_bytes else 0

@@ -1,0 +1,291 @@
+"""The store in Redis: one Lua script a commit, one a change to take over. Needs Redis 6.2 or newer.
+
+Durability is Redis' own: with append-only persistence every commit that was answered survives a restart, except what
+the fsync policy allows to be lost (a second, by default). A broker notices a history that lost its end by the name of
+the commit it last saw, and loads everything anew.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from redis.asyncio import Redis
+
+from penstock.wire.codec import Packed
+from services.broker.records.run_clock import Reading
+from services.broker.records.store import (
+    MARKS_KEPT,
+    MAX_BUSY_SPANS,
+    ConflictError,
+    Delta,
+    Mark,
+    PayloadSlice,
+    RetiredError,
+    Root,
+    SampleId,
+    Snapshot,
+)
+from services.broker.storage.redis.authentication import NO_CREDENTIALS, RedisCredentials
+from services.broker.storage.redis.connection import RedisConnection, Script, confirmed
+from services.broker.storage.redis.delete_run import RedisPurge
+from services.broker.storage.redis.keys import PROBE, RUNS, RunKeys
+from services.broker.storage.redis.load_run import RedisLoad, reading_of
+
+PROBE_TTL_MS = 60_000
+
+PEERS_LIFE_S = 86_400
+"""How long peers stay of which nothing is heard."""
+ORPHAN_LIFE_S = 600
+"""How long payload stays whose commit never came."""
+
+PAYLOAD_PART_BYTES = 8 * 1024 * 1024
+"""Of a large payload, written by one call."""
+
+_LUA = Path(__file__).parent / "lua"
+
+
+class RedisStore:
+    """A `Store` in Redis; see `Store` for its promises."""
+
+    def __init__(self, connection: RedisConnection, *, num_wait_replicas: int = 0) -> None:
+        """`num_wait_replicas`: nothing is answered before so many replicas have what the answer rests on."""
+        self._redis = connection
+        self._num_wait_replicas = num_wait_replicas
+        self._load = RedisLoad(connection, num_wait_replicas=num_wait_replicas)
+        self._tick = Script(_LUA / "clock.lua", _LUA / "tick.lua", num_replicas=num_wait_replicas)
+        self._books = Script(_LUA / "books.lua", num_replicas=num_wait_replicas)
+        self._commit = Script(_LUA / "commit.lua", num_replicas=num_wait_replicas)
+        self._now = Script(_LUA / "now.lua")
+        self._purge = RedisPurge(connection, num_wait_replicas=num_wait_replicas)
+
+    @classmethod
+    def from_url(
+        cls,
+        url: str,
+        *,
+        credentials: RedisCredentials = NO_CREDENTIALS,
+        num_wait_replicas: int = 0,
+        on_fault: Callable[[str], None] = lambda _kind: None,
+    ) -> RedisStore:
+        """Connects on first use; see `redis_address` for the forms of the URL, `RedisConnection` for `on_fault`."""
+        connection = RedisConnection.from_url(url, credentials=credentials, on_fault=on_fault)
+        return cls(connection, num_wait_replicas=num_wait_replicas)
+
+    async def load(self, run_id: str, since: Mark | None) -> Snapshot | None:
+        """See `Store.load`."""
+        return await (self._load.everything(run_id) if since is None else self._load.changes(run_id, since))
+
+    async def tick(self, run_id: str, max_gap_s: float) -> Reading:
+        """See `Store.tick`."""
+        args = [round(max_gap_s * 1e6)]
+        reply = await self._redis.write(lambda redis: self._tick.run(redis, keys=[RunKeys(run_id).run], args=args))
+        return reading_of(reply)
+
+    async def commit(self, run_id: str, expected: Mark | None, delta: Delta) -> Mark:
+        """See `Store.commit`."""
+        keys = RunKeys(run_id)
+        lists = {sample: position for position, sample in enumerate(dict.fromkeys(item[0] for item in delta.chunks), 1)}
+        name = secrets.token_hex(8)
+        args: list[bytes | str | int] = [
+            *((expected.revision, expected.name) if expected else (0, "")),
+            *(name, delta.run, MARKS_KEPT),
+            *(len(delta.groups), len(delta.prompts), len(delta.retired), len(delta.chunks), len(lists)),
+            *(len(delta.counts), "" if delta.fold_version is None else delta.fold_version),
+            *(len(delta.fresh), len(delta.payloads)),
+            *delta.fresh,
+        ]
+        for mapping in (delta.groups, delta.prompts):
+            for group_id, value in mapping.items():
+                args += [group_id, value or b""]
+        args += delta.retired
+        for sample, chunk in delta.chunks:
+            args += [lists[sample], chunk]
+        for counter, count in delta.counts.items():
+            args += [counter, count]
+        script_keys = [keys.run, keys.marks, keys.changed, keys.groups, keys.prompts, keys.retired, keys.books]
+        script_keys += [keys.payload(payload_id) for payload_id in delta.payloads]
+        script_keys += [keys.chunks(sample) for sample in (*lists, *delta.cleared)]
+        script_keys += [keys.payload(payload_id) for payload_id in delta.dropped_payloads]
+        if expected is None:
+            await self._redis.write(lambda redis: redis.zadd(RUNS, {run_id: time.time()}, nx=True))
+        # Payload goes ahead of the commit that makes it last; without one it goes by itself. It is never written over
+        # what is there: a repetition that comes late would give what is committed an expiry again.
+        ahead = [
+            ("SET", keys.payload(name), data, "EX", ORPHAN_LIFE_S, "NX")
+            for name, data in delta.payloads.items()
+            if data
+        ]
+        # Safe to repeat after a lost answer: the script knows a commit that it has by its name.
+        revision = await self._redis.write(
+            lambda redis: self._commit.run(redis, keys=script_keys, args=args, ahead=ahead)
+        )
+        if revision is None:
+            raise ConflictError(run_id)
+        if isinstance(revision, list):
+            raise RetiredError([delta.fresh[int(position) - 1] for position in revision])
+        return Mark(int(revision), name)
+
+    async def put_payload(self, run_id: str, payload_id: str, payload: Packed) -> None:
+        """See `Store.put_payload`. In parts, each within a call's deadline; safe to repeat."""
+        key = RunKeys(run_id).payload(payload_id)
+        for start in range(0, len(payload), PAYLOAD_PART_BYTES):
+            part = payload[start : start + PAYLOAD_PART_BYTES]
+
+            async def write(redis: Redis, start: int = start, part: Packed = part) -> None:
+                pipeline = redis.pipeline(transaction=False)
+                # Before every part, so that none is ever there without an end of its life.
+                pipeline.set(key, b"", ex=ORPHAN_LIFE_S, nx=True)
+                pipeline.setrange(key, start, part)
+                await pipeline.execute()
+
+            await self._redis.write(write)
+
+    async def payloads(self, run_id: str, slices: Sequence[PayloadSlice]) -> list[bytes]:
+        """See `Store.payloads`."""
+        if not slices:
+            return []
+        keys = RunKeys(run_id)
+
+        async def read(redis: Redis) -> list[bytes]:
+            pipeline = redis.pipeline(transaction=False)
+            for part in slices:
+                pipeline.getrange(keys.payload(part.payload_id), part.start, part.end - 1)
+            found: list[bytes] = await pipeline.execute()
+            return found
+
+        return await self._redis.read(read)
+
+    async def prompts(self, run_id: str, group_ids: Sequence[str]) -> list[bytes | None]:
+        """See `Store.prompts`."""
+        if not group_ids:
+            return []
+        found: list[Any] = await self._redis.read(lambda redis: redis.hmget(RunKeys(run_id).prompts, list(group_ids)))
+        return found
+
+    async def chunks(self, run_id: str, samples: Sequence[SampleId]) -> list[list[bytes]]:
+        """See `Store.chunks`."""
+        if not samples:
+            return []
+        keys = RunKeys(run_id)
+
+        async def read(redis: Redis) -> list[list[bytes]]:
+            pipeline = redis.pipeline(transaction=False)
+            for sample in samples:
+                pipeline.lrange(keys.chunks(sample), 0, -1)
+            return await pipeline.execute()
+
+        return await self._redis.read(read)
+
+    async def books(self, run_id: str) -> tuple[Mark, Mapping[str, int]] | None:
+        """See `Store.books`."""
+        keys = RunKeys(run_id)
+        reply: list[Any] | None = await self._redis.read(
+            lambda redis: self._books.run(redis, keys=[keys.run, keys.books], args=[])
+        )
+        if not reply:
+            return None
+        counts = {name.decode(): int(count) for name, count in zip(reply[2::2], reply[3::2], strict=True)}
+        return Mark(int(reply[0]), reply[1].decode()), counts
+
+    async def retired(self, run_id: str, group_ids: Sequence[str]) -> set[str]:
+        """See `Store.retired`."""
+        if not group_ids:
+            return set()
+        flags = await self._redis.read(lambda redis: redis.smismember(RunKeys(run_id).retired, list(group_ids)))
+        return {group_id for group_id, flag in zip(group_ids, flags, strict=True) if flag}
+
+    async def put_peer(self, run_id: str, peer_id: str, view: bytes, busy_spans: Sequence[bytes]) -> None:
+        """See `Store.put_peer`."""
+        keys = RunKeys(run_id)
+
+        async def write(redis: Redis) -> None:
+            pipeline = redis.pipeline(transaction=False)
+            pipeline.hset(keys.peers, peer_id, view)
+            # A peer that does not know yet that its run was deleted leaves nothing behind for good.
+            pipeline.expire(keys.peers, PEERS_LIFE_S)
+            if busy_spans:
+                pipeline.rpush(keys.spans(peer_id), *busy_spans)
+                pipeline.ltrim(keys.spans(peer_id), -MAX_BUSY_SPANS, -1)
+                pipeline.expire(keys.spans(peer_id), PEERS_LIFE_S)
+            await pipeline.execute()
+
+        # Repeated after a lost answer it may store a span twice, which hints can bear.
+        await self._redis.write(write)
+
+    async def peers(self, run_id: str) -> dict[str, bytes]:
+        """See `Store.peers`."""
+        found: dict[Any, Any] = await self._redis.read(lambda redis: redis.hgetall(RunKeys(run_id).peers))
+        return {peer_id.decode(): view for peer_id, view in found.items()}
+
+    async def forget_peers(self, run_id: str, peer_ids: Sequence[str]) -> None:
+        """See `Store.forget_peers`."""
+        if not peer_ids:
+            return
+        keys = RunKeys(run_id)
+
+        async def write(redis: Redis) -> None:
+            pipeline = redis.pipeline(transaction=False)
+            pipeline.hdel(keys.peers, *peer_ids)
+            for peer_id in peer_ids:
+                # Not `unlink`: a Cluster's pipeline has it only as a coroutine of its own.
+                pipeline.execute_command("UNLINK", keys.spans(peer_id))
+            await pipeline.execute()
+
+        await self._redis.write(write)
+
+    async def busy_spans(self, run_id: str, peer_id: str) -> list[bytes]:
+        """See `Store.busy_spans`."""
+        key = RunKeys(run_id).spans(peer_id)
+        found: list[Any] = await self._redis.read(lambda redis: redis.lrange(key, 0, -1))
+        return found
+
+    async def run_ids(self) -> list[str]:
+        """See `Store.run_ids`."""
+        found: list[Any] = await self._redis.read(lambda redis: redis.zrange(RUNS, 0, -1))
+        return [run_id.decode() for run_id in found]
+
+    async def roots(self, run_ids: Sequence[str]) -> list[Root | None]:
+        """See `Store.roots`."""
+        if not run_ids:
+            return []
+
+        async def read(redis: Redis) -> list[Any]:
+            pipeline = redis.pipeline(transaction=False)
+            for run_id in run_ids:
+                pipeline.hmget(RunKeys(run_id).run, ["revision", "name", "record"])
+                pipeline.hlen(RunKeys(run_id).groups)
+            return await pipeline.execute()
+
+        found = await self._redis.read(read)
+        return [
+            Root(mark=Mark(int(revision), name.decode()), run=record, num_records=num_records) if revision else None
+            for (revision, name, record), num_records in zip(found[::2], found[1::2], strict=True)
+        ]
+
+    async def now_s(self, run_id: str) -> float:
+        """See `Store.now_s`."""
+        seconds, microseconds = await self._redis.read(
+            lambda redis: self._now.run(redis, keys=[RunKeys(run_id).run], args=[])
+        )
+        return int(seconds) + int(microseconds) / 1e6
+
+    def purge(self, run_id: str, expected: Mark) -> AsyncIterator[int]:
+        """See `Store.purge`."""
+        return self._purge.purge(run_id, expected)
+
+    async def delete(self, run_id: str, expected: Mark | None) -> None:
+        """See `Store.delete`."""
+        await self._purge.delete(run_id, expected)
+
+    async def ping(self) -> None:
+        """See `Store.ping`. Writes: a replica, or a server without memory or disk, answers a ping all the same."""
+        probe = ("SET", PROBE, b"", "PX", PROBE_TTL_MS)
+        await self._redis.write(lambda redis: confirmed(redis, self._num_wait_replicas, *probe))
+
+    async def close(self) -> None:
+        """See `Store.close`."""
+        await self._redis.close()

@@ -1,0 +1,247 @@
+"""Trained groups on their way out: retained steps, oldest first, and with `follow` each step as it is acknowledged.
+
+Promises: no step is left out silently: one that is no longer retained ends the stream with NotRetainedError, and
+samples that Redis lost are counted at the end of their step. Steps trained anew after a rewind are sent again; what is
+read ahead is bounded, so a client that stops reading costs no memory; a follower hears something at least every
+SIGN_OF_LIFE_S.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import aclosing
+from dataclasses import dataclass
+from functools import partial
+
+import structlog
+
+from penstock.errors import InvalidFieldError, NotRetainedError
+from penstock.network.rpc import MAX_MESSAGE_BYTES
+from penstock.v1 import broker_pb2, types_pb2
+from services.broker.assembly.group_loading import copy_of, load_groups, load_parcels
+from services.broker.assembly.large_groups import Record, is_large, read_pieces, single_groups
+from services.broker.assembly.messages import kept_indices
+from services.broker.assembly.microbatch_reader import ENVELOPE_BYTES, too_large
+from services.broker.records_pb2 import GroupRecord, ParcelRecord
+from services.broker.runtime.run_registry import Hubs
+from services.broker.runtime.run_replica import RunHub
+from services.broker.state import tallies
+from services.broker.state.batch_index import is_parcel
+from services.broker.state.run_state import RunState
+from services.broker.streams.request_reader import wait_for_event
+
+SIGN_OF_LIFE_S = 5.0
+MAX_BATCH_RECORDS = 64
+MAX_BATCH_TOKENS = 256 * 1024
+"""About 2 MiB of payload read ahead; a larger group goes alone."""
+
+_log = structlog.get_logger()
+_Response = broker_pb2.ExportTrajectoriesResponse
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cursor:
+    """What a client has."""
+
+    next_version: int
+    """First step it has not; 0 means the oldest one retained."""
+    history: int | None
+    """The run's history counter as the client knows it; None when it has nothing yet."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """What to send next."""
+
+    version: int
+    """The step."""
+    history: int
+    """The run's history counter."""
+    names: tuple[str, ...]
+    """Its groups and parcels in order of submission; empty when the step is not done yet."""
+    num_lost: int
+    """Samples of the step of which not even a record is left."""
+    is_closed: bool
+    """Whether the run is closed."""
+
+    @property
+    def is_due(self) -> bool:
+        """Whether the step was trained, so that there is something to send."""
+        return bool(self.names or self.num_lost)
+
+
+def cursor_of(request: broker_pb2.ExportTrajectoriesRequest) -> Cursor:
+    """Where a request begins. Raises InvalidFieldError."""
+    version = request.from_policy_version
+    if version < 0:
+        raise InvalidFieldError(f"from_policy_version: {version}; must be at least 0", field="from_policy_version")
+    return Cursor(next_version=version, history=request.history if request.HasField("history") else None)
+
+
+def plan(state: RunState, cursor: Cursor) -> Plan:
+    """The step that comes next. Raises NotRetainedError when it was trained, but is forgotten."""
+    run = state.run
+    version = _version_after_rewinds(state, cursor) or min(state.trained_versions, default=run.policy_version + 1)
+    if run.payload_gone and cursor.next_version <= run.policy_version:
+        raise NotRetainedError(
+            f"no step of run {run.run_id!r} is retained any more: its payload is gone ({run.payload_gone})",
+            policy_version=cursor.next_version,
+            oldest_policy_version=run.policy_version + 1,
+        )
+    names = _names(state, version)
+    num_lost = tallies.num_lost_samples(state, version) if version > run.forgotten_version else 0
+    if not names and not num_lost and version <= run.policy_version:
+        oldest = min((kept for kept in state.trained_versions if kept > version), default=run.policy_version + 1)
+        raise NotRetainedError(
+            f"step {version} of run {run.run_id!r} is no longer retained; the first that is, or will be, is {oldest}",
+            policy_version=version,
+            oldest_policy_version=oldest,
+        )
+    return Plan(version=version, history=run.history, names=names, num_lost=num_lost, is_closed=run.is_closed)
+
+
+def _names(state: RunState, version: int) -> tuple[str, ...]:
+    records: list[tuple[int, str]] = [(state.groups.sequence(name), name) for name in state.trained.get(version, ())]
+    records += [(state.shelf.records[name].sequence, name) for name in state.shelf.trained.get(version, ())]
+    return tuple(name for _sequence, name in sorted(records))
+
+
+def _version_after_rewinds(state: RunState, cursor: Cursor) -> int:
+    """The cursor's version, or the first step that a rewind the client has not heard of made void."""
+    if cursor.history is None or cursor.history >= state.run.history:
+        return cursor.next_version
+    unheard = [rewind for rewind in state.run.rewinds if rewind.history > cursor.history]
+    if len(unheard) < state.run.history - cursor.history:
+        return 0
+    return min(cursor.next_version, *(rewind.policy_version + 1 for rewind in unheard))
+
+
+async def export(hubs: Hubs, request: broker_pb2.ExportTrajectoriesRequest) -> AsyncIterator[_Response]:
+    """Everything an ExportTrajectories call sends."""
+    hub, cursor = hubs.hub(request.run_id), cursor_of(request)
+    must_verify, spoke_s = True, 0.0
+    with hub.listening() as wake:
+        while True:
+            hubs.check_serving()
+            planned = await hub.transact(partial(plan, cursor=cursor), must_verify=must_verify)
+            must_verify = False
+            if not planned.is_due and (planned.is_closed or not request.follow):
+                return
+            num_sent, num_missing = 0, planned.num_lost
+            while records := await hub.transact(partial(_records, planned=planned, start=num_sent), must_verify=False):
+                if is_large(records[0]) and request.accepts_group_pieces:
+                    left_out: Counter[str] = Counter()
+                    async with aclosing(_pieces(hub, planned, records[0], left_out)) as pieces:
+                        async for response in pieces:
+                            yield response
+                    num_sent += 1
+                    num_missing += left_out.total()
+                    continue
+                groups, num_without = await _load(hub, records)
+                if num_without and not await _is_still_there(hub, planned):
+                    break
+                num_sent += len(records)
+                num_missing += num_without
+                for group in groups:
+                    yield _whole(group, planned)
+            is_sent = planned.is_due and num_sent == len(planned.names)
+            cursor = Cursor(next_version=planned.version + is_sent, history=planned.history)
+            is_silent = time.monotonic() - spoke_s >= SIGN_OF_LIFE_S
+            if (is_sent and num_missing) or (request.follow and (is_sent or is_silent)):
+                spoke_s = time.monotonic()
+                yield _Response(
+                    policy_version=cursor.next_version - 1,
+                    history=planned.history,
+                    num_missing_samples=num_missing if is_sent else 0,
+                )
+            await _wait_for_news(hubs, hub, cursor, wake, spoke_s + SIGN_OF_LIFE_S)
+
+
+def _records(state: RunState, *, planned: Plan, start: int) -> list[Record]:
+    """Copies of the step's records from position `start` on, not many; none when the step is no longer the same."""
+    if state.run.history != planned.history or _names(state, planned.version) != planned.names:
+        return []
+    records: list[Record] = []
+    num_tokens = 0
+    for name in planned.names[start : start + MAX_BATCH_RECORDS]:
+        record: Record = state.shelf.records[name] if is_parcel(name) else state.groups[name]
+        num_tokens += _num_tokens(record)
+        if records and (num_tokens > MAX_BATCH_TOKENS or is_large(record)):
+            break
+        records.append(copy_of(record))
+    return records
+
+
+def _num_tokens(record: Record) -> int:
+    if isinstance(record, ParcelRecord):
+        return sum(record.num_tokens)
+    return record.num_prompt_tokens + sum(sample.num_tokens for sample in record.samples)
+
+
+def _whole(group: types_pb2.TrajectoryGroup, planned: Plan) -> _Response:
+    """A group in one message. Raises InvalidFieldError where it fits none."""
+    if group.ByteSize() > MAX_MESSAGE_BYTES - ENVELOPE_BYTES:
+        raise too_large(group, field="accepts_group_pieces")
+    return _Response(group=group, policy_version=planned.version, history=planned.history)
+
+
+async def _pieces(
+    hub: RunHub, planned: Plan, record: Record, left_out: Counter[str]
+) -> AsyncGenerator[_Response, None]:
+    """A record whose groups are too many or too large for one message, each in pieces; samples lost are counted."""
+    if isinstance(record, GroupRecord):
+        left_out[record.group_id] += _leave_out_lost(record)
+    for portion in single_groups(record):
+        async with aclosing(read_pieces(hub, portion, has_text=True, left_out=left_out)) as pieces:
+            async for piece in pieces:
+                yield _Response(piece=piece, policy_version=planned.version, history=planned.history)
+
+
+async def _load(hub: RunHub, records: list[Record]) -> tuple[list[types_pb2.TrajectoryGroup], int]:
+    """The groups of the records with their payload, and how many samples have none."""
+    single = [record for record in records if isinstance(record, GroupRecord)]
+    num_without = sum(_leave_out_lost(record) for record in single)
+    by_id = {group.prompt.group_id: group for group in await load_groups(hub, single, has_text=True)}
+    packed = await load_parcels(hub, [record for record in records if isinstance(record, ParcelRecord)])
+    groups: list[types_pb2.TrajectoryGroup] = []
+    for record in records:
+        if isinstance(record, ParcelRecord) and packed[record.sequence]:
+            groups += types_pb2.TrajectoryGroups.FromString(bytes(packed[record.sequence])).groups
+        elif isinstance(record, ParcelRecord):
+            num_without += len(record.sample_tokens)
+        elif record.group_id not in by_id:
+            num_without += len(kept_indices(record))
+        elif by_id[record.group_id].trajectories:
+            groups.append(by_id[record.group_id])
+    return groups, num_without
+
+
+def _leave_out_lost(copy: GroupRecord) -> int:
+    """Take out of a record's copy the samples that count as trained on the trainer's word alone; returns how many.
+
+    Redis lost their end, the score among it; see `opening`.
+    """
+    lost = [copy.samples[index] for index in kept_indices(copy) if not copy.samples[index].HasField("score")]
+    for sample in lost:
+        sample.state = broker_pb2.SAMPLE_STATE_DROPPED
+    return len(lost)
+
+
+async def _is_still_there(hub: RunHub, planned: Plan) -> bool:
+    """Payload is missing: whether it is lost, or the step went while it was read."""
+    if not await hub.transact(partial(_records, planned=planned, start=0)):
+        return False
+    _log.warning("payload of a step is lost and left out of an export", run_id=hub.run_id, version=planned.version)
+    return True
+
+
+async def _wait_for_news(hubs: Hubs, hub: RunHub, cursor: Cursor, wake: asyncio.Event, until_s: float) -> None:
+    """Until the copy may hold what follows `cursor`, or until `until_s` of the monotonic clock."""
+    while not hubs.is_stopping and (timeout_s := until_s - time.monotonic()) > 0:
+        run = None if hub.copy is None else hub.copy.run
+        if run is None or run.is_closed or run.history != cursor.history or run.policy_version >= cursor.next_version:
+            return
+        await wait_for_event(wake, timeout_s)

@@ -1,0 +1,284 @@
+"""One generator's lease stream."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import AsyncIterator
+
+import structlog
+
+from penstock.errors import InvalidFieldError, RunClosedError
+from penstock.stall_limits import SilenceLimit
+from penstock.timestamps import timestamp
+from penstock.v1 import broker_pb2
+from services.broker.assembly.messages import prefix_token_ids, sample_key
+from services.broker.ingest.validation import MAX_ACTIVE_LEASES, check_beat, check_hello
+from services.broker.operations import leasing
+from services.broker.operations.leasing import GeneratorFacts, Grant, Grants
+from services.broker.rules.limits import LEASE_SECRET_BYTES, duration
+from services.broker.runtime.run_registry import Hubs
+from services.broker.state.run_state import RunState
+from services.broker.streams.request_reader import Intake, first_request, wait_for_event
+
+IDLE_EVERY_S = 1.0
+MAX_SILENCE_S = 3.0
+"""The contract promises a sign of life at least every 5 s."""
+PACE_S = 0.02
+"""Least time between two rounds of leases: slots that free up one by one are filled by one commit, not by many."""
+MAX_LEASES_PER_ROUND = 256
+ASK_AGAIN_S = 0.25
+"""After dispatch left what is queued to others."""
+IDLE_BEFORE_MOVE_S = 1.0
+"""A generator stands idle for this long before it takes work over from others."""
+
+_log = structlog.get_logger()
+_Response = broker_pb2.StreamLeasesResponse
+
+
+class LeaseStream:
+    """Sends leases while the generator has credit, revocations when work is lost, and signs of life.
+
+    Leases are committed before they are sent; one that never arrives is not named in a heartbeat and so expires.
+    """
+
+    def __init__(self, hubs: Hubs, hello: broker_pb2.GeneratorHello) -> None:
+        check_hello(hello)
+        self._hubs = hubs
+        self._hello = hello
+        self._hub = hubs.hub(hello.run_id)
+        self._beat: broker_pb2.GeneratorBeat | None = None
+        self._num_sent = 0
+        self._known: set[str] = set()
+        """Leases this stream sent, or the generator says it works on."""
+        self._reason = "no heartbeat came yet"
+        self._idle_since_s: float | None = None
+        """Since when it found nothing to lease though it could hold more."""
+        self._ask_again_s = 0.0
+        self._silent: set[str] = set()
+        """Leases that are no longer renewed because no token came."""
+        self._owner: broker_pb2.RunOwner | None = None
+        """Who trains the run, as the generator was last told."""
+
+    @classmethod
+    async def open(cls, hubs: Hubs, requests: AsyncIterator[broker_pb2.StreamLeasesRequest]) -> LeaseStream:
+        """Read the hello."""
+        request = await first_request(requests)
+        if request.WhichOneof("frame") != "hello":
+            raise InvalidFieldError("hello: the first frame of a lease stream must be hello", field="hello")
+        return cls(hubs, request.hello)
+
+    async def serve(self, requests: AsyncIterator[broker_pb2.StreamLeasesRequest]) -> AsyncIterator[_Response]:
+        """Everything the stream sends, until the run is closed or the client goes."""
+        if await self._hub.transact(lambda state: state.run.is_closed):
+            raise RunClosedError(f"run {self._hello.run_id!r} is closed", run_id=self._hello.run_id)
+        await self._hub.peers.see_generator(self._hello, None)
+        # Loop time, not the clock's: this paces the stream and decides nothing about the run.
+        loop = asyncio.get_running_loop()
+        spoke_s = loop.time()
+        with self._hub.listening() as wake:
+            async with Intake(requests, self._on_request, wake) as intake:
+                while not intake.is_ended:
+                    self._hubs.check_serving()
+                    frames = self._owner_news() + self._revocations() + await self._leases()
+                    for frame in frames:
+                        yield frame
+                    if self._is_closed():
+                        return
+                    if frames:
+                        spoke_s = loop.time()
+                        await asyncio.sleep(PACE_S)
+                        continue
+                    is_woken = await wait_for_event(wake, self._patience_s())
+                    # Others' commits wake this stream too, many a second: it has to speak all the same.
+                    if loop.time() - spoke_s >= (MAX_SILENCE_S if is_woken else IDLE_EVERY_S):
+                        spoke_s = loop.time()
+                        yield _Response(idle=broker_pb2.LeaseIdle(reason=self._reason))
+                intake.check()
+        await self._hub.peers.leave(self._hello.generator_id)
+
+    def _patience_s(self) -> float:
+        """How long to wait for a change before asking again all the same."""
+        now_s = self._hub.clock.now_s()
+        move_s = 0.0 if self._idle_since_s is None else self._idle_since_s + IDLE_BEFORE_MOVE_S
+        # Before it may ask again it looks at nothing; a time that is past was passed over, and would be each time.
+        due_s = next((at_s for at_s in (self._ask_again_s, move_s) if at_s > now_s), now_s + IDLE_EVERY_S)
+        return min(IDLE_EVERY_S, max(PACE_S, due_s - now_s))
+
+    async def _on_request(self, request: broker_pb2.StreamLeasesRequest) -> None:
+        if request.WhichOneof("frame") != "beat":
+            raise InvalidFieldError("frame: after the hello only heartbeats may follow", field="frame")
+        beat = request.beat
+        check_beat(beat)
+        self._beat = beat
+        self._known.update(beat.active_lease_ids)
+        if beat.active_lease_ids:
+            await self._renew(list(beat.active_lease_ids))
+        await self._hub.peers.see_generator(self._hello, beat, num_free=self._credit)
+
+    async def _renew(self, lease_ids: list[str]) -> None:
+        """Extend leases; says of each once, for the log, that it is not because no token came."""
+        clock, generator_id = self._hub.clock, self._hello.generator_id
+        speed = self._hub.peers.sample_speed(generator_id)
+
+        def operation(state: RunState) -> tuple[list[str], SilenceLimit]:
+            silent = leasing.renew(
+                state,
+                generator_id,
+                lease_ids,
+                clock.now_s(),
+                tokens_per_second=speed,
+                unbroken_since_s=clock.unbroken_since_s,
+            )
+            return silent, state.limits.token_silence(generator_id, speed)
+
+        silent, limit = await self._hub.transact(operation, must_verify=False)
+        for lease_id in set(silent) - self._silent:
+            _log.warning(
+                "a lease is left to expire: no token came", lease_id=lease_id, generator=generator_id, limit=str(limit)
+            )
+        self._silent = set(silent)
+
+    async def _leases(self) -> list[_Response]:
+        beat, state = self._beat, self._hub.copy
+        if beat is None:
+            return []
+        if beat.is_draining:
+            self._reason = "the generator drains"
+            return []
+        credit = min(self._credit, MAX_LEASES_PER_ROUND)
+        if not credit:
+            self._reason = "the generator has no free slot"
+            return []
+        now_s = self._hub.clock.now_s()
+        if now_s < self._ask_again_s:
+            return []
+        facts = GeneratorFacts(
+            generator_id=self._hello.generator_id,
+            policy_version=beat.policy_version,
+            max_context_tokens=self._hello.max_context_tokens,
+            longest_context_tokens=self._hub.peers.longest_context_tokens(),
+            history=beat.history if beat.HasField("history") else None,
+            instance_id=beat.instance_id,
+        )
+        grants = await self._lease(facts, credit, now_s) if state is None or state.queue else []
+        if state is not None and not state.queue and not grants:
+            self._reason = leasing.NOTHING_QUEUED
+        if not grants:
+            grants = await self._take_over(facts, credit, now_s)
+        if grants:
+            self._idle_since_s = None
+        self._num_sent += len(grants)
+        self._hub.peers.note_free(facts.generator_id, self._credit)
+        self._known.update(grant.lease_id for grant in grants)
+        self._hubs.metrics.count_leases("generation", len(grants))
+        return await self._encode(grants)
+
+    async def _lease(self, facts: GeneratorFacts, credit: int, now_s: float) -> list[Grant]:
+        """New work from the queue."""
+
+        def operation(state: RunState) -> Grants:
+            choice = self._hub.dispatcher.choose(state, facts, self._credit, now_s)
+            return leasing.lease(state, facts, max_leases=credit, now_s=now_s, make_suffix=_suffix, choice=choice)
+
+        grants = await self._hub.transact(operation, must_verify=False)
+        self._reason = grants.reason
+        is_left = not grants.grants and grants.reason == leasing.LEFT_TO_OTHERS
+        self._hub.dispatcher.note(facts.generator_id, is_left=is_left, now_s=now_s)
+        if is_left:
+            self._ask_again_s = now_s + ASK_AGAIN_S
+        return grants.grants
+
+    async def _take_over(self, facts: GeneratorFacts, credit: int, now_s: float) -> list[Grant]:
+        """Work that other generators hold, once it stood idle for a while."""
+        if self._idle_since_s is None:
+            self._idle_since_s = now_s
+        if now_s - self._idle_since_s < IDLE_BEFORE_MOVE_S:
+            return []
+        # The next look waits as long again: in between the loads have not changed much.
+        self._idle_since_s = now_s
+
+        def operation(state: RunState) -> list[Grant]:
+            if leasing.holds_abandoned(state, facts):
+                return []
+            return self._hub.dispatcher.take_over(state, facts, credit, now_s, _suffix)
+
+        grants = await self._hub.transact(operation, must_verify=False)
+        self._hubs.metrics.count_moves(len(grants))
+        return grants
+
+    @property
+    def _credit(self) -> int:
+        """Leases it could be given now; whatever it asks for, no more than it could name in a heartbeat."""
+        return min(MAX_ACTIVE_LEASES, max(0, self._beat.credit_total - self._num_sent)) if self._beat else 0
+
+    async def _encode(self, grants: list[Grant]) -> list[_Response]:
+        if not grants:
+            return []
+        prompts = await self._hub.prompts([grant.sample[0] for grant in grants])
+        continued = [grant for grant in grants if grant.num_prefix_tokens]
+        stored = await self._hub.store.chunks(self._hub.run_id, [grant.sample for grant in continued])
+        prefixes = {grant.sample: prefix_token_ids(parts) for grant, parts in zip(continued, stored, strict=True)}
+        return [
+            _Response(
+                lease=broker_pb2.Lease(
+                    lease_id=grant.lease_id,
+                    predicted_tokens=grant.predicted_tokens,
+                    key=sample_key(grant.sample, grant.attempt),
+                    prompt=prompts[grant.sample[0]],
+                    prefix_token_ids=prefixes.get(grant.sample, b""),
+                    min_policy_version=grant.min_policy_version,
+                    expire_time=timestamp(grant.expire_s),
+                    lease_duration=duration(grant.life_s),
+                )
+            )
+            for grant in grants
+            if grant.sample[0] in prompts
+        ]
+
+    def _owner_news(self) -> list[_Response]:
+        """Who trains the run, where the generator does not know it yet."""
+        state = self._hub.copy
+        if state is None or state.run.owner == self._owner:
+            return []
+        self._owner = broker_pb2.RunOwner()
+        self._owner.CopyFrom(state.run.owner)
+        return [_Response(owner=self._owner)]
+
+    def _revocations(self) -> list[_Response]:
+        state = self._hub.copy
+        if state is None:
+            return []
+        gone = self._known - state.generation_leases.get(self._hello.generator_id, {}).keys()
+        self._known -= gone
+        return [
+            _Response(
+                revocation=broker_pb2.LeaseRevocation(
+                    lease_id=lease_id, reason="the sample was dropped, or given to another"
+                )
+            )
+            for lease_id in gone
+            if not _is_finished(state, lease_id)
+        ]
+
+    def _is_closed(self) -> bool:
+        return self._hub.copy is not None and self._hub.copy.run.is_closed
+
+
+def _is_finished(state: RunState, lease_id: str) -> bool:
+    """Whether the lease ended because its sample is complete, or went back by the generator's own wish."""
+    parts = lease_id.split(".")
+    if len(parts) != 4 or not (parts[0].isdigit() and parts[1].isdigit()):
+        return False
+    group = state.groups.at(int(parts[0]))
+    if group is None or int(parts[1]) >= len(group.samples):
+        return False
+    sample = group.samples[int(parts[1])]
+    return sample.lease_id == lease_id and sample.state not in (
+        broker_pb2.SAMPLE_STATE_QUEUED,
+        broker_pb2.SAMPLE_STATE_DROPPED,
+    )
+
+
+def _suffix() -> str:
+    return secrets.token_hex(LEASE_SECRET_BYTES)

@@ -1,0 +1,208 @@
+"""One trainer rank's microbatch stream."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+
+from penstock.errors import InvalidFieldError, RunClosedError
+from penstock.names import check_run_id
+from penstock.v1 import broker_pb2, types_pb2
+from services.broker.assembly.group_loading import copy_of
+from services.broker.assembly.large_groups import portions
+from services.broker.assembly.microbatch_reader import load_frames
+from services.broker.ingest.validation import MAX_GROUP_IDS, check_count, check_id
+from services.broker.operations import delivery, ownership
+from services.broker.operations.delivery import Consumer
+from services.broker.records_pb2 import GroupRecord, ParcelRecord
+from services.broker.runtime.run_registry import Hubs
+from services.broker.stalls import stall_report
+from services.broker.state.batch_index import is_parcel
+from services.broker.state.run_state import RunState
+from services.broker.streams.request_reader import Intake, first_request, wait_for_event
+
+WAITING_EVERY_S = 1.0
+DEFAULT_MAX_GROUPS = 8
+MAX_MICROBATCHES = 4
+"""Handed over by one commit, where that many are ready and there is credit for them."""
+
+_Response = broker_pb2.StreamMicrobatchesResponse
+_Frame = _Response | bytes
+"""A response, or one that is serialized already."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Delivery:
+    microbatches: list[list[GroupRecord | ParcelRecord]]
+    """Copies of the records of each, in the order of delivery."""
+    policy_version: int
+
+    @property
+    def chosen(self) -> list[GroupRecord | ParcelRecord]:
+        return [record for members in self.microbatches for record in members]
+
+    @property
+    def num_groups(self) -> int:
+        return _num_groups(self.chosen)
+
+
+def _num_groups(records: Sequence[GroupRecord | ParcelRecord]) -> int:
+    return sum(len(record.group_ids) if isinstance(record, ParcelRecord) else 1 for record in records)
+
+
+class MicrobatchStream:
+    """Sends ready groups while the trainer has credit; otherwise says why there are none."""
+
+    def __init__(self, hubs: Hubs, first: broker_pb2.StreamMicrobatchesRequest) -> None:
+        hello = first.hello
+        if not first.HasField("hello"):
+            raise InvalidFieldError("hello: must be set in the first message", field="hello")
+        check_run_id(hello.run_id)
+        check_id("hello.consumer_id", hello.consumer_id)
+        check_count("hello.held_group_ids", len(hello.held_group_ids), MAX_GROUP_IDS)
+        if hello.purpose not in (types_pb2.PURPOSE_TRAIN, types_pb2.PURPOSE_EVALUATE):
+            raise InvalidFieldError("hello.purpose: must be TRAIN or EVALUATE", field="hello.purpose")
+        self._hubs = hubs
+        self._hub = hubs.hub(hello.run_id)
+        self._hello = hello
+        self._consumer = Consumer(consumer_id=hello.consumer_id, purpose=hello.purpose, stream_id=secrets.token_hex(8))
+        self._credit_total = first.credit_total
+        self._num_sent = 0
+        self._wake = asyncio.Event()
+        self._is_delivering = False
+        """Whether a hand-over is being committed, or is committed and not counted as sent yet."""
+        self._followed: asyncio.Future[_Delivery] | None = None
+        """The hand-over that a commit of another call brought."""
+
+    @classmethod
+    async def open(cls, hubs: Hubs, requests: AsyncIterator[broker_pb2.StreamMicrobatchesRequest]) -> MicrobatchStream:
+        """Read the first message."""
+        return cls(hubs, await first_request(requests))
+
+    async def serve(self, requests: AsyncIterator[broker_pb2.StreamMicrobatchesRequest]) -> AsyncIterator[_Frame]:
+        """Everything the stream sends, until the run is closed or the client goes."""
+        self._consumer = await self._hub.transact(self._attach)
+        # Loop time, not the clock's: this paces the stream and decides nothing about the run.
+        loop = asyncio.get_running_loop()
+        last_sent_s = loop.time()
+        with self._hub.listening(self._wake) as wake, self._hub.following(self._follow, self._take):
+            async with Intake(requests, self._on_request, wake) as intake:
+                while not intake.is_ended:
+                    self._hubs.check_serving()
+                    handed_over = await self._next()
+                    if handed_over is not None:
+                        async with aclosing(self._load(handed_over)) as frames:
+                            async for frame in frames:
+                                last_sent_s = loop.time()
+                                yield frame
+                    if self._hub.copy is not None:
+                        if self._hub.copy.run.is_closed:
+                            return
+                        self._check_serving(self._hub.copy)
+                    if loop.time() - last_sent_s >= WAITING_EVERY_S:
+                        last_sent_s = loop.time()
+                        yield await self._waiting()
+                    await wait_for_event(wake, WAITING_EVERY_S)
+                intake.check()
+
+    def _attach(self, state: RunState) -> Consumer:
+        if state.run.is_closed:
+            raise RunClosedError(f"run {state.run.run_id!r} is closed", run_id=state.run.run_id)
+        ownership.admit(state, self._hello.owner, self._hub.clock.now_s())
+        return delivery.attach(state, self._consumer, held=frozenset(self._hello.held_group_ids))
+
+    def _check_serving(self, state: RunState) -> None:
+        """Whether the stream may still hand anything out; raises FencedError and what `check_attached` raises."""
+        ownership.check_not_fenced(state.run, self._hello.owner)
+        delivery.check_attached(state, self._consumer)
+
+    async def _on_request(self, request: broker_pb2.StreamMicrobatchesRequest) -> None:
+        if request.HasField("hello"):
+            raise InvalidFieldError("hello: set in the first message only", field="hello")
+        self._credit_total = request.credit_total or self._credit_total
+
+    def _has_ready(self, state: RunState) -> bool:
+        purpose = self._consumer.purpose
+        return bool(state.ready[purpose]) or (purpose == types_pb2.PURPOSE_TRAIN and bool(state.shelf.ready))
+
+    def _next_delivery(self, state: RunState) -> Callable[[RunState], _Delivery] | None:
+        """The hand-over of what is ready, where there is credit for it."""
+        credit, most = self._credit_total - self._num_sent, self._hello.max_groups or DEFAULT_MAX_GROUPS
+        if credit <= 0 or not self._has_ready(state):
+            return None
+
+        def operation(state: RunState) -> _Delivery:
+            self._check_serving(state)
+            found = _Delivery(microbatches=[], policy_version=state.run.policy_version)
+            while (
+                len(found.microbatches) < MAX_MICROBATCHES
+                and (room := min(most, credit - found.num_groups)) > 0
+                and self._has_ready(state)
+            ):
+                names = delivery.deliver(
+                    state, self._consumer, max_groups=room, target_tokens=self._hello.target_tokens
+                )
+                if not names:
+                    break
+                found.microbatches.append(
+                    [
+                        part
+                        for name in names
+                        for part in portions(
+                            copy_of(state.shelf.records[name]) if is_parcel(name) else copy_of(state.groups[name])
+                        )
+                    ]
+                )
+            return found
+
+        return operation
+
+    def _follow(self, state: RunState) -> Callable[[RunState], _Delivery] | None:
+        """See `RunHub.following`: what somebody else's call makes ready is handed over by the same commit."""
+        operation = None if self._is_delivering else self._next_delivery(state)
+        self._is_delivering = self._is_delivering or operation is not None
+        return operation
+
+    def _take(self, answer: asyncio.Future[_Delivery]) -> None:
+        self._followed = answer
+        if not answer.cancelled():
+            # Looked at, so that an error after the stream's end is not reported as lost.
+            answer.exception()
+        self._wake.set()
+
+    async def _next(self) -> _Delivery | None:
+        """What is handed over now, committed; None where there is nothing."""
+        if self._followed is not None:
+            followed, self._followed, self._is_delivering = self._followed, None, False
+            return self._counted(followed.result())
+        if self._hub.copy is None:
+            await self._hub.transact(lambda state: None, must_verify=False)
+        copy = self._hub.copy
+        operation = None if self._is_delivering or copy is None else self._next_delivery(copy)
+        if operation is None:
+            return None
+        self._is_delivering = True
+        try:
+            handed_over = await self._hub.transact(operation, must_verify=False)
+        finally:
+            self._is_delivering = False
+        return self._counted(handed_over)
+
+    def _counted(self, handed_over: _Delivery) -> _Delivery:
+        self._num_sent += handed_over.num_groups
+        if handed_over.chosen:
+            # There may be more, and nobody else's commit need ever come to say so.
+            self._wake.set()
+        return handed_over
+
+    def _load(self, handed_over: _Delivery) -> AsyncGenerator[bytes, None]:
+        """The groups with their payload, in frames."""
+        return load_frames(self._hub, self._hello, handed_over.microbatches, policy_version=handed_over.policy_version)
+
+    async def _waiting(self) -> _Response:
+        now_s, present = self._hub.clock.now_s(), self._hub.peers.present()
+        waiting = await self._hub.transact(lambda state: stall_report.waiting(state, present, now_s), must_verify=False)
+        return _Response(waiting=waiting)

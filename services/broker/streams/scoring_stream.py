@@ -1,0 +1,168 @@
+"""One reward worker's scoring stream."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import AsyncIterator
+
+from penstock.errors import InvalidFieldError, RunClosedError
+from penstock.names import check_run_id
+from penstock.timestamps import timestamp
+from penstock.v1 import broker_pb2
+from services.broker.assembly.messages import MAX_FRAME_BYTES, sample_key, score_item
+from services.broker.ingest.validation import (
+    MAX_ACTIVE_LEASES,
+    MAX_RESULTS,
+    check_bytes,
+    check_count,
+    check_id,
+    check_text,
+)
+from services.broker.operations import scores
+from services.broker.operations.scores import Receipts, ScoringGrant
+from services.broker.rules.limits import LEASE_SECRET_BYTES, duration
+from services.broker.runtime.run_registry import Hubs
+from services.broker.state.run_state import RunState
+from services.broker.streams.request_reader import Intake, first_request, wait_for_event
+
+IDLE_EVERY_S = 1.0
+MAX_SILENCE_S = 3.0
+"""The contract promises a sign of life at least every 5 s."""
+MAX_LEASES_PER_FRAME = 64
+
+_Response = broker_pb2.StreamScoringResponse
+
+
+class ScoringStream:
+    """Sends finished samples while the worker has credit, a receipt for every result, and signs of life."""
+
+    def __init__(self, hubs: Hubs, first: broker_pb2.StreamScoringRequest) -> None:
+        if not first.HasField("hello"):
+            raise InvalidFieldError("hello: must be set in the first message", field="hello")
+        check_run_id(first.hello.run_id)
+        check_id("hello.worker_id", first.hello.worker_id)
+        self._hubs = hubs
+        self._first = first
+        self._worker_id = first.hello.worker_id
+        self._hub = hubs.hub(first.hello.run_id)
+        self._credit_total = 0
+        self._num_sent = 0
+        self._receipts = Receipts(accepted=[], lost=[])
+
+    @classmethod
+    async def open(cls, hubs: Hubs, requests: AsyncIterator[broker_pb2.StreamScoringRequest]) -> ScoringStream:
+        """Read the first message."""
+        return cls(hubs, await first_request(requests))
+
+    async def serve(self, requests: AsyncIterator[broker_pb2.StreamScoringRequest]) -> AsyncIterator[_Response]:
+        """Everything the stream sends, until the run is closed or the client goes."""
+        if await self._hub.transact(lambda state: state.run.is_closed):
+            raise RunClosedError(f"run {self._hub.run_id!r} is closed", run_id=self._hub.run_id)
+        await self._take(self._first)
+        # Loop time, not the clock's: this paces the stream and decides nothing about the run.
+        loop = asyncio.get_running_loop()
+        spoke_s = loop.time()
+        with self._hub.listening() as wake:
+            async with Intake(requests, self._on_request, wake) as intake:
+                while True:
+                    is_ended = intake.is_ended
+                    self._hubs.check_serving()
+                    frames = self._take_receipts() + ([] if is_ended else await self._leases())
+                    for frame in frames:
+                        yield frame
+                    if is_ended or (self._hub.copy is not None and self._hub.copy.run.is_closed):
+                        break
+                    if frames:
+                        spoke_s = loop.time()
+                    elif not await wait_for_event(wake, IDLE_EVERY_S) or loop.time() - spoke_s >= MAX_SILENCE_S:
+                        # Commits of others wake this stream too, many a second: it has to speak all the same.
+                        spoke_s = loop.time()
+                        await self._hub.peers.see_worker(self._worker_id)
+                        yield _Response()
+                intake.check()
+
+    async def _on_request(self, request: broker_pb2.StreamScoringRequest) -> None:
+        if request.HasField("hello"):
+            raise InvalidFieldError("hello: set in the first message only", field="hello")
+        await self._take(request)
+
+    async def _take(self, request: broker_pb2.StreamScoringRequest) -> None:
+        """Credits, renewals and results of a request."""
+        check_count("results", len(request.results), MAX_RESULTS)
+        check_count("active_lease_ids", len(request.active_lease_ids), MAX_ACTIVE_LEASES)
+        for result in request.results:
+            scores.check_result(result)
+        check_bytes("request", request.ByteSize())
+        self._credit_total = request.credit_total or self._credit_total
+        check_text("holding_reason", request.holding_reason)
+        check_text("warning", request.warning)
+        held = request.holding_reason if request.active_lease_ids else None
+        # A new stream may be that of a new process, which has nothing to warn of yet.
+        warning = request.warning if request.warning or request.HasField("hello") else None
+        await self._hub.peers.see_worker(self._worker_id, holding_reason=held, warning=warning)
+        if not request.results and not request.active_lease_ids:
+            return
+
+        def operation(state: RunState) -> Receipts:
+            now_s = self._hub.clock.now_s()
+            receipts = scores.accept_results(state, self._worker_id, request.results, now_s)
+            scores.renew_scoring(state, self._worker_id, request.active_lease_ids, now_s)
+            return receipts
+
+        receipts = await self._hub.transact(operation, must_verify=bool(request.results))
+        self._hubs.metrics.invariants.count_duplicates("score", receipts.num_repeated)
+        self._receipts.accepted.extend(receipts.accepted)
+        self._receipts.lost.extend(receipts.lost)
+
+    def _take_receipts(self) -> list[_Response]:
+        receipts, self._receipts = self._receipts, Receipts(accepted=[], lost=[])
+        if not receipts.accepted and not receipts.lost:
+            return []
+        return [_Response(accepted_lease_ids=receipts.accepted, lost_lease_ids=receipts.lost)]
+
+    async def _leases(self) -> list[_Response]:
+        credit = min(self._credit_total - self._num_sent, MAX_LEASES_PER_FRAME)
+        state = self._hub.copy
+        if credit <= 0 or (state is not None and not state.finished):
+            return []
+
+        def operation(state: RunState) -> list[ScoringGrant]:
+            return scores.lease_scoring(
+                state,
+                self._worker_id,
+                max_leases=credit,
+                now_s=self._hub.clock.now_s(),
+                make_suffix=lambda: secrets.token_hex(LEASE_SECRET_BYTES),
+            )
+
+        grants = await self._hub.transact(operation, must_verify=False)
+        self._num_sent += len(grants)
+        self._hubs.metrics.count_leases("scoring", len(grants))
+        return await self._encode(grants)
+
+    async def _encode(self, grants: list[ScoringGrant]) -> list[_Response]:
+        if not grants:
+            return []
+        prompts = await self._hub.prompts([grant.sample[0] for grant in grants])
+        stored = await self._hub.store.chunks(self._hub.run_id, [grant.sample for grant in grants])
+        frames, num_bytes = [_Response()], 0
+        for grant, parts in zip(grants, stored, strict=True):
+            prompt = prompts.get(grant.sample[0])
+            if prompt is None:
+                continue
+            key = sample_key(grant.sample, grant.attempt)
+            item = score_item(self._hub.run_id, prompt, key, grant.finish_reason, parts)
+            lease = broker_pb2.ScoringLease(
+                lease_id=grant.lease_id,
+                item=item,
+                expire_time=timestamp(grant.expire_s),
+                lease_duration=duration(grant.life_s),
+                generator_id=grant.generator_id,
+            )
+            num_bytes += lease.ByteSize()
+            if num_bytes > MAX_FRAME_BYTES and frames[-1].leases:
+                frames.append(_Response())
+                num_bytes = lease.ByteSize()
+            frames[-1].leases.append(lease)
+        return [frame for frame in frames if frame.leases]

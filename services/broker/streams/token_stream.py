@@ -1,0 +1,131 @@
+"""The token streams: chunks in, one answer a request, after the store has it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+
+from penstock.errors import RunClosedError
+from penstock.names import check_run_id
+from penstock.v1 import broker_pb2, types_pb2
+from services.broker.ingest.token_chunk import ChunkFacts, read_chunks
+from services.broker.ingest.validation import (
+    MAX_CHUNKS,
+    MAX_TOKENS_REQUEST_BYTES,
+    check_bytes,
+    check_count,
+    check_id,
+)
+from services.broker.operations import append_tokens
+from services.broker.operations.append_tokens import Accepted
+from services.broker.runtime.metrics import BrokerMetrics
+from services.broker.runtime.run_registry import Hubs
+from services.broker.runtime.run_replica import RunHub
+from services.broker.state.run_state import RunState
+from services.broker.streams.request_reader import Intake, wait_for_event
+
+MAX_UNREAD = 64
+CHECK_EVERY_S = 5.0
+_FINISHED = frozenset((types_pb2.FINISH_REASON_STOP, types_pb2.FINISH_REASON_LENGTH))
+
+
+async def serve_tokens(
+    hubs: Hubs, requests: AsyncIterator[broker_pb2.StreamTokensRequest]
+) -> AsyncIterator[broker_pb2.StreamTokensResponse]:
+    """Answer each request in turn; one commit holds all its chunks.
+
+    A client that does not read its answers is not read from either once MAX_UNREAD of them wait. An idle stream ends
+    with OK when a run it wrote to is closed, and with UNAVAILABLE when the process drains.
+    """
+    wake = asyncio.Event()
+    answers: asyncio.Queue[broker_pb2.StreamTokensResponse] = asyncio.Queue(MAX_UNREAD)
+    runs: dict[str, RunHub] = {}
+    with ExitStack() as listening:
+        listening.enter_context(hubs.listening(wake))
+
+        async def handle(request: broker_pb2.StreamTokensRequest) -> None:
+            await answers.put(await accept(hubs, request))
+            if request.run_id not in runs:
+                runs[request.run_id] = hubs.hub(request.run_id)
+                listening.enter_context(runs[request.run_id].listening(wake, only_end=True))
+
+        async with Intake(requests, handle, wake) as intake:
+            while True:
+                is_ended = intake.is_ended
+                while not answers.empty():
+                    yield answers.get_nowait()
+                if is_ended:
+                    break
+                hubs.check_serving()
+                intake.check_begun()
+                if any(hub.copy is not None and hub.copy.run.is_closed for hub in runs.values()):
+                    return
+                await wait_for_event(wake, min(CHECK_EVERY_S, intake.patience_s))
+            intake.check()
+
+
+async def accept(hubs: Hubs, request: broker_pb2.StreamTokensRequest) -> broker_pb2.StreamTokensResponse:
+    """Store the chunks of one request."""
+    check_run_id(request.run_id)
+    check_id("generator_id", request.generator_id)
+    check_count("chunks", len(request.chunks), MAX_CHUNKS)
+    check_bytes("chunks", request.ByteSize(), most=MAX_TOKENS_REQUEST_BYTES)
+    hub = hubs.hub(request.run_id)
+    generator_id = request.generator_id
+    chunks = read_chunks(request.chunks)
+
+    def operation(state: RunState) -> _Outcome:
+        if state.run.is_closed:
+            raise RunClosedError(f"run {state.run.run_id!r} is closed", run_id=state.run.run_id)
+        accepted = append_tokens.accept_chunks(state, generator_id, chunks, hub.clock.now_s())
+        return _Outcome(accepted=accepted, policy_version=state.run.policy_version)
+
+    outcome = await hub.transact(operation)
+    _count(hubs.metrics, chunks, outcome)
+    _report_lengths(hubs, request.run_id, chunks, outcome)
+    return broker_pb2.StreamTokensResponse(sequence=request.sequence, errors=outcome.accepted.errors)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Outcome:
+    accepted: Accepted
+    policy_version: int
+
+
+def _report_lengths(hubs: Hubs, run_id: str, chunks: Sequence[ChunkFacts], outcome: _Outcome) -> None:
+    """Note how long the samples were that this request finished, each once."""
+    finished = [chunk for chunk in chunks if chunk.finish_reason in _FINISHED]
+    if not finished:
+        return
+    passed_over = {(error.key.group_id, error.key.sample_index, error.lease_id) for error in outcome.accepted.errors}
+    passed_over |= {(chunk.group_id, chunk.sample_index, chunk.lease_id) for chunk in outcome.accepted.repeated}
+    for chunk in finished:
+        if (chunk.group_id, chunk.sample_index, chunk.lease_id) not in passed_over:
+            hubs.length_reporter.note(run_id, chunk.group_id, chunk.end)
+
+
+def _count(metrics: BrokerMetrics, chunks: Sequence[ChunkFacts], outcome: _Outcome) -> None:
+    """Put what became of the chunks of a request into the metrics."""
+    if not outcome.accepted.errors and not outcome.accepted.repeated:
+        # As nearly always.
+        metrics.count_tokens(sum(chunk.num_tokens for chunk in chunks))
+        return
+    invariants = metrics.invariants
+    invariants.count_duplicates("chunk", len(outcome.accepted.repeated))
+    reasons = {
+        (error.key.group_id, error.key.sample_index, error.lease_id): error.reason for error in outcome.accepted.errors
+    }
+    num_stored = -sum(chunk.num_tokens for chunk in outcome.accepted.repeated)
+    for chunk in chunks:
+        reason = reasons.get((chunk.group_id, chunk.sample_index, chunk.lease_id))
+        if reason is None:
+            num_stored += chunk.num_tokens
+            continue
+        metrics.count_refused(reason)
+        if reason in ("OFFSET_MISMATCH", "LEASE_LOST"):
+            invariants.count_refused_tokens(reason, chunk.num_tokens)
+        elif chunk.max_version is not None and chunk.max_version > outcome.policy_version:
+            invariants.count_unattested(1)
+    metrics.count_tokens(max(0, num_stored))

@@ -1,0 +1,294 @@
+"""The put streams: finished groups in, one answer a request, after the store has it."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import AsyncIterator, Sequence
+from contextlib import ExitStack, suppress
+
+from google.protobuf.duration_pb2 import Duration
+from google.protobuf.message import DecodeError
+
+from penstock.errors import InvalidFieldError
+from penstock.names import check_run_id
+from penstock.security.access import current_caller
+from penstock.v1 import broker_pb2, types_pb2
+from penstock.wire import packed as packed_types
+from penstock.wire.codec import field_span, has_field
+from penstock.wire.pieces import MAX_GROUP_BYTES
+from services.broker.ingest.trajectory_decoder import read_put
+from services.broker.ingest.validation import check_id
+from services.broker.operations import append_trajectories
+from services.broker.operations.append_trajectories import Put
+from services.broker.runtime.invariant_metrics import InvariantMetrics
+from services.broker.runtime.run_registry import Hubs
+from services.broker.runtime.run_replica import RunHub
+from services.broker.state.run_state import RunState
+from services.broker.streams.request_reader import Intake, wait_for_event
+from services.broker.streams.trajectory_parts import PutParts
+
+MAX_UNANSWERED = 16
+"""Requests of a stream that are read ahead of their answers; they are stored in order, several by one commit."""
+CHECK_EVERY_S = 5.0
+HOLD_S = 1.0
+"""How long a request waits for room in the run before it is refused. Nothing more is read from the stream meanwhile, so
+a trainer that is merely slower than its producers paces them without a request being sent twice."""
+MAX_COMING_BYTES = 64 * 1024 * 1024
+"""Payload of a run that is being stored at once, over all streams; more is refused."""
+HOLD_LARGE_S = 10.0
+"""The same for a put that came in parts, which costs much more to send again; below what clients wait for an answer."""
+RETRY_DELAY = Duration(nanos=100_000_000)
+"""How long a producer waits when the run holds as much as it may: a fraction of a small step."""
+
+_Request = broker_pb2.PutTrajectoriesRequest
+_Response = broker_pb2.PutTrajectoriesResponse
+
+
+async def serve_puts(hubs: Hubs, requests: AsyncIterator[bytes]) -> AsyncIterator[_Response]:
+    """Answer each request in turn; they come serialized.
+
+    A client that does not read its answers is not read from either once MAX_UNANSWERED of them wait. The stream ends
+    with OK when its run is closed and nothing is asked of it, and with UNAVAILABLE when the process drains.
+    """
+    wake = asyncio.Event()
+    with ExitStack() as listening:
+        listening.enter_context(hubs.listening(wake))
+        stream = _PutStream(hubs, wake, listening)
+        async with Intake(requests, stream.handle, wake) as intake:
+            try:
+                while True:
+                    is_ended = intake.is_ended
+                    while not stream.answers.empty():
+                        response = await stream.answers.get_nowait()
+                        _count(hubs.metrics.invariants, response)
+                        yield response
+                    if is_ended:
+                        break
+                    hubs.check_serving()
+                    intake.check_begun()
+                    stream.parts.check()
+                    if stream.is_over:
+                        return
+                    await wait_for_event(wake, min(CHECK_EVERY_S, intake.patience_s))
+                intake.check()
+            finally:
+                await _forget(stream.answers)
+
+
+class _PutStream:
+    """One producer's stream: whose run it is, the put that it receives in parts, and the answers it is due."""
+
+    def __init__(self, hubs: Hubs, wake: asyncio.Event, listening: ExitStack) -> None:
+        self._hubs, self._wake, self._listening = hubs, wake, listening
+        self._hub: RunHub | None = None
+        self.parts = PutParts()
+        self.answers: asyncio.Queue[asyncio.Future[_Response]] = asyncio.Queue(MAX_UNANSWERED)
+        listening.callback(self.parts.release)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the run is closed and no answer is due."""
+        copy = None if self._hub is None else self._hub.copy
+        return copy is not None and copy.run.is_closed and self.answers.empty()
+
+    async def handle(self, data: bytes) -> None:
+        """Take a request, and see to its answer. Raises InvalidFieldError and ForbiddenError."""
+        if has_field(data, _Request.TOTAL_BYTES_FIELD_NUMBER):
+            part = _parsed(data)
+            current_caller().check_message(part)
+            answer = await _take_part(self._hub_of(part.run_id), self.parts, part)
+            if answer is not None:
+                await self.answers.put(answer)
+            return
+        request, put = read_request(data)
+        current_caller().check_message(request)
+        hub = self._hub_of(request.run_id)
+        await _wait_for_room(hub, put)
+        await self.answers.put(asyncio.create_task(store(hub, request.put_id, put)))
+
+    def _hub_of(self, run_id: str) -> RunHub:
+        if self._hub is None:
+            self._hub = self._hubs.hub(run_id)
+            self._listening.enter_context(self._hub.listening(self._wake, only_end=True))
+        if self._hub.run_id != run_id:
+            raise InvalidFieldError(f"run_id: {run_id!r}; the stream is of {self._hub.run_id!r}", field="run_id")
+        return self._hub
+
+
+def read_request(data: bytes) -> tuple[_Request, Put]:
+    """A serialized request, checked as far as that can be done without the run; the message is without its groups.
+
+    Raises InvalidFieldError.
+    """
+    start, end = field_span(data, _Request.GROUPS_FIELD_NUMBER)
+    packed = memoryview(data)[start:end]
+    try:
+        parsed = packed_types.PutTrajectoriesRequest.FromString(data)
+    except DecodeError as error:
+        read_put(packed)
+        text = f"request: {len(data)} bytes that are no message of this method: {error}"
+        raise InvalidFieldError(text, field="request") from error
+    request = _Request(run_id=parsed.run_id, producer_id=parsed.producer_id, put_id=parsed.put_id)
+    _check_names(request)
+    groups = read_put(packed, list(parsed.groups.groups))
+    return request, Put(payload_id=secrets.token_hex(8), payload=packed, groups=groups)
+
+
+def _parsed(data: bytes) -> _Request:
+    """A request that is a part of a put. Raises InvalidFieldError."""
+    try:
+        request = _Request.FromString(data)
+    except DecodeError as error:
+        text = f"request: {len(data)} bytes that are no message of this method: {error}"
+        raise InvalidFieldError(text, field="request") from error
+    _check_names(request)
+    return request
+
+
+def _check_names(request: _Request) -> None:
+    check_run_id(request.run_id)
+    check_id("producer_id", request.producer_id)
+    check_id("put_id", request.put_id)
+
+
+async def _wait_for_room(hub: RunHub, put: Put) -> None:
+    """Until the copy of the run, which may be behind, has room for the request and what this process stores already."""
+    if _has_room(hub, put):
+        return
+    with hub.listening() as wake, suppress(TimeoutError):
+        async with asyncio.timeout(HOLD_S):
+            while not _has_room(hub, put):
+                await wake.wait()
+                wake.clear()
+
+
+def _has_room(hub: RunHub, put: Put) -> bool:
+    """Whether there is room, or will never be."""
+    if hub.copy is None or hub.copy.run.is_closed:
+        return True
+    num_groups = hub.num_groups_coming + len(put.groups)
+    return not _is_too_much(hub, put) and not append_trajectories.is_full(hub.copy, num_groups, len(put.payload))
+
+
+async def _take_part(hub: RunHub, parts: PutParts, request: _Request) -> asyncio.Future[_Response] | None:
+    """Receive a part of a put; what is answered now, if anything. Raises InvalidFieldError."""
+    if parts.begins(request):
+        if not await _has_room_in_time(hub, parts, request.total_bytes):
+            parts.refuse(request)
+            return _answered(_Response(put_id=request.put_id, retry_delay=RETRY_DELAY))
+        parts.begin(hub, request)
+    elif parts.is_refused(request):
+        return None
+    received_bytes, whole = parts.add(request)
+    if whole is None:
+        return _answered(_Response(put_id=request.put_id, received_bytes=received_bytes))
+    try:
+        put = Put(
+            payload_id=secrets.token_hex(8),
+            payload=whole,
+            groups=read_put(whole, max_bytes=MAX_GROUP_BYTES),
+            is_stored_ahead=True,
+        )
+    except BaseException:
+        parts.give_back(hub, len(whole))
+        raise
+    storing = asyncio.create_task(_store_ahead(hub, request.put_id, put))
+    storing.add_done_callback(lambda _task: parts.give_back(hub, len(whole)))
+    return storing
+
+
+async def _has_room_in_time(hub: RunHub, parts: PutParts, total_bytes: int) -> bool:
+    """Whether a put of so many bytes may come, now or within HOLD_S."""
+
+    def has_room() -> bool:
+        is_full = hub.copy is not None and append_trajectories.is_full(hub.copy, 1, total_bytes)
+        return parts.has_room(hub, total_bytes) and not is_full
+
+    with hub.listening() as wake, suppress(TimeoutError):
+        async with asyncio.timeout(HOLD_S):
+            while not has_room():
+                await wake.wait()
+                wake.clear()
+    return has_room()
+
+
+async def _store_ahead(hub: RunHub, put_id: str, put: Put) -> _Response:
+    """Store a large put: first its payload, without the run's other calls having to wait for that, then the rest."""
+    await hub.store.put_payload(hub.run_id, put.payload_id, put.payload)
+    with hub.listening() as wake, suppress(TimeoutError):
+        async with asyncio.timeout(HOLD_LARGE_S):
+            while hub.copy is not None and append_trajectories.is_full(hub.copy, len(put.groups), len(put.payload)):
+                await wake.wait()
+                wake.clear()
+    return await _commit(hub, put_id, put)
+
+
+def _answered(response: _Response) -> asyncio.Future[_Response]:
+    answer: asyncio.Future[_Response] = asyncio.get_running_loop().create_future()
+    answer.set_result(response)
+    return answer
+
+
+def _is_too_much(hub: RunHub, put: Put) -> bool:
+    """Whether this process has too much in its hands; never because of one request alone."""
+    return bool(hub.coming_bytes) and hub.coming_bytes + len(put.payload) > MAX_COMING_BYTES
+
+
+async def store(hub: RunHub, put_id: str, put: Put) -> _Response:
+    """Store a request and answer it."""
+    if _is_too_much(hub, put):
+        return _Response(put_id=put_id, retry_delay=RETRY_DELAY)
+    hub.num_groups_coming += len(put.groups)
+    hub.coming_bytes += len(put.payload)
+    try:
+        return await _commit(hub, put_id, put)
+    finally:
+        hub.num_groups_coming -= len(put.groups)
+        hub.coming_bytes -= len(put.payload)
+
+
+async def _commit(hub: RunHub, put_id: str, put: Put) -> _Response:
+    def operation(state: RunState) -> append_trajectories.PutOutcome:
+        return append_trajectories.put(state, put, hub.clock.now_s())
+
+    hub.payloads.add(put.payload_id, put.payload)
+    try:
+        outcome = await hub.transact(operation)
+    except BaseException:
+        hub.payloads.discard(put.payload_id)
+        raise
+    if not outcome.num_samples:
+        hub.payloads.discard(put.payload_id)
+    return _Response(
+        put_id=put_id,
+        num_samples=outcome.num_samples,
+        errors=await _without_retired(hub, put, outcome.errors),
+        retry_delay=RETRY_DELAY if outcome.is_full else None,
+    )
+
+
+async def _without_retired(
+    hub: RunHub, put: Put, errors: Sequence[types_pb2.ItemError]
+) -> Sequence[types_pb2.ItemError]:
+    """Refusals of groups that the run had before and gave up are none: a repetition is accepted without effect."""
+    refused = [put.groups.group_ids[error.index] for error in errors]
+    retired = await hub.store.retired(hub.run_id, refused) if refused else frozenset()
+    return [error for error in errors if put.groups.group_ids[error.index] not in retired]
+
+
+def _count(invariants: InvariantMetrics, response: _Response) -> None:
+    if response.received_bytes:
+        return
+    is_full = response.HasField("retry_delay")
+    invariants.count_refusals("puts", int(is_full))
+    if not is_full and not response.num_samples and not response.errors:
+        invariants.count_duplicates("put", 1)
+
+
+async def _forget(answers: asyncio.Queue[asyncio.Future[_Response]]) -> None:
+    """The client went away: what was begun ends by itself, and nobody looks at its answer."""
+    waiting = [answers.get_nowait() for _ in range(answers.qsize())]
+    for task in waiting:
+        task.cancel()
+    await asyncio.gather(*waiting, return_exceptions=True)

@@ -1,0 +1,88 @@
+"""How many samples are decoded now, leased ones and guests; and the silence that some updates wait for."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+
+from services.generator.decoding.busy_time import BusyTracker
+from services.generator.metrics import GeneratorMetrics
+
+
+class Decoding:
+    """Counts, and holds beginners back while somebody waits for silence.
+
+    Args:
+        busy: Told when a sample begins and ends.
+        metrics: Has the number of samples under way.
+    """
+
+    def __init__(self, busy: BusyTracker, metrics: GeneratorMetrics) -> None:
+        self._busy = busy
+        self._metrics = metrics
+        self._num_decoding = 0
+        self._num_awaited = 0
+        self._may_begin = asyncio.Event()
+        self._may_begin.set()
+        self._is_silent = asyncio.Event()
+        self._is_silent.set()
+
+    @property
+    def num_awaited(self) -> int:
+        """Samples whose next tokens the engine owes."""
+        return self._num_awaited
+
+    @property
+    def may_begin(self) -> bool:
+        """Whether a sample may begin: nobody waits for silence."""
+        return self._may_begin.is_set()
+
+    async def wait_until_may_begin(self) -> None:
+        """Until then; the caller sets the deadline."""
+        await self._may_begin.wait()
+
+    @contextmanager
+    def one(self) -> Iterator[None]:
+        """Inside, one sample more is decoded."""
+        self._num_decoding += 1
+        self._metrics.running.inc()
+        self._busy.begin()
+        self._is_silent.clear()
+        try:
+            yield
+        finally:
+            self._num_decoding -= 1
+            self._metrics.running.dec()
+            self._busy.end()
+            if self._num_decoding == 0:
+                self._is_silent.set()
+
+    @contextmanager
+    def awaiting(self) -> Iterator[None]:
+        """Inside, somebody waits for tokens; the engine counts as hung where it brings none for too long."""
+        self._num_awaited += 1
+        try:
+            yield
+        finally:
+            self._num_awaited -= 1
+
+    @contextmanager
+    def not_awaiting(self) -> Iterator[None]:
+        """Inside `awaiting`: it is not the engine that is waited for."""
+        self._num_awaited -= 1
+        try:
+            yield
+        finally:
+            self._num_awaited += 1
+
+    @asynccontextmanager
+    async def silence(self, *, timeout_s: float) -> AsyncIterator[None]:
+        """Inside, no sample is decoded: those under way have finished and none begins. Raises TimeoutError."""
+        self._may_begin.clear()
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._is_silent.wait()
+            yield
+        finally:
+            self._may_begin.set()

@@ -1,0 +1,86 @@
+"""The generator as the lease stream sees it: how it is, and what to do with what arrives."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from penstock.clients.leases import MAX_WARNING_CHARACTERS
+from penstock.timestamps import timestamp
+from penstock.v1 import broker_pb2, types_pb2
+from services.generator.decoding.busy_time import BusySpan, BusyTracker
+from services.generator.decoding.sample_runner import Rollouts
+from services.generator.decoding.token_rate import TokenRate
+from services.generator.engine.attested_weights import HeldWeights
+from services.generator.engine.engine import Engine
+
+
+class Holder:
+    """A `penstock.clients.leases.LeaseHolder`."""
+
+    def __init__(
+        self,
+        *,
+        engine: Engine,
+        rollouts: Rollouts,
+        held: HeldWeights,
+        busy: BusyTracker,
+        on_owner: Callable[[broker_pb2.RunOwner], None],
+    ) -> None:
+        self._on_owner = on_owner
+        self._engine = engine
+        self._rollouts = rollouts
+        self._held = held
+        self._busy = busy
+        self._rate = TokenRate()
+        self.is_draining = False
+        """Said in every beat from now on."""
+        self.warning: Callable[[], str] = lambda: ""
+        """What is wrong with the process's certificate."""
+
+    def num_free_slots(self) -> int:
+        """Leases it can take now."""
+        return self._rollouts.num_free_slots()
+
+    def sample_speed(self) -> float | None:
+        """Tokens per second of each sample under way, as of the last beat; None where none was measured."""
+        rate = self._rate.tokens_per_second
+        return rate / max(1, self._engine.stats().num_running) if rate > 0 else None
+
+    def beat(self) -> broker_pb2.GeneratorBeat:
+        """How it is now; hands out the busy spans since the last beat."""
+        stats, held = self._engine.stats(), self._held.current
+        return broker_pb2.GeneratorBeat(
+            policy_version=held.policy_version if held is not None else 0,
+            history=held.history if held is not None else None,
+            instance_id=held.instance_id if held is not None else "",
+            active_lease_ids=self._rollouts.lease_ids,
+            num_running=stats.num_running,
+            num_waiting=stats.num_waiting,
+            kv_cache_usage=min(1.0, max(0.0, stats.kv_cache_usage)),
+            tokens_per_second=self._rate.update(stats.tokens_generated, time.monotonic()),
+            busy_spans=[_to_time_span(span) for span in self._busy.take_spans()],
+            is_draining=self.is_draining,
+            now_time=timestamp(self._busy.now_s()),
+            warning=self.warning()[:MAX_WARNING_CHARACTERS],
+        )
+
+    def lease(self, lease: broker_pb2.Lease) -> None:
+        """Work to do."""
+        self._rollouts.begin(lease)
+
+    def revoke(self, revocation: broker_pb2.LeaseRevocation) -> None:
+        """Work taken back."""
+        self._rollouts.drop(revocation.lease_id, f"revoked: {revocation.reason}")
+
+    def owned_by(self, owner: broker_pb2.RunOwner) -> None:
+        """Who trains the run: whose weights may be taken."""
+        self._on_owner(owner)
+
+    def run_closed(self) -> None:
+        """Every lease is void."""
+        self._rollouts.drop_all("run closed")
+
+
+def _to_time_span(span: BusySpan) -> types_pb2.TimeSpan:
+    return types_pb2.TimeSpan(start_time=timestamp(span.start_s), end_time=timestamp(span.end_s))

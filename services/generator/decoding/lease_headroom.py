@@ -1,0 +1,61 @@
+"""Leases a generator asks for beyond the free slots' word: none that its engine's KV cache would not bear."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from services.generator.decoding.kv_headroom import HeldSample, KvRoom
+from services.generator.engine.engine import EngineProfile, EngineStats
+
+
+class MeasuredEngine(Protocol):
+    """What of an `Engine` is looked at."""
+
+    def profile(self) -> EngineProfile:
+        """Its KV room."""
+
+    def stats(self) -> EngineStats:
+        """Its load."""
+
+
+class Credit:
+    """An engine that states no KV room is bounded by its slots alone.
+
+    Args:
+        engine: Started before anything is asked.
+    """
+
+    def __init__(self, engine: MeasuredEngine) -> None:
+        self._engine = engine
+        self._room: KvRoom | None = None
+
+    def num_more(self, held: Sequence[HeldSample], *, most: int) -> int:
+        """Samples that may be begun beside these, at most `most`."""
+        room = self._known_room()
+        if room is None:
+            return most
+        stats = self._engine.stats()
+        room.note_preemptions(stats.num_preemptions)
+        if not stats.num_waiting:
+            room.note_usage(held, stats.kv_cache_usage)
+        return room.num_more(held, most=most)
+
+    def note_begun(self, sample: HeldSample) -> None:
+        """A sample begins."""
+        room = self._known_room()
+        if room is not None:
+            room.note_begun(sample)
+
+    def note_finished(self, num_new_tokens: int) -> None:
+        """A completion ended by itself or at its limit, after so many tokens."""
+        room = self._known_room()
+        if room is not None:
+            room.note_finished(num_new_tokens)
+
+    def _known_room(self) -> KvRoom | None:
+        if self._room is None:
+            profile = self._engine.profile()
+            if profile.kv_capacity_tokens is not None:
+                self._room = KvRoom(profile.kv_capacity_tokens, block_tokens=profile.kv_block_tokens)
+        return self._room

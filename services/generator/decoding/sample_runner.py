@@ -1,0 +1,376 @@
+"""Decoding of leased samples: from lease to tokens on their way to the broker.
+
+    lease -> wait for version -> decode -> finish chunk -> stored
+                 |                  |
+                 +------------------+--> aborted chunk (given back) | dropped (revoked, lease lost) | left to expire
+
+Promises:
+
+- No sample is lost by an error of its own: whatever happens, its lease ends in a finish chunk, an aborted chunk, or is
+  no longer renewed and expires.
+- A lease is renewed until its last chunk is stored; its slot is free as soon as decoding ended.
+- Guests (`guest`) decode what no lease brought, in slots of the same number and under the same updates.
+- An engine that fails is reported once through `on_engine_failure`; the process is expected to give everything back and
+  to end, so that its supervisor starts a fresh one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+
+import structlog
+
+from penstock.clients.sample_stream import SampleStream
+from penstock.clients.tokens import TokenSession
+from penstock.errors import InvalidFieldError
+from penstock.model.model_folder import TextDecoder
+from penstock.v1 import broker_pb2, types_pb2
+from penstock.wire.codec import Int32, int32_array
+from services.generator.decoding.activity import Decoding
+from services.generator.decoding.busy_time import BusyTracker
+from services.generator.decoding.kv_headroom import HeldSample
+from services.generator.decoding.lease_headroom import Credit
+from services.generator.decoding.lease_request import to_request
+from services.generator.decoding.slots import Slots
+from services.generator.engine.attested_weights import HeldWeights
+from services.generator.engine.engine import Engine, EngineError, EngineStoppedError, FinishReason, RequestRefusedError
+from services.generator.metrics import GeneratorMetrics
+
+MAX_VERSION_WAIT_S = 60.0
+"""How long a sample waits for weights that its lease asks for before it is given back."""
+
+_LOST_REASONS = frozenset({"LEASE_LOST", "UNKNOWN_SAMPLE", "UNKNOWN_RUN", "RUN_CLOSED"})
+_FINISH_REASONS = {
+    FinishReason.STOP: types_pb2.FINISH_REASON_STOP,
+    FinishReason.LENGTH: types_pb2.FINISH_REASON_LENGTH,
+    FinishReason.ABORTED: types_pb2.FINISH_REASON_ABORTED,
+}
+_log = structlog.get_logger()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RolloutParts:
+    """What decoding a sample needs."""
+
+    engine: Engine
+    tokens: TokenSession
+    held: HeldWeights
+    text: TextDecoder
+    end_token_ids: tuple[int, ...]
+    busy: BusyTracker
+    metrics: GeneratorMetrics
+    on_change: Callable[[], None]
+    """Called when slots or leases changed."""
+    on_engine_failure: Callable[[Exception], None]
+    """Called when the engine cannot be used any more."""
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class _Work:
+    """One lease in hand."""
+
+    lease: broker_pb2.Lease
+    owner: Rollouts
+    parts: list[Int32] = field(default_factory=list)
+    """Completion tokens decoded here, for the text."""
+    is_in_slot: bool = True
+    stream: SampleStream | None = None
+    task: asyncio.Task[None] | None = None
+
+    def settled(self) -> None:
+        """The last chunk is stored."""
+        self.owner.forget(self.lease.lease_id)
+
+    def refused(self, error: broker_pb2.ChunkError) -> None:
+        """The broker does not take its tokens."""
+        self.owner.refuse(self, error)
+
+
+class _GiveBack:
+    """Hears how the return of a refused sample ended; when even that is refused the lease is left to expire."""
+
+    def settled(self) -> None:
+        """The sample is back in the queue."""
+
+    def refused(self, error: broker_pb2.ChunkError) -> None:
+        """It is not; its lease is no longer renewed."""
+        _log.info("return of a sample refused; its lease will expire", lease_id=error.lease_id, reason=error.reason)
+
+
+class Rollouts:
+    """The samples of one generator; at most `max_concurrent_samples` are decoded at once."""
+
+    def __init__(self, parts: RolloutParts, *, max_concurrent_samples: int) -> None:
+        self._parts = parts
+        self._slots = Slots(max_concurrent_samples)
+        self._credit = Credit(parts.engine)
+        self._num_guests = 0
+        self._works: dict[str, _Work] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._is_accepting = True
+        self.decoding = Decoding(parts.busy, parts.metrics)
+        """Who decodes now."""
+        self._empty = asyncio.Event()
+        self._empty.set()
+
+    @property
+    def lease_ids(self) -> list[str]:
+        """Leases in hand, those whose last chunk is on its way included."""
+        return list(self._works)
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing is in hand, neither a lease nor a guest."""
+        return not self._works and not self._num_guests
+
+    @property
+    def longest_remaining_tokens(self) -> int:
+        """The most that any sample in hand may still need; a guest may need whatever the engine takes."""
+        remaining = [
+            work.lease.prompt.sampling.max_new_tokens - (0 if work.stream is None else work.stream.num_tokens)
+            for work in self._works.values()
+        ]
+        return max([*remaining, self._parts.engine.max_model_len if self._num_guests else 0], default=0)
+
+    @property
+    def num_in_slots(self) -> int:
+        """Leased samples that are decoded or are about to be."""
+        return sum(work.is_in_slot for work in self._works.values())
+
+    @property
+    def is_accepting(self) -> bool:
+        """Whether anything new is begun; not any more once the generator drains or stops."""
+        return self._is_accepting
+
+    def num_free_slots(self) -> int:
+        """Leases that could be begun now."""
+        if not self._is_accepting or not self._parts.held.is_trusted or not self.decoding.may_begin:
+            return 0
+        num_slots = self._slots.num_free
+        context = self._parts.engine.max_model_len
+        held = [_to_held(work, context) for work in self._works.values() if work.is_in_slot]
+        return self._credit.num_more(held, most=num_slots) if num_slots else 0
+
+    def begin(self, lease: broker_pb2.Lease) -> None:
+        """Take a lease; one that cannot be taken any more is given back at once."""
+        if lease.lease_id in self._works:
+            _log.info("lease received twice", lease_id=lease.lease_id)
+            return
+        work = _Work(lease=lease, owner=self)
+        work.stream = self._parts.tokens.open(
+            lease.key, lease_id=lease.lease_id, offset=len(lease.prefix_token_ids) // 4, listener=work
+        )
+        self._works[lease.lease_id] = work
+        self._slots.take()
+        self._empty.clear()
+        if not self._is_accepting:
+            self._give_back(work)
+            return
+        self._credit.note_begun(_to_held(work, self._parts.engine.max_model_len))
+        work.task = asyncio.create_task(self._run(work, work.stream))
+        self._tasks.add(work.task)
+        work.task.add_done_callback(self._tasks.discard)
+        # How large samples are is known from the first one on.
+        self._parts.on_change()
+
+    def drop(self, lease_id: str, reason: str) -> None:
+        """Abort a lease that is void: nothing of it is sent any more."""
+        work = self._works.get(lease_id)
+        if work is None:
+            return
+        _log.info("sample dropped", lease_id=lease_id, reason=reason)
+        if work.stream is not None:
+            work.stream.discard()
+        self._parts.metrics.samples.labels("dropped").inc()
+        self.forget(lease_id)
+
+    def refuse(self, work: _Work, error: broker_pb2.ChunkError) -> None:
+        """The broker refused a chunk: drop the sample, or give it back from where the broker has it."""
+        lease = work.lease
+        self.drop(lease.lease_id, f"{error.reason}: {error.message}")
+        if error.reason not in _LOST_REASONS:
+            # Decoded tokens and stored ones have parted (a store that lost its last second, say): the next lease
+            # begins from what is stored.
+            tokens = self._parts.tokens
+            stream = tokens.open(lease.key, lease_id=lease.lease_id, offset=error.next_offset, listener=_GiveBack())
+            stream.finish(types_pb2.FINISH_REASON_ABORTED)
+
+    def forget(self, lease_id: str) -> None:
+        """The lease is done with: stop renewing it, and decoding it if that still goes on."""
+        work = self._works.pop(lease_id, None)
+        if work is None:
+            return
+        self._free_slot(work)
+        if work.task is not None:
+            work.task.cancel()
+        self._note_if_empty()
+        self._parts.on_change()
+
+    def drop_all(self, reason: str) -> None:
+        """Every lease is void."""
+        for lease_id in self.lease_ids:
+            self.drop(lease_id, reason)
+
+    def stop_accepting(self) -> None:
+        """Begin nothing new."""
+        self._is_accepting = False
+        self._parts.on_change()
+
+    async def give_back_all(self, *, flush_timeout_s: float) -> None:
+        """Accept nothing new; return every unfinished sample with what is decoded, and send it all."""
+        self.stop_accepting()
+        unfinished = [work for work in self._works.values() if work.is_in_slot]
+        for work in unfinished:
+            self._give_back(work)
+        _log.info("samples given back", num_samples=len(unfinished), num_finished=len(self._works) - len(unfinished))
+        if not await self._parts.tokens.flush(timeout_s=flush_timeout_s):
+            _log.warning("the broker did not take everything in time; leases expire", num_leases=len(self._works))
+        for task in list(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def wait_until_empty(self, *, timeout_s: float) -> bool:
+        """Whether nothing was left in hand within `timeout_s` seconds."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._empty.wait()
+        except TimeoutError:
+            return False
+        return True
+
+    @asynccontextmanager
+    async def guest(self, *, timeout_s: float) -> AsyncIterator[None]:
+        """Inside, the caller may decode one sample that no lease brought.
+
+        Raises:
+            EngineStoppedError: This generator takes nothing new.
+            TimeoutError: There was no slot, or no attested version, within `timeout_s` seconds.
+        """
+        if not self._is_accepting:
+            raise EngineStoppedError("this generator drains and takes nothing new")
+        self._num_guests += 1
+        self._empty.clear()
+        try:
+            await self._enter_guest(timeout_s)
+            try:
+                with self.decoding.one():
+                    yield
+            finally:
+                self._slots.release()
+        finally:
+            self._num_guests -= 1
+            self._note_if_empty()
+            self._parts.on_change()
+
+    async def _enter_guest(self, timeout_s: float) -> None:
+        async with asyncio.timeout(timeout_s):
+            await self._slots.wait()
+            try:
+                await self._parts.held.wait_for(0)
+                await self.decoding.wait_until_may_begin()
+            except BaseException:
+                self._slots.release()
+                raise
+
+    @asynccontextmanager
+    async def nothing_decoding(self, *, timeout_s: float) -> AsyncIterator[None]:
+        """Inside, no sample is decoded: those under way have finished and none begins. Raises TimeoutError."""
+        try:
+            async with self.decoding.silence(timeout_s=timeout_s):
+                yield
+        finally:
+            self._parts.on_change()
+
+    async def _run(self, work: _Work, stream: SampleStream) -> None:
+        try:
+            await self._decode(work, stream)
+        except asyncio.CancelledError:
+            # Whoever cancels has already dropped the lease or given it back.
+            raise
+        except (InvalidFieldError, RequestRefusedError, TimeoutError) as error:
+            self._log_failed(work, str(error) or "the weights it needs did not come in time")
+            self._give_back(work)
+        except Exception as error:
+            # The one broad handler of this process: an engine that failed in a way nobody foresaw must not go on
+            # taking leases, and the sample must not be lost.
+            self._log_failed(work, f"engine failed: {type(error).__name__}: {error}")
+            self._give_back(work)
+            self._parts.on_engine_failure(error)
+
+    async def _decode(self, work: _Work, stream: SampleStream) -> None:
+        parts = self._parts
+        request = to_request(work.lease, end_token_ids=parts.end_token_ids)
+        async with asyncio.timeout(MAX_VERSION_WAIT_S):
+            await parts.held.wait_for(work.lease.min_policy_version)
+        # Bounded by whoever waits for silence, as long as the completions under way are.
+        await self.decoding.wait_until_may_begin()
+        is_finished = False
+        with self.decoding.one(), self.decoding.awaiting():
+            # To its very end, past the last span: leaving an iteration early makes the engine abort.
+            async for span in parts.engine.generate(request):
+                await self._wait_for_room()
+                parts.metrics.tokens.inc(len(span.token_ids))
+                work.parts.append(span.token_ids)
+                stream.append(span.token_ids, span.logprobs, policy_version=span.policy_version)
+                if span.finish_reason is not None:
+                    is_finished = True
+                    self._finish(work, span.finish_reason)
+        if not is_finished:
+            raise EngineError(f"the engine ended sample {request.request_id} without saying why")
+
+    async def _wait_for_room(self) -> None:
+        if not self._parts.tokens.has_room:
+            with self.decoding.not_awaiting():
+                await self._parts.tokens.wait_for_room()
+
+    def _finish(self, work: _Work, reason: FinishReason) -> None:
+        if work.stream is None:
+            return
+        text = "" if reason is FinishReason.ABORTED else self._parts.text.decode(self._completion(work))
+        work.stream.finish(_FINISH_REASONS[reason], text=text)
+        self._parts.metrics.samples.labels(reason.value).inc()
+        if reason is not FinishReason.ABORTED:
+            self._credit.note_finished(work.stream.num_tokens)
+        self._free_slot(work)
+        self._parts.on_change()
+
+    def _completion(self, work: _Work) -> Sequence[int]:
+        token_ids: list[int] = int32_array(work.lease.prefix_token_ids, "prefix_token_ids").tolist()
+        for part in work.parts:
+            token_ids.extend(part.tolist())
+        return token_ids
+
+    def _log_failed(self, work: _Work, reason: str) -> None:
+        key = work.lease.key
+        _log.warning("sample failed", group_id=key.group_id, sample_index=key.sample_index, reason=reason)
+
+    def _give_back(self, work: _Work) -> None:
+        if work.stream is not None:
+            work.stream.finish(types_pb2.FINISH_REASON_ABORTED)
+        self._parts.metrics.samples.labels("given_back").inc()
+        self._free_slot(work)
+        if work.task is not None and work.task is not asyncio.current_task():
+            work.task.cancel()
+        self._parts.on_change()
+
+    def _free_slot(self, work: _Work) -> None:
+        if work.is_in_slot:
+            work.is_in_slot = False
+            self._slots.release()
+
+    def _note_if_empty(self) -> None:
+        if self.is_empty:
+            self._empty.set()
+
+
+def _to_held(work: _Work, max_model_len: int) -> HeldSample:
+    num_prompt_tokens = len(work.lease.prompt.token_ids) // 4
+    limit = min(work.lease.prompt.sampling.max_new_tokens, max_model_len - num_prompt_tokens)
+    return HeldSample(
+        num_prompt_tokens=num_prompt_tokens,
+        num_new_tokens=work.stream.num_tokens if work.stream is not None else 0,
+        max_new_tokens=max(1, limit),
+    )

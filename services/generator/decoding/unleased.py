@@ -1,0 +1,66 @@
+"""Decoding for others than leases: the same engine, the same slots, the same weights."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
+from dataclasses import dataclass
+
+from services.generator.decoding.sample_runner import Rollouts
+from services.generator.engine.attested_weights import HeldWeights
+from services.generator.engine.engine import Engine, EngineError, GenerateRequest, RequestRefusedError, TokenSpan
+from services.generator.metrics import GeneratorMetrics
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Guests:
+    """What a part of the process needs to decode beside the leases."""
+
+    generator_id: str
+    """This process' name at the broker."""
+    engine: Engine
+    rollouts: Rollouts
+    held: HeldWeights
+    metrics: GeneratorMetrics
+    end_token_ids: tuple[int, ...]
+    """The model's own."""
+    on_engine_failure: Callable[[Exception], None]
+    """Called when the engine cannot be used any more."""
+
+    @property
+    def run_history(self) -> int | None:
+        """The history counter of the weights that are held; None before the first."""
+        held = self.held.current
+        return None if held is None else held.history
+
+    @property
+    def policy_version(self) -> int | None:
+        """The version that is held; None before the first."""
+        held = self.held.current
+        return None if held is None else held.policy_version
+
+    async def decode(self, request: GenerateRequest, *, wait_s: float) -> AsyncGenerator[TokenSpan, None]:
+        """Decode one sample; close the iteration (`contextlib.aclosing`) to give it up.
+
+        Raises:
+            TimeoutError: No place at the engine came free within `wait_s` seconds, or no weights came.
+            RequestRefusedError: The engine can never decode it.
+            EngineError: It drains, or failed.
+        """
+        async with self.rollouts.guest(timeout_s=wait_s):
+            try:
+                async with aclosing(self.engine.generate(request)) as spans:
+                    while (span := await self._next(spans)) is not None:
+                        self.metrics.tokens.inc(len(span.token_ids))
+                        yield span
+            except RequestRefusedError:
+                raise
+            except EngineError as error:
+                if self.rollouts.is_accepting:
+                    self.on_engine_failure(error)
+                raise
+
+    async def _next(self, spans: AsyncGenerator[TokenSpan, None]) -> TokenSpan | None:
+        # What a slow client holds back the engine does not owe.
+        with self.rollouts.decoding.awaiting():
+            return await anext(spans, None)

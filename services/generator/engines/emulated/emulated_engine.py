@@ -1,0 +1,362 @@
+"""The emulated engine: scripted tokens at a stated speed, for tests and for fleets of pretend GPUs.
+
+- What a sample says depends only on the seed, the prompt and the sample's own seed (its request id where it has none),
+  so a continuation on another emulated engine goes on with the same script.
+- How fast depends only on the step times and the room of its pretend GPU (`services.generator.emulation`), and on
+  `time_scale`: how many pretended seconds pass in a real one.
+- Weight files are checked as any engine checks them; nothing is held, so what is attested is the file.
+
+Imports nothing heavy.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import time
+from collections.abc import AsyncGenerator
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from penstock.model.digests import verify_safetensors
+from services.generator.emulation.continuous_batch import Batch, BatchSample
+from services.generator.emulation.length_law import LengthLaw, LogNormalLengths
+from services.generator.emulation.step_times import LinearSteps, StepTimes, line_through
+from services.generator.engine.engine import (
+    EngineProfile,
+    EngineStats,
+    EngineStoppedError,
+    FinishReason,
+    GenerateRequest,
+    RequestRefusedError,
+    TokenSpan,
+    UpdateReport,
+    WeightUpdate,
+    check_request,
+    finished_by_prefix,
+    max_tokens_left,
+)
+
+MIN_SLEEP_S = 0.001
+"""The event loop must see to other things between two looks at the batch."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EmulatedSpec:
+    """A pretend accelerator and the samples it pretends to decode."""
+
+    base_step_s: float = 0.0
+    """Without `steps`: time of a decoding step that does not depend on how many samples share it."""
+    token_s: float = 1.0 / 2000.0
+    """Without `steps`: time each sample adds to a step; with `base_step_s` 0 the speed is 1 / token_s."""
+    steps: StepTimes | None = None
+    """Step times; a straight line of the two above when unset."""
+    mean_tokens: float = 45.0
+    """Without `lengths`: mean length of a script, its stop token included; lengths are log-normal."""
+    length_sigma: float = 0.8
+    """Without `lengths`: standard deviation of the logarithm of the length; 0 makes all scripts equally long."""
+    lengths: LengthLaw | None = None
+    """Where lengths come from; log-normal of the two above when unset."""
+    max_num_seqs: int = 128
+    """Most samples decoded at once."""
+    kv_capacity_tokens: int | None = None
+    """KV room; None when nothing bounds it."""
+    max_model_len: int = 4096
+    """Longest prompt + completion, in tokens."""
+    vocab_size: int = 64
+    """Tokens are drawn from [0, vocab_size), stop tokens excepted."""
+    update_pause_s: float = 0.0
+    """How long an update keeps samples waiting, in pretended time."""
+    tick_s: float = 0.01
+    """How often tokens are yielded, in real time; the end of a sample is yielded at once."""
+    time_scale: float = 1.0
+    """Pretended seconds in a real one."""
+    policy_version: int = 0
+    """The version it starts with."""
+    seed: int = 0
+    """Seed of every script."""
+
+    def __post_init__(self) -> None:
+        """Refuses a spec that would stand still or never speak."""
+        if self.tick_s <= 0 or self.time_scale <= 0 or self.update_pause_s < 0 or self.max_num_seqs < 1:
+            raise ValueError("tick_s and time_scale positive; update_pause_s not negative; max_num_seqs at least 1")
+        if self.kv_capacity_tokens is not None and self.kv_capacity_tokens < self.max_model_len:
+            raise ValueError(
+                f"KV room of {self.kv_capacity_tokens} tokens is less than the context of {self.max_model_len}; "
+                "lower max_context_tokens, or pretend more or larger GPUs"
+            )
+        self.step_times()
+        self.length_law()
+
+    def step_times(self) -> StepTimes:
+        """How long steps take."""
+        return self.steps or LinearSteps(base_s=self.base_step_s, per_sample_s=self.token_s)
+
+    def length_law(self) -> LengthLaw:
+        """How long scripts are."""
+        return self.lengths or LogNormalLengths(mean_tokens=self.mean_tokens, sigma=self.length_sigma)
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class _Sample:
+    """A sample in the engine."""
+
+    token_ids: npt.NDArray[np.int32]
+    """The whole script."""
+    logprobs: npt.NDArray[np.float32]
+    finish_reason: FinishReason
+    in_batch: BatchSample
+    num_yielded: int
+    """Tokens of the script that were yielded, the prefix's included."""
+    spans: asyncio.Queue[TokenSpan] = field(default_factory=asyncio.Queue)
+
+
+class EmulatedEngine:
+    """An `Engine` that follows a script."""
+
+    def __init__(self, spec: EmulatedSpec) -> None:
+        self._spec = spec
+        self._policy_version = spec.policy_version
+        self._batch = Batch(
+            spec.step_times(), max_samples=spec.max_num_seqs, kv_capacity_tokens=spec.kv_capacity_tokens
+        )
+        self._samples: dict[str, _Sample] = {}
+        self._has_work = asyncio.Event()
+        self._update_lock = asyncio.Lock()
+        self._is_paused = False
+        self._is_updating = False
+        self._decoding: asyncio.Task[None] | None = None
+        self._clock_s = 0.0
+        self._yield_s = 0.0
+        self._tokens_generated = 0
+        self._tokens_sampled = 0
+
+    @property
+    def policy_version(self) -> int:
+        """The version new tokens are said to be sampled with."""
+        return self._policy_version
+
+    @property
+    def max_model_len(self) -> int:
+        """Longest prompt + completion, in tokens."""
+        return self._spec.max_model_len
+
+    async def start(self) -> None:
+        """Starts decoding whatever comes."""
+        self._clock_s = asyncio.get_running_loop().time()
+        self._decoding = asyncio.create_task(self._decode(), name="emulated-engine")
+
+    async def generate(self, request: GenerateRequest) -> AsyncGenerator[TokenSpan, None]:
+        """See `Engine.generate`."""
+        self._check_running()
+        check_request(request, max_model_len=self._spec.max_model_len, vocab_size=self._spec.vocab_size)
+        if request.request_id in self._samples:
+            raise RequestRefusedError(f"request {request.request_id} is already being decoded")
+        finish = finished_by_prefix(request)
+        if finish is not None:
+            yield TokenSpan.empty(policy_version=self._policy_version, finish_reason=finish)
+            return
+        sample = self._accept(request)
+        try:
+            is_finished = False
+            while not is_finished:
+                span = await sample.spans.get()
+                is_finished = span.finish_reason is not None
+                self._tokens_generated += len(span.token_ids)
+                yield span
+        finally:
+            self._forget(request.request_id, sample)
+
+    async def abort(self, request_id: str) -> None:
+        """See `Engine.abort`."""
+        self._catch_up()
+        sample = self._samples.get(request_id)
+        if sample is not None:
+            self._put_tokens(sample)
+            self._forget(request_id, sample)
+            sample.spans.put_nowait(
+                TokenSpan.empty(policy_version=self._policy_version, finish_reason=FinishReason.ABORTED)
+            )
+
+    async def pause(self) -> None:
+        """See `PausableEngine.pause`."""
+        self._catch_up()
+        self._is_paused = True
+
+    async def resume(self) -> None:
+        """See `PausableEngine.resume`."""
+        self._catch_up()
+        self._is_paused = False
+
+    async def update_weights(self, update: WeightUpdate) -> UpdateReport:
+        """See `Engine.update_weights`."""
+        async with self._update_lock:
+            self._check_running()
+            await asyncio.to_thread(verify_safetensors, update.path, tensors=update.tensors, digest=update.digest)
+            self._catch_up()
+            self._is_updating = True
+            pause_s = self._spec.update_pause_s / self._spec.time_scale
+            try:
+                await asyncio.sleep(pause_s)
+            finally:
+                self._catch_up()
+                self._is_updating = False
+            for sample in self._samples.values():
+                self._put_tokens(sample)
+            self._policy_version = update.policy_version
+            num_recomputed_tokens, prefill_s = self._batch.recompute() if update.is_recomputing else (0, 0.0)
+            return UpdateReport(
+                policy_version=update.policy_version,
+                digest=update.digest,
+                pause_s=pause_s + prefill_s / self._spec.time_scale,
+                num_recomputed_tokens=num_recomputed_tokens,
+            )
+
+    def profile(self) -> EngineProfile:
+        """See `Engine.profile`: the step times as a line, in real time."""
+        spec = self._spec
+        line = line_through(spec.step_times(), max_samples=spec.max_num_seqs)
+        rate = line.prefill_tokens_per_second
+        return EngineProfile(
+            max_concurrent_samples=spec.max_num_seqs,
+            kv_capacity_tokens=spec.kv_capacity_tokens,
+            step_base_s=line.base_s / spec.time_scale,
+            step_per_sample_s=line.per_sample_s / spec.time_scale,
+            step_per_kv_token_s=line.per_kv_token_s / spec.time_scale,
+            prefill_tokens_per_second=rate * spec.time_scale if rate is not None else None,
+        )
+
+    def stats(self) -> EngineStats:
+        """See `Engine.stats`; where KV room is not bounded, the cache is as full as the slots are."""
+        spec, batch = self._spec, self._batch
+        usage = batch.num_running / spec.max_num_seqs
+        if spec.kv_capacity_tokens is not None:
+            usage = batch.kv_tokens / spec.kv_capacity_tokens
+        return EngineStats(
+            num_running=batch.num_running,
+            num_waiting=batch.num_waiting,
+            kv_cache_usage=min(1.0, usage),
+            num_preemptions=batch.num_preemptions,
+            tokens_generated=self._tokens_generated,
+            tokens_sampled=self._tokens_sampled,
+            # Nothing can hang in a sleep.
+            install_signs=time.monotonic_ns() if self._is_updating else None,
+        )
+
+    async def stop(self) -> None:
+        """See `Engine.stop`."""
+        decoding, self._decoding = self._decoding, None
+        if decoding is None:
+            return
+        decoding.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await decoding
+        for request_id in list(self._samples):
+            await self.abort(request_id)
+
+    def _check_running(self) -> None:
+        if self._decoding is None:
+            raise EngineStoppedError("the emulated engine is not running")
+
+    def _accept(self, request: GenerateRequest) -> _Sample:
+        self._catch_up()
+        sample = self._samples[request.request_id] = _write_script(self._spec, request)
+        self._batch.add(sample.in_batch)
+        self._has_work.set()
+        return sample
+
+    async def _decode(self) -> None:
+        while True:
+            await self._has_work.wait()
+            await asyncio.sleep(self._sleep_s())
+            self._catch_up()
+            if self._clock_s - self._yield_s >= self._spec.tick_s:
+                self._yield_s = self._clock_s
+                for sample in self._samples.values():
+                    self._put_tokens(sample)
+            if not self._samples:
+                self._has_work.clear()
+
+    def _sleep_s(self) -> float:
+        """Until the next sample ends, a tick at most."""
+        next_end_s = self._batch.next_end_s
+        if next_end_s is None:
+            return self._spec.tick_s
+        return max(MIN_SLEEP_S, min(self._spec.tick_s, next_end_s / self._spec.time_scale))
+
+    def _catch_up(self) -> None:
+        """Brings the batch up to now; what happens from here on happens now."""
+        now_s = asyncio.get_running_loop().time()
+        elapsed_s, self._clock_s = now_s - self._clock_s, now_s
+        if not self._is_paused and not self._is_updating:
+            self._advance(elapsed_s * self._spec.time_scale)
+
+    def _advance(self, elapsed_s: float) -> None:
+        """Decodes for so much pretended time, and yields the ends of samples."""
+        ended = {id(in_batch) for in_batch in self._batch.advance(elapsed_s)}
+        if not ended:
+            return
+        for request_id, sample in list(self._samples.items()):
+            if id(sample.in_batch) in ended:
+                self._put_tokens(sample)
+                self._forget(request_id, sample)
+
+    def _put_tokens(self, sample: _Sample) -> None:
+        """Yields what was decoded since the last time."""
+        begin, end = sample.num_yielded, sample.in_batch.position
+        if end == begin:
+            return
+        sample.num_yielded = end
+        self._tokens_sampled += end - begin
+        is_last = end == len(sample.token_ids)
+        sample.spans.put_nowait(
+            TokenSpan(
+                token_ids=sample.token_ids[begin:end],
+                logprobs=sample.logprobs[begin:end],
+                policy_version=self._policy_version,
+                finish_reason=sample.finish_reason if is_last else None,
+            )
+        )
+
+    def _forget(self, request_id: str, sample: _Sample) -> None:
+        if self._samples.get(request_id) is sample:
+            del self._samples[request_id]
+            self._batch.remove(sample.in_batch)
+
+
+def script_of(spec: EmulatedSpec, request: GenerateRequest) -> npt.NDArray[np.int32]:
+    """Every token of a sample from its first on, as any emulated engine of this seed and these lengths says it."""
+    return _write_script(spec, request).token_ids
+
+
+def _write_script(spec: EmulatedSpec, request: GenerateRequest) -> _Sample:
+    """The whole completion of a sample, from its first token on, whatever its prefix holds."""
+    sampling = request.sampling
+    own = request.request_id if sampling.seed is None else str(sampling.seed)
+    key = hashlib.sha256(f"{spec.seed}:{own}:".encode() + np.asarray(request.prompt_token_ids, "<i4").tobytes())
+    generator = np.random.default_rng(int.from_bytes(key.digest()[:16], "little"))
+    length = spec.length_law().draw(generator, sampling.seed)
+    limit = len(request.prefix_token_ids) + max_tokens_left(request, max_model_len=spec.max_model_len)
+    choices = np.setdiff1d(np.arange(spec.vocab_size, dtype=np.int32), np.asarray(sampling.stop_token_ids, np.int32))
+    if not len(choices):
+        raise RequestRefusedError("every token is a stop token")
+    position = len(request.prefix_token_ids)
+    finish_reason = FinishReason.LENGTH
+    if sampling.stop_token_ids and length <= limit:
+        # A prefix longer than the script came from elsewhere; the sample then ends with its next token.
+        limit = max(length, position + 1)
+        finish_reason = FinishReason.STOP
+    token_ids = generator.choice(choices, size=limit).astype(np.int32)
+    logprobs = -generator.exponential(0.5, size=limit).astype(np.float32)
+    if finish_reason is FinishReason.STOP:
+        token_ids[-1] = sampling.stop_token_ids[0]
+    return _Sample(
+        token_ids=token_ids,
+        logprobs=logprobs,
+        finish_reason=finish_reason,
+        in_batch=BatchSample(context_tokens=len(request.prompt_token_ids), length=limit, position=position),
+        num_yielded=position,
+    )

@@ -1,0 +1,90 @@
+"""From a configuration to what an emulated engine pretends to be."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from typing import TypeVar
+
+from services.generator.config import EmulatedConfig, EngineConfig
+from services.generator.emulation.hardware import GPUS, MODELS
+from services.generator.emulation.length_law import HistogramLengths, LengthLaw, LogNormalLengths, read_lengths
+from services.generator.emulation.step_times import STREAMRL_TABLE, LinearSteps, Roofline, StepTimes, TableSteps
+from services.generator.engines.emulated.emulated_engine import EmulatedSpec
+
+_DEFAULTS = EmulatedSpec()
+_FIT_TOKENS = 4096
+_Item = TypeVar("_Item")
+
+
+def build_spec(
+    engine: EngineConfig,
+    emulated: EmulatedConfig,
+    *,
+    model_context_tokens: int | None,
+    vocab_size: int | None,
+    seed: int,
+) -> EmulatedSpec:
+    """What to pretend. Raises ValueError naming what cannot be; OSError where a file of lengths cannot be read.
+
+    Args:
+        engine: Slots, context, number of GPUs.
+        emulated: What to pretend.
+        model_context_tokens: What the model's folder says of its context, if anything.
+        vocab_size: What it says of its vocabulary, if anything.
+        seed: Of every script.
+    """
+    roofline = _roofline(emulated, num_gpus=engine.tensor_parallel)
+    kv_capacity_tokens = emulated.kv_capacity_tokens
+    if kv_capacity_tokens is None and roofline is not None:
+        kv_capacity_tokens = roofline.kv_capacity_tokens
+    return EmulatedSpec(
+        steps=_steps(engine, emulated, roofline),
+        lengths=_lengths(engine, emulated),
+        max_num_seqs=engine.max_concurrent_samples,
+        kv_capacity_tokens=kv_capacity_tokens,
+        max_model_len=engine.max_context_tokens or model_context_tokens or _DEFAULTS.max_model_len,
+        vocab_size=vocab_size or _DEFAULTS.vocab_size,
+        tick_s=emulated.tick_s,
+        time_scale=emulated.time_scale,
+        seed=seed,
+    )
+
+
+def _roofline(emulated: EmulatedConfig, *, num_gpus: int) -> Roofline | None:
+    if emulated.gpu is None:
+        return None
+    gpu = _known(GPUS, emulated.gpu, "emulated.gpu")
+    model = _known(MODELS, emulated.model, "emulated.model")
+    try:
+        return Roofline(gpu=gpu, model=model, num_gpus=num_gpus, slowdown=emulated.slowdown)
+    except ValueError as error:
+        raise ValueError(f"emulated: {emulated.model} on {num_gpus} x {emulated.gpu}: {error}") from error
+
+
+def _steps(engine: EngineConfig, emulated: EmulatedConfig, roofline: Roofline | None) -> StepTimes:
+    if emulated.steps == "streamrl":
+        prefill_s = roofline.prefill_s(_FIT_TOKENS) if roofline is not None else None
+        return TableSteps(
+            table=STREAMRL_TABLE,
+            slowdown=emulated.slowdown,
+            prefill_tokens_per_second=_FIT_TOKENS / prefill_s if prefill_s is not None else None,
+        )
+    return roofline or LinearSteps(per_sample_s=emulated.slowdown / engine.emulated_tokens_per_second)
+
+
+def _lengths(engine: EngineConfig, emulated: EmulatedConfig) -> LengthLaw:
+    lengths = emulated.lengths
+    if lengths == "lognormal":
+        return LogNormalLengths(mean_tokens=engine.emulated_mean_tokens, sigma=_DEFAULTS.length_sigma)
+    if lengths == "streamrl":
+        return HistogramLengths(scale=emulated.length_scale)
+    return read_lengths(lengths)
+
+
+def _known(items: Mapping[str, _Item], name: str, key: str) -> _Item:
+    if name not in items:
+        near = difflib.get_close_matches(name, items, n=1)
+        hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(items)}"
+        raise ValueError(f"{key}: {name!r} is not known; {hint}")
+    return items[name]

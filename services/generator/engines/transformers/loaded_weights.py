@@ -1,0 +1,106 @@
+"""What a transformers model holds: taking weights or an adapter from a file, and reading back what was taken.
+
+An adapter is kept beside the base (PEFT), not merged into it: sums of low precision would swallow an optimiser step's
+small changes, and an update then moves the adapter's bytes only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+
+from penstock.model.adapter_layout import AdapterSpec
+
+_OWN_NAME = "default"
+"""What PEFT calls a model's only adapter; its name stands in the model's tensor names, and not in files."""
+
+
+def install_weights(model: Any, path: Path, *, on_tensor: Callable[[], None] = lambda: None) -> list[str]:
+    """Copies a safetensors file into the model in place; returns the names of tensors that are not held afterwards.
+
+    `on_tensor` is called at every tensor, once as it is copied and once as it is read back.
+    """
+    held: dict[str, torch.Tensor] = model.state_dict()
+    mismatched: set[str] = set()
+    written: set[int] = set()
+    with torch.inference_mode():
+        for name, tensor in _tensors(path):
+            held[name].copy_(tensor)
+            written.add(held[name].data_ptr())
+            on_tensor()
+        for name, tensor in _tensors(path):
+            on_tensor()
+            if not torch.equal(held[name], tensor.to(held[name])):
+                mismatched.add(name)
+    # A tied tensor is written through the name it shares memory with.
+    return sorted(mismatched | {name for name, tensor in held.items() if tensor.data_ptr() not in written})
+
+
+def install_adapter(model: Any, path: Path, adapter: AdapterSpec) -> list[str]:
+    """Puts the adapter of a safetensors file beside the base; returns the names of tensors that are not held then.
+
+    Raises:
+        ValueError: PEFT cannot adapt these layers.
+    """
+    _make_room(model, adapter)
+    held = _adapter_tensors(model)
+    mismatched: set[str] = set()
+    written: set[str] = set()
+    with torch.inference_mode():
+        for name, tensor in _tensors(path):
+            held[name].copy_(tensor)
+            written.add(name)
+        for name, tensor in _tensors(path):
+            if not torch.equal(held[name], tensor.to(held[name])):
+                mismatched.add(name)
+    return sorted(mismatched | (held.keys() - written))
+
+
+def mismatched_base(model: Any, model_path: Path) -> list[str]:
+    """The tensors in which a model without an adapter differs from its folder."""
+    held: dict[str, torch.Tensor] = model.state_dict()
+    return sorted(
+        name
+        for path in model_path.glob("*.safetensors")
+        for name, tensor in _tensors(path)
+        if name not in held or not torch.equal(held[name], tensor.to(held[name]))
+    )
+
+
+def _make_room(model: Any, adapter: AdapterSpec) -> None:
+    """Adapted layers of this rank and scale, whatever was there before."""
+    # Imported here: PEFT takes a second, and most runs have no adapter.
+    from peft import LoraConfig, inject_adapter_in_model
+    from peft.tuners.lora import LoraLayer
+
+    layers = [module for module in model.modules() if isinstance(module, LoraLayer)]
+    if not layers:
+        config = LoraConfig(r=adapter.rank, lora_alpha=adapter.alpha, target_modules=list(adapter.target_modules))
+        inject_adapter_in_model(config, model, adapter_name=_OWN_NAME)
+        model.requires_grad_(False).eval()
+        return
+    for layer in layers:
+        if layer.r[_OWN_NAME] != adapter.rank:
+            raise ValueError(
+                f"the engine holds an adapter of rank {layer.r[_OWN_NAME]}, not {adapter.rank}; restart it"
+            )
+        layer.scaling[_OWN_NAME] = adapter.scaling
+
+
+def _adapter_tensors(model: Any) -> dict[str, torch.Tensor]:
+    """The adapter's parameters by the names that files give them."""
+    return {
+        f"base_model.model.{name}".replace(f".{_OWN_NAME}.", "."): parameter.data
+        for name, parameter in model.named_parameters()
+        if ".lora_" in name
+    }
+
+
+def _tensors(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
+    with safe_open(path, framework="pt") as file:
+        for name in file.keys():  # noqa: SIM118 (not a mapping)
+            yield name, file.get_tensor(name)

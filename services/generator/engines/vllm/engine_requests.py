@@ -1,0 +1,89 @@
+"""Requests as vLLM takes them, and vLLM's outputs as token spans."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from services.generator.engine.engine import EngineError, FinishReason, GenerateRequest, SamplingSettings, TokenSpan
+
+if TYPE_CHECKING:
+    from vllm import SamplingParams
+    from vllm.outputs import RequestOutput
+
+_FINISH_REASONS = {
+    "stop": FinishReason.STOP,
+    "length": FinishReason.LENGTH,
+    "abort": FinishReason.ABORTED,
+}
+
+
+def version_starts(output: RequestOutput, live: Sequence[tuple[str, int]]) -> Sequence[tuple[str, int]]:
+    """Pairs of version and index of its first completion token, in order.
+
+    While a sample is decoded only vLLM's bookkeeping has them; the last output carries them itself.
+    """
+    final = output.outputs[0].weight_versions
+    return live if final is None else [(span.version, span.start) for span in final]
+
+
+def to_spans(
+    output: RequestOutput, starts: Sequence[tuple[str, int]], *, offset: int, default_version: int
+) -> Iterator[TokenSpan]:
+    """The output's new tokens, cut where the version changes; `offset` completion tokens came before them."""
+    completion = output.outputs[0]
+    finish = _finish_reason(completion.finish_reason)
+    token_ids = np.asarray(completion.token_ids, np.int32)
+    logprobs = np.asarray(completion.logprobs.logprobs if completion.logprobs else (), np.float32)
+    if len(token_ids) != len(logprobs):
+        raise EngineError(f"vLLM answered {len(token_ids)} tokens with {len(logprobs)} log-probs")
+    if not starts and len(token_ids):
+        raise EngineError("vLLM answered tokens of no known version")
+    ends = [start - offset for _, start in starts[1:]] + [len(token_ids)] * bool(starts)
+    begin = 0
+    pieces: list[tuple[int, int, int]] = []
+    for (version, _), end in zip(starts, ends, strict=True):
+        if end > begin:
+            pieces.append((int(version), begin, end))
+            begin = end
+    if not pieces and finish is not None:
+        yield TokenSpan.empty(policy_version=int(starts[-1][0]) if starts else default_version, finish_reason=finish)
+    for version_number, first, last in pieces:
+        yield TokenSpan(
+            token_ids=token_ids[first:last],
+            logprobs=logprobs[first:last],
+            policy_version=version_number,
+            finish_reason=finish if last == len(token_ids) else None,
+        )
+
+
+def _finish_reason(name: str | None) -> FinishReason | None:
+    if name is None:
+        return None
+    if name not in _FINISH_REASONS:
+        raise EngineError(f"vLLM ended a sample with {name!r}")
+    return _FINISH_REASONS[name]
+
+
+def sampling_params(request: GenerateRequest, *, max_tokens: int, is_seeded: bool) -> SamplingParams:
+    """How vLLM draws the request's tokens."""
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    sampling: SamplingSettings = request.sampling
+    return SamplingParams(
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k or 0,
+        seed=sampling.seed_after(len(request.prefix_token_ids)) if is_seeded else None,
+        max_tokens=max_tokens,
+        stop_token_ids=list(sampling.stop_token_ids),
+        # The request says what ends a sample, not the model's generation config.
+        ignore_eos=True,
+        logprobs=0,
+        flat_logprobs=True,
+        detokenize=False,
+        output_kind=RequestOutputKind.DELTA,
+    )

@@ -1,0 +1,165 @@
+"""A weight-transfer engine for vLLM: takes a version from a safetensors file, within vLLM's own update session.
+
+    start_weight_update -> update_weights({"path": ...}) -> finish_weight_update
+
+vLLM's layerwise reload fits every model and keeps CUDA graphs valid. On a CPU it costs a tiny model's decoding several
+steps of Python, so plain models on one CPU worker are refilled module by module instead. Whichever it was, attestation
+afterwards tells whether it did its work.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
+from vllm.model_executor.layers.attention import Attention
+from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
+from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod, VocabParallelEmbedding
+from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+
+from services.generator.engine.install_progress import give_sign
+from services.generator.engines.vllm.readback import linear_parts, open_checkpoint, tied_heads
+
+
+@dataclass
+class FileInitInfo(WeightTransferInitInfo):  # type: ignore[misc]  # vLLM is untyped
+    """Nothing is agreed beforehand."""
+
+
+@dataclass
+class FileUpdateInfo(WeightTransferUpdateInfo):  # type: ignore[misc]  # vLLM is untyped
+    """One version."""
+
+    path: str
+    """Its safetensors file, readable by every worker."""
+
+
+class FileTransferEngine(WeightTransferEngine[FileInitInfo, FileUpdateInfo]):  # type: ignore[misc]  # vLLM is untyped
+    """Takes versions from files; what went wrong leaves weights that attestation refuses."""
+
+    init_info_cls = FileInitInfo
+    update_info_cls = FileUpdateInfo
+    supports_draft_weight_update = False
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self._tied: dict[str, str] = {}
+        self._is_refilling = False
+
+    def init_transfer_engine(self, init_info: FileInitInfo) -> None:
+        """Nothing to connect to."""
+
+    def start_weight_update(self) -> None:
+        """Sets the layerwise reload up, where that is used."""
+        # Before a reload hides which tensors are one.
+        self._tied = tied_heads(self.model)
+        self._is_refilling = self._can_refill()
+        if not self._is_refilling:
+            with torch.inference_mode():
+                initialize_layerwise_reload(self.model)
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        """As in the base class, which on a CPU would fail to find an accelerator to wait for."""
+        self.receive_weights(self.parse_update_info(update_info))
+        if self.device.type != "cpu":
+            torch.accelerator.synchronize()
+
+    def receive_weights(self, update_info: FileUpdateInfo) -> None:
+        """Loads the file. Raises KeyError, RuntimeError where it is another model's."""
+        with torch.inference_mode(), open_checkpoint([update_info.path]) as files:
+            checkpoint = Checkpoint(files, self._tied, on_read=lambda: give_sign(update_info.path))
+            if self._is_refilling:
+                refill(self.model, checkpoint)
+            else:
+                self.model.load_weights(checkpoint.items())
+
+    def finish_weight_update(self) -> None:
+        """Ends the layerwise reload, where that is used."""
+        if self._is_refilling:
+            return
+        with torch.inference_mode():
+            finalize_layerwise_reload(self.model, self.model_config)
+
+    def shutdown(self) -> None:
+        """Nothing to release."""
+
+    def _can_refill(self) -> bool:
+        is_whole = self.parallel_config.world_size == 1
+        return self.device.type == "cpu" and is_whole and not self.model_config.use_mla and is_plain(self.model)
+
+
+class Checkpoint:
+    """A checkpoint's tensors by name, the tied ones that it leaves out included.
+
+    vLLM packs an output head only when the head itself is loaded: without its alias the head goes on computing with the
+    old weights, and no error says so.
+    """
+
+    def __init__(self, files: dict[str, Any], tied: dict[str, str], *, on_read: Callable[[], None]) -> None:
+        self._files = files
+        self._on_read = on_read
+        self._names = {name: name for name in files}
+        self._names |= {held: name for held, name in tied.items() if held not in files and name in files}
+
+    def read(self, name: str) -> torch.Tensor:
+        """One tensor. Raises KeyError."""
+        self._on_read()
+        stored = self._names[name]
+        tensor: torch.Tensor = self._files[stored].get_tensor(stored)
+        return tensor
+
+    def items(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """All of them, read as they are asked for."""
+        return ((name, self.read(name)) for name in self._names)
+
+
+def is_plain(model: nn.Module) -> bool:
+    """Whether the model is made of layers that `refill` knows: nothing quantised, no experts."""
+    known = (type(None), UnquantizedLinearMethod, UnquantizedEmbeddingMethod)
+    return all(
+        type(getattr(module, "quant_method", None)) in known
+        and (isinstance(module, Attention) or not hasattr(module, "process_weights_after_loading"))
+        for module in model.modules()
+    )
+
+
+def refill(model: nn.Module, checkpoint: Checkpoint) -> None:
+    """Writes the checkpoint into a plain model that one CPU worker holds, packing anew what is packed."""
+    packed: dict[str, list[str]] = getattr(model, "packed_modules_mapping", {})
+    for name, module in model.named_modules():
+        if isinstance(module, LinearBase):
+            parts = [part for part, _ in linear_parts(name, module, packed)]
+            _refill_linear(module, parts, checkpoint)
+        elif isinstance(module, VocabParallelEmbedding):
+            tensor = checkpoint.read(f"{name}.weight")
+            module.weight.data[: tensor.shape[0]].copy_(tensor)
+            _pack(module)
+        else:
+            for parameter_name, parameter in module.named_parameters(recurse=False):
+                parameter.data.copy_(checkpoint.read(f"{name}.{parameter_name}"))
+
+
+def _refill_linear(module: Any, parts: list[str], checkpoint: Checkpoint) -> None:
+    weight = torch.cat([checkpoint.read(f"{part}.weight") for part in parts]).to(module.params_dtype)
+    if module.weight.numel():
+        module.weight.data.copy_(weight)
+    else:
+        # Dropped when it was packed, as it will be again.
+        module.weight = nn.Parameter(weight, requires_grad=False)
+    if getattr(module, "bias", None) is not None:
+        # Some CPU kernels keep the bias in float32, rounded to the layer's type before.
+        module.bias.data.copy_(torch.cat([checkpoint.read(f"{part}.bias") for part in parts]).to(module.params_dtype))
+    _pack(module)
+
+
+def _pack(module: Any) -> None:
+    if hasattr(module, "cpu_linear"):
+        module.quant_method.process_weights_after_loading(module)

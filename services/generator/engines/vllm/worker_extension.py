@@ -1,0 +1,61 @@
+"""What Penstock adds to a vLLM worker: taking versions from files, and proving that they are what decodes.
+
+Runs inside vLLM's engine process (`worker_extension_cls`). `penstock_attest` compares every number the model decodes
+with against the checkpoint. Which tensors nobody holds only the engine can say, which hears all workers: each holds a
+part of a model that is spread over pipeline stages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+from vllm.platforms import current_platform
+
+from services.generator.engine.install_progress import give_sign
+from services.generator.engines.vllm.lora_slot import install_adapter
+from services.generator.engines.vllm.process_setup import TRANSFER_BACKEND
+from services.generator.engines.vllm.readback import held_tensors, open_checkpoint
+
+# vLLM's own way to add one: a worker looks it up by this name, in this process, before it loads the model.
+WeightTransferEngineFactory.register_engine(
+    TRANSFER_BACKEND, "services.generator.engines.vllm.weight_transfer", "FileTransferEngine"
+)
+
+
+if current_platform.is_cpu():
+    # Registers its kernels, which the worker's settings name, before the worker reads those.
+    import services.generator.engines.vllm.kernels  # noqa: F401
+
+
+class PenstockWorkerExtension:
+    """Methods mixed into vLLM's worker and called by name through `collective_rpc`."""
+
+    model_runner: Any
+
+    def penstock_install_adapter(self, folder: str, scaling: float) -> list[str]:
+        """Takes the adapter of one PEFT folder; returns the names of tensors that are not held afterwards."""
+        return install_adapter(self, folder, scaling)
+
+    def penstock_attest(self, paths: Sequence[str]) -> dict[str, list[str]]:
+        """Compares the model with the checkpoint.
+
+        Returns:
+            `differing`: names of held tensors that the checkpoint lacks or has otherwise; `equal`: names of the
+            checkpoint's tensors that are held, in this worker's part, as they are written there.
+        """
+        model: nn.Module = self.model_runner.get_model()
+        differing: set[str] = set()
+        equal: set[str] = set()
+        with torch.inference_mode(), open_checkpoint(paths) as checkpoint:
+            for held in held_tensors(model):
+                give_sign(paths[0])
+                name = held.name if held.name in checkpoint else held.tied_name
+                if name is None or name not in checkpoint or not held.matches(checkpoint[name].get_tensor(name)):
+                    differing.add(held.name)
+                else:
+                    equal.add(name)
+        return {"differing": sorted(differing), "equal": sorted(equal - differing)}

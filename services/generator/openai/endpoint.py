@@ -1,0 +1,353 @@
+"""The endpoint without HTTP: from a request to tokens, from an answer to a turn of its session.
+
+    request -> which turn does it go on from? -> exact tokens -> a place at the engine -> answer -> turn of the session
+
+Promises:
+- A turn is recorded when its answer is whole, never before: a request that fails or whose client goes away meanwhile
+  leaves its session as it was, so that a repetition goes on from the same tokens. It is recorded before its last part
+  is sent, since the client may go on at once; a client that goes away then leaves a turn that is not trained on.
+- Requests without a session are answered like the others and leave nothing behind.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from penstock.clock import Clock
+from penstock.errors import PenstockError
+from services.generator.config import OpenAIConfig
+from services.generator.decoding.unleased import Guests
+from services.generator.engine.engine import GenerateRequest, SamplingSettings
+from services.generator.openai.answer_sampling import Answer, Piece, take_answer
+from services.generator.openai.formats.api_errors import ApiError, invalid, unavailable
+from services.generator.openai.formats.chat_template import ConversationTokenizer
+from services.generator.openai.formats.openai_requests import (
+    ChatRequest,
+    CompletionRequest,
+    Message,
+    SamplingRequest,
+    transcript,
+)
+from services.generator.openai.sessions.agent_session import History, Session, Turn, token_ids_of
+from services.generator.openai.sessions.group_sender import GroupPutter
+from services.generator.openai.sessions.metrics import OpenAIMetrics
+from services.generator.openai.sessions.session_admission import GroupRoom
+from services.generator.openai.sessions.session_groups import BookLimits, SessionBook
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Labels:
+    """What a request's headers say of its session."""
+
+    session_id: str
+    task: str
+    """Empty where siblings are recognised by their first prompt."""
+
+
+@dataclass(slots=True, eq=False)
+class Outcome:
+    """What became of a request of a session."""
+
+    session: Session
+    turn: Turn
+    answer: Answer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Prepared:
+    """A request, ready for the engine."""
+
+    body: SamplingRequest
+    sampling: SamplingSettings
+    parent: Turn | None
+    """The turn it goes on from."""
+    given_token_ids: list[int]
+    """What comes behind the parent's tokens."""
+    prompt_token_ids: tuple[int, ...]
+    """All tokens before the answer."""
+    history: History
+    """The conversation without the answer."""
+    transcript: list[tuple[str, str]]
+    """The same for people and reward models."""
+    labels: Labels | None
+    outcomes: list[Outcome] = field(default_factory=list)
+    """One where its turn was recorded."""
+
+
+class Agents:
+    """Answers requests; one a process.
+
+    Args:
+        guests: Decodes.
+        tokenizer: The model's.
+        putter: Knows the run.
+        config: Limits, and what the run samples with.
+        metrics: Counts.
+        clock: Tells the time.
+    """
+
+    def __init__(
+        self,
+        guests: Guests,
+        *,
+        tokenizer: ConversationTokenizer,
+        putter: GroupPutter,
+        config: OpenAIConfig,
+        metrics: OpenAIMetrics,
+        clock: Clock,
+    ) -> None:
+        self.tokenizer = tokenizer
+        self.clock = clock
+        self._guests = guests
+        self._putter = putter
+        self._config = config
+        self._metrics = metrics
+        self._book: SessionBook | None = None
+        self._room = GroupRoom(
+            putter.get_run, version=lambda: guests.policy_version, transit=putter.transit, monotonic_s=clock.monotonic_s
+        )
+
+    async def book(self) -> SessionBook:
+        """The sessions; raises ApiError while the run is not known."""
+        if self._book is None:
+            try:
+                shape = await self._putter.shape()
+            except PenstockError as error:
+                raise unavailable(f"the run is not known yet: {error}") from error
+            config = self._config
+            limits = BookLimits(
+                group_size=min(config.group_size or shape.group_size, shape.group_size),
+                max_sessions=config.max_sessions,
+                session_idle_s=config.session_idle_s,
+                group_timeout_s=config.group_timeout_s,
+            )
+            self._book = self._book or SessionBook(limits)
+        return self._book
+
+    async def prepare_chat(self, body: ChatRequest, labels: Labels | None) -> Prepared:
+        """A conversation; raises ApiError."""
+        session, history = await self._session(labels), body.history()
+        messages = [message.for_template() for message in body.messages]
+        parent = session.longest_match(history) if session is not None else None
+        given: list[int] | None = None
+        if parent is not None:
+            # The history's first item stands for the tools.
+            tail = await self.tokenizer.chat_tail(messages, body.usable_tools, num_known=len(parent.history) - 1)
+            given = None if tail is None else await self.tokenizer.encode_tail(tail.removeprefix(parent.unsaid))
+        if given is None:
+            parent, given = None, await self.tokenizer.encode_chat(messages, body.usable_tools)
+        limit = body.max_completion_tokens or body.max_tokens
+        return await self._prepared(body, labels, parent, given, history, transcript(body.messages), limit)
+
+    async def prepare_text(self, body: CompletionRequest, labels: Labels | None) -> Prepared:
+        """A text, or token ids; raises ApiError."""
+        session, prompt = await self._session(labels), body.only_prompt
+        history: History = prompt if isinstance(prompt, str) else np.asarray(prompt, "<i4").tobytes()
+        parent = session.longest_match(history) if session is not None else None
+        rest = history[len(parent.history) :] if parent is not None else history
+        if isinstance(rest, str):
+            tail = rest.removeprefix(parent.unsaid) if parent is not None else rest
+            given = await (self.tokenizer.encode_tail(tail) if parent is not None else self.tokenizer.encode_text(tail))
+        else:
+            given = np.frombuffer(bytes(rest), "<i4").tolist() if isinstance(rest, bytes) else []
+        said = [("user", prompt if isinstance(prompt, str) else self.tokenizer.text_of(prompt))]
+        return await self._prepared(body, labels, parent, given, history, said, body.max_tokens)
+
+    async def answer(self, prepared: Prepared, *, index: int, emit: Callable[[Piece], Awaitable[None]]) -> Answer:
+        """One answer; its turn is recorded where the request has a session.
+
+        Raises ApiError, and what `Guests.decode` and `take_answer` raise.
+        """
+        session = await self._enter(prepared)
+        try:
+            answer = await self._sample(prepared, index, emit)
+            if session is not None:
+                self._record(session, prepared, answer)
+            return answer
+        finally:
+            if session is not None and self._book is not None:
+                self._book.leave(session, self.clock.monotonic_s())
+
+    async def touch(self, session_id: str) -> bool:
+        """Whether a session is open, which then counts as used; raises ApiError where it is over."""
+        session = (await self.book()).find(session_id)
+        if session is not None:
+            session.last_used_s = self.clock.monotonic_s()
+        return session is not None
+
+    def note_delivery(self, prepared: Prepared, *, is_whole: bool) -> None:
+        """Whether the client of a request got all of its answer."""
+        for outcome in prepared.outcomes:
+            if is_whole:
+                outcome.session.undelivered.discard(outcome.turn)
+            else:
+                outcome.session.undelivered.add(outcome.turn)
+
+    async def finish(self, session_id: str, reward: float, *, components: dict[str, float], model: str) -> bool:
+        """End a session with its reward; whether this was the first time. Raises ApiError."""
+        book = await self.book()
+        is_first = book.finish(session_id, reward, self.clock.monotonic_s(), components=components, model=model)
+        self._putter.notify()
+        return is_first
+
+    async def drop(self, session_id: str, reason: str) -> bool:
+        """Give a session up; whether there was one. Raises ApiError."""
+        return (await self.book()).drop(session_id, reason)
+
+    async def _session(self, labels: Labels | None) -> Session | None:
+        return None if labels is None else (await self.book()).find(labels.session_id)
+
+    async def _prepared(
+        self,
+        body: SamplingRequest,
+        labels: Labels | None,
+        parent: Turn | None,
+        given: list[int],
+        history: History,
+        said: list[tuple[str, str]],
+        limit: int | None,
+    ) -> Prepared:
+        prompt = (*token_ids_of(parent), *given)
+        if not prompt:
+            raise invalid("prompt", "has no tokens")
+        num_left = self._guests.engine.max_model_len - len(prompt)
+        if labels is not None:
+            num_left = min(num_left, await self._num_left_in_run(parent, given))
+        if num_left < 1:
+            raise ApiError(
+                400,
+                f"{len(prompt)} prompt tokens leave no room for an answer: the context holds "
+                f"{self._guests.engine.max_model_len} tokens, and a session has at most the run's "
+                "sampling.max_new_tokens beyond its first prompt",
+                code="context_length_exceeded",
+                param="messages",
+            )
+        most = min(num_left, limit or num_left)
+        sampling = self._sampling(body, is_in_session=labels is not None, max_new_tokens=most)
+        return Prepared(
+            body=body,
+            sampling=sampling,
+            parent=parent,
+            given_token_ids=given,
+            prompt_token_ids=prompt,
+            history=history,
+            transcript=said,
+            labels=labels,
+        )
+
+    async def _num_left_in_run(self, parent: Turn | None, given: list[int]) -> int:
+        shape = await self._putter.shape()
+        if parent is None:
+            return shape.max_completion_tokens
+        path = parent.path()
+        num_before = len(token_ids_of(parent)) - len(path[0].given_token_ids)
+        return shape.max_completion_tokens - num_before - len(given)
+
+    def _sampling(self, body: SamplingRequest, *, is_in_session: bool, max_new_tokens: int) -> SamplingSettings:
+        config = self._config
+        temperature = config.temperature if body.temperature is None else body.temperature
+        top_p = 1.0 if body.top_p is None else body.top_p
+        top_k = body.top_k if body.top_k is not None and body.top_k > 0 else None
+        if is_in_session:
+            if body.n > 1:
+                raise invalid("n", f"{body.n} in a session, which has one answer a turn: open more sessions")
+            for name, found, wanted in (
+                ("temperature", temperature, config.temperature),
+                ("top_p", top_p, 1.0),
+                ("top_k", top_k, None),
+            ):
+                if found != wanted:
+                    raise invalid(
+                        name, f"{found} in a session; the run trains on what is sampled at {wanted}: leave it out"
+                    )
+        return SamplingSettings(
+            temperature=temperature,
+            top_p=top_p,
+            top_k=top_k,
+            max_new_tokens=max_new_tokens,
+            seed=body.seed,
+            stop_token_ids=self._guests.end_token_ids,
+        )
+
+    async def _enter(self, prepared: Prepared) -> Session | None:
+        labels = prepared.labels
+        if labels is None:
+            return None
+        prompt = np.asarray(prepared.prompt_token_ids, "<i4").tobytes()
+        task = labels.task or f"prompt-{hashlib.blake2b(prompt, digest_size=12).hexdigest()}"
+        book = await self.book()
+        if book.begins_group(labels.session_id, task):
+            await self._wait_for_room(book, labels.session_id, task)
+        return book.enter(labels.session_id, task, self.clock.monotonic_s())
+
+    async def _wait_for_room(self, book: SessionBook, session_id: str, task: str) -> None:
+        try:
+            await self._room.wait(
+                num_held=lambda: book.num_groups, is_needed=lambda: book.begins_group(session_id, task)
+            )
+        except PenstockError as error:
+            raise unavailable(f"the broker does not answer: {error}") from error
+
+    async def _sample(self, prepared: Prepared, index: int, emit: Callable[[Piece], Awaitable[None]]) -> Answer:
+        sampling = prepared.sampling
+        seed = None if sampling.seed is None else sampling.seed + index
+        request = GenerateRequest(
+            request_id=f"agent-{secrets.token_hex(12)}",
+            prompt_token_ids=prepared.prompt_token_ids,
+            sampling=SamplingSettings(
+                temperature=sampling.temperature,
+                top_p=sampling.top_p,
+                top_k=sampling.top_k,
+                max_new_tokens=sampling.max_new_tokens,
+                seed=seed,
+                stop_token_ids=sampling.stop_token_ids,
+            ),
+        )
+        body = prepared.body
+        return await take_answer(
+            self._guests.decode(request, wait_s=self._config.request_timeout_s),
+            request,
+            tokenizer=self.tokenizer,
+            stops=body.stops,
+            emit=emit,
+            finds_tools=isinstance(body, ChatRequest) and body.usable_tools is not None,
+            run_history=lambda: self._guests.run_history or 0,
+        )
+
+    def _record(self, session: Session, prepared: Prepared, answer: Answer) -> None:
+        history, said = self._said(prepared, answer)
+        turn = Turn(
+            parent=prepared.parent,
+            given_token_ids=np.asarray(prepared.given_token_ids, np.int32),
+            sampled=answer.sampled,
+            history=history,
+            unsaid=answer.unsaid,
+        )
+        self._metrics.turns.labels(_kind(session, prepared.parent)).inc()
+        session.add(turn, [*prepared.transcript, ("assistant", said)])
+        prepared.outcomes.append(Outcome(session, turn, answer))
+
+    def _said(self, prepared: Prepared, answer: Answer) -> tuple[History, str]:
+        """The conversation with the answer as the client will repeat it, and the answer's text."""
+        history = prepared.history
+        if isinstance(history, str):
+            return history + answer.text, answer.text
+        if isinstance(history, bytes):
+            # Token ids were given and, with return_token_ids, taken: what was sampled is what comes back.
+            return history + answer.sampled.token_ids.astype("<i4").tobytes(), answer.text
+        calls = [{"function": {"name": call.name, "arguments": call.arguments}} for call in answer.tool_calls]
+        message = Message.model_validate({"role": "assistant", "content": answer.content, "tool_calls": calls or None})
+        return (*history, message.digest()), answer.content
+
+
+def _kind(session: Session, parent: Turn | None) -> str:
+    if not session.turns:
+        return "first"
+    if parent is None:
+        return "anew"
+    return "branched" if any(turn.parent is parent for turn in session.turns) else "continued"

@@ -1,0 +1,97 @@
+"""Answers kept for requests that come again: the same key in the same session gets the same answer, decoded once.
+
+A client that lost an answer on its way asks again. With an `Idempotency-Key`, or by the count of retries that OpenAI's
+clients send, the repetition is recognised and answered with what was sampled the first time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections import OrderedDict
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Generic, TypeVar
+
+from services.generator.openai.formats.api_errors import invalid
+
+KEY_HEADER = "Idempotency-Key"
+RETRY_HEADER = "X-Stainless-Retry-Count"
+MAX_KEY_CHARACTERS = 255
+MAX_KEPT_BYTES = 256 * 1024 * 1024
+"""About what kept answers may take in a process; the oldest go first."""
+_BYTES_A_BODY_BYTE = 16
+_SLOT_BYTES = 4096
+
+_Made = TypeVar("_Made")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RepeatKey:
+    """What makes a request a repetition of another one of its session."""
+
+    session_id: str
+    key: str
+    body_digest: bytes
+    num_bytes: int
+    """About what its answer takes of memory, with the request."""
+    is_repetition: bool
+    """Whether an answer that is there may be given again; a first request without a key asks for a new one."""
+
+
+@dataclass(slots=True, eq=False)
+class Slot(Generic[_Made]):
+    """The answer to one key."""
+
+    body_digest: bytes
+    num_bytes: int
+    made: _Made | None = None
+    """None until it is made."""
+    making: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+
+class KeptAnswers(Generic[_Made]):
+    """The newest answers of all sessions, by key."""
+
+    def __init__(self, max_bytes: int = MAX_KEPT_BYTES) -> None:
+        self._max_bytes = max_bytes
+        self._num_bytes = 0
+        self._slots: OrderedDict[tuple[str, str], Slot[_Made]] = OrderedDict()
+
+    @asynccontextmanager
+    async def slot(self, key: RepeatKey) -> AsyncIterator[Slot[_Made]]:
+        """The slot of a key, for one request at a time: those with the same key wait until it has been answered.
+
+        Raises ApiError where the key came with another request before.
+        """
+        name = (key.session_id, key.key)
+        slot = self._slots.get(name)
+        if slot is None:
+            slot = self._slots[name] = Slot(key.body_digest, key.num_bytes)
+            self._num_bytes += slot.num_bytes
+            while self._num_bytes > self._max_bytes:
+                self._num_bytes -= self._slots.popitem(last=False)[1].num_bytes
+        if slot.body_digest != key.body_digest:
+            raise invalid(KEY_HEADER, f"{key.key!r:.80} came with another request before: use a new key")
+        async with slot.making:
+            if not key.is_repetition:
+                slot.made = None
+            yield slot
+
+
+def repeat_key(session_id: str | None, key: str | None, retry_count: str | None, body: bytes) -> RepeatKey | None:
+    """The key of a request by its headers; None where it is in no session. Raises ApiError."""
+    if session_id is None:
+        return None
+    digest = hashlib.blake2b(body, digest_size=16)
+    if key is not None and not (0 < len(key) <= MAX_KEY_CHARACTERS and key.isascii() and key.isprintable()):
+        raise invalid(KEY_HEADER, f"{key!r:.80}; 1 to {MAX_KEY_CHARACTERS} printable ASCII characters")
+    is_retry = retry_count is not None and retry_count.isdecimal() and int(retry_count[:9]) > 0
+    return RepeatKey(
+        session_id=session_id,
+        key=f"body {digest.hexdigest()}" if key is None else f"key {key}",
+        body_digest=digest.digest(),
+        num_bytes=_SLOT_BYTES + _BYTES_A_BODY_BYTE * len(body),
+        is_repetition=is_retry or key is not None,
+    )

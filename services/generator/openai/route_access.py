@@ -1,0 +1,114 @@
+"""Who may use which route of the endpoint: the cluster's roles, and agents with keys of their own sessions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from aiohttp import web
+
+from penstock.errors import BadTokenError, ForbiddenError
+from penstock.security import Security
+from penstock.security.http_access import Handler, HttpAccess, route_of
+from penstock.security.session_keys import PREFIX, SESSION_ID, TASK, Opens, SessionKey, SessionKeys
+from services.generator.openai.endpoint import Labels
+from services.generator.openai.formats.api_errors import ApiError, invalid
+
+SESSION_HEADER = "X-Penstock-Session"
+GROUP_HEADER = "X-Penstock-Group"
+_KEY = web.RequestKey("session_key", SessionKey)
+_BEARER = "Bearer "
+
+
+class Doors:
+    """Routes, each with those that it is open to.
+
+    Args:
+        security: Of this process.
+        keys: Reads agents' keys.
+        now_s: Unix time.
+    """
+
+    def __init__(self, security: Security, keys: SessionKeys, *, now_s: Callable[[], float]) -> None:
+        # With a secret set agents are meant to come with keys, and nobody without.
+        self.access = HttpAccess(security, always_asks=keys.is_lasting)
+        self._keys = keys
+        self._now_s = now_s
+        self._opened: dict[str, Opens] = {}
+
+    def add(
+        self,
+        app: web.Application,
+        method: str,
+        path: str,
+        handler: Handler,
+        *,
+        roles: Iterable[int],
+        key: Opens | None = None,
+    ) -> None:
+        """Add a route that is open to these roles, and to agents' keys that open `key`."""
+        route = self.access.add(app, method, path, handler, roles=roles)
+        if key is not None:
+            self._opened[route] = key
+
+    def admit(self, request: web.Request) -> None:
+        """Raises ApiError where a request may not pass."""
+        given = request.headers.get("Authorization", "").removeprefix(_BEARER)
+        try:
+            if given.startswith(PREFIX):
+                self._admit_agent(request, given)
+            else:
+                self.access.admit(request)
+        except BadTokenError as error:
+            text = (
+                str(error) if given.startswith(PREFIX) else "missing or wrong API key; use one of POST /v1/session_keys"
+            )
+            raise ApiError(401, text, code="invalid_api_key") from error
+        except ForbiddenError as error:
+            raise forbidden(error) from error
+
+    def _admit_agent(self, request: web.Request, given: str) -> None:
+        key = self._keys.read(given, now_s=self._now_s())
+        route = route_of(request)
+        opens = self._opened.get(route)
+        if opens is None or opens not in key.opens:
+            raise ForbiddenError(f"{route} is not open to {key}, which opens {' and '.join(sorted(key.opens))}")
+        request[_KEY] = key
+
+
+def labels_of(request: web.Request) -> Labels | None:
+    """What a request says of its session; with an agent's key it has one always. Raises ApiError."""
+    key = request.get(_KEY)
+    session_id, task = request.headers.get(SESSION_HEADER), request.headers.get(GROUP_HEADER, "")
+    if task and TASK.fullmatch(task) is None:
+        raise invalid(GROUP_HEADER, f"{task!r:.80}; 1 to 64 of A-Z a-z 0-9 . _ : @ / + -")
+    if key is not None:
+        session_id = session_id or key.only_session
+        if session_id is None:
+            raise invalid(SESSION_HEADER, f"missing; {key} opens several")
+        try:
+            task = key.task(task)
+        except ForbiddenError as error:
+            raise forbidden(error) from error
+    if session_id is None:
+        if task:
+            raise invalid(GROUP_HEADER, f"set without {SESSION_HEADER}")
+        return None
+    return Labels(session_id=checked_session(request, session_id, Opens.COMPLETE), task=task)
+
+
+def checked_session(request: web.Request, session_id: str, opens: Opens) -> str:
+    """The id; raises ApiError where it is none, or not open to the request's key."""
+    if SESSION_ID.fullmatch(session_id) is None:
+        raise invalid(SESSION_HEADER, f"{session_id!r:.80}; 1 to 128 printable ASCII characters without spaces")
+    key = request.get(_KEY)
+    if key is not None:
+        try:
+            key.check(session_id, opens)
+        except ForbiddenError as error:
+            raise forbidden(error) from error
+    return session_id
+
+
+def forbidden(error: ForbiddenError) -> ApiError:
+    """403: known, but not let in here."""
+    return ApiError(403, str(error), code="forbidden")

@@ -1,0 +1,218 @@
+"""An agent's session: every turn with the exact tokens that went in and came out. Pure.
+
+    turn = given tokens (the prompt, a tool's output) + sampled tokens
+    turn <- turn <- turn          the client repeated the conversation and went on: the same tokens, extended
+         <- turn                  it went on from an earlier point: a second branch
+    turn                          it wrote the history anew: a tree of its own
+    turn, turn                    it asked the same again: the answer it went on from counts, or else the newest one
+
+Promises:
+- Sampled tokens are never tokenised again: a turn's prompt is its parent's tokens, as they were sampled, and what came
+  since.
+- Every sampled token is trained on exactly once: where branches share turns, only the first branch counts them.
+- Given tokens are never trained on.
+- Nor is an answer that nobody took: its client went away before it had all of it, or asked the same again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from penstock.wire.codec import Float32, Int32, Int64, UInt8
+
+History = tuple[bytes, ...] | str | bytes
+"""What a client repeats: digests of chat messages; a text; token ids as int32 bytes. Kinds never match each other."""
+_TOKEN_BYTES = 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Sampled:
+    """What the engine sampled in one turn, [n] tokens."""
+
+    token_ids: Int32
+    """[n]."""
+    logprobs: Float32
+    """[n], nats."""
+    versions: Int64
+    """[n], the policy version that sampled each token."""
+    is_truncated: bool
+    """Whether it ended by a limit on its length."""
+    run_history: int = 0
+    """The run's history counter when it began; after a rewind, what was sampled under a lower one is void."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Turn:
+    """One answer and what it answers."""
+
+    parent: Turn | None
+    """The turn it goes on from."""
+    given_token_ids: Int32
+    """What was put behind the parent's tokens: the whole prompt where there is no parent."""
+    sampled: Sampled
+    """The answer."""
+    history: History
+    """The conversation, this answer included, as the client will repeat it."""
+    unsaid: str
+    """Text of sampled tokens that the answer does not show: the end token, the stop string."""
+
+    @property
+    def request(self) -> tuple[int, bytes]:
+        """What was asked, equal where the same was asked again."""
+        return id(self.parent), self.given_token_ids.tobytes()
+
+    def path(self) -> list[Turn]:
+        """From the first turn to this one."""
+        turns: list[Turn] = []
+        turn: Turn | None = self
+        while turn is not None:
+            turns.append(turn)
+            turn = turn.parent
+        return turns[::-1]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Branch:
+    """A branch of a session as one token sequence; P prompt tokens, then C tokens."""
+
+    prompt_token_ids: Int32
+    """[P], the first turn's prompt."""
+    token_ids: Int32
+    """[C], answers and what was given between them."""
+    logprobs: Float32
+    """[C], nats; 0 where given."""
+    versions: Int64
+    """[C]; a given token has the version of the token before it."""
+    loss_mask: UInt8
+    """[C], 1 where sampled and not counted in another branch."""
+    is_truncated: bool
+    """Whether its last answer was cut off."""
+
+
+def token_ids_of(turn: Turn | None) -> list[int]:
+    """All tokens up to the end of a turn; none where there is no turn."""
+    token_ids: list[int] = []
+    for part in turn.path() if turn is not None else ():
+        token_ids += part.given_token_ids.tolist()
+        token_ids += part.sampled.token_ids.tolist()
+    return token_ids
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Session:
+    """The turns of one attempt at a task."""
+
+    session_id: str
+    """Chosen by the client."""
+    task: str
+    """Names what its siblings attempt as well."""
+    started_s: float
+    """When its first request came, by a monotonic clock: no clock that is set ends a session."""
+    last_used_s: float
+    """When its last request came or was answered."""
+    num_active: int = 0
+    """Requests being answered."""
+    turns: list[Turn] = field(default_factory=list)
+    """In the order in which they were answered."""
+    num_bytes: int = 0
+    """About what it takes of memory."""
+    undelivered: set[Turn] = field(default_factory=set)
+    """Turns whose client went away before it had the whole answer."""
+    _transcripts: dict[Turn, list[tuple[str, str]]] = field(default_factory=dict)
+    """Conversations of the newest turn, and of the latest one before it that was taken."""
+
+    @property
+    def run_history(self) -> int | None:
+        """The lowest history counter of its turns; None before the first."""
+        return min((turn.sampled.run_history for turn in self.turns), default=None)
+
+    def longest_match(self, history: History) -> Turn | None:
+        """The turn with the longest conversation that `history` begins with; of equals, the newest."""
+        found: Turn | None = None
+        for turn in self.turns:
+            known = turn.history
+            is_kin = type(known) is type(history) and history[: len(known)] == known
+            if is_kin and (found is None or len(known) >= len(found.history)):
+                found = turn
+        return found
+
+    @property
+    def latest(self) -> Turn | None:
+        """The newest turn that was taken."""
+        left_out = self.not_taken()
+        return next((turn for turn in reversed(self.turns) if turn not in left_out), None)
+
+    @property
+    def transcript(self) -> list[tuple[str, str]]:
+        """The conversation of the latest turn as (role, text), for reward models."""
+        latest = self.latest
+        return self._transcripts.get(latest, []) if latest is not None else []
+
+    def add(self, turn: Turn, transcript: list[tuple[str, str]]) -> None:
+        """A turn was answered."""
+        latest = self.latest
+        self.num_bytes += _size_bytes(turn) - _text_bytes(self._transcripts)
+        self._transcripts = {kept: said for kept, said in self._transcripts.items() if kept is latest}
+        self._transcripts[turn] = transcript
+        self.num_bytes += _text_bytes(self._transcripts)
+        self.turns.append(turn)
+
+    def not_taken(self) -> set[Turn]:
+        """Turns that the client neither went on from nor kept: it did not get them whole, or asked the same again."""
+        continued = {turn.parent for turn in self.turns}
+        settled = {turn.request for turn in self.turns if turn in continued}
+        left_out: set[Turn] = set()
+        for turn in reversed(self.turns):
+            if turn in continued:
+                continue
+            if turn in self.undelivered or turn.request in settled:
+                left_out.add(turn)
+            else:
+                settled.add(turn.request)
+        return left_out
+
+    def branches(self) -> list[Branch]:
+        """Every branch whose end was taken, in the order in which their last turns were answered."""
+        left_out = self.not_taken()
+        kept = [turn for turn in self.turns if turn not in left_out]
+        parents = {turn.parent for turn in kept}
+        counted: set[int] = set()
+        return [_branch(turn.path(), counted) for turn in kept if turn not in parents]
+
+
+def _branch(path: Sequence[Turn], counted: set[int]) -> Branch:
+    token_ids, logprobs, versions, masks = [], [], [], []
+    for position, turn in enumerate(path):
+        sampled, num_given = turn.sampled, len(turn.given_token_ids)
+        if position > 0:
+            before = path[position - 1].sampled.versions
+            token_ids.append(turn.given_token_ids)
+            logprobs.append(np.zeros(num_given, np.float32))
+            versions.append(np.full(num_given, before[-1], np.int64))
+            masks.append(np.zeros(num_given, np.uint8))
+        token_ids.append(sampled.token_ids)
+        logprobs.append(sampled.logprobs)
+        versions.append(sampled.versions)
+        masks.append(np.full(len(sampled.token_ids), id(turn) not in counted, np.uint8))
+        counted.add(id(turn))
+    return Branch(
+        prompt_token_ids=path[0].given_token_ids,
+        token_ids=np.concatenate(token_ids),
+        logprobs=np.concatenate(logprobs),
+        versions=np.concatenate(versions),
+        loss_mask=np.concatenate(masks),
+        is_truncated=path[-1].sampled.is_truncated,
+    )
+
+
+def _text_bytes(transcripts: dict[Turn, list[tuple[str, str]]]) -> int:
+    return sum(len(text) for said in transcripts.values() for _, text in said)
+
+
+def _size_bytes(turn: Turn) -> int:
+    num_tokens = len(turn.given_token_ids) + len(turn.sampled.token_ids)
+    items = turn.history if isinstance(turn.history, tuple) else ()
+    return num_tokens * _TOKEN_BYTES + (64 * len(items) if items else len(turn.history))

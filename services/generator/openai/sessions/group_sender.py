@@ -1,0 +1,170 @@
+"""Finished groups of sessions to the broker, each once; what is left out on the way is counted by reason."""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections.abc import Callable, Sequence
+
+import structlog
+
+from penstock.clients.broker import BrokerClient
+from penstock.clients.trajectories import TrajectorySession
+from penstock.clock import Clock
+from penstock.errors import InvalidFieldError, PenstockError
+from penstock.security import Security
+from penstock.v1 import broker_pb2, types_pb2
+from services.generator.openai.sessions.metrics import OpenAIMetrics
+from services.generator.openai.sessions.session_admission import Transit
+from services.generator.openai.sessions.session_groups import SessionBook, SessionGroup
+from services.generator.openai.sessions.session_trajectories import GroupNames, RunShape, to_group
+
+POLL_S = 0.5
+"""How often idle sessions and groups whose time is up are looked for."""
+PATIENCE_S = 5.0
+RETRY_S = 1.0
+
+_log = structlog.get_logger()
+
+
+class GroupPutter:
+    """Knows what the run takes, and puts it there.
+
+    Args:
+        broker: host:port, several as a list.
+        run_id: The run.
+        generator_id: This process.
+        temperature: At which sessions are sampled.
+        security: Credentials of the process.
+        metrics: Counts.
+    """
+
+    def __init__(
+        self,
+        broker: str,
+        *,
+        run_id: str,
+        generator_id: str,
+        temperature: float,
+        security: Security,
+        metrics: OpenAIMetrics,
+    ) -> None:
+        self._client = BrokerClient(broker, security=security, patience_s=PATIENCE_S)
+        self._run_id = run_id
+        self._generator_id = generator_id
+        self._temperature = temperature
+        self._metrics = metrics
+        self._shape: RunShape | None = None
+        self._instance = uuid.uuid4().hex[:8]
+        self.transit = Transit()
+        """Groups on their way to the books."""
+        self._news = asyncio.Event()
+        self._idle = asyncio.Event()
+
+    async def shape(self) -> RunShape:
+        """What the run takes; asked once. Raises PenstockError while the broker does not know."""
+        if self._shape is None:
+            limits = (await self.get_run()).limits
+            self._shape = RunShape(
+                group_size=limits.group_size,
+                max_completion_tokens=limits.max_completion_tokens,
+                temperature=self._temperature,
+            )
+        return self._shape
+
+    async def get_run(self) -> broker_pb2.GetRunResponse:
+        """The run's limits and books; raises PenstockError."""
+        return await self._client.get_run(self._run_id)
+
+    def notify(self) -> None:
+        """A session was finished: look now."""
+        self._idle.clear()
+        self._news.set()
+
+    async def run(
+        self,
+        book: SessionBook,
+        *,
+        text_of: Callable[[Sequence[int]], str],
+        run_history: Callable[[], int | None],
+        clock: Clock,
+    ) -> None:
+        """Put groups as they get ready, until cancelled."""
+        while True:
+            try:
+                async with TrajectorySession(
+                    self._client.channel, run_id=self._run_id, producer_id=self._generator_id, peer=self._client.peer
+                ) as session:
+                    while True:
+                        self._news.clear()
+                        book.expire(clock.monotonic_s())
+                        while (group := book.take()) is not None:
+                            self._idle.clear()
+                            self.transit.num_taken += 1
+                            try:
+                                names = self._names(group, text_of, epoch_s=clock.now_s() - clock.monotonic_s())
+                                await self._put(session, group, names, run_history=run_history())
+                            finally:
+                                self.transit.num_settled += 1
+                        self._metrics.follow(book)
+                        self._idle.set()
+                        await self._wait_for_news()
+            except PenstockError as error:
+                _log.warning("groups of agents cannot be put", error=str(error))
+            await asyncio.sleep(RETRY_S)
+
+    async def wait_until_idle(self, *, timeout_s: float) -> bool:
+        """Whether all that was ready is stored, within `timeout_s` seconds."""
+        self.notify()
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._idle.wait()
+        except TimeoutError:
+            return False
+        return True
+
+    async def close(self) -> None:
+        """Close the connection."""
+        await self._client.close()
+
+    def _names(self, group: SessionGroup, text_of: Callable[[Sequence[int]], str], *, epoch_s: float) -> GroupNames:
+        return GroupNames(
+            group_id=f"agent-{self._instance}-{group.number}-{group.task}",
+            generator_id=self._generator_id,
+            text_of=text_of,
+            epoch_s=epoch_s,
+        )
+
+    async def _put(
+        self, session: TrajectorySession, group: SessionGroup, names: GroupNames, *, run_history: int | None
+    ) -> None:
+        metrics, num_sessions = self._metrics, len(group.finished)
+        group.finished = [done for done in group.finished if done.session.run_history in (None, run_history)]
+        metrics.drop_sessions("rewound", num_sessions - len(group.finished))
+        if not group.finished:
+            return
+        made = to_group(group, shape=await self.shape(), names=names, on_dropped=metrics.drop_branches)
+        if made is not None:
+            try:
+                await self._send(session, made, len(group.finished))
+            except PenstockError as error:
+                # Nothing can be done with it later either: the run is closed, or does not take it.
+                metrics.drop_sessions(error.reason.lower(), len(group.finished))
+                if not isinstance(error, InvalidFieldError):
+                    raise
+
+    async def _send(self, session: TrajectorySession, made: types_pb2.TrajectoryGroup, num_sessions: int) -> None:
+        receipt = await session.put([made])
+        if receipt.refused:
+            error = receipt.refused[0]
+            _log.warning("a group of agents was refused", group_id=made.prompt.group_id, message=error.message)
+            self._metrics.drop_sessions(error.reason.lower(), num_sessions)
+        else:
+            self._metrics.put(num_sessions=num_sessions, num_trajectories=receipt.num_samples)
+
+    async def _wait_for_news(self) -> None:
+        try:
+            async with asyncio.timeout(POLL_S):
+                await self._news.wait()
+        except TimeoutError:
+            pass

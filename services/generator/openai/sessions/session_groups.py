@@ -1,0 +1,256 @@
+"""Sessions on their way to the trainer: open, finished, waiting for their siblings. Pure: takes no clock of its own.
+
+    request -> open -> finished (has a reward) -> its group is complete, or its time is up -> taken, to be put
+                 |                                    |
+                 +--> dropped: idle, abandoned,       +--> dropped: group_incomplete
+                      reward_*
+
+Sessions of one task make a group, in the order in which they began; one beyond its size begins another.
+Promises: a session is in one group; what is held is bounded in number and bytes; what is dropped is counted by reason.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict, deque
+from dataclasses import dataclass, field
+
+from services.generator.openai.formats.api_errors import ApiError, unavailable
+from services.generator.openai.sessions.agent_session import Session
+
+MAX_SESSION_BYTES = 16 * 1024 * 1024
+MAX_HELD_BYTES = 512 * 1024 * 1024
+MAX_TURNS = 512
+"""Of one session."""
+MAX_REMEMBERED = 10_000
+"""Finished sessions of which it is known that they are finished."""
+RETRY_AFTER_S = 2.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BookLimits:
+    """What is held, and for how long."""
+
+    group_size: int
+    """Sessions that make a group."""
+    max_sessions: int
+    """Sessions that are open or wait for their siblings."""
+    session_idle_s: float
+    """An open session without a request for this long is dropped."""
+    group_timeout_s: float
+    """How long a finished session waits for its siblings."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Finished:
+    """A session with its reward."""
+
+    session: Session
+    reward: float
+    components: dict[str, float]
+    """Named parts of the reward."""
+    model: str
+    """Who gave it."""
+    finish_s: float
+    """By the clock of the session's other times."""
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class SessionGroup:
+    """Sessions that are trained on together."""
+
+    task: str
+    number: int
+    """Counts the groups of this process."""
+    open_ids: set[str] = field(default_factory=set)
+    """Members that still go on."""
+    finished: list[Finished] = field(default_factory=list)
+    """Members that are done."""
+
+    @property
+    def size(self) -> int:
+        """Members."""
+        return len(self.open_ids) + len(self.finished)
+
+
+class SessionBook:
+    """All sessions of one endpoint."""
+
+    def __init__(self, limits: BookLimits) -> None:
+        self.limits = limits
+        self.dropped: Counter[str] = Counter()
+        """Sessions dropped, by reason."""
+        self._open: dict[str, Session] = {}
+        self._groups: dict[str, SessionGroup] = {}
+        """The group of each open session, and the newest one of each task."""
+        self._newest: dict[str, SessionGroup] = {}
+        self._waiting: list[SessionGroup] = []
+        """Groups with a finished member, in the order in which they got it."""
+        self._ready: deque[SessionGroup] = deque()
+        self._over: OrderedDict[str, float | None] = OrderedDict()
+        self._num_groups = 0
+        self._is_closed = False
+
+    @property
+    def num_open(self) -> int:
+        """Sessions that go on."""
+        return len(self._open)
+
+    @property
+    def num_held(self) -> int:
+        """Sessions that go on, wait for their siblings, or wait to be taken."""
+        return len(self._open) + sum(len(group.finished) for group in (*self._waiting, *self._ready))
+
+    @property
+    def num_groups(self) -> int:
+        """Groups that have members here."""
+        return len({id(group) for group in (*self._groups.values(), *self._waiting, *self._ready)})
+
+    def begins_group(self, session_id: str, task: str) -> bool:
+        """Whether this session is new, and the first of a group."""
+        newest = self._newest.get(task)
+        return session_id not in self._open and (newest is None or newest.size >= self.limits.group_size)
+
+    def find(self, session_id: str) -> Session | None:
+        """An open session; None for one that is new. Raises ApiError for one that is over, and once all are."""
+        if self._is_closed:
+            raise unavailable("the generator shuts down; sessions that were open are over")
+        if session_id in self._over:
+            raise ApiError(400, f"session {session_id!r} is over; choose another id", code="session_over")
+        return self._open.get(session_id)
+
+    def enter(self, session_id: str, task: str, now_s: float) -> Session:
+        """The session, begun here where it is new, with one request more; raises ApiError where there is no room."""
+        session = self.find(session_id)
+        if session is None:
+            session = self._begin(session_id, task, now_s)
+        elif len(session.turns) >= MAX_TURNS or session.num_bytes >= MAX_SESSION_BYTES:
+            raise ApiError(
+                400,
+                f"session {session_id!r} has {len(session.turns)} turns and takes {session.num_bytes} bytes; at most "
+                f"{MAX_TURNS} turns, or {MAX_SESSION_BYTES} bytes: finish it",
+                code="session_too_long",
+            )
+        session.num_active += 1
+        session.last_used_s = now_s
+        return session
+
+    def leave(self, session: Session, now_s: float) -> None:
+        """A request was answered, or failed."""
+        session.num_active -= 1
+        session.last_used_s = now_s
+
+    def finish(self, session_id: str, reward: float, now_s: float, *, components: dict[str, float], model: str) -> bool:
+        """Give a session its reward, which ends it; whether this was the first time. Raises ApiError."""
+        if session_id in self._over and self._over[session_id] == reward:
+            return False
+        session = self.finishable(session_id)
+        group = self._groups.pop(session_id)
+        self._forget(session_id, reward)
+        group.open_ids.discard(session_id)
+        if not group.finished:
+            self._waiting.append(group)
+        done = Finished(session=session, reward=reward, components=components, model=model, finish_s=now_s)
+        group.finished.append(done)
+        if len(group.finished) >= self.limits.group_size:
+            self._close(group)
+        return True
+
+    def finishable(self, session_id: str) -> Session:
+        """The session, if it may end now; raises ApiError."""
+        session = self.find(session_id)
+        if session is None:
+            raise ApiError(404, f"no session {session_id!r} here", code="unknown_session")
+        if session.num_active:
+            raise ApiError(400, f"session {session_id!r} is being answered; finish it afterwards", code="session_busy")
+        if not session.turns:
+            raise ApiError(400, f"session {session_id!r} has no turn to reward; drop it", code="session_empty")
+        if session.latest is None:
+            raise ApiError(
+                400,
+                f"session {session_id!r} has no answer that its client took; ask again, or drop it",
+                code="session_empty",
+            )
+        return session
+
+    def drop(self, session_id: str, reason: str) -> bool:
+        """Give an open session up; whether there was one."""
+        group = self._groups.pop(session_id, None)
+        if group is None:
+            return False
+        self._forget(session_id, None)
+        group.open_ids.discard(session_id)
+        if not group.size and self._newest.get(group.task) is group:
+            del self._newest[group.task]
+        self.dropped[reason] += 1
+        return True
+
+    def expire(self, now_s: float) -> None:
+        """Drop idle sessions, and end the waiting of groups whose time is up."""
+        idle = [
+            s for s in self._open.values() if not s.num_active and now_s - s.last_used_s > self.limits.session_idle_s
+        ]
+        for session in idle:
+            self.drop(session.session_id, "idle")
+        for group in list(self._waiting):
+            if now_s - group.finished[0].finish_s > self.limits.group_timeout_s:
+                self._close(group)
+
+    def close_all(self) -> None:
+        """Nothing more comes: what is complete enough is ready to be taken, the rest is dropped."""
+        self._is_closed = True
+        for session_id in list(self._open):
+            self.drop(session_id, "shutdown")
+        for group in list(self._waiting):
+            self._close(group)
+
+    def take(self) -> SessionGroup | None:
+        """The next group to be put."""
+        return self._ready.popleft() if self._ready else None
+
+    def _begin(self, session_id: str, task: str, now_s: float) -> Session:
+        if self.num_held >= self.limits.max_sessions:
+            raise ApiError(
+                429,
+                f"{self.num_held} sessions are open or wait for their siblings; at most {self.limits.max_sessions}",
+                code="too_many_sessions",
+                retry_after_s=RETRY_AFTER_S,
+            )
+        if self.held_bytes() >= MAX_HELD_BYTES:
+            raise ApiError(429, "the sessions held here have no more room", code="no_room", retry_after_s=RETRY_AFTER_S)
+        session = Session(session_id=session_id, task=task, started_s=now_s, last_used_s=now_s)
+        self._open[session_id] = session
+        self._join(session)
+        return session
+
+    def held_bytes(self) -> int:
+        """About what all sessions take of memory."""
+        waiting = (done.session for group in (*self._waiting, *self._ready) for done in group.finished)
+        return sum(session.num_bytes for session in (*self._open.values(), *waiting))
+
+    def _join(self, session: Session) -> None:
+        group = self._newest.get(session.task)
+        if group is None or group.size >= self.limits.group_size:
+            self._num_groups += 1
+            group = self._newest[session.task] = SessionGroup(task=session.task, number=self._num_groups)
+        group.open_ids.add(session.session_id)
+        self._groups[session.session_id] = group
+
+    def _close(self, group: SessionGroup) -> None:
+        """A group gets no more members; those that still go on begin another."""
+        self._waiting.remove(group)
+        if self._newest.get(group.task) is group:
+            del self._newest[group.task]
+        for session_id in sorted(group.open_ids):
+            self._join(self._open[session_id])
+        group.open_ids.clear()
+        # One sample has nothing to be compared with.
+        if len(group.finished) >= min(2, self.limits.group_size):
+            self._ready.append(group)
+        else:
+            self.dropped["group_incomplete"] += len(group.finished)
+
+    def _forget(self, session_id: str, reward: float | None) -> None:
+        del self._open[session_id]
+        self._over[session_id] = reward
+        while len(self._over) > MAX_REMEMBERED:
+            self._over.popitem(last=False)

@@ -1,0 +1,189 @@
+"""Brings a version's file into this generator's cache by the fewest bytes that lead there.
+
+    the version's file is there, or one of the same digest   -> nothing is fetched
+    an older file is there, and the store offers deltas      -> they are fetched and applied to a copy of it
+    otherwise, and whenever a delta does not do              -> the full content is fetched
+
+Promises:
+
+- The file that `fetch` names has been checked: chunk by chunk where it came whole, tensor by tensor where it was there
+  or was made by deltas. An engine checks the tensors once more, before it loads them.
+- Deltas never make a version fail: what is wrong with them or their base is counted, and the full content is fetched.
+- The cache folder belongs to this generator alone; `clean` keeps the newest MAX_KEPT_FILES versions and MAX_KEPT_DELTAS
+  deltas.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+
+import structlog
+
+from penstock.clients.weights import VersionName, WeightsClient, tensor_digests
+from penstock.deltas.content import TEMPORARY_SUFFIX, apply_deltas
+from penstock.downloads.downloader import PARTIAL_SUFFIX, Downloader
+from penstock.downloads.file_check import verify_content
+from penstock.errors import PenstockError
+from penstock.model.digests import MalformedWeightsError, WeightsMismatchError
+from penstock.v1 import weights_pb2
+from services.generator.metrics import GeneratorMetrics
+
+MAX_KEPT_FILES = 2
+MAX_KEPT_DELTAS = 2
+
+_FILE_NAME = re.compile(r"v(\d{8,})-([0-9a-f]{64})\.safetensors")
+_log = structlog.get_logger()
+
+
+class Way(StrEnum):
+    """How a version came into the cache."""
+
+    CACHE = "cache"
+    DELTA = "delta"
+    FULL = "full"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fetched:
+    """A version's file, checked."""
+
+    path: Path
+    """The file."""
+    way: Way
+    """How it came."""
+    fetched_bytes: int
+    """Bytes that came over the network for it; those of a delta that was given up are not known."""
+    origin_bytes: int
+    """Those of them that came from the origin, not from a relay of the site."""
+
+
+class WeightFetcher:
+    """Owns the cache folder.
+
+    Args:
+        client: The weight store.
+        downloader: Fetches contents; entered already.
+        cache_dir: Folder of this generator's weight files.
+        metrics: Counts bytes, ways and fall-backs.
+        on_refused: Told each time something is not what its manifest states.
+    """
+
+    def __init__(
+        self,
+        *,
+        client: WeightsClient,
+        downloader: Downloader,
+        cache_dir: Path,
+        metrics: GeneratorMetrics,
+        on_refused: Callable[[PenstockError], None],
+    ) -> None:
+        self._client = client
+        self._downloader = downloader
+        self._cache_dir = cache_dir
+        self._metrics = metrics
+        self._on_refused = on_refused
+        self._fetched_bytes = self._origin_bytes = 0
+
+    async def fetch(self, manifest: weights_pb2.WeightsManifest) -> Fetched:
+        """Bring the version of a checked full manifest into the cache; one call at a time.
+
+        Raises:
+            UnknownVersionError, DigestMismatchError, ServiceUnavailableError: As `Downloader.fetch`.
+            OSError: The cache cannot be read or written.
+        """
+        path = self._path(manifest, ".safetensors")
+        bytes_before, origin_bytes_before = self._fetched_bytes, self._origin_bytes
+        way = None if path.exists() else await self._make_from_older(manifest, path)
+        if way is None:
+            # Also where the file is there: it is checked, and fetched anew where it is damaged.
+            way = Way.FULL if await self._download(manifest, path) else Way.CACHE
+        self._metrics.weight_fetches.labels(way).inc()
+        return Fetched(
+            path=path,
+            way=way,
+            fetched_bytes=self._fetched_bytes - bytes_before,
+            origin_bytes=self._origin_bytes - origin_bytes_before,
+        )
+
+    def clean(self, newest: Path) -> None:
+        """Delete all but `newest` and the last files before it; partial ones are of versions no longer wanted."""
+        complete = sorted(self._cache_dir.glob("v*.safetensors"), key=_arrival)
+        deltas = sorted(self._cache_dir.glob("v*.delta"), key=_arrival)
+        older = [path for path in complete if path != newest]
+        for path in [*older[: -(MAX_KEPT_FILES - 1)], *deltas[:-MAX_KEPT_DELTAS]]:
+            path.unlink(missing_ok=True)
+        for suffix in (PARTIAL_SUFFIX, TEMPORARY_SUFFIX):
+            for path in self._cache_dir.glob(f"v*{suffix}"):
+                path.unlink(missing_ok=True)
+
+    async def _make_from_older(self, manifest: weights_pb2.WeightsManifest, path: Path) -> Way | None:
+        """Make the version of what is in the cache; None where that cannot be done."""
+        older = await asyncio.to_thread(self._newest_file)
+        if older is None:
+            return None
+        base, held = older
+        try:
+            if held.digest == manifest.digest:
+                await asyncio.to_thread(_take_as, base, path, manifest)
+                await self._downloader.offer(manifest, path)
+                return Way.CACHE
+            chain = await self._client.get_chain(manifest.policy_version, held=held)
+            if not chain or chain[-1].digest != manifest.digest:
+                return None
+            deltas = [self._path(delta, ".delta") for delta in chain]
+            for delta, delta_path in zip(chain, deltas, strict=True):
+                await self._download(delta, delta_path)
+            await asyncio.to_thread(_apply, base, deltas, path, held=held, manifest=manifest)
+            # One of the site that joins late need not fetch it across the link.
+            await self._downloader.offer(manifest, path)
+            return Way.DELTA
+        except (PenstockError, MalformedWeightsError, OSError) as error:
+            self._metrics.delta_fallbacks.inc()
+            _log.warning("deltas do not do; the full content is fetched", held=held.policy_version, error=str(error))
+            if isinstance(error, WeightsMismatchError):
+                self._on_refused(error)
+            return None
+
+    async def _download(self, manifest: weights_pb2.WeightsManifest, path: Path) -> int:
+        download = await self._downloader.fetch(manifest, path, on_refused=self._on_refused)
+        self._fetched_bytes += download.fetched_bytes
+        self._origin_bytes += download.origin_bytes
+        return download.fetched_bytes
+
+    def _path(self, manifest: weights_pb2.WeightsManifest, suffix: str) -> Path:
+        return self._cache_dir / f"v{manifest.policy_version:08d}-{manifest.digest}{suffix}"
+
+    def _newest_file(self) -> tuple[Path, VersionName] | None:
+        """The version that came last; not proved, its file may have been damaged since."""
+        for path in sorted(self._cache_dir.glob("v*.safetensors"), key=_arrival, reverse=True):
+            if named := _FILE_NAME.fullmatch(path.name):
+                return path, VersionName(int(named[1]), named[2])
+        return None
+
+
+def _arrival(path: Path) -> int:
+    return path.stat().st_mtime_ns
+
+
+def _take_as(base: Path, path: Path, manifest: weights_pb2.WeightsManifest) -> None:
+    verify_content(base, manifest)
+    os.link(base, path)
+
+
+def _apply(
+    base: Path, deltas: Sequence[Path], path: Path, *, held: VersionName, manifest: weights_pb2.WeightsManifest
+) -> None:
+    apply_deltas(
+        base,
+        deltas,
+        path,
+        base_digest=held.digest,
+        tensors=tensor_digests(manifest),
+        digest=manifest.digest,
+    )

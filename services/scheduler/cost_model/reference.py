@@ -1,0 +1,272 @@
+"""RM-1, the reference cost model: what a plan achieves in steady state, samples per second.
+
+Throughput is the smaller of what the generators make and what the trainers take. What generators make falls with the
+throughput itself: each step's weight update pauses every replica, and a replica behind a slow link holds weights that
+are behind by the steps that pass while they travel. So it is the fixed point of a falling function, found by bisection.
+Staleness bounds the samples under way, and thereby the batches. Source: RM-1; docs/planning.md gives the formulas.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import StrEnum
+
+from services.scheduler.cost_model.demand import demand_of
+from services.scheduler.cost_model.network import Network
+from services.scheduler.cost_model.replica import ReplicaModel, ReplicaState, tensor_parallel_degrees, usable_bytes
+from services.scheduler.cost_model.training_step import Pool, TrainingStep, gpu_samples_per_second, training_step
+from services.scheduler.problem.plan_document import PlanDocument, Replicas, node_classes, placement_error
+from services.scheduler.problem.problem import NodeClass, Problem
+
+RM1 = "rm1"
+_BISECTIONS = 60
+_TAIL_SHRINKS_BY = 0.9
+_SMALLEST_BATCH_SHARE = 0.02
+"""Where the longest sample limits, smaller batches are tried in these steps, down to this share of the largest."""
+
+
+class Limit(StrEnum):
+    """What bounds a plan's throughput."""
+
+    GENERATION = "generation"
+    TRAINING = "training"
+    TAIL = "tail"
+    """The longest sample must finish inside its staleness window."""
+
+
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """Equal replicas of one machine at work."""
+
+    replicas: Replicas
+    state: ReplicaState | None
+    """One replica; None when the staleness bound leaves it not one sequence."""
+    duty: float
+    """Share of its samples that are fresh enough to be trained on, 0 to 1."""
+
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    """What a plan achieves."""
+
+    samples_per_second: float
+    limit: Limit
+    training: TrainingStep
+    generation: tuple[Generation, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Infeasible:
+    """The plan cannot run, or trains nothing."""
+
+    reason: str
+    samples_per_second: float = 0.0
+
+
+class Rm1:
+    """The cost model of one problem. Keeps what it computed of replicas, so score many plans with one.
+
+    Args:
+        problem: With the constants to use.
+        name: What answers call it: who puts other constants in the problem's place says so.
+    """
+
+    def __init__(self, problem: Problem, *, name: str = RM1) -> None:
+        self.problem = problem
+        self.name = name
+        self.demand = demand_of(problem)
+        self.network = Network(problem.links)
+        self.nodes = node_classes(problem)
+        """Each machine's entry, by the machine's id."""
+        self.degrees = {node.name: tensor_parallel_degrees(problem, self.demand, node) for node in problem.nodes}
+        """Tensor-parallel degrees that fit, by node entry."""
+        self.usable_bytes = {node.name: usable_bytes(problem, node) for node in problem.nodes}
+        """Of each GPU, by node entry."""
+        self.gpu_training_rate = {
+            node.name: gpu_samples_per_second(problem, self.demand, node) for node in problem.nodes
+        }
+        """Samples per second of one GPU that trains, by node entry."""
+        self._models = {
+            (node.name, tp): ReplicaModel(problem, self.demand, node, tp)
+            for node in problem.nodes
+            for tp in self.degrees[node.name]
+        }
+        self._states: dict[tuple[str, int, int], ReplicaState | None] = {}
+
+    def replica(self, node: NodeClass, tp: int, batch_share: float = 1.0) -> ReplicaState | None:
+        """A replica at this share of its largest batch; None when not one sequence is left. `tp` is one that fits."""
+        model = self._models[node.name, tp]
+        key = (node.name, tp, model.batch(batch_share))
+        if key not in self._states:
+            self._states[key] = model.at(key[2])
+        return self._states[key]
+
+    def largest_batch(self, node: NodeClass, tp: int) -> float:
+        """Sequences that a replica could decode at once, not rounded."""
+        return self._models[node.name, tp].max_batch
+
+    def score(self, plan: PlanDocument) -> Score | Infeasible:
+        """What the plan achieves, or why it cannot run."""
+        if (reason := placement_error(plan, self.nodes)) is not None:
+            return Infeasible(reason)
+        pool: Pool = [(self.nodes[share.node], share.gpus) for share in plan.train]
+        if (reason := self._memory_error(plan, pool)) is not None:
+            return Infeasible(reason)
+        step = training_step(self.problem, self.demand, self.network, pool)
+        if math.isinf(step.step_s):
+            regions = ", ".join(sorted({node.region for node, _ in pool}))
+            return Infeasible(f"the training pool spans regions that are not linked: {regions}")
+        score = _Scoring(self, plan, frozenset(node.region for node, _ in pool), step).best()
+        if score.samples_per_second <= 0:
+            return Infeasible("no replica makes samples that are fresh enough: links are missing or slow")
+        return score
+
+    def _memory_error(self, plan: PlanDocument, pool: Pool) -> str | None:
+        if not plan.gen or not pool:
+            key, verb = ("train", "trains") if plan.gen else ("gen", "generates")
+            return f"{key}: empty, so nothing {verb}"
+        offered = sum(gpus * self.usable_bytes[node.name] for node, gpus in pool)
+        if offered < (needed := self.demand.training_state_bytes):
+            return (
+                f"training needs {needed / 1e9:.0f} GB, and the training pool's "
+                f"{sum(gpus for _, gpus in pool)} GPUs offer {offered / 1e9:.0f} GB"
+            )
+        regions = sorted({node.region for node, _ in pool})
+        if self.problem.constraints.train_single_region and len(regions) > 1:
+            return f"training spans the regions {', '.join(regions)}, and constraints.train_single_region forbids that"
+        for replicas in plan.gen:
+            node = self.nodes[replicas.node]
+            if replicas.tp not in self.degrees[node.name]:
+                return (
+                    f"tp {replicas.tp} on {replicas.node}: degrees that divide {node.gpus} GPUs and "
+                    f"{self.problem.model.q_heads} heads, keep to max_tp and hold "
+                    f"{self.demand.weight_bytes / 1e9:.1f} GB of weights, "
+                    f"{self.usable_bytes[node.name] / 1e9:.1f} GB a GPU: "
+                    f"{', '.join(map(str, self.degrees[node.name])) or 'none'}"
+                )
+        return None
+
+
+_States = list[ReplicaState | None]
+"""Of each kind of replica; None where the batch leaves it not one sequence."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Kind:
+    """Replicas of one degree on machines of one entry."""
+
+    node: NodeClass
+    tp: int
+    count: int
+    transfer_s: float | None
+    """How long new weights travel to them; None where they cannot."""
+
+
+class _Scoring:
+    """One plan's fixed point."""
+
+    def __init__(self, rm1: Rm1, plan: PlanDocument, homes: frozenset[str], step: TrainingStep) -> None:
+        demand = rm1.demand
+        self._rm1, self._plan, self._step = rm1, plan, step
+        self._samples_per_step = demand.samples_per_step
+        self._versions = rm1.problem.workload.staleness + 1.0
+        """Policy versions within which a sample is of use."""
+        # Machines of an entry are alike, and so are their replicas of one degree: they are reckoned together.
+        counts: dict[tuple[str, int], int] = {}
+        for replicas in plan.gen:
+            key = (rm1.nodes[replicas.node].name, replicas.tp)
+            counts[key] = counts.get(key, 0) + replicas.count
+        entries = {node.name: node for node in rm1.problem.nodes}
+        self._kinds = [
+            _Kind(entries[name], tp, count, self._transfer_s(entries[name], homes))
+            for (name, tp), count in counts.items()
+        ]
+        self._batches = [
+            (kind.count, rm1.largest_batch(kind.node, kind.tp)) for kind in self._kinds if kind.transfer_s is not None
+        ]
+        """Of those that weights reach: replicas, and the largest batch of one."""
+
+    def _transfer_s(self, node: NodeClass, homes: frozenset[str]) -> float | None:
+        """How long new weights travel to a machine; None where they cannot."""
+        if node.region in homes:
+            return 0.0
+        return self._rm1.network.transfer_s(sorted(homes), node.region, self._rm1.demand.weight_bytes)
+
+    def best(self) -> Score:
+        """The best over the batch sizes worth trying: smaller ones than allowed help only against the tail."""
+        most = self._versions * self._samples_per_step
+        share = 1.0
+        if self._samples_under_way(share) > most:
+            share = _largest(lambda candidate: self._samples_under_way(candidate) <= most, upper=1.0)
+        best: Score | None = None
+        while True:
+            score = self._at(share)
+            if best is None or score.samples_per_second > best.samples_per_second:
+                best = score
+            share *= _TAIL_SHRINKS_BY
+            if score.limit is not Limit.TAIL or share < _SMALLEST_BATCH_SHARE:
+                return best
+
+    def _at(self, share: float) -> Score:
+        states = self._states(share)
+        trained = self._samples_per_step / self._step.step_s
+        ceiling = min(trained, self._tail(states))
+        upper = min(ceiling, self._generated(states, 0.0))
+        if self._generated(states, upper) >= upper:
+            throughput = upper
+            limit = Limit.TRAINING if upper == trained else Limit.TAIL if upper == ceiling else Limit.GENERATION
+        else:
+            # Only weights that travel make less be generated when more is trained.
+            throughput = _largest(lambda candidate: self._generated(states, candidate) >= candidate, upper=upper)
+            limit = Limit.GENERATION
+        return Score(throughput, limit, self._step, self._generation(states, throughput))
+
+    def _generation(self, states: _States, throughput: float) -> tuple[Generation, ...]:
+        """What each machine's replicas do, in the order of the plan."""
+        found = {
+            (kind.node.name, kind.tp): (state, self._duty(kind.transfer_s, throughput))
+            for kind, state in zip(self._kinds, states, strict=True)
+        }
+        nodes = self._rm1.nodes
+        return tuple(Generation(each, *found[nodes[each.node].name, each.tp]) for each in self._plan.gen)
+
+    def _states(self, share: float) -> _States:
+        return [self._rm1.replica(kind.node, kind.tp, share) for kind in self._kinds]
+
+    def _samples_under_way(self, share: float) -> int:
+        return sum(count * math.floor(largest * share) for count, largest in self._batches)
+
+    def _generated(self, states: _States, throughput: float) -> float:
+        """Fresh samples per second that the replicas make when training goes on at `throughput`."""
+        made, paused = 0.0, 0.0
+        for kind, state in zip(self._kinds, states, strict=True):
+            if state is not None:
+                fresh = kind.count * state.samples_per_second * self._duty(kind.transfer_s, throughput)
+                made += fresh
+                paused += fresh * state.pause_s
+        return made / (1 + paused / self._samples_per_step)
+
+    def _duty(self, transfer_s: float | None, throughput: float) -> float:
+        if transfer_s is None:
+            return 0.0
+        lag_versions = transfer_s * throughput / self._samples_per_step
+        return max(0.0, min(1.0, (self._versions - lag_versions) / max(1.0, lag_versions)))
+
+    def _tail(self, states: _States) -> float:
+        """Throughput at which the longest sample, on the fastest replica, is just fresh enough."""
+        steps_s = [state.step_s for state in states if state is not None]
+        if not self._rm1.problem.constraints.tail_blocking or not steps_s:
+            return math.inf
+        longest_s = self._rm1.demand.longest_completion_tokens * min(steps_s)
+        return self._versions * self._samples_per_step / longest_s
+
+
+def _largest(holds: Callable[[float], bool], *, upper: float) -> float:
+    """Largest number below `upper` up to which something holds that holds at 0 and, once false, stays false."""
+    lower = 0.0
+    for _ in range(_BISECTIONS):
+        middle = 0.5 * (lower + upper)
+        lower, upper = (middle, upper) if holds(middle) else (lower, middle)
+    return lower

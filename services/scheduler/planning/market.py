@@ -1,0 +1,152 @@
+"""What a cluster's next dollar would buy, and what fewer dollars would: plans for slightly larger and smaller clusters.
+
+Found by quick searches that begin with the plan at hand, so that a gain is one that is sure, and maybe not the largest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from services.scheduler.cost_model.reference import Rm1
+from services.scheduler.problem.plan_document import PlanDocument
+from services.scheduler.problem.problem import NodeClass, Problem
+from services.scheduler.solvers.interface import Solution, Solver, TimeLeft, infeasibility
+from services.scheduler.solvers.multilevel import MultilevelSolver
+from services.scheduler.solvers.partition import PartitionSolver
+from services.scheduler.solvers.streamrl_allocation import StreamRlSolver
+
+_MAX_PURCHASES = 12
+"""Offers that are looked at."""
+_MAX_ALTERNATIVES = 12
+_STEPS_TO_NOTHING = 8
+"""An entry with more machines than this loses several at once on the way to cheaper clusters."""
+_QUICK: tuple[Solver, ...] = (StreamRlSolver(), PartitionSolver(), MultilevelSolver(max_candidates=150))
+
+
+@dataclass(frozen=True, slots=True)
+class Purchase:
+    """GPUs that are not there yet, in one more machine."""
+
+    num_gpus: int
+    gpu: str
+    region: str
+    usd_per_hour: float
+    """What they would cost."""
+    samples_per_second: float
+    """Of the cluster with them."""
+    gain: float
+    """Over the plan at hand: 0.11 is eleven percent more samples per second."""
+
+
+@dataclass(frozen=True, slots=True)
+class Alternative:
+    """A cheaper cluster: fewer machines of some entries."""
+
+    usd_per_hour: float
+    samples_per_second: float
+    machines: Mapping[str, int]
+    """How many of each entry are kept."""
+    plan: PlanDocument
+
+
+def usd_per_hour(problem: Problem) -> float:
+    """What the whole cluster costs: idle GPUs are paid for too."""
+    return sum(node.price_per_gpu_hour * node.gpus * node.count for node in problem.nodes)
+
+
+def purchases(rm1: Rm1, solution: Solution, *, time_left: TimeLeft, seed: int) -> list[Purchase]:
+    """Offers that make the plan faster: most gain a dollar first, or most gain where prices are not stated."""
+    assert solution.plan is not None
+    offers = list(_offers(rm1.problem))[:_MAX_PURCHASES]
+    found = []
+    for index, offer in enumerate(offers):
+        if time_left() <= 0:
+            break
+        larger = rm1.problem.model_copy(update={"nodes": (*rm1.problem.nodes, offer)})
+        better = _quickly(Rm1(larger, name=rm1.name), solution.plan, _share(time_left, len(offers) - index), seed)
+        if better is not None and (gain := better[0] / solution.score.samples_per_second - 1) > 1e-6:
+            price = offer.price_per_gpu_hour * offer.gpus
+            found.append(Purchase(offer.gpus, offer.gpu, offer.region, price, better[0], gain))
+    are_priced = all(offer.price_per_gpu_hour > 0 for offer in offers)
+    return sorted(found, key=lambda each: -each.gain / each.usd_per_hour if are_priced else -each.gain)
+
+
+def alternatives(rm1: Rm1, solution: Solution, *, time_left: TimeLeft, seed: int) -> list[Alternative]:
+    """The front of cost and throughput from the whole cluster down, dearest first; only that where nothing has a price.
+
+    The whole cluster is not on it where fewer machines are as fast.
+
+    Each step gives up the machines that cost least throughput for each dollar they save.
+    """
+    assert solution.plan is not None
+    kept = {node.name: node.count for node in rm1.problem.nodes}
+    found = [Alternative(usd_per_hour(rm1.problem), solution.score.samples_per_second, dict(kept), solution.plan)]
+    while len(found) < _MAX_ALTERNATIVES and usd_per_hour(rm1.problem) > 0:
+        smaller = [
+            each for each in _smaller(rm1, found[-1], time_left, seed) if each.usd_per_hour < found[-1].usd_per_hour
+        ]
+        if not smaller:
+            break
+        found.append(min(smaller, key=lambda each: _lost_for_saved(found[-1], each)))
+    return [
+        each
+        for each in found
+        if not any(
+            other.usd_per_hour < each.usd_per_hour and other.samples_per_second >= each.samples_per_second
+            for other in found
+        )
+    ]
+
+
+def _lost_for_saved(before: Alternative, after: Alternative) -> float:
+    return (before.samples_per_second - after.samples_per_second) / (before.usd_per_hour - after.usd_per_hour)
+
+
+def _smaller(rm1: Rm1, before: Alternative, time_left: TimeLeft, seed: int) -> Iterator[Alternative]:
+    for node in rm1.problem.nodes:
+        kept = before.machines[node.name] - max(1, node.count // _STEPS_TO_NOTHING)
+        if kept < 0 or time_left() <= 0:
+            continue
+        machines = {**before.machines, node.name: kept}
+        problem = _with_machines(rm1.problem, machines)
+        if problem is None:
+            continue
+        found = _quickly(Rm1(problem, name=rm1.name), before.plan, _share(time_left, 4), seed)
+        if found is not None:
+            yield Alternative(usd_per_hour(problem), found[0], machines, found[1])
+
+
+def _with_machines(problem: Problem, machines: Mapping[str, int]) -> Problem | None:
+    nodes = [node.model_copy(update={"count": machines[node.name]}) for node in problem.nodes if machines[node.name]]
+    regions = {node.region for node in nodes}
+    links = [link for link in problem.links if link.a in regions and link.b in regions]
+    return problem.model_copy(update={"nodes": tuple(nodes), "links": tuple(links)}) if nodes else None
+
+
+def _offers(problem: Problem) -> Iterator[NodeClass]:
+    """One more machine like each that there is: whole, and with a quarter of its GPUs."""
+    seen = set()
+    for node in problem.nodes:
+        for gpus in sorted({max(1, node.gpus // 4), node.gpus}):
+            if (kind := (node.gpu, node.region, gpus)) not in seen:
+                seen.add(kind)
+                yield node.model_copy(update={"name": f"{node.name}-more", "gpus": gpus, "count": 1})
+
+
+def _quickly(rm1: Rm1, start: PlanDocument, time_left: TimeLeft, seed: int) -> tuple[float, PlanDocument] | None:
+    """Samples per second and plan, not worse than the one to start from; None when nothing can run."""
+    if infeasibility(rm1) is not None:
+        return None
+    for solver in _QUICK:
+        found = solver.solve(rm1, time_left=time_left, seed=seed, starts=(start,))
+        if found.plan is not None:
+            start = found.plan
+    score = rm1.score(start)
+    return (score.samples_per_second, start) if score.samples_per_second > 0 else None
+
+
+def _share(time_left: TimeLeft, parts: int) -> TimeLeft:
+    """One part of the time that is left now."""
+    kept_s = time_left() * (1 - 1 / parts)
+    return lambda: time_left() - kept_s

@@ -1,0 +1,117 @@
+"""Whether machines can run a plan, judged from the problem alone.
+
+Solvers and the cost model know these rules too; this is a second statement of them that shares no code with either, so
+that a mistake in one does not hide itself. Every solver's plan passes here before anybody sees it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from itertools import combinations
+
+from penstock.errors import InternalError
+from services.scheduler.problem.plan_document import PlanDocument
+from services.scheduler.problem.problem import NodeClass, Problem
+
+_MAX_DEGREE = 16
+_WEIGHTS_HEADROOM = 1.02
+"""A replica needs this much of its weights' bytes, so that there is room for a cache. Source: RM-1, "Space"."""
+
+
+class InvalidPlanError(InternalError):
+    """A solver answered with a plan that machines cannot run: a fault of the solver, never of the problem."""
+
+
+def check_plan(problem: Problem, plan: PlanDocument, *, solver: str) -> None:
+    """Raises InvalidPlanError with everything that is wrong."""
+    if found := violations(problem, plan):
+        raise InvalidPlanError(f"solver {solver} made a plan that cannot run: {'; '.join(found[:8])}")
+
+
+def violations(problem: Problem, plan: PlanDocument) -> list[str]:
+    """All that is wrong, each beginning with its field; empty when the plan can run."""
+    machines = {f"{node.name}-{index}": node for node in problem.nodes for index in range(node.count)}
+    unknown = [f"{field}: there is no machine {name!r}" for field, name in _named(plan) if name not in machines]
+    if unknown:
+        return unknown
+    empty = [f"{field}: empty" for field, entries in (("gen", plan.gen), ("train", plan.train)) if not entries]
+    return empty or [
+        *_capacity(machines, plan),
+        *_degrees(problem, machines, plan),
+        *_training_memory(problem, machines, plan),
+        *_regions(problem, machines, plan),
+    ]
+
+
+def _named(plan: PlanDocument) -> list[tuple[str, str]]:
+    generates = [(f"gen.{index}.node", each.node) for index, each in enumerate(plan.gen)]
+    return generates + [(f"train.{index}.node", each.node) for index, each in enumerate(plan.train)]
+
+
+def _capacity(machines: dict[str, NodeClass], plan: PlanDocument) -> list[str]:
+    used: Counter[str] = Counter()
+    for replicas in plan.gen:
+        used[replicas.node] += replicas.tp * replicas.count
+    for share in plan.train:
+        used[share.node] += share.gpus
+    shares = Counter(share.node for share in plan.train)
+    return [
+        *(f"train: machine {name} is listed {times} times" for name, times in shares.items() if times > 1),
+        *(
+            f"gen and train: {gpus} GPUs of machine {name} are used, and it has {machines[name].gpus}"
+            for name, gpus in used.items()
+            if gpus > machines[name].gpus
+        ),
+    ]
+
+
+def _degrees(problem: Problem, machines: dict[str, NodeClass], plan: PlanDocument) -> list[str]:
+    found = []
+    weights_GB = problem.model.params * problem.model.weight_bytes / 1e9
+    most = min(_MAX_DEGREE, problem.constraints.max_tp)
+    for index, replicas in enumerate(plan.gen):
+        field, degree, node = f"gen.{index}.tp", replicas.tp, machines[replicas.node]
+        if degree > most or degree & (degree - 1):
+            found.append(f"{field}: {degree} is not a power of two up to {most}")
+        if node.gpus % degree or problem.model.q_heads % degree:
+            found.append(f"{field}: {degree} divides not both {node.gpus} GPUs and {problem.model.q_heads} query heads")
+        offered_GB = degree * _usable_GB(problem, node)
+        if offered_GB <= weights_GB * _WEIGHTS_HEADROOM:
+            found.append(
+                f"{field}: {degree} GPUs of {replicas.node} offer {offered_GB:.1f} GB to weights and a cache, and the "
+                f"weights alone are {weights_GB:.1f} GB"
+            )
+    return found
+
+
+def _training_memory(problem: Problem, machines: dict[str, NodeClass], plan: PlanDocument) -> list[str]:
+    needed_GB = 0.0
+    for task in problem.workload.train_tasks:
+        if not task.shares_weights:
+            bytes_per_param = problem.cost_model.train_bytes_per_param if task.kind == "train" else 2.0
+            needed_GB += bytes_per_param * problem.model.params * task.scale / 1e9
+    offered_GB = sum(share.gpus * _usable_GB(problem, machines[share.node]) for share in plan.train)
+    if offered_GB >= needed_GB * (1 - 1e-12):
+        return []
+    gpus = sum(share.gpus for share in plan.train)
+    return [f"train: the tasks need {needed_GB:.1f} GB, and the pool's {gpus} GPUs offer {offered_GB:.1f} GB"]
+
+
+def _regions(problem: Problem, machines: dict[str, NodeClass], plan: PlanDocument) -> list[str]:
+    homes = sorted({machines[share.node].region for share in plan.train})
+    linked = {frozenset((link.a, link.b)) for link in problem.links}
+    if problem.constraints.train_single_region and len(homes) > 1:
+        return [f"train: the pool spans the regions {', '.join(homes)}, and constraints.train_single_region is set"]
+    apart = [pair for pair in combinations(homes, 2) if frozenset(pair) not in linked]
+    unreached = [
+        f"gen.{index}.node: no link brings weights to {replicas.node} in region {region!r}"
+        for index, replicas in enumerate(plan.gen)
+        if (region := machines[replicas.node].region) not in homes
+        and not any(frozenset((home, region)) in linked for home in homes)
+    ]
+    return [f"train: the pool spans {one!r} and {other!r}, which no link joins" for one, other in apart] + unreached
+
+
+def _usable_GB(problem: Problem, node: NodeClass) -> float:
+    constants = problem.cost_model
+    return problem.gpu_types[node.gpu].hbm_GB * constants.mem_util - constants.reserve_GB

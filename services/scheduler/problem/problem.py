@@ -1,0 +1,288 @@
+"""A planning problem: cluster, network, model, workload and the cost model's constants, checked.
+
+Schema `rl-sched-instance/1`, described in docs/planning.md. Keys carry their units: `*_GB` and `*_GBps` are 10^9 bytes
+(per second), `*_Gbps` 10^9 bits per second, `*_ms`, `*_us` and `*_s` times. A node entry with `count` 3 stands for
+three equal machines, `name-0` to `name-2`.
+"""
+
+# ruff: noqa: N815 - the schema's keys carry units as they are written.
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import Field, field_validator, model_validator
+
+from penstock.config import MAX_CONFIG_BYTES, ConfigError, StrictModel, read_document, validate
+from services.scheduler.problem.output_lengths import OutputLengths
+
+MAX_NODES = 10_000
+MAX_GPUS = 1024
+"""Of a machine."""
+SCHEMA = "rl-sched-instance/1"
+
+MAX_NUMBER = 1e15
+"""Of any quantity: more than anybody has of it, and little enough to be reckoned with."""
+
+Positive = Annotated[float, Field(gt=0, le=MAX_NUMBER)]
+NotNegative = Annotated[float, Field(ge=0, le=MAX_NUMBER)]
+Share = Annotated[float, Field(ge=1e-6, le=1)]
+Name = Annotated[str, Field(min_length=1, max_length=128)]
+Count = Annotated[int, Field(ge=1, le=1_000_000)]
+
+
+class GpuType(StrictModel):
+    """What one GPU of a type can do."""
+
+    tflops_bf16: Positive
+    """Dense rate, 10^12 FLOP/s; fp16 where there is no bf16."""
+    hbm_GB: Positive
+    hbm_GBps: Positive
+    ar_bus_GBps: Positive
+    """Effective all-reduce bus bandwidth of each GPU inside a machine."""
+    ar_latency_us: NotNegative = 0.0
+    """Of one small all-reduce inside a machine."""
+
+
+class NodeClass(StrictModel):
+    """`count` equal machines."""
+
+    name: Name
+    gpu: Name
+    gpus: int = Field(ge=1, le=MAX_GPUS)
+    """GPUs in each machine."""
+    count: int = Field(default=1, ge=1, le=MAX_NODES)
+    region: Name = "default"
+    """Machines of one region share a fast network: only their NICs count."""
+    nic_Gbps: Positive = 100.0
+    """Of each machine."""
+    price_per_gpu_hour: NotNegative = 0.0
+    """US dollars."""
+
+
+class Link(StrictModel):
+    """The network between two regions, the same in both directions. A pair without one is not connected."""
+
+    a: Name
+    b: Name
+    bw_Gbps: Positive
+    latency_ms: NotNegative = 0.0
+
+
+class Model(StrictModel):
+    """The model that is trained."""
+
+    name: str = ""
+    params: Positive
+    layers: Count
+    hidden: Count
+    q_heads: Count
+    kv_heads: Count
+    head_dim: Count
+    ffn: Count | None = None
+    vocab: Count
+    tied_embeddings: bool = False
+    weight_bytes: Positive = 2.0
+    """Per parameter, in generation."""
+    kv_bytes: Positive = 2.0
+    """Per element of the KV cache."""
+
+    @model_validator(mode="after")
+    def _is_more_than_its_embedding(self) -> Self:
+        # The rest is what a token is multiplied with: without it, costs would be negative.
+        embedding = self.vocab * self.hidden
+        if self.params <= embedding and not self.tied_embeddings:
+            raise ValueError(
+                f"params: {self.params:g}; must be more than the {embedding:g} of the input embedding (vocab x hidden)"
+            )
+        return self
+
+
+class TrainTask(StrictModel):
+    """Work on each sample that is not generation: a forward pass, or training (three times that)."""
+
+    name: Name
+    kind: Literal["train", "infer"]
+    scale: Positive = 1.0
+    """Size of its model over the actor's."""
+    epochs: Positive = 1.0
+    shares_weights: bool = False
+    """True when its weights are in memory for another task already."""
+
+
+class Workload(StrictModel):
+    """What a training step consumes."""
+
+    algorithm: str = ""
+    """A label; `train_tasks` and `staleness` say what is computed."""
+    prompts_per_step: Count
+    group_size: Count = 1
+    """Responses to each prompt."""
+    prompt_len: Positive
+    """Mean, tokens."""
+    output_len: OutputLengths
+    staleness: int = Field(ge=0, le=1_000_000)
+    """Policy versions a sample may be behind when it is trained on; 0 is synchronous."""
+    train_tasks: tuple[TrainTask, ...] = Field(min_length=1, max_length=64)
+
+
+_MFU_TRAIN = {
+    "default": 0.40,
+    "H200": 0.42,
+    "H100": 0.42,
+    "H800": 0.43,
+    "H20": 0.33,
+    "A100-80": 0.55,
+    "A100-40": 0.50,
+    "L40S": 0.33,
+    "L4": 0.35,
+    "RTX4090": 0.45,
+}
+_MFU_INFER = {"default": 0.45, "H20": 0.40, "L4": 0.40}
+
+
+class CostConstants(StrictModel):
+    """Constants of the cost model; the defaults are RM-1's. Terms that RM-1 does not have are off by default."""
+
+    eta_bw: Share = 0.75
+    """Share of the memory bandwidth that decoding reaches."""
+    eta_fl: Share = 0.60
+    """Share of the arithmetic peak that decoding reaches."""
+    eta_prefill: Share = 0.65
+    mfu_train: Share | dict[str, Share] = _MFU_TRAIN
+    """Share of the peak in training: one for all, or by GPU type with `default`."""
+    mfu_infer: Share | dict[str, Share] = _MFU_INFER
+    """The same in forward passes that are not generation."""
+    step_overhead_s: NotNegative = 0.002
+    """Of each decode step."""
+    layer_overhead_s: NotNegative = 0.0
+    """Of each layer in a decode step: kernels begin and end."""
+    allreduce_overhead_s: NotNegative = 0.0
+    """Of each all-reduce in a decode step, two a layer, beside its latency: launches, waiting for the last GPU."""
+    sequence_overhead_s: NotNegative = 0.0
+    """Of each sequence in a decode step: sampling, book-keeping."""
+    attention_efficiency: Share = 1.0
+    """Rate of attention over the rate of matrix products, in what is not generation."""
+    mem_util: Share = 0.9
+    reserve_GB: NotNegative = 2.0
+    """Of each GPU, for what is neither weights nor cache."""
+    max_num_seqs: Count = 1024
+    """Sequences that a replica decodes at once, at most."""
+    prefix_sharing: bool = True
+    """A group's prompt is prefilled and kept once."""
+    sync_pause_s: NotNegative = 1.0
+    """How long a weight update stops a replica."""
+    kv_recompute_on_update: bool = False
+    """An update drops the cache, which is then computed anew."""
+    dp_overlap: float = Field(default=0.8, ge=0, le=1)
+    """Share of a step's computation behind which its all-reduce hides."""
+    train_overhead_s: NotNegative = 0.0
+    """Of each training step."""
+    train_bytes_per_param: Positive = 16.0
+
+    @field_validator("mfu_train", "mfu_infer")
+    @classmethod
+    def _there_is_a_default(cls, value: float | dict[str, float]) -> float | dict[str, float]:
+        if isinstance(value, dict) and "default" not in value:
+            raise ValueError("needs the key 'default', for GPU types that it does not name")
+        return value
+
+    def mfu(self, gpu: str, kind: Literal["train", "infer"]) -> float:
+        """Share of its peak that a GPU type reaches in a task of this kind."""
+        value = self.mfu_train if kind == "train" else self.mfu_infer
+        return value.get(gpu, value["default"]) if isinstance(value, dict) else value
+
+
+class Constraints(StrictModel):
+    """What plans must keep to."""
+
+    max_tp: int = Field(default=16, ge=1, le=1024)
+    train_single_region: bool = True
+    """The training pool sits in one region."""
+    gen_pp: Literal[1] = 1
+    """Pipeline stages of a generation replica; only 1 is offered."""
+    tail_blocking: bool = False
+    """The longest sample must finish inside its staleness window."""
+
+
+class MeasuredRate(StrictModel):
+    """A speed that was measured; it replaces what the cost model would compute."""
+
+    gpu: Name
+    role: Literal["generator", "trainer"]
+    tp: int = Field(default=1, ge=1)
+    """Tensor-parallel degree it was measured at; generators only."""
+    tokens_per_second: Positive
+    """Completion tokens of a replica, or trained tokens (prompt and completion) of one GPU."""
+
+
+class Problem(StrictModel):
+    """Everything a plan is computed from."""
+
+    id: Name = "problem"
+    schema_: Literal["rl-sched-instance/1"] = Field(default="rl-sched-instance/1", alias="schema")
+    source: Any = None
+    fidelity: Any = None
+    notes: Any = None
+    gpu_types: dict[Name, GpuType] = Field(min_length=1, max_length=256)
+    nodes: tuple[NodeClass, ...] = Field(min_length=1, max_length=MAX_NODES)
+    links: tuple[Link, ...] = Field(default=(), max_length=MAX_NODES)
+    model: Model
+    workload: Workload
+    cost_model: CostConstants = CostConstants()
+    constraints: Constraints = Constraints()
+    measured_rates: tuple[MeasuredRate, ...] = Field(default=(), max_length=MAX_NODES)
+    measured: Any = None
+    """Published results of a real run; never used."""
+    published: Any = None
+    """See `measured`."""
+
+    @model_validator(mode="after")
+    def _names_fit(self) -> Self:
+        known = ", ".join(self.gpu_types)
+        names: set[str] = set()
+        for index, node in enumerate(self.nodes):
+            if node.gpu not in self.gpu_types:
+                raise ValueError(f"nodes.{index}.gpu: {node.gpu!r} is not in gpu_types; described are {known}")
+            if node.name in names:
+                raise ValueError(f"nodes.{index}.name: {node.name!r} is used twice; rename one or raise its count")
+            names.add(node.name)
+        if (total := sum(node.count for node in self.nodes)) > MAX_NODES:
+            raise ValueError(f"nodes: {total} machines in all, at most {MAX_NODES} are planned for")
+        regions = {node.region for node in self.nodes}
+        for index, link in enumerate(self.links):
+            for key in ("a", "b"):
+                if (region := getattr(link, key)) not in regions:
+                    raise ValueError(
+                        f"links.{index}.{key}: no node is in region {region!r}; there are {sorted(regions)}"
+                    )
+        for index, rate in enumerate(self.measured_rates):
+            if rate.gpu not in self.gpu_types:
+                raise ValueError(f"measured_rates.{index}.gpu: {rate.gpu!r} is not in gpu_types; described are {known}")
+        return self
+
+
+def read_problem(path: Path) -> Problem:
+    """The problem in a JSON or YAML file. Raises ConfigError, one line for each thing that is wrong."""
+    if path.suffix != ".json":
+        return validate(Problem, read_document(path), source=str(path))
+    try:
+        if path.stat().st_size > MAX_CONFIG_BYTES:
+            raise ConfigError(f"{path}: larger than {MAX_CONFIG_BYTES} bytes; is this a planning problem?")
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: cannot be read: {error}") from error
+    return parse_problem(text, source=str(path))
+
+
+def parse_problem(text: str, *, source: str) -> Problem:
+    """The problem in a JSON text. Raises ConfigError, one line for each thing that is wrong."""
+    try:
+        document = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{source}: not valid JSON: {error}") from error
+    if not isinstance(document, dict):
+        raise ConfigError(f"{source}: must hold keys and values, found {type(document).__name__}")
+    return validate(Problem, document, source=source)

@@ -1,0 +1,161 @@
+"""The problem as it is now: machines that joined, left or slowed, and lengths that changed. Pure.
+
+A machine of the problem counts as there until it has registered once, though not for ever; from then on its heartbeats
+decide. A machine that the problem does not name is added when its accelerators are of a type that the problem
+describes.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from penstock.v1 import scheduler_pb2 as pb
+from services.scheduler.problem.output_lengths import scaled
+from services.scheduler.problem.plan_document import PlanDocument, node_classes
+from services.scheduler.problem.problem import MAX_GPUS, NodeClass, Problem
+from services.scheduler.replanning.migration import stands_still_s
+from services.scheduler.replanning.stragglers import slow_machines
+
+LENGTHS_CHANGED_BY = 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class Live:
+    """A problem over the machines that are there, and what its machines are really called."""
+
+    problem: Problem | None
+    """None when no machine is left."""
+    node_ids: Mapping[str, str]
+    """By the problem's id of a machine; one that is not here is called that."""
+    missing: frozenset[str] = frozenset()
+    """Machines of the problem that never came."""
+    migration_s: float = 0.0
+    """How long a generator that changes does nothing."""
+    slow: Mapping[str, float] = field(default_factory=dict)
+    """Machines that are planned for as slower ones: their share of the speed that they should have."""
+
+    def to_real(self, plan: pb.Plan) -> None:
+        """Call machines of a plan over this problem what they are really called."""
+        for assignment in plan.assignments:
+            assignment.node_id = self.node_ids.get(assignment.node_id, assignment.node_id)
+
+    def from_real(self, plan: PlanDocument) -> PlanDocument:
+        """A plan over real machines under the problem's names, without the machines that are gone."""
+        back = {real: name for name, real in self.node_ids.items()}
+        gen = [each.model_copy(update={"node": back[each.node]}) for each in plan.gen if each.node in back]
+        train = [each.model_copy(update={"node": back[each.node]}) for each in plan.train if each.node in back]
+        return PlanDocument(gen=tuple(gen), train=tuple(train))
+
+
+def never_came(planned: Problem, in_force: PlanDocument, views: Sequence[pb.NodeView]) -> frozenset[str]:
+    """Machines of the problem that have not registered, but for those that train: who only trains does not."""
+    known = {view.node.node_id for view in views} | {share.node for share in in_force.train}
+    return frozenset(node_classes(planned)) - known
+
+
+def told_problem(planned: Problem, told: PlanDocument, views: Sequence[pb.NodeView], *, left: frozenset[str]) -> Live:
+    """The problem as a run that goes on finds it: with the machines of its plan, and those that have registered."""
+    missing = never_came(planned, told, views) - machines_of(told)
+    return live_problem(planned, views, left=left, missing=missing, growth=1.0, slow_before={})
+
+
+def machines_of(plan: PlanDocument) -> frozenset[str]:
+    """All that generate or train."""
+    return frozenset(each.node for each in plan.gen) | {each.node for each in plan.train}
+
+
+def live_problem(
+    planned: Problem,
+    views: Sequence[pb.NodeView],
+    *,
+    left: frozenset[str],
+    missing: frozenset[str],
+    growth: float,
+    slow_before: Mapping[str, float],
+) -> Live:
+    """The problem as it is.
+
+    Args:
+        planned: As it was stated.
+        views: The inventory.
+        left: Machines that said that they leave.
+        missing: Machines that never came.
+        growth: Mean length seen over the stated one.
+        slow_before: Machines that were planned for as slower ones.
+    """
+    stated = node_classes(planned)
+    known = {view.node.node_id: view for view in views}
+    members: dict[str, list[str]] = defaultdict(list)
+    classes: dict[str, NodeClass] = {}
+    present = [name for name in stated if name not in left | missing and (name not in known or known[name].is_alive)]
+    joined = [view for name, view in known.items() if name not in stated and view.is_alive]
+    entries = [(name, stated[name]) for name in present]
+    entries += [(view.node.node_id, node) for view in joined if (node := _joined(planned, view.node)) is not None]
+    problem = _with_lengths(planned, growth)
+    slow = slow_machines(problem, dict(entries), views, before=slow_before)
+    for name, node in entries:
+        entry = node
+        if (share := slow.get(name)) is not None:
+            problem, gpu = _with_slower(problem, node.gpu, share)
+            entry = node.model_copy(update={"name": f"{node.name}-at-{share:.0%}", "gpu": gpu})
+        classes[entry.name] = entry
+        members[entry.name].append(name)
+    if not classes:
+        return Live(None, {})
+    nodes = tuple(node.model_copy(update={"count": len(members[name])}) for name, node in classes.items())
+    names = {f"{name}-{index}": real for name, reals in members.items() for index, real in enumerate(reals)}
+    now = problem.model_copy(update={"nodes": nodes})
+    return Live(now, names, missing, stands_still_s(now, views), slow)
+
+
+def _with_lengths(planned: Problem, growth: float) -> Problem:
+    if round(abs(growth - 1), 3) <= LENGTHS_CHANGED_BY:
+        return planned
+    lengths = scaled(planned.workload.output_len, growth)
+    return planned.model_copy(update={"workload": planned.workload.model_copy(update={"output_len": lengths})})
+
+
+def _with_slower(problem: Problem, gpu: str, share: float) -> tuple[Problem, str]:
+    """The problem with a GPU type that is like this one but for its speed, and the new type's name."""
+    name = f"{gpu} at {share:.0%}"
+    if name in problem.gpu_types:
+        return problem, name
+    spec, constants = problem.gpu_types[gpu], problem.cost_model
+    slower = {"tflops_bf16": spec.tflops_bf16 * share, "hbm_GBps": spec.hbm_GBps * share}
+    rates = tuple(
+        rate.model_copy(update={"gpu": name, "tokens_per_second": rate.tokens_per_second * share})
+        for rate in problem.measured_rates
+        if rate.gpu == gpu
+    )
+    by_type = {
+        key: {**value, name: value.get(gpu, value["default"])}
+        for key in ("mfu_train", "mfu_infer")
+        if isinstance(value := getattr(constants, key), dict)
+    }
+    update = {
+        "gpu_types": {**problem.gpu_types, name: spec.model_copy(update=slower)},
+        "measured_rates": (*problem.measured_rates, *rates),
+        "cost_model": constants.model_copy(update=by_type),
+    }
+    return problem.model_copy(update=update), name
+
+
+def _joined(planned: Problem, node: pb.Node) -> NodeClass | None:
+    """A machine that the problem does not name, as an entry of it; None where its GPUs are not described."""
+    counts: Counter[str] = Counter()
+    for each in node.accelerators:
+        counts[each.kind] += each.count
+    if len(counts) != 1:
+        return None
+    ((kind, count),) = counts.items()
+    alike = next((entry for entry in planned.nodes if (entry.gpu, entry.gpus) == (kind, count)), None)
+    if kind not in planned.gpu_types or count > MAX_GPUS:
+        return None
+    region = node.site or (alike.region if alike is not None else planned.nodes[0].region)
+    entry = alike or planned.nodes[0]
+    price = node.price_per_hour / count if node.HasField("price_per_hour") else entry.price_per_gpu_hour
+    name = f"joined-{kind}-{count}-{region}".replace(" ", "-")
+    update = {"name": name, "gpu": kind, "gpus": count, "region": region, "price_per_gpu_hour": price, "count": 1}
+    return entry.model_copy(update=update)

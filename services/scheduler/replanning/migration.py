@@ -1,0 +1,56 @@
+"""What it costs to put a revised plan in place: how many generators stand still, and for how long. Pure."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from statistics import median
+
+from penstock.v1 import scheduler_pb2 as pb
+from services.scheduler.cost_model.demand import demand_of
+from services.scheduler.problem.problem import Problem
+
+LIKE_WITHIN = 0.25
+"""A generator goes on when what it should decode at once changes by no more than this share; else it is restarted."""
+
+_Part = tuple[str, int, int]
+"""Machine, role, tensor-parallel degree."""
+
+
+def stopped_share(before: pb.Plan, after: pb.Plan) -> float:
+    """Part of the generating GPUs of a plan that stand still while it is put in the place of another, 0 to 1.
+
+    Those did something else before, or the same in a process that has to be restarted. Where trainers change, all wait.
+    """
+    if _gpus(before, pb.ROLE_TRAINER) != _gpus(after, pb.ROLE_TRAINER):
+        return 1.0
+    old, new = (_gpus(plan, pb.ROLE_GENERATOR) for plan in (before, after))
+    held, wanted = ({_part(each): each.num_concurrent_samples for each in plan.assignments} for plan in (before, after))
+    kept = (min(num, old[part]) for part, num in new.items() if part in old and is_like(held[part], wanted[part]))
+    return 1 - sum(kept) / max(1, sum(new.values()))
+
+
+def is_like(num_held: int, num_wanted: int) -> bool:
+    """Whether a generator that decodes so many samples at once can go on as one that should decode so many others."""
+    return abs(num_held - num_wanted) <= LIKE_WITHIN * num_wanted
+
+
+def stands_still_s(problem: Problem, views: Sequence[pb.NodeView]) -> float:
+    """How long a generator that changes does nothing: it starts, as the machines measured it, and loads weights."""
+    starts_s = [view.generator_start_s for view in views if view.is_alive and view.HasField("generator_start_s")]
+    start_s = median(starts_s) if starts_s else 0.0
+    slowest_nic = min(node.nic_Gbps for node in problem.nodes) * 1e9 / 8
+    return start_s + demand_of(problem).weight_bytes / slowest_nic + problem.cost_model.sync_pause_s
+
+
+def _part(each: pb.Assignment) -> _Part:
+    return each.node_id, each.role, each.tensor_parallel
+
+
+def _gpus(plan: pb.Plan, role: pb.Role.ValueType) -> Counter[_Part]:
+    gpus: Counter[_Part] = Counter()
+    for each in plan.assignments:
+        if each.role == role:
+            stated = max(1, each.tensor_parallel) * max(1, each.num_replicas)
+            gpus[_part(each)] += len(each.accelerator_indices) or stated
+    return gpus

@@ -1,0 +1,236 @@
+"""Plans of runs that go on: looked at again whenever machines or lengths changed, revised where that pays.
+
+A look costs nothing while nothing changed. Solving happens in a thread and takes a few seconds of one core.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import structlog
+from pydantic import ValidationError
+
+from penstock.errors import InvalidFieldError, PenstockError
+from penstock.v1 import scheduler_pb2 as pb
+from services.scheduler.cost_model.demand import demand_of
+from services.scheduler.cost_model.reference import Rm1
+from services.scheduler.planning.plan_wire import plan_problem
+from services.scheduler.problem.plan_document import PlanDocument, Replicas, TrainShare, node_classes
+from services.scheduler.problem.problem import Problem
+from services.scheduler.replanning.live_problem import Live, live_problem, machines_of, never_came
+from services.scheduler.replanning.migration import stopped_share
+from services.scheduler.replanning.replan_rule import COOL_DOWN_INTERVALS, Offer, Verdict, cost_of, judge
+from services.scheduler.solvers.interface import TimeLeft
+
+LOOK_EVERY_S = 5.0
+GRACE_INTERVALS = 60
+"""Reports for which a machine that has not registered counts as there: 5 min where they come every 5 s. People start
+machines site by site, and images may have to be fetched first."""
+MIN_LENGTHS = 256
+"""Completions that were seen before their lengths say anything."""
+_RECENT = 2048
+_MAX_NAMED = 8
+
+_log = structlog.get_logger()
+
+
+@dataclass(slots=True)
+class _Run:
+    """What a run's plan was made from."""
+
+    problem: Problem
+    solver: str
+    plan: pb.Plan
+    keeps_trainers: bool
+    """Until one of their machines is gone."""
+    begun_s: float
+    """When it was first planned."""
+    awaited: frozenset[str]
+    """Machines that count as there for a while though they have not registered."""
+    revised_s: float
+    slow: Mapping[str, float] = field(default_factory=dict)
+    """Machines that are planned for as slower ones, as of Live."""
+    num_lengths: int = 0
+    mean_tokens: float = 0.0
+    looked_at: Problem | None = field(default=None)
+    """The live problem that the plan in force was last compared on."""
+
+    @property
+    def growth(self) -> float:
+        """Mean length seen over the stated one, in tenths."""
+        if self.num_lengths < MIN_LENGTHS:
+            return 1.0
+        return max(0.1, round(self.mean_tokens / demand_of(self.problem).completion_tokens, 1))
+
+
+class LivePlans:
+    """See the module.
+
+    Args:
+        heartbeat_interval_s: How often machines report.
+    """
+
+    def __init__(self, *, heartbeat_interval_s: float) -> None:
+        self._runs: dict[str, _Run] = {}
+        self._cool_down_s = COOL_DOWN_INTERVALS * heartbeat_interval_s
+        self._grace_s = GRACE_INTERVALS * heartbeat_interval_s
+
+    def follow(
+        self,
+        problem: Problem,
+        solver: str,
+        plan: pb.Plan,
+        *,
+        keeps_trainers: bool,
+        told: PlanDocument | None = None,
+        now_s: float,
+    ) -> None:
+        """A run has a plan that was solved for; the one it had before is forgotten.
+
+        One that was `told` was in force before this scheduler knew it: its machines are awaited and no others, and
+        those that joined since are used at once.
+        """
+        awaited = frozenset(node_classes(problem)) if told is None else machines_of(told)
+        revised_s = now_s if told is None else now_s - self._cool_down_s
+        run = _Run(problem, solver, plan, keeps_trainers, now_s, awaited, revised_s)
+        run.looked_at = problem if told is None else None
+        self._runs[plan.run_id] = run
+
+    def plan_of(self, run_id: str) -> pb.Plan | None:
+        """The plan in force that was solved for; None where there is none."""
+        run = self._runs.get(run_id)
+        return run.plan if run is not None else None
+
+    def forget(self, run_id: str) -> None:
+        """The run's plan is not solved for any more."""
+        self._runs.pop(run_id, None)
+
+    def saw(self, run_id: str, lengths: Sequence[int]) -> None:
+        """Completions of these many tokens."""
+        if (run := self._runs.get(run_id)) is not None:
+            for length in lengths:
+                run.num_lengths += 1
+                run.mean_tokens += (length - run.mean_tokens) / min(run.num_lengths, _RECENT)
+
+    async def revise(
+        self, views: Sequence[pb.NodeView], *, left: frozenset[str], now_s: float, make_budget: Callable[[], TimeLeft]
+    ) -> list[pb.Plan]:
+        """The plans that take over now, without revision number and time."""
+        revised = []
+        for run_id, run in list(self._runs.items()):
+            live = live_problem(
+                run.problem,
+                views,
+                left=left,
+                missing=self._never_came(run, views, now_s),
+                growth=run.growth,
+                slow_before=run.slow,
+            )
+            run.slow = live.slow
+            if live.problem is None or live.problem == run.looked_at:
+                continue
+            plan = await self._look(run_id, run, live, live.problem, now_s=now_s, time_left=make_budget())
+            if plan is not None:
+                revised.append(plan)
+        return revised
+
+    def _never_came(self, run: _Run, views: Sequence[pb.NodeView], now_s: float) -> frozenset[str]:
+        missing = never_came(run.problem, document_of(run.plan), views)
+        return missing - run.awaited if now_s - run.begun_s <= self._grace_s else missing
+
+    async def _look(
+        self, run_id: str, run: _Run, live: Live, problem: Problem, *, now_s: float, time_left: TimeLeft
+    ) -> pb.Plan | None:
+        in_force = document_of(run.plan)
+        kept = live.from_real(in_force)
+        kept_rate = Rm1(problem).score(kept).samples_per_second
+        gone = machines_of(in_force) - set(live.node_ids.values())
+        is_pool_there = not gone & {share.node for share in in_force.train}
+        running = kept if run.keeps_trainers and is_pool_there else None
+        if kept_rate > 0 and not gone and now_s - run.revised_s < self._cool_down_s:
+            return None
+        try:
+            found = await asyncio.to_thread(
+                plan_problem,
+                problem,
+                run_id=run_id,
+                solver=run.solver,
+                time_left=time_left,
+                starts=(kept,),
+                running=running,
+            )
+        except PenstockError as error:
+            # Until something changes: solving the same again would take a core for nothing.
+            run.looked_at = problem
+            _log.warning("the plan cannot be revised", run_id=run_id, reason=str(error))
+            return None
+        new = document_of(found)
+        live.to_real(found)
+        offer = Offer(
+            rate=Rm1(problem).score(new).samples_per_second,
+            kept_rate=kept_rate,
+            num_gpus=_num_gpus(new),
+            num_kept_gpus=_num_gpus(kept),
+            migration_s=live.migration_s,
+            moved_share=stopped_share(run.plan, found),
+        )
+        if gone:
+            verdict = Verdict(True, f"{self._loss(gone, live.missing)}; {cost_of(offer)}")
+        else:
+            verdict = judge(offer, rested_s=now_s - run.revised_s, cool_down_s=self._cool_down_s)
+        run.looked_at = problem
+        _log.info("the plan was looked at again", run_id=run_id, is_revised=verdict.is_revised, reason=verdict.reason)
+        if not verdict.is_revised or self._runs.get(run_id) is not run:
+            return None
+        come = machines_of(document_of(found)) - machines_of(in_force)
+        news = f"{_named(come)} now used. " if come else ""
+        slow = [f"{name} at {share:.0%}" for name, share in sorted(live.slow.items())[:_MAX_NAMED]]
+        news += f"slower than machines like it or than it should be: {', '.join(slow)}. " if slow else ""
+        found.explanation = f"revised: {verdict.reason}. {news}{found.explanation}"
+        run.plan, run.revised_s = found, now_s
+        return found
+
+    def _loss(self, gone: frozenset[str], missing: frozenset[str]) -> str:
+        """Why machines of the plan in force are not there."""
+        reasons = {
+            "not there any more": gone - missing,
+            f"not registered within {self._grace_s:.0f} s": gone & missing,
+        }
+        return "; ".join(f"{_named(who)} of the plan in force: {why}" for why, who in reasons.items() if who)
+
+
+def running_plan(plan: pb.Plan) -> PlanDocument:
+    """A plan as a client says that its run follows it. Raises InvalidFieldError."""
+    try:
+        return document_of(plan)
+    except ValidationError as error:
+        raise InvalidFieldError(
+            f"running_plan: is no plan ({error.errors()[0]['msg']}); send one as WatchPlan gave it",
+            field="running_plan",
+        ) from error
+
+
+def document_of(plan: pb.Plan) -> PlanDocument:
+    """Generators and trainers of a plan that was solved for."""
+    gen = [
+        Replicas(node=each.node_id, tp=each.tensor_parallel or 1, count=each.num_replicas or 1)
+        for each in plan.assignments
+        if each.role == pb.ROLE_GENERATOR
+    ]
+    train = [
+        TrainShare(node=each.node_id, gpus=len(each.accelerator_indices))
+        for each in plan.assignments
+        if each.role == pb.ROLE_TRAINER
+    ]
+    return PlanDocument(gen=tuple(gen), train=tuple(train))
+
+
+def _named(machines: Collection[str]) -> str:
+    num_more = len(machines) - _MAX_NAMED
+    return ", ".join(sorted(machines)[:_MAX_NAMED]) + (f" and {num_more} more" if num_more > 0 else "")
+
+
+def _num_gpus(plan: PlanDocument) -> int:
+    return sum(each.tp * each.count for each in plan.gen) + sum(share.gpus for share in plan.train)

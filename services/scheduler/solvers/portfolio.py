@@ -1,0 +1,104 @@
+"""A portfolio: the truth where the problem is small, else each solver's best idea as the next one's beginning.
+
+AReaL-Hex's alternation and StreamRL's allocation take an instant and end by themselves; exhaustive search proves small
+problems in a moment, all the sooner as it begins with their plans. Where it proved nothing, HetRL's search and the
+integer programs have a turn each. Then that of both goes on which gained more, the other one when it gains nothing,
+until both have ended or time is over. Each begins with the best so far, so what comes out is never worse than anything
+a member found in there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from services.scheduler.cost_model.reference import Rm1
+from services.scheduler.problem.plan_document import PlanDocument
+from services.scheduler.solvers.exhaustive import ExhaustiveSolver
+from services.scheduler.solvers.interface import ProblemTooLargeError, Solution, Solver, TimeLeft, refused
+from services.scheduler.solvers.milp import MilpSolver
+from services.scheduler.solvers.multilevel import MultilevelSolver
+from services.scheduler.solvers.partition import PartitionSolver
+from services.scheduler.solvers.streamrl_allocation import StreamRlSolver
+
+_FIRST: tuple[tuple[Solver, float], ...] = (
+    (PartitionSolver(), 0.8),
+    (StreamRlSolver(), 0.6),
+    (ExhaustiveSolver(), 0.25),
+    (MultilevelSolver(), 0.6),
+    (MilpSolver(), 0.6),
+)
+"""Each member, and the share that it may take of the time that is left when its turn comes."""
+_RIVALS: tuple[Solver, Solver] = (MultilevelSolver(), MilpSolver(has_programs=False))
+"""Which go on, one of them at a time."""
+_TURN = 0.5
+"""Share of the time that is left, for each further turn."""
+_NUM_TURNS = 8
+"""At most; the last takes all that is left."""
+
+
+class AutoSolver:
+    """The members in turn."""
+
+    name = "auto"
+
+    def solve(self, rm1: Rm1, *, time_left: TimeLeft, seed: int, starts: Sequence[PlanDocument] = ()) -> Solution:
+        """The best plan of all members, the lowest bound of any."""
+        if (refusal := refused(rm1, self.name)) is not None:
+            return refusal
+        turns = _Turns(rm1, time_left, seed, starts)
+        *_, first, second = (turns.take(member, share) for member, share in _FIRST)
+        chosen, num_ended = int(second >= first), 0
+        for number in range(_NUM_TURNS):
+            gain = turns.take(_RIVALS[chosen], _TURN if number < _NUM_TURNS - 1 else 1.0)
+            num_ended = num_ended + 1 if turns.has_ended and not gain else 0
+            if num_ended == len(_RIVALS):
+                break
+            chosen = chosen if gain else 1 - chosen
+        turns.take(ExhaustiveSolver(), 1.0)
+        assert turns.best is not None, "StreamRL's allocation treats problems of any size"
+        return turns.best
+
+
+class _Turns:
+    """Members one after the other, each from the best so far, until one proves its plan to be the best there is."""
+
+    def __init__(self, rm1: Rm1, time_left: TimeLeft, seed: int, starts: Sequence[PlanDocument]) -> None:
+        self._rm1, self._time_left, self._seed, self._starts = rm1, time_left, seed, starts
+        self.best: Solution | None = None
+        self.has_ended = False
+        """Whether the last member ended before its time did."""
+
+    def take(self, member: Solver, share: float) -> float:
+        """Let a member go on for a share of the time that is left; by what share that made the plan better."""
+        if self.best is not None and (self.best.is_optimal or self._time_left() <= 0):
+            return 0.0
+        kept_s = (1 - share) * self._time_left()
+        begins = self._starts if self.best is None or self.best.plan is None else (self.best.plan,)
+        before = self.best.score.samples_per_second if self.best is not None else 0.0
+        self._seed += 1
+        try:
+            found = member.solve(
+                self._rm1, time_left=lambda: self._time_left() - kept_s, seed=self._seed, starts=begins
+            )
+        except ProblemTooLargeError:
+            self.has_ended = True
+            return 0.0
+        self.has_ended = self._time_left() > kept_s
+        self.best = found if self.best is None else _better(self.best, found)
+        after = self.best.score.samples_per_second
+        return after / before - 1 if before else after
+
+
+def _better(one: Solution, other: Solution) -> Solution:
+    """The better of both, the first where they are equal, with what both know."""
+    best = max((one, other), key=lambda each: each.score.samples_per_second)
+    bounds = [
+        each.upper_bound_samples_per_second for each in (one, other) if each.upper_bound_samples_per_second is not None
+    ]
+    return replace(
+        best,
+        upper_bound_samples_per_second=min(bounds, default=None),
+        is_optimal=one.is_optimal or other.is_optimal,
+        num_evaluated=one.num_evaluated + other.num_evaluated,
+    )

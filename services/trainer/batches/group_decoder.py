@@ -1,0 +1,53 @@
+"""Scored groups as the broker sends them, to samples as the training step takes them; everything is checked."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from penstock.errors import InvalidFieldError
+from penstock.v1 import types_pb2
+from penstock.wire.codec import decode_versions, float32_array, int32_array
+from penstock.wire.sampling_rules import check_trainable, temperature_of
+from services.trainer.batches.training_sample import TrainingSample
+
+
+def training_samples(group: types_pb2.TrajectoryGroup) -> list[TrainingSample]:
+    """The samples of a group, in its order; raises InvalidFieldError naming the field that cannot be read."""
+    prompt = int32_array(group.prompt.token_ids, "prompt.token_ids")
+    check_trainable(group.prompt.sampling, field="prompt.sampling")
+    temperature = temperature_of(group.prompt.sampling)
+    group_id = group.prompt.group_id
+    return [_sample(group_id, prompt, trajectory, temperature=temperature) for trajectory in group.trajectories]
+
+
+def _sample(
+    group_id: str, prompt: npt.NDArray[np.int32], trajectory: types_pb2.Trajectory, *, temperature: float
+) -> TrainingSample:
+    tokens = int32_array(trajectory.token_ids, "trajectory.token_ids")
+    score = trajectory.score
+    is_scored = score.status == types_pb2.SCORE_STATUS_OK and score.HasField("value")
+    return TrainingSample(
+        group_id=group_id,
+        sample_index=trajectory.key.sample_index,
+        prompt_token_ids=prompt,
+        completion_token_ids=tokens,
+        behavior_logprobs=float32_array(trajectory.behavior_logprobs, "trajectory.behavior_logprobs"),
+        policy_versions=decode_versions(
+            trajectory.policy_versions, num_tokens=int(tokens.size), field="trajectory.policy_versions"
+        ),
+        reward=score.value if is_scored else None,
+        loss_mask=_loss_mask(trajectory.loss_mask, num_tokens=int(tokens.size)),
+        temperature=temperature,
+        advantages=(float32_array(trajectory.advantages, "trajectory.advantages") if trajectory.advantages else None),
+    )
+
+
+def _loss_mask(data: bytes, *, num_tokens: int) -> npt.NDArray[np.bool_] | None:
+    if not data:
+        return None
+    if len(data) != num_tokens:
+        raise InvalidFieldError(
+            f"trajectory.loss_mask: {len(data)} bytes for {num_tokens} tokens", field="trajectory.loss_mask"
+        )
+    return np.frombuffer(data, dtype=np.uint8).astype(np.bool_)

@@ -1,0 +1,93 @@
+"""Dealing trajectories to processes that train together: rounds of one pack for each.
+
+In a round every process makes one forward and one backward pass, and waits for the slowest. So the packs of a round
+have tokens in proportion to the processes' shares, and the longest trajectories go to the strongest.
+
+Invariants:
+- Every trajectory lies whole in exactly one pack of one round.
+- The strongest process' packs hold at most `max_pack_tokens`, another's as much less as its share is smaller; a longer
+  trajectory is alone in a pack of the strongest.
+- Same trajectories in the same order, same rounds.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from services.trainer.batches.packing import Pack, Trajectory, join, pack_trajectories, part_of
+
+
+def deal(
+    trajectories: Sequence[Trajectory], *, max_pack_tokens: int, shares: Sequence[float]
+) -> list[tuple[Pack | None, ...]]:
+    """As few rounds as the greedy placement finds.
+
+    Args:
+        trajectories: Any number, of any lengths.
+        max_pack_tokens: Tokens of a pack of the process with the largest share.
+        shares: Of each process, above 0; only their ratios matter.
+
+    Returns:
+        Rounds of `len(shares)` packs; None where a process has nothing to do.
+
+    Source: longest processing time first on machines of unequal speeds (Gonzalez, Ibarra and Sahni 1977); unequal
+    shares by tokens as in AReaL-Hex and HetRL.
+    """
+    if len(shares) == 1:
+        return [(pack,) for pack in pack_trajectories(trajectories, max_pack_tokens=max_pack_tokens)]
+    lengths = [int(trajectory.token_ids.size) for trajectory in trajectories]
+    # One that is longer than a pack takes a pack, not more: with all of its tokens, fewer rounds than these could do.
+    num_tokens = sum(min(length, max_pack_tokens) for length in lengths)
+    per_round = tokens_of_a_round(max_pack_tokens, shares=shares)
+    for num_rounds in range(math.ceil(num_tokens / per_round), len(lengths) + 1):
+        bins = place(lengths, num_rounds=num_rounds, max_pack_tokens=max_pack_tokens, shares=shares)
+        if bins is not None:
+            packs = [join(trajectories, members) if members else None for members in bins]
+            rounds = [tuple(packs[first : first + len(shares)]) for first in range(0, len(packs), len(shares))]
+            return [packs for packs in rounds if any(packs)]
+    return []
+
+
+def share_out(pack: Pack, *, shares: Sequence[float]) -> list[tuple[Pack, npt.NDArray[np.int64]]]:
+    """Splits a pack by whole segments, with tokens in proportion to the shares.
+
+    Returns:
+        For each process its part, and which of the pack's loss tokens are in it, int64[N of the part]. One that is left
+        without a segment has the shortest again: all processes make a forward pass, or none can.
+    """
+    lengths = pack.segment_lengths
+    room = math.ceil(sum(lengths) * max(shares) / min(shares))
+    bins = place(lengths, num_rounds=1, max_pack_tokens=room, shares=shares)
+    if bins is None:
+        raise AssertionError("every process has room for all segments")
+    shortest = lengths.index(min(lengths))
+    return [part_of(pack, sorted(members) or [shortest]) for members in bins]
+
+
+def tokens_of_a_round(max_pack_tokens: int, *, shares: Sequence[float]) -> int:
+    """Most tokens that all processes together take in a round, at least 1."""
+    return max(1, int(max_pack_tokens * sum(shares) / max(shares)))
+
+
+def place(
+    lengths: Sequence[int], *, num_rounds: int, max_pack_tokens: int, shares: Sequence[float]
+) -> list[list[int]] | None:
+    """Indices into `lengths` for every process of every round, round by round; None where they do not fit."""
+    speeds = [share / max(shares) for share in shares] * num_rounds
+    bins: list[list[int]] = [[] for _ in speeds]
+    loads = [0] * len(speeds)
+    for index in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
+        length = lengths[index]
+        # One that no process has room for is alone in its pack; all others fit into the strongest's.
+        room = max(max_pack_tokens, length)
+        roomy = [b for b, load in enumerate(loads) if load + length <= room * speeds[b]]
+        if not roomy:
+            return None
+        chosen = min(roomy, key=lambda b: (loads[b] + length) / speeds[b])
+        bins[chosen].append(index)
+        loads[chosen] += length
+    return bins

@@ -1,0 +1,74 @@
+"""A finished sample as the trainer receives it, its checks, and its token-aligned training view."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from services.trainer.batches.packing import Trajectory
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainingSample:
+    """One finished sample as it came from the broker; P prompt tokens, C completion tokens."""
+
+    group_id: str
+    sample_index: int
+    """Position among the siblings of the group."""
+    prompt_token_ids: npt.NDArray[np.int32]
+    """int32[P]."""
+    completion_token_ids: npt.NDArray[np.int32]
+    """int32[C]."""
+    behavior_logprobs: npt.NDArray[np.float32]
+    """float32[C], nats, as recorded when sampled."""
+    policy_versions: npt.NDArray[np.int64]
+    """int64[C], the version that sampled each token."""
+    reward: float | None
+    """The group-comparable score; None when it could not be scored."""
+    temperature: float = 1.0
+    """At which its tokens were sampled, > 0."""
+    loss_mask: npt.NDArray[np.bool_] | None = None
+    """bool[C], true where trained on; None trains on all."""
+    advantages: npt.NDArray[np.float32] | None = None
+    """float32[C], when whoever sent the sample already computed them; None computes them from the group's rewards."""
+
+
+def is_well_formed(sample: TrainingSample, vocab_size: int) -> bool:
+    """Whether arrays line up, token ids exist in the vocabulary, and numbers are numbers.
+
+    Samples come over the network, so nothing about them is assumed.
+    """
+    shape = sample.completion_token_ids.shape
+    aligned: list[npt.NDArray[Any]] = [sample.behavior_logprobs, sample.policy_versions]
+    aligned += [array for array in (sample.loss_mask, sample.advantages) if array is not None]
+    if len(shape) != 1 or shape[0] == 0 or sample.prompt_token_ids.ndim != 1 or sample.prompt_token_ids.size == 0:
+        return False
+    if any(array.shape != shape for array in aligned):
+        return False
+    ids = (sample.prompt_token_ids, sample.completion_token_ids)
+    if any(int(array.min()) < 0 or int(array.max()) >= vocab_size for array in ids):
+        return False
+    numbers = [sample.behavior_logprobs] + ([sample.advantages] if sample.advantages is not None else [])
+    is_finite = all(bool(np.isfinite(array).all()) for array in numbers)
+    return is_finite and (sample.reward is None or bool(np.isfinite(sample.reward)))
+
+
+def trajectory_of(sample: TrainingSample, credit: float) -> Trajectory:
+    """The training view of a well-formed sample: `credit` on every completion token unless it brings advantages."""
+    num_prompt, num_completion = sample.prompt_token_ids.size, sample.completion_token_ids.size
+    nothing = np.zeros(num_prompt, dtype=np.float32)
+    mask = np.ones(num_completion, dtype=np.bool_) if sample.loss_mask is None else sample.loss_mask
+    advantages = sample.advantages
+    if advantages is None:
+        advantages = np.full(num_completion, credit, dtype=np.float32)
+    return Trajectory(
+        token_ids=np.concatenate([sample.prompt_token_ids, sample.completion_token_ids]),
+        loss_mask=np.concatenate([nothing.astype(np.bool_), mask.astype(np.bool_)]),
+        behavior_logprobs=np.concatenate([nothing, sample.behavior_logprobs]),
+        advantages=np.concatenate([nothing, advantages]),
+        temperature=sample.temperature,
+        group_id=sample.group_id,
+    )

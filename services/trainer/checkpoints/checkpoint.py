@@ -1,0 +1,264 @@
+"""Checkpoints on disk: whole or not there.
+
+    begin (copies) --> step_N.tmp/ --(finish: all files written and synced)--> step_N/ --(COMPLETE written)--> loadable
+
+    step_N/  config.json *.safetensors tokenizer*     loads with `transformers`
+             resume/*.safetensors                     the backend's: weights, optimiser, random state
+             resume/trainer.json                      `ResumeState`
+             COMPLETE                                 names and sizes of all other files
+
+Invariants:
+- A directory without its marker, or whose files differ from the marker's list, is never loaded.
+- The marker is written last, after everything else reached the disk; deleting starts with the marker.
+- A save that fails leaves nothing behind: what it wrote may be what filled the disk.
+- At every moment of a save the newest complete checkpoint before it can still be loaded.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+from collections.abc import Mapping
+from concurrent.futures import Future
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Protocol
+
+COMPLETE_MARKER = "COMPLETE"
+STATE_FILE = Path("resume") / "trainer.json"
+FORMAT_VERSION = 2
+MAX_JSON_BYTES = 64 * 1024 * 1024
+"""Bound on what is read into memory as JSON; real states are a few kB, the broker's cursor the largest part."""
+_STEP_DIRECTORY = re.compile(r"step_(\d+)")
+
+
+class Saveable(Protocol):
+    """The part of a backend that a checkpoint needs."""
+
+    def save(self, directory: Path) -> Future[None]:
+        """Begins to write its present state into an existing directory."""
+
+    def load(self, directory: Path) -> None:
+        """Continues from what `save` wrote."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResumeState:
+    """Where the run is, apart from the model: plain values that survive JSON."""
+
+    policy_version: int
+    """The version these weights are."""
+    num_steps: int
+    """Optimiser steps taken since the run began."""
+    data_epoch: int = 0
+    """Passes over the training data begun."""
+    data_position: int = 0
+    """Rows of this pass already submitted."""
+    broker_cursor: str = ""
+    """What the broker needs to agree on what was consumed; opaque here."""
+    trained_group_ids: tuple[str, ...] = ()
+    """Groups of the last step, to recognise those that are delivered again because their ack was lost."""
+    extra: Mapping[str, str] = field(default_factory=dict)
+    """Whatever else the service keeps, as text by name."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Checkpoint:
+    """A complete checkpoint."""
+
+    path: Path
+    state: ResumeState
+
+
+class CheckpointExistsError(Exception):
+    """A complete checkpoint of this step is there already."""
+
+
+class CheckpointFormatError(Exception):
+    """A complete checkpoint cannot be read by this version."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Saving:
+    """A checkpoint whose files are being written."""
+
+    state: ResumeState
+    temporary: Path
+    final: Path
+    written: Future[None]
+
+    def finish(self, *, keep_last: int) -> Path:
+        """Waits for the files, completes the checkpoint and deletes what `keep_last` no longer keeps; in any thread.
+
+        Args:
+            keep_last: Complete checkpoints kept, this one included; at least 1.
+
+        Raises:
+            OSError: The disk refused; the checkpoints before are untouched.
+        """
+        if keep_last < 1:
+            raise ValueError(f"keep_last must be at least 1, not {keep_last}")
+        try:
+            self.written.result()
+            _write_state(self.temporary / STATE_FILE, self.state)
+            sizes = _sync_tree(self.temporary)
+            self.temporary.rename(self.final)
+            _sync_directory(self.final.parent)
+            _write_marker(self.final, sizes)
+        except OSError:
+            for unfinished in (self.temporary, self.final):
+                shutil.rmtree(unfinished, ignore_errors=True)
+            raise
+        prune(self.final.parent, keep_last=keep_last)
+        return self.final
+
+
+def begin(root: Path, *, backend: Saveable, state: ResumeState) -> Saving:
+    """Begins `root/step_<num_steps>`: on return training may go on; `finish` makes it count.
+
+    Args:
+        root: The run's checkpoint folder; made if missing. One process writes to it, one checkpoint at a time.
+        backend: Writes the model and the optimiser.
+        state: Where the run is; its `num_steps` names the checkpoint.
+
+    Raises:
+        CheckpointExistsError: The step was saved before.
+        OSError: The disk refused; the checkpoints before are untouched.
+    """
+    final = root / f"step_{state.num_steps}"
+    if is_complete(final):
+        raise CheckpointExistsError(f"{final} is complete already")
+    temporary = root / f"step_{state.num_steps}.tmp"
+    for leftover in (temporary, final):
+        if leftover.is_symlink() or leftover.exists():
+            _delete(leftover)
+    temporary.mkdir(parents=True)
+    return Saving(state=state, temporary=temporary, final=final, written=backend.save(temporary))
+
+
+def load_latest(root: Path, *, backend: Saveable) -> ResumeState | None:
+    """Loads the newest complete checkpoint into `backend`.
+
+    Returns:
+        Where the run was, or None when there is no complete checkpoint (then nothing was loaded).
+
+    Raises:
+        CheckpointFormatError: the newest one was written by another version, or its state is damaged.
+        services.trainer.model.backend.CheckpointMismatchError: it is of another model.
+    """
+    checkpoint = find_latest(root)
+    if checkpoint is None:
+        return None
+    backend.load(checkpoint.path)
+    return checkpoint.state
+
+
+def find_latest(root: Path) -> Checkpoint | None:
+    """The newest complete checkpoint below `root`, or None. Raises CheckpointFormatError as `load_latest` does."""
+    complete = list_complete(root)
+    return Checkpoint(path=complete[-1], state=_read_state(complete[-1])) if complete else None
+
+
+def list_complete(root: Path) -> list[Path]:
+    """Complete checkpoints, oldest step first."""
+    return [path for _, path in sorted(_step_directories(root)) if is_complete(path)]
+
+
+def is_complete(directory: Path) -> bool:
+    """Whether the marker is there and every file it names has its stated size."""
+    marker = directory / COMPLETE_MARKER
+    if not marker.is_file() or marker.stat().st_size > MAX_JSON_BYTES:
+        return False
+    try:
+        sizes = json.loads(marker.read_text(encoding="utf-8"))["files"]
+        return all((directory / name).stat().st_size == size for name, size in sizes.items())
+    except (OSError, UnicodeDecodeError, ValueError, KeyError, TypeError, AttributeError):
+        # A damaged marker or a missing file means "not complete"; that is the answer, not a failure.
+        return False
+
+
+def prune(root: Path, *, keep_last: int) -> list[Path]:
+    """Deletes complete checkpoints beyond the newest `keep_last`, and leftovers of interrupted saves before those.
+
+    Returns:
+        What was deleted.
+    """
+    kept = set(list_complete(root)[-keep_last:])
+    deleted = [path for _, path in sorted(_step_directories(root)) if path not in kept]
+    deleted += sorted(path for path in root.glob("step_*.tmp") if path.is_dir())
+    for path in deleted:
+        _delete(path)
+    return deleted
+
+
+def _delete(path: Path) -> None:
+    """A folder and what is in it; of a link to one only the link."""
+    if path.is_symlink():
+        path.unlink()
+        return
+    # First, so that what is left of it where deleting ends early does not count.
+    (path / COMPLETE_MARKER).unlink(missing_ok=True)
+    shutil.rmtree(path)
+
+
+def _step_directories(root: Path) -> list[tuple[int, Path]]:
+    if not root.is_dir():
+        return []
+    found = [(_STEP_DIRECTORY.fullmatch(path.name), path) for path in root.iterdir() if path.is_dir()]
+    return [(int(match[1]), path) for match, path in found if match]
+
+
+def _read_state(directory: Path) -> ResumeState:
+    path = directory / STATE_FILE
+    try:
+        if path.stat().st_size > MAX_JSON_BYTES:
+            raise CheckpointFormatError(f"{path}: larger than {MAX_JSON_BYTES} bytes")
+        document = json.loads(path.read_text(encoding="utf-8"))
+        version = document.pop("format")
+        if version != FORMAT_VERSION:
+            raise CheckpointFormatError(f"{path}: format {version}, this version reads {FORMAT_VERSION}")
+        document["trained_group_ids"] = tuple(document["trained_group_ids"])
+        return ResumeState(**document)
+    except (OSError, UnicodeDecodeError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointFormatError(f"{path}: cannot be read: {error}") from error
+
+
+def _write_state(path: Path, state: ResumeState) -> None:
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(json.dumps({"format": FORMAT_VERSION, **asdict(state)}), encoding="utf-8")
+
+
+def _write_marker(directory: Path, sizes: Mapping[str, int]) -> None:
+    temporary = directory / f"{COMPLETE_MARKER}.tmp"
+    temporary.write_text(json.dumps({"files": dict(sizes)}), encoding="utf-8")
+    _sync_file(temporary)
+    temporary.rename(directory / COMPLETE_MARKER)
+    _sync_directory(directory)
+
+
+def _sync_tree(directory: Path) -> dict[str, int]:
+    """Forces all files and folders to the disk; returns file sizes by path relative to `directory`."""
+    sizes: dict[str, int] = {}
+    for path in sorted(directory.rglob("*")):
+        if path.is_file():
+            _sync_file(path)
+            sizes[path.relative_to(directory).as_posix()] = path.stat().st_size
+        else:
+            _sync_directory(path)
+    _sync_directory(directory)
+    return sizes
+
+
+def _sync_file(path: Path) -> None:
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+
+
+def _sync_directory(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

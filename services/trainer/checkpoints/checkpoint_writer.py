@@ -1,0 +1,85 @@
+"""Checkpoints of a run beside its training: the state is copied in the compute thread, files are written in another.
+
+- At most one is being written; the next one waits for it.
+- A checkpoint that cannot be written ends the run: `watch` raises as soon as that is known, `finish` at the latest.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+
+import structlog
+
+from services.trainer.checkpoints import checkpoint
+from services.trainer.checkpoints.checkpoint import ResumeState, Saving
+from services.trainer.compute.background_tasks import uninterrupted
+from services.trainer.compute.compute_thread import ComputeThread, InterruptibleBackend
+
+_log = structlog.get_logger()
+
+
+class Checkpoints:
+    """Those of one run.
+
+    Args:
+        root: Its checkpoint folder.
+        keep_last: How many are kept.
+        compute: The thread in which the backend works.
+        on_written: Hears of the policy version and the folder of each that is complete.
+    """
+
+    def __init__(
+        self, root: Path, *, keep_last: int, compute: ComputeThread, on_written: Callable[[int, Path], None]
+    ) -> None:
+        self.root = root
+        self._keep_last = keep_last
+        self._compute = compute
+        self._on_written = on_written
+        self._writing: asyncio.Task[None] | None = None
+        self._writing_step: int | None = None
+        self._failed = asyncio.Event()
+
+    async def load_latest(self, backend: InterruptibleBackend) -> ResumeState | None:
+        """See `checkpoint.load_latest`."""
+        return await self._compute.run(checkpoint.load_latest, self.root, backend=backend)
+
+    async def begin(self, backend: InterruptibleBackend, state: ResumeState) -> None:
+        """Copy what there is and begin to write it, unless that step has or is getting a checkpoint.
+
+        Raises:
+            OSError: The disk refused this one, or the one before.
+        """
+        if self._writing is not None and self._writing_step == state.num_steps:
+            return
+        await self.finish()
+        if checkpoint.is_complete(self.root / f"step_{state.num_steps}"):
+            return
+        saving = await self._compute.run(checkpoint.begin, self.root, backend=backend, state=state)
+        self._writing_step = state.num_steps
+        self._writing = asyncio.create_task(self._write(saving))
+
+    async def finish(self) -> None:
+        """Wait until nothing is being written; raises OSError, once, where the disk refused."""
+        if self._writing is not None:
+            writing, self._writing = self._writing, None
+            await uninterrupted(_result(writing))
+
+    async def watch(self) -> None:
+        """Runs until a checkpoint cannot be written, and raises its OSError."""
+        await self._failed.wait()
+        await self.finish()
+
+    async def _write(self, saving: Saving) -> None:
+        try:
+            path = await asyncio.to_thread(saving.finish, keep_last=self._keep_last)
+        except OSError as error:
+            _log.error("a checkpoint cannot be written; those before are whole", path=saving.final, error=str(error))
+            self._failed.set()
+            raise
+        self._on_written(saving.state.policy_version, path)
+
+
+async def _result(task: asyncio.Task[None]) -> None:
+    await task

@@ -1,0 +1,168 @@
+"""Prompts in a seeded, resumable order.
+
+Promises:
+
+- The prompt at a position depends on the rows, the run's seed and the position alone, so a resumed run that starts at
+  the position its checkpoint holds submits the very groups an uninterrupted run would have.
+- Group names are unique in a run: `t<position>` for training; `e<version>s<i>` (sampled) and `e<version>g<i>` (greedy)
+  for evaluation, with `h<history>` in front once the run has been rewound, since a broker takes each name once.
+- No prompt is longer than `max_prompt_tokens`; longer rows are left out and counted, never cut.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+
+from penstock.v1 import types_pb2
+from penstock.wire.codec import int32_bytes
+from services.trainer.data.prompt_rows import DataError, Row, read_rows
+
+ENCODE_BATCH_ROWS = 4096
+MAX_SAMPLING_SEED = 2**48
+"""Group seeds stay below this, so that seed + sample index fits every engine's integer and a JSON number."""
+
+
+class Tokenizer(Protocol):
+    """What is needed of a Hugging Face tokenizer."""
+
+    def encode_texts(self, texts: Sequence[str]) -> list[list[int]]:
+        """Token ids of each text, without adding what a chat template would."""
+
+    def encode_chat(self, messages: Sequence[tuple[str, str]]) -> list[int]:
+        """Token ids of (role, content) turns by the model's chat template, with the assistant's turn opened.
+
+        Raises:
+            DataError: The tokenizer has no chat template, or the template refuses the turns.
+        """
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EncodedPrompt:
+    """A row whose prompt is tokens."""
+
+    row: Row
+    token_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptSet:
+    """The usable rows of a data file, in file order."""
+
+    prompts: tuple[EncodedPrompt, ...]
+    num_skipped: int
+    """Rows left out because their prompt is longer than the limit."""
+
+
+def load_prompts(path: Path, tokenizer: Tokenizer, *, max_prompt_tokens: int) -> PromptSet:
+    """Read, check and tokenise a data file.
+
+    Raises:
+        DataError: The file or a row cannot be used, or every prompt is longer than `max_prompt_tokens`.
+    """
+    rows = read_rows(path)
+    prompts: list[EncodedPrompt] = []
+    shortest: int | None = None
+    for row, token_ids in zip(rows, _encoded(rows, tokenizer), strict=True):
+        shortest = len(token_ids) if shortest is None else min(shortest, len(token_ids))
+        if 1 <= len(token_ids) <= max_prompt_tokens:
+            prompts.append(EncodedPrompt(row=row, token_ids=tuple(token_ids)))
+    if not prompts:
+        raise DataError(
+            f"{path}: every prompt is longer than data.max_prompt_tokens = {max_prompt_tokens} tokens "
+            f"(the shortest has {shortest}); raise the limit or shorten the prompts"
+        )
+    return PromptSet(prompts=tuple(prompts), num_skipped=len(rows) - len(prompts))
+
+
+def _encoded(rows: Sequence[Row], tokenizer: Tokenizer) -> Iterator[Sequence[int]]:
+    for start in range(0, len(rows), ENCODE_BATCH_ROWS):
+        batch = rows[start : start + ENCODE_BATCH_ROWS]
+        texts = iter(tokenizer.encode_texts([row.prompt for row in batch if isinstance(row.prompt, str)]))
+        for row in batch:
+            if isinstance(row.prompt, str):
+                yield next(texts)
+            else:
+                yield tokenizer.encode_chat([(message.role, message.content) for message in row.prompt])
+
+
+class PromptStream:
+    """Endless training prompts: pass after pass over the rows, each pass in its own order when shuffled.
+
+    `position` counts prompts taken since the run began; set it to go on where a checkpoint stopped.
+    """
+
+    def __init__(self, prompts: Sequence[EncodedPrompt], *, seed: int, shuffle: bool, position: int = 0) -> None:
+        self._prompts = prompts
+        self._seed = seed
+        self._shuffle = shuffle
+        self._order: np.ndarray[tuple[int], np.dtype[np.int64]] = np.arange(len(prompts))
+        self._order_epoch: int | None = None
+        self.position = position
+
+    def take(self) -> tuple[int, EncodedPrompt]:
+        """The next position and its prompt."""
+        position = self.position
+        self.position += 1
+        return position, self.at(position)
+
+    def at(self, position: int) -> EncodedPrompt:
+        """The prompt at any position."""
+        epoch, offset = divmod(position, len(self._prompts))
+        if self._shuffle and epoch != self._order_epoch:
+            generator = np.random.default_rng([self._seed, epoch])
+            self._order = generator.permutation(len(self._prompts))
+            self._order_epoch = epoch
+        return self._prompts[int(self._order[offset])]
+
+
+def training_group_id(position: int) -> str:
+    """Names the training group at a position."""
+    return f"t{position}"
+
+
+def training_position(group_id: str) -> int:
+    """The position a training group's name stands for."""
+    return int(group_id.removeprefix("t"))
+
+
+def evaluation_group_id(*, policy_version: int, history: int, is_greedy: bool, index: int) -> str:
+    """Names an evaluation group."""
+    prefix = f"h{history}" if history else ""
+    return f"{prefix}e{policy_version}{'g' if is_greedy else 's'}{index}"
+
+
+def sampling_seed(run_seed: int, position: int) -> int:
+    """Seed of the group at a position, 0 <= seed < MAX_SAMPLING_SEED."""
+    words = np.random.SeedSequence([run_seed, position]).generate_state(1, np.uint64)
+    return int(words[0]) % MAX_SAMPLING_SEED
+
+
+def build_prompt(
+    encoded: EncodedPrompt,
+    *,
+    group_id: str,
+    group_size: int,
+    sampling: types_pb2.SamplingParams,
+    purpose: types_pb2.Purpose.ValueType,
+) -> types_pb2.Prompt:
+    """The message that a broker queues."""
+    prompt = types_pb2.Prompt(
+        group_id=group_id,
+        token_ids=int32_bytes(encoded.token_ids),
+        group_size=group_size,
+        sampling=sampling,
+        answer=encoded.row.answer,
+        metadata_json=encoded.row.metadata_json,
+        purpose=purpose,
+    )
+    if isinstance(encoded.row.prompt, str):
+        prompt.text = encoded.row.prompt
+    else:
+        turns = [types_pb2.ChatMessage(role=turn.role, content=turn.content) for turn in encoded.row.prompt]
+        prompt.messages.extend(turns)
+    return prompt

@@ -1,0 +1,57 @@
+"""Process 0 of a run with several: brings the others together and returns the backend that tells them what to do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from services.trainer.config import TrainingConfig
+from services.trainer.distributed.launch import DEVICE_KEY, StartedRanks, TorchrunRuns, end_process
+from services.trainer.distributed.process_group import RankGroup
+from services.trainer.distributed.sharded_backend import ShardedBackend
+from services.trainer.model.backend import Backend, UnsupportedModelError
+
+if TYPE_CHECKING:
+    from services.trainer.model.ranks import Peers
+
+Build = Callable[[TrainingConfig, "Peers | None"], Backend]
+
+
+def lead(
+    config: TrainingConfig,
+    *,
+    build: Build,
+    torchrun: TorchrunRuns | None,
+    on_lost: Callable[[str], None] = end_process,
+) -> ShardedBackend:
+    """The backend of a run of `config.trainer.processes`; call it, and all of its calls, in one thread.
+
+    Args:
+        config: Of the run.
+        build: Makes one process' part.
+        torchrun: Where torchrun started the others; None starts them here.
+        on_lost: See `ShardedBackend`.
+
+    Raises:
+        BackendError: A process cannot hold its part.
+    """
+    num_ranks = len(config.trainer.shares)
+    started = StartedRanks(num_ranks=num_ranks, on_lost=on_lost)
+    store = started.start() if torchrun is None else torchrun.begin()
+    store.set(DEVICE_KEY, config.trainer.device)
+    return ShardedBackend(
+        RankGroup(store, rank=0, num_ranks=num_ranks, local_rank=0, device=config.trainer.device),
+        build=lambda group: build_part(config, group, build),
+        config_json=config.model_dump_json(),
+        shares=config.trainer.shares,
+        on_lost=on_lost,
+        on_close=started.close,
+    )
+
+
+def build_part(config: TrainingConfig, group: RankGroup, build: Build) -> Backend:
+    """One process' part; what is wrong with the model's files is an error that all processes share."""
+    try:
+        return build(config, group)
+    except OSError as error:
+        raise UnsupportedModelError(f"{config.model.path}: no usable model: {error}") from error

@@ -1,0 +1,199 @@
+"""Where the processes of one trainer come from: started by its first one on this machine, or by torchrun on many.
+
+Alone (no torchrun), process 0 starts the others when a run asks for them, and they end with the run, or with it. Under
+torchrun every process runs `penstock serve trainer`: process 0 serves, the others wait for its runs. Either way a
+process that is lost ends process 0 too, so that whoever watches it starts all of them again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import structlog
+
+import services
+from penstock.config import ConfigError
+from penstock.process.bound_child import bound
+from penstock.security import Security
+
+if TYPE_CHECKING:
+    from torch.distributed import Store
+
+STORE_VARIABLE = "PENSTOCK_RANK_STORE"
+DEVICE_KEY = "device"
+"""In a run's store: trainer.device."""
+RANK_LOST_STATUS = 70
+END_TIMEOUT_S = 30.0
+WAIT_TIMEOUT = timedelta(hours=1)
+"""Of one wait for the next run, after which it is made again: torchrun's death ends it at once."""
+_log = structlog.get_logger()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """A process under torchrun, from the variables that it sets."""
+
+    rank: int
+    num_ranks: int
+    local_rank: int
+    num_local_ranks: int
+    """Of its machine."""
+
+    @property
+    def spans_machines(self) -> bool:
+        """Whether some of the others are on another machine."""
+        return self.num_local_ranks < self.num_ranks
+
+    @classmethod
+    def read(cls, environ: Mapping[str, str]) -> Place | None:
+        """None where torchrun did not start this process, or started it alone."""
+        if "TORCHELASTIC_RUN_ID" not in environ or environ.get("WORLD_SIZE", "1") == "1":
+            return None
+        return cls(
+            rank=int(environ["RANK"]),
+            num_ranks=int(environ["WORLD_SIZE"]),
+            local_rank=int(environ["LOCAL_RANK"]),
+            num_local_ranks=int(environ["LOCAL_WORLD_SIZE"]),
+        )
+
+
+def end_process(reason: str) -> None:
+    """Nothing can be done together any more, not even a checkpoint: end at once, to be started again."""
+    _log.critical("this trainer ends", reason=reason)
+    os._exit(RANK_LOST_STATUS)
+
+
+class TorchrunRuns:
+    """The runs of a trainer under torchrun, counted alike by all of its processes."""
+
+    def __init__(self) -> None:
+        self._num_runs = 0
+        self._store: Store | None = None
+
+    def begin(self) -> Store:
+        """In the leader: where the processes meet for a run that begins."""
+        store, name = self._next()
+        store.set(name, "begins")
+        return _below(name, store)
+
+    def wait(self) -> Store | None:
+        """In the others: where they meet for the next run, once it begins; None when the leader ends instead."""
+        import torch.distributed as dist
+
+        store, name = self._next()
+        while True:
+            with contextlib.suppress(dist.DistStoreError):
+                store.wait([name], WAIT_TIMEOUT)
+                return _below(name, store) if store.get(name) == b"begins" else None
+
+    def end(self) -> None:
+        """In the leader: it takes no more runs."""
+        store, name = self._next()
+        store.set(name, "ends")
+
+    def _next(self) -> tuple[Store, str]:
+        self._num_runs += 1
+        return self._joined(), f"penstock/run/{self._num_runs}"
+
+    def _joined(self) -> Store:
+        import torch.distributed as dist
+
+        if self._store is None:
+            host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+            is_server = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True" and os.environ["RANK"] == "0"
+            self._store = dist.TCPStore(host, port, is_master=is_server, wait_for_workers=False)
+        return self._store
+
+
+@dataclass(slots=True, kw_only=True)
+class StartedRanks:
+    """Processes 1 and up of a trainer, started on its machine by the first; `close` in the thread that started them."""
+
+    num_ranks: int
+    on_lost: Callable[[str], None]
+    _folder: tempfile.TemporaryDirectory[str] = field(init=False)
+    _processes: list[subprocess.Popen[bytes]] = field(default_factory=list, init=False)
+    _is_closing: threading.Event = field(default_factory=threading.Event, init=False)
+
+    def start(self) -> Store:
+        """Starts them; returns where they meet: a file that only this user reads."""
+        import torch.distributed as dist
+
+        self._folder = tempfile.TemporaryDirectory(prefix="penstock-ranks-")
+        path = str(Path(self._folder.name) / "store")
+        stay_on_loopback()
+        for rank in range(1, self.num_ranks):
+            environment = {**_child_environment(), STORE_VARIABLE: path}
+            environment |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(self.num_ranks)}
+            # The kernel ends them with the thread that starts them, which lives as long as the run.
+            command = bound(sys.executable, "-P", "-m", "services.trainer.worker_process", ends_by=signal.SIGKILL)
+            process = subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL)
+            self._processes.append(process)
+            threading.Thread(target=self._watch, args=(rank, process), name=f"rank-{rank}", daemon=True).start()
+        return dist.FileStore(path, self.num_ranks)
+
+    def close(self) -> None:
+        """Waits until they have ended, as they do when the group is left; kills what does not."""
+        self._is_closing.set()
+        if not self._processes:
+            return
+        for process in self._processes:
+            try:
+                process.wait(END_TIMEOUT_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+        self._folder.cleanup()
+
+    def _watch(self, rank: int, process: subprocess.Popen[bytes]) -> None:
+        status = process.wait()
+        if not self._is_closing.is_set():
+            self.on_lost(f"its process {rank} ended with status {status}; the log above says why")
+
+
+def _below(name: str, store: Store) -> Store:
+    import torch.distributed as dist
+
+    return dist.PrefixStore(name, store)
+
+
+def stay_on_loopback() -> None:
+    """For processes of one machine: gloo has no authentication, and reads where to listen from this variable only."""
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
+
+
+def check_trust(place: Place | None, security: Security, *, trusts_network: bool) -> None:
+    """Refuses processes on several machines where everything else is protected; raises ConfigError."""
+    if place is not None and place.spans_machines and security.has_credentials and not trusts_network:
+        raise ConfigError(
+            f"trusts_network: torchrun started {place.num_ranks} processes on several machines, between which weights "
+            "and samples travel without encryption or authentication, while TLS or a token protects everything else; "
+            "put them on a network of their own and set trusts_network: true, or train on one machine"
+        )
+
+
+def check_size(place: Place | None, num_processes: int) -> None:
+    """Refuses a run that asks for another number of processes than torchrun started; raises ConfigError."""
+    if place is not None and place.num_ranks != num_processes:
+        raise ConfigError(
+            f"trainer.processes: {num_processes}, but torchrun started this trainer with {place.num_ranks} "
+            f"processes; set it to {place.num_ranks}"
+        )
+
+
+def _child_environment() -> dict[str, str]:
+    """This process' own, and where this program is."""
+    root = str(Path(services.__path__[0]).resolve().parent)
+    path = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH", ""))))
+    return {**os.environ, "PYTHONPATH": path}

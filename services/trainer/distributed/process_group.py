@@ -1,0 +1,142 @@
+"""The processes of one trainer: their group, the model sharded over it (FSDP2), and messages between them.
+
+Collectives of the model run in a group of their own (NCCL between GPUs, gloo between CPUs), messages and checkpoints in
+gloo groups beside it, so that none waits for another. Messages are safetensors: nothing is unpickled.
+"""
+
+from __future__ import annotations
+
+import json
+from datetime import timedelta
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+import safetensors.numpy
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from services.trainer.model.backend import BackendError
+
+COMPUTE_TIMEOUT = timedelta(minutes=10)
+"""Longest wait of one process for another in a forward or backward pass, and for all to be there."""
+IDLE_TIMEOUT = timedelta(hours=12)
+"""Longest wait for the next message. A leader that dies closes its connections, which is noticed at once."""
+MAX_MESSAGE_BYTES = 2**30
+_CALL = "call"
+
+Arrays = dict[str, npt.NDArray[Any]]
+
+
+class RankGroup:
+    """See `Peers` for the promises. One a process at a time.
+
+    Args:
+        store: Where the processes find each other.
+        rank: Of this one.
+        num_ranks: All of them.
+        local_rank: Which of this machine's GPUs is its own.
+        device: trainer.device of the run.
+    """
+
+    def __init__(self, store: dist.Store, *, rank: int, num_ranks: int, local_rank: int, device: str) -> None:
+        self.rank = rank
+        self.num_ranks = num_ranks
+        self._device = _device_of(device, local_rank)
+        backend = "cpu:gloo,cuda:nccl" if self._device.type == "cuda" else "gloo"
+        dist.init_process_group(backend, store=store, rank=rank, world_size=num_ranks, timeout=COMPUTE_TIMEOUT)
+        self._messages = dist.new_group(backend="gloo", timeout=IDLE_TIMEOUT)
+        self.checkpoint_group: dist.ProcessGroup | None = dist.new_group(backend="gloo", timeout=COMPUTE_TIMEOUT)
+        self._mesh = init_device_mesh(self._device.type, (num_ranks,))
+
+    def device(self, name: Literal["auto", "cpu", "cuda"]) -> torch.device:
+        """See `Peers`."""
+        return self._device
+
+    def shard(self, network: nn.Module) -> None:
+        """See `Peers`: a unit for each layer that the model's authors name as one, and one for the rest."""
+        names = set(getattr(network, "_no_split_modules", None) or ())
+        for module in [module for module in network.modules() if type(module).__name__ in names]:
+            fully_shard(module, mesh=self._mesh)
+        # Gathered weights must not outlive a forward pass: one without gradients would leave them stale.
+        fully_shard(network, mesh=self._mesh, reshard_after_forward=True)
+        for module in network.modules():
+            if isinstance(module, FSDPModule):
+                # Losses are sums, so are gradients; gloo knows no other way to scale them.
+                module.set_gradient_divide_factor(1.0)
+                module.set_force_sum_reduction_for_comms(True)
+
+    def whole(self, tensor: Tensor) -> Tensor:
+        """See `Peers`."""
+        if not isinstance(tensor, DTensor):
+            return tensor
+        full = tensor.full_tensor()
+        return full.cpu() if self.rank == 0 else full.new_empty(0)
+
+    def total(self, tensor: Tensor) -> Tensor:
+        """See `Peers`."""
+        return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+    def part(self, whole: Tensor, like: Tensor) -> Tensor:
+        """See `Peers`."""
+        if not isinstance(like, DTensor):
+            return whole
+        placed = whole.to(like.device)
+        return distribute_tensor(placed, like.device_mesh, like.placements, src_data_rank=None)
+
+    def added_up(self, count: int) -> int:
+        """See `Peers`."""
+        total = torch.tensor(count)
+        dist.all_reduce(total, group=self._messages)
+        return int(total)
+
+    def agree(self, is_so: bool) -> bool:
+        """See `Peers`."""
+        verdict = torch.tensor(int(is_so))
+        dist.all_reduce(verdict, op=dist.ReduceOp.MIN, group=self._messages)
+        return bool(verdict)
+
+    def send(self, call: dict[str, Any], arrays: Arrays | None = None, *, to: int) -> None:
+        """One message: JSON and arrays."""
+        words = np.frombuffer(json.dumps(call).encode(), dtype=np.uint8)
+        content = bytearray(safetensors.numpy.save({_CALL: words, **(arrays or {})}))
+        dist.send(torch.tensor(len(content)), to, group=self._messages)
+        dist.send(torch.frombuffer(content, dtype=torch.uint8), to, group=self._messages)
+
+    def receive(self, *, sender: int) -> tuple[dict[str, Any], Arrays]:
+        """The next message of another process.
+
+        Raises:
+            BackendError: It is none.
+        """
+        size = torch.tensor(0)
+        dist.recv(size, sender, group=self._messages)
+        if not 0 < int(size) <= MAX_MESSAGE_BYTES:
+            raise BackendError(f"process {sender} announces a message of {int(size)} bytes")
+        content = torch.empty(int(size), dtype=torch.uint8)
+        dist.recv(content, sender, group=self._messages)
+        arrays = safetensors.numpy.load(content.numpy().tobytes())
+        call: dict[str, Any] = json.loads(arrays.pop(_CALL).tobytes())
+        # Copied: what safetensors returns cannot be written to, which PyTorch warns of.
+        return call, {name: array.copy() for name, array in arrays.items()}
+
+    def close(self) -> None:
+        """Leave the group; the others do the same."""
+        dist.destroy_process_group()
+
+
+def _device_of(name: str, local_rank: int) -> torch.device:
+    if name == "cpu" or (name == "auto" and not torch.cuda.is_available()):
+        return torch.device("cpu")
+    if local_rank >= torch.cuda.device_count():
+        raise BackendError(
+            f"trainer.processes: process {local_rank} of this machine has no GPU of its own, there are "
+            f"{torch.cuda.device_count()}; lower it, or set trainer.device to cpu"
+        )
+    device = torch.device("cuda", local_rank)
+    torch.cuda.set_device(device)
+    return device

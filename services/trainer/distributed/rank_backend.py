@@ -1,0 +1,335 @@
+"""One process' part of the backend: a Hugging Face causal LM with AdamW, whole, or a shard of it (`Peers`).
+
+Invariants:
+- One process and many run the same code; alone, what concerns the others does nothing.
+- Dropout is off, so log-probs are those of the policy that was published; only an adapter's own can be asked for.
+- Weights and optimiser moments are float32, and so are they in a checkpoint's `resume/`, which is exactly what was
+  trained; forward passes, and what is published and exported, have the type that the settings say (`precision`).
+- Nothing is read from the network and nothing is unpickled: weights and optimiser state are safetensors.
+"""
+
+from __future__ import annotations
+
+import math
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from safetensors import SafetensorError
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+
+from penstock.model.adapter_layout import AdapterSpec
+from services.trainer.algorithms.loss import LossFunction, LossInputs, LossOutputs
+from services.trainer.batches.packing import Pack, Trajectory, join
+from services.trainer.config import OptimizerConfig
+from services.trainer.model.attention import packed_inputs, register_packed_attention
+from services.trainer.model.auxiliary_models import Companions, read_companions, write_companions
+from services.trainer.model.backend import (
+    LossTotals,
+    NonFiniteGradientError,
+    NonFiniteLossError,
+    StepMetrics,
+    TokenScores,
+)
+from services.trainer.model.critic import Critic
+from services.trainer.model.model_loading import ModelSettings, load_trained
+from services.trainer.model.precision import compute_dtype, computing_in
+from services.trainer.model.ranks import Alone, Peers
+from services.trainer.model.tokenizer_files import copy_tokenizer
+from services.trainer.model_state.dcp import write_resume
+from services.trainer.model_state.optimizer_state import TrainingState
+
+MIN_DECAY = 0.1
+IDLE_TOKENS = 8
+
+
+class RankBackend:
+    """See `Backend` for the promises."""
+
+    shares = (1.0,)
+
+    def __init__(
+        self,
+        *,
+        model: ModelSettings,
+        optimizer: OptimizerConfig,
+        loss: LossFunction,
+        seed: int,
+        peers: Peers | None = None,
+    ) -> None:
+        """Loads the model; with `peers` in all processes at once.
+
+        Raises:
+            UnsupportedModelError: packed rows would not train the model on its own function.
+            OSError: the directory does not hold a model.
+        """
+        torch.set_num_threads(model.num_threads)
+        torch.manual_seed(seed)
+        register_packed_attention()
+        self._settings = model
+        self._optimizer_config = optimizer
+        self._loss = loss
+        self._peers: Peers = peers or Alone()
+        self._device = self._peers.device(model.device)
+        self._dtype = compute_dtype(model.dtype, path=model.path, device=self._device)
+        self._trained = load_trained(model, self._device)
+        for network in self._trained.networks:
+            self._peers.shard(network)
+        if self._peers.rank > 0:
+            # The same numbers made the same weights; from here on, each process draws its own.
+            torch.manual_seed(seed + self._peers.rank)
+        self._model = self._trained.network
+        named = self._model.named_parameters()
+        self._parameters = {name: parameter for name, parameter in named if parameter.requires_grad}
+        self._optimizer = torch.optim.AdamW(
+            self._parameters.values(),
+            lr=optimizer.learning_rate,
+            betas=optimizer.betas,
+            weight_decay=optimizer.weight_decay,
+            fused=True,
+        )
+        self._num_batches = 0
+        self._state = TrainingState(
+            weights=self._trained.state_tensors(),
+            parameters=self._parameters,
+            optimizer=self._optimizer,
+            rank=self._peers.rank,
+        )
+        self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
+        for parameter in self._parameters.values():
+            parameter.grad = torch.zeros_like(parameter)
+        self._idle_pack = join([_idle_trajectory(self.vocab_size)], [0])
+        self._critic = self._make_critic()
+        self._companions = Companions(critic=self._critic, trained=self._trained, peers=self._peers)
+
+    @property
+    def adapter(self) -> AdapterSpec | None:
+        """See `Backend`."""
+        return self._trained.adapter
+
+    @property
+    def vocab_size(self) -> int:
+        """Rows of the token embedding."""
+        return int(self._model.get_input_embeddings().weight.shape[0])
+
+    @property
+    def max_sequence_length(self) -> int:
+        """What the model's configuration states."""
+        return int(self._model.config.get_text_config().max_position_embeddings)
+
+    def forward_backward(self, *packs: Pack | None) -> LossTotals:
+        """See `Backend`; of `packs` this process' own."""
+        (given,) = packs
+        is_idle = given is None or given.num_loss_tokens == 0
+        if is_idle and self._peers.num_ranks == 1:
+            return LossTotals()
+        # The others' passes need this process' shards: without work of its own it makes them with a gradient of zero.
+        pack = self._idle_pack if given is None or is_idle else given
+        with self._trained.training():
+            logprobs = self._logprobs(self._model, pack)
+        outputs = self._loss(
+            LossInputs(
+                trainer_logprobs=logprobs,
+                behavior_logprobs=self._tensor(pack.behavior_logprobs),
+                advantages=self._tensor(pack.advantages),
+                segments=self._tensor(pack.target_segments),
+                proximal_logprobs=None if pack.proximal_logprobs is None else self._tensor(pack.proximal_logprobs),
+                reference_logprobs=self._reference_of_loss(pack),
+            )
+        )
+        loss, totals = _totals(outputs, num_tokens=pack.num_loss_tokens)
+        is_finite = math.isfinite(loss)
+        if not self._peers.agree(is_finite):
+            where = "another process" if is_finite else f"a pack of {pack.num_loss_tokens} loss tokens"
+            raise NonFiniteLossError(f"the loss of {where} is {'not finite' if is_finite else loss}")
+        if self._critic is not None and pack.returns is not None:
+            value_loss = self._critic.forward_backward(pack, is_idle=is_idle)
+            totals = totals.merged(LossTotals(sums={"value_loss": value_loss}))
+        (outputs.loss * 0.0 if is_idle else outputs.loss).backward()
+        return LossTotals() if is_idle else totals
+
+    def forward_logprobs(self, pack: Pack) -> npt.NDArray[np.float32]:
+        """See `Backend`."""
+        with torch.no_grad():
+            result: npt.NDArray[np.float32] = self._logprobs(self._model, pack).cpu().numpy()
+        return result
+
+    def reference_logprobs(self, pack: Pack) -> npt.NDArray[np.float32]:
+        """See `Backend`."""
+        logprobs = self._reference_logprobs(pack)
+        if logprobs is None:
+            raise ValueError("no reference model was kept")
+        result: npt.NDArray[np.float32] = logprobs.cpu().numpy()
+        return result
+
+    def token_scores(self, pack: Pack, *, with_log_ratios: bool) -> TokenScores:
+        """See `Backend`."""
+        with torch.no_grad():
+            values = None if self._critic is None else self._critic.values(pack).cpu().numpy()
+            reference = self._reference_logprobs(pack) if with_log_ratios else None
+            if reference is None:
+                return TokenScores(values=values, log_ratios=None)
+            log_ratios = self._logprobs(self._model, pack) - reference
+        return TokenScores(values=values, log_ratios=log_ratios.cpu().numpy())
+
+    def refresh_reference(self) -> None:
+        """See `Backend`."""
+        if self._settings.keep_reference:
+            self._companions.refresh_reference()
+
+    def optimizer_step(self, *, divisor: int, is_last: bool = True) -> StepMetrics:
+        """See `Backend`."""
+        if divisor < 1:
+            raise ValueError(f"a step needs at least one token or sample, not {divisor}")
+        gradients = self._gradients()
+        norm = float(self._peers.total(torch.nn.utils.get_total_norm(gradients))) / divisor
+        critic_norm = 0.0 if self._critic is None else self._critic.gradient_norm()
+        if not math.isfinite(norm + critic_norm):
+            self.discard_gradients()
+            raise NonFiniteGradientError(f"the gradient norm is {norm + critic_norm}; no step was taken")
+        # One pass over the gradients: the division and the clipping together.
+        clip = min(1.0, self._optimizer_config.max_grad_norm / (norm + 1e-6))
+        torch._foreach_mul_(gradients, clip / divisor)
+        learning_rate = self._learning_rate(self._num_batches)
+        for group in self._optimizer.param_groups:
+            group["lr"] = learning_rate
+        self._optimizer.step()
+        if self._critic is not None:
+            self._critic.step(rate_factor=learning_rate / self._optimizer_config.learning_rate)
+        self.discard_gradients()
+        self._num_batches += is_last
+        return StepMetrics(grad_norm=norm, learning_rate=learning_rate, num_batches=self._num_batches)
+
+    def discard_gradients(self) -> None:
+        """See `Backend`."""
+        torch._foreach_zero_(self._gradients())
+        if self._critic is not None:
+            self._critic.discard_gradients()
+
+    def state_tensors(self) -> dict[str, Tensor]:
+        """See `Backend`."""
+        dtype = self._trained.published_dtype
+        return {
+            name: self._peers.whole(tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor)
+            for name, tensor in self._trained.state_tensors().items()
+        }
+
+    def close(self) -> None:
+        """See `Backend`; files under way are written first."""
+        self._writer.shutdown(wait=True)
+
+    def save(self, directory: Path) -> Future[None]:
+        """See `Backend`."""
+        export = _copied(self.state_tensors())
+        resume = _copied(self._state.collect(num_batches=self._num_batches))
+        companions = _copied(self._companions.tensors())
+        return self._writer.submit(self._write, directory, export, resume, companions)
+
+    def load(self, directory: Path) -> None:
+        """See `Backend`."""
+        self._trained.check_saved(directory)
+        companions = read_companions(directory)
+        self._companions.check(companions)
+        self._num_batches = self._state.restore(directory, group=self._peers.checkpoint_group)
+        self._companions.take(companions)
+        self.discard_gradients()
+
+    def _write(
+        self, directory: Path, export: dict[str, Tensor], resume: dict[str, Tensor], companions: dict[str, Tensor]
+    ) -> None:
+        # First what all processes write: a disk that refuses one of them is then known to all.
+        write_resume(resume, directory, group=self._peers.checkpoint_group)
+        if self._peers.rank > 0:
+            return
+        try:
+            self._trained.save(directory, export)
+        except SafetensorError as error:
+            raise OSError(f"{directory}: {error}") from error
+        copy_tokenizer(self._settings.path, directory)
+        write_companions(companions, directory)
+
+    def _make_critic(self) -> Critic | None:
+        rate = self._settings.critic_learning_rate
+        if rate is None:
+            return None
+        return Critic(
+            self._settings.path,
+            dtype=self._dtype,
+            device=self._device,
+            peers=self._peers,
+            learning_rate=rate,
+            optimizer=self._optimizer_config,
+        )
+
+    def _reference_of_loss(self, pack: Pack) -> Tensor | None:
+        """What comes with the pack, or a pass of the reference: by the settings, so that all processes do the same."""
+        if self._settings.loss_reads_reference:
+            return self._reference_logprobs(pack)
+        return None if pack.reference_logprobs is None else self._tensor(pack.reference_logprobs)
+
+    def _reference_logprobs(self, pack: Pack) -> Tensor | None:
+        if not self._settings.keep_reference:
+            return None
+        with torch.no_grad(), self._trained.as_reference() as model:
+            return self._logprobs(model, pack)
+
+    def _logprobs(self, model: Any, pack: Pack) -> Tensor:
+        """Log-probs of the loss tokens, float32[N]; logits exist for those positions only."""
+        with computing_in(self._dtype, self._device):
+            logits_1nv = model(
+                **packed_inputs(pack, self._device), logits_to_keep=self._tensor(pack.logit_positions)
+            ).logits
+        logits_nv = logits_1nv[0].float()
+        if pack.temperatures is not None:
+            logits_nv = logits_nv / self._tensor(pack.temperatures)[:, None]
+        # cross_entropy is the fused log-softmax and gather; the sign is all that differs.
+        return -cross_entropy(logits_nv, self._tensor(pack.target_ids), reduction="none")
+
+    def _tensor(self, array: npt.NDArray[np.generic]) -> Tensor:
+        return torch.from_numpy(array).to(self._device)
+
+    def _gradients(self) -> list[Tensor]:
+        return [parameter.grad for parameter in self._parameters.values() if parameter.grad is not None]
+
+    def _learning_rate(self, num_batches_before: int) -> float:
+        """Linear warm-up, then constant or a linear fall to a tenth."""
+        config = self._optimizer_config
+        factor = min(1.0, (num_batches_before + 1) / config.warmup_steps) if config.warmup_steps else 1.0
+        if config.decay_steps:
+            factor *= max(MIN_DECAY, 1.0 - (1.0 - MIN_DECAY) * num_batches_before / config.decay_steps)
+        return config.learning_rate * factor
+
+
+def _copied(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """In CPU memory of their own: the next step changes the originals in place."""
+    return {name: tensor.detach().cpu().clone().contiguous() for name, tensor in tensors.items()}
+
+
+def _idle_trajectory(vocab_size: int) -> Trajectory:
+    """What a process without work of its own passes through all models, a critic too."""
+    nothing = np.zeros(IDLE_TOKENS, dtype=np.float32)
+    return Trajectory(
+        token_ids=(np.arange(IDLE_TOKENS, dtype=np.int32) * 7 + 3) % np.int32(vocab_size),
+        loss_mask=np.arange(IDLE_TOKENS) > 0,
+        behavior_logprobs=nothing,
+        advantages=nothing,
+        values=nothing,
+        returns=nothing,
+        reference_logprobs=nothing,
+    )
+
+
+def _totals(outputs: LossOutputs, *, num_tokens: int) -> tuple[float, LossTotals]:
+    """The loss and the report as numbers, with one transfer from the device."""
+    scalars = [outputs.loss.detach(), *outputs.sums.values(), *outputs.maxima.values()]
+    loss, *values = torch.stack([scalar.float() for scalar in scalars]).tolist()
+    split = len(outputs.sums)
+    return loss, LossTotals(
+        num_tokens=num_tokens,
+        sums=dict(zip(outputs.sums, values[:split], strict=True)),
+        maxima=dict(zip(outputs.maxima, values[split:], strict=True)),
+    )

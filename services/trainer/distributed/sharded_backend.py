@@ -1,0 +1,196 @@
+"""The backend of a run whose model is sharded over several processes: process 0 tells the others what it does itself.
+
+- Every call is made in all processes, in the same order: sent, done here, answered by all.
+- A process that ends or fails otherwise than with a BackendError breaks the group for good: no call can be made any
+  more, not even to say so. `on_lost` is called then; in a trainer it ends the process, whose restart resumes the run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from penstock.model.adapter_layout import AdapterSpec
+from services.trainer.batches.packing import Pack
+from services.trainer.batches.rank_partition import share_out
+from services.trainer.distributed.process_group import Arrays, RankGroup
+from services.trainer.distributed.rank_worker import arrays_of, encoded
+from services.trainer.model.backend import Backend, BackendError, LossTotals, StepMetrics, TokenScores
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_Result = TypeVar("_Result")
+Answer = tuple[dict[str, Any], Arrays]
+
+
+class ShardedBackend:
+    """See `Backend` for the promises.
+
+    Args:
+        group: Joined; the others follow (`follower.follow`).
+        build: Makes this process' part.
+        config_json: From which the others make theirs.
+        shares: How much each process can take.
+        on_lost: Told why the group broke.
+        on_close: Called when the group was left.
+
+    Raises:
+        BackendError: A process cannot hold its part.
+    """
+
+    def __init__(
+        self,
+        group: RankGroup,
+        *,
+        build: Callable[[RankGroup], Backend],
+        config_json: str,
+        shares: Sequence[float],
+        on_lost: Callable[[str], None],
+        on_close: Callable[[], None],
+    ) -> None:
+        self._group = group
+        self._others = range(1, group.num_ranks)
+        self._on_lost = on_lost
+        self._on_close = on_close
+        self.shares = tuple(shares)
+        try:
+            self._local, _ = self._everywhere("build", lambda: build(group), config=config_json)
+        except BackendError:
+            self._leave()
+            raise
+
+    @property
+    def vocab_size(self) -> int:
+        """See `Backend`."""
+        return self._local.vocab_size
+
+    @property
+    def max_sequence_length(self) -> int:
+        """See `Backend`."""
+        return self._local.max_sequence_length
+
+    @property
+    def adapter(self) -> AdapterSpec | None:
+        """See `Backend`."""
+        return self._local.adapter
+
+    def forward_backward(self, *packs: Pack | None) -> LossTotals:
+        """See `Backend`."""
+        arrays = [encoded(pack) for pack in packs[1:]]
+        totals, answers = self._everywhere(
+            "forward_backward", lambda: self._local.forward_backward(packs[0]), arrays=arrays
+        )
+        for answer, _ in answers:
+            totals = totals.merged(LossTotals(**answer["totals"]))
+        return totals
+
+    def forward_logprobs(self, pack: Pack) -> npt.NDArray[np.float32]:
+        """See `Backend`; every process computes its share of the segments."""
+
+        def here(part: Pack) -> Arrays:
+            return {"logprobs": self._local.forward_logprobs(part)}
+
+        return self._shared_out("forward_logprobs", pack, here)["logprobs"]
+
+    def reference_logprobs(self, pack: Pack) -> npt.NDArray[np.float32]:
+        """See `Backend`; every process computes its share of the segments."""
+
+        def here(part: Pack) -> Arrays:
+            return {"logprobs": self._local.reference_logprobs(part)}
+
+        return self._shared_out("reference_logprobs", pack, here)["logprobs"]
+
+    def token_scores(self, pack: Pack, *, with_log_ratios: bool) -> TokenScores:
+        """See `Backend`; every process computes its share of the segments."""
+
+        def here(part: Pack) -> Arrays:
+            return arrays_of(self._local.token_scores(part, with_log_ratios=with_log_ratios))
+
+        found = self._shared_out("token_scores", pack, here, with_log_ratios=with_log_ratios)
+        return TokenScores(values=found.get("values"), log_ratios=found.get("log_ratios"))
+
+    def refresh_reference(self) -> None:
+        """See `Backend`."""
+        self._everywhere("refresh_reference", self._local.refresh_reference)
+
+    def optimizer_step(self, *, divisor: int, is_last: bool = True) -> StepMetrics:
+        """See `Backend`."""
+        if divisor < 1:
+            raise ValueError(f"a step needs at least one token or sample, not {divisor}")
+        return self._everywhere(
+            "optimizer_step",
+            lambda: self._local.optimizer_step(divisor=divisor, is_last=is_last),
+            divisor=divisor,
+            is_last=is_last,
+        )[0]
+
+    def discard_gradients(self) -> None:
+        """See `Backend`."""
+        self._everywhere("discard_gradients", self._local.discard_gradients)
+
+    def state_tensors(self) -> dict[str, Tensor]:
+        """See `Backend`; gathered, on the CPU."""
+        return self._everywhere("gather", self._local.state_tensors)[0]
+
+    def save(self, directory: Path) -> Future[None]:
+        """See `Backend`; each process writes what it holds."""
+        return self._everywhere("save", lambda: self._local.save(directory), directory=str(directory))[0]
+
+    def load(self, directory: Path) -> None:
+        """See `Backend`."""
+        self._everywhere("load", lambda: self._local.load(directory), directory=str(directory))
+
+    def close(self) -> None:
+        """See `Backend`."""
+        self._local.close()
+        self._leave()
+
+    def _shared_out(self, op: str, pack: Pack, here: Callable[[Pack], Arrays], **details: Any) -> Arrays:
+        """Arrays of a pack's loss tokens, each computed in one process."""
+        shared = share_out(pack, shares=self.shares)
+        arrays = [encoded(part) for part, _ in shared[1:]]
+        mine, answers = self._everywhere(op, lambda: here(shared[0][0]), arrays=arrays, **details)
+        found = {name: np.empty(pack.num_loss_tokens, dtype=array.dtype) for name, array in mine.items()}
+        for (_, tokens), results in zip(shared, [mine, *(results for _, results in answers)], strict=True):
+            for name, array in results.items():
+                found[name][tokens] = array
+        return found
+
+    def _leave(self) -> None:
+        for rank in self._others:
+            self._group.send({"op": "close"}, to=rank)
+        self._group.close()
+        self._on_close()
+
+    def _everywhere(
+        self, op: str, here: Callable[[], _Result], *, arrays: Sequence[Arrays] | None = None, **details: Any
+    ) -> tuple[_Result, list[Answer]]:
+        """What `here` returns, and the others' answers, in order."""
+        try:
+            for index, rank in enumerate(self._others):
+                self._group.send({"op": op, **details}, arrays[index] if arrays else None, to=rank)
+            try:
+                result = here()
+            except BackendError:
+                self._answers()
+                raise
+            answers = self._answers()
+        except BackendError:
+            raise
+        except Exception as error:
+            self._on_lost(f"the processes of this trainer lost each other in {op}: {error}")
+            raise
+        said = [answer.get("refused") for answer, _ in answers]
+        refused = [f"process {rank}: {why}" for rank, why in enumerate(said, 1) if why is not None]
+        if refused:
+            raise BackendError("; ".join(refused))
+        return result, answers
+
+    def _answers(self) -> list[Answer]:
+        return [self._group.receive(sender=rank) for rank in self._others]

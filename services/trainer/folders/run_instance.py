@@ -1,0 +1,70 @@
+"""Which run a folder holds: a name of its own beside the id that a person gave it.
+
+Promises:
+- A run's instance is on disk before the broker hears of it, so a trainer that dies before its first checkpoint and
+  starts again is recognised as the same run.
+- The folder also knows the newest epoch under which a trainer of this folder took the run over.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import socket
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from services.trainer.checkpoints.checkpoint import CheckpointFormatError
+
+INSTANCE_FILE = "instance.json"
+MAX_FILE_BYTES = 64 * 1024
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunInstance:
+    """A run, and its trainers so far."""
+
+    instance_id: str
+    """Random; empty in a run from before there were instances."""
+    epoch: int = 0
+    """The newest epoch known here; 0 before the first trainer took the run over."""
+
+
+def new_instance() -> RunInstance:
+    """A run that was never there before."""
+    return RunInstance(instance_id=secrets.token_hex(8))
+
+
+def new_owner_id() -> str:
+    """Names a trainer process' work on one run, for the broker and for people: host, process, and what is random."""
+    return f"{socket.gethostname()[:64]}-{os.getpid()}-{secrets.token_hex(4)}"
+
+
+def read_instance(run_dir: Path) -> RunInstance | None:
+    """What the folder says; None where it says nothing. Raises CheckpointFormatError."""
+    path = run_dir / INSTANCE_FILE
+    try:
+        if path.stat().st_size > MAX_FILE_BYTES:
+            raise CheckpointFormatError(f"{path}: larger than {MAX_FILE_BYTES} bytes")
+        document = json.loads(path.read_text(encoding="utf-8"))
+        return RunInstance(instance_id=str(document["instance_id"]), epoch=int(document["epoch"]))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointFormatError(f"{path}: cannot be read: {error!r}") from error
+
+
+def write_instance(run_dir: Path, instance: RunInstance) -> None:
+    """Replaces what the folder says; on return it is on the disk. Raises OSError."""
+    temporary = run_dir / f"{INSTANCE_FILE}.tmp"
+    with temporary.open("w", encoding="utf-8") as file:
+        json.dump(asdict(instance), file)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.rename(run_dir / INSTANCE_FILE)
+    folder = os.open(run_dir, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)

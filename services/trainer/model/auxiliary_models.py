@@ -1,0 +1,93 @@
+"""The models beside the policy: a critic with its optimiser, and a reference; and what a checkpoint holds of them.
+
+    companions/model.safetensors    critic/weights/NAME  critic/optimizer/NAME/PART  reference/NAME
+
+The reference is saved once it was refreshed: until then it is the initial model, which every process loads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from services.trainer.model.backend import CheckpointMismatchError
+from services.trainer.model.critic import Critic
+from services.trainer.model.ranks import Peers
+from services.trainer.model.tensor_names import below, check_layout, placed
+from services.trainer.model.trained_model import TrainedModel
+
+FOLDER = "companions"
+_FILE = "model.safetensors"
+
+
+class Companions:
+    """Those of one policy.
+
+    Args:
+        critic: None where there is none.
+        trained: The policy, which keeps the reference.
+        peers: The processes over which all of them are sharded.
+    """
+
+    def __init__(self, *, critic: Critic | None, trained: TrainedModel, peers: Peers) -> None:
+        self.critic = critic
+        self._trained = trained
+        self._peers = peers
+        self._is_reference_refreshed = False
+
+    def refresh_reference(self) -> None:
+        """The policy's present weights become the reference. Raises UnsupportedModelError."""
+        self._trained.refresh_reference()
+        self._is_reference_refreshed = True
+
+    def tensors(self) -> dict[str, Tensor]:
+        """What is saved, by name; live views, or gathered as `Peers.whole` does."""
+        critic = {} if self.critic is None else self.critic.saved_tensors()
+        reference = self._trained.reference_tensors() if self._is_reference_refreshed else {}
+        tensors = placed(critic, "critic") | placed(reference, "reference")
+        return {name: self._peers.whole(tensor) for name, tensor in tensors.items()}
+
+    def check(self, saved: Mapping[str, Tensor]) -> None:
+        """Raises CheckpointMismatchError where `saved` is not of such companions."""
+        if self.critic is not None:
+            self.critic.check_saved(below(saved, "critic"))
+        reference = below(saved, "reference")
+        if reference:
+            check_layout(reference, self._trained.reference_tensors(), where="the checkpoint's reference")
+
+    def take(self, saved: Mapping[str, Tensor]) -> None:
+        """Continue from what `check` has seen."""
+        if self.critic is not None:
+            self.critic.load_tensors(below(saved, "critic"))
+        reference = below(saved, "reference")
+        for name, tensor in self._trained.reference_tensors().items():
+            if reference:
+                tensor.copy_(self._peers.part(reference[name], tensor))
+        self._is_reference_refreshed = bool(reference)
+
+
+def write_companions(tensors: Mapping[str, Tensor], directory: Path) -> None:
+    """Writes them below a checkpoint's directory; nothing where there are none. Raises OSError."""
+    if not tensors:
+        return
+    (directory / FOLDER).mkdir()
+    try:
+        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, directory / FOLDER / _FILE)
+    except SafetensorError as error:
+        raise OSError(f"{directory}: {error}") from error
+
+
+def read_companions(directory: Path) -> dict[str, Tensor]:
+    """What `write_companions` wrote; empty where it wrote nothing. Raises CheckpointMismatchError."""
+    path = directory / FOLDER / _FILE
+    if not path.is_file():
+        return {}
+    try:
+        tensors: dict[str, Tensor] = load_file(path)
+    except SafetensorError as error:
+        raise CheckpointMismatchError(f"{path}: cannot be read: {error}") from error
+    return tensors

@@ -1,0 +1,228 @@
+"""What the training step needs of whatever holds the model: the `Backend` protocol, its values and its errors.
+
+BackendError
++-- UnsupportedModelError      the model cannot be trained on packed rows
++-- CheckpointMismatchError    a checkpoint does not fit the model
++-- PartialStepError           so many optimiser steps of a batch were taken and one could not be
++-- NonFiniteError             numbers went astray; nothing of the policy was changed
+    +-- NonFiniteLossError     a loss is NaN or infinite; nothing was accumulated from that pack
+    +-- NonFiniteGradientError the accumulated gradient is; no step was taken, the gradient is gone
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, ClassVar, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from penstock.model.adapter_layout import AdapterSpec
+from services.trainer.batches.packing import Pack
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+MAX_NAMED_GROUPS = 8
+
+
+class BackendError(Exception):
+    """Base of what a backend raises."""
+
+
+class UnsupportedModelError(BackendError):
+    """The model cannot be trained on packed rows; the message says what is missing."""
+
+
+class CheckpointMismatchError(BackendError):
+    """A checkpoint does not hold the tensors of this model, or holds them in other shapes."""
+
+
+class PartialStepError(BackendError):
+    """The weights are those between two optimiser steps of a batch: no version, and training cannot go on from them."""
+
+
+class NonFiniteError(BackendError):
+    """A number is NaN or infinite.
+
+    Args:
+        message: Which.
+        group_ids: Of the sample groups that may be at fault, where whoever raises knows them.
+    """
+
+    reason: ClassVar[str]
+    """For the broker's books and for counters."""
+
+    def __init__(self, message: str, group_ids: Iterable[str] = ()) -> None:
+        self.group_ids = tuple(dict.fromkeys(group_ids))
+        names = ", ".join(self.group_ids[:MAX_NAMED_GROUPS])
+        if len(self.group_ids) > MAX_NAMED_GROUPS:
+            names += f" and {len(self.group_ids) - MAX_NAMED_GROUPS} more"
+        super().__init__(f"{message}; the samples are of groups {names}" if names else message)
+
+
+class NonFiniteLossError(NonFiniteError):
+    """The loss of a pack is NaN or infinite; its gradient was not added."""
+
+    reason = "non_finite_loss"
+
+
+class NonFiniteGradientError(NonFiniteError):
+    """The accumulated gradient is NaN or infinite; the weights were not changed and the gradient was dropped."""
+
+    reason = "non_finite_gradient"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LossTotals:
+    """What a loss reported, added up over packs."""
+
+    num_tokens: int = 0
+    """Loss tokens."""
+    sums: Mapping[str, float] = field(default_factory=dict)
+    """Sums over those tokens."""
+    maxima: Mapping[str, float] = field(default_factory=dict)
+    """Maxima over those tokens."""
+
+    def merged(self, other: LossTotals) -> LossTotals:
+        """The totals of both."""
+        return LossTotals(
+            num_tokens=self.num_tokens + other.num_tokens,
+            sums={k: self.sums.get(k, 0.0) + other.sums.get(k, 0.0) for k in {**self.sums, **other.sums}},
+            maxima={
+                k: max(self.maxima.get(k, -math.inf), other.maxima.get(k, -math.inf))
+                for k in {**self.maxima, **other.maxima}
+            },
+        )
+
+    def means(self) -> dict[str, float]:
+        """Sums divided by the number of tokens, and maxima as they are; empty without tokens."""
+        if self.num_tokens == 0:
+            return {}
+        return {**{k: v / self.num_tokens for k, v in self.sums.items()}, **self.maxima}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenScores:
+    """What credit needs beyond rewards, for the loss tokens of a pack."""
+
+    values: npt.NDArray[np.float32] | None
+    """float32[N], the critic's, of the state in which each token was sampled; None without a critic."""
+    log_ratios: npt.NDArray[np.float32] | None
+    """float32[N], nats: under the current weights less under the reference; None where not asked for."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepMetrics:
+    """One optimiser step."""
+
+    grad_norm: float
+    """L2 norm of the whole gradient, divided as the algorithm divides it, before clipping."""
+    learning_rate: float
+    """The rate the step was taken with."""
+    num_batches: int
+    """Batches whose last step was taken since the initial model, this one's included."""
+
+
+class Backend(Protocol):
+    """Holds a causal language model and its optimiser, in one process or in several that train together.
+
+    Promises:
+    - Gradients add up over `forward_backward` until `optimizer_step` or `discard_gradients`; the order of packs and
+      how trajectories are split over packs changes them by rounding only.
+    - A raised error leaves the weights and the optimiser as they were.
+    - After `load(d)`, the same calls give bit-identical results to those made after `save(d)`, on the same machine
+      with the same number of threads.
+    - Calls are synchronous and not thread-safe: one thread at a time.
+    """
+
+    @property
+    def vocab_size(self) -> int:
+        """Token ids lie in [0, vocab_size)."""
+
+    @property
+    def max_sequence_length(self) -> int:
+        """Most tokens of one trajectory."""
+
+    @property
+    def adapter(self) -> AdapterSpec | None:
+        """How `state_tensors` are applied where they are a LoRA adapter; None where they are all weights."""
+
+    @property
+    def shares(self) -> tuple[float, ...]:
+        """How much each of the processes that train together can take, in any unit; one number for one process."""
+
+    def forward_backward(self, *packs: Pack | None) -> LossTotals:
+        """Adds the gradient of the summed loss of one pack for each process, in the order of `shares`.
+
+        Raises:
+            NonFiniteLossError: nothing was added; discard the gradients or go on without these packs.
+        """
+
+    def forward_logprobs(self, pack: Pack) -> npt.NDArray[np.float32]:
+        """Log-probs of the pack's loss tokens under the current weights, float32[N], nats."""
+
+    def reference_logprobs(self, pack: Pack) -> npt.NDArray[np.float32]:
+        """Log-probs of the pack's loss tokens under the reference, float32[N], nats.
+
+        Raises:
+            ValueError: No reference is kept.
+        """
+
+    def token_scores(self, pack: Pack, *, with_log_ratios: bool) -> TokenScores:
+        """Values and log-ratios of the pack's loss tokens, without gradient."""
+
+    def refresh_reference(self) -> None:
+        """Makes the current weights the reference, if one is kept.
+
+        Raises:
+            UnsupportedModelError: It cannot be another than the initial model.
+        """
+
+    def optimizer_step(self, *, divisor: int, is_last: bool = True) -> StepMetrics:
+        """Divides the gradient by `divisor`, clips its norm, steps and clears it.
+
+        With nothing accumulated this is a step with a zero gradient, as for a batch whose advantages are all zero.
+
+        Args:
+            divisor: of the whole step (`algorithms.base.divisor`), at least 1, skipped zero-advantage samples included.
+            is_last: of its batch; the learning rate's schedule counts batches.
+
+        Raises:
+            NonFiniteGradientError: no step was taken.
+        """
+
+    def discard_gradients(self) -> None:
+        """Forgets what was accumulated."""
+
+    def close(self) -> None:
+        """Lets go of other processes, which end; the last call."""
+
+    def state_tensors(self) -> dict[str, Tensor]:
+        """The trained weights by their Hugging Face names, tied ones once, or an adapter's by those of PEFT.
+
+        Live views or copies, valid until the next step or load.
+        """
+
+    def save(self, directory: Path) -> Future[None]:
+        """Copies everything now and writes it beside whatever comes next; the future ends when it is written.
+
+        That is a Hugging Face model directory of safetensors, configuration and tokenizer (of an adapter the directory
+        that PEFT reads), and in its `resume/` folder what training needs to continue: weights, optimiser, random state
+        and step count, which another number of processes can load. The future raises OSError where the disk refuses.
+
+        Args:
+            directory: Exists and is empty; every process of the trainer sees it.
+        """
+
+    def load(self, directory: Path) -> None:
+        """Continues from what `save` wrote.
+
+        Raises:
+            CheckpointMismatchError: names, shapes or element types differ; nothing was changed.
+        """

@@ -1,0 +1,169 @@
+"""The critic of PPO: a network of the policy's architecture whose head says what a state is worth.
+
+Invariants:
+- It begins as the policy did, with a head of zeros: every state is worth nothing until it has learned.
+- It learns from the packs that the policy learns from, and steps when the policy steps; its gradient is always the mean
+  over the step's tokens, whatever the policy's is averaged over.
+- Where several processes train together it is sharded as the policy is, and every process makes every call.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM
+
+from services.trainer.algorithms.ppo import value_losses
+from services.trainer.batches.packing import Pack
+from services.trainer.config import OptimizerConfig
+from services.trainer.model.attention import PACKED_ATTENTION, packed_inputs
+from services.trainer.model.backend import NonFiniteLossError
+from services.trainer.model.precision import MASTER, computing_in
+from services.trainer.model.ranks import Peers
+from services.trainer.model.tensor_names import below, check_layout, placed
+
+
+class Critic:
+    """Values of states, and the optimiser that learns them.
+
+    Args:
+        path: The policy's directory.
+        dtype: Element type in which the network computes; its weights, and the head, are float32.
+        device: Where it computes.
+        peers: The processes over which it is sharded.
+        learning_rate: Its peak rate; it falls and warms up as the policy's does.
+        optimizer: The policy's other settings.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        peers: Peers,
+        learning_rate: float,
+        optimizer: OptimizerConfig,
+    ) -> None:
+        # Loaded as the policy is: the bare network's own loader reports the head as unexpected.
+        self._network: Any = AutoModelForCausalLM.from_pretrained(
+            path, dtype=MASTER, attn_implementation=PACKED_ATTENTION, local_files_only=True
+        ).base_model
+        self._network.eval().to(device)
+        self._head: Any = nn.Linear(self._network.config.get_text_config().hidden_size, 1, device=device)
+        nn.init.zeros_(self._head.weight)
+        nn.init.zeros_(self._head.bias)
+        self._peers = peers
+        for module in (self._network, self._head):
+            peers.shard(module)
+        self._parameters: dict[str, Tensor] = {
+            f"{module}.{name}": parameter
+            for module, holder in (("network", self._network), ("head", self._head))
+            for name, parameter in holder.named_parameters()
+        }
+        self._device, self._dtype = device, dtype
+        self._learning_rate = learning_rate
+        self._max_grad_norm = optimizer.max_grad_norm
+        self._optimizer = torch.optim.AdamW(
+            self._parameters.values(),
+            lr=learning_rate,
+            betas=optimizer.betas,
+            weight_decay=optimizer.weight_decay,
+            fused=True,
+        )
+        self._num_tokens = 0
+
+    def values(self, pack: Pack) -> Tensor:
+        """What the states before the loss tokens are worth, float32[N], with gradient where that is on."""
+        with computing_in(self._dtype, self._device):
+            hidden_1th: Tensor = self._network(**packed_inputs(pack, self._device)).last_hidden_state
+        worth_n1: Tensor = self._head(hidden_1th[0, self._tensor(pack.logit_positions)].float())
+        return worth_n1[:, 0]
+
+    def forward_backward(self, pack: Pack, *, is_idle: bool = False) -> float:
+        """Adds the gradient of a pack that has values and returns; gives the sum of its losses.
+
+        Args:
+            pack: This process' own.
+            is_idle: It is there for the others' sake: nothing is added.
+
+        Raises:
+            NonFiniteLossError: Nothing was added.
+        """
+        assert pack.values is not None
+        assert pack.returns is not None
+        losses = value_losses(self.values(pack), self._tensor(pack.values), self._tensor(pack.returns))
+        total = float(losses.detach().sum())
+        is_finite = math.isfinite(total)
+        if not self._peers.agree(is_finite):
+            where = f"a pack of {pack.num_loss_tokens} loss tokens" if not is_finite else "another process"
+            raise NonFiniteLossError(f"the critic's loss of {where} is {'not finite' if is_finite else total}")
+        (losses.sum() * 0.0 if is_idle else losses.sum()).backward()
+        self._num_tokens += 0 if is_idle else pack.num_loss_tokens
+        return 0.0 if is_idle else total
+
+    def gradient_norm(self) -> float:
+        """Of the mean over the tokens so far, of all processes."""
+        norm = float(self._peers.total(torch.nn.utils.get_total_norm(self._gradients())))
+        return norm / max(1, self._peers.added_up(self._num_tokens))
+
+    def step(self, *, rate_factor: float) -> None:
+        """Takes the optimiser step; `rate_factor` is what the schedule makes of the learning rate."""
+        clip = min(1.0, self._max_grad_norm / (self.gradient_norm() + 1e-6))
+        num_tokens = self._peers.added_up(self._num_tokens)
+        if num_tokens:
+            torch._foreach_mul_(self._gradients(), clip / num_tokens)
+            for group in self._optimizer.param_groups:
+                group["lr"] = self._learning_rate * rate_factor
+            self._optimizer.step()
+        self.discard_gradients()
+
+    def discard_gradients(self) -> None:
+        """Forget what was accumulated."""
+        self._optimizer.zero_grad()
+        self._num_tokens = 0
+
+    def saved_tensors(self) -> dict[str, Tensor]:
+        """What continues it: weights, moments; live views by name."""
+        tensors = {f"weights/{name}": tensor.detach() for name, tensor in self._parameters.items()}
+        for name, parameter in self._parameters.items():
+            tensors |= placed(self._optimizer.state[parameter], f"optimizer/{name}")
+        return tensors
+
+    def check_saved(self, saved: Mapping[str, Tensor]) -> None:
+        """Raises CheckpointMismatchError where `saved` is not what `saved_tensors` gives of such a critic."""
+        weights = {name: parameter.detach() for name, parameter in self._parameters.items()}
+        check_layout(below(saved, "weights"), weights, where="the checkpoint's critic")
+        moments = below(saved, "optimizer")
+        if moments:
+            wanted = {
+                f"{name}/{which}": torch.zeros(()) if which == "step" else tensor
+                for name, tensor in weights.items()
+                for which in ("step", "exp_avg", "exp_avg_sq")
+            }
+            check_layout(moments, wanted, where="the checkpoint's critic")
+
+    def load_tensors(self, saved: Mapping[str, Tensor]) -> None:
+        """Continues from what `saved_tensors` gave and `check_saved` has seen."""
+        weights, moments = below(saved, "weights"), below(saved, "optimizer")
+        with torch.no_grad():
+            for name, parameter in self._parameters.items():
+                parameter.copy_(self._peers.part(weights[name], parameter))
+                self._optimizer.state[parameter] = {
+                    which: tensor.to(parameter.device) if which == "step" else self._peers.part(tensor, parameter)
+                    for which, tensor in below(moments, name).items()
+                }
+        self.discard_gradients()
+
+    def _gradients(self) -> list[Tensor]:
+        return [parameter.grad for parameter in self._parameters.values() if parameter.grad is not None]
+
+    def _tensor(self, array: npt.NDArray[np.generic]) -> Tensor:
+        return torch.from_numpy(array).to(self._device)

@@ -1,0 +1,126 @@
+"""Training a LoRA adapter with PEFT: Hu et al., LoRA, arXiv 2106.09685.
+
+- The base stays as it was loaded, and is known by the digest of its files: published and saved adapters name it.
+- The adapter's tensors are published and saved under PEFT's own names, so PEFT and vLLM read them as they are.
+- Dropout, where it is asked for, is on while gradients are computed and nowhere else: the log-probs of the loss are
+  then noisy against those of the policy that was published.
+- The reference policy is the base with the adapter switched off; it takes no memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import LoraConfig, get_peft_model
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from penstock.model.adapter_layout import AdapterSpec, model_digest
+from services.trainer.config import LoraSection
+from services.trainer.model.backend import CheckpointMismatchError, UnsupportedModelError
+
+ADAPTER_FILE = "adapter_model.safetensors"
+_BASE_DIGEST = "base_digest"
+_OWN_NAME = "default"
+
+
+class LoraModel:
+    """A `TrainedModel` of which only the adapter is trained.
+
+    Args:
+        base: The model, just loaded.
+        path: The folder it was loaded from.
+        config: Rank, scale, layers, dropout.
+
+    Raises:
+        UnsupportedModelError: It has no such layers, or PEFT cannot adapt them.
+        OSError: Its files cannot be read.
+    """
+
+    def __init__(self, base: PreTrainedModel, *, path: Path, config: LoraSection) -> None:
+        self.published_dtype: torch.dtype | None = None
+        self.adapter = AdapterSpec(
+            base_digest=model_digest(path),
+            rank=config.rank,
+            alpha=config.alpha,
+            target_modules=tuple(sorted(config.target_modules)),
+        )
+        settings = LoraConfig(
+            r=config.rank,
+            lora_alpha=config.alpha,
+            lora_dropout=config.dropout,
+            target_modules=list(config.target_modules),
+            task_type="CAUSAL_LM",
+        )
+        try:
+            self.network: Any = get_peft_model(base, settings, adapter_name=_OWN_NAME)
+        except ValueError as error:
+            raise UnsupportedModelError(f"lora.target_modules: {error}") from error
+        self.network.eval()
+        self.networks = (self.network,)
+        self._dropouts = [module for name, module in self.network.named_modules() if ".lora_dropout." in name]
+
+    def state_tensors(self) -> dict[str, Tensor]:
+        """See `TrainedModel`."""
+        return {
+            name.replace(f".{_OWN_NAME}.", "."): parameter.detach()
+            for name, parameter in self.network.named_parameters()
+            if parameter.requires_grad
+        }
+
+    @contextmanager
+    def training(self) -> Iterator[None]:
+        """See `TrainedModel`; the adapter's dropout is on meanwhile."""
+        self._switch_dropout(is_on=True)
+        try:
+            yield
+        finally:
+            self._switch_dropout(is_on=False)
+
+    @contextmanager
+    def as_reference(self) -> Iterator[Any]:
+        """See `TrainedModel`."""
+        with self.network.disable_adapter():
+            yield self.network
+
+    def reference_tensors(self) -> dict[str, Tensor]:
+        """See `TrainedModel`."""
+        return {}
+
+    def refresh_reference(self) -> None:
+        """See `TrainedModel`: the base cannot become another."""
+        raise UnsupportedModelError("the reference of an adapter is its base; it cannot be refreshed")
+
+    def save(self, directory: Path, tensors: dict[str, Tensor]) -> None:
+        """See `TrainedModel`; the directory is then one that `PeftModel.from_pretrained` reads."""
+        save_file(tensors, directory / ADAPTER_FILE, {"format": "pt", _BASE_DIGEST: self.adapter.base_digest})
+        self.network.peft_config[_OWN_NAME].save_pretrained(directory)
+
+    def check_saved(self, directory: Path) -> None:
+        """See `TrainedModel`."""
+        stated = saved_base_digest(directory)
+        if stated != self.adapter.base_digest:
+            raise CheckpointMismatchError(
+                f"{directory}: an adapter over base weights with digest {stated}, model.path holds "
+                f"{self.adapter.base_digest}"
+            )
+
+    def _switch_dropout(self, *, is_on: bool) -> None:
+        for module in self._dropouts:
+            module.train(is_on)
+
+
+def saved_base_digest(directory: Path) -> str | None:
+    """Digest of the base that a saved adapter applies to; None where the directory holds none, or does not say."""
+    path = directory / ADAPTER_FILE
+    if not path.is_file():
+        return None
+    with safe_open(path, framework="pt") as file:
+        metadata: dict[str, str] = file.metadata() or {}
+    return metadata.get(_BASE_DIGEST)

@@ -1,0 +1,183 @@
+"""Whether packed rows train a model on its own function, asked of its weights as they were loaded.
+
+Three questions, each with an answer that does not depend on how well the model is trained:
+
+- Are its log-probs those of its own attention (`eager`, one sample, its own mask)? Windows and chunks are made shorter
+  for the comparison, so that a short sample is longer than any of them.
+- Does a sample in a row depend on its neighbours? The gradient of its log-probs in their embeddings is exactly zero
+  where it does not, in any precision; a recurrence or a convolution along the row gives it another value.
+- Do its rotary embeddings depend on the longest sample of a row? That is read from its configuration.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from services.trainer.batches.packing import Pack, Trajectory, join
+from services.trainer.model.attention import PACKED_ATTENTION, PackedAttentionError, packed_inputs
+from services.trainer.model.backend import UnsupportedModelError
+
+SAMPLE_TOKENS = 32
+SHORT_WINDOW = 8
+MAX_DIFFERENCE = {torch.float32: 1e-3}
+"""Mean over a sample's tokens, nats. Another kernel's rounding stays a hundred times below."""
+MAX_HALF_DIFFERENCE = 0.25
+"""The same of weights that are held in 16 bits, whose rounding is that much coarser."""
+_WINDOWS = ("sliding_window", "attention_chunk_size")
+_MOVING_ROTARY = frozenset(("dynamic", "longrope"))
+_SEED = 7
+
+
+def check_packing(model: PreTrainedModel, path: Path) -> None:
+    """Refuses a model that packed rows would train on another function than its own.
+
+    Args:
+        model: With `PACKED_ATTENTION`, in evaluation mode, on its device; it is left as it was.
+        path: Its folder, for the message.
+
+    Raises:
+        UnsupportedModelError: It is one, and why.
+    """
+    name = f"{path}: {model.config.model_type}"
+    _check_rotary(model, name)
+    try:
+        with _short_windows(model):
+            _check_own_attention(model, name)
+            _check_neighbours(model, name)
+    except PackedAttentionError as error:
+        raise UnsupportedModelError(f"{name} cannot be trained on packed rows: {error}") from error
+    # A model that builds masks or attends in code of its own fails in many ways on those of others.
+    except (AttributeError, IndexError, KeyError, TypeError, ValueError, RuntimeError) as error:
+        raise UnsupportedModelError(
+            f"{name} cannot be trained on packed rows: its attention is not transformers' common one "
+            f"({type(error).__name__}: {error})"
+        ) from error
+
+
+def _check_rotary(model: PreTrainedModel, name: str) -> None:
+    config = model.config.get_text_config()
+    parameters = getattr(config, "rope_parameters", None) or {}
+    for part in (parameters, *(value for value in parameters.values() if isinstance(value, Mapping))):
+        kind, original = part.get("rope_type"), part.get("original_max_position_embeddings")
+        if kind in _MOVING_ROTARY and not (original and config.max_position_embeddings <= original):
+            raise UnsupportedModelError(
+                f"{name} cannot be trained on packed rows: rope_type {kind!r} turns short samples by the longest of "
+                "their row; set max_position_embeddings in its config.json to the context it was trained with first"
+                + (f" ({original})" if original else "")
+            )
+
+
+def _check_own_attention(model: PreTrainedModel, name: str) -> None:
+    (sample,) = _samples(model, 1)
+    pack = join([sample], [0])
+    with torch.no_grad():
+        found = _logprobs(model, packed_inputs(pack, model.device), pack)
+        with _own_attention(model):
+            inputs = packed_inputs(pack, model.device)
+            del inputs["segment_lengths"]
+            expected = _logprobs(model, inputs, pack)
+    _require_close(
+        found, expected, dtype=model.dtype, message=f"{name}: packed attention is not its own: log-probs differ"
+    )
+
+
+def _check_neighbours(model: PreTrainedModel, name: str) -> None:
+    samples = _samples(model, 3)
+    alone, row = join(samples, [1]), join(samples, [0, 1, 2])
+    of_middle = torch.from_numpy(row.target_segments == 1).to(model.device)
+    with torch.no_grad():
+        expected = _logprobs(model, packed_inputs(alone, model.device), alone)
+    with torch.enable_grad(), _embeddings(model) as embeddings:
+        found = _logprobs(model, packed_inputs(row, model.device), row)[of_middle]
+        (gradient_1th,) = torch.autograd.grad(found.sum(), embeddings)
+    before, _, after = gradient_1th[0].split(list(row.segment_lengths))
+    if before.count_nonzero() or after.count_nonzero():
+        raise UnsupportedModelError(
+            f"{name} cannot be trained on packed rows: samples in one row read each other, as they do through "
+            "recurrent layers (Mamba, linear attention) and convolutions"
+        )
+    _require_close(
+        found.detach(),
+        expected,
+        dtype=model.dtype,
+        message=f"{name}: its place in a row changes a sample's log-probs",
+    )
+
+
+def _require_close(found: Tensor, expected: Tensor, *, dtype: torch.dtype, message: str) -> None:
+    difference = float((found - expected).abs().mean())
+    most = MAX_DIFFERENCE.get(dtype, MAX_HALF_DIFFERENCE)
+    # Written so that a NaN is refused.
+    if not difference <= most:
+        raise UnsupportedModelError(f"{message} by {difference:.3g} nats on average; at most {most} is rounding")
+
+
+def _samples(model: PreTrainedModel, number: int) -> list[Trajectory]:
+    config = model.config.get_text_config()
+    length = min(SAMPLE_TOKENS, getattr(config, "max_position_embeddings", SAMPLE_TOKENS))
+    rng = np.random.default_rng(_SEED)
+    nothing = np.zeros(length, np.float32)
+    return [
+        Trajectory(
+            token_ids=rng.integers(0, config.vocab_size, length).astype(np.int32),
+            loss_mask=np.arange(length) > 0,
+            behavior_logprobs=nothing,
+            advantages=nothing,
+        )
+        for _ in range(number)
+    ]
+
+
+def _logprobs(model: PreTrainedModel, inputs: dict[str, Any], pack: Pack) -> Tensor:
+    """float32[N]."""
+    logits_tv = model(**inputs).logits[0].float()
+    positions = torch.from_numpy(pack.logit_positions).to(model.device)
+    targets = torch.from_numpy(pack.target_ids).to(model.device)
+    return logits_tv[positions].log_softmax(dim=-1).gather(1, targets[:, None])[:, 0]
+
+
+@contextmanager
+def _own_attention(model: PreTrainedModel) -> Iterator[None]:
+    model.set_attn_implementation("eager")
+    try:
+        yield
+    finally:
+        model.set_attn_implementation(PACKED_ATTENTION)
+
+
+@contextmanager
+def _short_windows(model: PreTrainedModel) -> Iterator[None]:
+    """Masks of its own attention and of the packed one are made from the configuration in each forward pass."""
+    config = model.config.get_text_config()
+    windows = {name: window for name in _WINDOWS if (window := getattr(config, name, None))}
+    for name in windows:
+        setattr(config, name, min(windows[name], SHORT_WINDOW))
+    try:
+        yield
+    finally:
+        for name, window in windows.items():
+            setattr(config, name, window)
+
+
+@contextmanager
+def _embeddings(model: PreTrainedModel) -> Iterator[list[Tensor]]:
+    """The embedded tokens of the forward pass inside, [1, T, H], cut off from the table: a gradient ends there."""
+    found: list[Tensor] = []
+
+    def cut(_module: object, _inputs: object, output: Tensor) -> Tensor:
+        found.append(output.detach().requires_grad_())
+        return found[-1]
+
+    hook = model.get_input_embeddings().register_forward_hook(cut)
+    try:
+        yield found
+    finally:
+        hook.remove()

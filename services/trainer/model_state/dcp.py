@@ -1,0 +1,100 @@
+"""Tensors that resume training: PyTorch's distributed checkpoints (DCP) over safetensors, in a folder of a checkpoint.
+
+Each process writes what it holds of every tensor into a file of its own, with the place of that part in the whole, so
+that another number of processes can read them again. The format is safetensors throughout: nothing is unpickled.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch.distributed.checkpoint as dcp
+from safetensors import SafetensorError
+from torch import Tensor
+from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+from services.trainer.model.backend import CheckpointMismatchError
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+FOLDER = "resume"
+"""Below a checkpoint's directory, apart from the files that `from_pretrained` reads."""
+
+
+def write_resume(tensors: Mapping[str, Tensor], directory: Path, *, group: ProcessGroup | None = None) -> None:
+    """Writes the part of `tensors` that this process holds.
+
+    Args:
+        tensors: By name; sharded ones are DTensors of the same mesh in every process.
+        directory: The checkpoint; the files go to its FOLDER.
+        group: The processes that save together, all of which call this; None for one alone.
+
+    Raises:
+        OSError: A disk refused, this process' or another's.
+    """
+    _expect_to_be_alone(group)
+    writer = HuggingFaceStorageWriter(str(directory / FOLDER), save_distributed=True)
+    try:
+        dcp.save(dict(tensors), storage_writer=writer, process_group=group, no_dist=group is None)
+    except CheckpointException as error:
+        raise OSError(f"{directory}: {_told(error)}") from error
+    except SafetensorError as error:
+        raise OSError(f"{directory}: {error}") from error
+
+
+def stated_tensors(directory: Path) -> dict[str, TensorStorageMetadata]:
+    """Shapes and element types of what `write_resume` wrote, whichever process wrote it.
+
+    Raises:
+        CheckpointMismatchError: The files cannot be read.
+    """
+    try:
+        metadata = HuggingFaceStorageReader(str(directory / FOLDER)).read_metadata()
+    except (OSError, SafetensorError, KeyError, ValueError) as error:
+        raise CheckpointMismatchError(f"{directory}: its tensors cannot be read: {error}") from error
+    return {name: entry for name, entry in metadata.state_dict_metadata.items() if _is_tensor(entry)}
+
+
+def read_resume(tensors: Mapping[str, Tensor], directory: Path, *, group: ProcessGroup | None = None) -> None:
+    """Fills `tensors` with what was written, this process' part of the sharded ones.
+
+    Raises:
+        CheckpointMismatchError: One is missing, has another shape or another element type, or a file is damaged.
+    """
+    stated = stated_tensors(directory)
+    for name, tensor in tensors.items():
+        entry = stated.get(name)
+        if entry is None:
+            raise CheckpointMismatchError(f"{directory}: holds no {name}")
+        if entry.size != tensor.shape or entry.properties.dtype != tensor.dtype:
+            raise CheckpointMismatchError(
+                f"{directory}: {name} is {entry.properties.dtype} {list(entry.size)}, the model has {tensor.dtype} "
+                f"{list(tensor.shape)}"
+            )
+    _expect_to_be_alone(group)
+    reader = HuggingFaceStorageReader(str(directory / FOLDER))
+    try:
+        dcp.load(dict(tensors), storage_reader=reader, process_group=group, no_dist=group is None)
+    except CheckpointException as error:
+        raise CheckpointMismatchError(f"{directory}: {_told(error)}") from error
+
+
+def _is_tensor(entry: object) -> bool:
+    return isinstance(entry, TensorStorageMetadata)
+
+
+def _told(error: CheckpointException) -> str:
+    """Which processes failed and why, without the traces."""
+    return "; ".join(f"process {rank}: {cause!r}" for rank, (cause, _) in sorted(error.failures.items()))
+
+
+def _expect_to_be_alone(group: ProcessGroup | None) -> None:
+    # DCP warns each time that it is used without other processes, which is the common case here.
+    if group is None:
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)

@@ -1,0 +1,199 @@
+"""Publishing a policy version: tensors to one safetensors file, digests, manifest, and the HTTP server of the content.
+
+Promises:
+
+- A file appears under its name by one atomic rename, after everything was written: no reader sees half of it.
+- The digests in the manifest are computed from the file that travels, not from the tensors that were meant.
+- A version comes with a delta against the one published before it, unless that saves less than a tenth of the bytes.
+- Writing and digesting happen outside the event loop; training goes on meanwhile.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import time
+from collections.abc import Mapping
+from contextlib import AbstractAsyncContextManager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from prometheus_client import Counter
+from safetensors import SafetensorError
+
+from penstock.clock import Clock
+from penstock.deltas.content import write_delta
+from penstock.errors import InvalidFieldError
+from penstock.model.adapter_layout import AdapterSpec, to_message
+from penstock.model.digests import manifest_digest, safetensors_digests
+from penstock.network.rpc import MAX_MESSAGE_BYTES
+from penstock.security import Security
+from penstock.timestamps import timestamp
+from penstock.transfer.chunks import chunks_of
+from penstock.transfer.content_server import serving_contents
+from penstock.transfer.rate import ByteRate
+from penstock.v1 import weights_pb2
+from services.trainer.publishing.deltas import PublishedDelta
+from services.trainer.publishing.version_store import PublishedVersion, WeightStore
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+MAX_MANIFEST_BYTES = MAX_MESSAGE_BYTES - 1024**2
+"""As a message, with room for what stands around it."""
+MAX_DELTA_SHARE = 0.9
+"""Of the full content's bytes; a larger delta would cost more time to make and apply than it saves on the way."""
+SERVED_BYTES = Counter("penstock_trainer_weights_served_bytes", "Bytes of weights sent to receivers")
+
+
+class WeightPublisher:
+    """Publishes the versions of one run into `directory`, which it owns: what it finds there is deleted."""
+
+    def __init__(self, *, store: WeightStore, run_id: str, directory: Path, base_url: str, clock: Clock) -> None:
+        self._store = store
+        self._run_id = run_id
+        self._directory = directory
+        self._base_url = base_url.rstrip("/")
+        self._clock = clock
+        self._last: PublishedVersion | None = None
+        self._instance_id, self._epoch = "", 0
+
+    def open(self, *, instance_id: str = "", epoch: int = 0) -> None:
+        """Start with an empty folder and an empty store; what is published says in whose name."""
+        self._instance_id, self._epoch = instance_id, epoch
+        if self._directory.is_symlink():
+            # What it leads to is not this run's to empty or to fill.
+            self._directory.unlink()
+        shutil.rmtree(self._directory, ignore_errors=True)
+        self._directory.mkdir(parents=True)
+        self._last = None
+        self._store.reset(self._run_id)
+
+    async def publish(
+        self,
+        tensors: Mapping[str, Tensor],
+        *,
+        policy_version: int,
+        history: int,
+        adapter: AdapterSpec | None = None,
+    ) -> float:
+        """Write, digest and offer a version; returns the seconds it took.
+
+        Args:
+            tensors: Hugging Face names (an adapter's: those of PEFT) to CPU tensors that nobody changes meanwhile.
+            policy_version: The version they are.
+            history: The run's history counter.
+            adapter: How the tensors are applied where they are an adapter.
+
+        Raises:
+            InvalidFieldError: The list of its tensors and chunks fits no message.
+            OSError: The disk refuses.
+        """
+        start = time.monotonic()
+        version = await asyncio.to_thread(self._prepare, tensors, policy_version, history, adapter)
+        self._store.add(version)
+        self._last = version
+        return time.monotonic() - start
+
+    def _prepare(
+        self, tensors: Mapping[str, Tensor], policy_version: int, history: int, adapter: AdapterSpec | None
+    ) -> PublishedVersion:
+        path = self._directory / f"v{policy_version}-h{history}.safetensors"
+        write_safetensors(tensors, path)
+        infos = safetensors_digests(path)
+        manifest = weights_pb2.WeightsManifest(
+            run_id=self._run_id,
+            policy_version=policy_version,
+            history=history,
+            instance_id=self._instance_id,
+            epoch=self._epoch,
+            kind=weights_pb2.WEIGHTS_KIND_FULL if adapter is None else weights_pb2.WEIGHTS_KIND_ADAPTER,
+            encoding=weights_pb2.WEIGHTS_ENCODING_SAFETENSORS,
+            tensors=[
+                weights_pb2.TensorInfo(
+                    name=info.name, dtype=info.dtype, shape=info.shape, sha256=info.sha256, size_bytes=info.size_bytes
+                )
+                for info in infos
+            ],
+            digest=manifest_digest(infos),
+            publish_time=timestamp(self._clock.now_s()),
+            adapter=None if adapter is None else to_message(adapter),
+        )
+        self._describe_content(manifest, path)
+        if manifest.ByteSize() > MAX_MANIFEST_BYTES:
+            raise InvalidFieldError(
+                f"the manifest of {len(infos)} tensors and {len(manifest.chunks)} chunks has {manifest.ByteSize()} "
+                f"bytes, at most {MAX_MANIFEST_BYTES} can be sent; store the model with fewer, larger tensors",
+                field="manifest",
+            )
+        return PublishedVersion(manifest=manifest, path=path, delta=self._prepare_delta(manifest, path))
+
+    def _prepare_delta(self, full: weights_pb2.WeightsManifest, path: Path) -> PublishedDelta | None:
+        """What leads from the version published last to `full`, whose content is at `path`; None where not worth it."""
+        last = self._last
+        if last is None or last.manifest.history != full.history or full.policy_version <= last.manifest.policy_version:
+            return None
+        target = path.with_suffix(".delta")
+        size_bytes = write_delta(
+            last.path,
+            path,
+            target,
+            base_digest=last.manifest.digest,
+            digest=full.digest,
+            max_bytes=int(full.size_bytes * MAX_DELTA_SHARE),
+        )
+        if size_bytes is None:
+            return None
+        manifest = weights_pb2.WeightsManifest()
+        manifest.CopyFrom(full)
+        manifest.kind = weights_pb2.WEIGHTS_KIND_DELTA
+        manifest.encoding = weights_pb2.WEIGHTS_ENCODING_CHANGED_BLOCKS
+        manifest.base_version = last.manifest.policy_version
+        manifest.base_digest = last.manifest.digest
+        self._describe_content(manifest, target)
+        return PublishedDelta(manifest=manifest, path=target)
+
+    def _describe_content(self, manifest: weights_pb2.WeightsManifest, path: Path) -> None:
+        """Fill in what travels: size, chunks and address of the file at `path`."""
+        del manifest.chunks[:]
+        manifest.chunks.extend(chunks_of(path))
+        manifest.size_bytes = path.stat().st_size
+        manifest.urls[:] = [f"{self._base_url}/weights/{self._run_id}/{path.name}"]
+
+
+def write_safetensors(tensors: Mapping[str, Tensor], path: Path) -> None:
+    """One safetensors file, complete under its name or not there; raises OSError where the disk refuses it."""
+    # Imported here: it brings torch, which the server should not wait for before it listens.
+    from safetensors.torch import save_file
+
+    temporary = path.with_suffix(".tmp")
+    try:
+        save_file(dict(tensors), temporary)
+        os.replace(temporary, path)
+    except SafetensorError as error:
+        raise OSError(f"{path}: {error}") from error
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def serving_weights(
+    store: WeightStore,
+    *,
+    listen: str,
+    security: Security,
+    max_bytes_per_second: float | None = None,
+) -> AbstractAsyncContextManager[str]:
+    """Serve the store's content over HTTP with ranged GETs; yields the base address.
+
+    Raises:
+        PortUnavailableError: `listen` cannot be listened on.
+    """
+    return serving_contents(
+        store.content,
+        listen=listen,
+        setting="weights_listen",
+        security=security,
+        rate=ByteRate(max_bytes_per_second) if max_bytes_per_second is not None else None,
+        on_served=SERVED_BYTES.inc,
+    )

@@ -1,0 +1,332 @@
+"""The published versions of a run: their manifests, where their content lies, and who holds what.
+
+Promises:
+
+- A version is offered only when its content is complete on disk; at most `max_kept` versions are, the oldest go first.
+- The newest version is the one published last: after a rewind a lower version with a higher history replaces it.
+- A reported digest that is not the published one is refused (DIGEST_MISMATCH) and never recorded as held.
+- Content is looked up by the names made here; no part of a request ever becomes a path.
+- A receiver that says what it holds is offered what takes the fewest bytes: deltas or the full content.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import OrderedDict
+from collections.abc import AsyncIterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import grpc
+import structlog
+
+from penstock.clients.weights import MAX_FAILURE_CHARACTERS, content_id
+from penstock.errors import (
+    DigestMismatchError,
+    InvalidFieldError,
+    NotOfferedError,
+    ServiceUnavailableError,
+    UnknownVersionError,
+)
+from penstock.security.addresses import MAX_URL_CHARACTERS, OwnAddresses, Peer, check_url
+from penstock.v1 import weights_pb2, weights_pb2_grpc
+from services.trainer.publishing.broadcasts import Broadcasts
+from services.trainer.publishing.deltas import DeltaShelf, PublishedDelta
+from services.trainer.publishing.relay_tree import SiteRelays
+from services.trainer.publishing.source_failures import SourceFailures
+
+SERVICE_NAME = "penstock.v1.WeightStoreService"
+MAX_KEPT_VERSIONS = 3
+MAX_KNOWN_DIGESTS = 256
+MAX_HOLDINGS = 4096
+MAX_NAMED_CONTENTS = 64
+"""More than the versions and deltas that are kept."""
+MAX_NAME_CHARACTERS = 128
+WATCH_POLL_S = 1.0
+TRUSTED_SETTING = "trusted_relay_hosts of the trainer's own configuration"
+
+_log = structlog.get_logger()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PublishedVersion:
+    """A version that receivers may take."""
+
+    manifest: weights_pb2.WeightsManifest
+    path: Path
+    """Its content, complete."""
+    delta: PublishedDelta | None = None
+    """What leads to it from the version published before; None where that is no saving."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Holding:
+    """A receiver's statement that its engine holds a version, digest checked."""
+
+    policy_version: int
+    swap_pause_s: float
+    fetched_bytes: int
+    origin_bytes: int
+    """Those of them that did not come from a relay of the receiver's site."""
+
+
+class WeightStore:
+    """The versions of the run under way; starts empty."""
+
+    def __init__(self, *, max_kept: int = MAX_KEPT_VERSIONS) -> None:
+        self._max_kept = max_kept
+        self._run_id = ""
+        self._kept: OrderedDict[str, PublishedVersion] = OrderedDict()
+        self._deltas = DeltaShelf()
+        self._names: OrderedDict[str, str] = OrderedDict()
+        self._digests: OrderedDict[int, str] = OrderedDict()
+        self._grown = asyncio.Event()
+        self.holdings: OrderedDict[str, Holding] = OrderedDict()
+        self.relays = SiteRelays()
+
+    def reset(self, run_id: str) -> None:
+        """Offer nothing until `run_id` publishes."""
+        self._run_id = run_id
+        self._kept.clear()
+        self._deltas.clear()
+        self._names.clear()
+        self._digests.clear()
+        self.holdings.clear()
+        self.relays.clear()
+
+    def add(self, version: PublishedVersion) -> None:
+        """Offer a version as the newest; deletes the content of versions no longer kept."""
+        manifest = version.manifest
+        self._kept[version.path.name] = version
+        self._kept.move_to_end(version.path.name)
+        self._names[content_id(manifest)] = version.path.name
+        if version.delta is not None:
+            self._deltas.add(version.delta, full_bytes=manifest.size_bytes)
+            self._names[content_id(version.delta.manifest)] = version.delta.path.name
+        while len(self._names) > MAX_NAMED_CONTENTS:
+            self._names.popitem(last=False)
+        self._digests[manifest.policy_version] = manifest.digest
+        self._digests.move_to_end(manifest.policy_version)
+        while len(self._digests) > MAX_KNOWN_DIGESTS:
+            self._digests.popitem(last=False)
+        while len(self._kept) > self._max_kept:
+            _, oldest = self._kept.popitem(last=False)
+            oldest.path.unlink(missing_ok=True)
+        self._grown.set()
+        self._grown = asyncio.Event()
+
+    def newest(self, run_id: str) -> PublishedVersion:
+        """The version published last; raises UnknownVersionError."""
+        self.require_run(run_id)
+        if not self._kept:
+            raise UnknownVersionError(f"run {run_id} has published nothing yet", run_id=run_id)
+        return next(reversed(self._kept.values()))
+
+    def version(self, run_id: str, policy_version: int) -> PublishedVersion:
+        """A kept version, of the newest history that has it; raises UnknownVersionError."""
+        self.require_run(run_id)
+        for version in reversed(self._kept.values()):
+            if version.manifest.policy_version == policy_version:
+                return version
+        raise UnknownVersionError(
+            f"version {policy_version} of run {run_id} was never published or is no longer kept; ask for the newest",
+            policy_version=policy_version,
+        )
+
+    def content(self, run_id: str, name: str) -> Path | None:
+        """Where the content of that name lies; None when it is not offered."""
+        if run_id != self._run_id:
+            return None
+        version = self._kept.get(name)
+        return version.path if version is not None else self._deltas.content(name)
+
+    def find_content(self, run_id: str, content_id: str) -> Path | None:
+        """Where the content with that id lies; None when it is not offered."""
+        name = self._names.get(content_id)
+        return None if name is None else self.content(run_id, name)
+
+    def offer(
+        self, run_id: str, policy_version: int | None, *, held_version: int, held_digest: str
+    ) -> list[weights_pb2.WeightsManifest]:
+        """What leads a receiver from what it holds to a version (the newest where None) by the fewest bytes.
+
+        Returns:
+            Deltas to apply in order, or the full manifest alone.
+
+        Raises:
+            UnknownVersionError: The version is not kept.
+        """
+        version = self.newest(run_id) if policy_version is None else self.version(run_id, policy_version)
+        chain = self._deltas.chain(version.manifest, held_version=held_version, held_digest=held_digest)
+        return chain or [version.manifest]
+
+    async def wait_for_newer(self, seen: weights_pb2.WeightsManifest | None, *, timeout_s: float) -> bool:
+        """Whether something other than `seen` is the newest, waiting up to `timeout_s` for it."""
+        grown = self._grown
+        if self._kept and next(reversed(self._kept.values())).manifest is not seen:
+            return True
+        try:
+            async with asyncio.timeout(timeout_s):
+                await grown.wait()
+        except TimeoutError:
+            return False
+        return True
+
+    def record_holding(self, run_id: str, receiver_id: str, holding: Holding, *, digest: str) -> None:
+        """A receiver holds a version; raises UnknownVersionError, DigestMismatchError."""
+        self.require_run(run_id)
+        published = self._digests.get(holding.policy_version)
+        if published is None:
+            raise UnknownVersionError(
+                f"version {holding.policy_version} of run {run_id} is not known here",
+                policy_version=holding.policy_version,
+            )
+        if digest != published:
+            _log.error(
+                "refused weights", receiver=receiver_id[:64], policy_version=holding.policy_version, digest=digest[:64]
+            )
+            raise DigestMismatchError(
+                f"version {holding.policy_version} has digest {published}, {receiver_id} holds {digest:.64}; "
+                "do not serve it, fetch it again",
+                policy_version=holding.policy_version,
+            )
+        self.holdings[receiver_id] = holding
+        self.holdings.move_to_end(receiver_id)
+        while len(self.holdings) > MAX_HOLDINGS:
+            self.holdings.popitem(last=False)
+
+    def require_run(self, run_id: str) -> None:
+        """Raises UnknownVersionError unless this is the run under way."""
+        if not run_id or run_id != self._run_id:
+            raise UnknownVersionError(f"no weights of run {run_id!r:.80} here", run_id=run_id)
+
+
+class WeightStoreService(weights_pb2_grpc.WeightStoreServiceServicer):
+    """Offers a WeightStore over gRPC.
+
+    Args:
+        store: What is published.
+        broadcasts: Offered too, where there are any.
+        own_addresses: Whether relays are where those are that register them.
+    """
+
+    def __init__(
+        self, store: WeightStore, *, broadcasts: Broadcasts | None = None, own_addresses: OwnAddresses | None = None
+    ) -> None:
+        self.stopping = asyncio.Event()
+        """Set when the server drains; whoever builds the server puts its own event here."""
+        self.failures = SourceFailures()
+        """What receivers cannot fetch from."""
+        self._store = store
+        self._broadcasts = broadcasts
+        self._own_addresses = own_addresses or OwnAddresses(setting=TRUSTED_SETTING)
+
+    async def GetManifest(
+        self, request: weights_pb2.GetManifestRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> weights_pb2.GetManifestResponse:
+        """The manifest of one version, or of the newest; a delta's where the caller says what it holds."""
+        policy_version = request.policy_version if request.HasField("policy_version") else None
+        held_digest = request.held_digest if request.HasField("held_version") else ""
+        *preceding, last = self._store.offer(
+            request.run_id, policy_version, held_version=request.held_version, held_digest=held_digest
+        )
+        response = weights_pb2.GetManifestResponse(manifest=last, preceding=preceding)
+        for manifest in response.preceding:
+            del manifest.tensors[:]
+        return response
+
+    async def WatchManifests(
+        self, request: weights_pb2.WatchManifestsRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> AsyncIterator[weights_pb2.WatchManifestsResponse]:
+        """Manifests as they are published; one that was replaced before it was sent is skipped."""
+        seen: weights_pb2.WeightsManifest | None = None
+        with self._attended_by(request):
+            while not self.stopping.is_set():
+                if await self._store.wait_for_newer(seen, timeout_s=WATCH_POLL_S):
+                    seen = self._store.newest(request.run_id).manifest
+                    yield weights_pb2.WatchManifestsResponse(manifest=seen)
+        raise ServiceUnavailableError("the weight store is draining; reconnect")
+
+    async def FindSources(
+        self, request: weights_pb2.FindSourcesRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> weights_pb2.FindSourcesResponse:
+        """Where the receiver fetches a content from: a relay of its site, or the manifest's urls."""
+        self._store.require_run(request.run_id)
+        _check_receiver(request.receiver_id)
+        _check_content_id(request.content_id)
+        _check_length("site", request.site, MAX_NAME_CHARACTERS)
+        _check_length("failed_url", request.failed_url, MAX_URL_CHARACTERS)
+        _check_length("failure", request.failure, MAX_FAILURE_CHARACTERS)
+        if request.relay_url:
+            await self._check_relay(request, context)
+        if request.failed_url and request.failure:
+            self.failures.note(request.receiver_id, request.failed_url, request.failure)
+        relay_urls = self._store.relays.sources(
+            site=request.site,
+            content_id=request.content_id,
+            receiver_id=request.receiver_id,
+            relay_url=request.relay_url,
+            failed_url=request.failed_url,
+        )
+        return weights_pb2.FindSourcesResponse(relay_urls=relay_urls)
+
+    async def _check_relay(
+        self, request: weights_pb2.FindSourcesRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> None:
+        try:
+            await self._own_addresses.check("relay_url", request.relay_url, Peer.of(context))
+        except InvalidFieldError as error:
+            self.failures.note(request.receiver_id, request.relay_url, f"its relay is refused: {error}")
+            raise
+
+    async def JoinBroadcast(
+        self, request: weights_pb2.JoinBroadcastRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> weights_pb2.JoinBroadcastResponse:
+        """A place in the next broadcast of a content, once it begins."""
+        self._store.require_run(request.run_id)
+        _check_receiver(request.receiver_id)
+        _check_content_id(request.content_id)
+        if self._broadcasts is None:
+            raise NotOfferedError("this weight store broadcasts nothing; fetch the content")
+        return await self._broadcasts.join(request)
+
+    async def ReportHolding(
+        self, request: weights_pb2.ReportHoldingRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> weights_pb2.ReportHoldingResponse:
+        """Check and record what a receiver holds."""
+        _check_receiver(request.receiver_id)
+        if request.relay_url:
+            # Nobody is told it; relays are found by FindSources.
+            check_url("relay_url", request.relay_url)
+        holding = Holding(
+            policy_version=request.policy_version,
+            swap_pause_s=request.swap_pause_s,
+            fetched_bytes=request.fetched_bytes,
+            origin_bytes=request.origin_bytes,
+        )
+        self._store.record_holding(request.run_id, request.receiver_id, holding, digest=request.digest)
+        newest = self._store.newest(request.run_id).manifest
+        return weights_pb2.ReportHoldingResponse(newest_version=newest.policy_version)
+
+    def _attended_by(self, request: weights_pb2.WatchManifestsRequest) -> AbstractContextManager[None]:
+        if self._broadcasts is None or not request.joins_broadcasts:
+            return nullcontext()
+        _check_receiver(request.receiver_id)
+        return self._broadcasts.attended_by(request.receiver_id)
+
+
+def _check_receiver(receiver_id: str) -> None:
+    if not 1 <= len(receiver_id) <= MAX_NAME_CHARACTERS:
+        raise InvalidFieldError(f"receiver_id: must have 1 to {MAX_NAME_CHARACTERS} characters", field="receiver_id")
+
+
+def _check_length(field: str, value: str, most: int) -> None:
+    if len(value) > most:
+        raise InvalidFieldError(f"{field}: must have at most {most} characters", field=field)
+
+
+def _check_content_id(content: str) -> None:
+    if len(content) != 64 or not set(content) <= set("0123456789abcdef"):
+        raise InvalidFieldError("content_id: must be a SHA-256, 64 hex digits", field="content_id")

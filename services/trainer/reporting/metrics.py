@@ -1,0 +1,171 @@
+"""What is counted of each step, and the file it goes to: metrics.jsonl, one JSON object a line, oldest first.
+
+Promises:
+
+- A line is whole or absent, and names its `policy_version` and `time` (Unix seconds).
+- After a resume the file holds exactly the steps of the surviving history: lines beyond the resumed version are cut.
+
+Keys: reward/{mean,std}; length/{mean,max} in completion tokens; staleness/{min,mean,max} in versions;
+throughput/{samples_per_second,response_tokens_per_second} over the step's wall time;
+time/{step_s,train_s,idle_s,publish_s} since the step before; wait/{samples,acknowledging,publishing,checkpointing}_s,
+the parts of that in which the trainer waited for them; step/pack_fill, tokens over the token budget of the step's
+forward passes; step/{samples,groups,response_tokens,zero_variance_groups,skipped_samples}; step/skipped_attempts, how
+often the step was begun before and given up for a loss or gradient that was not finite;
+optimizer/{grad_norm,learning_rate}; loss/* as the loss names them (per-token means and maxima: ratio, ratio_max,
+clip_fraction, entropy, mismatch_kl, importance_weight).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from prometheus_client import Counter, Gauge, Histogram
+
+from services.trainer.batches.training_sample import TrainingSample
+from services.trainer.reporting.stall_timer import Cause
+from services.trainer.step.step import StepReport
+
+STEPS = Counter("penstock_trainer_steps", "Optimiser steps taken")
+SAMPLES = Counter("penstock_trainer_samples", "Samples trained on")
+SKIPPED = Counter("penstock_trainer_skipped_samples", "Samples left out of a step", ["reason"])
+SKIPPED_STEPS = Counter("penstock_trainer_skipped_steps", "Steps begun again without the groups at fault", ["reason"])
+WAITS = Counter("penstock_trainer_wait_seconds", "Time in which training waited, by what for", ["cause"])
+IDLE = Counter("penstock_trainer_idle_seconds", "Time without anything to compute while training")
+POLICY_VERSION = Gauge("penstock_trainer_policy_version", "Version of the weights being trained")
+STALENESS = Histogram(
+    "penstock_trainer_staleness_versions", "Staleness of trained samples", buckets=(0, 1, 2, 4, 8, 16, 32)
+)
+
+Line = dict[str, float]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepTimes:
+    """Where the wall time since the step before went, seconds."""
+
+    step_s: float
+    train_s: float
+    """The compute thread worked."""
+    publish_s: float
+    """Writing and digesting the version before, beside the step."""
+    waits_s: Mapping[Cause, float] = field(default_factory=dict)
+    """In which training waited, by what for."""
+
+    @property
+    def idle_s(self) -> float:
+        """The compute thread had nothing to do."""
+        return max(0.0, self.step_s - self.train_s)
+
+
+def step_line(
+    report: StepReport, samples: Sequence[TrainingSample], times: StepTimes, *, policy_version: int, now_s: float
+) -> Line:
+    """The metrics of a step that produced `policy_version` from `samples`."""
+    lengths = [int(sample.completion_token_ids.size) for sample in samples]
+    staleness = [policy_version - 1 - int(sample.policy_versions.min()) for sample in samples]
+    line = {
+        "policy_version": float(policy_version),
+        "time": now_s,
+        "reward/mean": report.reward_mean,
+        "reward/std": report.reward_std,
+        "length/mean": sum(lengths) / len(lengths),
+        "length/max": float(max(lengths)),
+        "staleness/min": float(min(staleness)),
+        "staleness/mean": report.staleness_mean,
+        "staleness/max": float(report.staleness_max),
+        "throughput/samples_per_second": report.num_samples / times.step_s if times.step_s > 0 else 0.0,
+        "throughput/response_tokens_per_second": sum(lengths) / times.step_s if times.step_s > 0 else 0.0,
+        "time/step_s": times.step_s,
+        "time/train_s": times.train_s,
+        "time/idle_s": times.idle_s,
+        "time/publish_s": times.publish_s,
+        "step/samples": float(report.num_samples),
+        "step/groups": float(report.num_groups),
+        "step/response_tokens": float(sum(lengths)),
+        "step/zero_variance_groups": float(report.num_zero_advantage_groups),
+        "step/skipped_samples": float(len(report.skipped)),
+        "optimizer/grad_norm": report.optimizer.grad_norm,
+        "optimizer/learning_rate": report.optimizer.learning_rate,
+    }
+    if report.num_replayed_samples:
+        line["step/replayed_samples"] = float(report.num_replayed_samples)
+        line["staleness/replayed_max"] = float(report.replayed_staleness_max)
+    line |= {f"wait/{cause.value}_s": seconds for cause, seconds in times.waits_s.items()}
+    if report.pack_fill is not None:
+        line["step/pack_fill"] = report.pack_fill
+    line |= {f"loss/{name}": value for name, value in report.loss_metrics.items()}
+    return {name: value for name, value in line.items() if math.isfinite(value)}
+
+
+def count_step(report: StepReport, samples: Sequence[TrainingSample], times: StepTimes, *, policy_version: int) -> None:
+    """Add a step to the process's Prometheus numbers."""
+    STEPS.inc()
+    SAMPLES.inc(report.num_samples)
+    IDLE.inc(times.idle_s)
+    for cause, seconds in times.waits_s.items():
+        WAITS.labels(cause=cause.value).inc(max(0.0, seconds))
+    POLICY_VERSION.set(policy_version)
+    for skipped in report.skipped:
+        SKIPPED.labels(reason=skipped.reason.value).inc()
+    for sample in samples:
+        STALENESS.observe(policy_version - 1 - int(sample.policy_versions.min()))
+
+
+class JsonLines:
+    """A file of JSON objects, one a line, each with a `policy_version`.
+
+    A line that the disk refuses is kept, whole, until the disk takes it: see `flush`.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._unwritten: list[str] = []
+
+    def append(self, line: Mapping[str, object]) -> None:
+        """Add a line, whole numbers as such. Raises OSError where the disk refuses it, and keeps it then."""
+        plain = {k: int(v) if k == "policy_version" and isinstance(v, float) else v for k, v in line.items()}
+        self._unwritten.append(json.dumps(plain) + "\n")
+        self.flush()
+
+    def flush(self) -> None:
+        """Write what the disk refused before; call it before a checkpoint says that those steps need not come again.
+
+        Raises OSError when it refuses still; nothing is left half written.
+        """
+        while self._unwritten:
+            self._write(self._unwritten[0])
+            del self._unwritten[0]
+
+    def _write(self, text: str) -> None:
+        size_bytes = self._path.stat().st_size if self._path.exists() else 0
+        try:
+            with self._path.open("a", encoding="utf-8") as file:
+                file.write(text)
+        except OSError:
+            with suppress(OSError):
+                os.truncate(self._path, size_bytes)
+            raise
+
+    def read(self) -> list[dict[str, float]]:
+        """Every whole line, oldest first; a last line that a crash cut short is left out."""
+        if not self._path.exists():
+            return []
+        lines = self._path.read_text(encoding="utf-8").splitlines(keepends=True)
+        return [json.loads(line) for line in lines if line.endswith("\n")]
+
+    def cut_after(self, policy_version: int) -> None:
+        """Keep only lines of `policy_version` and before."""
+        kept = [line for line in self.read() if line["policy_version"] <= policy_version]
+        temporary = self._path.with_suffix(".tmp")
+        try:
+            temporary.write_text("".join(json.dumps(line) + "\n" for line in kept), encoding="utf-8")
+            os.replace(temporary, self._path)
+        except OSError:
+            temporary.unlink(missing_ok=True)
+            raise

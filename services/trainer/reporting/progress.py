@@ -1,0 +1,158 @@
+"""Where a run is, apart from the model: what a checkpoint remembers beside the weights.
+
+Promises:
+
+- `policy_version` is that of the weights in memory; it advances with the optimiser step, `acked_version` with the
+  broker's receipt. A crash between the two is healed by re-opening the run with the ledger.
+- `outstanding` names every training group that may be in the broker's hands: submitted or about to be, and neither
+  trained nor dropped by this trainer. Submitting is idempotent, so a resumed run submits them again.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import deque
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field
+
+from penstock.v1 import broker_pb2
+from penstock.wire.codec import index_mask
+from services.trainer.checkpoints.checkpoint import CheckpointFormatError, ResumeState
+from services.trainer.reporting.overlap import OverlapTotals
+
+MAX_LEDGER_STEPS = 64
+"""Steps whose groups are remembered: more than a broker's store can lose between two of its writes to disk."""
+MAX_SAMPLE_INDEX = 1_023
+"""The largest that the broker gives a sample of a prompt."""
+MAX_RECORD_BYTES = 4 * 1024 * 1024
+"""Of the ledger in one OpenRun, which goes out every few seconds: a message holds 16 MiB, the largest step included."""
+_EXTRA_KEY = "progress"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LedgerStep:
+    """The groups of one optimiser step."""
+
+    policy_version: int
+    group_ids: tuple[str, ...]
+    trained_samples: tuple[bytes, ...] = ()
+    """A mask of the samples trained on for each group (`index_mask`); none in older checkpoints."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Progress:
+    """Mutable on purpose: the run's loop is its only writer."""
+
+    instance_id: str = ""
+    """Which run of this id it is; empty in runs from before there were instances."""
+    epoch: int = 0
+    """The newest epoch under which this run's trainers took it over, as far as is known here."""
+    policy_version: int = 0
+    acked_version: int = 0
+    position: int = 0
+    """Training prompts taken from the data so far."""
+    outstanding: dict[str, None] = field(default_factory=dict)
+    """Group ids, oldest first."""
+    ledger: deque[LedgerStep] = field(default_factory=lambda: deque(maxlen=MAX_LEDGER_STEPS))
+    num_trained_groups: int = 0
+    num_dropped_groups: int = 0
+    num_samples: int = 0
+    """Samples trained on."""
+    num_response_tokens: int = 0
+    """Completion tokens trained on."""
+    max_staleness_seen: int = 0
+    wall_s: float = 0.0
+    """Seconds of earlier processes of this run, up to their last checkpoint."""
+    overlap: OverlapTotals = field(default_factory=OverlapTotals)
+    """The training phase of earlier processes, likewise."""
+
+    def record_step(self, groups: Mapping[str, Iterable[int]]) -> None:
+        """An optimiser step was taken on these samples: their indices by group id."""
+        self.policy_version += 1
+        step = LedgerStep(
+            policy_version=self.policy_version,
+            group_ids=tuple(groups),
+            trained_samples=tuple(_mask(indices) for indices in groups.values()),
+        )
+        self.ledger.append(step)
+        self.num_trained_groups += len(groups)
+        for group_id in groups:
+            self.outstanding.pop(group_id, None)
+
+    def step_records(self, *, max_bytes: int = MAX_RECORD_BYTES) -> list[broker_pb2.StepRecord]:
+        """The end of the ledger as OpenRun takes it, newest last: as many steps as fit, and the newest one always."""
+        records: deque[broker_pb2.StepRecord] = deque()
+        for step in reversed(self.ledger):
+            record = broker_pb2.StepRecord(
+                policy_version=step.policy_version, group_ids=step.group_ids, trained_samples=step.trained_samples
+            )
+            max_bytes -= record.ByteSize()
+            if records and max_bytes < 0:
+                break
+            records.appendleft(record)
+        return list(records)
+
+    def to_resume_state(self, *, wall_s: float, overlap: OverlapTotals) -> ResumeState:
+        """What a checkpoint of the present moment holds."""
+        document = {
+            "instance_id": self.instance_id,
+            "epoch": self.epoch,
+            "outstanding": list(self.outstanding),
+            "ledger": [
+                asdict(step) | {"trained_samples": [mask.hex() for mask in step.trained_samples]}
+                for step in self.ledger
+            ],
+            "num_trained_groups": self.num_trained_groups,
+            "num_dropped_groups": self.num_dropped_groups,
+            "num_samples": self.num_samples,
+            "num_response_tokens": self.num_response_tokens,
+            "max_staleness_seen": self.max_staleness_seen,
+            "wall_s": wall_s,
+            "overlap": asdict(overlap),
+        }
+        return ResumeState(
+            policy_version=self.policy_version,
+            num_steps=self.policy_version,
+            data_position=self.position,
+            trained_group_ids=self.ledger[-1].group_ids if self.ledger else (),
+            extra={_EXTRA_KEY: json.dumps(document)},
+        )
+
+    @classmethod
+    def from_resume_state(cls, state: ResumeState) -> Progress:
+        """Where the checkpoint was taken; raises CheckpointFormatError."""
+        try:
+            document = json.loads(state.extra[_EXTRA_KEY])
+            steps = [
+                LedgerStep(
+                    policy_version=int(step["policy_version"]),
+                    group_ids=tuple(step["group_ids"]),
+                    trained_samples=tuple(bytes.fromhex(mask) for mask in step.get("trained_samples", ())),
+                )
+                for step in document["ledger"]
+            ]
+            return cls(
+                # Absent in checkpoints from before there were instances.
+                instance_id=str(document.get("instance_id", "")),
+                epoch=int(document.get("epoch", 0)),
+                policy_version=state.policy_version,
+                acked_version=state.policy_version,
+                position=state.data_position,
+                outstanding=dict.fromkeys(document["outstanding"]),
+                ledger=deque(steps, maxlen=MAX_LEDGER_STEPS),
+                num_trained_groups=int(document["num_trained_groups"]),
+                num_dropped_groups=int(document["num_dropped_groups"]),
+                num_samples=int(document["num_samples"]),
+                num_response_tokens=int(document["num_response_tokens"]),
+                max_staleness_seen=int(document["max_staleness_seen"]),
+                wall_s=float(document["wall_s"]),
+                overlap=OverlapTotals(**document["overlap"]),
+            )
+        except (ValueError, KeyError, TypeError) as error:
+            raise CheckpointFormatError(f"the checkpoint's progress cannot be read: {error!r}") from error
+
+
+def _mask(indices: Iterable[int]) -> bytes:
+    """The samples of a group. Who puts a group numbers them freely; of those only how many they are matters."""
+    found = list(indices)
+    return index_mask(found if max(found, default=0) <= MAX_SAMPLE_INDEX else range(len(found)))

@@ -1,0 +1,180 @@
+"""Where a run's numbers go besides metrics.jsonl: TensorBoard's files, Weights & Biases.
+
+Promises:
+
+- metrics.jsonl has every number, whatever becomes of a tracker: one that fails is logged and left out from then on.
+- A tracker that is asked for and cannot begin (not installed, no key) is refused before training does.
+- Names and values are those of metrics.jsonl and, as `eval/...`, of evaluations.jsonl; the step is the policy version.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+from urllib.parse import urlsplit
+
+import structlog
+
+from penstock.config import ConfigError
+from penstock.security.plain_text import is_local
+from services.trainer.config import TRACKER_PACKAGES, TrackerName
+from services.trainer.reporting.metrics import JsonLines
+
+_log = structlog.get_logger()
+Numbers = Mapping[str, float]
+_WANDB_ADDRESS = "WANDB_BASE_URL"
+
+
+class Tracker(Protocol):
+    """One of them."""
+
+    def log(self, numbers: Numbers, *, policy_version: int) -> None:
+        """Take the numbers of a version; called in order of versions, more than once for some."""
+        ...
+
+    def close(self) -> None:
+        """Write what is not written yet."""
+        ...
+
+
+class TensorBoard:
+    """Event files in a folder."""
+
+    def __init__(self, directory: Path, *, policy_version: int) -> None:
+        """Steps beyond `policy_version`, of a history that a resumed run gave up, are not shown any more."""
+        module = importlib.import_module("torch.utils.tensorboard")
+        self._writer: Any = module.SummaryWriter(str(directory), purge_step=policy_version + 1)
+
+    def log(self, numbers: Numbers, *, policy_version: int) -> None:
+        """See `Tracker`."""
+        for name, value in numbers.items():
+            self._writer.add_scalar(name, value, policy_version)
+
+    def close(self) -> None:
+        """See `Tracker`."""
+        self._writer.close()
+
+
+class WeightsAndBiases:
+    """A run of the same id at W&B, or, offline, in a folder that `wandb sync` uploads.
+
+    A resumed run goes on in the same one; W&B keeps what it has of steps that are trained anew.
+    """
+
+    def __init__(self, directory: Path, *, run_id: str, is_offline: bool, document: Mapping[str, Any]) -> None:
+        wandb: Any = importlib.import_module("wandb")
+        self._run: Any = wandb.init(
+            project=os.environ.get("WANDB_PROJECT", "penstock"),
+            id=run_id,
+            name=run_id,
+            dir=str(directory),
+            config=dict(document),
+            mode="offline" if is_offline else "online",
+            resume="allow",
+            settings=wandb.Settings(silent=True, console="off"),
+        )
+
+    def log(self, numbers: Numbers, *, policy_version: int) -> None:
+        """See `Tracker`."""
+        self._run.log(dict(numbers), step=policy_version)
+
+    def close(self) -> None:
+        """See `Tracker`."""
+        self._run.finish()
+
+
+class Trackers:
+    """All that a run asked for."""
+
+    def __init__(self, trackers: Mapping[str, Tracker]) -> None:
+        self._trackers = dict(trackers)
+
+    def log(self, numbers: Numbers, *, policy_version: int) -> None:
+        """Pass numbers on; never raises."""
+        for name, tracker in list(self._trackers.items()):
+            try:
+                tracker.log(numbers, policy_version=policy_version)
+            except Exception as error:  # Whatever goes wrong in there, training goes on without it.
+                _log.error("a tracker failed and is left out from now on", tracker=name, error=str(error))
+                del self._trackers[name]
+
+    def close(self) -> None:
+        """End them all; never raises."""
+        for name, tracker in self._trackers.items():
+            try:
+                tracker.close()
+            except Exception as error:  # The same.
+                _log.error("a tracker could not be ended", tracker=name, error=str(error))
+        self._trackers = {}
+
+
+def open_trackers(
+    names: Sequence[TrackerName],
+    run_dir: Path,
+    *,
+    run_id: str,
+    policy_version: int,
+    document: Mapping[str, Any],
+    allows_plain: bool = False,
+) -> Trackers:
+    """Begin all of `names` for a run that stands at `policy_version`; blocks for seconds where one is online.
+
+    None is shown any credential of Penstock's. With `allows_plain` one may be told its own key in plain text.
+
+    Raises:
+        ConfigError: One is not installed, could not begin, or would be told its key in plain text.
+    """
+    if "wandb" in names and not allows_plain:
+        _check_address(_WANDB_ADDRESS)
+    opened: dict[str, Tracker] = {}
+    for name in names:
+        try:
+            match name:
+                case "tensorboard":
+                    opened[name] = TensorBoard(run_dir / "tensorboard", policy_version=policy_version)
+                case "wandb" | "wandb_offline":
+                    offline = name == "wandb_offline"
+                    opened[name] = WeightsAndBiases(run_dir, run_id=run_id, is_offline=offline, document=document)
+        except Exception as error:  # Third-party errors of any kind are the user's to hear of.
+            Trackers(opened).close()
+            is_missing = isinstance(error, ModuleNotFoundError)
+            fix = f"pip install {TRACKER_PACKAGES[name]}, or leave it out" if is_missing else str(error)
+            raise ConfigError(f"run.trackers: {name} cannot begin: {fix}") from error
+    return Trackers(opened)
+
+
+def _check_address(variable: str) -> None:
+    """Raises ConfigError where a key would go to another machine in plain text."""
+    address = os.environ.get(variable, "")
+    parts = urlsplit(address)
+    if parts.scheme == "http" and not is_local(f"{parts.hostname}:{parts.port or 80}"):
+        raise ConfigError(
+            f"run.trackers: {variable} is {address}, where the key would go in plain text; use https, or set "
+            "insecure: true in the trainer's configuration"
+        )
+
+
+class TrackedLines(JsonLines):
+    """A file of JSON lines whose numbers go to trackers, too."""
+
+    def __init__(self, path: Path, trackers: Trackers, *, prefix: str = "") -> None:
+        super().__init__(path)
+        self._trackers = trackers
+        self._prefix = prefix
+
+    def append(self, line: Mapping[str, object]) -> None:
+        """Add a line to the file, and to the trackers whether or not the disk takes it."""
+        numbers = {
+            f"{self._prefix}{name}": float(value)
+            for name, value in line.items()
+            if isinstance(value, int | float) and name not in ("policy_version", "time")
+        }
+        version = line["policy_version"]
+        assert isinstance(version, int | float)
+        try:
+            super().append(line)
+        finally:
+            self._trackers.log(numbers, policy_version=int(version))

@@ -1,0 +1,148 @@
+"""What the parts of one run share: its specification, its broker, its progress."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from penstock.clients.broker import BrokerClient
+from penstock.clock import Clock
+from penstock.errors import FencedError
+from penstock.v1 import broker_pb2
+from services.trainer.algorithms.base import Algorithm
+from services.trainer.config import SamplePolicyConfig, TrainingConfig
+from services.trainer.data.prompt_order import Tokenizer
+from services.trainer.folders.run_instance import RunInstance, write_instance
+from services.trainer.model.backend import Backend
+from services.trainer.reporting.progress import Progress
+
+# Generators and reward workers renew every few seconds; what a lost one held is with another after this long.
+LEASE_S = 15
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Policy:
+    """What is trained, and how prompts become its tokens."""
+
+    backend: Backend
+    tokenizer: Tokenizer
+    algorithm: Algorithm
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunSpec:
+    """Which run, and how."""
+
+    run_id: str
+    config: TrainingConfig
+    run_dir: Path
+    resume: bool
+    resumes: broker_pb2.RunOwner | None = None
+    """Where the trainer resumes by itself, the last owner it knows of: it takes the run over only if nobody else has
+    since. None when somebody asked for the run."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunContext:
+    """A run that is being worked on."""
+
+    spec: RunSpec
+    client: BrokerClient
+    progress: Progress
+    version_lock: asyncio.Lock
+    """Held by whoever changes or states the run's version at the broker: stating an old one would rewind the run."""
+    clock: Clock
+    owner: broker_pb2.RunOwner = field(default_factory=broker_pb2.RunOwner)
+    """In whose name this trainer calls the broker; its epoch is 0 until it has taken the run over."""
+    keep_owner: Callable[[broker_pb2.RunOwner], None] = lambda owner: None
+    """Hears, before and after a take-over, of the name and newest epoch that its next process must know; may block."""
+
+    @property
+    def config(self) -> TrainingConfig:
+        """The run's configuration."""
+        return self.spec.config
+
+    @property
+    def run_id(self) -> str:
+        """The run's name."""
+        return self.spec.run_id
+
+    async def take_over(self) -> broker_pb2.OpenRunResponse:
+        """Create the run or become its trainer: whoever trained it before is fenced from now on.
+
+        The client's calls say from now on in whose name they are made. Call with `version_lock` held. Raises what
+        `BrokerClient.open_run` does, and OSError.
+        """
+        owner = self.owner
+        self.client.owner = broker_pb2.RunOwner(
+            instance_id=owner.instance_id, owner_id=owner.owner_id, epoch=self.progress.epoch
+        )
+        # Before, so that a take-over whose answer is lost with this process is recognised as its own by the next one.
+        known = self.spec.resumes.epoch if self.spec.resumes is not None else self.progress.epoch
+        await asyncio.to_thread(self.keep_owner, broker_pb2.RunOwner(owner_id=owner.owner_id, epoch=known))
+        response = await self.open_run(self.progress.policy_version, takes_over=True)
+        owner.epoch = self.progress.epoch = response.epoch
+        self.client.owner = owner
+        await asyncio.to_thread(self.keep_owner, owner)
+        instance = RunInstance(instance_id=owner.instance_id, epoch=owner.epoch)
+        await asyncio.to_thread(write_instance, self.spec.run_dir, instance)
+        return response
+
+    async def check_owner(self) -> None:
+        """Raises FencedError where another trainer has taken the run over, and what `BrokerClient.get_run` does."""
+        self.check_view(await self.client.get_run(self.run_id))
+
+    def check_view(self, view: broker_pb2.GetRunResponse) -> None:
+        """The same, by a picture of the run."""
+        mine, owner = self.owner, view.owner
+        if mine.epoch and owner.owner_id != mine.owner_id and owner.epoch >= mine.epoch:
+            since = f"{view.owner_time.ToDatetime():%Y-%m-%d %H:%M:%S} UTC"
+            raise FencedError(
+                f"fenced: trainer {owner.owner_id!r} took run {self.run_id!r} over at {since} (epoch {owner.epoch}, "
+                f"this one's is {mine.epoch}); this trainer must end",
+                run_id=self.run_id,
+                owner_id=owner.owner_id,
+            )
+
+    async def open_run(self, policy_version: int, *, takes_over: bool = False) -> broker_pb2.OpenRunResponse:
+        """Tell the broker the ledger, and hear how the run stands; call with `version_lock` held.
+
+        Args:
+            policy_version: The trainer's version.
+            takes_over: Create the run or become its trainer, and rewind it where it is further; raises what
+                `BrokerClient.open_run` does.
+        """
+        algorithm = self.config.algorithm
+        limits = broker_pb2.RunLimits(
+            groups_per_step=algorithm.prompts_per_step,
+            group_size=algorithm.group_size,
+            max_staleness=algorithm.max_staleness,
+            max_completion_tokens=self.config.sampling.max_new_tokens,
+        )
+        limits.generation_lease.FromSeconds(LEASE_S)
+        limits.scoring_lease.FromSeconds(LEASE_S)
+        if (silence_s := self.config.trainer.max_lease_silence_s) is not None:
+            limits.token_silence.FromNanoseconds(round(silence_s * 1e9))
+        return await self.client.open_run(
+            self.run_id,
+            limits=limits,
+            policy=run_policy(self.config.policy),
+            policy_version=policy_version,
+            steps=self.progress.step_records(),
+            takes_over=takes_over,
+            resumes=self.spec.resumes if takes_over else None,
+        )
+
+
+def run_policy(config: SamplePolicyConfig) -> broker_pb2.RunPolicy:
+    """The policy as the broker takes it; its enums' names are the configuration's words in capitals."""
+    return broker_pb2.RunPolicy(
+        stale=broker_pb2.StalePolicy.Value(f"STALE_POLICY_{config.stale.upper()}"),
+        partial_groups=broker_pb2.PartialGroupPolicy.Value(f"PARTIAL_GROUP_POLICY_{config.partial_groups.upper()}"),
+        drops_zero_variance=config.drops_zero_variance,
+        num_extra_samples=config.num_extra_samples,
+        num_retained_steps=config.num_retained_steps,
+        dispatch=config.dispatch,
+    )

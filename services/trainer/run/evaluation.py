@@ -1,0 +1,217 @@
+"""Held-out accuracy, measured the way everything is made here: prompts to the broker, completions, scores back.
+
+Promises:
+
+- Both kinds are measured on the same prompts, one completion each: sampled (as in training) and greedy.
+- Only generators that hold at least the measured version decode them. Nothing here is ever trained on.
+- A measurement is written to evaluations.jsonl before the broker may forget its groups, so that after a crash it is
+  either on disk or still to be had.
+- No endless wait: without any new result for as long as `trainer.max_evaluation_silence_s` says, or what is derived in
+  its place, the measurement fails and says what was waited for. Time in which the broker was away does not count.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import structlog
+
+from penstock.clients.training import MicrobatchSession, Subscription
+from penstock.errors import DeadlineError
+from penstock.v1 import trainer_pb2, types_pb2
+from services.trainer.data.prompt_order import EncodedPrompt, build_prompt, evaluation_group_id, sampling_seed
+from services.trainer.reporting.metrics import JsonLines
+from services.trainer.run.context import RunContext
+from services.trainer.run.prompt_feeder import PromptSubmitter
+from services.trainer.run.stall_watch import Silence
+
+CONSUMER_ID = "trainer-0-evaluation"
+LEAST_SILENCE_S = 900.0
+MAX_HELD_GROUPS = 128
+GROUPS_PER_MICROBATCH = 32
+POLL_S = 0.5
+
+_log = structlog.get_logger()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Kind:
+    is_greedy: bool
+    sampling: types_pb2.SamplingParams
+
+
+class Evaluator:
+    """Measures one run's policy on its held-out prompts."""
+
+    def __init__(
+        self,
+        *,
+        context: RunContext,
+        submitter: PromptSubmitter,
+        prompts: Sequence[EncodedPrompt],
+        record: JsonLines,
+    ) -> None:
+        self._config = context.config
+        self._silence = Silence(
+            context,
+            setting="trainer.max_evaluation_silence_s",
+            configured_s=context.config.trainer.max_evaluation_silence_s,
+            least_s=LEAST_SILENCE_S,
+        )
+        self._run_id = context.run_id
+        self._client = context.client
+        self._clock = context.clock
+        self._submitter = submitter
+        self._prompts = prompts
+        self._record = record
+
+    @property
+    def has_prompts(self) -> bool:
+        """Whether there is anything to measure on."""
+        return bool(self._prompts)
+
+    async def forget_leftovers(self) -> None:
+        """Let the broker forget groups of measurements that are on record; for a run that goes on after a crash."""
+        for line in self._record.read():
+            ids = list(self._groups(int(line["policy_version"]), int(line["history"])))
+            await self._client.drop_groups(self._run_id, ids, reason="evaluated")
+
+    async def measure(
+        self, *, policy_version: int, history: int, on_waiting: Callable[[str], None]
+    ) -> trainer_pb2.EvaluationReport:
+        """Measure, or return what is on record for that version.
+
+        Args:
+            policy_version: The least version that may decode.
+            history: The run's history counter; part of the groups' names.
+            on_waiting: Told what is waited for, for people.
+
+        Raises:
+            DeadlineError: No new result for too long, see above.
+            PenstockError: The broker refused something for good.
+        """
+        for line in self._record.read():
+            if line["policy_version"] == policy_version:
+                return _report(line)
+        groups = self._groups(policy_version, history)
+        sending = asyncio.create_task(self._submitter.submit(list(groups.values())))
+        try:
+            scores = await self._collect(groups, sending, on_waiting)
+        finally:
+            sending.cancel()
+            await asyncio.gather(sending, return_exceptions=True)
+        measured = self._line(policy_version, history, scores)
+        self._record.append(measured)
+        await self._client.drop_groups(self._run_id, list(groups), reason="evaluated")
+        return _report(measured)
+
+    def _groups(self, policy_version: int, history: int) -> dict[str, types_pb2.Prompt]:
+        prompts: dict[str, types_pb2.Prompt] = {}
+        for kind in self._kinds():
+            for index, encoded in enumerate(self._prompts):
+                group_id = evaluation_group_id(
+                    policy_version=policy_version, history=history, is_greedy=kind.is_greedy, index=index
+                )
+                # The same seeds at every version: differences come from the policy.
+                kind.sampling.seed = sampling_seed(self._config.run.seed, index)
+                prompts[group_id] = build_prompt(
+                    encoded,
+                    group_id=group_id,
+                    group_size=1,
+                    sampling=kind.sampling,
+                    purpose=types_pb2.PURPOSE_EVALUATE,
+                )
+                prompts[group_id].min_policy_version = policy_version
+        return prompts
+
+    def _kinds(self) -> tuple[_Kind, _Kind]:
+        sampling = self._config.sampling
+        sampled = types_pb2.SamplingParams(temperature=sampling.temperature, max_new_tokens=sampling.max_new_tokens)
+        greedy = types_pb2.SamplingParams(temperature=0.0, max_new_tokens=sampling.max_new_tokens)
+        return _Kind(is_greedy=False, sampling=sampled), _Kind(is_greedy=True, sampling=greedy)
+
+    async def _collect(
+        self, groups: dict[str, types_pb2.Prompt], sending: asyncio.Task[None], on_waiting: Callable[[str], None]
+    ) -> dict[str, float | None]:
+        """The score of each group; None where there is none."""
+        scores: dict[str, float | None] = {}
+        session = MicrobatchSession(
+            self._client.channel,
+            peer=self._client.peer,
+            subscription=Subscription(
+                run_id=self._run_id,
+                consumer_id=CONSUMER_ID,
+                purpose=types_pb2.PURPOSE_EVALUATE,
+                max_held_groups=MAX_HELD_GROUPS,
+                max_groups=GROUPS_PER_MICROBATCH,
+                owner=self._client.owner,
+            ),
+        )
+        self._silence.restart()
+        async with session:
+            while len(scores) < len(groups):
+                if sending.done():
+                    sending.result()
+                microbatch = await session.next(timeout_s=POLL_S)
+                num_before = len(scores)
+                if microbatch is not None:
+                    ids = [group.prompt.group_id for group in microbatch.groups]
+                    scores |= {i: _score(g) for i, g in zip(ids, microbatch.groups, strict=True) if i in groups}
+                    await self._forget_strays([i for i in ids if i not in groups])
+                    session.release(ids)
+                if len(scores) > num_before or session.is_away:
+                    self._silence.restart()
+                elif (limit := await self._silence.exceeded()) is not None:
+                    raise DeadlineError(
+                        f"evaluation: {len(groups) - len(scores)} of {len(groups)} held-out completions did not come "
+                        f"within {limit}; last word: {session.waiting_reason}"
+                    )
+                why = f"; {session.waiting_reason}" if session.waiting_reason else ""
+                on_waiting(f"{len(scores)} of {len(groups)} held-out completions scored{why}")
+        return scores
+
+    async def _forget_strays(self, group_ids: Sequence[str]) -> None:
+        """Groups of an earlier measurement that was interrupted and is not wanted any more."""
+        if group_ids:
+            await self._client.drop_groups(self._run_id, group_ids, reason="evaluated")
+
+    def _line(self, policy_version: int, history: int, scores: dict[str, float | None]) -> dict[str, object]:
+        means: dict[str, float | None] = {}
+        for name, is_greedy in (("sampled_accuracy", False), ("greedy_accuracy", True)):
+            ids = [
+                evaluation_group_id(policy_version=policy_version, history=history, is_greedy=is_greedy, index=index)
+                for index in range(len(self._prompts))
+            ]
+            values = [score for group_id in ids if (score := scores.get(group_id)) is not None]
+            means[name] = sum(values) / len(values) if values else None
+            if len(values) < len(ids):
+                _log.warning("held-out completions without a score", kind=name, num_missing=len(ids) - len(values))
+        return {
+            "policy_version": policy_version,
+            "history": history,
+            "time": self._clock.now_s(),
+            "num_prompts": len(self._prompts),
+            **means,
+        }
+
+
+def _score(group: types_pb2.TrajectoryGroup) -> float | None:
+    for trajectory in group.trajectories:
+        if trajectory.score.status == types_pb2.SCORE_STATUS_OK and trajectory.score.HasField("value"):
+            return float(trajectory.score.value)
+    return None
+
+
+def _report(line: dict[str, object] | dict[str, float]) -> trainer_pb2.EvaluationReport:
+    def accuracy(name: str) -> float | None:
+        value = line[name]
+        return float(value) if isinstance(value, (int, float)) else None
+
+    return trainer_pb2.EvaluationReport(
+        policy_version=int(str(line["policy_version"])),
+        sampled_accuracy=accuracy("sampled_accuracy"),
+        greedy_accuracy=accuracy("greedy_accuracy"),
+        num_prompts=int(str(line["num_prompts"])),
+    )

@@ -1,0 +1,362 @@
+"""The optimiser steps of a run: pull scored groups, accumulate as they come, step, acknowledge, publish.
+
+    pull --> decode --> forward/backward --+--> optimiser step --> AckStep --> publish (beside the next step)
+      ^------------ until groups_per_step -+
+
+Promises:
+
+- A group is trained on in exactly one step of the surviving history: one that the ledger knows is never trained again.
+- The optimiser step and the progress that records it are one: a stop falls before or after both.
+- AckStep comes before the weights are published, because the broker refuses tokens of versions it has not heard of. A
+  crash in between is harmless: the broker is the truth of the version, and the ledger tells it of steps it missed.
+- A group of which no sample can be trained on is dropped at the broker with its reason, and another takes its place. So
+  are those that made a loss or gradient not finite, as far as the configuration allows it: the step then begins again
+  with the others, from the same weights, and is exactly a step that those groups were never part of.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter, deque
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+
+import structlog
+
+from penstock.clients.training import MicrobatchSession, Subscription
+from penstock.errors import (
+    DeadlineError,
+    FencedError,
+    InvalidFieldError,
+    LeaseLostError,
+    OtherInstanceError,
+    UnknownSampleError,
+    VersionConflictError,
+)
+from penstock.v1 import types_pb2
+from services.trainer.algorithms.base import Algorithm
+from services.trainer.batches.group_decoder import training_samples
+from services.trainer.batches.training_sample import TrainingSample
+from services.trainer.compute.background_tasks import uninterrupted
+from services.trainer.compute.compute_thread import ComputeThread, InterruptibleBackend
+from services.trainer.model.backend import NonFiniteError
+from services.trainer.reporting.metrics import SKIPPED_STEPS, Line, StepTimes, count_step, step_line
+from services.trainer.reporting.stall_timer import Cause, WaitMeter
+from services.trainer.run.context import RunContext
+from services.trainer.run.replay_feed import ReplayFeed
+from services.trainer.run.stall_watch import Silence
+from services.trainer.step.step import MicrobatchReport, SkipReason, StepReport, TrainingStep
+from services.trainer.step.step_settings import step_settings
+
+CONSUMER_ID = "trainer-0"
+LEAST_SILENCE_S = 1800.0
+"""Without any new group for this long, or longer where completions are (`penstock.stall_limits`), the run fails."""
+POLL_S = 0.5
+RESTATE_S = 15.0
+"""Without a group for so long the broker is told the last steps again: one whose Redis lost some holds back generators
+that are ahead of it, and no group would ever come that could show the loss."""
+
+_log = structlog.get_logger()
+Groups = dict[str, list[TrainingSample]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepHooks:
+    """What others do with a step."""
+
+    on_waiting: Callable[[str], None]
+    """Nothing came for a while, and why."""
+    on_step: Callable[[Line], None]
+    """A step was taken, with these metrics. Also told of a step after which the run is stopped at once."""
+    publish: Callable[[], Awaitable[asyncio.Future[float]]]
+    """Copy the present version and begin to publish it; the future holds the seconds it took."""
+
+
+@dataclass(slots=True, kw_only=True)
+class _OpenStep:
+    """The step under way."""
+
+    step: TrainingStep
+    num_skipped: int
+    """Times that it was begun before, from the same weights."""
+    groups: Groups = field(default_factory=dict)
+    """What it trains on; samples that cannot be are left out once they were looked at."""
+
+    report: StepReport | None = None
+    """What came of the optimiser step, once it is done."""
+
+    @property
+    def samples(self) -> list[TrainingSample]:
+        """Those of all groups."""
+        return [sample for samples in self.groups.values() for sample in samples]
+
+
+class StepLoop:
+    """Takes the steps of one run."""
+
+    def __init__(
+        self,
+        *,
+        context: RunContext,
+        compute: ComputeThread,
+        backend: InterruptibleBackend,
+        algorithm: Algorithm,
+        hooks: StepHooks,
+        replay: ReplayFeed | None = None,
+    ) -> None:
+        self._context = context
+        self._compute = compute
+        self._backend = backend
+        self._algorithm = algorithm
+        self._hooks = hooks
+        self._replay = replay
+        self._received: deque[types_pb2.TrajectoryGroup] = deque()
+        self._publishing: asyncio.Future[float] | None = None
+        self._last_publish_s = 0.0
+        self.waits = WaitMeter(context.clock)
+        self._silence = Silence(
+            context,
+            setting="trainer.max_silence_s",
+            configured_s=context.config.trainer.max_silence_s,
+            least_s=LEAST_SILENCE_S,
+        )
+        self._line_s = context.clock.monotonic_s()
+        self._busy_at_line_s = compute.busy_s
+        groups_per_step = context.config.algorithm.prompts_per_step
+        self.session = MicrobatchSession(
+            context.client.channel,
+            peer=context.client.peer,
+            subscription=Subscription(
+                run_id=context.run_id,
+                consumer_id=CONSUMER_ID,
+                purpose=types_pb2.PURPOSE_TRAIN,
+                # The broker hands out no more than a step before that is acknowledged. Credit for the next one lets the
+                # commit of the acknowledgement begin it, without a round trip of the credit's own.
+                max_held_groups=2 * groups_per_step,
+                max_groups=min(context.config.trainer.max_groups_per_microbatch, groups_per_step),
+                owner=context.client.owner,
+            ),
+        )
+
+    async def take_step(self) -> None:
+        """One step, acknowledged and being published.
+
+        Raises:
+            BackendError: A loss or gradient was not finite, and not for the first time; nothing changed.
+            DeadlineError: No new group for as long as `trainer.max_silence_s` says, or what is derived in its place.
+            PenstockError: The broker refused something for good, or was away for too long.
+        """
+        num_skipped, kept = 0, await self._attempt({}, num_skipped=0)
+        while kept is not None:
+            num_skipped += 1
+            kept = await self._attempt(kept, num_skipped=num_skipped)
+        with self.waits.waiting(Cause.PUBLISHING):
+            await self.wait_until_published()
+            self._publishing = await self._hooks.publish()
+
+    async def _attempt(self, kept: Groups, *, num_skipped: int) -> Groups | None:
+        """A step that begins with the groups in `kept`; what another attempt is to begin with, None after the step."""
+        config, version = self._context.config, self._context.progress.policy_version
+        settings = step_settings(config, self._algorithm, policy_version=version)
+        open_step = _OpenStep(step=TrainingStep(self._backend, settings), num_skipped=num_skipped)
+        try:
+            await self._fill(open_step, kept)
+            async with self._context.version_lock:
+                await self._take(open_step)
+            return None
+        except NonFiniteError as error:
+            if num_skipped >= config.trainer.max_skips_in_a_row:
+                raise
+            return await self._without_suspects(open_step.groups, error)
+        finally:
+            # A step that did not finish must leave no gradients behind.
+            await self._compute.run(open_step.step.abandon)
+
+    async def _take(self, open_step: _OpenStep) -> None:
+        """The optimiser step and its acknowledgement, and its line in the metrics.
+
+        A step that was cut short before the broker answered has its line; one that was refused because another trainer
+        has the run has none: the files are its successor's, and so is the step of that number.
+        """
+        try:
+            await uninterrupted(self._finish(open_step))
+            with self.waits.waiting(Cause.ACKNOWLEDGING):
+                await self._acknowledge(tuple(open_step.groups))
+        except (FencedError, OtherInstanceError):
+            open_step.report = None
+            raise
+        finally:
+            if open_step.report is not None:
+                self._hooks.on_step(self._line(open_step, open_step.report))
+
+    async def _fill(self, open_step: _OpenStep, kept: Groups) -> None:
+        """Add groups, first those in `kept`, until there are enough for a step."""
+        num_wanted = self._context.config.algorithm.prompts_per_step
+        if not open_step.num_skipped:
+            # What is replayed may be what was at fault, and is no part of what has to be trained on.
+            await self._add_replayed(open_step.step)
+        if kept:
+            await self._add(open_step, kept)
+        while len(open_step.groups) < num_wanted:
+            with self.waits.waiting(Cause.SAMPLES):
+                groups = await self._next_groups(num_wanted - len(open_step.groups))
+            await self._add(open_step, await self._decoded(groups))
+
+    async def _without_suspects(self, groups: Groups, error: NonFiniteError) -> Groups:
+        """Drops the groups that may be at fault and returns the others."""
+        suspects = [group_id for group_id in error.group_ids if group_id in groups]
+        replayed = [group_id for group_id in error.group_ids if group_id not in groups]
+        if replayed and self._replay is not None:
+            # The next attempt is made without them, and tells whether the fresh ones are to blame.
+            self._replay.forget(replayed)
+            suspects = []
+        _log.warning("a step is begun again without some groups", reason=error.reason, error=str(error))
+        SKIPPED_STEPS.labels(reason=error.reason).inc()
+        if suspects:
+            await self._drop(suspects, reason=error.reason)
+        return {group_id: samples for group_id, samples in groups.items() if group_id not in suspects}
+
+    async def _add_replayed(self, step: TrainingStep) -> None:
+        """Train on groups of earlier steps again, before the first fresh one has come; none where none are held."""
+        if self._replay is not None:
+            wanted = self._context.config.algorithm.num_replayed_groups
+            version = self._context.progress.policy_version
+            with self.waits.waiting(Cause.SAMPLES):
+                groups = await self._replay.draw(wanted, policy_version=version)
+            await self._compute.run(step.add_replayed, groups)
+
+    async def _refresh_reference(self) -> None:
+        """Every `reference_refresh_steps` versions the present one becomes the reference."""
+        every = self._context.config.algorithm.reference_refresh_steps
+        if every and self._context.progress.policy_version % every == 0:
+            await self._compute.run(self._backend.refresh_reference)
+
+    async def wait_until_published(self) -> None:
+        """Returns when the last version is published; raises what publishing raised."""
+        if self._publishing is not None:
+            self._last_publish_s = await self._publishing
+            self._publishing = None
+
+    def _publish_s(self) -> float:
+        """How long the last publication took that is known to have ended."""
+        publishing = self._publishing
+        is_known = publishing is not None and publishing.done() and not publishing.cancelled()
+        if publishing is not None and is_known and publishing.exception() is None:
+            self._last_publish_s = publishing.result()
+        return self._last_publish_s
+
+    async def _finish(self, open_step: _OpenStep) -> None:
+        report = await self._compute.run(open_step.step.finish)
+        progress = self._context.progress
+        progress.record_step(
+            {group_id: [sample.sample_index for sample in samples] for group_id, samples in open_step.groups.items()}
+        )
+        progress.num_samples += report.num_samples
+        progress.num_response_tokens += report.num_completion_tokens
+        progress.max_staleness_seen = max(progress.max_staleness_seen, report.staleness_max)
+        open_step.report = report
+        await self._refresh_reference()
+
+    async def _acknowledge(self, group_ids: Sequence[str]) -> None:
+        version = self._context.progress.policy_version
+        try:
+            await self._context.client.ack_step(
+                self._context.run_id, consumer_id=CONSUMER_ID, group_ids=group_ids, policy_version=version
+            )
+        except (VersionConflictError, LeaseLostError, UnknownSampleError) as error:
+            # A broker whose Redis lost its last moment is behind, by a version or only by the delivery of these groups;
+            # the ledger, this step included, brings it up.
+            _log.warning("the broker has another picture and is told the last steps", error=str(error))
+            await self._context.open_run(version)
+        self._context.progress.acked_version = version
+        self.session.release(group_ids)
+
+    async def _next_groups(self, max_groups: int) -> list[types_pb2.TrajectoryGroup]:
+        """At least one and at most `max_groups` groups, none of which was trained on."""
+        self._silence.restart()
+        stated_s = self._context.clock.monotonic_s()
+        while not self._received:
+            microbatch = await self.session.next(timeout_s=POLL_S)
+            if microbatch is not None:
+                self._received.extend(await self._without_trained(list(microbatch.groups)))
+                continue
+            if self.session.is_away:
+                self._silence.restart()
+            elif (limit := await self._silence.exceeded()) is not None:
+                raise DeadlineError(f"no sample group came for {limit}; last word: {self.session.waiting_reason}")
+            elif self._context.clock.monotonic_s() - stated_s > RESTATE_S:
+                await self._restate_steps()
+                stated_s = self._context.clock.monotonic_s()
+            self._hooks.on_waiting(self.session.waiting_reason)
+        return [self._received.popleft() for _ in range(min(max_groups, len(self._received)))]
+
+    async def _without_trained(self, groups: list[types_pb2.TrajectoryGroup]) -> list[types_pb2.TrajectoryGroup]:
+        trained = {group_id for step in self._context.progress.ledger for group_id in step.group_ids}
+        again = [group.prompt.group_id for group in groups if group.prompt.group_id in trained]
+        if again:
+            _log.warning("trained groups were handed out again: the broker lost a step", group_ids=again[:5])
+            await self._restate_steps()
+            self.session.release(again)
+        return [group for group in groups if group.prompt.group_id not in trained]
+
+    async def _restate_steps(self) -> None:
+        """Bring a broker that lost steps up to the trainer's version; changes nothing where it lost none."""
+        async with self._context.version_lock:
+            await self._context.open_run(self._context.progress.acked_version)
+
+    async def _decoded(self, groups: Sequence[types_pb2.TrajectoryGroup]) -> Groups:
+        """Their samples; groups that cannot be read are dropped."""
+        decoded: Groups = {}
+        for group in groups:
+            try:
+                decoded[group.prompt.group_id] = training_samples(group)
+            except InvalidFieldError as error:
+                _log.warning("a group cannot be read", group_id=group.prompt.group_id, error=str(error))
+                await self._drop([group.prompt.group_id], reason=SkipReason.MALFORMED.value)
+        return decoded
+
+    async def _add(self, open_step: _OpenStep, groups: Groups) -> None:
+        # Noted before they are looked at: whatever goes wrong, the step knows what it holds.
+        open_step.groups |= groups
+        report = await self._compute.run(open_step.step.add_groups, list(groups.values()))
+        reasons = _unusable_groups(groups, report)
+        for group_id, reason in reasons.items():
+            await self._drop([group_id], reason=reason)
+            del open_step.groups[group_id]
+        skipped = {(sample.group_id, sample.sample_index) for sample in report.skipped}
+        for group_id in groups.keys() - reasons.keys():
+            open_step.groups[group_id] = [s for s in groups[group_id] if (s.group_id, s.sample_index) not in skipped]
+
+    async def _drop(self, group_ids: Sequence[str], *, reason: str) -> None:
+        await self._context.client.drop_groups(self._context.run_id, group_ids, reason=reason)
+        for group_id in group_ids:
+            self._context.progress.outstanding.pop(group_id, None)
+        self.session.release(group_ids)
+
+    def _line(self, open_step: _OpenStep, report: StepReport) -> Line:
+        clock = self._context.clock
+        at_s = clock.monotonic_s()
+        times = StepTimes(
+            step_s=at_s - self._line_s,
+            train_s=self._compute.busy_s - self._busy_at_line_s,
+            publish_s=self._publish_s(),
+            waits_s=self.waits.take(),
+        )
+        self._line_s, self._busy_at_line_s = at_s, self._compute.busy_s
+        version = self._context.progress.policy_version
+        count_step(report, open_step.samples, times, policy_version=version)
+        line = step_line(report, open_step.samples, times, policy_version=version, now_s=clock.now_s())
+        return line | {"step/skipped_attempts": float(open_step.num_skipped)}
+
+
+def _unusable_groups(decoded: Groups, report: MicrobatchReport) -> dict[str, str]:
+    """The groups without a single trained sample, with the commonest reason."""
+    reasons: dict[str, Counter[str]] = {group_id: Counter() for group_id in decoded}
+    for sample in report.skipped:
+        if sample.group_id in reasons:
+            reasons[sample.group_id][sample.reason.value] += 1
+    return {
+        group_id: reasons[group_id].most_common(1)[0][0] if samples else "empty"
+        for group_id, samples in decoded.items()
+        if reasons[group_id].total() == len(samples)
+    }

@@ -1,0 +1,58 @@
+"""Looks at the run through the broker once a second: who decoded when, what was dropped, who is the run's trainer."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+import structlog
+
+from penstock.errors import PenstockError
+from penstock.timestamps import unix_s
+from penstock.v1 import broker_pb2
+from services.trainer.reporting.overlap import OverlapMeter
+from services.trainer.run.context import RunContext
+
+POLL_S = 1.0
+LOOK_BACK_S = 10.0
+"""Spans are asked for again for this long: a generator's beat may bring them late, and the meter knows them by then."""
+
+_log = structlog.get_logger()
+
+
+class RunMonitor:
+    """Feeds the overlap meter; a broker that is away costs nothing but detail."""
+
+    def __init__(self, *, context: RunContext, meter: OverlapMeter, on_dropped_samples: Callable[[int], None]) -> None:
+        self._context = context
+        self._meter = meter
+        self._on_dropped_samples = on_dropped_samples
+        self._last_poll_s: float | None = None
+        """By the run's clock."""
+
+    async def run(self) -> None:
+        """Poll until cancelled."""
+        while True:
+            try:
+                await self.poll()
+            except PenstockError as error:
+                if not error.is_retryable:
+                    raise
+                _log.warning("the broker does not answer", error=str(error))
+            await asyncio.sleep(POLL_S)
+
+    async def poll(self) -> None:
+        """Look once; raises PenstockError, FencedError among them."""
+        since_s = None if self._last_poll_s is None else self._last_poll_s - LOOK_BACK_S
+        view = await self._context.client.get_run(self._context.run_id, busy_since_s=since_s)
+        at_s = self._context.clock.monotonic_s()
+        self._last_poll_s = unix_s(view.now_time)
+        self._context.check_view(view)
+        for generator in view.generators:
+            self._take_spans(generator, ahead_s=self._last_poll_s - at_s)
+        self._meter.settle(at_s)
+        self._on_dropped_samples(sum(view.audit.dropped.values()))
+
+    def _take_spans(self, generator: broker_pb2.GeneratorView, *, ahead_s: float) -> None:
+        spans = [(unix_s(span.start_time), unix_s(span.end_time)) for span in generator.busy_spans]
+        self._meter.add_generator_spans(generator.hello.generator_id, spans, ahead_s=ahead_s)

@@ -1,0 +1,104 @@
+"""The policy to train, built from a run's configuration. The only module of the service that brings torch in."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from transformers.utils.logging import disable_progress_bar
+
+from penstock.config import ConfigError
+from services.trainer.algorithms.base import Algorithm, Clip
+from services.trainer.algorithms.loss import LossSettings, policy_loss
+from services.trainer.algorithms.registry import algorithm_of
+from services.trainer.algorithms.terms.correction import Correction, CorrectionLevel
+from services.trainer.algorithms.terms.kl import KlEstimator
+from services.trainer.config import TrainingConfig
+from services.trainer.data.tokenizer import HuggingFaceTokenizer
+from services.trainer.distributed.launch import TorchrunRuns
+from services.trainer.distributed.rank_backend import RankBackend
+from services.trainer.model.backend import Backend
+from services.trainer.model.model_loading import ModelSettings
+from services.trainer.model.ranks import Peers
+from services.trainer.run.context import Policy
+from services.trainer.step.step_settings import is_reference_early
+
+CRITIC_RATE_FACTOR, USUAL_CRITIC_RATE = 10.0, 1e-5
+"""A critic learns by regression from a head of zeros and may go faster than a large policy at its 1e-6; what others use
+is 1e-5. A small policy's own rate is above that already: ten times the quick start's 4e-4 kept it from learning."""
+
+
+def load_policy(config: TrainingConfig, torchrun: TorchrunRuns | None = None) -> Policy:
+    """The model with its optimiser, and its tokenizer.
+
+    Args:
+        config: Of the run.
+        torchrun: Brings the other processes where torchrun started them.
+
+    Raises:
+        ConfigError: The directory holds no usable model or tokenizer.
+        BackendError: The model cannot be trained on packed rows.
+    """
+    # A service's log is read by people and programs; bars that redraw themselves spoil it.
+    disable_progress_bar()
+    tokenizer = HuggingFaceTokenizer(config.model.path)
+    try:
+        backend = _backend(config, torchrun)
+    except OSError as error:
+        raise ConfigError(f"model.path: {config.model.path}: no usable model: {error}") from error
+    return Policy(backend=backend, tokenizer=tokenizer, algorithm=algorithm_of(config.algorithm.name))
+
+
+def _backend(config: TrainingConfig, torchrun: TorchrunRuns | None) -> Backend:
+    if len(config.trainer.shares) == 1:
+        return local_backend(config)
+    # Imported here: one process needs none of it.
+    from services.trainer.distributed.coordinator import lead
+
+    return lead(config, build=local_backend, torchrun=torchrun)
+
+
+def local_backend(config: TrainingConfig, peers: Peers | None = None) -> Backend:
+    """The backend, or this process' part of it; raises OSError, BackendError."""
+    algorithm = algorithm_of(config.algorithm.name)
+    return RankBackend(
+        model=ModelSettings(
+            path=config.model.path,
+            lora=config.lora,
+            dtype=config.model.dtype,
+            device=config.trainer.device,
+            num_threads=config.trainer.num_threads,
+            keep_reference=config.algorithm.kl_coefficient > 0,
+            loss_reads_reference=not algorithm.is_kl_in_reward and not is_reference_early(config.algorithm, algorithm),
+            critic_learning_rate=critic_rate(config) if algorithm.has_critic else None,
+            gradient_checkpointing=config.trainer.gradient_checkpointing,
+        ),
+        optimizer=config.optimizer,
+        loss=partial(policy_loss, algorithm=algorithm, settings=loss_settings(config, algorithm)),
+        seed=config.run.seed,
+        peers=peers,
+    )
+
+
+def critic_rate(config: TrainingConfig) -> float:
+    """The peak learning rate of a run's critic."""
+    policy = config.optimizer.learning_rate
+    usual = max(policy, min(CRITIC_RATE_FACTOR * policy, USUAL_CRITIC_RATE))
+    return config.algorithm.critic_learning_rate or usual
+
+
+def loss_settings(config: TrainingConfig, algorithm: Algorithm) -> LossSettings:
+    """What the loss of a run is made of."""
+    settings = config.algorithm
+    return LossSettings(
+        clip=Clip(
+            low=algorithm.clip.low if settings.clip_low is None else settings.clip_low,
+            high=algorithm.clip.high if settings.clip_high is None else settings.clip_high,
+        ),
+        normalization=settings.normalization or algorithm.normalization,
+        max_new_tokens=config.sampling.max_new_tokens,
+        kl_coefficient=0.0 if algorithm.is_kl_in_reward else settings.kl_coefficient,
+        kl_estimator=KlEstimator(settings.kl_estimator),
+        correction=Correction.NONE if algorithm.is_off_policy else Correction(settings.correction),
+        correction_level=CorrectionLevel(settings.correction_level),
+        max_importance_weight=settings.max_importance_weight,
+    )

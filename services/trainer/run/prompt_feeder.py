@@ -1,0 +1,160 @@
+"""Sending prompts to the broker, and keeping exactly as many training groups under way as the run needs.
+
+Promises:
+
+- A prompt is sent again until the broker has it; group names make that safe.
+- When the broker's queue is full the sender waits, asks with one prompt at a time whether there is room again, and the
+  data stays unread: memory does not grow.
+- At most `num_steps * groups_per_step` training groups are submitted, plus one for each group that was dropped, so that
+  a finished run leaves nothing in flight.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from contextlib import suppress
+
+import structlog
+
+from penstock.clients.broker import MAX_PROMPT_BYTES_PER_CALL, MAX_PROMPTS_PER_CALL, BrokerClient
+from penstock.errors import InvalidFieldError, QueueFullError
+from penstock.v1 import broker_pb2, types_pb2
+from services.trainer.data.prompt_order import (
+    PromptStream,
+    build_prompt,
+    sampling_seed,
+    training_group_id,
+    training_position,
+)
+from services.trainer.run.context import RunContext
+
+SUBMIT_BATCH_GROUPS = 64
+DEFAULT_RETRY_DELAY_S = 0.5
+CHECK_DROPPED_S = 0.2
+"""Drops come in bursts; after the first of one, so long is waited before they are counted and replaced together."""
+CHECK_LOST_S = 15.0
+"""A Redis that came back without its last second has lost prompts of which no drop tells: ask now and then."""
+
+_log = structlog.get_logger()
+
+
+class PromptSubmitter:
+    """Hands prompts to the broker; calls take turns, so that a batch of evaluation prompts is not starved."""
+
+    def __init__(self, client: BrokerClient, run_id: str) -> None:
+        self._client = client
+        self._run_id = run_id
+        self._turn = asyncio.Lock()
+
+    async def submit(self, prompts: Sequence[types_pb2.Prompt]) -> None:
+        """Returns once the broker has all of them; raises InvalidFieldError where it refuses one for good."""
+        async with self._turn:
+            waiting = list(prompts)
+            is_full = False
+            while waiting:
+                # What a full queue refuses was sent, read and forecast for nothing.
+                num_sent = 1 if is_full else _num_that_fit(waiting)
+                sent, waiting = waiting[:num_sent], waiting[num_sent:]
+                response = await self._client.submit_prompts(self._run_id, sent)
+                refused = self._refused(sent, response)
+                is_full = bool(refused)
+                if is_full:
+                    waiting = refused + waiting
+                    delay_s = response.retry_delay.ToTimedelta().total_seconds()
+                    await asyncio.sleep(delay_s or DEFAULT_RETRY_DELAY_S)
+
+    def _refused(
+        self, sent: Sequence[types_pb2.Prompt], response: broker_pb2.SubmitPromptsResponse
+    ) -> list[types_pb2.Prompt]:
+        for error in response.errors:
+            if error.reason != QueueFullError.reason:
+                group_id = sent[error.index].group_id if error.index < len(sent) else "?"
+                raise InvalidFieldError(f"the broker refused prompt {group_id}: {error.message}", reason=error.reason)
+        refused = {error.index for error in response.errors}
+        return [prompt for index, prompt in enumerate(sent) if index in refused]
+
+
+def _num_that_fit(prompts: Sequence[types_pb2.Prompt]) -> int:
+    """How many of the first prompts go into one call, at least one."""
+    num_bytes = 0
+    for count, prompt in enumerate(prompts[:MAX_PROMPTS_PER_CALL]):
+        num_bytes += prompt.ByteSize()
+        if count and num_bytes > MAX_PROMPT_BYTES_PER_CALL:
+            return count
+    return min(len(prompts), MAX_PROMPTS_PER_CALL)
+
+
+class TrainingFeeder:
+    """Submits training groups ahead of the trainer, as far as the broker's queue takes them."""
+
+    def __init__(
+        self,
+        *,
+        context: RunContext,
+        submitter: PromptSubmitter,
+        stream: PromptStream,
+        check_lost_s: float = CHECK_LOST_S,
+    ) -> None:
+        self._context = context
+        self._check_lost_s = check_lost_s
+        self._progress = context.progress
+        self._submitter = submitter
+        self._stream = stream
+        self._num_dropped_samples = 0
+        self._is_drop_news = asyncio.Event()
+
+    def note_dropped_samples(self, num_samples: int) -> None:
+        """The broker's books show so many dropped samples in all; new ones may call for replacement groups."""
+        if num_samples > self._num_dropped_samples:
+            self._num_dropped_samples = num_samples
+            self._is_drop_news.set()
+
+    async def run(self) -> None:
+        """Submit for as long as the run goes on; cancelled by its owner."""
+        left_over = list(self._progress.outstanding)
+        for start in range(0, len(left_over), SUBMIT_BATCH_GROUPS):
+            part = left_over[start : start + SUBMIT_BATCH_GROUPS]
+            await self._submitter.submit([self._prompt(training_position(group_id)) for group_id in part])
+        while True:
+            while (num_missing := self._num_wanted() - self._stream.position) > 0:
+                await self._submit_next(min(num_missing, SUBMIT_BATCH_GROUPS))
+            with suppress(TimeoutError):
+                async with asyncio.timeout(self._check_lost_s):
+                    await self._is_drop_news.wait()
+            await asyncio.sleep(CHECK_DROPPED_S)
+            self._is_drop_news.clear()
+            await self._count_dropped_groups()
+
+    def _num_wanted(self) -> int:
+        steps = self._context.config.run.num_steps * self._context.config.algorithm.prompts_per_step
+        return steps + self._progress.num_dropped_groups
+
+    async def _submit_next(self, num_groups: int) -> None:
+        positions = [self._stream.take()[0] for _ in range(num_groups)]
+        self._progress.position = self._stream.position
+        self._progress.outstanding.update((training_group_id(position), None) for position in positions)
+        await self._submitter.submit([self._prompt(position) for position in positions])
+
+    async def _count_dropped_groups(self) -> None:
+        """Groups are dropped at the broker, sample by sample; which whole groups are gone follows from what is left."""
+        async with self._context.version_lock:
+            response = await self._context.open_run(self._progress.acked_version)
+            num_gone = self._stream.position - self._progress.num_trained_groups - response.num_groups_in_flight
+        if num_gone > self._progress.num_dropped_groups:
+            _log.info("groups were dropped and are replaced", num_dropped_groups=num_gone)
+            self._progress.num_dropped_groups = num_gone
+
+    def _prompt(self, position: int) -> types_pb2.Prompt:
+        sampling = self._context.config.sampling
+        return build_prompt(
+            self._stream.at(position),
+            group_id=training_group_id(position),
+            group_size=self._context.config.algorithm.group_size,
+            sampling=types_pb2.SamplingParams(
+                temperature=sampling.temperature,
+                max_new_tokens=sampling.max_new_tokens,
+                seed=sampling_seed(self._context.config.run.seed, position),
+            ),
+            purpose=types_pb2.PURPOSE_TRAIN,
+        )

@@ -1,0 +1,92 @@
+"""What the broker retains of trained steps, followed into the replay buffer beside training.
+
+Promises:
+- After a restart the buffer holds again what the broker retains: nothing of it is the trainer's own.
+- A step draws when everything it may draw from has come, so that a step taken again draws the same.
+- A group that cannot be read is left out and told of; a feed that fell behind goes on with what is still retained.
+- Replaying changes no book: a replayed group was trained and acknowledged once, and is neither leased nor
+  acknowledged again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+import structlog
+
+from penstock.clients.export import StepExport
+from penstock.errors import InvalidFieldError, NotRetainedError
+from penstock.v1 import broker_pb2
+from services.trainer.batches.group_decoder import training_samples
+from services.trainer.batches.replay_buffer import ReplayBuffer
+from services.trainer.batches.training_sample import TrainingSample
+from services.trainer.run.context import RunContext
+
+PATIENCE_S = 60.0
+"""So long a step waits for what it may draw from. It has come long before, but for the first step of a resumed run."""
+
+_log = structlog.get_logger()
+
+
+class ReplayFeed:
+    """Fills the buffer of one run."""
+
+    def __init__(self, context: RunContext, buffer: ReplayBuffer) -> None:
+        self._context = context
+        self._buffer = buffer
+        self._history: int | None = None
+        self._whole_until = 0
+        self._news = asyncio.Condition()
+
+    async def run(self) -> None:
+        """Follow until the run is closed; raises PenstockError where the broker refuses or stays away."""
+        while True:
+            try:
+                await self._follow()
+                return
+            except NotRetainedError as error:
+                _log.warning("the replay fell behind and goes on with what is retained", error=str(error))
+
+    async def _follow(self) -> None:
+        client = self._context.client
+        export = StepExport(
+            client.channel,
+            run_id=self._context.run_id,
+            peer=client.peer,
+            follow=True,
+            patience_s=self._context.config.run.patience_s,
+        )
+        async for response in export.responses():
+            if response.HasField("group"):
+                self._add(response)
+            else:
+                async with self._news:
+                    self._whole_until = response.policy_version
+                    self._news.notify_all()
+
+    async def draw(self, num_groups: int, *, policy_version: int) -> list[list[TrainingSample]]:
+        """See `ReplayBuffer.draw`; waits for all of those steps, at most PATIENCE_S, then draws from what has come."""
+        try:
+            async with asyncio.timeout(PATIENCE_S), self._news:
+                await self._news.wait_for(lambda: self._whole_until >= policy_version - 1)
+        except TimeoutError:
+            _log.warning("a step replays what has come so far", whole_until=self._whole_until)
+        return self._buffer.draw(num_groups, policy_version=policy_version)
+
+    def forget(self, group_ids: Sequence[str]) -> None:
+        """See `ReplayBuffer.forget`."""
+        self._buffer.forget(group_ids)
+
+    def _add(self, response: broker_pb2.ExportTrajectoriesResponse) -> None:
+        if self._history is not None and response.history > self._history:
+            self._buffer.forget_from(response.policy_version)
+            self._whole_until = min(self._whole_until, response.policy_version - 1)
+        self._history = response.history
+        group_id = response.group.prompt.group_id
+        try:
+            samples = training_samples(response.group)
+        except InvalidFieldError as error:
+            _log.warning("a retained group cannot be read", group_id=group_id, error=str(error))
+            return
+        self._buffer.add(group_id, samples, policy_version=response.policy_version)

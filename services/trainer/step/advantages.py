@@ -1,0 +1,191 @@
+"""From rewards to the credit of each token: by group, by step, or by a critic.
+
+Invariants:
+- Credit uses exactly the samples that are trained on; which groups came together changes nothing but rounding.
+- Where credit needs more than rewards (a critic's values, a KL to the reference), one forward pass without gradient is
+  made over samples as they come. Where it waits for the whole step, so are the passes that the later gradient compares
+  with (`early_scores`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from services.trainer.algorithms.base import Rewards
+from services.trainer.algorithms.terms.gae import generalized_advantages, normalized
+from services.trainer.algorithms.terms.overlong import overlong_penalties
+from services.trainer.batches.packing import Trajectory, full_enough, pack_trajectories
+from services.trainer.batches.training_sample import TrainingSample, trajectory_of
+from services.trainer.model.backend import Backend
+from services.trainer.step.prior_logprobs import EarlyScores
+from services.trainer.step.step_settings import StepSettings
+
+DISCOUNT = 1.0
+"""Gamma of a critic's credit: an answer is worth the same however long it took."""
+Floats = npt.NDArray[np.float64]
+
+
+class CreditedSample(NamedTuple):
+    """A sample that can be trained on."""
+
+    sample: TrainingSample
+    trajectory: Trajectory
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Scored:
+    """A sample before its credit; L loss tokens."""
+
+    sample: TrainingSample
+    blank: Trajectory
+    """Without credit, but for the advantages that the sample itself brought."""
+    reward: float
+    token_kl: Floats
+    """float64[L], coefficient times log-ratio to the reference, to be taken off the rewards."""
+    values: Floats
+    """float64[L], the critic's; zeros without one."""
+
+
+class Creditor:
+    """Gives the samples of one step their credit."""
+
+    def __init__(self, backend: Backend, settings: StepSettings) -> None:
+        self._backend = backend
+        self._settings = settings
+        self._early = EarlyScores(backend, settings)
+        self._arrived: list[_Scored] = []
+        """Their early scores wait for a full pack."""
+        self._held: list[_Scored] = []
+        self.num_zero_advantage_groups = 0
+        """Groups whose credit was zero throughout, as far as credit is given by groups."""
+
+    def credit(self, groups: Sequence[Sequence[TrainingSample]]) -> list[CreditedSample]:
+        """Takes the samples of whole groups, none empty; returns those whose credit does not wait for the step's end.
+
+        Raises:
+            BackendError: the model or the critic failed.
+        """
+        estimate = self._settings.algorithm.group_advantages
+        scored = iter(self._scored([sample for group in groups for sample in group]))
+        credited: list[CreditedSample] = []
+        for group in groups:
+            siblings = [next(scored) for _ in group]
+            if estimate is None:
+                self._arrived += siblings
+                continue
+            credits = estimate(_penalised(siblings))
+            self.num_zero_advantage_groups += not credits.any()
+            credited += _with_credits(siblings, credits)
+        if self._arrived:
+            self._score_early(is_last=False)
+        return credited
+
+    def credit_rest(self) -> list[CreditedSample]:
+        """The samples whose credit depends on the whole step."""
+        self._score_early(is_last=True)
+        held, self._held = self._held, []
+        algorithm = self._settings.algorithm
+        if not held:
+            return []
+        if algorithm.step_advantages is not None:
+            return _with_credits(held, algorithm.step_advantages(_penalised(held)))
+        return self._by_critic(held)
+
+    def _score_early(self, *, is_last: bool) -> None:
+        """What the gradient will be compared with, of packs that are full or the last ones."""
+        due, self._arrived = self._arrived, []
+        if self._early.is_needed and not is_last:
+            lengths = [int(scored.blank.token_ids.size) for scored in due]
+            due, self._arrived = full_enough(due, lengths=lengths, capacity=self._settings.max_pack_tokens)
+        trajectories = self._early.of([scored.blank for scored in due])
+        self._held += [replace(scored, blank=trajectory) for scored, trajectory in zip(due, trajectories, strict=True)]
+
+    def _scored(self, samples: Sequence[TrainingSample]) -> list[_Scored]:
+        blanks = [trajectory_of(sample, 0.0) for sample in samples]
+        penalties = overlong_penalties(
+            np.array([sample.completion_token_ids.size for sample in samples], dtype=np.int64),
+            max_tokens=self._settings.max_new_tokens,
+            buffer_tokens=self._settings.overlong_buffer_tokens,
+        )
+        values, token_kl = self._token_scores(blanks)
+        return [
+            _Scored(
+                sample=sample,
+                blank=blanks[index],
+                reward=float(sample.reward or 0.0) + float(penalties[index]),
+                token_kl=token_kl[index],
+                values=values[index],
+            )
+            for index, sample in enumerate(samples)
+        ]
+
+    def _token_scores(self, blanks: Sequence[Trajectory]) -> tuple[list[Floats], list[Floats]]:
+        """A critic's values and the KL of each trajectory's loss tokens; zeros where they are not asked for."""
+        coefficient = self._settings.reward_kl_coefficient
+        values = [np.zeros(int(blank.loss_mask.sum())) for blank in blanks]
+        token_kl = [each.copy() for each in values]
+        if not self._settings.algorithm.has_critic and coefficient == 0.0:
+            return values, token_kl
+        for pack in pack_trajectories(blanks, max_pack_tokens=self._settings.max_pack_tokens):
+            scores = self._backend.token_scores(pack, with_log_ratios=coefficient > 0.0)
+            if scores.values is not None:
+                for member, of_member in pack.by_member(scores.values):
+                    values[member] = of_member.astype(np.float64)
+            if scores.log_ratios is not None:
+                for member, of_member in pack.by_member(scores.log_ratios):
+                    token_kl[member] = coefficient * of_member.astype(np.float64)
+        return values, token_kl
+
+    def _by_critic(self, held: Sequence[_Scored]) -> list[CreditedSample]:
+        """Generalised advantages of every token, normalised over the step, and what the critic is to learn.
+
+        A sample without loss tokens counts and teaches nothing, as elsewhere.
+        """
+        raw = [self._advantages(scored) for scored in held]
+        every = np.concatenate(raw)
+        whole = np.split(normalized(every) if every.size else every, np.cumsum([each.size for each in raw])[:-1])
+        return [
+            CreditedSample(scored.sample, _by_token(scored, advantages, returns=each + scored.values))
+            for scored, advantages, each in zip(held, whole, raw, strict=True)
+        ]
+
+    def _advantages(self, scored: _Scored) -> Floats:
+        rewards = -scored.token_kl
+        if rewards.size:
+            rewards[-1] += scored.reward
+        return generalized_advantages(rewards, scored.values, discount=DISCOUNT, decay=self._settings.gae_lambda)
+
+
+def _penalised(samples: Sequence[_Scored]) -> Rewards:
+    """Rewards less their completions' KL, float64[len(samples)]."""
+    return np.array([scored.reward - scored.token_kl.sum() for scored in samples], dtype=np.float64)
+
+
+def _with_credits(samples: Sequence[_Scored], credits: npt.NDArray[np.float32]) -> list[CreditedSample]:
+    return [
+        CreditedSample(scored.sample, _with_credit(scored, credit))
+        for scored, credit in zip(samples, credits.tolist(), strict=True)
+    ]
+
+
+def _with_credit(scored: _Scored, credit: float) -> Trajectory:
+    """The trajectory with the same credit on each token, unless the sample brought its own."""
+    blank = scored.blank
+    return replace(blank, advantages=trajectory_of(scored.sample, credit).advantages)
+
+
+def _by_token(scored: _Scored, advantages: Floats, *, returns: Floats) -> Trajectory:
+    """The trajectory with credit for each token, unless the sample brought its own."""
+    blank = scored.blank
+    own = scored.sample.advantages is not None
+    return replace(
+        blank,
+        advantages=blank.advantages if own else blank.spread(advantages),
+        values=blank.spread(scored.values),
+        returns=blank.spread(returns),
+    )

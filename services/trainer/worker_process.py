@@ -1,0 +1,53 @@
+"""A process of a trainer other than its first: python -m services.trainer.worker_process, started by the first one."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING
+
+import torch.distributed as dist
+from transformers.utils.logging import disable_progress_bar
+
+from penstock.process.log_setup import configure_logging
+from services.trainer.config import TrainingConfig
+from services.trainer.distributed.coordinator import build_part
+from services.trainer.distributed.launch import DEVICE_KEY, STORE_VARIABLE, Place, TorchrunRuns
+from services.trainer.distributed.process_group import RankGroup
+from services.trainer.distributed.rank_worker import follow, ignore_signals
+from services.trainer.model.backend import Backend
+from services.trainer.run.policy_loading import local_backend
+
+if TYPE_CHECKING:
+    from torch.distributed import Store
+
+
+def follow_under_torchrun(place: Place) -> None:
+    """Serve the runs of the leader until it ends."""
+    runs = TorchrunRuns()
+    while (store := runs.wait()) is not None:
+        _follow_one(store, rank=place.rank, num_ranks=place.num_ranks, local_rank=place.local_rank)
+
+
+def main() -> None:
+    """Serve one run of the process that started this one."""
+    rank, num_ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    configure_logging(f"trainer-{rank}", level="info", log_format="text")
+    ignore_signals()
+    _follow_one(dist.FileStore(os.environ[STORE_VARIABLE], num_ranks), rank=rank, num_ranks=num_ranks, local_rank=rank)
+
+
+def _follow_one(store: Store, *, rank: int, num_ranks: int, local_rank: int) -> None:
+    # The leader says where: only it knows the run.
+    device = store.get(DEVICE_KEY).decode()
+    group = RankGroup(store, rank=rank, num_ranks=num_ranks, local_rank=local_rank, device=device)
+    follow(group, _build)
+    group.close()
+
+
+def _build(config_json: str, group: RankGroup) -> Backend:
+    disable_progress_bar()
+    return build_part(TrainingConfig.model_validate_json(config_json), group, local_backend)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,188 @@
+"""A problem, a plan and a mode become generators and a trainer with speeds of the scheduler's cost model."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from functools import partial
+
+from services.scheduler.cost_model.reference import Infeasible, Rm1
+from services.scheduler.cost_model.replica import ReplicaModel
+from services.scheduler.cost_model.training_step import training_step
+from services.scheduler.problem.plan_document import PlanDocument, placement_error
+from services.scheduler.problem.problem import NodeClass
+from simulator.virtual_run.virtual_generator import GeneratorSpec
+
+
+class Mode(StrEnum):
+    """How generation and training share time and machines."""
+
+    COLOCATED_SYNC = "colocated_sync"
+    """All GPUs generate, then all train, in turn; the plan is not looked at."""
+    DISAGGREGATED_SYNC = "disaggregated_sync"
+    """The plan's generators make a step's samples, then its trainers take them all."""
+    STREAMING = "streaming"
+    """The same, but trainers begin with the samples that are ready."""
+    ONE_STEP = "one_step"
+    """Streaming, one policy version behind."""
+    ASYNC = "async"
+    """Streaming, as many versions behind as the problem allows."""
+
+    @property
+    def streams(self) -> bool:
+        """Whether training begins before the step's samples are all there."""
+        return self not in (Mode.COLOCATED_SYNC, Mode.DISAGGREGATED_SYNC)
+
+    def staleness(self, allowed: int) -> int:
+        """Policy versions that a sample may be behind, where the problem allows so many."""
+        return {Mode.ASYNC: allowed, Mode.ONE_STEP: 1}.get(self, 0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainerSpec:
+    """The training pool as one machine."""
+
+    sample_s: float
+    """Of a sample with the mean number of tokens."""
+    mean_tokens: float
+    """Prompt and completion."""
+    prompt_tokens: float
+    end_s: float
+    """Of a step's end: what of the all-reduce is not hidden, and fixed costs."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setup:
+    """What a run is made of."""
+
+    generators: tuple[GeneratorSpec, ...]
+    trainer: TrainerSpec
+    transfer_s: dict[str, float]
+    """How long new weights travel, by region; infinite where they cannot."""
+    staleness: int
+
+
+class SetupError(Exception):
+    """The plan cannot run; the message says why."""
+
+
+def from_plan(model: Rm1, plan: PlanDocument, mode: Mode) -> Setup:
+    """Generators and trainers as the plan has them. Raises SetupError."""
+    allowed = mode.staleness(model.problem.workload.staleness)
+    model = with_staleness(model, allowed)
+    if (reason := placement_error(plan, model.nodes)) is not None:
+        raise SetupError(reason)
+    score = model.score(plan)
+    if isinstance(score, Infeasible):
+        raise SetupError(score.reason)
+    homes = {model.nodes[share.node].region for share in plan.train}
+    specs = [
+        _limited(_replica(model, each.replicas.node, each.replicas.tp, index), each.state.batch + 1)
+        for each in score.generation
+        if each.state is not None
+        for index in range(each.replicas.count)
+    ]
+    return Setup(
+        generators=_filled(specs, (allowed + 1) * model.demand.samples_per_step),
+        trainer=_trainer(model, score.training.compute_s, score.training.exposed_allreduce_s),
+        transfer_s=_transfers(model, homes, {spec.region for spec in specs}),
+        staleness=allowed,
+    )
+
+
+def colocated(model: Rm1, *, is_blind: bool = False, tp: int | None = None) -> Setup:
+    """Every GPU of one place does everything in turn. Raises SetupError.
+
+    Args:
+        model: The cost model.
+        is_blind: Work is dealt evenly, as if all GPUs were alike, so all wait for the slowest.
+        tp: Tensor-parallel degree of all generators; None: each machine's best.
+    """
+    pool = [(node, node.gpus) for node in model.problem.nodes for _ in range(node.count)]
+    specs: list[GeneratorSpec] = []
+    for node in model.problem.nodes:
+        degrees = [degree for degree in model.degrees[node.name] if tp in (None, degree)]
+        if not degrees:
+            raise SetupError(f"{node.name}: the model does not fit its GPUs, and all generate")
+        best = max(degrees, key=partial(_rate, model, node))
+        for index in range(node.count):
+            name = f"{node.name}-{index}"
+            specs += [_replica(model, name, best, number) for number in range(node.gpus // best)]
+    step = training_step(model.problem, model.demand, model.network, pool)
+    if math.isinf(step.step_s):
+        raise SetupError("training on all machines spans regions that are not linked")
+    compute_s = step.compute_s
+    if is_blind:
+        slowest = min(model.gpu_training_rate[node.name] for node, _ in pool)
+        compute_s = model.demand.samples_per_step / (slowest * sum(gpus for _, gpus in pool))
+        worst = max(specs, key=lambda spec: spec.steps_s[-1] / spec.max_samples)
+        specs = [replace(spec, steps_s=worst.steps_s, prefill_s=worst.prefill_s) for spec in specs]
+    return Setup(
+        generators=_filled(specs, model.demand.samples_per_step),
+        trainer=_trainer(model, compute_s, step.exposed_allreduce_s),
+        transfer_s=dict.fromkeys({spec.region for spec in specs}, 0.0),
+        staleness=0,
+    )
+
+
+def with_staleness(model: Rm1, allowed: int) -> Rm1:
+    """The same for another staleness bound; batches are small enough for the longest sample to end in its window.
+
+    Without a window to speak of, smaller batches would only make more rounds of a step.
+    """
+    workload = model.problem.workload.model_copy(update={"staleness": allowed})
+    constraints = model.problem.constraints.model_copy(update={"tail_blocking": allowed > 0})
+    return Rm1(model.problem.model_copy(update={"workload": workload, "constraints": constraints}), name=model.name)
+
+
+def _rate(model: Rm1, node: NodeClass, tp: int) -> float:
+    state = model.replica(node, tp)
+    return state.samples_per_second / tp if state is not None else 0.0
+
+
+def _replica(model: Rm1, name: str, tp: int, index: int) -> GeneratorSpec:
+    node = model.nodes[name]
+    replica = ReplicaModel(model.problem, model.demand, node, tp)
+    state = replica.at(replica.batch())
+    if state is None:
+        raise SetupError(f"tp {tp} on {name}: no room for the cache of one sample")
+    return GeneratorSpec(
+        name=f"{name}/{tp}x{index}",
+        node=name,
+        region=node.region,
+        steps_s=tuple(replica.step_s(count) for count in range(state.batch + 1)),
+        prefill_s=replica.prefill_s,
+        prefill_token_s=replica.prefill_token_s,
+        pause_s=state.pause_s,
+    )
+
+
+def _limited(spec: GeneratorSpec, max_samples: int) -> GeneratorSpec:
+    return replace(spec, steps_s=spec.steps_s[: max_samples + 1])
+
+
+def _filled(specs: Iterable[GeneratorSpec], samples: float) -> tuple[GeneratorSpec, ...]:
+    """Samples under way are shared out in proportion to room where all could hold more than there may be."""
+    specs = tuple(specs)
+    share = min(1.0, samples / sum(spec.max_samples for spec in specs))
+    return tuple(_limited(spec, math.ceil(spec.max_samples * share)) for spec in specs)
+
+
+def _trainer(model: Rm1, compute_s: float, exposed_allreduce_s: float) -> TrainerSpec:
+    demand = model.demand
+    return TrainerSpec(
+        sample_s=compute_s / demand.samples_per_step,
+        mean_tokens=demand.trained_tokens,
+        prompt_tokens=model.problem.workload.prompt_len,
+        end_s=exposed_allreduce_s + model.problem.cost_model.train_overhead_s,
+    )
+
+
+def _transfers(model: Rm1, homes: set[str], regions: set[str]) -> dict[str, float]:
+    found = {
+        region: 0.0 if region in homes else model.network.transfer_s(sorted(homes), region, model.demand.weight_bytes)
+        for region in regions
+    }
+    return {region: math.inf if seconds is None else seconds for region, seconds in found.items()}

@@ -1,0 +1,345 @@
+"""A run, event by event, on a virtual clock.
+
+Events are: a generator's next sample ends, the trainer is done with a microbatch or a step, new weights arrive in a
+region, a machine fails or joins, generators without work look at what the others hold. Generators take what the
+ledger lets them; the trainer takes what batching hands out.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+from services.broker.fleet.snapshot import SeenLengths
+from simulator.virtual_run.build_run import Setup
+from simulator.virtual_run.ledger import Group, Ledger, Sample
+from simulator.virtual_run.lpt_queue import ASK_AGAIN_S, Placer
+from simulator.virtual_run.stealing import Mover
+from simulator.virtual_run.virtual_generator import Engine
+
+LEASE_S = 15.0
+"""Until the samples of a machine that fell silent go to others."""
+MICROBATCHES = 16
+"""A trainer that streams begins when this part of a step is ready: enough to fill its GPUs."""
+_SAME_TIME = 1e-9
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """A machine fails, joins (it is away before) or slows down."""
+
+    at_s: float
+    node: str
+    kind: str
+    """fail, join or slow."""
+    factor: float = 1.0
+    """How many times as long its steps take from now on."""
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One training step."""
+
+    end_s: float
+    busy_s: float
+    """The trainer's work in it."""
+    num_tokens: float
+    """Completion tokens trained on."""
+
+
+@dataclass(slots=True)
+class Record:
+    """What became of a run."""
+
+    samples_per_step: int
+    steps: list[Step] = field(default_factory=list)
+    trained: list[tuple[float, float, int]] = field(default_factory=list)
+    """When the trainer worked: from, to, seconds, and on which step."""
+    held: list[tuple[float, int]] = field(default_factory=list)
+    """Samples in generators' hands over time, once a look."""
+    generating_s: float = 0.0
+    """Sum over generators."""
+    num_generators: int = 0
+    num_moves: int = 0
+    """Samples that went on elsewhere, because a generator without work is sooner done with them."""
+    num_events: int = 0
+
+    def samples_per_second(self, *, skip: int = 1) -> float:
+        """Over all steps but the first ones, in which nothing is under way yet."""
+        begin_s = self.steps[skip - 1].end_s if skip else 0.0
+        return self.samples_per_step * (len(self.steps) - skip) / (self.steps[-1].end_s - begin_s)
+
+    def tokens_per_second(self, *, skip: int = 1) -> float:
+        """Completion tokens, the same."""
+        begin_s = self.steps[skip - 1].end_s if skip else 0.0
+        return sum(step.num_tokens for step in self.steps[skip:]) / (self.steps[-1].end_s - begin_s)
+
+
+class Run:
+    """One run; `play` it once.
+
+    Args:
+        setup: Generators, trainer, links.
+        ledger: The broker's rules over the samples.
+        streams: Whether training begins before a step's samples are all there.
+        changes: Machines that fail, join or slow down.
+        look_s: How often the samples under way are noted; None: never.
+        seen: What the broker knows of lengths before the first step; None: samples do not move.
+        drains: Whether all generators end their samples before any takes new weights; else they go on under them.
+        places: Whether the longest samples are kept from slow generators, as under `lpt`; needs `seen` and forecasts.
+    """
+
+    def __init__(
+        self,
+        setup: Setup,
+        ledger: Ledger,
+        *,
+        streams: bool,
+        changes: Sequence[Change] = (),
+        look_s: float | None = None,
+        seen: SeenLengths | None = None,
+        places: bool = False,
+        drains: bool = False,
+    ) -> None:
+        self._drains = drains
+        self._setup, self._ledger, self._look_s = setup, ledger, look_s
+        self._engines = [Engine(spec) for spec in setup.generators]
+        self._mover = Mover(self._engines, ledger, seen, setup.trainer.prompt_tokens) if seen is not None else None
+        self._move_due_s, self._is_move_due = 0.0, False
+        self._placer: Placer | None = None
+        if places and self._mover is not None:
+            self._placer = Placer(self._engines, self._mover, setup.trainer.prompt_tokens)
+        self._is_ask_due = False
+        limits = ledger.limits
+        self._at_least = max(1, limits.groups_per_step // MICROBATCHES) if streams else limits.groups_per_step
+        self._events: list[tuple[float, int, Callable[[], None]]] = []
+        self._numbers = itertools.count()
+        self._now_s = 0.0
+        self._is_training = False
+        self._step_busy_s, self._step_tokens = 0.0, 0.0
+        self._sent = dict.fromkeys(setup.transfer_s, 0)
+        self._sending: set[str] = set()
+        self.record = Record(samples_per_step=limits.groups_per_step * limits.group_size)
+        for change in changes:
+            if change.kind == "join":
+                self._members(change.node, alive=False)
+            self._at(change.at_s, partial(self._change, change))
+
+    @property
+    def ledger(self) -> Ledger:
+        """The books."""
+        return self._ledger
+
+    @property
+    def num_held(self) -> int:
+        """Samples in generators' hands."""
+        return sum(engine.num_running for engine in self._engines)
+
+    def play(
+        self, num_steps: int, *, max_s: float = math.inf, time_left: Callable[[], float] = lambda: math.inf
+    ) -> Record:
+        """So many training steps, fewer where time is over. Raises RuntimeError where nothing can go on any more."""
+        self._deal(self._engines)
+        if self._look_s is not None:
+            self._look()
+        while self._ledger.version < num_steps and time_left() > 0:
+            if not self._events or self._events[0][0] > max_s or self._is_stuck():
+                raise RuntimeError(
+                    f"after {self._now_s:.0f} s and {self._ledger.version} steps nothing goes on: "
+                    f"{self._ledger.num_ready} groups are ready, {self.num_held} samples under way"
+                )
+            self._now_s, _, event = heapq.heappop(self._events)
+            self.record.num_events += 1
+            event()
+        for engine in self._engines:
+            engine.advance(self._now_s)
+        self.record.generating_s = sum(engine.busy_s for engine in self._engines)
+        self.record.num_generators = len(self._engines)
+        return self.record
+
+    def _is_stuck(self) -> bool:
+        """Only looks are left to come."""
+        return self._look_s is not None and len(self._events) == 1 and not self._is_training and not self.num_held
+
+    def _at(self, time_s: float, event: Callable[[], None]) -> None:
+        heapq.heappush(self._events, (time_s, next(self._numbers), event))
+
+    def _fill(self, engine: Engine) -> None:
+        """Give a generator what it may have, and foretell its next end. Its clock is now."""
+        if engine.num_free:
+            for sample in self._taken(engine):
+                engine.begin(sample)
+        if self._mover is not None and engine.num_free and not self._is_move_due:
+            self._is_move_due = True
+            self._at(max(self._now_s, self._move_due_s), self._move)
+        engine.epoch += 1
+        if (end_s := engine.next_end_s()) < math.inf:
+            self._at(end_s, partial(self._ended, engine, engine.epoch))
+
+    def _taken(self, engine: Engine) -> list[Sample]:
+        """What a generator is given now. Its clock is now."""
+        ledger = self._ledger
+        if self._placer is None:
+            return ledger.take(engine.version, engine.num_free)
+        if not ledger.has_work(engine.version):
+            return []
+        choice = self._placer.choose(engine, queued_tokens=ledger.queued_tokens, now_s=self._now_s)
+        taken = ledger.choose(engine.version, engine.num_free, choice)
+        if len(taken) < engine.num_free and not self._is_ask_due:
+            self._is_ask_due = True
+            self._at(self._now_s + ASK_AGAIN_S, self._ask_again)
+        return taken
+
+    def _ask_again(self) -> None:
+        """Generators that were left without work look again: others may have been given something meanwhile."""
+        self._is_ask_due = False
+        for engine in self._engines:
+            if engine.num_free:
+                engine.advance(self._now_s)
+                self._fill(engine)
+
+    def _deal(self, engines: Sequence[Engine]) -> None:
+        """Give several generators what they may have, in turn, so that none gets all the longest samples."""
+        free = [engine for engine in engines if engine.num_free and self._placer is None]
+        while free:
+            again = []
+            for engine in free:
+                taken = self._ledger.take(engine.version, 1)
+                for sample in taken:
+                    engine.begin(sample)
+                if taken and engine.num_free:
+                    again.append(engine)
+            free = again
+        for engine in engines:
+            self._fill(engine)
+
+    def _move(self) -> None:
+        """Let generators without work take over what others hold; again after a while as long as there is any."""
+        assert self._mover is not None
+        self._move_due_s = self._now_s + self._mover.look_s
+        for engine in self._engines:
+            engine.advance(self._now_s)
+        moves = self._mover.look(self._now_s)
+        self.record.num_moves += len(moves)
+        for engine in {id(each): each for move in moves for each in move}.values():
+            self._fill(engine)
+        self._renew_drained()
+        self._is_move_due = self.num_held > 0
+        if self._is_move_due:
+            self._at(self._move_due_s, self._move)
+
+    def _ended(self, engine: Engine, epoch: int) -> None:
+        if engine.epoch != epoch:
+            return
+        engine.advance(self._now_s)
+        self._ledger.finish(engine.pop_ended())
+        while engine.num_running and engine.next_end_s() <= self._now_s + _SAME_TIME:
+            self._ledger.finish(engine.pop_ended())
+        self._fill(engine)
+        self._renew_drained()
+        self._train()
+
+    def _train(self) -> None:
+        """Begin a microbatch if the trainer is free and enough is ready."""
+        ledger = self._ledger
+        if self._is_training or ledger.num_ready < (wanted := min(self._at_least, ledger.num_missing)):
+            return
+        groups = ledger.deliver(at_least=wanted)
+        if groups:
+            self._is_training = True
+            seconds = self._training_s(groups)
+            if ledger.num_missing == 0:
+                seconds += self._setup.trainer.end_s
+            self._step_busy_s += seconds
+            self._step_tokens += sum(group.num_tokens for group in groups)
+            self.record.trained.append((self._now_s, self._now_s + seconds, ledger.version))
+            self._at(self._now_s + seconds, self._trained)
+
+    def _training_s(self, groups: Sequence[Group]) -> float:
+        trainer = self._setup.trainer
+        tokens = sum(group.num_tokens + len(group.lengths) * trainer.prompt_tokens for group in groups)
+        return tokens / trainer.mean_tokens * trainer.sample_s
+
+    def _trained(self) -> None:
+        self._is_training = False
+        if self._ledger.num_missing == 0:
+            self._ledger.acknowledge()
+            self.record.steps.append(Step(self._now_s, self._step_busy_s, self._step_tokens))
+            self._step_busy_s, self._step_tokens = 0.0, 0.0
+            for region in self._setup.transfer_s:
+                self._send(region)
+        self._train()
+
+    def _send(self, region: str) -> None:
+        """The newest weights to a region, one copy at a time."""
+        seconds, version = self._setup.transfer_s[region], self._ledger.version
+        if region not in self._sending and seconds < math.inf and self._sent[region] < version:
+            self._sending.add(region)
+            self._sent[region] = version
+            self._at(self._now_s + seconds, partial(self._arrived, region, version))
+
+    def _arrived(self, region: str, version: int) -> None:
+        self._sending.discard(region)
+        there = [engine for engine in self._engines if engine.spec.region == region and engine.is_alive]
+        for engine in there:
+            engine.advance(self._now_s)
+            engine.next_version = version
+            if not self._drains:
+                self._renew(engine)
+        self._deal(there)
+        self._renew_drained()
+        self._send(region)
+
+    def _renew_drained(self) -> None:
+        """Where samples end under the weights that began them: new ones for all, once none is under way."""
+        if not self._drains or any(engine.num_running for engine in self._engines):
+            return
+        waiting = [engine for engine in self._engines if engine.next_version is not None]
+        for engine in waiting:
+            engine.advance(self._now_s)
+            self._renew(engine)
+        self._deal(waiting)
+
+    def _renew(self, engine: Engine) -> None:
+        """Exchange its weights."""
+        assert engine.next_version is not None
+        engine.version, engine.next_version = engine.next_version, None
+        engine.stall(engine.spec.pause_s)
+
+    def _change(self, change: Change) -> None:
+        for engine in self._members(change.node):
+            engine.advance(self._now_s)
+            if change.kind == "slow":
+                engine.slowdown = change.factor
+            elif change.kind == "join":
+                engine.is_alive, engine.version = True, self._sent[engine.spec.region]
+            else:
+                lost = engine.lose_all()
+                self._at(self._now_s + LEASE_S, partial(self._redeliver, lost))
+            self._fill(engine)
+
+    def _redeliver(self, lost: Sequence[Sample]) -> None:
+        self._ledger.give_back(lost)
+        free = [engine for engine in self._engines if engine.num_free]
+        for engine in free:
+            engine.advance(self._now_s)
+        self._deal(free)
+
+    def _members(self, node: str, *, alive: bool | None = None) -> list[Engine]:
+        members = [engine for engine in self._engines if engine.spec.node == node]
+        if not members:
+            known = ", ".join(sorted({engine.spec.node for engine in self._engines}))
+            raise ValueError(f"no generator runs on {node!r}; there are: {known}")
+        if alive is not None:
+            for engine in members:
+                engine.is_alive = alive
+        return members
+
+    def _look(self) -> None:
+        self.record.held.append((self._now_s, self.num_held))
+        assert self._look_s is not None
+        self._at(self._now_s + self._look_s, self._look)

@@ -1,0 +1,170 @@
+"""Simulates a plan: a problem, a plan and a mode in, what became of it out."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from penstock.v1 import broker_pb2
+from services.broker.fleet.snapshot import MAX_GROUPS_MEASURED, SeenLengths, lengths_seen
+from services.broker.rules.limits import Limits
+from services.scheduler.cost_model.reference import Rm1
+from services.scheduler.problem.plan_document import PlanDocument
+from services.scheduler.problem.problem import Workload
+from services.scheduler.solvers.interface import TimeLeft
+from simulator.virtual_run.build_run import Mode, Setup, SetupError, colocated, from_plan
+from simulator.virtual_run.drawn_lengths import RANKER_ERROR, forecaster, group_source
+from simulator.virtual_run.event_loop import Change, Record, Run
+from simulator.virtual_run.ledger import Ledger
+
+Document = dict[str, Any]
+STEADY_SAMPLES = 16_384
+STEADY_STEPS = (8, 48)
+"""Least and most, of a rate to be believed: steps that wait for a long sample alternate with others."""
+MAX_PLACED = 16
+"""Generators whose placing is simulated for a plan: each looks at every other."""
+
+
+def _no_deadline() -> float:
+    return math.inf
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """How to simulate."""
+
+    mode: Mode
+    num_steps: int = 10
+    skip: int = 2
+    """First steps that rates leave out: nothing is under way yet."""
+    seed: int = 0
+    longest_first: bool = True
+    """Whether a step's prompts begin in the order of forecast lengths, as under `lpt`; else as they came."""
+    forecast_error: float = RANKER_ERROR
+    """Standard deviation of the logarithm of forecast over length."""
+    growth_per_step: float = 0.0
+    """How much longer completions get with each step, as a share of the first ones'."""
+    changes: Sequence[Change] = ()
+    look_s: float | None = None
+    """How often the samples under way are noted, for a picture."""
+    can_move: bool = True
+    """Whether generators without work take over what others hold."""
+    drains: bool = False
+    """Whether all generators end their samples before any takes new weights; else they go on under them."""
+    places: bool = False
+    """Whether the longest samples are kept from slow generators, as under `lpt`; needs `can_move` and forecasts."""
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """A simulated run."""
+
+    setup: Setup
+    run: Run
+    record: Record
+    options: Options
+
+    @property
+    def samples_per_second(self) -> float:
+        """Trained, in steady state."""
+        return self.record.samples_per_second(skip=self.options.skip)
+
+
+def simulate_plan(model: Rm1, plan: PlanDocument, options: Options, *, time_left: TimeLeft = _no_deadline) -> Outcome:
+    """A run of this plan. Raises SetupError where it cannot run, RuntimeError where it gets stuck."""
+    if options.mode is Mode.COLOCATED_SYNC:
+        return simulate_setup(model, colocated(model), options, time_left=time_left)
+    return simulate_setup(model, from_plan(model, plan, options.mode), options, time_left=time_left)
+
+
+def steady_rate(model: Rm1, plan: PlanDocument, *, time_left: TimeLeft, seed: int = 0) -> float | None:
+    """Samples per second that a run of this plan reaches, `async`; None where it gets stuck, or time is too short.
+
+    Runs dispatch by `auto`, which keeps the longest samples from slow generators where that pays: so of a fleet small
+    enough to look at both, the better counts. The first steps, in which the staleness bound lets nothing wait yet, are
+    left out.
+    """
+    least, most = STEADY_STEPS
+    skip = model.problem.workload.staleness + 3
+    num_counted = min(most, max(least, math.ceil(STEADY_SAMPLES / model.demand.samples_per_step)))
+    options = Options(mode=Mode.ASYNC, num_steps=skip + num_counted, skip=skip, seed=seed)
+    num_generators = sum(replicas.count for replicas in plan.gen)
+    found: list[float] = []
+    for places in (False, True) if num_generators <= MAX_PLACED else (False,):
+        try:
+            outcome = simulate_plan(model, plan, replace(options, places=places), time_left=time_left)
+        except (SetupError, RuntimeError):
+            continue
+        if len(outcome.record.steps) >= skip + least:
+            found.append(outcome.samples_per_second)
+    return max(found, default=None)
+
+
+def simulate_setup(model: Rm1, setup: Setup, options: Options, *, time_left: TimeLeft = _no_deadline) -> Outcome:
+    """A run of these generators and this trainer. Raises RuntimeError where it gets stuck.
+
+    Where the time is over before the last step, the run ends there.
+    """
+    workload = model.problem.workload
+    limits = Limits.from_proto(
+        broker_pb2.RunLimits(
+            groups_per_step=workload.prompts_per_step,
+            group_size=workload.group_size,
+            max_staleness=setup.staleness,
+            max_completion_tokens=1 << 20,
+        )
+    )
+    draw = group_source(workload, seed=options.seed, growth_per_step=options.growth_per_step)
+    forecast = forecaster(options.seed, options.forecast_error) if options.longest_first else None
+    ledger = Ledger(limits, draw, forecast)
+    run = Run(
+        setup,
+        ledger,
+        streams=options.mode.streams,
+        changes=options.changes,
+        look_s=options.look_s,
+        seen=_seen_before(workload, options) if options.can_move else None,
+        drains=options.drains,
+        places=options.places,
+    )
+    return Outcome(setup, run, run.play(options.num_steps, time_left=time_left), options)
+
+
+def _seen_before(workload: Workload, options: Options) -> SeenLengths:
+    """What a broker knows from steps before these."""
+    seed = options.seed + 1
+    draw, forecast = group_source(workload, seed=seed), forecaster(seed, options.forecast_error)
+    groups = [draw(0) for _ in range(MAX_GROUPS_MEASURED)]
+    return lengths_seen([(forecast(group) if options.longest_first else 0.0, group) for group in groups])
+
+
+def document(model: Rm1, outcome: Outcome, *, predicted: float | None) -> Document:
+    """All that is known of a simulated run, for programs; docs/planning.md describes the keys."""
+    record, ledger, skip = outcome.record, outcome.run.ledger, outcome.options.skip
+    size = model.problem.workload.group_size
+    end_s = record.steps[-1].end_s
+    counted_s = end_s - record.steps[skip - 1].end_s
+    trained_s = sum(step.busy_s for step in record.steps[skip:])
+    return {
+        "problem": model.problem.id,
+        "cost_model": model.name,
+        "mode": outcome.options.mode.value,
+        "num_steps": len(record.steps),
+        "num_skipped": skip,
+        "num_generators": record.num_generators,
+        "num_events": record.num_events,
+        "virtual_s": end_s,
+        "samples_per_second": outcome.samples_per_second,
+        "tokens_per_second": record.tokens_per_second(skip=skip),
+        "step_s": counted_s / (len(record.steps) - skip),
+        "predicted_samples_per_second": predicted,
+        "generation_idle": max(0.0, 1 - record.generating_s / (end_s * record.num_generators)),
+        "training_idle": max(0.0, 1 - trained_s / counted_s),
+        "max_staleness": outcome.setup.staleness,
+        "staleness": {str(age): count * size for age, count in sorted(ledger.staleness.items())},
+        "num_returned": ledger.num_returned,
+        "num_moves": record.num_moves,
+        "audit": ledger.audit(),
+    }

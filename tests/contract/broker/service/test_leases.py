@@ -1,0 +1,117 @@
+"""Leases to generators and scorers over real gRPC, on every store."""
+
+from __future__ import annotations
+
+from penstock.v1 import broker_pb2, types_pb2
+from tests.helpers.brokers.broker import (
+    RUN,
+    Generator,
+    RunningBroker,
+    Worker,
+    chunk,
+    duration,
+    eventually,
+    prompt,
+    result,
+)
+
+STOP = types_pb2.FINISH_REASON_STOP
+
+
+async def test_never_more_leases_than_credits(broker: RunningBroker) -> None:
+    await broker.open()
+    await broker.submit(prompt("a"), prompt("b"))
+    generator = Generator.connect(broker.channel)
+    generator.beat(credits=1)
+    await generator.leases(1)
+    assert "slot" in await generator.idle_reason()
+    generator.beat(credits=2)
+    await generator.leases(2)
+    assert (await broker.audit()).in_flight_by_state["leased"] == 3
+
+
+async def test_a_generator_that_gets_nothing_is_told_why(broker: RunningBroker) -> None:
+    await broker.open(groups_per_step=1)
+    generator = Generator.connect(broker.channel)
+    assert "heartbeat" in await generator.idle_reason()
+    generator.beat(credits=9)
+    assert "empty" in await generator.idle_reason()
+    await broker.submit(prompt("a"), prompt("b"))
+    await generator.leases(2)
+    assert "admission" in await generator.idle_reason()
+
+
+async def test_leases_expire_and_another_generator_goes_on_from_the_last_chunk(broker: RunningBroker) -> None:
+    await broker.open(generation_lease=duration(0.5))
+    await broker.submit(prompt("a"))
+    lost = Generator.connect(broker.channel, "gen-lost")
+    lost.beat(credits=2)
+    leases = await lost.leases(2)
+    assert await lost.put(chunk(leases[0], [7, 8])) == []
+    other = Generator.connect(broker.channel, "gen-2")
+    other.beat(credits=2)
+    again = {lease.key.sample_index: lease for lease in await other.leases(2)}
+    assert again[0].prefix_token_ids == b"\7\0\0\0\x08\0\0\0"
+    revoked = {await lost.stream.expect(lambda response: response.revocation.lease_id or None) for _ in range(2)}
+    assert revoked == {lease.lease_id for lease in leases}
+    assert [error.reason for error in await lost.put(chunk(leases[0], [9], offset=2))] == ["LEASE_LOST"]
+    assert await other.put(chunk(again[0], [9], offset=2, finish=STOP)) == []
+
+
+async def test_heartbeats_keep_leases_alive(broker: RunningBroker) -> None:
+    await broker.open(generation_lease=duration(0.6))
+    await broker.submit(prompt("a"))
+    generator = Generator.connect(broker.channel)
+    generator.beat(credits=2)
+    kept, lost = await generator.leases(2)
+
+    async def is_other_expired() -> bool:
+        generator.beat(active=[kept.lease_id])
+        return (await broker.audit()).in_flight_by_state["queued"] == 1
+
+    await eventually(is_other_expired)
+    assert await generator.put(chunk(kept, [7], finish=STOP)) == []
+    assert [error.reason for error in await generator.put(chunk(lost, [7], finish=STOP))] == ["LEASE_LOST"]
+
+
+async def test_a_generator_that_reconnects_keeps_its_leases(broker: RunningBroker) -> None:
+    await broker.open()
+    await broker.submit(prompt("a"))
+    generator = Generator.connect(broker.channel)
+    generator.beat(credits=2)
+    leases = await generator.leases(2)
+    generator.stream.call.cancel()
+    again = Generator.connect(broker.channel)
+    again.beat(active=[lease.lease_id for lease in leases])
+    assert "slot" in await again.idle_reason()
+    await again.finish(leases)
+    assert (await broker.audit()).in_flight_by_state["finished"] == 2
+
+
+async def test_a_dropped_group_is_revoked(broker: RunningBroker) -> None:
+    await broker.open()
+    await broker.submit(prompt("a"))
+    generator = Generator.connect(broker.channel)
+    generator.beat(credits=1)
+    [lease] = await generator.leases(1)
+    request = broker_pb2.DropGroupsRequest(run_id=RUN, group_ids=["a", "nobody"], reason="poisoned")
+    assert (await broker.call("DropGroups", request)).num_samples == 2
+    assert (await broker.call("DropGroups", request)).num_samples == 0
+    assert await generator.stream.expect(lambda response: response.revocation.lease_id or None) == lease.lease_id
+    assert [error.reason for error in await generator.put(chunk(lease, [7]))] == ["UNKNOWN_SAMPLE"]
+    assert dict((await broker.audit()).dropped) == {"poisoned": 2}
+    assert (await broker.submit(prompt("a"))).num_queued_groups == 0
+
+
+async def test_scores_expire_and_go_to_another_worker(broker: RunningBroker) -> None:
+    await broker.open(scoring_lease=duration(0.3))
+    await broker.submit(prompt("a"))
+    generator = Generator.connect(broker.channel)
+    generator.beat(credits=2)
+    await generator.finish(await generator.leases(2))
+    slow, other = Worker.connect(broker.channel, "slow"), Worker.connect(broker.channel, "other")
+    late = await slow.leases(2)
+    await other.score(2)
+    receipt = await slow.report(*(result(lease) for lease in late))
+    assert set(receipt.lost_lease_ids) == {lease.lease_id for lease in late}
+    assert (await broker.audit()).in_flight_by_state["scored"] == 2

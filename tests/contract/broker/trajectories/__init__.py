@@ -1,0 +1,1 @@
+"""Finished trajectories over real gRPC: put, received, acknowledged and exported."""

@@ -1,0 +1,1 @@
+"""Commands of the console against real or scripted services."""

@@ -1,0 +1,175 @@
+"""Rescoring a recording: order and rows stay, the old score is kept, an error is never a value."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from console.recording import Recorded, RecordingError, open_writer, read_samples
+from console.trajectories.rescore_recording import MAX_AHEAD, rescore, rescore_command
+from penstock.config import ConfigError
+from penstock.rewards import RewardResult, reward
+from penstock.rewards.local import LocalModel
+from penstock.rewards.serving import reward_service
+from penstock.v1 import reward_pb2, types_pb2
+from penstock.wire.codec import int32_bytes
+from tests.helpers.brokers.recordings import recorded
+from tests.helpers.models.tokenizer_kinds import letters
+from tests.helpers.serving import serving
+from tests.helpers.stores.redis_server import free_port
+
+
+@reward
+async def by_index(metadata: dict[str, Any], completion: str) -> RewardResult | float | None:
+    """Rewards what the metadata says; None abstains; "bad" fails."""
+    assert completion == "zwei \u4e8c"
+    value = metadata["value"]
+    if value == "bad":
+        raise ValueError("no")
+    return None if value is None else float(value)
+
+
+def sample(index: int, value: object, *, was: float = 0.5) -> Recorded:
+    made = recorded("g", index, value=was)
+    made.prompt.metadata_json = json.dumps({"value": value})
+    return made
+
+
+def write(path: Path, *samples: Recorded) -> Path:
+    writer = open_writer(path)
+    writer.write(samples)
+    writer.close()
+    return path
+
+
+def rescored(file: Path, out: Path, model: str) -> int:
+    return rescore_command(file, reward=model, out=out, as_json=True)
+
+
+async def test_scores_of_a_served_model_replace_the_recorded_ones(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    samples = [sample(0, 0.5), sample(1, 2.0), sample(2, None), sample(3, "bad")]
+    file, out = write(tmp_path / "a.jsonl", *samples), tmp_path / "b.parquet"
+    async with serving(reward_service(LocalModel(by_index))) as (_, target):
+        assert await asyncio.to_thread(rescored, file, out, target) == 0
+    found = list(read_samples(out))
+    assert [one.position for one in found] == [one.position for one in samples]
+    assert [one.trajectory.score.status for one in found] == [
+        types_pb2.SCORE_STATUS_OK,
+        types_pb2.SCORE_STATUS_OK,
+        types_pb2.SCORE_STATUS_ABSTAINED,
+        types_pb2.SCORE_STATUS_FAILED,
+    ]
+    assert [one.trajectory.score.value for one in found] == [0.5, 2.0, 0.0, 0.0]
+    assert [one.trajectory.score.HasField("value") for one in found] == [True, True, False, False]
+    for one, before in zip(found, samples, strict=True):
+        assert one.previous_score == before.trajectory.score
+        assert one.trajectory.token_ids == before.trajectory.token_ids
+    document = json.loads(capsys.readouterr().out)
+    assert document["by_status"] == {"ok": 2, "abstained": 1, "failed": 1}
+    assert (document["num_compared"], document["agreement"], document["mean_change"]) == (2, 0.5, 0.75)
+
+
+@pytest.mark.parametrize(("decodes", "value"), [(False, 1.0), (True, 0.0)], ids=["as recorded", "decoded"])
+def test_what_is_judged_is_the_recorded_text_or_what_the_tokens_say(
+    tmp_path: Path, decodes: bool, value: float, capsys: pytest.CaptureFixture[str]
+) -> None:
+    letters(tmp_path)
+    lie = recorded(value=0.5)
+    lie.trajectory.text, lie.trajectory.token_ids = "2", int32_bytes([2, 3, 3])
+    file, out = write(tmp_path / "a.jsonl", lie), tmp_path / "b.jsonl"
+    tokenizer = tmp_path if decodes else None
+    assert rescore_command(file, reward="exact_match", out=out, tokenizer=tokenizer, as_json=False) == 0
+    (found,) = read_samples(out)
+    assert found.trajectory.score.value == value
+    assert ("note: 1 of 1 texts were not what their tokens say" in capsys.readouterr().out) == decodes
+
+
+def test_a_tokenizer_that_is_none_is_told(tmp_path: Path) -> None:
+    file = write(tmp_path / "a.jsonl", recorded())
+    with pytest.raises(ConfigError, match=r"--tokenizer: .*: holds no tokenizer.json; give the directory of the model"):
+        rescore_command(file, reward="exact_match", out=tmp_path / "b.jsonl", tokenizer=tmp_path, as_json=False)
+
+
+def test_a_built_in_model_scores_by_its_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    good = recorded(value=0.0)
+    good.trajectory.text = "2"
+    file = write(tmp_path / "a.jsonl", good)
+    assert rescore_command(file, reward="exact_match", out=tmp_path / "b.jsonl", as_json=False) == 0
+    [found] = read_samples(tmp_path / "b.jsonl")
+    assert (found.trajectory.score.value, found.trajectory.score.model) == (1.0, "exact_match")
+    shown = capsys.readouterr().out
+    assert "1 samples scored: ok 1" in shown
+    assert "0.0 % of 1 agree; mean 0.0000 before, 1.0000 now, change +1.0000" in shown
+
+
+class _Slow:
+    """A model that answers batches in no particular order, the first one only when no more samples are read."""
+
+    name = "slow"
+
+    def __init__(self) -> None:
+        self.num_read = 0
+        self.most_ahead = 0
+
+    def samples(self, count: int) -> Iterator[Recorded]:
+        for index in range(count):
+            self.num_read += 1
+            yield sample(index, index)
+
+    async def score(self, items: Sequence[reward_pb2.ScoreItem], *, timeout_s: float) -> list[types_pb2.Score]:
+        await asyncio.sleep(0.002 * (items[0].key.sample_index % 3))
+        if items[0].key.sample_index == 0:
+            while self.most_ahead < self.num_read:
+                self.most_ahead = self.num_read
+                await asyncio.sleep(0.05)
+        return [types_pb2.Score(status=types_pb2.SCORE_STATUS_OK, value=item.key.sample_index) for item in items]
+
+
+async def test_order_is_kept_and_memory_is_bounded(tmp_path: Path) -> None:
+    model: Any = _Slow()
+    writer = open_writer(tmp_path / "b.jsonl")
+    comparison = await rescore(model.samples(1000), writer, model)
+    writer.close()
+    assert comparison.num_samples == 1000
+    assert [one.trajectory.score.value for one in read_samples(writer.path)] == list(range(1000))
+    assert model.most_ahead == MAX_AHEAD
+
+
+async def test_a_model_that_never_answers_is_given_up(tmp_path: Path) -> None:
+    class Deaf(_Slow):
+        async def score(self, items: Sequence[reward_pb2.ScoreItem], *, timeout_s: float) -> list[types_pb2.Score]:
+            await asyncio.Event().wait()
+            return []
+
+    model: Any = Deaf()
+    writer = open_writer(tmp_path / "b.jsonl")
+    with pytest.raises(ConfigError, match=r"slow: no score in 0\.05 s"):
+        await rescore(model.samples(5), writer, model, patience_s=0.05)
+    writer.discard()
+
+
+@pytest.mark.parametrize(
+    ("model", "words"), [("exact_mtach", "did you mean 'exact_match'"), ("nowhere_at_all:f", "no module")]
+)
+def test_a_model_that_does_not_exist_is_told(tmp_path: Path, model: str, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        rescored(write(tmp_path / "a.jsonl", recorded()), tmp_path / "b.jsonl", model)
+    assert not (tmp_path / "b.jsonl").exists()
+
+
+def test_a_model_that_is_away_and_a_damaged_recording_leave_nothing_behind(tmp_path: Path) -> None:
+    file = write(tmp_path / "a.jsonl", recorded())
+    with pytest.raises(ConfigError, match="reward model"):
+        rescored(file, tmp_path / "b.jsonl", f"127.0.0.1:{free_port()}")
+    row = json.loads(file.read_text())
+    file.write_text(json.dumps(row) + "\n" + json.dumps(row | {"logprobs": []}) + "\n")
+    with pytest.raises(RecordingError, match="line 2: logprobs"):
+        rescored(file, tmp_path / "b.jsonl", "exact_match")
+    assert [path.name for path in tmp_path.iterdir()] == ["a.jsonl"]

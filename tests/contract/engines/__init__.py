@@ -1,0 +1,1 @@
+"""One contract for all engines, and what holds for vLLM alone."""

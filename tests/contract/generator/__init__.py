@@ -1,0 +1,1 @@
+"""Whole generators against a scripted broker and weight store, and the clients that they use."""

@@ -1,0 +1,214 @@
+"""What becomes of samples and versions when weights are corrupt, or an engine fails, hangs or stands still."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from concurrent.futures import Future
+from types import SimpleNamespace
+
+import pytest
+
+from penstock.model.digests import mismatch_error
+from penstock.network.rpc import call
+from penstock.v1 import generator_pb2, types_pb2
+from services.generator.engine.engine import EngineHungError, EngineStoppedError, GenerateRequest, SamplingSettings
+from services.generator.engine.install_progress import InstallSigns, give_sign, signs_file
+from services.generator.engines.transformers.transformers_engine import TransformersEngine, TransformersSettings
+from services.generator.generator import GeneratorFailedError
+from services.generator.weights import puller
+from tests.helpers.brokers.scripted_generation import prompt
+from tests.helpers.generators.generator_bench import Bench, emulated
+from tests.helpers.generators.scripted_engine import PausableScriptedEngine, ScriptedEngine, span
+from tests.helpers.waiting import until
+
+
+@pytest.fixture
+async def bench(tmp_path):
+    made = Bench(tmp_path)
+    async with made.store.serving_content():
+        yield made
+
+
+async def test_corrupt_weights_are_refused_counted_and_never_served(bench):
+    bench.broker.submit(prompt("g"))
+    bench.store.corrupt_requests = 2
+    await bench.store.publish(0)
+    async with bench.running(emulated()):
+        await until(lambda: bench.broker.num_finished == 1)
+        assert (await bench.view()).num_weights_refused == 2
+    assert len(bench.store.reports) == 1
+
+
+async def test_an_engine_that_cannot_prove_a_version_takes_no_leases_until_it_can(bench):
+    engine = ScriptedEngine()
+    engine.update_errors = [mismatch_error("the engine holds something else", ["model.bias"])]
+    bench.broker.submit(prompt("g"))
+    await bench.store.publish(0)
+    async with bench.running(engine):
+        await until(lambda: len(engine.updates) == 1)
+        assert bench.broker.hellos == []
+        await until(lambda: len(engine.requests) == 1)
+        assert len(engine.updates) == 2
+        assert (await bench.view()).num_weights_refused == 1
+
+
+async def test_an_engine_that_never_proves_a_version_ends_the_process(bench, monkeypatch):
+    monkeypatch.setattr(puller, "backoff_s", lambda: iter([0.0] * 100))
+    engine = ScriptedEngine()
+    engine.reported_digest = "f" * 64
+    await bench.store.publish(0)
+    async with bench.running(engine):
+        with pytest.raises(GeneratorFailedError, match="DigestMismatchError"):
+            await asyncio.wait_for(asyncio.shield(bench.tasks[0]), 10)
+        assert len(engine.updates) == puller.MAX_ENGINE_MISMATCHES
+        assert bench.store.reports == []
+        assert (await bench.view()).state == generator_pb2.GENERATOR_STATE_FAILED
+
+
+async def test_an_engine_failure_gives_all_samples_back_with_their_tokens(bench):
+    engine = ScriptedEngine()
+    first, second = bench.broker.submit(prompt("g", group_size=2))
+    await bench.store.publish(0)
+    async with bench.running(engine, max_concurrent_samples=2):
+        await until(lambda: len(engine.requests) == 2)
+        engine.say("g-0-1", span(5))
+        engine.say("g-1-1", span(6, 7))
+        await until(lambda: len(first.token_ids) == 1 and len(second.token_ids) == 2)
+        engine.say("g-0-1", EngineStoppedError("died"))
+        with pytest.raises(GeneratorFailedError):
+            await asyncio.wait_for(asyncio.shield(bench.tasks[0]), 10)
+    assert [sample.finish_reason for sample in (first, second)] == [types_pb2.FINISH_REASON_ABORTED] * 2
+    assert len(bench.broker.queue) == 2
+    assert (first.token_ids, second.token_ids) == ([5], [6, 7])
+
+
+async def test_a_hung_decode_is_noticed_and_gives_all_samples_back_with_their_tokens(bench):
+    engine = ScriptedEngine()
+    first, second = bench.broker.submit(prompt("g", group_size=2))
+    await bench.store.publish(0)
+    async with bench.running(engine, max_silence_s=1.0):
+        await until(lambda: len(engine.requests) == 2)
+        for token_id in range(5, 15):
+            engine.say("g-0-1", span(token_id))
+            engine.tokens_sampled += 1
+            await asyncio.sleep(0.15)
+        assert not bench.tasks[0].done(), "one that is slow is not hung"
+        with pytest.raises(GeneratorFailedError, match="no token for"):
+            await asyncio.wait_for(asyncio.shield(bench.tasks[0]), 20)
+    assert (bench.num_engine_failures("hung"), bench.num_engine_failures("failed")) == (1, 0)
+    assert [sample.finish_reason for sample in (first, second)] == [types_pb2.FINISH_REASON_ABORTED] * 2
+    assert (first.token_ids, second.token_ids) == (list(range(5, 15)), [])
+
+
+async def test_failures_are_counted_over_restarts(bench):
+    await bench.store.publish(0)
+    for error, failed, hung in ((EngineStoppedError("died"), 1, 0), (EngineHungError("silent"), 1, 1)):
+        async with bench.running(ScriptedEngine()):
+            bench.generator.fail(error)
+            with pytest.raises(GeneratorFailedError):
+                await asyncio.wait_for(asyncio.shield(bench.tasks[0]), 10)
+            assert (bench.num_engine_failures("failed"), bench.num_engine_failures("hung")) == (failed, hung)
+    async with bench.running(ScriptedEngine()):
+        assert [bench.num_engine_failures(how) for how in ("failed", "hung", "killed")] == [1, 1, 0]
+
+
+async def test_a_hung_decode_is_noticed_where_only_a_guest_waits(bench):
+    engine = ScriptedEngine()
+    await bench.store.publish(0)
+    async with bench.running(engine, max_silence_s=0.4):
+        await until(lambda: bench.generator.view().state == generator_pb2.GENERATOR_STATE_SERVING)
+        request = GenerateRequest(
+            request_id="guest", prompt_token_ids=(5,), sampling=SamplingSettings(max_new_tokens=9)
+        )
+        spans = bench.generator.guests().decode(request, wait_s=20)
+        token = asyncio.create_task(anext(spans))
+        await until(lambda: "guest" in engine.requests)
+        assert bench.broker.num_finished == 0
+        with pytest.raises(GeneratorFailedError, match="no token for"):
+            await asyncio.wait_for(asyncio.shield(bench.tasks[0]), 20)
+        token.cancel()
+        await asyncio.gather(token, return_exceptions=True)
+        await spans.aclose()
+
+
+async def test_an_engine_that_stands_still_on_purpose_is_not_hung(bench):
+    engine = PausableScriptedEngine()
+    bench.broker.submit(prompt("g"))
+    await bench.store.publish(0)
+    async with bench.running(engine, max_silence_s=0.1):
+        request = generator_pb2.PauseGeneratorRequest(is_paused=True)
+        await until(lambda: bench.generator.view().state == generator_pb2.GENERATOR_STATE_SERVING)
+        await call(bench.stub.PauseGenerator, request, peer="generator")
+        await until(lambda: len(engine.requests) == 1)
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(asyncio.shield(bench.tasks[0]), 0.5)
+
+
+async def test_a_pull_that_was_overtaken_does_not_take_the_engine_back(bench, monkeypatch):
+    engine, has_asked, may_go_on = ScriptedEngine(), asyncio.Event(), asyncio.Event()
+    await bench.store.publish(0)
+    async with bench.running(engine):
+        await until(lambda: bench.generator.view().state == generator_pb2.GENERATOR_STATE_SERVING)
+        await until(lambda: [update.policy_version for update in engine.updates] == [0])
+        client = bench.generator._puller._client
+        get_manifest = client.get_manifest
+
+        async def get_slowly(version=None):
+            manifest = await get_manifest(version)
+            has_asked.set()
+            await may_go_on.wait()
+            return manifest
+
+        monkeypatch.setattr(client, "get_manifest", get_slowly)
+        request = generator_pb2.PullWeightsRequest()
+        pulling = asyncio.create_task(call(bench.stub.PullWeights, request, peer="generator", timeout_s=30))
+        await has_asked.wait()
+        await bench.store.publish(1)
+        await until(lambda: [update.policy_version for update in engine.updates] == [0, 1])
+        may_go_on.set()
+        assert (await pulling).policy_version == 1
+        assert [update.policy_version for update in engine.updates] == [0, 1]
+
+
+def test_stopping_an_engine_passes_over_updates_that_nobody_waits_for_any_more(tmp_path):
+    engine = TransformersEngine(TransformersSettings(model_path=tmp_path))
+    given_up, waited_for = Future(), Future()
+    given_up.cancel()
+    engine._updates.extend([(None, given_up), (None, waited_for)])
+    engine._end_all(SimpleNamespace(rows=[]))
+    assert isinstance(waited_for.exception(timeout=0), EngineStoppedError)
+
+
+async def test_an_installation_that_hangs_is_noticed_and_one_that_takes_long_is_not(bench):
+    engine = ScriptedEngine()
+    await bench.store.publish(0)
+    async with bench.running(engine, max_silence_s=0.8):
+        await until(lambda: bench.generator.view().state == generator_pb2.GENERATOR_STATE_SERVING)
+        await until(lambda: bench.generator.view().num_weight_updates == 1)
+        engine.may_install.clear()
+        engine.install_signs = 0
+        await bench.store.publish(1)
+        await until(lambda: len(engine.updates) == 2)
+        for _ in range(12):
+            engine.install_signs += 1
+            await asyncio.sleep(0.15)
+        assert not bench.tasks[0].done(), "one that is slow is not hung"
+        with pytest.raises(GeneratorFailedError, match="without getting on"):
+            await asyncio.wait_for(asyncio.shield(bench.tasks[0]), 20)
+    assert bench.num_engine_failures("hung") == 1
+
+
+def test_workers_give_their_signs_through_a_file(tmp_path):
+    signs, weights = InstallSigns(), tmp_path / "v1.safetensors"
+    give_sign(str(weights))
+    assert signs.current is None
+    with signs.installing(weights):
+        seen = signs.current
+        os.utime(signs_file(weights), ns=(1, 1))
+        assert signs.current != seen
+        seen = signs.current
+        give_sign(str(weights))
+        assert signs.current != seen
+    assert signs.current is None
+    assert list(tmp_path.iterdir()) == []

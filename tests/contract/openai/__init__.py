@@ -1,0 +1,1 @@
+"""The OpenAI-compatible endpoint, called by the real `openai` client."""

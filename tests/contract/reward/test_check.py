@@ -1,0 +1,175 @@
+"""`check_server` against servers that conform and servers that do not, and against the examples."""
+
+import asyncio
+import itertools
+import json
+import math
+import os
+import shutil
+import socket
+import subprocess
+import sys
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from penstock.errors import InvalidFieldError
+from penstock.network.rpc import Service, call, open_channel, wait_until_serving
+from penstock.rewards.check import SERVICE_NAME, CheckStatus, check_server, conforms
+from penstock.rewards.serving import reward_service
+from penstock.v1 import reward_pb2, reward_pb2_grpc, types_pb2
+from services.reward.models.build import build_model
+from tests.helpers.brokers.scripted_scoring import scoring_item
+from tests.helpers.serving import serving
+
+ROOT = Path(__file__).parents[2]
+OK = types_pb2.SCORE_STATUS_OK
+
+
+class Foreign(reward_pb2_grpc.RewardServiceServicer):
+    """A server somebody wrote: `answer(items)` gives the values."""
+
+    def __init__(self, answer, *, accepts_empty=False):
+        self.answer = answer
+        self.accepts_empty = accepts_empty
+
+    async def Score(self, request, context):
+        if not request.items and not self.accepts_empty:
+            raise InvalidFieldError("items: none given")
+        values = self.answer(list(request.items))
+        return reward_pb2.ScoreResponse(scores=[types_pb2.Score(status=OK, value=value) for value in values])
+
+
+def foreign(answer, **options):
+    return Service(
+        name=SERVICE_NAME,
+        add=reward_pb2_grpc.add_RewardServiceServicer_to_server,
+        servicer=Foreign(answer, **options),
+    )
+
+
+def lengths(items):
+    return [float(len(item.completion_text)) for item in items]
+
+
+async def failures(service):
+    async with serving(service) as (_, target):
+        results = await check_server(target, timeout_s=10)
+    return {result.name for result in results if result.status is CheckStatus.FAILED}
+
+
+@pytest.mark.parametrize("name", ["exact_match", "numeric", "math"])
+async def test_built_in_models_conform(name):
+    model = build_model(name)
+    try:
+        assert await failures(reward_service(model)) == set()
+    finally:
+        await model.close()
+
+
+async def test_a_minimal_server_conforms():
+    async with serving(foreign(lengths)) as (_, target):
+        results = await check_server(target)
+
+    assert conforms(results)
+    assert {result.name for result in results if result.status is CheckStatus.NOTED} == {"description"}
+
+
+counter = itertools.count()
+
+
+@pytest.mark.parametrize(
+    ("answer", "options", "failed"),
+    [
+        (lengths, {"accepts_empty": True}, "empty batch refused"),
+        (lambda items: lengths(items)[::-1], {}, "one score per item, in order"),
+        (lambda items: lengths(items)[:-1] if len(items) > 1 else lengths(items), {}, "one score per item, in order"),
+        (lambda items: [float(next(counter)) for _ in items], {}, "repeatable"),
+        (lambda items: [1 / len(item.completion_text) for item in items], {}, "odd samples"),
+        (
+            lambda items: [math.inf if len(item.completion_text) > 9999 else 1.0 for item in items],
+            {},
+            "long completion",
+        ),
+    ],
+)
+async def test_each_breach_is_named(answer, options, failed):
+    assert failed in await failures(foreign(answer, **options))
+
+
+async def test_nobody_listening_is_one_clear_failure():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        results = await check_server(f"127.0.0.1:{probe.getsockname()[1]}", timeout_s=5)
+
+    assert len(results) == 1
+    assert not conforms(results)
+    assert "nobody answers at 127.0.0.1" in results[0].detail
+
+
+@asynccontextmanager
+async def process(*command, cwd, **environment):
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        target = f"127.0.0.1:{probe.getsockname()[1]}"
+    child = await asyncio.create_subprocess_exec(*command, target, cwd=cwd, env={**os.environ, **environment})
+    try:
+        assert await wait_until_serving(target, service=SERVICE_NAME, timeout_s=30)
+        yield target
+    finally:
+        child.terminate()
+        async with asyncio.timeout(15):
+            assert await child.wait() == 0
+
+
+async def scored_by(target):
+    requests = [scoring_item(0), scoring_item(1, completion="#### 5"), scoring_item(2, completion="4" * 4000)]
+    async with open_channel(target) as channel:
+        stub = reward_pb2_grpc.RewardServiceStub(channel)
+        return (await call(stub.Score, reward_pb2.ScoreRequest(items=requests), peer="example")).scores
+
+
+EXPECTED = pytest.approx([0.997, -0.003, -0.2])
+
+
+async def test_the_python_example_conforms_and_scores():
+    async with process(sys.executable, "brevity.py", cwd=ROOT / "examples/reward_python") as target:
+        assert conforms(await check_server(target))
+        assert [score.value for score in await scored_by(target)] == EXPECTED
+
+
+@pytest.fixture(scope="session")
+def node_example(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("node") / "reward_node"
+    shutil.copytree(ROOT / "examples/reward_node", folder)
+    if not (folder / "node_modules").exists():
+        if shutil.which("npm") is None:
+            pytest.skip("npm is not installed, and the example's node_modules are absent")
+        installed = subprocess.run(
+            ["npm", "ci", "--no-audit", "--no-fund"],
+            cwd=folder,
+            capture_output=True,
+            text=True,
+            timeout=240,
+            check=False,
+        )
+        assert installed.returncode == 0, installed.stderr
+    return folder
+
+
+@pytest.mark.node
+@pytest.mark.timeout(300)
+@pytest.mark.skipif(shutil.which("node") is None, reason="Node.js is not installed")
+async def test_the_node_example_conforms_and_scores_like_the_python_one(node_example):
+    async with process("node", "server.js", cwd=node_example, PENSTOCK_PROTOS=str(ROOT / "protos")) as target:
+        assert conforms(await check_server(target))
+        assert [score.value for score in await scored_by(target)] == EXPECTED
+
+
+def test_the_node_lock_file_names_no_registry():
+    packages = json.loads((ROOT / "examples/reward_node/package-lock.json").read_text())["packages"]
+
+    assert len(packages) > 10
+    assert not any("resolved" in package for package in packages.values())
+    assert all("integrity" in package for path, package in packages.items() if path)

@@ -1,0 +1,1 @@
+"""What every gRPC client and server shares: deadlines, errors, fail-over."""

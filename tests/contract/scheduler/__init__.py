@@ -1,0 +1,1 @@
+"""SchedulerService over real gRPC: plans, and how they follow machines and lengths."""

@@ -1,0 +1,116 @@
+"""Two processes against one where the policy has company: a critic, a refreshed reference, trajectory balance."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from services.trainer.algorithms.registry import algorithm_of
+from services.trainer.batches.packing import pack_trajectories
+from services.trainer.model.backend import NonFiniteLossError
+from services.trainer.step.step import TrainingStep
+from services.trainer.step.step_settings import step_settings
+from tests.helpers.trainers.two_processes import alone, assert_close, config_of, two_processes, weights
+from tests.unit.trainer.builders import VOCAB_SIZE, build_sample, build_trajectory, save_tiny_qwen2
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+
+CASES = {
+    "ppo": {"processes": (1.0, 2.0), "algorithm": {"name": "ppo", "kl_coefficient": 0.05}},
+    "tba": {"algorithm": {"name": "tba", "kl_coefficient": 0.1}},
+    # Its reference is read as groups come, and travels with the packs.
+    "early reference": {"algorithm": {"name": "reinforce_plus_plus", "kl_coefficient": 0.1}},
+}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return save_tiny_qwen2(tmp_path_factory.mktemp("model"))
+
+
+def groups(seed):
+    """Five groups of three, of unlike lengths."""
+    rng = np.random.default_rng(seed)
+    return [
+        [
+            build_sample(
+                group_id=f"g{number}",
+                index=index,
+                num_tokens=(length := int(rng.integers(2, 20))),
+                reward=float(rng.normal()),
+                completion_token_ids=rng.integers(0, VOCAB_SIZE, length).astype(np.int32),
+            )
+            for index in range(3)
+        ]
+        for number in range(5)
+    ]
+
+
+def train(backend, model, seed, *, algorithm, **_):
+    """A step as the loop takes it, groups two at a time; returns what was reported."""
+    config = config_of(model, algorithm=algorithm)
+    settings = step_settings(config, algorithm_of(algorithm["name"]), policy_version=0)
+    step = TrainingStep(backend, replace(settings, max_pack_tokens=48))
+    made = groups(seed)
+    for first in range(0, len(made), 2):
+        step.add_groups(made[first : first + 2])
+    report = step.finish()
+    return {**report.loss_metrics, "grad_norm": report.optimizer.grad_norm}
+
+
+def scores(backend):
+    rng = np.random.default_rng(7)
+    trajectories = [build_trajectory(rng, num_prompt=3, num_completion=6) for _ in range(3)]
+    (pack,) = pack_trajectories(trajectories, max_pack_tokens=1000)
+    return backend.token_scores(pack, with_log_ratios=True)
+
+
+def assert_same_scores(found, expected):
+    np.testing.assert_allclose(found.log_ratios, expected.log_ratios, atol=1e-4)
+    if expected.values is None:
+        assert found.values is None
+    else:
+        np.testing.assert_allclose(found.values, expected.values, atol=1e-4)
+        assert np.abs(expected.values).max() > 1e-3
+
+
+@pytest.mark.parametrize("changes", CASES.values(), ids=CASES.keys())
+def test_two_processes_train_companions_as_one_and_each_reads_the_other_s_checkpoint(model, tmp_path, changes):
+    one = alone(model, **changes)
+    for name in ("of_one", "of_two"):
+        (tmp_path / name).mkdir()
+    with two_processes(model, **changes) as two:
+        for seed in (1, 2):
+            assert train(two, model, seed, **changes) == pytest.approx(train(one, model, seed, **changes), rel=1e-4)
+        assert_same_scores(scores(two), scores(one))
+        for backend in (one, two):
+            backend.refresh_reference()
+        assert np.abs(scores(two).log_ratios).max() < 1e-5
+        assert train(two, model, 3, **changes) == pytest.approx(train(one, model, 3, **changes), rel=1e-4)
+        one.save(tmp_path / "of_one").result()
+        two.save(tmp_path / "of_two").result()
+        for backend in (one, two):
+            train(backend, model, 4, **changes)
+        two.load(tmp_path / "of_one")
+        one.load(tmp_path / "of_two")
+        assert_same_scores(scores(two), scores(one))
+        assert np.abs(scores(two).log_ratios).max() > 1e-4
+        assert train(two, model, 5, **changes) == pytest.approx(train(one, model, 5, **changes), rel=1e-4)
+        assert_close(weights(two), weights(one))
+        if changes["algorithm"]["name"] == "ppo":
+            assert_both_refuse_a_critic_s_loss_that_is_not_finite(two, model, changes)
+
+
+def assert_both_refuse_a_critic_s_loss_that_is_not_finite(two, model, changes):
+    """Of a pack that only one of them has; both go on."""
+    before = weights(two)
+    trajectory = build_trajectory(np.random.default_rng(3), num_prompt=2, num_completion=4)
+    blank = np.zeros(6, dtype=np.float32)
+    (pack,) = pack_trajectories([replace(trajectory, values=blank, returns=blank + np.inf)], max_pack_tokens=48)
+    with pytest.raises(NonFiniteLossError, match="critic"):
+        two.forward_backward(None, pack)
+    two.discard_gradients()
+    assert_close(weights(two), before)
+    assert train(two, model, 6, **changes)["grad_norm"] > 0

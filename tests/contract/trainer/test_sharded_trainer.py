@@ -1,0 +1,109 @@
+"""Two processes that train one model (FSDP2 over gloo) against one process: losses, gradients, weights, checkpoints."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from services.trainer.algorithms.registry import algorithm_of
+from services.trainer.batches.rank_partition import deal
+from services.trainer.model.backend import CheckpointMismatchError, NonFiniteLossError
+from services.trainer.step.step import TrainingStep
+from services.trainer.step.step_settings import step_settings
+from tests.helpers.trainers.two_processes import alone, assert_close, config_of, two_processes, weights
+from tests.unit.trainer.builders import build_group, build_trajectory, save_tiny_qwen2
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return save_tiny_qwen2(tmp_path_factory.mktemp("model"))
+
+
+def random_trajectories(seed, count=11):
+    rng = np.random.default_rng(seed)
+    return [
+        build_trajectory(rng, num_prompt=int(rng.integers(1, 8)), num_completion=int(rng.integers(1, 24)))
+        for _ in range(count)
+    ]
+
+
+def train(backend, seed):
+    """A step as the trainer takes it; returns what was reported."""
+    trajectories = random_trajectories(seed)
+    totals = [
+        backend.forward_backward(*packs) for packs in deal(trajectories, max_pack_tokens=48, shares=backend.shares)
+    ]
+    merged = totals[0]
+    for other in totals[1:]:
+        merged = merged.merged(other)
+    metrics = backend.optimizer_step(divisor=merged.num_tokens)
+    return {**merged.means(), "grad_norm": metrics.grad_norm}
+
+
+def train_in_minibatches(backend):
+    """Three optimiser steps on one batch, anchored to the weights before the first."""
+    config = config_of(Path("model"))
+    settings = step_settings(config, algorithm_of(config.algorithm.name), policy_version=0)
+    step = TrainingStep(backend, replace(settings, max_pack_tokens=48, num_minibatches=3))
+    for number, name in enumerate("abcdefg"):
+        step.add_groups([build_group(name, [0.0, 1.0, 1.0], num_tokens=3 + number)])
+    report = step.finish()
+    return {**report.loss_metrics, "grad_norm": report.optimizer.grad_norm}
+
+
+CASES = {
+    "all weights, unlike shares, a reference": {
+        "processes": (1.0, 2.0),
+        "algorithm": {"name": "dapo", "kl_coefficient": 0.1},
+    },
+    "an adapter, activations computed again": {"lora": True, "gradient_checkpointing": True},
+}
+
+
+@pytest.mark.parametrize("changes", CASES.values(), ids=CASES.keys())
+def test_two_processes_train_as_one_and_each_reads_the_other_s_checkpoint(model, tmp_path, changes):
+    one = alone(model, **changes)
+    for name in ("of_one", "of_two"):
+        (tmp_path / name).mkdir()
+    with two_processes(model, **changes) as two:
+        assert_close(weights(two), weights(one))
+        (pack,) = next(iter(deal(random_trajectories(9), max_pack_tokens=1000, shares=(1.0,))))
+        np.testing.assert_allclose(two.forward_logprobs(pack), one.forward_logprobs(pack), atol=1e-5)
+        for seed in (1, 2):
+            assert train(two, seed) == pytest.approx(train(one, seed), rel=1e-4, abs=1e-5)
+        assert train_in_minibatches(two) == pytest.approx(train_in_minibatches(one), rel=1e-4, abs=1e-5)
+        assert_close(weights(two), weights(one))
+        one.save(tmp_path / "of_one").result()
+        written = two.save(tmp_path / "of_two")
+        # Training goes on while both processes write.
+        assert train(two, 3) == pytest.approx(train(one, 3), rel=1e-4, abs=1e-5)
+        written.result()
+        two.load(tmp_path / "of_one")
+        one.load(tmp_path / "of_two")
+        for seed in (3, 4):
+            assert train(two, seed) == pytest.approx(train(one, seed), rel=1e-4, abs=1e-5)
+        assert_close(weights(two), weights(one))
+        assert_refuses_what_goes_wrong_in_one_process(two, tmp_path)
+
+
+def assert_refuses_what_goes_wrong_in_one_process(two, folder):
+    """Both processes refuse it, nothing has changed, and both go on."""
+    before = weights(two)
+    (folder / "saved").mkdir()
+    alone(save_tiny_qwen2(folder / "other", intermediate_size=64)).save(folder / "saved").result()
+    with pytest.raises(CheckpointMismatchError):
+        two.load(folder / "saved")
+    poisoned = random_trajectories(1, count=2)
+    poisoned[1].advantages[:] = np.nan
+    (packs,) = deal(poisoned, max_pack_tokens=64, shares=(1.0, 1.0))
+    assert all(pack is not None for pack in packs)
+    with pytest.raises(NonFiniteLossError):
+        two.forward_backward(*packs)
+    two.discard_gradients()
+    assert_close(weights(two), before)
+    assert train(two, 5)["grad_norm"] > 0

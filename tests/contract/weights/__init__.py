@@ -1,0 +1,1 @@
+"""Weights on their way: manifests over gRPC, contents over HTTP and gloo, deltas and relays."""

@@ -1,0 +1,157 @@
+"""Every service but the broker's, and honest requests to damage, for tests that send nonsense."""
+
+from __future__ import annotations
+
+from typing import Any, NoReturn
+
+from google.protobuf.descriptor import MethodDescriptor
+from google.protobuf.duration_pb2 import Duration
+from google.protobuf.message import Message
+from prometheus_client import CollectorRegistry
+
+from penstock.clients.inventory import this_machine
+from penstock.clock import ManualClock
+from penstock.errors import InvalidFieldError
+from penstock.network.rpc import Service
+from penstock.rewards.serving import reward_service
+from penstock.v1 import (
+    broker_pb2,
+    generator_pb2,
+    generator_pb2_grpc,
+    reward_pb2,
+    scheduler_pb2,
+    trainer_pb2,
+    trainer_pb2_grpc,
+    types_pb2,
+    weights_pb2,
+    weights_pb2_grpc,
+)
+from services.generator.engine.engine import UpdateMode
+from services.generator.server import SERVICE_NAME as GENERATOR_NAME
+from services.generator.service import GeneratorServicer
+from services.reward.models.build import build_model
+from services.scheduler.config import LengthsConfig
+from services.scheduler.server import make_forecaster, make_service
+from services.scheduler.service import SchedulerServicer
+from services.trainer.publishing.version_store import SERVICE_NAME as WEIGHTS_NAME
+from services.trainer.publishing.version_store import WeightStore, WeightStoreService
+from services.trainer.service import SERVICE_NAME as TRAINER_NAME
+from services.trainer.service import TrainerService
+from tests.helpers.brokers.broker import RUN, chunk, limits, prompt
+from tests.helpers.brokers.trajectories import groups
+
+SERVICES = [
+    module.DESCRIPTOR.services_by_name[name]
+    for module, name in (
+        (reward_pb2, "RewardService"),
+        (scheduler_pb2, "SchedulerService"),
+        (trainer_pb2, "TrainerService"),
+        (weights_pb2, "WeightStoreService"),
+        (generator_pb2, "GeneratorService"),
+    )
+]
+
+
+def broker_requests() -> dict[str, list[Message]]:
+    """An honest request of every call of the broker, or a stream's first ones."""
+    key = types_pb2.SampleKey(group_id="a", sample_index=0)
+    score = broker_pb2.ScoreResult(
+        lease_id="l", key=key, score=types_pb2.Score(status=types_pb2.SCORE_STATUS_OK, value=1.0)
+    )
+    hello = broker_pb2.GeneratorHello(run_id=RUN, generator_id="g", max_context_tokens=128)
+    return {
+        "OpenRun": [broker_pb2.OpenRunRequest(run_id=RUN, limits=limits())],
+        "CloseRun": [broker_pb2.CloseRunRequest(run_id="other")],
+        "SubmitPrompts": [broker_pb2.SubmitPromptsRequest(run_id=RUN, prompts=[prompt("b"), prompt("c")])],
+        "StreamLeases": [
+            broker_pb2.StreamLeasesRequest(hello=hello),
+            broker_pb2.StreamLeasesRequest(beat=broker_pb2.GeneratorBeat(credit_total=4)),
+        ],
+        "StreamTokens": [
+            broker_pb2.StreamTokensRequest(
+                run_id=RUN, generator_id="g", sequence=1, chunks=[chunk(broker_pb2.Lease(lease_id="l", key=key), [1])]
+            )
+        ],
+        "StreamScoring": [
+            broker_pb2.StreamScoringRequest(hello=broker_pb2.RewardHello(run_id=RUN, worker_id="w"), credit_total=2),
+            broker_pb2.StreamScoringRequest(results=[score]),
+        ],
+        "PutTrajectories": [
+            broker_pb2.PutTrajectoriesRequest(
+                run_id=RUN,
+                producer_id="p",
+                put_id="1",
+                groups=types_pb2.TrajectoryGroups(groups=groups("x")).SerializeToString(),
+            )
+        ],
+        "StreamMicrobatches": [
+            broker_pb2.StreamMicrobatchesRequest(
+                hello=broker_pb2.TrainerHello(run_id=RUN, consumer_id="c", purpose=types_pb2.PURPOSE_TRAIN),
+                credit_total=1,
+            )
+        ],
+        "AckStep": [broker_pb2.AckStepRequest(run_id=RUN, consumer_id="c", group_ids=["a"], policy_version=1)],
+        "DropGroups": [broker_pb2.DropGroupsRequest(run_id=RUN, group_ids=["z"], reason="r")],
+        "GetRun": [broker_pb2.GetRunRequest(run_id=RUN)],
+        "DeleteRun": [broker_pb2.DeleteRunRequest(run_id="other")],
+        "ListRuns": [broker_pb2.ListRunsRequest()],
+        "AuditRun": [broker_pb2.AuditRunRequest(run_id=RUN)],
+        "WatchPolicy": [broker_pb2.WatchPolicyRequest(run_id=RUN)],
+        "ExportTrajectories": [broker_pb2.ExportTrajectoriesRequest(run_id=RUN)],
+    }
+
+
+class StillGenerator:
+    """A generator that does nothing: what is tested is what stands before it."""
+
+    update_mode = UpdateMode.KEEP
+
+    def view(self) -> generator_pb2.GetGeneratorResponse:
+        return generator_pb2.GetGeneratorResponse()
+
+    def drain(self, grace_s: float | None) -> bool:
+        return grace_s is None or grace_s >= 0
+
+    async def pause(self, is_paused: bool) -> None:
+        pass
+
+    async def pull(self, policy_version: int | None, mode: int) -> NoReturn:
+        raise InvalidFieldError("no such version", field="policy_version")
+
+
+def _refuse(spec: Any) -> NoReturn:
+    raise InvalidFieldError("no run begins in this test", field="run_id")
+
+
+def make_services() -> list[Service]:
+    """Every service but the broker's, with nothing behind it."""
+    trainer = TrainerService(make_run=_refuse, weights_url="http://127.0.0.1:1")
+    weights = WeightStoreService(WeightStore())
+    lengths = make_forecaster(LengthsConfig(), clock=ManualClock(), registry=CollectorRegistry())
+    scheduler = SchedulerServicer(clock=ManualClock(), heartbeat_interval_s=5.0, lengths=lengths)
+    return [
+        reward_service(build_model("exact_match")),
+        make_service(scheduler),
+        Service(name=TRAINER_NAME, add=trainer_pb2_grpc.add_TrainerServiceServicer_to_server, servicer=trainer),
+        Service(name=WEIGHTS_NAME, add=weights_pb2_grpc.add_WeightStoreServiceServicer_to_server, servicer=weights),
+        Service(
+            name=GENERATOR_NAME,
+            add=generator_pb2_grpc.add_GeneratorServiceServicer_to_server,
+            servicer=GeneratorServicer(StillGenerator()),
+        ),
+    ]
+
+
+def valid_requests(method: MethodDescriptor) -> list[Message]:
+    """An honest request, where its damaged forms say more than any values do."""
+    key = types_pb2.SampleKey(group_id="g", sample_index=0)
+    known: dict[str, Message] = {
+        "Score": reward_pb2.ScoreRequest(
+            items=[reward_pb2.ScoreItem(key=key, completion_text="2", answer="2", metadata_json="{}")]
+        ),
+        "RegisterNode": scheduler_pb2.RegisterNodeRequest(node=this_machine(node_id="n")),
+        "CreatePlan": scheduler_pb2.CreatePlanRequest(run_id="r", num_generators=2),
+        "StartRun": trainer_pb2.StartRunRequest(run_id="r", config_json="{}"),
+        "DrainGenerator": generator_pb2.DrainGeneratorRequest(grace=Duration(seconds=1)),
+    }
+    return [known[method.name]] if method.name in known else []

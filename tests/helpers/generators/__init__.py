@@ -1,0 +1,1 @@
+"""Generators, scripted engines, faulty vLLM workers and OpenAI endpoints for tests."""

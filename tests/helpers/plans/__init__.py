@@ -1,0 +1,1 @@
+"""Planning problems, and fleets that follow a plan."""

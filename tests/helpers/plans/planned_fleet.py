@@ -1,0 +1,67 @@
+"""A scheduler with a plan for the machines of tiny_02, on a clock that tests move."""
+
+import json
+from contextlib import asynccontextmanager
+from unittest.mock import patch
+
+from prometheus_client import CollectorRegistry
+
+from penstock.clock import ManualClock
+from penstock.network.rpc import call
+from penstock.v1 import scheduler_pb2 as pb
+from penstock.v1 import scheduler_pb2_grpc
+from services.scheduler import service as scheduler_service
+from services.scheduler.config import LengthsConfig
+from services.scheduler.replanning.replan_rule import COOL_DOWN_INTERVALS
+from services.scheduler.server import make_forecaster, make_service
+from services.scheduler.service import SchedulerServicer
+from tests.helpers.plans.problems import document
+from tests.helpers.serving import channel_to
+
+INTERVAL_S = 5.0
+COOL_DOWN_S = COOL_DOWN_INTERVALS * INTERVAL_S
+KINDS = {"h20-0": "H20", "h800-0": "H800"}
+
+
+class Fleet:
+    """A scheduler with the machines of tiny_02, each alive as long as it reports."""
+
+    def __init__(self, channel, servicer, clock):
+        self.channel, self.servicer, self.clock = channel, servicer, clock
+        self.alive = {}
+
+    async def ask(self, method, request):
+        stub = scheduler_pb2_grpc.SchedulerServiceStub(self.channel)
+        return await call(getattr(stub, method), request, peer="scheduler", timeout_s=60.0)
+
+    async def join(self, name, kind):
+        node = pb.Node(node_id=name, accelerators=[pb.Accelerator(kind=kind, count=8)])
+        await self.ask("RegisterNode", pb.RegisterNodeRequest(node=node))
+        self.alive[name] = 0.0
+
+    async def pass_time(self, seconds, *, rates=None):
+        """Everybody alive reports, with rates by machine; then plans are looked at."""
+        self.clock.advance(seconds)
+        for name in self.alive:
+            told = [(rates or {})[name]] if name in (rates or {}) else []
+            await self.ask("ReportNode", pb.ReportNodeRequest(node_id=name, rates=told))
+        await self.servicer.revise()
+        return (await self.ask("GetPlan", pb.GetPlanRequest(run_id="r"))).plan
+
+
+@asynccontextmanager
+async def planned_fleet(*, registered):
+    clock = ManualClock()
+    lengths = make_forecaster(LengthsConfig(), clock=clock, registry=CollectorRegistry())
+    servicer = SchedulerServicer(clock=clock, heartbeat_interval_s=INTERVAL_S, lengths=lengths)
+    # On a busy machine a search that ends by itself must not be cut short: what it finds would differ.
+    patient = patch.object(scheduler_service, "REVISE_BUDGET_S", 60.0)
+    with patient, patch.object(scheduler_service, "DEFAULT_BUDGET_S", 60.0):
+        async with channel_to(make_service(servicer)) as channel:
+            fleet = Fleet(channel, servicer, clock)
+            for name in registered:
+                await fleet.join(name, KINDS[name])
+            request = pb.CreatePlanRequest(run_id="r", problem_json=json.dumps(document("tiny_02")))
+            await fleet.ask("CreatePlan", request)
+            yield fleet
+            await lengths.close()

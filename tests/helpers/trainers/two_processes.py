@@ -1,0 +1,69 @@
+"""A trainer's backend in two processes (FSDP2 over gloo), and the same in one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from services.trainer.config import TrainingConfig
+from services.trainer.distributed.coordinator import lead
+from services.trainer.distributed.sharded_backend import ShardedBackend
+from services.trainer.model.backend import Backend
+from services.trainer.run.policy_loading import local_backend
+
+DAPO: Mapping[str, object] = {"name": "dapo"}
+
+
+class LostError(Exception):
+    """In place of the end of the process."""
+
+
+def on_lost(reason: str) -> None:
+    raise LostError(reason)
+
+
+def config_of(
+    model: Path,
+    *,
+    algorithm: Mapping[str, object] = DAPO,
+    lora: bool = False,
+    processes: int | tuple[float, ...] = 2,
+    gradient_checkpointing: bool = False,
+) -> TrainingConfig:
+    return TrainingConfig.model_validate(
+        {
+            "model": {"path": str(model)},
+            "data": {"train": None},
+            "algorithm": dict(algorithm),
+            "optimizer": {"learning_rate": 1e-3, "max_grad_norm": 1000.0},
+            "lora": {"rank": 4} if lora else None,
+            "trainer": {"device": "cpu", "processes": processes, "gradient_checkpointing": gradient_checkpointing},
+        }
+    )
+
+
+@contextmanager
+def two_processes(model: Path, **changes) -> Iterator[ShardedBackend]:
+    backend = lead(config_of(model, **changes), build=local_backend, torchrun=None, on_lost=on_lost)
+    try:
+        yield backend
+    finally:
+        backend.close()
+
+
+def alone(model: Path, **changes) -> Backend:
+    return local_backend(config_of(model, **{**changes, "processes": 1}))
+
+
+def weights(backend: Backend) -> dict[str, Tensor]:
+    return {name: tensor.clone() for name, tensor in backend.state_tensors().items()}
+
+
+def assert_close(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        torch.testing.assert_close(found[name], tensor, rtol=1e-4, atol=2e-5, msg=lambda text, n=name: f"{n}: {text}")

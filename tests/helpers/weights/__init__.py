@@ -1,0 +1,1 @@
+"""Scripted weight stores, sites behind links, and broadcasts."""

@@ -1,0 +1,1 @@
+"""`penstock run` and `status` as processes: followed, interrupted, resumed, refused."""

@@ -1,0 +1,1 @@
+"""Models that the scheduler runs in child processes."""

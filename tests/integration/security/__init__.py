@@ -1,0 +1,1 @@
+"""Processes whose certificates fail or are renewed."""

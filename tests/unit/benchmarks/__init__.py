@@ -1,0 +1,1 @@
+"""What benchmarks compute and report, without measuring anything."""

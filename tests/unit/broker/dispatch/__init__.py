@@ -1,0 +1,1 @@
+"""Dispatch policies, their forecasts and their look-ahead."""

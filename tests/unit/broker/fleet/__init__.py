@@ -1,0 +1,1 @@
+"""What a broker knows of its generators, and what dispatch makes of it."""

@@ -1,0 +1,1 @@
+"""Checking what producers send, before anything is stored."""

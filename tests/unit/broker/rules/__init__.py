@@ -1,0 +1,1 @@
+"""Rules of admission and staleness, and the run's core rules."""

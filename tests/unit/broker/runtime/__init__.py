@@ -1,0 +1,1 @@
+"""Transactions, loading and metrics of a run in one broker process."""

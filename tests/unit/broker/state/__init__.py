@@ -1,0 +1,1 @@
+"""Operations on a run's state: from submission to acknowledgement, and every way out."""

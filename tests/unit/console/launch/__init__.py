@@ -1,0 +1,1 @@
+"""Supervision with real, tiny processes: restarts, logs, cores."""

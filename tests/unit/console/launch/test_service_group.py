@@ -1,0 +1,102 @@
+"""Which services a run ends without, with real, tiny processes."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from pathlib import Path
+
+import pytest
+
+from console.config.config import LogSection
+from console.config.run_folder import RunFolder
+from console.launch import restarts
+from console.launch.service_group import ServiceProcesses
+from console.launch.supervisor import ProcessState, ServiceFailedError, ServiceSpec
+from penstock.security import NO_SECURITY
+from tests.helpers.waiting import until
+
+SLEEPS = "import time; time.sleep(60)"
+FAILS = "raise SystemExit(1)"
+MISTAKE = "print('engine: must be one of'); raise SystemExit(2)"
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> RunFolder:
+    folder = RunFolder(tmp_path)
+    folder.create()
+    return folder
+
+
+def spec(folder: RunFolder, name: str, code: str, *, kind: str) -> ServiceSpec:
+    async def is_ready() -> bool:
+        return code == SLEEPS
+
+    return ServiceSpec(
+        name=name,
+        kind=kind,
+        argv=(sys.executable, "-S", "-c", code),
+        address="",
+        env={},
+        log_path=folder.log_of(name),
+        is_ready=is_ready,
+    )
+
+
+def make(folder: RunFolder, *, pauses: bool = True) -> ServiceProcesses:
+    return ServiceProcesses(folder, security=NO_SECURITY, log=LogSection(), pauses=pauses)
+
+
+async def test_a_generator_that_cannot_stay_up_leaves_the_run_going_and_is_tried_again(
+    folder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(restarts, "FIRST_PAUSE_S", 0.2)
+    services = make(folder)
+    watcher = asyncio.create_task(services.watch())
+    services.launch(spec(folder, "generator-0", SLEEPS, kind="generator"))
+    services.launch(spec(folder, "generator-1", FAILS, kind="generator"))
+    seen: list[str] = []
+    await until(lambda: services.records.get("generator-1") is not None)
+    await until(lambda: services.records["generator-1"].num_restarts >= restarts.MAX_FAILED_STARTS + 1, timeout_s=30)
+    await until(lambda: services.records["generator-1"].state == ProcessState.PAUSED, timeout_s=30)
+    seen.append(services.records["generator-1"].why)
+    assert "ended with status 1" in seen[0]
+    assert "next try" in seen[0]
+    assert services.records["generator-0"].state == ProcessState.READY
+    assert not watcher.done()
+    watcher.cancel()
+    await services.stop(services.names)
+
+
+async def test_a_wrong_configuration_ends_the_run_with_the_last_of_its_kind_only(folder) -> None:
+    services = make(folder)
+    watcher = asyncio.create_task(services.watch())
+    services.launch(spec(folder, "scheduler", MISTAKE, kind="scheduler"))
+    services.launch(spec(folder, "generator-0", SLEEPS, kind="generator"))
+    services.launch(spec(folder, "generator-1", MISTAKE, kind="generator"))
+    await until(lambda: all(name in services.records for name in ("scheduler", "generator-1")))
+    await until(
+        lambda: {services.records[name].state for name in ("scheduler", "generator-1")} == {ProcessState.FAILED},
+        timeout_s=30,
+    )
+    await asyncio.sleep(0)
+    assert not watcher.done()
+    services.launch(spec(folder, "reward", MISTAKE, kind="reward"))
+    with pytest.raises(ServiceFailedError, match="reward ended with status 2: engine: must be one of"):
+        await asyncio.wait_for(watcher, 30)
+    await services.stop(services.names)
+
+
+async def test_waiting_for_a_service_says_for_whom_and_ends_when_it_does_not_come_up(folder) -> None:
+    waited: list[str] = []
+    services = ServiceProcesses(
+        folder,
+        security=NO_SECURITY,
+        log=LogSection(),
+        on_wait=lambda name, _problem, _waited_s: waited.append(name),
+    )
+    services.launch(spec(folder, "broker", FAILS, kind="broker"))
+    with pytest.raises(ServiceFailedError, match="broker ended with status 1"):
+        await services.wait_ready("broker", timeout_s=60)
+    assert set(waited) == {"broker"}
+    await services.stop(services.names)

@@ -1,0 +1,1 @@
+"""What a machine of a plan runs and measures."""

@@ -1,0 +1,123 @@
+import json
+from xml.etree import ElementTree
+
+import pytest
+from typer.testing import CliRunner
+
+from console.cli import app
+from services.scheduler.cost_model.reference import Rm1
+from services.scheduler.problem.plan_document import PlanDocument
+from services.scheduler.problem.problem import read_problem
+from tests.helpers.console import ROOT
+from tests.helpers.plans.problems import INSTANCES, document
+
+EXAMPLE = str(ROOT / "examples" / "two_sites.yaml")
+
+
+def plan(*arguments):
+    return CliRunner().invoke(app, ["plan", *arguments])
+
+
+def test_the_example_is_planned_and_shown_to_people():
+    result = plan(EXAMPLE)
+
+    assert result.exit_code == 0, result.output
+    for words in (
+        "a100-0",
+        "l40s-0 and 1 like it",
+        "train, 8 of 8 GPUs",
+        "samples/s",
+        "an hour",
+        "optimal",
+        "by simulation:",
+    ):
+        assert words in result.output
+
+
+def test_programs_get_the_plan_and_its_numbers():
+    result = plan(str(INSTANCES / "tiny_02.json"), "--json")
+    answer = json.loads(result.output)
+
+    rm1 = Rm1(read_problem(INSTANCES / "tiny_02.json"))
+    score = rm1.score(PlanDocument.model_validate(answer["rm1_plan"]))
+    assert answer["samples_per_second"] == pytest.approx(score.samples_per_second)
+    assert answer["tokens_per_second"] == pytest.approx(score.samples_per_second * rm1.demand.completion_tokens)
+    assert answer["usd_per_hour"] == pytest.approx(8 * 5.28 + 8 * 1.85)
+    assert answer["usd_per_million_tokens"] == pytest.approx(
+        answer["usd_per_hour"] / (answer["tokens_per_second"] * 3600 / 1e6)
+    )
+    assert 0.5 < answer["simulated_samples_per_second"] / answer["samples_per_second"] < 1.05
+    assert answer["gap"] == 0
+    assert answer["is_optimal"]
+    assert answer["upper_bound_samples_per_second"] == answer["samples_per_second"]
+
+
+def test_a_cluster_that_is_too_small_ends_with_status_1_and_the_reason(tmp_path):
+    path = tmp_path / "large.json"
+    path.write_text(json.dumps(document("tiny_04", "model.params=60e9")))
+
+    told = plan(str(path))
+    assert told.exit_code == 1
+    assert "training needs 960 GB" in told.output
+    answer = json.loads(plan(str(path), "--json").output)
+    assert (answer["is_feasible"], answer["rm1_plan"]) == (False, None)
+    assert "training needs 960 GB" in answer["reason"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        ([EXAMPLE, "--solver", "oracle"], "--solver: 'oracle' is unknown; there is: auto, exhaustive, milp, partition"),
+        (["nowhere.yaml"], "nowhere.yaml: no such file"),
+        (["nowhere.json"], "nowhere.json: cannot be read"),
+    ],
+)
+def test_mistakes_are_told_in_a_line(arguments, told):
+    result = plan(*arguments)
+
+    assert result.exit_code == 2
+    assert told in result.output
+
+
+@pytest.mark.timeout(300)
+def test_the_bottleneck_the_next_purchase_and_cheaper_clusters_are_told():
+    # Advice is what the budget leaves over: a busy machine must not leave nothing.
+    told = plan(EXAMPLE, "--explain", "--budget-s", "120")
+    for words in (
+        "bottleneck: training: computation",
+        "more L40S in there: +",
+        "fewer machines would bring:",
+        "1 a100: ",
+    ):
+        assert words in told.output, told.output
+
+    answer = json.loads(plan(EXAMPLE, "--json", "--budget-s", "120").output)
+    costs = [each["usd_per_hour"] for each in answer["alternatives"]]
+    rates = [each["samples_per_second"] for each in answer["alternatives"]]
+    assert costs[0] <= answer["usd_per_hour"]
+    assert costs == sorted(costs, reverse=True)
+    assert rates == sorted(rates, reverse=True)
+    assert all(each["gain"] > 0 for each in answer["next_purchases"])
+
+
+def test_the_picture_draws_each_machine_and_both_stages(tmp_path):
+    drawn = tmp_path / "plan.svg"
+    assert plan(EXAMPLE, "--picture", str(drawn)).exit_code == 0
+
+    root = ElementTree.fromstring(drawn.read_text())
+    texts = [element.text for element in root.iter("{http://www.w3.org/2000/svg}text")]
+    tips = [element.text for element in root.iter("{http://www.w3.org/2000/svg}title")]
+    assert {"a100-0 (A100-80)", "l40s-0 (L40S)", "l40s-1 (L40S)", "generation", "training"} <= set(texts)
+    assert tips.count("train, 8 GPUs") == 2
+    assert tips.count("generate, 1 GPUs") == 8
+
+
+def test_a_running_plan_is_where_the_search_begins(tmp_path):
+    running = tmp_path / "running.json"
+    running.write_text(plan(EXAMPLE, "--json").output)
+    begun = json.loads(plan(EXAMPLE, "--json", "--solver", "partition", "--start", str(running)).output)
+
+    assert begun["rm1_plan"] == json.loads(running.read_text())["rm1_plan"]
+    told = plan(EXAMPLE, "--start", EXAMPLE)
+    assert told.exit_code == 2
+    assert "two_sites.yaml" in told.output

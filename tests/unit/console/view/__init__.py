@@ -1,0 +1,1 @@
+"""What the live view and the report show."""

@@ -1,0 +1,143 @@
+"""The report and its charts: complete, self-contained, safe with hostile text, and made from whatever there is."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+from console.config.run_folder import RunFolder
+from console.view.charts import Series, line_chart, ticks
+from console.view.html_report import newest_checkpoint, read_lines, render_report, write_report
+
+STEPS = [
+    {"policy_version": version, "reward/mean": version / 40, "length/mean": 40.0, "length/max": 190,
+     "staleness/mean": 0.4, "staleness/max": 1, "throughput/samples_per_second": 90.0,
+     "throughput/response_tokens_per_second": 4000.0,
+     "time/step_s": 2.0, "time/train_s": 1.5, "time/idle_s": 0.5}
+    for version in range(1, 31)
+]  # fmt: skip
+EVALUATIONS = [{"policy_version": 0, "sampled_accuracy": 0.3, "greedy_accuracy": 0.6}]
+SUMMARY = {
+    "run_id": "r1", "outcome": "completed", "steps": 30, "wall_s": 61.0, "reward_first": 0.1, "reward_last": 0.7,
+    "audit": {"submitted": 10, "trained": 8, "dropped": {"stale": 2}, "in_flight": 0, "balanced": True},
+    "versions": {"torch": "2.13.0"}, "restarts": {"broker": 1, "trainer": 0},
+}  # fmt: skip
+
+
+def page(**changes: object) -> str:
+    return render_report(
+        "r1", STEPS, EVALUATIONS, {**SUMMARY, **changes}, config="run: {id: r1}", checkpoint=Path("/runs/r1/step_30")
+    )
+
+
+def test_every_plot_is_drawn_and_is_well_formed() -> None:
+    drawn = re.findall(r"<svg.*?</svg>", page(), flags=re.DOTALL)
+    titles = [element.attrib["aria-label"] for element in map(ElementTree.fromstring, drawn)]
+    wanted = ("reward", "accuracy", "length", "Staleness", "Throughput", "Idle time")
+    assert [word for word in wanted if not any(word in title for title in titles)] == []
+
+
+def test_it_needs_no_network_and_no_script() -> None:
+    text = page()
+    assert "<script" not in text
+    assert re.findall(r'(?:src|href)="', text) == []
+    assert set(re.findall(r"https?://[^\"' <]+", text)) == {"http://www.w3.org/2000/svg"}
+
+
+def test_it_says_what_the_run_came_to() -> None:
+    text = page()
+    for words in (
+        "0.100 to 0.700",
+        "submitted 10 = trained 8 + dropped 2 (stale 2) + in flight 0: balanced",
+        "broker (1)",
+    ):
+        assert words in text
+    assert "trainer (0)" not in text
+
+
+def test_the_way_to_load_the_checkpoint_is_valid_python() -> None:
+    code = re.search(r"<pre>(from transformers.*?)</pre>", page(), flags=re.DOTALL)
+    assert code is not None
+    text = code[1].replace("&#x27;", "'").replace("&quot;", '"')
+    compile(text, "report", "exec")
+    assert "'/runs/r1/step_30'" in text
+
+
+def test_text_of_the_run_cannot_become_markup() -> None:
+    text = render_report("<b>x</b>", [], [], {"message": "<img>"}, config="k: <script>", checkpoint=None)
+    assert "<b>x</b>" not in text
+    assert "<img>" not in text
+    assert "<script>" not in text
+
+
+def test_a_password_in_the_configuration_is_not_shown() -> None:
+    text = render_report("r1", STEPS, [], {}, config="redis_url: redis://:secret@host:1/0", checkpoint=None)
+    assert "secret" not in text
+
+
+def test_an_unbalanced_audit_stands_out() -> None:
+    audit = {"submitted": 9, "trained": 8, "dropped": {}, "in_flight": 0, "balanced": False}
+    assert 'class="value bad">submitted 9 = trained 8 + dropped 0 + in flight 0: NOT BALANCED' in page(audit=audit)
+
+
+def test_a_run_that_was_cut_short_still_has_a_report(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    folder.metrics.write_text("\n".join(json.dumps(line) for line in STEPS) + '\n{"policy_ver')
+    assert write_report(folder)
+    assert "under way or cut short" in folder.report.read_text()
+
+
+def test_a_run_without_a_step_has_no_report(tmp_path: Path) -> None:
+    assert not write_report(RunFolder(tmp_path))
+    assert not RunFolder(tmp_path).report.exists()
+
+
+def test_the_newest_whole_checkpoint_is_named(tmp_path: Path) -> None:
+    for name in ("step_9", "step_10", "step_11.tmp", "step_x"):
+        (tmp_path / name).mkdir()
+    assert newest_checkpoint(tmp_path) == tmp_path / "step_10"
+    assert newest_checkpoint(tmp_path / "none") is None
+
+
+def test_lines_that_are_no_metrics_are_left_out(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"policy_version": 1}\n[]\n{"other": 1}\nnonsense\n')
+    assert read_lines(path) == [{"policy_version": 1}]
+
+
+@pytest.mark.parametrize(("low", "high"), [(0.0, 1.0), (0.0, 0.0), (-3.0, 17.0), (5.0, 5.0), (0.001, 0.0012), (0, 1e6)])
+def test_ticks_cover_the_range_with_few_round_numbers(low: float, high: float) -> None:
+    found = ticks(low, high)
+    assert 2 <= len(found) <= 8
+    assert found == sorted(found)
+    tolerance = 1e-9 * max(1.0, abs(high))
+    assert found[0] <= low + tolerance
+    assert found[-1] >= high - tolerance
+
+
+def test_a_chart_without_points_says_so() -> None:
+    assert "nothing was measured" in line_chart("Reward", [Series(name="a", points=[])], y_label="y")
+
+
+def test_a_chart_of_very_many_points_stays_small() -> None:
+    points = [(float(x), 1.0) for x in range(100_000)]
+    text = line_chart("Reward", [Series(name="a", points=points)], y_label="y")
+    assert len(text) < 30_000
+
+
+def test_it_says_how_well_lengths_were_foreseen() -> None:
+    assert "Length forecasts" not in page(lengths=None)
+    qualities = [
+        {"forecaster": "ridge", "test": "held_out", "num_samples": 1234, "recall_longest_20_percent": 0.8449,
+         "recall_longest_10_percent": 0.7, "recall_longest_5_percent": 0.6, "spearman": 0.93,
+         "mean_absolute_error_tokens": 1100.4, "interval_coverage": 0.81},
+        {"forecaster": "<b>", "test": "prequential", "num_samples": 2, "spearman": None, "interval_coverage": None},
+    ]  # fmt: skip
+    text = page(lengths={"model": "ridge", "qualities": qualities})
+    row = ["ridge", "held_out", "1,234", "0.84", "0.70", "0.60", "0.93", "1100.4", "0.81"]
+    assert "".join(f"<td class=value>{cell}</td>" for cell in row) in text
+    assert "&lt;b&gt;" in text

@@ -1,0 +1,1 @@
+"""Samples under way: slots, KV headroom, leases, text."""

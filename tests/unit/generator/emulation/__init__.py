@@ -1,0 +1,1 @@
+"""The emulated engine and the GPU that it emulates."""

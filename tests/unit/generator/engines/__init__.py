@@ -1,0 +1,1 @@
+"""What engines share, and parts of vLLM's that need no engine."""

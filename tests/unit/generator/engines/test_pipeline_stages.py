@@ -1,0 +1,52 @@
+"""A model spread over pipeline stages: the setting, and how its weights are proved."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from penstock.config import ConfigError, validate
+from services.generator.config import GeneratorConfig
+from services.generator.engines.factory import build_engine
+from services.generator.engines.vllm.process_setup import VllmSettings
+from services.generator.engines.vllm.vllm_engine import VllmEngine
+
+
+def config(model_path: Path, **engine: object) -> GeneratorConfig:
+    document = {"run_id": "r", "model_path": str(model_path), "cache_dir": "c", "engine": engine}
+    return validate(GeneratorConfig, document, source="c.yaml")
+
+
+def test_stages_reach_vllm_and_no_other_engine_takes_them(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"num_hidden_layers": 4}))
+    engine = build_engine(config(tmp_path, engine="vllm", tensor_parallel=2, pipeline_parallel=4))
+    assert isinstance(engine, VllmEngine)
+    assert (engine._settings.tensor_parallel, engine._settings.pipeline_parallel) == (2, 4)
+    with pytest.raises(ValueError, match="5 stages for 4 layers"):
+        build_engine(config(tmp_path, engine="vllm", pipeline_parallel=5))
+    with pytest.raises(ConfigError, match="need the vllm engine, not transformers"):
+        config(tmp_path, engine="transformers", pipeline_parallel=2)
+
+
+@pytest.mark.parametrize(
+    ("stages", "differing"),
+    [
+        ([{"differing": [], "equal": ["a"]}, {"differing": [], "equal": ["b", "c"]}], []),
+        ([{"differing": [], "equal": ["a"]}, {"differing": [], "equal": ["b"]}], ["c"]),
+        ([{"differing": [], "equal": ["a", "b"]}, {"differing": ["a"], "equal": ["c"]}], ["a"]),
+    ],
+    ids=["each holds its part", "nobody holds c", "both hold a, one another"],
+)
+async def test_stages_prove_together_what_they_hold(
+    tmp_path: Path, stages: list[dict[str, list[str]]], differing: list[str]
+) -> None:
+    async def collective_rpc(method: str, args: tuple[list[str]]) -> list[dict[str, list[str]]]:
+        assert (method, args) == ("penstock_attest", (["w.safetensors"],))
+        return stages
+
+    engine = VllmEngine(VllmSettings(model_path=tmp_path))
+    engine._llm = SimpleNamespace(collective_rpc=collective_rpc)
+    assert await engine._attest([Path("w.safetensors")], ["a", "b", "c"]) == differing

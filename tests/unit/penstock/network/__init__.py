@@ -1,0 +1,1 @@
+"""Errors of calls, streams, health and waiting for peers."""

@@ -1,0 +1,1 @@
+"""A process and its surroundings: configuration, logs, signals, disks, children."""

@@ -1,0 +1,1 @@
+"""Manifests, deltas, transfers and broadcast groups."""

@@ -1,0 +1,1 @@
+"""What is packed into messages comes out unchanged, and is bounded."""

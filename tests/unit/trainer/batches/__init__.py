@@ -1,0 +1,1 @@
+"""From trained groups to the rows that each process computes."""

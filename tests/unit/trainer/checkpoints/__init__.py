@@ -1,0 +1,1 @@
+"""Checkpoints: whole or not there, and written beside training."""

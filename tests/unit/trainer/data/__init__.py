@@ -1,0 +1,1 @@
+"""Data rows and the order of prompts."""

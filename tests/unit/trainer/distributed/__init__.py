@@ -1,0 +1,1 @@
+"""A process' part of the backend, and how processes are launched."""

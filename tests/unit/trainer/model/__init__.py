@@ -1,0 +1,1 @@
+"""The model: architectures, adapters, auxiliary models, precision."""

@@ -1,0 +1,1 @@
+"""Who receives new weights, and how."""

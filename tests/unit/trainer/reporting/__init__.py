@@ -1,0 +1,1 @@
+"""Metrics, events, summaries and trackers."""

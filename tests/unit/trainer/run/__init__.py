@@ -1,0 +1,1 @@
+"""A run around its steps: prompts, policy, stalls, background work."""
