@@ -13,7 +13,7 @@ from penstock.process.bound_child import bound
 
 STOP_TIMEOUT_S = 60.0
 _TAIL_CHARACTERS = 3000
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[1]
 
 
 def environment(*, num_threads: int) -> dict[str, str]:

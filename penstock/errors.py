@@ -24,8 +24,8 @@
     +-- BusyError                ALREADY_EXISTS       another run is under way
     +-- InternalError            INTERNAL             a fault of the server
 
-A server raises them; one interceptor (`penstock.network.rpc`) turns them into a status with an ErrorInfo detail; a client gets
-the same class back from `from_rpc_error`.
+A server raises them; one interceptor (`penstock.network.rpc`) turns them into a status with an ErrorInfo detail; a
+client gets the same class back from `from_rpc_error`.
 """
 
 from __future__ import annotations

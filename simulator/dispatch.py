@@ -1,7 +1,7 @@
 """A step or a few of a run under a dispatch policy, on a virtual clock: how long until every sample is decoded.
 
-The queue is a real `RunState`; leases are chosen by `generation.lease` through the policies and the picture of the
-fleet (`services.broker.fleet.snapshot`) that a broker uses; only the generators pretend. Admission is kept out of the way.
+The queue is a real `RunState`; leases are chosen through the policies and the snapshot of the fleet
+(`services.broker.fleet.snapshot`) that a broker uses; only the generators are emulated. Admission never refuses.
 """
 
 from __future__ import annotations

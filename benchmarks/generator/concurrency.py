@@ -1,8 +1,9 @@
 """Concurrency by measured KV pressure against fixed settings, on a pretend GPU in virtual time.
 
-One generator with more work than it can hold decodes the same samples under each setting: a fixed number of samples at
-once, or as many as `services.generator.decoding.kv_headroom` asks for. The pretend GPU (`services.generator.emulation`) preempts and
-prefills as vLLM does, so too many samples at once cost recomputation and too few leave the GPU idle.
+One generator with more work than it can hold decodes the same samples under each setting: a fixed number of samples
+at once, or as many as `services.generator.decoding.kv_headroom` asks for. The emulated GPU
+(`services.generator.emulation`) preempts and prefills as vLLM does, so too many samples at once cost recomputation
+and too few leave the GPU idle.
 """
 
 from __future__ import annotations

@@ -3,9 +3,10 @@
 Invariants:
 - Nothing of a process survives it: when its leader has ended, what is left of its group is killed.
 - It is restarted with the same command (hence on the same port), with back-off; one that dies too often is paused for a
-  while, longer each time (`console.launch.restarts`). Given up for good is only one that says, without ever having been ready,
-  that its configuration is wrong (exit status 2).
-- What it writes goes to its log through this process (`console.launch.log_files`), which rotates it and outlives a full disk.
+  while, longer each time (`console.launch.restarts`). It is given up for good only if it exits with status 2 (its
+  configuration is wrong) without ever having been ready.
+- Its output goes to its log through this process (`console.launch.log_files`), which rotates the log and survives a
+  full disk.
 - Readiness is polled by `ServiceSpec.is_ready`, which has a deadline of its own.
 """
 

@@ -1,4 +1,7 @@
-"""Makes the quick start's task: `python -m console.run.prepare_child DIRECTORY SEED ANSWER.json`; see `console.run.quick`."""
+"""Makes the quick start's task in a process of its own; see `console.run.quick`.
+
+Called as `python -m console.run.prepare_child DIRECTORY SEED ANSWER.json`.
+"""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ from console.config.config import RunConfig, parse_run_config
 from console.launch.supervisor import service_environment
 from penstock.config import ConfigError, apply_overrides, read_document
 
-CONFIG_FILE = Path(__file__).resolve().parents[1] / "examples" / "quickstart.yaml"
+CONFIG_FILE = Path(__file__).resolve().parents[2] / "examples" / "quickstart.yaml"
 _PREPARE_TIMEOUT_S = 3600.0
 
 

@@ -14,8 +14,8 @@ def loss_by_length(audit: Mapping[str, Any]) -> str | None:
     """The shares lost of the longest samples and of the others; None where nothing was lost or all are alike.
 
     Args:
-        audit: a `penstock.wire.audit_json.AuditDocument`, or what an older run left of one. Samples that were given up before
-            they had a token count for neither side: nobody knows how long they would have become.
+        audit: a `penstock.wire.audit_json.AuditDocument`, or what an older run left of one. Samples dropped before
+            their first token count for neither side: how long they would have become is unknown.
     """
     trained: Counter[int] = Counter()
     lost: Counter[int] = Counter()

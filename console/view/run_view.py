@@ -1,4 +1,7 @@
-"""What is known about a run under way: filled by events and polls, shown by `console.view.live_display`. Holds no connection."""
+"""The state of a run under way, filled by events and polls and shown by `console.view.live_display`.
+
+Holds no connection.
+"""
 
 from __future__ import annotations
 

@@ -1,8 +1,9 @@
 """Children that do not outlive their parent.
 
-`python -m penstock.process.bound_child PARENT_PID SIGNAL COMMAND...` runs a command that ends with its parent, for programs
-that are not ours: on Linux the kernel is asked to send the signal when the parent dies, which survives exec; elsewhere
-the command just runs. `end_with_parent` does the same for a process of `multiprocessing` that another library started.
+`python -m penstock.process.bound_child PARENT_PID SIGNAL COMMAND...` runs a command that ends with its parent, for
+programs that are not ours: on Linux the kernel is asked to send the signal when the parent dies, which survives exec;
+elsewhere the command just runs. `end_with_parent` does the same for a process of `multiprocessing` that another
+library started.
 """
 
 from __future__ import annotations

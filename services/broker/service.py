@@ -148,7 +148,7 @@ class BrokerService(broker_pb2_grpc.BrokerServiceServicer):
     async def StreamMicrobatches(
         self, request_iterator: AsyncIterator[broker_pb2.StreamMicrobatchesRequest], context: _Context
     ) -> AsyncIterator[broker_pb2.StreamMicrobatchesResponse]:
-        """See `microbatch_stream`. Microbatches come serialized, which the server takes too (`penstock.network.guard`)."""
+        """Serve a trainer; responses are already serialized, which the server accepts (`penstock.network.guard`)."""
         stream = await MicrobatchStream.open(self._hubs, request_iterator)
         async for response in stream.serve(request_iterator):
             yield cast("broker_pb2.StreamMicrobatchesResponse", response)

@@ -16,7 +16,7 @@ def other_process(pid: int) -> int | None:
     for path in Path("/proc").glob("[0-9]*"):
         try:
             parent = int((path / "stat").read_text().rpartition(")")[2].split()[1])
-            if parent == pid and b"rank_process" in (path / "cmdline").read_bytes():
+            if parent == pid and b"worker_process" in (path / "cmdline").read_bytes():
                 return int(path.name)
         except OSError:
             # It ended while it was looked at.

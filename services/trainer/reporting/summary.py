@@ -7,8 +7,9 @@ Definitions:
   go on from its checkpoint.
 - `reward_first`, `reward_last`: means of `reward/mean` over the first and the last five steps.
 - `overlap_ratio`, `generator_idle_ratio`, `trainer_idle_ratio`: see `services.trainer.reporting.overlap`.
-- `trainer_waits_s`: seconds of the training phase in which the trainer waited, by what for (`services.trainer.reporting.stall_timer`);
-  `pack_fill`: the mean part of their token budget that its forward passes used. Both over the steps of metrics.jsonl.
+- `trainer_waits_s`: seconds of the training phase in which the trainer waited, by cause
+  (`services.trainer.reporting.stall_timer`); `pack_fill`: the mean part of their token budget that its forward passes
+  used. Both over the steps of metrics.jsonl.
 - `eval_*`: mean scores on held-out prompts at version 0 and at the last version measured after it.
 
 What is not known (nothing was measured, the broker was away) is null, never a made-up number.

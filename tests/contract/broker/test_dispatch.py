@@ -14,7 +14,7 @@ from penstock.network import rpc
 from penstock.v1 import broker_pb2, scheduler_pb2, scheduler_pb2_grpc, types_pb2
 from penstock.wire.codec import int32_array
 from services.broker.fleet import dispatcher
-from services.broker.operations import leasing as generation
+from services.broker.operations import leasing
 from services.broker.runtime import forecasts
 from services.broker.storage.memory_store import MemoryStore
 from services.broker.streams import lease_stream
@@ -253,16 +253,16 @@ async def _leave_to_a_faster_one(broker: RunningBroker, monkeypatch: pytest.Monk
     """A slow generator that found work which is left to a fast one without a free slot; both."""
     reasons: list[str] = []
 
-    def leasing(*args: Any, **more: Any) -> generation.Grants:
+    def recording_lease(*args: Any, **more: Any) -> leasing.Grants:
         grants = lease(*args, **more)
         reasons.append(grants.reason)
         return grants
 
     async def is_left() -> bool:
-        return generation.LEFT_TO_OTHERS in reasons
+        return leasing.LEFT_TO_OTHERS in reasons
 
-    lease = generation.lease
-    monkeypatch.setattr(generation, "lease", leasing)
+    lease = leasing.lease
+    monkeypatch.setattr(leasing, "lease", recording_lease)
     await broker.open(group_size=1, groups_per_step=4)
     slow = Generator.connect(broker.channel, "a-slow", profile=SLOW)
     fast = Generator.connect(broker.channel, "b-fast", profile=FAST)

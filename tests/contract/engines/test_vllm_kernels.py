@@ -15,9 +15,9 @@ def kernels() -> Any:
     platforms = pytest.importorskip("vllm.platforms")
     if not platforms.current_platform.is_cpu():
         pytest.skip("for CPU engines")
-    from services.generator.engines.vllm import kernels as vllm_kernels
+    from services.generator.engines.vllm import kernels as penstock_kernels
 
-    return vllm_kernels
+    return penstock_kernels
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-6), ("bfloat16", 2e-2)])

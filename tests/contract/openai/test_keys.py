@@ -22,7 +22,7 @@ from tests.helpers.generators.openai_endpoint import endpoint_bench, save_chat_m
 from tests.helpers.serving import serving
 from tests.helpers.waiting import until
 
-ROOT = Path(__file__).resolve().parent.parent.parent
+ROOT = Path(__file__).resolve().parents[3]
 SECRET, OTHER_SECRET = "s" * 32, "o" * 32
 ENVIRONMENT = "environment:0123456789abcdef"
 SECURED = Security(token="the-operators", accepted_tokens=(ENVIRONMENT,), allows_plain=True)

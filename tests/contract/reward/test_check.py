@@ -23,7 +23,7 @@ from services.reward.models.build import build_model
 from tests.helpers.brokers.scripted_scoring import scoring_item
 from tests.helpers.serving import serving
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 OK = types_pb2.SCORE_STATUS_OK
 
 

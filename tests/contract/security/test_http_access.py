@@ -25,7 +25,7 @@ from tests.helpers.certificates import issue, make_authority
 from tests.helpers.generators.openai_endpoint import endpoint_bench, save_chat_model
 from tests.helpers.stores.redis_server import free_port
 
-ROOT = Path(__file__).resolve().parent.parent.parent
+ROOT = Path(__file__).resolve().parents[3]
 ROLES = [role for role in Role.values() if role]
 TOKENS = {role: f"{role_name(role)}:{role_name(role)}-0123456789abcdef" for role in ROLES}
 OF_RUN, OF_OTHER_RUN = "generator@r:0123456789abcdef", "generator@code:0123456789abcdef"

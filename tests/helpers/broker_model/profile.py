@@ -1,6 +1,7 @@
 """How much the state machine tries: a fixed sequence in CI, much more and another one each time for a night.
 
-    PENSTOCK_HYPOTHESIS=long python -m pytest tests/unit/broker/test_invariants.py tests/integration/broker/test_invariants.py
+    PENSTOCK_HYPOTHESIS=long python -m pytest tests/unit/broker/test_invariants.py \
+        tests/integration/broker/test_invariants.py
 
 A long run prints the seed of what failed (`@seed(...)`), which repeats it.
 """

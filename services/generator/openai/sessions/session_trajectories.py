@@ -22,7 +22,7 @@ from services.generator.openai.sessions.session_groups import Finished, SessionG
 MAX_TEXT_CHARACTERS = 256 * 1024
 """Of an exported completion; it is at most 1 MiB as UTF-8."""
 MAX_GROUP_TEXT_CHARACTERS = 8 * 1024 * 1024
-"""Of all exported completions of a group, in equal shares: a group has to fit `penstock.wire.pieces.MAX_GROUP_BYTES`."""
+"""All exported completions of a group, in equal shares: a group must fit `penstock.wire.pieces.MAX_GROUP_BYTES`."""
 
 OnDropped = Callable[[str, int], None]
 """Hears a reason and how many branches were left out for it; often 0."""

@@ -40,7 +40,7 @@ REFUSED = {
 EXACT = sorted(FAMILIES.keys() - REFUSED.keys())
 LENGTHS = (21, 9, 40)
 """Two of them longer than any window or chunk, and the middle one reads neither neighbour."""
-DOCUMENT = Path(__file__).parents[3] / "docs" / "training.md"
+DOCUMENT = Path(__file__).parents[4] / "docs" / "training.md"
 
 
 @pytest.fixture(scope="module", autouse=True)
