@@ -53,7 +53,7 @@ _Arg = bytes | memoryview | str | int
 class Script:
     """A Lua script, called by its digest and sent along where the server does not know it (yet, or after a restart).
 
-    With `num_replicas`, an answer comes only once so many replicas have all that the answer rests on, what others wrote
+    With `num_replicas`, an answer comes only once this many replicas have all that it rests on, what others wrote
     before included. That holds for scripts that only read, too: a master that lost its replicas to a fail-over would
     otherwise confirm what the new one has never heard of.
     """
@@ -68,82 +68,60 @@ class Script:
         self, redis: Redis, *, keys: Sequence[str], args: Sequence[_Arg], ahead: Sequence[Sequence[_Arg]] = ()
     ) -> Any:
         """What the script returns; the commands `ahead` run before it, in the same round trip where possible."""
-        if ahead and isinstance(redis, RedisCluster):
-            # A pipeline of a Cluster takes no scripts.
-            await _pipelined(redis, ahead)
-            ahead = ()
-        command = ("EVALSHA", self._digest, len(keys), *keys, *args)
+        rest = (len(keys), *keys, *args)
         try:
-            return await confirmed(redis, self._num_replicas, *command, ahead=ahead)
+            return await exchange(redis, [*ahead, ("EVALSHA", self._digest, *rest)], num_replicas=self._num_replicas)
         except NoScriptError:
-            return await confirmed(redis, self._num_replicas, "EVAL", self._text, len(keys), *keys, *args)
+            return await exchange(redis, [("EVAL", self._text, *rest)], num_replicas=self._num_replicas)
 
 
-async def confirmed(redis: Redis, num_replicas: int, *command: _Arg, ahead: Sequence[Sequence[_Arg]] = ()) -> Any:
-    """The answer to a command, once `num_replicas` replicas are as far as the master. Raises TooFewReplicasError.
+async def exchange(redis: Redis, commands: Sequence[Sequence[_Arg]], *, num_replicas: int = 0) -> Any:
+    """The answer to the last of some commands, sent together, once `num_replicas` replicas are as far as the master.
 
-    The commands `ahead` run before it.
+    What a pipeline of redis-py does, without its bookkeeping, which takes as long as all the rest (290 against 180
+    microseconds for a commit with one short trajectory). A connection that fails here closes itself. Raises the first
+    error among the answers, once all are read, and TooFewReplicasError.
     """
-    if not num_replicas:
-        return (await _pipelined(redis, [*ahead, command]))[-1]
-    # WAIT counts what its own connection saw: a pipeline keeps both on one.
-    wait = ("WAIT", num_replicas, round(REPLICATION_TIMEOUT_S * 1000))
-    *_ahead, reply, num_have = await _pipelined(redis, [*ahead, command, wait])
-    if num_have < num_replicas:
+    if isinstance(redis, RedisCluster):
+        return await _through_cluster(redis, commands)
+    if num_replicas:
+        # WAIT counts what its own connection saw.
+        commands = [*commands, ("WAIT", num_replicas, round(REPLICATION_TIMEOUT_S * 1000))]
+    answers: list[Any] = []
+    errors: list[ResponseError] = []
+    connection: AbstractConnection = await redis.connection_pool.get_connection()  # type: ignore[no-untyped-call]
+    try:
+        parts: list[bytes] = []
+        for command in commands:
+            # Packed by hiredis, in C; by redis-py where a value is too large to copy.
+            is_large = any(isinstance(arg, bytes | memoryview) and len(arg) > MAX_COPIED_BYTES for arg in command)
+            parts += connection.pack_command(*command) if is_large else [hiredis.pack_command(tuple[Any, ...](command))]
+        await connection.send_packed_command(parts)
+        for _ in commands:
+            try:
+                answers.append(await connection.read_response())
+            except ResponseError as error:
+                errors.append(error)
+    finally:
+        await redis.connection_pool.release(connection)
+    if errors:
+        raise errors[0]
+    if num_replicas and (num_have := answers.pop()) < num_replicas:
         # Perhaps it is the master no more: the next connection asks the Sentinels again.
         await redis.connection_pool.disconnect(inuse_connections=False)
         raise TooFewReplicasError(f"{num_have} of {num_replicas} replicas followed within {REPLICATION_TIMEOUT_S} s")
-    return reply
+    return answers[-1]
 
 
-async def _pipelined(redis: Redis, commands: Sequence[Sequence[_Arg]]) -> list[Any]:
-    """The answers to commands sent together, in order; raises the first error among them, once all are read."""
-    if not isinstance(redis, RedisCluster):
-        answers = await _exchange(redis, commands)
-    elif len(commands) == 1:
-        answers = [await redis.execute_command(*commands[0])]
-    else:
+async def _through_cluster(redis: RedisCluster, commands: Sequence[Sequence[_Arg]]) -> Any:
+    """The answer to the last command; those before it go ahead, because a pipeline of a Cluster takes no scripts."""
+    *ahead, last = commands
+    if ahead:
         pipeline = redis.pipeline(transaction=False)
-        for command in commands:
+        for command in ahead:
             pipeline.execute_command(*command)
-        answers = await pipeline.execute(raise_on_error=False)
-    for answer in answers:
-        if isinstance(answer, Exception):
-            raise answer
-    return answers
-
-
-async def _exchange(redis: Redis, commands: Sequence[Sequence[_Arg]]) -> list[Any]:
-    """The answers to commands, errors among them, over one connection.
-
-    What a pipeline of redis-py does, without its bookkeeping, which takes as long as all the rest (290 against 180
-    microseconds for a commit with one short trajectory). A connection that fails here closes itself.
-    """
-    connection: AbstractConnection = await redis.connection_pool.get_connection()  # type: ignore[no-untyped-call]
-    try:
-        await connection.send_packed_command(_packed(connection, commands))
-        return [await _answer(connection) for _ in commands]
-    finally:
-        await redis.connection_pool.release(connection)
-
-
-def _packed(connection: AbstractConnection, commands: Sequence[Sequence[_Arg]]) -> list[bytes]:
-    """Commands as they go over the wire: packed by hiredis, in C; by redis-py where a value is too large to copy."""
-    parts: list[bytes] = []
-    for command in commands:
-        if any(isinstance(arg, bytes | memoryview) and len(arg) > MAX_COPIED_BYTES for arg in command):
-            parts += connection.pack_command(*command)
-        else:
-            arguments: tuple[Any, ...] = tuple(command)
-            parts.append(hiredis.pack_command(arguments))
-    return parts
-
-
-async def _answer(connection: AbstractConnection) -> Any:
-    try:
-        return await connection.read_response()
-    except ResponseError as error:
-        return error
+        await pipeline.execute()
+    return await redis.execute_command(*last)
 
 
 class RedisConnection:
@@ -180,18 +158,7 @@ class RedisConnection:
 
     async def read(self, operation: Callable[[Redis], Awaitable[_T]]) -> _T:
         """The result of an operation that changes nothing; see `write`."""
-        outage = self._out_of_reach
-        if outage is not None and not outage.may_try(self._monotonic_s()):
-            raise self._unavailable(outage)
-        try:
-            async with asyncio.timeout(CALL_TIMEOUT_S), self._slots:
-                result = await self._attempts(operation, is_trial=outage is not None)
-        except REDIS_ERRORS as error:
-            raise self._unavailable(self._note(error)) from error
-        if self._out_of_reach is not None:
-            self._note_end(self._out_of_reach)
-            self._out_of_reach = None
-        return result
+        return await self._call(operation)
 
     async def write(self, operation: Callable[[Redis], Awaitable[_T]]) -> _T:
         """The result of an operation that is safe to repeat: it may run several times.
@@ -199,7 +166,7 @@ class RedisConnection:
         Raises:
             ServiceUnavailableError: Redis is away or refused; whether the operation took place is unknown.
         """
-        result = await self.read(operation)
+        result = await self._call(operation)
         if self._unwritable is not None:
             self._note_end(self._unwritable)
             self._unwritable = None
@@ -211,19 +178,46 @@ class RedisConnection:
         if self._sentinels is not None:
             await self._sentinels.aclose()
 
-    async def _attempts(self, operation: Callable[[Redis], Awaitable[_T]], *, is_trial: bool) -> _T:
-        give_up_s = self._monotonic_s() + RETRY_FOR_S
-        for delay_s in backoff_s(first_s=0.02, most_s=0.3):
-            try:
-                async with asyncio.timeout(ATTEMPT_TIMEOUT_S):
-                    return await _cancellable(operation(self._redis))
-            except REDIS_ERRORS as error:
-                fault = classify(error)
-                if is_trial or not fault.is_brief or self._monotonic_s() + delay_s > give_up_s:
-                    raise
-                self._on_fault(fault)
-                await asyncio.sleep(delay_s)
-        raise AssertionError("unreachable: backoff_s never ends")
+    async def _call(self, operation: Callable[[Redis], Awaitable[_T]]) -> _T:
+        """The result of the first attempt that succeeds, inside the call's deadline.
+
+        redis-py asks Sentinels through `asyncio.wait_for`, which up to Python 3.11 forgets a cancellation that comes
+        together with the result (bpo-37658): a task that cancels a loop over Redis and waits for its end would wait for
+        ever. So each result is taken only if nothing was cancelled meanwhile.
+        """
+        outage = self._out_of_reach
+        if outage is not None and not outage.may_try(self._monotonic_s()):
+            raise self._unavailable(outage)
+        task = asyncio.current_task()
+        num_cancelled = task.cancelling() if task is not None else 0
+        try:
+            async with asyncio.timeout(CALL_TIMEOUT_S), self._slots:
+                give_up_s = self._monotonic_s() + (RETRY_FOR_S if outage is None else 0.0)
+                for delay_s in backoff_s(first_s=0.02, most_s=0.3):
+                    try:
+                        async with asyncio.timeout(ATTEMPT_TIMEOUT_S):
+                            result = await operation(self._redis)
+                            if task is not None and task.cancelling() > num_cancelled:
+                                raise asyncio.CancelledError
+                            break
+                    except REDIS_ERRORS as error:
+                        if not self._may_repeat(error, latest_s=give_up_s - delay_s):
+                            raise
+                        await asyncio.sleep(delay_s)
+        except REDIS_ERRORS as error:
+            raise self._unavailable(self._note(error)) from error
+        if self._out_of_reach is not None:
+            self._note_end(self._out_of_reach)
+            self._out_of_reach = None
+        return result
+
+    def _may_repeat(self, error: Exception, *, latest_s: float) -> bool:
+        """Whether what is wrong often passes by itself, and there is time left for it; then it is counted."""
+        fault = classify(error)
+        if not fault.is_brief or self._monotonic_s() > latest_s:
+            return False
+        self._on_fault(fault)
+        return True
 
     def _note(self, error: Exception) -> Outage:
         """Remember what is wrong; log it when that is news."""
@@ -248,20 +242,6 @@ class RedisConnection:
 
     def _unavailable(self, outage: Outage) -> ServiceUnavailableError:
         return ServiceUnavailableError(outage.describe(self._monotonic_s()), redis_fault=outage.fault)
-
-
-async def _cancellable(work: Awaitable[_T]) -> _T:
-    """The result of `work`, unless this task was cancelled meanwhile.
-
-    redis-py asks Sentinels through `asyncio.wait_for`, which up to Python 3.11 forgets a cancellation that comes
-    together with the result (bpo-37658): whoever cancels a loop over Redis and waits for its end would wait for ever.
-    """
-    task = asyncio.current_task()
-    num_before = task.cancelling() if task is not None else 0
-    result = await work
-    if task is not None and task.cancelling() > num_before:
-        raise asyncio.CancelledError
-    return result
 
 
 async def _connected(connection: AbstractConnection) -> None:

@@ -2,7 +2,7 @@
 
 Durability is Redis' own: with append-only persistence every commit that was answered survives a restart, except what
 the fsync policy allows to be lost (a second, by default). A broker notices a history that lost its end by the name of
-the commit it last saw, and loads everything anew.
+the commit it last saw, and loads everything again.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,7 @@ from services.broker.records.store import (
     Snapshot,
 )
 from services.broker.storage.redis.authentication import NO_CREDENTIALS, RedisCredentials
-from services.broker.storage.redis.connection import RedisConnection, Script, confirmed
+from services.broker.storage.redis.connection import RedisConnection, Script, exchange
 from services.broker.storage.redis.delete_run import RedisPurge
 from services.broker.storage.redis.keys import PROBE, RUNS, RunKeys
 from services.broker.storage.redis.load_run import RedisLoad, reading_of
@@ -52,7 +53,7 @@ class RedisStore:
     """A `Store` in Redis; see `Store` for its promises."""
 
     def __init__(self, connection: RedisConnection, *, num_wait_replicas: int = 0) -> None:
-        """`num_wait_replicas`: nothing is answered before so many replicas have what the answer rests on."""
+        """`num_wait_replicas`: nothing is answered before this many replicas have what the answer rests on."""
         self._redis = connection
         self._num_wait_replicas = num_wait_replicas
         self._load = RedisLoad(connection, num_wait_replicas=num_wait_replicas)
@@ -120,9 +121,7 @@ class RedisStore:
             if data
         ]
         # Safe to repeat after a lost answer: the script knows a commit that it has by its name.
-        revision = await self._redis.write(
-            lambda redis: self._commit.run(redis, keys=script_keys, args=args, ahead=ahead)
-        )
+        revision = await self._redis.write(partial(self._commit.run, keys=script_keys, args=args, ahead=ahead))
         if revision is None:
             raise ConflictError(run_id)
         if isinstance(revision, list):
@@ -284,7 +283,7 @@ class RedisStore:
     async def ping(self) -> None:
         """See `Store.ping`. Writes: a replica, or a server without memory or disk, answers a ping all the same."""
         probe = ("SET", PROBE, b"", "PX", PROBE_TTL_MS)
-        await self._redis.write(lambda redis: confirmed(redis, self._num_wait_replicas, *probe))
+        await self._redis.write(lambda redis: exchange(redis, [probe], num_replicas=self._num_wait_replicas))
 
     async def close(self) -> None:
         """See `Store.close`."""
