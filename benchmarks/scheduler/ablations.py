@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from statistics import mean
 
-from services.scheduler.cost_model.reference import Rm1
+from services.scheduler.cost_model.reference import CostModel
 from services.scheduler.planning.solve import AUTO, solve
 from services.scheduler.problem.plan_document import PlanDocument
 from services.scheduler.problem.problem import read_problem
@@ -28,14 +28,14 @@ AUTO_S = 20.0
 """Of the portfolio, for the best plan known."""
 
 
-def reached(rm1: Rm1, *, candidates: int, seed: int) -> dict[str, float]:
+def reached(model: CostModel, *, candidates: int, seed: int) -> dict[str, float]:
     """Samples per second of each variant."""
-    cut = PartitionSolver().solve(rm1, time_left=lambda: AMPLE_S, seed=seed)
+    cut = PartitionSolver().solve(model, time_left=lambda: AMPLE_S, seed=seed)
     starts = (cut.plan,) if cut.plan is not None else ()
 
     def run(begins: tuple[PlanDocument, ...] = starts, **switches: bool) -> float:
         solver = MultilevelSolver(max_candidates=candidates, **switches)  # type: ignore[arg-type]
-        return solver.solve(rm1, time_left=lambda: AMPLE_S, seed=seed, starts=begins).score.samples_per_second
+        return solver.solve(model, time_left=lambda: AMPLE_S, seed=seed, starts=begins).score.samples_per_second
 
     return {
         "full": run(),
@@ -49,10 +49,10 @@ def reached(rm1: Rm1, *, candidates: int, seed: int) -> dict[str, float]:
 
 def measure(path: Path, *, candidates: int, num_seeds: int) -> dict[str, tuple[float, float]]:
     """Mean and worst over the seeds of each variant, as shares of the best plan known."""
-    rm1 = Rm1(read_problem(path))
+    model = CostModel(read_problem(path))
     end_s = time.monotonic() + AUTO_S
-    known = solve(rm1, AUTO, time_left=lambda: end_s - time.monotonic()).score.samples_per_second
-    runs = [reached(rm1, candidates=candidates, seed=seed) for seed in range(num_seeds)]
+    known = solve(model, AUTO, time_left=lambda: end_s - time.monotonic()).score.samples_per_second
+    runs = [reached(model, candidates=candidates, seed=seed) for seed in range(num_seeds)]
     best = max(known, *(rate for run in runs for rate in run.values()))
     return {name: (mean(run[name] for run in runs) / best, min(run[name] for run in runs) / best) for name in runs[0]}
 

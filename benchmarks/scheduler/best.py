@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from services.scheduler.cost_model.calibrated import CALIBRATED, make_model
-from services.scheduler.cost_model.reference import Rm1
+from services.scheduler.cost_model.reference import CostModel
 from services.scheduler.planning.solve import AUTO, solve
 from services.scheduler.problem.plan_document import PlanDocument
 from services.scheduler.problem.problem import NodeClass, Problem
@@ -75,7 +75,7 @@ def best_plan(problem: Problem, options: Options, *, allowed: Allowed = anything
     return _as_best(outcome, _shown(model, plan))
 
 
-def _searched(judge: Rm1) -> PlanDocument | None:
+def _searched(judge: CostModel) -> PlanDocument | None:
     """The planner's own, which also divides machines."""
     began_s = time.process_time()
     return solve(judge, AUTO, time_left=lambda: began_s + SOLVE_S - time.process_time()).plan
@@ -108,7 +108,7 @@ def _as_best(outcome: Outcome, shown: str) -> Best:
     return Best(outcome.samples_per_second, tokens, shown)
 
 
-def _plans(model: Rm1, allowed: Allowed) -> Iterator[PlanDocument]:
+def _plans(model: CostModel, allowed: Allowed) -> Iterator[PlanDocument]:
     nodes = model.problem.nodes
     counts = [range(node.count + 1) for node in nodes]
     degrees = [model.degrees[node.name] or (0,) for node in nodes]
@@ -124,7 +124,7 @@ def _plans(model: Rm1, allowed: Allowed) -> Iterator[PlanDocument]:
                 yield plan
 
 
-def _plan(model: Rm1, training: tuple[int, ...], degrees: tuple[int, ...]) -> PlanDocument:
+def _plan(model: CostModel, training: tuple[int, ...], degrees: tuple[int, ...]) -> PlanDocument:
     gen, train = [], []
     for node, count, tp in zip(model.problem.nodes, training, degrees, strict=True):
         for index in range(node.count):
@@ -136,7 +136,7 @@ def _plan(model: Rm1, training: tuple[int, ...], degrees: tuple[int, ...]) -> Pl
     return PlanDocument.model_validate({"gen": gen, "train": train})
 
 
-def _busiest(model: Rm1, node: NodeClass) -> int:
+def _busiest(model: CostModel, node: NodeClass) -> int:
     def rate(tp: int) -> float:
         state = model.replica(node, tp)
         return state.samples_per_second / tp if state is not None else 0.0
@@ -144,7 +144,7 @@ def _busiest(model: Rm1, node: NodeClass) -> int:
     return max(model.degrees[node.name], key=rate, default=0)
 
 
-def _shown(model: Rm1, plan: PlanDocument) -> str:
+def _shown(model: CostModel, plan: PlanDocument) -> str:
     gen: Counter[str] = Counter()
     for each in plan.gen:
         gen[f"{model.nodes[each.node].gpu} generate (tp {each.tp})"] += each.tp * each.count

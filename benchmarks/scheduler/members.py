@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from benchmarks.scheduler.problems.drawn import drawn_problem
-from services.scheduler.cost_model.reference import Infeasible, Rm1, Score
+from services.scheduler.cost_model.reference import CostModel, Infeasible, Score
 from services.scheduler.planning.solve import AUTO, SOLVERS, solve
 from services.scheduler.problem.plan_document import PlanDocument
 from services.scheduler.problem.problem import Problem, read_problem
@@ -28,13 +28,13 @@ PLAN_S = 0.01
 MEMBERS = tuple(name for name in SOLVERS if name != AUTO)
 
 
-class Budgeted(Rm1):
+class Budgeted(CostModel):
     """A cost model that counts the plans it scores."""
 
     num_scored = 0
 
     def score(self, plan: PlanDocument) -> Score | Infeasible:
-        """See Rm1."""
+        """See CostModel."""
         self.num_scored += 1
         return super().score(plan)
 
@@ -45,13 +45,13 @@ Budget = Callable[[Budgeted], TimeLeft]
 
 def plans_left(num_plans: int) -> Budget:
     """So many plans may be scored."""
-    return lambda rm1: lambda: (num_plans - rm1.num_scored) * PLAN_S
+    return lambda model: lambda: (num_plans - model.num_scored) * PLAN_S
 
 
 def seconds_left(budget_s: float) -> Budget:
     """So many seconds of this process's CPU, from now on."""
 
-    def begun(_rm1: Budgeted) -> TimeLeft:
+    def begun(_model: Budgeted) -> TimeLeft:
         end_s = time.process_time() + budget_s
         return lambda: end_s - time.process_time()
 
@@ -60,9 +60,9 @@ def seconds_left(budget_s: float) -> Budget:
 
 def reached(problem: Problem, solver: str, *, budget: Budget, seed: int) -> float:
     """Samples per second that a solver finds within a budget; 0 where it finds none or cannot treat the problem."""
-    rm1 = Budgeted(problem)
+    model = Budgeted(problem)
     try:
-        solution = solve(rm1, solver, time_left=budget(rm1), seed=seed)
+        solution = solve(model, solver, time_left=budget(model), seed=seed)
     except ProblemTooLargeError:
         return 0.0
     return solution.score.samples_per_second

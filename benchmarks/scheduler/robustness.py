@@ -12,7 +12,7 @@ from pathlib import Path
 from random import Random
 from statistics import median
 
-from services.scheduler.cost_model.reference import Rm1
+from services.scheduler.cost_model.reference import CostModel
 from services.scheduler.planning.solve import AUTO, solve
 from services.scheduler.problem.problem import Problem, read_problem
 from services.scheduler.solvers.interface import Solution
@@ -44,18 +44,18 @@ def misjudged(problem: Problem, random: Random, error: float) -> Problem:
 
 def losses(problem: Problem, *, error: float, draws: int, solver: str, budget_s: float) -> list[float]:
     """Of each draw, the share of the true throughput that its plan gives away to the plan made from true numbers."""
-    true = Rm1(problem)
+    true = CostModel(problem)
     best = _solved(true, solver, budget_s).score.samples_per_second
     found = []
     for seed in range(draws):
-        plan = _solved(Rm1(misjudged(problem, Random(seed), error)), solver, budget_s).plan
+        plan = _solved(CostModel(misjudged(problem, Random(seed), error)), solver, budget_s).plan
         found.append(1 - true.score(plan).samples_per_second / best if plan is not None else 1.0)
     return found
 
 
-def _solved(rm1: Rm1, solver: str, budget_s: float) -> Solution:
+def _solved(model: CostModel, solver: str, budget_s: float) -> Solution:
     end_s = time.monotonic() + budget_s
-    return solve(rm1, solver, time_left=lambda: end_s - time.monotonic())
+    return solve(model, solver, time_left=lambda: end_s - time.monotonic())
 
 
 def main() -> int:

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.scheduler.comparisons import hetrl_cluster, hex_cluster
-from services.scheduler.cost_model.reference import Infeasible, Rm1, Score
+from services.scheduler.cost_model.reference import CostModel, Infeasible, Score
 from services.scheduler.planning.solve import AUTO, solve
 from services.scheduler.problem.plan_document import PlanDocument
 from services.scheduler.problem.problem import Problem, read_problem
@@ -29,7 +29,7 @@ AMPLE = 4.0
 CLOSE = 0.98
 
 
-class Watched(Rm1):
+class Watched(CostModel):
     """A cost model that notes when a better plan than all before was scored."""
 
     def __init__(self, problem: Problem) -> None:
@@ -39,7 +39,7 @@ class Watched(Rm1):
         """Samples per second, seconds of CPU, seconds of the clock; the first is the worst."""
 
     def score(self, plan: PlanDocument) -> Score | Infeasible:
-        """See Rm1."""
+        """See CostModel."""
         found = super().score(plan)
         if not self.better or found.samples_per_second > self.better[-1][0]:
             cpu_s, clock_s = time.process_time() - self._began_s[0], time.monotonic() - self._began_s[1]

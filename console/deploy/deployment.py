@@ -34,7 +34,7 @@ from console.deploy.trainers import TrainingMachine, processes, training_machine
 from console.node.config import NodeConfig
 from penstock.config import ConfigError, Document, validate
 from penstock.security.plain_text import is_local
-from services.scheduler.cost_model.reference import Rm1
+from services.scheduler.cost_model.reference import CostModel
 from services.scheduler.problem.plan_document import PlanDocument
 from services.scheduler.problem.problem import Problem
 
@@ -47,7 +47,7 @@ _HOST = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 
 def write_deployment(
-    folder: Path, rm1: Rm1, plan: PlanDocument, *, run: Document = PLAIN_RUN, address: str | None = None
+    folder: Path, model: CostModel, plan: PlanDocument, *, run: Document = PLAIN_RUN, address: str | None = None
 ) -> list[Path]:
     """Write all files into a folder that is new or empty; the files. Raises ConfigError.
 
@@ -55,7 +55,7 @@ def write_deployment(
     """
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ConfigError(f"--deploy: {folder} is not an empty folder; name a new one")
-    files = deployment(rm1, plan, run=run, address=address, folder=folder.expanduser().absolute())
+    files = deployment(model, plan, run=run, address=address, folder=folder.expanduser().absolute())
     for name, content in files.items():
         path = folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -65,15 +65,15 @@ def write_deployment(
 
 
 def deployment(
-    rm1: Rm1, plan: PlanDocument, *, run: Document, address: str | None, folder: Path
+    model: CostModel, plan: PlanDocument, *, run: Document, address: str | None, folder: Path
 ) -> dict[str, Document | str]:
     """Every file's document or text, by its path in `folder`; all are checked. Raises ConfigError."""
-    return _Deployment.of(rm1, plan, run=run, address=address, folder=folder).files()
+    return _Deployment.of(model, plan, run=run, address=address, folder=folder).files()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Deployment:
-    rm1: Rm1
+    model: CostModel
     plan: PlanDocument
     config: Document
     """The run's, with what the plan was computed for."""
@@ -84,17 +84,19 @@ class _Deployment:
     is_emulated: bool
 
     @classmethod
-    def of(cls, rm1: Rm1, plan: PlanDocument, *, run: Document, address: str | None, folder: Path) -> _Deployment:
-        _check_names(rm1.problem)
+    def of(
+        cls, model: CostModel, plan: PlanDocument, *, run: Document, address: str | None, folder: Path
+    ) -> _Deployment:
+        _check_names(model.problem)
         is_emulated = run.get("generator", {}).get("engine") == "emulated"
         return cls(
-            rm1=rm1,
+            model=model,
             plan=plan,
-            config=_run_config(rm1, plan, run, is_emulated=is_emulated),
+            config=_run_config(model, plan, run, is_emulated=is_emulated),
             address=address,
             folder=folder,
-            machines=machines(rm1.problem, plan, is_one_host=address is not None),
-            trainers=training_machines(rm1, plan, address or plan.train[0].node),
+            machines=machines(model.problem, plan, is_one_host=address is not None),
+            trainers=training_machines(model, plan, address or plan.train[0].node),
             is_emulated=is_emulated,
         )
 
@@ -107,7 +109,7 @@ class _Deployment:
         found: dict[str, Document | str] = {
             "run.yaml": self._run_outside(),
             f"{home}/run.yaml": self._run_inside(),
-            f"{home}/problem.yaml": self.rm1.problem.model_dump(mode="json", by_alias=True, exclude_none=True),
+            f"{home}/problem.yaml": self.model.problem.model_dump(mode="json", by_alias=True, exclude_none=True),
             f"{home}/plan.yaml": self.plan.model_dump(mode="json"),
             **self._services(home),
         }
@@ -234,7 +236,7 @@ class _Deployment:
             }
             found[f"{site}/trainer.yaml"] = self._service(trainer)
         if here and self.is_emulated:
-            found[f"{site}/{LENGTHS_FILE}"] = drawn_lengths(self.rm1.problem)
+            found[f"{site}/{LENGTHS_FILE}"] = drawn_lengths(self.model.problem)
         return found
 
 
@@ -248,9 +250,9 @@ def _check_names(problem: Problem) -> None:
                 )
 
 
-def _run_config(rm1: Rm1, plan: PlanDocument, run: Document, *, is_emulated: bool) -> Document:
+def _run_config(model: CostModel, plan: PlanDocument, run: Document, *, is_emulated: bool) -> Document:
     """The run's configuration with what the plan was computed for."""
-    problem = rm1.problem
+    problem = model.problem
     workload = problem.workload
     endpoints = {key: value for key, value in run.get("endpoints", {}).items() if key != "generators"}
     config: Document = {
@@ -270,7 +272,7 @@ def _run_config(rm1: Rm1, plan: PlanDocument, run: Document, *, is_emulated: boo
         # The trainer is real, on whatever this machine has: it keeps to what the run says.
         emulated = pretending(problem, run["generator"].get("emulated", {}))
         return {**config, "generator": {**run["generator"], "emulated": emulated}}
-    return {**config, "trainer": {**run.get("trainer", {}), "processes": processes(rm1, plan)}}
+    return {**config, "trainer": {**run.get("trainer", {}), "processes": processes(model, plan)}}
 
 
 def _trains_a_critic(problem: Problem) -> bool:

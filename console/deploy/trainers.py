@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from services.scheduler.cost_model.reference import Rm1
+from services.scheduler.cost_model.reference import CostModel
 from services.scheduler.problem.plan_document import PlanDocument
 
 RENDEZVOUS_PORT = 7307
@@ -24,7 +24,7 @@ class TrainingMachine:
     the pool is one machine, whose trainer starts its processes itself."""
 
 
-def training_machines(rm1: Rm1, plan: PlanDocument, head_address: str) -> list[TrainingMachine]:
+def training_machines(model: CostModel, plan: PlanDocument, head_address: str) -> list[TrainingMachine]:
     """The pool; the first machine is the head."""
     found = []
     for rank, share in enumerate(plan.train):
@@ -39,7 +39,7 @@ def training_machines(rm1: Rm1, plan: PlanDocument, head_address: str) -> list[T
         found.append(
             TrainingMachine(
                 name=share.node,
-                site=rm1.nodes[share.node].region,
+                site=model.nodes[share.node].region,
                 gpus=share.gpus,
                 torchrun=meeting if len(plan.train) > 1 else (),
             )
@@ -47,9 +47,9 @@ def training_machines(rm1: Rm1, plan: PlanDocument, head_address: str) -> list[T
     return found
 
 
-def processes(rm1: Rm1, plan: PlanDocument) -> int | list[float]:
+def processes(model: CostModel, plan: PlanDocument) -> int | list[float]:
     """`trainer.processes`: one a GPU; where GPUs are unlike, the share of tokens that each takes, by its speed."""
-    speeds = [rm1.gpu_training_rate[rm1.nodes[share.node].name] for share in plan.train for _ in range(share.gpus)]
+    speeds = [model.gpu_training_rate[model.nodes[share.node].name] for share in plan.train for _ in range(share.gpus)]
     if len(set(speeds)) == 1:
         return len(speeds)
     return [round(speed / max(speeds), 3) for speed in speeds]

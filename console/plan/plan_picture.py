@@ -5,7 +5,7 @@ from __future__ import annotations
 from html import escape
 from typing import Any
 
-from services.scheduler.cost_model.reference import Rm1
+from services.scheduler.cost_model.reference import CostModel
 
 Document = dict[str, Any]
 _WIDTH, _LEFT, _ROW, _GPU = 760, 170, 22, 16
@@ -15,9 +15,9 @@ _COLORS = {"train": "#d1570c", "generate": "#1f6feb", "idle": "#d0d7de", "wait":
 _STYLE = "text{font:12px system-ui,sans-serif;fill:#1f2328}.title{font-weight:600;font-size:14px}.end{text-anchor:end}"
 
 
-def plan_picture(rm1: Rm1, document: Document) -> str:
+def plan_picture(model: CostModel, document: Document) -> str:
     """An SVG file of a document that has a plan."""
-    rows = [*_placement(rm1, document), "", *_timeline(document)]
+    rows = [*_placement(model, document), "", *_timeline(document)]
     height = 60 + _ROW * len(rows)
     title = (
         f"{document['problem']}: {document['samples_per_second']:.4g} samples/s, "
@@ -45,11 +45,11 @@ def _legend() -> list[str]:
     return parts
 
 
-def _placement(rm1: Rm1, document: Document) -> list[str]:
+def _placement(model: CostModel, document: Document) -> list[str]:
     """A row for each machine: its replicas one after the other, its part of the pool, what is idle."""
     trains = {share["node"]: share["gpus"] for share in document["rm1_plan"]["train"]}
     rows = []
-    for machine, node in list(rm1.nodes.items())[:_MAX_MACHINES]:
+    for machine, node in list(model.nodes.items())[:_MAX_MACHINES]:
         replicas = [
             each["tp"] for each in document["rm1_plan"]["gen"] if each["node"] == machine for _ in range(each["count"])
         ]
@@ -64,7 +64,7 @@ def _placement(rm1: Rm1, document: Document) -> list[str]:
                 row.append(_bar(x, gpus * gpu_width - 2, does, f"{does}, {gpus} GPUs"))
                 x += gpus * gpu_width
         rows.append("".join(row))
-    if (hidden := len(rm1.nodes) - _MAX_MACHINES) > 0:
+    if (hidden := len(model.nodes) - _MAX_MACHINES) > 0:
         rows.append(f'<text x="{_LEFT}" y="12">and {hidden} more machines</text>')
     return rows
 

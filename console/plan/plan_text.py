@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from services.scheduler.cost_model.calibrated import CALIBRATED
-from services.scheduler.cost_model.reference import RM1, Rm1
+from services.scheduler.cost_model.reference import RM1, CostModel
 
 Document = dict[str, Any]
 _LIMITS = {
@@ -21,7 +21,7 @@ _COST_MODELS = {
 }
 
 
-def print_plan(rm1: Rm1, document: Document, *, is_explained: bool) -> None:
+def print_plan(model: CostModel, document: Document, *, is_explained: bool) -> None:
     """Print the plan of a document that has one."""
     from rich import box
     from rich.console import Console
@@ -30,26 +30,26 @@ def print_plan(rm1: Rm1, document: Document, *, is_explained: bool) -> None:
     table = Table(title=document["problem"], box=box.SIMPLE)
     for heading in ("machines", "GPU", "does", "sequences", "samples/s", "fresh"):
         table.add_column(heading, justify="left" if heading in ("machines", "GPU", "does") else "right")
-    for (_, *cells), machines in _rows(rm1, document).items():
+    for (_, *cells), machines in _rows(model, document).items():
         shown = machines[0] if len(machines) == 1 else f"{machines[0]} and {len(machines) - 1} like it"
-        table.add_row(shown, rm1.nodes[machines[0]].gpu, *cells)
+        table.add_row(shown, model.nodes[machines[0]].gpu, *cells)
     Console(width=None if sys.stdout.isatty() else 100).print(table)
-    for line in (*_lines(document), *(_explained(rm1, document) if is_explained else _next_steps(document))):
+    for line in (*_lines(document), *(_explained(model, document) if is_explained else _next_steps(document))):
         print(line)
 
 
-def _rows(rm1: Rm1, document: Document) -> dict[tuple[str, ...], list[str]]:
+def _rows(model: CostModel, document: Document) -> dict[tuple[str, ...], list[str]]:
     """Machines that do the same, by what they do."""
     rows: dict[tuple[str, ...], list[str]] = {}
     for share in document["rm1_plan"]["train"]:
-        name = rm1.nodes[share["node"]].name
+        name = model.nodes[share["node"]].name
         rows.setdefault(
-            (name, f"train, {share['gpus']} of {rm1.nodes[share['node']].gpus} GPUs", "", "", ""), []
+            (name, f"train, {share['gpus']} of {model.nodes[share['node']].gpus} GPUs", "", "", ""), []
         ).append(share["node"])
     for each in document["generation"]:
         does = f"generate, {each['count']} x tensor parallel {each['tp']}"
         cells = (does, f"{each['batch']}", f"{each['samples_per_second']:.3g}", f"{each['duty']:.0%}")
-        rows.setdefault((rm1.nodes[each["node"]].name, *cells), []).append(each["node"])
+        rows.setdefault((model.nodes[each["node"]].name, *cells), []).append(each["node"])
     return rows
 
 
@@ -109,7 +109,7 @@ def _alternative(document: Document, each: Document) -> str:
     )
 
 
-def _explained(rm1: Rm1, document: Document) -> Iterator[str]:
+def _explained(model: CostModel, document: Document) -> Iterator[str]:
     """Where the time goes, and every offer."""
     training = document["training"]
     yield ""
@@ -121,10 +121,10 @@ def _explained(rm1: Rm1, document: Document) -> Iterator[str]:
     ):
         yield f"  {training[key]:10.3f} s  {name} ({training[key] / training['step_s']:.0%})"
     yield "generation, a decode step of one replica:"
-    for (name, does, *_), machines in _rows(rm1, document).items():
+    for (name, does, *_), machines in _rows(model, document).items():
         each = next((item for item in document["generation"] if item["node"] == machines[0]), None)
         if each is not None and does.startswith("generate") and each["decode_step_s"]:
-            model_bytes = rm1.demand.weight_bytes / each["tp"]
+            model_bytes = model.demand.weight_bytes / each["tp"]
             yield (
                 f"  {each['decode_step_s'] * 1000:10.2f} ms {name}, tensor parallel {each['tp']}: "
                 f"{each['batch']} sequences, {model_bytes / 1e9:.1f} GB of weights a GPU"

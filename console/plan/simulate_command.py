@@ -10,7 +10,7 @@ from typing import Any
 
 from penstock.config import ConfigError
 from services.scheduler.cost_model.calibrated import COST_MODELS, make_model
-from services.scheduler.cost_model.reference import Rm1
+from services.scheduler.cost_model.reference import CostModel
 from services.scheduler.planning.solve import AUTO, solve
 from services.scheduler.problem.plan_document import PlanDocument, read_plan
 from services.scheduler.problem.problem import read_problem
@@ -93,7 +93,7 @@ def change_of(text: str, kind: str) -> Change:
     return change
 
 
-def _made_plan(model: Rm1, path: Path) -> PlanDocument:
+def _made_plan(model: CostModel, path: Path) -> PlanDocument:
     began_s = time.monotonic()
     try:
         solution = solve(model, AUTO, time_left=lambda: began_s + PLAN_BUDGET_S - time.monotonic())

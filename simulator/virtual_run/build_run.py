@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import partial
 
-from services.scheduler.cost_model.reference import Infeasible, Rm1
+from services.scheduler.cost_model.reference import CostModel, Infeasible
 from services.scheduler.cost_model.replica import ReplicaModel
 from services.scheduler.cost_model.training_step import training_step
 from services.scheduler.problem.plan_document import PlanDocument, placement_error
@@ -68,7 +68,7 @@ class SetupError(Exception):
     """The plan cannot run; the message says why."""
 
 
-def from_plan(model: Rm1, plan: PlanDocument, mode: Mode) -> Setup:
+def from_plan(model: CostModel, plan: PlanDocument, mode: Mode) -> Setup:
     """Generators and trainers as the plan has them. Raises SetupError."""
     allowed = mode.staleness(model.problem.workload.staleness)
     model = with_staleness(model, allowed)
@@ -92,7 +92,7 @@ def from_plan(model: Rm1, plan: PlanDocument, mode: Mode) -> Setup:
     )
 
 
-def colocated(model: Rm1, *, is_blind: bool = False, tp: int | None = None) -> Setup:
+def colocated(model: CostModel, *, is_blind: bool = False, tp: int | None = None) -> Setup:
     """Every GPU of one place does everything in turn. Raises SetupError.
 
     Args:
@@ -127,22 +127,24 @@ def colocated(model: Rm1, *, is_blind: bool = False, tp: int | None = None) -> S
     )
 
 
-def with_staleness(model: Rm1, allowed: int) -> Rm1:
+def with_staleness(model: CostModel, allowed: int) -> CostModel:
     """The same for another staleness bound; batches are small enough for the longest sample to end in its window.
 
     Without a window to speak of, smaller batches would only make more rounds of a step.
     """
     workload = model.problem.workload.model_copy(update={"staleness": allowed})
     constraints = model.problem.constraints.model_copy(update={"tail_blocking": allowed > 0})
-    return Rm1(model.problem.model_copy(update={"workload": workload, "constraints": constraints}), name=model.name)
+    return CostModel(
+        model.problem.model_copy(update={"workload": workload, "constraints": constraints}), name=model.name
+    )
 
 
-def _rate(model: Rm1, node: NodeClass, tp: int) -> float:
+def _rate(model: CostModel, node: NodeClass, tp: int) -> float:
     state = model.replica(node, tp)
     return state.samples_per_second / tp if state is not None else 0.0
 
 
-def _replica(model: Rm1, name: str, tp: int, index: int) -> GeneratorSpec:
+def _replica(model: CostModel, name: str, tp: int, index: int) -> GeneratorSpec:
     node = model.nodes[name]
     replica = ReplicaModel(model.problem, model.demand, node, tp)
     state = replica.at(replica.batch())
@@ -170,7 +172,7 @@ def _filled(specs: Iterable[GeneratorSpec], samples: float) -> tuple[GeneratorSp
     return tuple(_limited(spec, math.ceil(spec.max_samples * share)) for spec in specs)
 
 
-def _trainer(model: Rm1, compute_s: float, exposed_allreduce_s: float) -> TrainerSpec:
+def _trainer(model: CostModel, compute_s: float, exposed_allreduce_s: float) -> TrainerSpec:
     demand = model.demand
     return TrainerSpec(
         sample_s=compute_s / demand.samples_per_step,
@@ -180,7 +182,7 @@ def _trainer(model: Rm1, compute_s: float, exposed_allreduce_s: float) -> Traine
     )
 
 
-def _transfers(model: Rm1, homes: set[str], regions: set[str]) -> dict[str, float]:
+def _transfers(model: CostModel, homes: set[str], regions: set[str]) -> dict[str, float]:
     found = {
         region: 0.0 if region in homes else model.network.transfer_s(sorted(homes), region, model.demand.weight_bytes)
         for region in regions

@@ -10,7 +10,7 @@ from typing import Any
 from penstock.v1 import broker_pb2
 from services.broker.fleet.snapshot import MAX_GROUPS_MEASURED, SeenLengths, lengths_seen
 from services.broker.rules.limits import Limits
-from services.scheduler.cost_model.reference import Rm1
+from services.scheduler.cost_model.reference import CostModel
 from services.scheduler.problem.plan_document import PlanDocument
 from services.scheduler.problem.problem import Workload
 from services.scheduler.solvers.interface import TimeLeft
@@ -72,14 +72,16 @@ class Outcome:
         return self.record.samples_per_second(skip=self.options.skip)
 
 
-def simulate_plan(model: Rm1, plan: PlanDocument, options: Options, *, time_left: TimeLeft = _no_deadline) -> Outcome:
+def simulate_plan(
+    model: CostModel, plan: PlanDocument, options: Options, *, time_left: TimeLeft = _no_deadline
+) -> Outcome:
     """A run of this plan. Raises SetupError where it cannot run, RuntimeError where it gets stuck."""
     if options.mode is Mode.COLOCATED_SYNC:
         return simulate_setup(model, colocated(model), options, time_left=time_left)
     return simulate_setup(model, from_plan(model, plan, options.mode), options, time_left=time_left)
 
 
-def steady_rate(model: Rm1, plan: PlanDocument, *, time_left: TimeLeft, seed: int = 0) -> float | None:
+def steady_rate(model: CostModel, plan: PlanDocument, *, time_left: TimeLeft, seed: int = 0) -> float | None:
     """Samples per second that a run of this plan reaches, `async`; None where it gets stuck, or time is too short.
 
     Runs dispatch by `auto`, which keeps the longest samples from slow generators where that pays: so of a fleet small
@@ -102,7 +104,7 @@ def steady_rate(model: Rm1, plan: PlanDocument, *, time_left: TimeLeft, seed: in
     return max(found, default=None)
 
 
-def simulate_setup(model: Rm1, setup: Setup, options: Options, *, time_left: TimeLeft = _no_deadline) -> Outcome:
+def simulate_setup(model: CostModel, setup: Setup, options: Options, *, time_left: TimeLeft = _no_deadline) -> Outcome:
     """A run of these generators and this trainer. Raises RuntimeError where it gets stuck.
 
     Where the time is over before the last step, the run ends there.
@@ -140,7 +142,7 @@ def _seen_before(workload: Workload, options: Options) -> SeenLengths:
     return lengths_seen([(forecast(group) if options.longest_first else 0.0, group) for group in groups])
 
 
-def document(model: Rm1, outcome: Outcome, *, predicted: float | None) -> Document:
+def document(model: CostModel, outcome: Outcome, *, predicted: float | None) -> Document:
     """All that is known of a simulated run, for programs; docs/planning.md describes the keys."""
     record, ledger, skip = outcome.record, outcome.run.ledger, outcome.options.skip
     size = model.problem.workload.group_size

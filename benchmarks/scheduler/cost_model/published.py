@@ -21,7 +21,7 @@ from benchmarks.scheduler.problems.settings import (
     streamrl_lengths,
 )
 from services.scheduler.cost_model.demand import demand_of
-from services.scheduler.cost_model.reference import Rm1
+from services.scheduler.cost_model.reference import CostModel
 from services.scheduler.cost_model.replica import ReplicaModel, tensor_parallel_degrees
 from services.scheduler.problem.plan_document import PlanDocument
 from services.scheduler.problem.problem import CostConstants, Problem
@@ -279,7 +279,7 @@ def _run(problem: Problem, generating: int | None) -> Callable[[CostConstants], 
     train = [{"node": name, "gpus": node.gpus} for name, node in names if name not in gen]
 
     def predict(constants: CostConstants) -> float:
-        model = Rm1(with_constants(problem, constants))
+        model = CostModel(with_constants(problem, constants))
         plans: Sequence[PlanDocument] = [
             PlanDocument.model_validate(
                 {"gen": [{"node": name, "tp": tp, "count": 8 // tp} for name in gen], "train": train}

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from services.scheduler.cost_model.reference import RM1, Rm1
+from services.scheduler.cost_model.reference import RM1, CostModel
 from services.scheduler.problem.problem import Problem
 
 CALIBRATED = "calibrated"
@@ -70,6 +70,6 @@ def trainer_mfu(benchmark: Mapping[str, float], duty: float) -> dict[str, dict[s
     return {"mfu_train": shares, "mfu_infer": shares}
 
 
-def make_model(problem: Problem, cost_model: str) -> Rm1:
+def make_model(problem: Problem, cost_model: str) -> CostModel:
     """A cost model by name, one of COST_MODELS."""
-    return Rm1(calibrated(problem), name=CALIBRATED) if cost_model == CALIBRATED else Rm1(problem)
+    return CostModel(calibrated(problem), name=CALIBRATED) if cost_model == CALIBRATED else CostModel(problem)

@@ -65,7 +65,7 @@ class Infeasible:
     samples_per_second: float = 0.0
 
 
-class Rm1:
+class CostModel:
     """The cost model of one problem. Keeps what it computed of replicas, so score many plans with one.
 
     Args:
@@ -167,24 +167,24 @@ class _Kind:
 class _Scoring:
     """One plan's fixed point."""
 
-    def __init__(self, rm1: Rm1, plan: PlanDocument, homes: frozenset[str], step: TrainingStep) -> None:
-        demand = rm1.demand
-        self._rm1, self._plan, self._step = rm1, plan, step
+    def __init__(self, model: CostModel, plan: PlanDocument, homes: frozenset[str], step: TrainingStep) -> None:
+        demand = model.demand
+        self._model, self._plan, self._step = model, plan, step
         self._samples_per_step = demand.samples_per_step
-        self._versions = rm1.problem.workload.staleness + 1.0
+        self._versions = model.problem.workload.staleness + 1.0
         """Policy versions within which a sample is of use."""
         # Machines of an entry are alike, and so are their replicas of one degree: they are reckoned together.
         counts: dict[tuple[str, int], int] = {}
         for replicas in plan.gen:
-            key = (rm1.nodes[replicas.node].name, replicas.tp)
+            key = (model.nodes[replicas.node].name, replicas.tp)
             counts[key] = counts.get(key, 0) + replicas.count
-        entries = {node.name: node for node in rm1.problem.nodes}
+        entries = {node.name: node for node in model.problem.nodes}
         self._kinds = [
             _Kind(entries[name], tp, count, self._transfer_s(entries[name], homes))
             for (name, tp), count in counts.items()
         ]
         self._batches = [
-            (kind.count, rm1.largest_batch(kind.node, kind.tp)) for kind in self._kinds if kind.transfer_s is not None
+            (kind.count, model.largest_batch(kind.node, kind.tp)) for kind in self._kinds if kind.transfer_s is not None
         ]
         """Of those that weights reach: replicas, and the largest batch of one."""
 
@@ -192,7 +192,7 @@ class _Scoring:
         """How long new weights travel to a machine; None where they cannot."""
         if node.region in homes:
             return 0.0
-        return self._rm1.network.transfer_s(sorted(homes), node.region, self._rm1.demand.weight_bytes)
+        return self._model.network.transfer_s(sorted(homes), node.region, self._model.demand.weight_bytes)
 
     def best(self) -> Score:
         """The best over the batch sizes worth trying: smaller ones than allowed help only against the tail."""
@@ -229,11 +229,11 @@ class _Scoring:
             (kind.node.name, kind.tp): (state, self._duty(kind.transfer_s, throughput))
             for kind, state in zip(self._kinds, states, strict=True)
         }
-        nodes = self._rm1.nodes
+        nodes = self._model.nodes
         return tuple(Generation(each, *found[nodes[each.node].name, each.tp]) for each in self._plan.gen)
 
     def _states(self, share: float) -> _States:
-        return [self._rm1.replica(kind.node, kind.tp, share) for kind in self._kinds]
+        return [self._model.replica(kind.node, kind.tp, share) for kind in self._kinds]
 
     def _samples_under_way(self, share: float) -> int:
         return sum(count * math.floor(largest * share) for count, largest in self._batches)
@@ -257,9 +257,9 @@ class _Scoring:
     def _tail(self, states: _States) -> float:
         """Throughput at which the longest sample, on the fastest replica, is just fresh enough."""
         steps_s = [state.step_s for state in states if state is not None]
-        if not self._rm1.problem.constraints.tail_blocking or not steps_s:
+        if not self._model.problem.constraints.tail_blocking or not steps_s:
             return math.inf
-        longest_s = self._rm1.demand.longest_completion_tokens * min(steps_s)
+        longest_s = self._model.demand.longest_completion_tokens * min(steps_s)
         return self._versions * self._samples_per_step / longest_s
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from services.scheduler.cost_model.reference import Rm1
+from services.scheduler.cost_model.reference import CostModel
 from services.scheduler.problem.plan_document import PlanDocument
 from services.scheduler.problem.problem import NodeClass, Problem
 from services.scheduler.solvers.interface import Solution, Solver, TimeLeft, infeasibility
@@ -55,16 +55,18 @@ def usd_per_hour(problem: Problem) -> float:
     return sum(node.price_per_gpu_hour * node.gpus * node.count for node in problem.nodes)
 
 
-def purchases(rm1: Rm1, solution: Solution, *, time_left: TimeLeft, seed: int) -> list[Purchase]:
+def purchases(model: CostModel, solution: Solution, *, time_left: TimeLeft, seed: int) -> list[Purchase]:
     """Offers that make the plan faster: most gain a dollar first, or most gain where prices are not stated."""
     assert solution.plan is not None
-    offers = list(_offers(rm1.problem))[:_MAX_PURCHASES]
+    offers = list(_offers(model.problem))[:_MAX_PURCHASES]
     found = []
     for index, offer in enumerate(offers):
         if time_left() <= 0:
             break
-        larger = rm1.problem.model_copy(update={"nodes": (*rm1.problem.nodes, offer)})
-        better = _quickly(Rm1(larger, name=rm1.name), solution.plan, _share(time_left, len(offers) - index), seed)
+        larger = model.problem.model_copy(update={"nodes": (*model.problem.nodes, offer)})
+        better = _quickly(
+            CostModel(larger, name=model.name), solution.plan, _share(time_left, len(offers) - index), seed
+        )
         if better is not None and (gain := better[0] / solution.score.samples_per_second - 1) > 1e-6:
             price = offer.price_per_gpu_hour * offer.gpus
             found.append(Purchase(offer.gpus, offer.gpu, offer.region, price, better[0], gain))
@@ -72,7 +74,7 @@ def purchases(rm1: Rm1, solution: Solution, *, time_left: TimeLeft, seed: int) -
     return sorted(found, key=lambda each: -each.gain / each.usd_per_hour if are_priced else -each.gain)
 
 
-def alternatives(rm1: Rm1, solution: Solution, *, time_left: TimeLeft, seed: int) -> list[Alternative]:
+def alternatives(model: CostModel, solution: Solution, *, time_left: TimeLeft, seed: int) -> list[Alternative]:
     """The front of cost and throughput from the whole cluster down, dearest first; only that where nothing has a price.
 
     The whole cluster is not on it where fewer machines are as fast.
@@ -80,11 +82,11 @@ def alternatives(rm1: Rm1, solution: Solution, *, time_left: TimeLeft, seed: int
     Each step gives up the machines that cost least throughput for each dollar they save.
     """
     assert solution.plan is not None
-    kept = {node.name: node.count for node in rm1.problem.nodes}
-    found = [Alternative(usd_per_hour(rm1.problem), solution.score.samples_per_second, dict(kept), solution.plan)]
-    while len(found) < _MAX_ALTERNATIVES and usd_per_hour(rm1.problem) > 0:
+    kept = {node.name: node.count for node in model.problem.nodes}
+    found = [Alternative(usd_per_hour(model.problem), solution.score.samples_per_second, dict(kept), solution.plan)]
+    while len(found) < _MAX_ALTERNATIVES and usd_per_hour(model.problem) > 0:
         smaller = [
-            each for each in _smaller(rm1, found[-1], time_left, seed) if each.usd_per_hour < found[-1].usd_per_hour
+            each for each in _smaller(model, found[-1], time_left, seed) if each.usd_per_hour < found[-1].usd_per_hour
         ]
         if not smaller:
             break
@@ -103,16 +105,16 @@ def _lost_for_saved(before: Alternative, after: Alternative) -> float:
     return (before.samples_per_second - after.samples_per_second) / (before.usd_per_hour - after.usd_per_hour)
 
 
-def _smaller(rm1: Rm1, before: Alternative, time_left: TimeLeft, seed: int) -> Iterator[Alternative]:
-    for node in rm1.problem.nodes:
+def _smaller(model: CostModel, before: Alternative, time_left: TimeLeft, seed: int) -> Iterator[Alternative]:
+    for node in model.problem.nodes:
         kept = before.machines[node.name] - max(1, node.count // _STEPS_TO_NOTHING)
         if kept < 0 or time_left() <= 0:
             continue
         machines = {**before.machines, node.name: kept}
-        problem = _with_machines(rm1.problem, machines)
+        problem = _with_machines(model.problem, machines)
         if problem is None:
             continue
-        found = _quickly(Rm1(problem, name=rm1.name), before.plan, _share(time_left, 4), seed)
+        found = _quickly(CostModel(problem, name=model.name), before.plan, _share(time_left, 4), seed)
         if found is not None:
             yield Alternative(usd_per_hour(problem), found[0], machines, found[1])
 
@@ -134,15 +136,17 @@ def _offers(problem: Problem) -> Iterator[NodeClass]:
                 yield node.model_copy(update={"name": f"{node.name}-more", "gpus": gpus, "count": 1})
 
 
-def _quickly(rm1: Rm1, start: PlanDocument, time_left: TimeLeft, seed: int) -> tuple[float, PlanDocument] | None:
+def _quickly(
+    model: CostModel, start: PlanDocument, time_left: TimeLeft, seed: int
+) -> tuple[float, PlanDocument] | None:
     """Samples per second and plan, not worse than the one to start from; None when nothing can run."""
-    if infeasibility(rm1) is not None:
+    if infeasibility(model) is not None:
         return None
     for solver in _QUICK:
-        found = solver.solve(rm1, time_left=time_left, seed=seed, starts=(start,))
+        found = solver.solve(model, time_left=time_left, seed=seed, starts=(start,))
         if found.plan is not None:
             start = found.plan
-    score = rm1.score(start)
+    score = model.score(start)
     return (score.samples_per_second, start) if score.samples_per_second > 0 else None
 
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from penstock.config import MAX_CONFIG_BYTES, ConfigError
 from penstock.errors import InvalidFieldError
 from penstock.v1 import scheduler_pb2 as pb
-from services.scheduler.cost_model.reference import Rm1, Score
+from services.scheduler.cost_model.reference import CostModel, Score
 from services.scheduler.planning.first_fit import InfeasiblePlanError
 from services.scheduler.planning.solve import AUTO, SOLVERS, plan_document, solve, solve_generation
 from services.scheduler.problem.plan_document import PlanDocument
@@ -47,25 +47,25 @@ def plan_problem(
 
     Raises InvalidFieldError when the solver cannot treat a problem of this size, InfeasiblePlanError when none can run.
     """
-    rm1 = Rm1(problem)
+    model = CostModel(problem)
     try:
         if running is not None:
-            solution = solve_generation(rm1, running, time_left=time_left)
+            solution = solve_generation(model, running, time_left=time_left)
         else:
-            solution = solve(rm1, solver, time_left=time_left, starts=starts)
+            solution = solve(model, solver, time_left=time_left, starts=starts)
     except ProblemTooLargeError as error:
         raise InvalidFieldError(f"solver: {error}", field="solver") from error
     if solution.plan is None or not isinstance(solution.score, Score):
         reason = getattr(solution.score, "reason", "the time ended before one was found")
         raise InfeasiblePlanError(f"no plan can run: {reason}", problem=problem.id)
-    return _as_message(rm1, solution, solution.plan, solution.score, run_id)
+    return _as_message(model, solution, solution.plan, solution.score, run_id)
 
 
-def _as_message(rm1: Rm1, solution: Solution, plan: PlanDocument, score: Score, run_id: str) -> pb.Plan:
-    document = plan_document(rm1, solution, solve_s=0.0)
+def _as_message(model: CostModel, solution: Solution, plan: PlanDocument, score: Score, run_id: str) -> pb.Plan:
+    document = plan_document(model, solution, solve_s=0.0)
     message = pb.Plan(run_id=run_id, solver=solution.solver, expected_tokens_per_second=document["tokens_per_second"])
     if (bound := solution.upper_bound_samples_per_second) is not None:
-        message.bound_tokens_per_second = bound * rm1.demand.completion_tokens
+        message.bound_tokens_per_second = bound * model.demand.completion_tokens
     if document["usd_per_hour"] > 0:
         message.cost_per_million_tokens = document["usd_per_million_tokens"]
     message.explanation = (
@@ -73,18 +73,18 @@ def _as_message(rm1: Rm1, solution: Solution, plan: PlanDocument, score: Score, 
         f"{score.limit.value}; generators idle {document['generation_idle']:.0%}, "
         f"trainers {document['training_idle']:.0%}"
     )
-    _assign(rm1, message, plan, score)
+    _assign(model, message, plan, score)
     return message
 
 
-def _assign(rm1: Rm1, message: pb.Plan, plan: PlanDocument, score: Score) -> None:
+def _assign(model: CostModel, message: pb.Plan, plan: PlanDocument, score: Score) -> None:
     taken: Counter[str] = Counter()
 
     def indices(node: str, gpus: int) -> range:
         taken[node] += gpus
         return range(taken[node] - gpus, taken[node])
 
-    speeds = [share.gpus * rm1.gpu_training_rate[rm1.nodes[share.node].name] for share in plan.train]
+    speeds = [share.gpus * model.gpu_training_rate[model.nodes[share.node].name] for share in plan.train]
     for share, speed in zip(plan.train, speeds, strict=True):
         message.assignments.add(
             node_id=share.node,

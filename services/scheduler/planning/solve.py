@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
-from services.scheduler.cost_model.reference import Generation, Infeasible, Limit, Rm1, Score
+from services.scheduler.cost_model.reference import CostModel, Generation, Infeasible, Limit, Score
 from services.scheduler.planning.market import alternatives, purchases, usd_per_hour
 from services.scheduler.problem.plan_check import check_plan, violations
 from services.scheduler.problem.plan_document import PlanDocument
@@ -37,27 +37,27 @@ Document = dict[str, Any]
 
 
 def solve(
-    rm1: Rm1, solver: str, *, time_left: TimeLeft, seed: int = 0, starts: Sequence[PlanDocument] = ()
+    model: CostModel, solver: str, *, time_left: TimeLeft, seed: int = 0, starts: Sequence[PlanDocument] = ()
 ) -> Solution:
     """The plan of a solver by its name in SOLVERS, checked; `starts` as of Solver. Raises ProblemTooLargeError."""
-    return _checked(rm1, SOLVERS[solver].solve(rm1, time_left=time_left, seed=seed, starts=starts))
+    return _checked(model, SOLVERS[solver].solve(model, time_left=time_left, seed=seed, starts=starts))
 
 
-def solve_generation(rm1: Rm1, running: PlanDocument, *, time_left: TimeLeft) -> Solution:
+def solve_generation(model: CostModel, running: PlanDocument, *, time_left: TimeLeft) -> Solution:
     """The best generators found around the training pool of a plan in force, checked."""
-    return _checked(rm1, regenerate(rm1, running, time_left=time_left))
+    return _checked(model, regenerate(model, running, time_left=time_left))
 
 
-def _checked(rm1: Rm1, solution: Solution) -> Solution:
+def _checked(model: CostModel, solution: Solution) -> Solution:
     if solution.plan is None:
         return solution
-    solution = _without_idlers(rm1, solution, solution.plan)
+    solution = _without_idlers(model, solution, solution.plan)
     if solution.plan is not None:
-        check_plan(rm1.problem, solution.plan, solver=solution.solver)
+        check_plan(model.problem, solution.plan, solver=solution.solver)
     return solution
 
 
-def _without_idlers(rm1: Rm1, solution: Solution, plan: PlanDocument) -> Solution:
+def _without_idlers(model: CostModel, solution: Solution, plan: PlanDocument) -> Solution:
     """The solution without replicas that add nothing: out of the weights' reach, or left with not one sequence.
 
     Where it is slower without them, they stay if they may.
@@ -68,21 +68,23 @@ def _without_idlers(rm1: Rm1, solution: Solution, plan: PlanDocument) -> Solutio
     if not idlers:
         return solution
     smaller = PlanDocument(gen=tuple(each for each in plan.gen if each not in idlers), train=plan.train)
-    score = rm1.score(smaller)
-    if score.samples_per_second < solution.score.samples_per_second * (1 - 1e-9) and not violations(rm1.problem, plan):
+    score = model.score(smaller)
+    if score.samples_per_second < solution.score.samples_per_second * (1 - 1e-9) and not violations(
+        model.problem, plan
+    ):
         # Their share of the samples under way makes the others' batches smaller, which tails or slow links may want.
         return solution
     return replace(solution, plan=smaller, score=score)
 
 
-def advice(rm1: Rm1, solution: Solution, *, time_left: TimeLeft, seed: int = 0) -> Document:
+def advice(model: CostModel, solution: Solution, *, time_left: TimeLeft, seed: int = 0) -> Document:
     """What the next dollar would buy and what fewer would, as keys of the plan's document; until time is over."""
     if solution.plan is None:
         return {"next_purchases": [], "alternatives": []}
     half_s = time_left() / 2
-    bought = purchases(rm1, solution, time_left=lambda: time_left() - half_s, seed=seed)
-    front = alternatives(rm1, solution, time_left=time_left, seed=seed)
-    tokens = rm1.demand.completion_tokens
+    bought = purchases(model, solution, time_left=lambda: time_left() - half_s, seed=seed)
+    front = alternatives(model, solution, time_left=time_left, seed=seed)
+    tokens = model.demand.completion_tokens
     return {
         "next_purchases": [asdict(each) for each in bought],
         "alternatives": [
@@ -98,12 +100,12 @@ def advice(rm1: Rm1, solution: Solution, *, time_left: TimeLeft, seed: int = 0) 
     }
 
 
-def plan_document(rm1: Rm1, solution: Solution, *, solve_s: float) -> Document:
+def plan_document(model: CostModel, solution: Solution, *, solve_s: float) -> Document:
     """All that is known of a solution, for programs; docs/planning.md describes the keys. What is unknown is null."""
-    problem, score = rm1.problem, solution.score
+    problem, score = model.problem, solution.score
     document: Document = {
         "problem": problem.id,
-        "cost_model": rm1.name,
+        "cost_model": model.name,
         "solver": solution.solver,
         "solve_s": solve_s,
         "num_evaluated": solution.num_evaluated,
@@ -117,7 +119,7 @@ def plan_document(rm1: Rm1, solution: Solution, *, solve_s: float) -> Document:
     }
     if isinstance(score, Score) and solution.plan is not None:
         document["rm1_plan"] = solution.plan.model_dump()
-        document |= _economy(problem, rm1, score) | _stages(rm1, score)
+        document |= _economy(problem, model, score) | _stages(model, score)
     return document
 
 
@@ -126,11 +128,11 @@ def _gap(solution: Solution) -> float | None:
     return 1 - solution.score.samples_per_second / bound if bound else None
 
 
-def _economy(problem: Problem, rm1: Rm1, score: Score) -> Document:
-    tokens_per_second = score.samples_per_second * rm1.demand.completion_tokens
+def _economy(problem: Problem, model: CostModel, score: Score) -> Document:
+    tokens_per_second = score.samples_per_second * model.demand.completion_tokens
     price = usd_per_hour(problem)
     return {
-        "step_s": rm1.demand.samples_per_step / score.samples_per_second,
+        "step_s": model.demand.samples_per_step / score.samples_per_second,
         "tokens_per_second": tokens_per_second,
         "usd_per_hour": price,
         "usd_per_million_tokens": _usd_per_million(price, tokens_per_second),
@@ -170,7 +172,7 @@ def _fresh_per_second(each: Generation) -> float:
     return each.replicas.count * each.state.samples_per_second * each.duty if each.state is not None else 0.0
 
 
-def _stages(rm1: Rm1, score: Score) -> Document:
+def _stages(model: CostModel, score: Score) -> Document:
     """Idle shares, and who generates and trains how."""
     made = sum(_fresh_per_second(each) for each in score.generation)
     step = score.training
@@ -178,7 +180,7 @@ def _stages(rm1: Rm1, score: Score) -> Document:
         "limit": score.limit.value,
         "bottleneck": bottleneck(score),
         "generation_idle": max(0.0, 1 - score.samples_per_second / made) if made > 0 else None,
-        "training_idle": max(0.0, 1 - score.samples_per_second * step.step_s / rm1.demand.samples_per_step),
+        "training_idle": max(0.0, 1 - score.samples_per_second * step.step_s / model.demand.samples_per_step),
         "training": {
             "step_s": step.step_s,
             "compute_s": step.compute_s,

@@ -15,7 +15,7 @@ from pydantic import ValidationError
 from penstock.errors import InvalidFieldError, PenstockError
 from penstock.v1 import scheduler_pb2 as pb
 from services.scheduler.cost_model.demand import demand_of
-from services.scheduler.cost_model.reference import Rm1
+from services.scheduler.cost_model.reference import CostModel
 from services.scheduler.planning.plan_wire import plan_problem
 from services.scheduler.problem.plan_document import PlanDocument, Replicas, TrainShare, node_classes
 from services.scheduler.problem.problem import Problem
@@ -145,7 +145,7 @@ class LivePlans:
     ) -> pb.Plan | None:
         in_force = document_of(run.plan)
         kept = live.from_real(in_force)
-        kept_rate = Rm1(problem).score(kept).samples_per_second
+        kept_rate = CostModel(problem).score(kept).samples_per_second
         gone = machines_of(in_force) - set(live.node_ids.values())
         is_pool_there = not gone & {share.node for share in in_force.train}
         running = kept if run.keeps_trainers and is_pool_there else None
@@ -169,7 +169,7 @@ class LivePlans:
         new = document_of(found)
         live.to_real(found)
         offer = Offer(
-            rate=Rm1(problem).score(new).samples_per_second,
+            rate=CostModel(problem).score(new).samples_per_second,
             kept_rate=kept_rate,
             num_gpus=_num_gpus(new),
             num_kept_gpus=_num_gpus(kept),

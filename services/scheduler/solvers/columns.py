@@ -14,7 +14,7 @@ from datetime import timedelta
 
 from ortools.math_opt.python import mathopt
 
-from services.scheduler.cost_model.reference import Rm1
+from services.scheduler.cost_model.reference import CostModel
 from services.scheduler.problem.problem import NodeClass
 from services.scheduler.solvers.divisions import Division, Split
 from services.scheduler.solvers.scored import ordered_nodes
@@ -34,43 +34,43 @@ class ColumnSolution:
 
 
 def solve_columns(
-    rm1: Rm1, columns: Mapping[str, Sequence[Split]], home: str | None, *, limit_s: float, seed: int
+    model: CostModel, columns: Mapping[str, Sequence[Split]], home: str | None, *, limit_s: float, seed: int
 ) -> ColumnSolution:
     """The best sums of rates with training in region `home` only, or spanning regions when it is None."""
-    problem, demand = rm1.problem, rm1.demand
-    model = mathopt.Model(name="columns")
+    problem, demand = model.problem, model.demand
+    program = mathopt.Model(name="columns")
     counts: list[tuple[NodeClass, list[tuple[Split, mathopt.Variable]]]] = []
     for node in ordered_nodes(problem):
         allowed = [split for split in columns[node.name] if home in (None, node.region) or split.train_gpus == 0]
-        chosen = [(split, model.add_integer_variable(lb=0, ub=node.count)) for split in allowed]
+        chosen = [(split, program.add_integer_variable(lb=0, ub=node.count)) for split in allowed]
         counts.append((node, chosen))
-        model.add_linear_constraint(mathopt.fast_sum(count for _, count in chosen) == node.count)
-    made = mathopt.fast_sum(made_by(rm1, node, split) * count for node, chosen in counts for split, count in chosen)
+        program.add_linear_constraint(mathopt.fast_sum(count for _, count in chosen) == node.count)
+    made = mathopt.fast_sum(made_by(model, node, split) * count for node, chosen in counts for split, count in chosen)
     trained = mathopt.fast_sum(
-        split.train_gpus * rm1.gpu_training_rate[node.name] * count
+        split.train_gpus * model.gpu_training_rate[node.name] * count
         for node, chosen in counts
         for split, count in chosen
     )
     # In GB, beside rates of like size.
     memory = mathopt.fast_sum(
-        split.train_gpus * rm1.usable_bytes[node.name] / 1e9 * count
+        split.train_gpus * model.usable_bytes[node.name] / 1e9 * count
         for node, chosen in counts
         for split, count in chosen
     )
-    model.add_linear_constraint(memory >= demand.training_state_bytes / 1e9)
-    throughput = model.add_variable(lb=0, ub=math.inf if home is not None else _spanning_ceiling(rm1))
+    program.add_linear_constraint(memory >= demand.training_state_bytes / 1e9)
+    throughput = program.add_variable(lb=0, ub=math.inf if home is not None else _spanning_ceiling(model))
     for rate, most, lost_s in (
-        (made, _most_made(rm1, columns), problem.cost_model.sync_pause_s),
-        (trained, _most_trained(rm1), problem.cost_model.train_overhead_s),
+        (made, _most_made(model, columns), problem.cost_model.sync_pause_s),
+        (trained, _most_trained(model), problem.cost_model.train_overhead_s),
     ):
         for value, slope, at in _tangents(most, lost_s / demand.samples_per_step):
-            model.add_linear_constraint(throughput <= value + slope * (rate - at))
-    model.maximize(throughput)
+            program.add_linear_constraint(throughput <= value + slope * (rate - at))
+    program.maximize(throughput)
     parameters = mathopt.SolveParameters(
         time_limit=timedelta(seconds=limit_s), relative_gap_tolerance=_GAP, random_seed=seed % 2**31
     )
     # Not HiGHS: it prints a line of its own to the standard output now and then, where JSON is expected.
-    result = mathopt.solve(model, mathopt.SolverType.GSCIP, params=parameters)
+    result = mathopt.solve(program, mathopt.SolverType.GSCIP, params=parameters)
     bound = result.termination.objective_bounds.dual_bound
     parts = None
     if result.has_primal_feasible_solution():
@@ -84,28 +84,28 @@ def solve_columns(
     return ColumnSolution(parts, bound if math.isfinite(bound) else None)
 
 
-def made_by(rm1: Rm1, node: NodeClass, split: Split) -> float:
+def made_by(model: CostModel, node: NodeClass, split: Split) -> float:
     """Samples per second of one machine's replicas at their largest batch, all fresh."""
-    states = [rm1.replica(node, degree) for degree in rm1.degrees[node.name]]
+    states = [model.replica(node, degree) for degree in model.degrees[node.name]]
     rates = [state.samples_per_second if state is not None else 0.0 for state in states]
     return sum(count * rate for count, rate in zip(split.replicas, rates, strict=True))
 
 
-def _spanning_ceiling(rm1: Rm1) -> float:
+def _spanning_ceiling(model: CostModel) -> float:
     """Samples per second of a pool that spans regions: gradients cross the fastest link once a step, at least."""
-    links = [link.bw_Gbps * 1e9 / 8 for link in rm1.problem.links if link.a != link.b]
-    allreduce_s = rm1.demand.gradient_bytes / max(links)
-    return rm1.demand.samples_per_step / (allreduce_s + rm1.problem.cost_model.train_overhead_s)
+    links = [link.bw_Gbps * 1e9 / 8 for link in model.problem.links if link.a != link.b]
+    allreduce_s = model.demand.gradient_bytes / max(links)
+    return model.demand.samples_per_step / (allreduce_s + model.problem.cost_model.train_overhead_s)
 
 
-def _most_made(rm1: Rm1, columns: Mapping[str, Sequence[Split]]) -> float:
+def _most_made(model: CostModel, columns: Mapping[str, Sequence[Split]]) -> float:
     return sum(
-        node.count * max(made_by(rm1, node, split) for split in columns[node.name]) for node in rm1.problem.nodes
+        node.count * max(made_by(model, node, split) for split in columns[node.name]) for node in model.problem.nodes
     )
 
 
-def _most_trained(rm1: Rm1) -> float:
-    return sum(node.count * node.gpus * rm1.gpu_training_rate[node.name] for node in rm1.problem.nodes)
+def _most_trained(model: CostModel) -> float:
+    return sum(node.count * node.gpus * model.gpu_training_rate[node.name] for node in model.problem.nodes)
 
 
 def _tangents(most: float, lost_per_sample_s: float) -> list[tuple[float, float, float]]:

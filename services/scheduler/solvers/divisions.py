@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
-from services.scheduler.cost_model.reference import Rm1
+from services.scheduler.cost_model.reference import CostModel
 from services.scheduler.problem.plan_document import PlanDocument, Replicas, TrainShare
 from services.scheduler.problem.problem import NodeClass
 from services.scheduler.solvers.interface import TimeLeft
@@ -49,15 +49,15 @@ class Division:
         return sum(split.train_gpus > 0 for split in self.splits)
 
 
-def machine_splits(rm1: Rm1, node: NodeClass) -> Iterator[Split]:
+def machine_splits(model: CostModel, node: NodeClass) -> Iterator[Split]:
     """Every way to divide one machine that leaves no room for one more replica, and to leave it idle.
 
     It may be better idle: where staleness bounds the samples under way, a slow machine takes some from faster ones.
     """
-    if rm1.degrees[node.name]:
-        yield Split((0,) * len(rm1.degrees[node.name]), 0)
+    if model.degrees[node.name]:
+        yield Split((0,) * len(model.degrees[node.name]), 0)
     for train_gpus in range(node.gpus + 1):
-        for replicas in _filled(rm1.degrees[node.name], node.gpus - train_gpus):
+        for replicas in _filled(model.degrees[node.name], node.gpus - train_gpus):
             yield Split(replicas, train_gpus)
 
 
@@ -73,14 +73,14 @@ def _filled(degrees: tuple[int, ...], gpus: int) -> Iterator[tuple[int, ...]]:
                 yield (*smaller, count)
 
 
-def best_split(rm1: Rm1, node: NodeClass, train_gpus: int, *, most_degree: int | None = None) -> Split:
+def best_split(model: CostModel, node: NodeClass, train_gpus: int, *, most_degree: int | None = None) -> Split:
     """The split with so many GPUs in the pool whose replicas make most at their largest batch.
 
     A knapsack over replicas of one machine, small enough to look at each filling; `most_degree` bounds their degrees.
     """
-    degrees = rm1.degrees[node.name]
+    degrees = model.degrees[node.name]
     allowed = degrees if most_degree is None else tuple(degree for degree in degrees if degree <= most_degree)
-    states = [rm1.replica(node, degree) for degree in degrees]
+    states = [model.replica(node, degree) for degree in degrees]
     rates = [state.samples_per_second if state is not None else 0.0 for state in states]
     fillings = ((*filled, *(0 for _ in degrees[len(allowed) :])) for filled in _filled(allowed, node.gpus - train_gpus))
     return Split(max(fillings, key=lambda counts: sum(map(float.__mul__, map(float, counts), rates))), train_gpus)
@@ -94,9 +94,9 @@ def packed(node: NodeClass, train_gpus: int) -> Iterator[int]:
         yield here
 
 
-def divisions(rm1: Rm1, node: NodeClass, *, most: int, time_left: TimeLeft) -> list[Division] | None:
+def divisions(model: CostModel, node: NodeClass, *, most: int, time_left: TimeLeft) -> list[Division] | None:
     """Every division of an entry's machines, one for each sum; None when they are more than `most`, or time is over."""
-    splits = list(islice(machine_splits(rm1, node), most + 1))
+    splits = list(islice(machine_splits(model, node), most + 1))
     found: dict[tuple[int, ...], tuple[Split, ...]] = {(): ()}
     for _ in range(node.count):
         longer: dict[tuple[int, ...], tuple[Split, ...]] = {}
@@ -111,15 +111,15 @@ def divisions(rm1: Rm1, node: NodeClass, *, most: int, time_left: TimeLeft) -> l
     return [Division(node, chosen) for chosen in found.values()]
 
 
-def plan_of(rm1: Rm1, parts: Sequence[Division]) -> PlanDocument:
+def plan_of(model: CostModel, parts: Sequence[Division]) -> PlanDocument:
     """The plan in which each entry's machines are divided so."""
-    return PlanDocument(gen=tuple(_gen(rm1, parts)), train=tuple(_train(parts)))
+    return PlanDocument(gen=tuple(_gen(model, parts)), train=tuple(_train(parts)))
 
 
-def _gen(rm1: Rm1, parts: Sequence[Division]) -> Iterator[Replicas]:
+def _gen(model: CostModel, parts: Sequence[Division]) -> Iterator[Replicas]:
     for part in parts:
         for index, split in enumerate(part.splits):
-            for degree, count in zip(rm1.degrees[part.node.name], split.replicas, strict=True):
+            for degree, count in zip(model.degrees[part.node.name], split.replicas, strict=True):
                 if count:
                     yield Replicas(node=f"{part.node.name}-{index}", tp=degree, count=count)
 

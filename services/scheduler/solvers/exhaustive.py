@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from services.scheduler.cost_model.reference import Infeasible, Rm1, Score
+from services.scheduler.cost_model.reference import CostModel, Infeasible, Score
 from services.scheduler.problem.plan_document import PlanDocument
 from services.scheduler.solvers.divisions import Division, divisions, plan_of
 from services.scheduler.solvers.interface import ProblemTooLargeError, Solution, TimeLeft, refused
@@ -31,18 +31,20 @@ class ExhaustiveSolver:
 
     name = "exhaustive"
 
-    def solve(self, rm1: Rm1, *, time_left: TimeLeft, seed: int, starts: Sequence[PlanDocument] = ()) -> Solution:
+    def solve(
+        self, model: CostModel, *, time_left: TimeLeft, seed: int, starts: Sequence[PlanDocument] = ()
+    ) -> Solution:
         """The best plan there is; or, when time runs out, the best so far and a bound on the rest."""
-        if (refusal := refused(rm1, self.name)) is not None:
+        if (refusal := refused(model, self.name)) is not None:
             return refusal
-        choices = _choices(rm1, time_left)
-        bounds = _upper_bounds(rm1, choices)
+        choices = _choices(model, time_left)
+        bounds = _upper_bounds(model, choices)
         candidates = np.flatnonzero(bounds > 0)
         candidates = candidates[np.argsort(-bounds[candidates], kind="stable")]
         shape = tuple(len(options) for options in choices)
         best: tuple[PlanDocument | None, Score | Infeasible] = (None, Infeasible("no plan's memory suffices"))
-        for start in (plan_of(rm1, parts_of(rm1, start)) for start in starts):
-            if (score := rm1.score(start)).samples_per_second > best[1].samples_per_second:
+        for start in (plan_of(model, parts_of(model, start)) for start in starts):
+            if (score := model.score(start)).samples_per_second > best[1].samples_per_second:
                 best = (start, score)
         for num_evaluated, candidate in enumerate(candidates):
             bound = float(bounds[candidate])
@@ -51,8 +53,8 @@ class ExhaustiveSolver:
             if time_left() <= 0:
                 return Solution(*best, bound, False, num_evaluated, self.name)
             indices = np.unravel_index(candidate, shape)
-            plan = plan_of(rm1, [options[index] for options, index in zip(choices, indices, strict=True)])
-            score = rm1.score(plan)
+            plan = plan_of(model, [options[index] for options, index in zip(choices, indices, strict=True)])
+            score = model.score(plan)
             if isinstance(score, Score):
                 best = max(best, (plan, score), key=lambda each: each[1].samples_per_second)
             elif best[0] is None:
@@ -60,13 +62,13 @@ class ExhaustiveSolver:
         return Solution(*best, best[1].samples_per_second, True, len(candidates), self.name)
 
 
-def _choices(rm1: Rm1, time_left: TimeLeft) -> list[list[Division]]:
+def _choices(model: CostModel, time_left: TimeLeft) -> list[list[Division]]:
     # Already by how many GPUs of each entry train, plans differ: what is far too large is known without a list.
-    least_plans = math.prod(node.gpus * node.count + 1 for node in rm1.problem.nodes)
+    least_plans = math.prod(node.gpus * node.count + 1 for node in model.problem.nodes)
     choices, num_plans = [], 1
-    for node in rm1.problem.nodes:
+    for node in model.problem.nodes:
         is_small = least_plans <= MAX_PLANS
-        options = divisions(rm1, node, most=_MAX_DIVISIONS, time_left=time_left) if is_small else None
+        options = divisions(model, node, most=_MAX_DIVISIONS, time_left=time_left) if is_small else None
         num_plans *= _MAX_DIVISIONS if options is None else len(options)
         if options is None or num_plans > MAX_PLANS:
             raise ProblemTooLargeError(
@@ -77,16 +79,16 @@ def _choices(rm1: Rm1, time_left: TimeLeft) -> list[list[Division]]:
     return choices
 
 
-def _upper_bounds(rm1: Rm1, choices: list[list[Division]]) -> _Array:
+def _upper_bounds(model: CostModel, choices: list[list[Division]]) -> _Array:
     """Throughput that no plan exceeds, flat in row-major order of the choices; 0 where it cannot run.
 
     Batches as large as memory allows, every sample fresh, the shortest pause, the fastest NIC.
     """
-    problem, demand = rm1.problem, rm1.demand
-    made = _sums([[_made(rm1, part) for part in options] for options in choices])
+    problem, demand = model.problem, model.demand
+    made = _sums([[_made(model, part) for part in options] for options in choices])
     made /= 1 + made * problem.cost_model.sync_pause_s / demand.samples_per_step
     trained = _sums(
-        [[part.train_gpus * rm1.gpu_training_rate[part.node.name] for part in options] for options in choices]
+        [[part.train_gpus * model.gpu_training_rate[part.node.name] for part in options] for options in choices]
     )
     nodes = _sums([[part.train_nodes for part in options] for options in choices])
     with np.errstate(divide="ignore"):
@@ -96,7 +98,7 @@ def _upper_bounds(rm1: Rm1, choices: list[list[Division]]) -> _Array:
         exposed_s = np.maximum(0.0, allreduce_s - problem.cost_model.dp_overlap * compute_s)
         step_s = compute_s + np.where(trained > 0, exposed_s, 0.0) + problem.cost_model.train_overhead_s
         bounds: _Array = np.minimum(made, demand.samples_per_step / step_s)
-    offered = _sums([[part.train_gpus * rm1.usable_bytes[part.node.name] for part in options] for options in choices])
+    offered = _sums([[part.train_gpus * model.usable_bytes[part.node.name] for part in options] for options in choices])
     bounds[(offered < demand.training_state_bytes) | (trained <= 0)] = 0
     if problem.constraints.train_single_region:
         regions = sorted({node.region for node in problem.nodes})
@@ -109,11 +111,11 @@ def _upper_bounds(rm1: Rm1, choices: list[list[Division]]) -> _Array:
     return bounds * (1 + 1e-12)
 
 
-def _made(rm1: Rm1, part: Division) -> float:
+def _made(model: CostModel, part: Division) -> float:
     total = 0.0
     for split in part.splits:
-        for degree, count in zip(rm1.degrees[part.node.name], split.replicas, strict=True):
-            state = rm1.replica(part.node, degree)
+        for degree, count in zip(model.degrees[part.node.name], split.replicas, strict=True):
+            state = model.replica(part.node, degree)
             total += count * state.samples_per_second if state is not None else 0.0
     return total
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from services.scheduler.cost_model.reference import Infeasible, Rm1, Score
+from services.scheduler.cost_model.reference import CostModel, Infeasible, Score
 from services.scheduler.problem.plan_document import PlanDocument
 
 TimeLeft = Callable[[], float]
@@ -39,7 +39,9 @@ class Solver(Protocol):
     def name(self) -> str:
         """What people call it."""
 
-    def solve(self, rm1: Rm1, *, time_left: TimeLeft, seed: int, starts: Sequence[PlanDocument] = ()) -> Solution:
+    def solve(
+        self, model: CostModel, *, time_left: TimeLeft, seed: int, starts: Sequence[PlanDocument] = ()
+    ) -> Solution:
         """The best plan it finds until its time is over, never worse than one it starts from.
 
         `starts` are plans to begin with: of a run that is under way, or of other solvers. Raises ProblemTooLargeError.
@@ -50,27 +52,27 @@ class ProblemTooLargeError(Exception):
     """The solver cannot treat a problem of this size; the message says which can."""
 
 
-def refused(rm1: Rm1, solver: str) -> Solution | None:
+def refused(model: CostModel, solver: str) -> Solution | None:
     """A solver's answer where no plan at all can run on this cluster; None when memory alone does not forbid one."""
-    reason = infeasibility(rm1)
+    reason = infeasibility(model)
     return None if reason is None else Solution(None, Infeasible(reason), 0.0, True, 0, solver)
 
 
-def infeasibility(rm1: Rm1) -> str | None:
+def infeasibility(model: CostModel) -> str | None:
     """Why no plan at all can run on this cluster; None when memory alone does not forbid one."""
-    problem, demand = rm1.problem, rm1.demand
-    if not any(rm1.degrees.values()):
-        widest = max(problem.nodes, key=lambda node: node.gpus * rm1.usable_bytes[node.name])
+    problem, demand = model.problem, model.demand
+    if not any(model.degrees.values()):
+        widest = max(problem.nodes, key=lambda node: node.gpus * model.usable_bytes[node.name])
         return (
             f"no machine can generate: {demand.weight_bytes / 1e9:.0f} GB of weights and a cache need tensor-parallel "
             f"GPUs of one machine, at most max_tp {problem.constraints.max_tp} of them and a divisor of "
             f"{problem.model.q_heads} heads; the largest machine ({widest.name}) has {widest.gpus} of "
-            f"{rm1.usable_bytes[widest.name] / 1e9:.0f} GB"
+            f"{model.usable_bytes[widest.name] / 1e9:.0f} GB"
         )
     offered: dict[str, float] = {}
     for node in problem.nodes:
         group = node.region if problem.constraints.train_single_region else "the whole cluster"
-        offered[group] = offered.get(group, 0.0) + node.count * node.gpus * rm1.usable_bytes[node.name]
+        offered[group] = offered.get(group, 0.0) + node.count * node.gpus * model.usable_bytes[node.name]
     largest = max(offered, key=lambda group: offered[group])
     if offered[largest] < demand.training_state_bytes:
         return (

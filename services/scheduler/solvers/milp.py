@@ -14,7 +14,7 @@ from functools import partial
 from itertools import chain, islice
 from random import Random
 
-from services.scheduler.cost_model.reference import Rm1
+from services.scheduler.cost_model.reference import CostModel
 from services.scheduler.problem.plan_document import PlanDocument
 from services.scheduler.problem.problem import NodeClass
 from services.scheduler.solvers.columns import solve_columns
@@ -40,20 +40,22 @@ class MilpSolver:
     has_programs: bool = True
     """Without, the search goes on from the plans that it begins with; it then has no bound."""
 
-    def solve(self, rm1: Rm1, *, time_left: TimeLeft, seed: int, starts: Sequence[PlanDocument] = ()) -> Solution:
+    def solve(
+        self, model: CostModel, *, time_left: TimeLeft, seed: int, starts: Sequence[PlanDocument] = ()
+    ) -> Solution:
         """A good plan, and an upper bound where every integer program proved one."""
-        if (refusal := refused(rm1, self.name)) is not None:
+        if (refusal := refused(model, self.name)) is not None:
             return refusal
         columns = {
-            node.name: list(islice(machine_splits(rm1, node), MAX_COLUMNS)) for node in ordered_nodes(rm1.problem)
+            node.name: list(islice(machine_splits(model, node), MAX_COLUMNS)) for node in ordered_nodes(model.problem)
         }
         if sum(map(len, columns.values())) >= MAX_COLUMNS:
             raise ProblemTooLargeError(f"milp: machines can be divided in more than {MAX_COLUMNS:,} ways; lower max_tp")
-        search = _Search(rm1, columns, time_left, Random(seed))
-        given = [parts_of(rm1, start) for start in starts]
+        search = _Search(model, columns, time_left, Random(seed))
+        given = [parts_of(model, start) for start in starts]
         for start in given:
             search.scored.rate(start)
-        bound, solved = self._programs(rm1, columns, time_left, seed) if self.has_programs else (None, [])
+        bound, solved = self._programs(model, columns, time_left, seed) if self.has_programs else (None, [])
         goal = bound / (1 + _GOAL_GAP) if bound is not None else math.inf
         for start in solved:
             search.scored.rate(start)
@@ -66,11 +68,11 @@ class MilpSolver:
 
     @staticmethod
     def _programs(
-        rm1: Rm1, columns: dict[str, list[Split]], time_left: TimeLeft, seed: int
+        model: CostModel, columns: dict[str, list[Split]], time_left: TimeLeft, seed: int
     ) -> tuple[float | None, list[Parts]]:
         """The bound over all places of training, None when one proved none; and each program's plan."""
-        homes: list[str | None] = [*dict.fromkeys(node.region for node in ordered_nodes(rm1.problem))]
-        if not rm1.problem.constraints.train_single_region and any(link.a != link.b for link in rm1.problem.links):
+        homes: list[str | None] = [*dict.fromkeys(node.region for node in ordered_nodes(model.problem))]
+        if not model.problem.constraints.train_single_region and any(link.a != link.b for link in model.problem.links):
             homes.append(None)
         limit_s = _PROGRAM_SHARE * time_left() / len(homes)
         bounds: list[float | None] = []
@@ -78,7 +80,7 @@ class MilpSolver:
         for home in homes:
             if time_left() <= 0:
                 return None, starts
-            solved = solve_columns(rm1, columns, home, limit_s=limit_s, seed=seed)
+            solved = solve_columns(model, columns, home, limit_s=limit_s, seed=seed)
             bounds.append(solved.upper_bound)
             if solved.parts is not None:
                 starts.append(tuple(solved.parts))
@@ -88,9 +90,9 @@ class MilpSolver:
 class _Search:
     """The best plan so far, and the ways to a better one."""
 
-    def __init__(self, rm1: Rm1, columns: dict[str, list[Split]], time_left: TimeLeft, random: Random) -> None:
-        self._rm1, self._columns, self._time_left, self._random = rm1, columns, time_left, random
-        self.scored = Scored(rm1)
+    def __init__(self, model: CostModel, columns: dict[str, list[Split]], time_left: TimeLeft, random: Random) -> None:
+        self._model, self._columns, self._time_left, self._random = model, columns, time_left, random
+        self.scored = Scored(model)
 
     def climb(self, parts: Parts) -> None:
         """Go to better neighbours until there is none, or no time; the first plans of all are looked at in any case."""
@@ -110,7 +112,7 @@ class _Search:
 
     def plain_starts(self) -> Iterator[Parts]:
         """Each place of training: a share of its machines' GPUs, or whole entries, train; others generate or idle."""
-        nodes = ordered_nodes(self._rm1.problem)
+        nodes = ordered_nodes(self._model.problem)
         for home in dict.fromkeys(node.region for node in nodes):
             for share in (0.25, 0.5, 0.75, 1.0):
                 here = [
@@ -126,7 +128,7 @@ class _Search:
         moves: list[tuple[int, Callable[[], Division]]] = []
         for index, part in enumerate(parts):
             node = part.node
-            for degree in range(max(1, len(self._rm1.degrees[node.name]))):
+            for degree in range(max(1, len(self._model.degrees[node.name]))):
                 gpu_counts = range(node.gpus * node.count + 1)
                 moves += [(index, partial(self._uniform, node, gpus, degree)) for gpus in gpu_counts]
             moves.append((index, partial(self._idle, node)))
@@ -143,12 +145,12 @@ class _Search:
         return _with(parts, index, _replaced(part, old, new))
 
     def _idle(self, node: NodeClass) -> Division:
-        return Division(node, (Split((0,) * len(self._rm1.degrees[node.name]), 0),) * node.count)
+        return Division(node, (Split((0,) * len(self._model.degrees[node.name]), 0),) * node.count)
 
     def _uniform(self, node: NodeClass, train_gpus: int, degree: int) -> Division:
         """Machines train in order until `train_gpus` do; the rest generates at one degree, smaller where it must."""
         splits, left = [], train_gpus
-        degrees = self._rm1.degrees[node.name]
+        degrees = self._model.degrees[node.name]
         for _ in range(node.count):
             trains = min(left, node.gpus)
             left -= trains

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from math import ceil, log2
 from random import Random
 
-from services.scheduler.cost_model.reference import Rm1
+from services.scheduler.cost_model.reference import CostModel
 from services.scheduler.problem.plan_document import PlanDocument
 from services.scheduler.solvers.evolution import Evolution
 from services.scheduler.solvers.interface import Solution, TimeLeft, refused
@@ -42,13 +42,15 @@ class MultilevelSolver:
     max_candidates: int | None = None
     """Candidates in all; None for as many as time allows."""
 
-    def solve(self, rm1: Rm1, *, time_left: TimeLeft, seed: int, starts: Sequence[PlanDocument] = ()) -> Solution:
+    def solve(
+        self, model: CostModel, *, time_left: TimeLeft, seed: int, starts: Sequence[PlanDocument] = ()
+    ) -> Solution:
         """The best plan of all arms."""
-        if (refusal := refused(rm1, self.name)) is not None:
+        if (refusal := refused(model, self.name)) is not None:
             return refusal
-        scored, random = Scored(rm1), Random(seed)
-        given = [parts_of(rm1, start) for start in starts]
-        tournament = _Tournament(self, Placement(rm1, random), scored, time_left)
+        scored, random = Scored(model), Random(seed)
+        given = [parts_of(model, start) for start in starts]
+        tournament = _Tournament(self, Placement(model, random), scored, time_left)
         tournament.add(given)
         budget, fruitless = _FIRST_BUDGET, 0
         while fruitless < _FRUITLESS and not tournament.is_over():

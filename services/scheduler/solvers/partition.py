@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from itertools import product
 from math import comb, prod
 
-from services.scheduler.cost_model.reference import Limit, Rm1
+from services.scheduler.cost_model.reference import CostModel, Limit
 from services.scheduler.problem.plan_document import PlanDocument
 from services.scheduler.problem.problem import NodeClass
 from services.scheduler.solvers.divisions import Division, best_split, packed
@@ -40,17 +40,19 @@ class PartitionSolver:
 
     name = "partition"
 
-    def solve(self, rm1: Rm1, *, time_left: TimeLeft, seed: int, starts: Sequence[PlanDocument] = ()) -> Solution:
+    def solve(
+        self, model: CostModel, *, time_left: TimeLeft, seed: int, starts: Sequence[PlanDocument] = ()
+    ) -> Solution:
         """The best plan that the alternation passes, for each place of training."""
-        if (refusal := refused(rm1, self.name)) is not None:
+        if (refusal := refused(model, self.name)) is not None:
             return refusal
-        scored = Scored(rm1, starts)
-        for home, weight in product(homes_of(rm1.problem), _LINK_WEIGHTS):
-            _alternate(rm1, scored, _Graph(rm1, home, weight), time_left)
+        scored = Scored(model, starts)
+        for home, weight in product(homes_of(model.problem), _LINK_WEIGHTS):
+            _alternate(model, scored, _Graph(model, home, weight), time_left)
         return scored.solution(self.name)
 
 
-def _alternate(rm1: Rm1, scored: Scored, graph: _Graph, time_left: TimeLeft) -> None:
+def _alternate(model: CostModel, scored: Scored, graph: _Graph, time_left: TimeLeft) -> None:
     low, high = 0.0, 1.0
     seen: set[_Cut] = set()
     for _ in range(_ROUNDS):
@@ -60,7 +62,7 @@ def _alternate(rm1: Rm1, scored: Scored, graph: _Graph, time_left: TimeLeft) -> 
         cut = graph.best_cut(gamma, band=max(graph.finest_share, (high - low) / 2))
         if cut is None:
             return
-        _, limit = scored.look_at(_planned(rm1, graph.nodes, cut))
+        _, limit = scored.look_at(_planned(model, graph.nodes, cut))
         generates_too_fast = limit in (Limit.TRAINING, None) and sum(cut) < graph.num_gpus
         low, high = (gamma, high) if generates_too_fast else (low, gamma)
         if cut in seen and high - low < graph.finest_share:
@@ -68,9 +70,9 @@ def _alternate(rm1: Rm1, scored: Scored, graph: _Graph, time_left: TimeLeft) -> 
         seen.add(cut)
 
 
-def _planned(rm1: Rm1, nodes: Sequence[NodeClass], cut: _Cut) -> Parts:
+def _planned(model: CostModel, nodes: Sequence[NodeClass], cut: _Cut) -> Parts:
     return tuple(
-        Division(node, tuple(best_split(rm1, node, gpus) for gpus in packed(node, train_gpus)))
+        Division(node, tuple(best_split(model, node, gpus) for gpus in packed(node, train_gpus)))
         for node, train_gpus in zip(nodes, cut, strict=True)
     )
 
@@ -86,9 +88,9 @@ class _Weights:
 class _Graph:
     """The complete graph over GPUs, folded to entries: GPUs of one train on as few machines as they can."""
 
-    def __init__(self, rm1: Rm1, home: frozenset[str], link_weight: float) -> None:
-        problem = rm1.problem
-        self._problem, self._rm1, self._link_weight = problem, rm1, link_weight
+    def __init__(self, model: CostModel, home: frozenset[str], link_weight: float) -> None:
+        problem = model.problem
+        self._problem, self._model, self._link_weight = problem, model, link_weight
         self.nodes = ordered_nodes(problem)
         self.num_gpus = sum(node.gpus * node.count for node in self.nodes)
         self._most = [node.gpus * node.count if node.region in home else 0 for node in self.nodes]
@@ -160,5 +162,5 @@ class _Graph:
 
     def _edge(self, one: NodeClass, other: NodeClass) -> float:
         if one.region != other.region:
-            return self._rm1.network.bytes_per_second(one.region, other.region) / 1e9
+            return self._model.network.bytes_per_second(one.region, other.region) / 1e9
         return min(one.nic_Gbps, other.nic_Gbps) / 8

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from functools import cache, partial
 from random import Random
 
-from services.scheduler.cost_model.reference import Rm1
+from services.scheduler.cost_model.reference import CostModel
 from services.scheduler.problem.problem import NodeClass
 from services.scheduler.solvers.divisions import Division, Split, best_split, machine_splits, packed
 from services.scheduler.solvers.scored import Parts, ordered_nodes
@@ -18,21 +18,21 @@ _MAX_SPLITS = 2_000
 class Placement:
     """Draws for one problem."""
 
-    def __init__(self, rm1: Rm1, random: Random) -> None:
+    def __init__(self, model: CostModel, random: Random) -> None:
         self.random = random
-        self.problem = rm1.problem
-        self._rm1 = rm1
-        self._nodes = ordered_nodes(rm1.problem)
+        self.problem = model.problem
+        self._model = model
+        self._nodes = ordered_nodes(model.problem)
         self._splits = {node.name: self._listed(node) for node in self._nodes}
-        self._best_split = cache(partial(best_split, rm1))
+        self._best_split = cache(partial(best_split, model))
 
     def training_range(self, home: frozenset[str]) -> tuple[int, int]:
         """Fewest and most GPUs of a place that can train; more than most where its memory does not suffice."""
         here = [node for node in self._nodes if node.region in home]
         most = sum(node.gpus * node.count for node in here)
-        needed, least = self._rm1.demand.training_state_bytes, 0
-        for node in sorted(here, key=lambda node: -self._rm1.usable_bytes[node.name]):
-            room = self._rm1.usable_bytes[node.name]
+        needed, least = self._model.demand.training_state_bytes, 0
+        for node in sorted(here, key=lambda node: -self._model.usable_bytes[node.name]):
+            room = self._model.usable_bytes[node.name]
             taken = min(node.gpus * node.count, max(0, -int(-needed // room))) if room > 0 else 0
             needed -= taken * room
             least += taken
@@ -41,7 +41,7 @@ class Placement:
     def first_plans(self, home: frozenset[str], num_training: int) -> Iterator[Parts]:
         """Of GPUs that train rather than generate: those best at it, those worst at generation, in any order."""
         rates = {node.name: self._generation_rate(node) for node in self._nodes}
-        training = self._rm1.gpu_training_rate
+        training = self._model.gpu_training_rate
         orders = [
             lambda node: -training[node.name] / (rates[node.name] or 1e-9),
             lambda node: rates[node.name],
@@ -102,7 +102,7 @@ class Placement:
         """All machines of an entry at one degree. Level 4."""
         index = self.random.randrange(len(parts))
         part = parts[index]
-        degrees = self._rm1.degrees[part.node.name]
+        degrees = self._model.degrees[part.node.name]
         if not degrees:
             return parts
         most = self.random.choice(degrees)
@@ -113,7 +113,7 @@ class Placement:
         """All machines of an entry stop generating, or begin."""
         index = self.random.randrange(len(parts))
         part = parts[index]
-        none = (0,) * len(self._rm1.degrees[part.node.name])
+        none = (0,) * len(self._model.degrees[part.node.name])
         is_idle = all(split.replicas == none for split in part.splits)
         splits = (
             self._best_split(part.node, split.train_gpus) if is_idle else Split(none, split.train_gpus)
@@ -142,7 +142,7 @@ class Placement:
 
     def _listed(self, node: NodeClass) -> dict[int, list[Split]]:
         found: dict[int, list[Split]] = {}
-        for index, split in enumerate(machine_splits(self._rm1, node)):
+        for index, split in enumerate(machine_splits(self._model, node)):
             if index >= _MAX_SPLITS:
                 break
             found.setdefault(split.train_gpus, []).append(split)
@@ -154,7 +154,7 @@ class Placement:
     def _generation_rate(self, node: NodeClass) -> float:
         """Samples per second of one GPU of it at the best degree."""
         split = self._best_split(node, 0)
-        states = [self._rm1.replica(node, degree) for degree in self._rm1.degrees[node.name]]
+        states = [self._model.replica(node, degree) for degree in self._model.degrees[node.name]]
         rates = [state.samples_per_second if state is not None else 0.0 for state in states]
         return sum(map(float.__mul__, map(float, split.replicas), rates)) / node.gpus
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from services.scheduler.cost_model.reference import Rm1
+from services.scheduler.cost_model.reference import CostModel
 from services.scheduler.problem.plan_document import PlanDocument
 from services.scheduler.solvers.exhaustive import ExhaustiveSolver
 from services.scheduler.solvers.interface import ProblemTooLargeError, Solution, Solver, TimeLeft, refused
@@ -42,11 +42,13 @@ class AutoSolver:
 
     name = "auto"
 
-    def solve(self, rm1: Rm1, *, time_left: TimeLeft, seed: int, starts: Sequence[PlanDocument] = ()) -> Solution:
+    def solve(
+        self, model: CostModel, *, time_left: TimeLeft, seed: int, starts: Sequence[PlanDocument] = ()
+    ) -> Solution:
         """The best plan of all members, the lowest bound of any."""
-        if (refusal := refused(rm1, self.name)) is not None:
+        if (refusal := refused(model, self.name)) is not None:
             return refusal
-        turns = _Turns(rm1, time_left, seed, starts)
+        turns = _Turns(model, time_left, seed, starts)
         *_, first, second = (turns.take(member, share) for member, share in _FIRST)
         chosen, num_ended = int(second >= first), 0
         for number in range(_NUM_TURNS):
@@ -63,8 +65,8 @@ class AutoSolver:
 class _Turns:
     """Members one after the other, each from the best so far, until one proves its plan to be the best there is."""
 
-    def __init__(self, rm1: Rm1, time_left: TimeLeft, seed: int, starts: Sequence[PlanDocument]) -> None:
-        self._rm1, self._time_left, self._seed, self._starts = rm1, time_left, seed, starts
+    def __init__(self, model: CostModel, time_left: TimeLeft, seed: int, starts: Sequence[PlanDocument]) -> None:
+        self._model, self._time_left, self._seed, self._starts = model, time_left, seed, starts
         self.best: Solution | None = None
         self.has_ended = False
         """Whether the last member ended before its time did."""
@@ -79,7 +81,7 @@ class _Turns:
         self._seed += 1
         try:
             found = member.solve(
-                self._rm1, time_left=lambda: self._time_left() - kept_s, seed=self._seed, starts=begins
+                self._model, time_left=lambda: self._time_left() - kept_s, seed=self._seed, starts=begins
             )
         except ProblemTooLargeError:
             self.has_ended = True

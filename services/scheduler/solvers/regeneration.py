@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from services.scheduler.cost_model.reference import Rm1, Score
+from services.scheduler.cost_model.reference import CostModel, Score
 from services.scheduler.problem.plan_document import PlanDocument
 from services.scheduler.problem.problem import NodeClass
 from services.scheduler.solvers.divisions import Division, Split, best_split, machine_splits, plan_of
@@ -21,21 +21,21 @@ MIN_SPARE = 0.1
 """Of what trainers take, that generators could make beyond it, for a machine to be needless."""
 
 
-def regenerate(rm1: Rm1, running: PlanDocument, *, time_left: TimeLeft) -> Solution:
+def regenerate(model: CostModel, running: PlanDocument, *, time_left: TimeLeft) -> Solution:
     """The best plan found that trains where `running` does, without what is needless; never slower than it."""
-    scored = Scored(rm1)
-    kept = parts_of(rm1, running)
-    around = _Neighbourhood(rm1)
-    for start in (kept, tuple(_filled(rm1, part) for part in kept)):
+    scored = Scored(model)
+    kept = parts_of(model, running)
+    around = _Neighbourhood(model)
+    for start in (kept, tuple(_filled(model, part) for part in kept)):
         climb(scored, start, around.neighbours, time_left=time_left)
     while scored.best is not None and time_left() > 0:
-        if (leaner := _leaner(rm1, scored, scored.best)) is None:
+        if (leaner := _leaner(model, scored, scored.best)) is None:
             break
         scored.settle_for(leaner)
     return scored.solution(NAME)
 
 
-def _leaner(rm1: Rm1, scored: Scored, parts: Parts) -> Parts | None:
+def _leaner(model: CostModel, scored: Scored, parts: Parts) -> Parts | None:
     """The plan without the dearest machine that is needless; None where each is needed."""
     offers: list[tuple[float, Parts]] = []
     for index, part in enumerate(parts):
@@ -44,15 +44,15 @@ def _leaner(rm1: Rm1, scored: Scored, parts: Parts) -> Parts | None:
             position = part.splits.index(split)
             splits = (*part.splits[:position], idle, *part.splits[position + 1 :])
             without = (*parts[:index], Division(part.node, splits), *parts[index + 1 :])
-            if split == idle or scored.rate(without) < scored.best_rate / BETTER or _spare(rm1, without) < MIN_SPARE:
+            if split == idle or scored.rate(without) < scored.best_rate / BETTER or _spare(model, without) < MIN_SPARE:
                 continue
             offers.append((part.node.price_per_gpu_hour * (part.node.gpus - split.train_gpus), without))
     return max(offers, key=lambda offer: offer[0])[1] if offers else None
 
 
-def _spare(rm1: Rm1, parts: Parts) -> float:
+def _spare(model: CostModel, parts: Parts) -> float:
     """What generators could make beyond what is trained, as a share of that."""
-    score = rm1.score(plan_of(rm1, parts))
+    score = model.score(plan_of(model, parts))
     assert isinstance(score, Score)
     made = sum(
         each.replicas.count * each.state.samples_per_second * each.duty
@@ -62,18 +62,18 @@ def _spare(rm1: Rm1, parts: Parts) -> float:
     return made / score.samples_per_second - 1
 
 
-def _filled(rm1: Rm1, part: Division) -> Division:
+def _filled(model: CostModel, part: Division) -> Division:
     """All GPUs that do not train generate, as each machine does best alone."""
-    splits = (best_split(rm1, part.node, split.train_gpus) for split in part.splits)
+    splits = (best_split(model, part.node, split.train_gpus) for split in part.splits)
     return Division(part.node, tuple(splits))
 
 
 class _Neighbourhood:
     """Plans that differ in what one entry's machines do beside training."""
 
-    def __init__(self, rm1: Rm1) -> None:
-        self._rm1 = rm1
-        self._splits = {node.name: list(machine_splits(rm1, node)) for node in rm1.problem.nodes}
+    def __init__(self, model: CostModel) -> None:
+        self._model = model
+        self._splits = {node.name: list(machine_splits(model, node)) for node in model.problem.nodes}
 
     def neighbours(self, parts: Parts) -> Iterator[Parts]:
         """Of these."""
@@ -88,7 +88,7 @@ class _Neighbourhood:
 
     def _alike(self, node: NodeClass, old: Split) -> Iterator[Split]:
         """Other divisions of a machine with as many GPUs that train; none of the others working is one."""
-        idle = Split((0,) * len(self._rm1.degrees[node.name]), old.train_gpus)
+        idle = Split((0,) * len(self._model.degrees[node.name]), old.train_gpus)
         for split in dict.fromkeys((*self._splits[node.name], idle)):
             if split.train_gpus == old.train_gpus and split != old:
                 yield split

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 
-from services.scheduler.cost_model.reference import Infeasible, Limit, Rm1, Score
+from services.scheduler.cost_model.reference import CostModel, Infeasible, Limit, Score
 from services.scheduler.problem.plan_document import PlanDocument
 from services.scheduler.problem.problem import NodeClass, Problem
 from services.scheduler.solvers.divisions import Division, Split, plan_of
@@ -19,9 +19,9 @@ BETTER = 1 + 1e-9
 class Scored:
     """Scores plans and remembers."""
 
-    def __init__(self, rm1: Rm1, starts: Iterable[PlanDocument] = ()) -> None:
+    def __init__(self, model: CostModel, starts: Iterable[PlanDocument] = ()) -> None:
         """`starts` are scored first."""
-        self._rm1 = rm1
+        self._model = model
         self._known: dict[tuple[tuple[str, tuple[int, ...]], ...], tuple[float, Limit | None]] = {}
         self.best: Parts | None = None
         self.best_rate = 0.0
@@ -30,7 +30,7 @@ class Scored:
         """Of the best, or why the first that was looked at cannot run."""
         self.num_evaluated = 0
         for start in starts:
-            self.rate(parts_of(rm1, start))
+            self.rate(parts_of(model, start))
 
     def rate(self, parts: Parts) -> float:
         """Samples per second; 0 when it cannot run."""
@@ -41,7 +41,7 @@ class Scored:
         key = tuple((part.node.name, part.sums) for part in parts)
         if key not in self._known:
             self.num_evaluated += 1
-            score = self._rm1.score(plan_of(self._rm1, parts))
+            score = self._model.score(plan_of(self._model, parts))
             self._known[key] = (score.samples_per_second, score.limit if isinstance(score, Score) else None)
             if score.samples_per_second > self.best_rate or self.num_evaluated == 1:
                 self.answer = score
@@ -51,11 +51,11 @@ class Scored:
 
     def settle_for(self, parts: Parts) -> None:
         """Take this for the best: as fast as it, and preferable."""
-        self.best, self.answer = parts, self._rm1.score(plan_of(self._rm1, parts))
+        self.best, self.answer = parts, self._model.score(plan_of(self._model, parts))
 
     def solution(self, solver: str, *, bound: float | None = None, is_optimal: bool = False) -> Solution:
         """The best so far as a solver's answer."""
-        plan = plan_of(self._rm1, self.best) if self.best is not None else None
+        plan = plan_of(self._model, self.best) if self.best is not None else None
         return Solution(plan, self.answer, bound, is_optimal and plan is not None, self.num_evaluated, solver)
 
 
@@ -82,17 +82,17 @@ def homes_of(problem: Problem) -> list[frozenset[str]]:
     return homes
 
 
-def parts_of(rm1: Rm1, plan: PlanDocument) -> Parts:
+def parts_of(model: CostModel, plan: PlanDocument) -> Parts:
     """The plan on this problem's machines; machines it does not name idle, and what does not fit here is left out."""
     parts = []
-    for node in ordered_nodes(rm1.problem):
-        splits = [_split_of(rm1, node, f"{node.name}-{index}", plan) for index in range(node.count)]
+    for node in ordered_nodes(model.problem):
+        splits = [_split_of(model, node, f"{node.name}-{index}", plan) for index in range(node.count)]
         parts.append(Division(node, tuple(splits)))
     return tuple(parts)
 
 
-def _split_of(rm1: Rm1, node: NodeClass, machine: str, plan: PlanDocument) -> Split:
-    degrees = rm1.degrees[node.name]
+def _split_of(model: CostModel, node: NodeClass, machine: str, plan: PlanDocument) -> Split:
+    degrees = model.degrees[node.name]
     free = node.gpus
     train_gpus = min(free, sum(share.gpus for share in plan.train if share.node == machine))
     free -= train_gpus

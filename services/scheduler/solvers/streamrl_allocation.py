@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from itertools import product
 
-from services.scheduler.cost_model.reference import Limit, Rm1
+from services.scheduler.cost_model.reference import CostModel, Limit
 from services.scheduler.problem.plan_document import PlanDocument
 from services.scheduler.problem.problem import NodeClass
 from services.scheduler.solvers.divisions import Division, Split, best_split, packed
@@ -27,17 +27,19 @@ class StreamRlSolver:
 
     name = "streamrl"
 
-    def solve(self, rm1: Rm1, *, time_left: TimeLeft, seed: int, starts: Sequence[PlanDocument] = ()) -> Solution:
+    def solve(
+        self, model: CostModel, *, time_left: TimeLeft, seed: int, starts: Sequence[PlanDocument] = ()
+    ) -> Solution:
         """The best of all pairs of groups."""
-        if (refusal := refused(rm1, self.name)) is not None:
+        if (refusal := refused(model, self.name)) is not None:
             return refusal
-        scored = Scored(rm1, starts)
-        groups = _groups(ordered_nodes(rm1.problem))
+        scored = Scored(model, starts)
+        groups = _groups(ordered_nodes(model.problem))
         for generating, training in product(groups, groups):
-            for degree in _degrees(rm1, generating):
+            for degree in _degrees(model, generating):
                 if scored.num_evaluated and time_left() <= 0:
                     return scored.solution(self.name)
-                allocation = _Allocation(rm1, scored, generating, training, degree)
+                allocation = _Allocation(model, scored, generating, training, degree)
                 if generating == training:
                     allocation.split_one_site(time_left)
                 else:
@@ -52,8 +54,8 @@ def _groups(nodes: Sequence[NodeClass]) -> list[_Group]:
     return [tuple(group) for group in found.values()]
 
 
-def _degrees(rm1: Rm1, group: _Group) -> list[int]:
-    return sorted({degree for node in group for degree in rm1.degrees[node.name]})
+def _degrees(model: CostModel, group: _Group) -> list[int]:
+    return sorted({degree for node in group for degree in model.degrees[node.name]})
 
 
 def _num_gpus(group: _Group) -> int:
@@ -63,8 +65,8 @@ def _num_gpus(group: _Group) -> int:
 class _Allocation:
     """One pair of groups at one tensor-parallel degree."""
 
-    def __init__(self, rm1: Rm1, scored: Scored, generating: _Group, training: _Group, degree: int) -> None:
-        self._rm1, self._scored, self._degree = rm1, scored, degree
+    def __init__(self, model: CostModel, scored: Scored, generating: _Group, training: _Group, degree: int) -> None:
+        self._model, self._scored, self._degree = model, scored, degree
         self._generating, self._training = generating, training
 
     def split_one_site(self, time_left: TimeLeft) -> None:
@@ -92,7 +94,7 @@ class _Allocation:
     def _parts(self, num_generating: int, num_training: int) -> Parts:
         """GPUs train from the first machine on; of the others the first `num_generating` generate; the rest idles."""
         parts = []
-        for node in ordered_nodes(self._rm1.problem):
+        for node in ordered_nodes(self._model.problem):
             trains = min(num_training, node.gpus * node.count) if node in self._training else 0
             num_training -= trains
             splits = []
@@ -104,9 +106,9 @@ class _Allocation:
         return tuple(parts)
 
     def _split(self, node: NodeClass, train_gpus: int, generates: int) -> Split:
-        degrees = self._rm1.degrees[node.name]
+        degrees = self._model.degrees[node.name]
         if generates == node.gpus - train_gpus and self._degree in degrees:
-            return best_split(self._rm1, node, train_gpus, most_degree=self._degree)
+            return best_split(self._model, node, train_gpus, most_degree=self._degree)
         return Split(tuple(_replicas(degrees, generates, self._degree)), train_gpus)
 
 

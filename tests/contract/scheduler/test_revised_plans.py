@@ -8,7 +8,7 @@ from penstock.errors import InvalidFieldError
 from penstock.v1 import scheduler_pb2 as pb
 from services.scheduler import service as scheduler_service
 from services.scheduler.cost_model.demand import demand_of
-from services.scheduler.cost_model.reference import Rm1
+from services.scheduler.cost_model.reference import CostModel
 from services.scheduler.cost_model.replica import ReplicaModel
 from services.scheduler.problem.plan_document import node_classes
 from services.scheduler.replanning.replanner import GRACE_INTERVALS, MIN_LENGTHS, document_of
@@ -100,7 +100,7 @@ async def test_a_machine_that_says_it_leaves_is_left_out(fleet):
 
 async def see_lengths(fleet, growth, num_samples=MIN_LENGTHS):
     """Completions that are so many times as long as the problem says."""
-    tokens = round(growth * Rm1(problem("tiny_02")).demand.completion_tokens)
+    tokens = round(growth * CostModel(problem("tiny_02")).demand.completion_tokens)
     seen = pb.LengthObservation(query=pb.LengthQuery(group_id="g"), num_completion_tokens=tokens)
     await fleet.ask("ReportLengths", pb.ReportLengthsRequest(run_id="r", observations=[seen] * num_samples))
 

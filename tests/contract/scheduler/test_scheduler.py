@@ -19,7 +19,7 @@ from penstock.v1 import scheduler_pb2 as pb
 from penstock.v1 import scheduler_pb2_grpc
 from services.scheduler import service as scheduler_service
 from services.scheduler.config import LengthsConfig
-from services.scheduler.cost_model.reference import Rm1
+from services.scheduler.cost_model.reference import CostModel
 from services.scheduler.planning.solve import SOLVERS
 from services.scheduler.server import SERVICE_NAME, make_forecaster, make_service
 from services.scheduler.service import MAX_QUERIES, SchedulerServicer
@@ -100,11 +100,11 @@ async def test_a_problem_is_answered_with_the_plan_that_is_best_for_its_machines
         plan = (await ask(channel, "CreatePlan", problem_request("tiny_02"))).plan
         read = (await ask(channel, "GetPlan", pb.GetPlanRequest(run_id="r"))).plan
 
-    rm1 = Rm1(problem("tiny_02"))
+    model = CostModel(problem("tiny_02"))
     assert read == plan
     assert plan.revision == 1
     assert plan.solver in SOLVERS
-    assert plan.expected_tokens_per_second == pytest.approx(13.170059514017444 * rm1.demand.completion_tokens)
+    assert plan.expected_tokens_per_second == pytest.approx(13.170059514017444 * model.demand.completion_tokens)
     assert plan.bound_tokens_per_second == pytest.approx(plan.expected_tokens_per_second)
     used = {}
     for each in plan.assignments:

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 from penstock.config import apply_overrides
-from services.scheduler.cost_model.reference import Rm1
+from services.scheduler.cost_model.reference import CostModel
 from services.scheduler.problem.plan_document import PlanDocument
 from services.scheduler.problem.problem import Problem
 
@@ -29,14 +29,14 @@ def plan(gen: list[tuple[str, int, int]], train: list[tuple[str, int]]) -> PlanD
     )
 
 
-def counted_scores(rm1: Rm1) -> list[PlanDocument]:
+def counted_scores(model: CostModel) -> list[PlanDocument]:
     """Grows by each plan that is scored from now on."""
     scored: list[PlanDocument] = []
-    score = rm1.score
+    score = model.score
 
     def counting(plan: PlanDocument):
         scored.append(plan)
         return score(plan)
 
-    rm1.score = counting
+    model.score = counting
     return scored

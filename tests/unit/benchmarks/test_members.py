@@ -15,18 +15,18 @@ def test_drawn_problems_are_the_same_each_time_and_unlike_each_other():
 
 
 def test_what_is_left_out_of_a_plan_makes_it_no_slower():
-    rm1 = Budgeted(drawn_problem(5))
+    model = Budgeted(drawn_problem(5))
     solver = MultilevelSolver(max_candidates=1000)
     for seed in range(3):
-        found = solver.solve(rm1, time_left=lambda: 1000.0, seed=seed)
-        assert _checked(rm1, found).score.samples_per_second >= found.score.samples_per_second * (1 - 1e-9)
+        found = solver.solve(model, time_left=lambda: 1000.0, seed=seed)
+        assert _checked(model, found).score.samples_per_second >= found.score.samples_per_second * (1 - 1e-9)
 
 
 def test_a_budget_of_plans_is_kept_and_auto_is_compared_with_every_member():
     problem = drawn_problem(1)
-    rm1 = Budgeted(problem)
-    solve(rm1, "multilevel", time_left=lambda: float(40 - rm1.num_scored))
-    assert 0 < rm1.num_scored <= 41
+    model = Budgeted(problem)
+    solve(model, "multilevel", time_left=lambda: float(40 - model.num_scored))
+    assert 0 < model.num_scored <= 41
 
     shares, below = row(problem, budget=plans_left(200), seeds=[0])
     assert set(shares) == {AUTO, *MEMBERS}

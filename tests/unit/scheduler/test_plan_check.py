@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.scheduler.cost_model.reference import Infeasible, Rm1
+from services.scheduler.cost_model.reference import CostModel, Infeasible
 from services.scheduler.planning.solve import SOLVERS, solve
 from services.scheduler.problem.plan_check import InvalidPlanError, check_plan, violations
 from services.scheduler.problem.plan_document import PlanDocument
@@ -32,7 +32,7 @@ def tampered(document: PlanDocument, **changed: object) -> PlanDocument:
 @pytest.mark.parametrize("seed", range(4))
 def test_every_solvers_plan_passes(solver, seed):
     stated = drawn(seed)
-    solution = solve(Rm1(stated), solver, time_left=ample, seed=seed)
+    solution = solve(CostModel(stated), solver, time_left=ample, seed=seed)
 
     assert solution.plan is not None
     assert violations(stated, solution.plan) == []
@@ -103,7 +103,7 @@ def test_it_agrees_with_the_cost_model_on_any_plan(gen, train, params, is_single
     stated = problem("tiny_04", *overrides, *([] if has_link else ["links=[]"]))
     candidate = plan(gen, train)
 
-    score, found = Rm1(stated).score(candidate), violations(stated, candidate)
+    score, found = CostModel(stated).score(candidate), violations(stated, candidate)
     if isinstance(score, Infeasible):
         assert found or "fresh enough" in score.reason
     else:
@@ -112,32 +112,32 @@ def test_it_agrees_with_the_cost_model_on_any_plan(gen, train, params, is_single
 
 
 def test_a_solvers_invalid_plan_is_never_handed_out(monkeypatch):
-    rm1 = Rm1(problem("tiny_04"))
+    model = CostModel(problem("tiny_04"))
 
     class Wrong:
         name = "wrong"
 
-        def solve(self, rm1, *, time_left, seed, starts):
+        def solve(self, model, *, time_left, seed, starts):
             bad = plan([("l40s-0", 1, 8), ("l4-0", 16, 1)], [("a100-0", 8)])
-            return Solution(bad, rm1.score(GOOD), None, False, 1, self.name)
+            return Solution(bad, model.score(GOOD), None, False, 1, self.name)
 
     monkeypatch.setitem(SOLVERS, "wrong", Wrong())
     with pytest.raises(InvalidPlanError, match=r"solver wrong made a plan that cannot run: gen and train: 16 GPUs"):
-        solve(rm1, "wrong", time_left=ample)
+        solve(model, "wrong", time_left=ample)
 
 
 def test_replicas_that_add_nothing_are_left_out(monkeypatch):
-    rm1 = Rm1(problem("tiny_04", "links=[]"))
+    model = CostModel(problem("tiny_04", "links=[]"))
 
     class Wasteful:
         name = "wasteful"
 
-        def solve(self, rm1, *, time_left, seed, starts):
-            return Solution(GOOD, rm1.score(GOOD), None, False, 1, self.name)
+        def solve(self, model, *, time_left, seed, starts):
+            return Solution(GOOD, model.score(GOOD), None, False, 1, self.name)
 
     monkeypatch.setitem(SOLVERS, "wasteful", Wasteful())
-    solution = solve(rm1, "wasteful", time_left=ample)
+    solution = solve(model, "wasteful", time_left=ample)
 
     # No link brings weights to l4-0.
     assert [each.node for each in solution.plan.gen] == ["l40s-0"]
-    assert solution.score == rm1.score(solution.plan)
+    assert solution.score == model.score(solution.plan)

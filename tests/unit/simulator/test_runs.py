@@ -12,7 +12,7 @@ from services.broker.dispatch.latency import LatencyModel
 from services.broker.fleet.snapshot import lengths_seen
 from services.broker.rules.limits import Limits
 from services.scheduler.cost_model.calibrated import CALIBRATED, make_model
-from services.scheduler.cost_model.reference import Limit, Rm1
+from services.scheduler.cost_model.reference import CostModel, Limit
 from services.scheduler.problem.problem import Problem
 from simulator.dispatch import Scenario, simulate
 from simulator.fleet import PretendGenerator
@@ -179,7 +179,7 @@ def test_each_way_to_overlap_is_faster_than_the_one_before():
     ],
 )
 def test_where_all_lengths_are_alike_it_agrees_with_the_cost_model(candidate, limit):
-    model = Rm1(problem("tiny_02", "workload.output_len={type: fixed, length: 1500}"))
+    model = CostModel(problem("tiny_02", "workload.output_len={type: fixed, length: 1500}"))
     score = model.score(candidate)
 
     outcome = simulate_plan(model, candidate, Options(mode=Mode.ASYNC, num_steps=14, skip=6))
@@ -289,7 +289,7 @@ def test_blind_to_unlike_gpus_all_wait_for_the_slowest():
 
 def test_a_plan_that_cannot_run_says_why():
     with pytest.raises(SetupError, match="machine h20-0 has 8 GPUs, and the plan uses 9"):
-        simulate_plan(Rm1(long_tailed()), plan([("h20-0", 1, 9)], [("h800-0", 8)]), Options(mode=Mode.ASYNC))
+        simulate_plan(CostModel(long_tailed()), plan([("h20-0", 1, 9)], [("h800-0", 8)]), Options(mode=Mode.ASYNC))
 
 
 def test_a_sample_is_about_one_event_however_many_generators_there_are():
@@ -314,9 +314,11 @@ def test_a_sample_is_about_one_event_however_many_generators_there_are():
 UNLIKE = plan([("l40s-0", 1, 2), ("l4-0", 1, 1), ("l4-1", 1, 1)], [("head-0", 2)])
 
 
-def pretended(*, staleness: int) -> Rm1:
+def pretended(*, staleness: int) -> CostModel:
     """Two L40S and two L4 that generate for two A100."""
-    return Rm1(Problem.model_validate({**PRETENDED, "workload": {**PRETENDED["workload"], "staleness": staleness}}))
+    return CostModel(
+        Problem.model_validate({**PRETENDED, "workload": {**PRETENDED["workload"], "staleness": staleness}})
+    )
 
 
 def test_a_steady_rate_is_what_the_cost_model_expects_where_staleness_leaves_enough_work_and_far_below_where_not():

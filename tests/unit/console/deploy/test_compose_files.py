@@ -13,7 +13,7 @@ from console.config.config import RunConfig
 from console.deploy.deployment import PLAIN_RUN, deployment
 from console.serve.serve import ServiceKind, _config_model
 from penstock.process.grace_periods import LAST_ACT_S, STOP_GRACE_S
-from services.scheduler.cost_model.reference import Rm1
+from services.scheduler.cost_model.reference import CostModel
 from tests.helpers.console import ROOT
 from tests.helpers.plans.problems import plan, problem
 
@@ -23,7 +23,7 @@ KINDS = ("broker", "scheduler", "reward", "trainer", "generator", "redis", "run"
 
 def deployed() -> dict[str, dict[str, Any]]:
     files = deployment(
-        Rm1(problem("tiny_04")),
+        CostModel(problem("tiny_04")),
         plan([("l4-0", 2, 4)], [("a100-0", 4)]),
         run=PLAIN_RUN,
         address=None,

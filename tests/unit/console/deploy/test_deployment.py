@@ -11,7 +11,7 @@ from console.node.assignment import Placement, generator_config
 from console.node.config import NodeConfig, read_node
 from console.serve.serve import ServiceKind, load_service_config
 from penstock.config import ConfigError, validate
-from services.scheduler.cost_model.reference import Rm1
+from services.scheduler.cost_model.reference import CostModel
 from services.scheduler.problem.plan_document import read_plan
 from services.scheduler.problem.problem import read_problem
 from tests.helpers.plans.problems import plan, problem
@@ -20,19 +20,19 @@ PLAN = plan([("l40s-0", 1, 3), ("l40s-0", 4, 1), ("l4-0", 2, 4)], [("a100-0", 4)
 
 
 @pytest.fixture
-def rm1():
-    return Rm1(problem("tiny_04"))
+def model():
+    return CostModel(problem("tiny_04"))
 
 
 SPREAD = plan([("l4-0", 2, 4)], [("a100-0", 4), ("l40s-0", 8)])
 
 
-def deployed(rm1, *, of=PLAN, run=PLAIN_RUN, address=None, folder=Path("/out")):
-    return deployment(rm1, of, run=run, address=address, folder=folder)
+def deployed(model, *, of=PLAN, run=PLAIN_RUN, address=None, folder=Path("/out")):
+    return deployment(model, of, run=run, address=address, folder=folder)
 
 
-def test_every_file_is_accepted_by_what_reads_it(rm1, tmp_path):
-    written = write_deployment(tmp_path / "out", rm1, PLAN)
+def test_every_file_is_accepted_by_what_reads_it(model, tmp_path):
+    written = write_deployment(tmp_path / "out", model, PLAN)
 
     for path in written:
         if path.name == "run.yaml":
@@ -40,7 +40,7 @@ def test_every_file_is_accepted_by_what_reads_it(rm1, tmp_path):
         elif path.name.startswith("node-"):
             read_node(path)
         elif path.name == "problem.yaml":
-            assert read_problem(path) == rm1.problem
+            assert read_problem(path) == model.problem
         elif path.name == "plan.yaml":
             assert read_plan(path) == PLAN
         elif path.name not in ("docker-compose.yml", "README.md"):
@@ -71,8 +71,8 @@ def listeners(files) -> dict[str, list[str]]:
     return found
 
 
-def test_machines_speak_tls_with_a_certificate_each(rm1):
-    files = deployed(rm1, of=SPREAD)
+def test_machines_speak_tls_with_a_certificate_each(model):
+    files = deployed(model, of=SPREAD)
     services = {**files["r0/docker-compose.yml"]["services"], **files["r1/docker-compose.yml"]["services"]}
 
     assert {"broker", "run", "trainer", "trainer-l40s-0", "node-l4-1"} <= services.keys()
@@ -98,20 +98,20 @@ def generator_config_of(document):
     return generator_config(validate(NodeConfig, document, source="node"), Placement(gpus=(0,)), port=7400)
 
 
-def test_plain_text_stays_on_loopback_unless_it_is_asked_for(rm1):
+def test_plain_text_stays_on_loopback_unless_it_is_asked_for(model):
     run = {**PLAIN_RUN, "insecure": True}
-    tried = deployed(rm1, address="127.0.0.1")
+    tried = deployed(model, address="127.0.0.1")
     assert {value.partition(":")[0] for values in listeners(tried).values() for value in values} == {"127.0.0.1"}
     assert not any("insecure" in document for document in tried.values())
-    asked = deployed(rm1, run=run)
+    asked = deployed(model, run=run)
     assert all(asked[name]["insecure"] for name, values in listeners(asked).items() if values)
     assert {value.partition(":")[0] for values in listeners(asked).values() for value in values} == {"0.0.0.0"}
     assert generator_config_of(asked["r1/node-l4-1.yaml"]).insecure
     assert not {"README.md"} & {*tried, *asked}
 
 
-def test_machines_find_the_head_and_relay_only_where_the_trainer_is_far(rm1):
-    files = deployed(rm1)
+def test_machines_find_the_head_and_relay_only_where_the_trainer_is_far(model):
+    files = deployed(model)
     far, near = files["r1/node-l4-0.yaml"], files["r0/node-l40s-0.yaml"]
 
     assert (far["generator"]["broker"], far["generator"]["weights"]) == ("a100-0:7301", "a100-0:7304")
@@ -123,8 +123,8 @@ def test_machines_find_the_head_and_relay_only_where_the_trainer_is_far(rm1):
     assert files["run.yaml"]["scheduler"] == {"problem": "/out/r0/problem.yaml", "plan": "/out/r0/plan.yaml"}
 
 
-def test_trainers_start_on_every_machine_of_the_pool(rm1):
-    files = deployed(rm1, of=SPREAD)
+def test_trainers_start_on_every_machine_of_the_pool(model):
+    files = deployed(model, of=SPREAD)
     services = files["r0/docker-compose.yml"]["services"]
     head, other = services["trainer"], services["trainer-l40s-0"]
 
@@ -133,48 +133,48 @@ def test_trainers_start_on_every_machine_of_the_pool(rm1):
     assert "--master-addr=a100-0" in other["entrypoint"]
     assert (head["profiles"], other["profiles"]) == (["a100-0"], ["l40s-0"])
     shares = files["run.yaml"]["trainer"]["processes"]
-    speeds = [rm1.gpu_training_rate[name] for name in ("a100", "l40s")]
+    speeds = [model.gpu_training_rate[name] for name in ("a100", "l40s")]
     assert shares == [round(speeds[0] / max(speeds), 3)] * 4 + [round(speeds[1] / max(speeds), 3)] * 8
     # torchrun starts the trainer, so the run attaches to it.
     assert files["run.yaml"]["endpoints"] == {"trainer": "a100-0:7304"}
 
 
-def test_a_trainer_of_one_machine_starts_its_processes_itself(rm1):
-    files = deployed(rm1, of=plan([("l4-0", 2, 4)], [("a100-0", 4)]))
+def test_a_trainer_of_one_machine_starts_its_processes_itself(model):
+    files = deployed(model, of=plan([("l4-0", 2, 4)], [("a100-0", 4)]))
 
     assert files["run.yaml"]["trainer"]["processes"] == 4
     assert files["run.yaml"]["endpoints"] == {}
     assert "entrypoint" not in files["r0/docker-compose.yml"]["services"]["trainer"]
 
 
-def test_pretend_machines_need_no_gpu_and_all_stand_beside_the_run(rm1, tmp_path):
+def test_pretend_machines_need_no_gpu_and_all_stand_beside_the_run(model, tmp_path):
     emulated = {"model": "qwen2.5-1.5b", "time_scale": 5}
     run = {**PLAIN_RUN, "generator": {"engine": "emulated", "count": 3, "emulated": emulated}}
-    files = deployed(rm1, run=run, address="127.0.0.1", folder=tmp_path)
+    files = deployed(model, run=run, address="127.0.0.1", folder=tmp_path)
     node = files["r1/node-l4-0.yaml"]["generator"]
 
     assert "deploy" not in str(files["r1/docker-compose.yml"])
     assert node["emulated"] == {**emulated, "gpu": "L4", "lengths": str(tmp_path / "r1/lengths.txt")}
     lengths = [int(line) for line in files["r1/lengths.txt"].split()]
-    assert sum(lengths) / len(lengths) == pytest.approx(rm1.demand.completion_tokens, rel=0.05)
+    assert sum(lengths) / len(lengths) == pytest.approx(model.demand.completion_tokens, rel=0.05)
     assert len(files["run.yaml"]["scheduler"]["nodes"]) == 4
     ports = [
         files[f"{name}.yaml"]["generator"]["listen"] for name in ("r0/node-l40s-0", "r1/node-l4-0", "r1/node-l4-1")
     ]
     assert len(set(ports)) == 3
     with pytest.raises(ConfigError, match=r"generator.emulated.speed: unknown"):
-        deployed(rm1, run={**run, "generator": {"engine": "emulated", "emulated": {**emulated, "speed": 2}}})
+        deployed(model, run={**run, "generator": {"engine": "emulated", "emulated": {**emulated, "speed": 2}}})
 
 
-def test_a_model_that_no_pretend_gpu_knows_must_be_named(rm1):
+def test_a_model_that_no_pretend_gpu_knows_must_be_named(model):
     run = {**PLAIN_RUN, "generator": {"engine": "emulated"}}
-    strange = Rm1(problem("tiny_04", "model.layers=7"))
+    strange = CostModel(problem("tiny_04", "model.layers=7"))
     with pytest.raises(ConfigError, match=r"generator.emulated.model: the problem's model is none of"):
         deployed(strange, run=run)
 
 
 def test_a_problem_that_trains_a_critic_is_run_by_ppo_whose_groups_may_be_of_one():
-    streamrl = Rm1(problem("str_01"))
+    streamrl = CostModel(problem("str_01"))
     split = plan([("h800-0", 1, 8)], [(f"h800-{index}", 8) for index in (1, 2, 3)])
     found = [content for name, content in deployed(streamrl, of=split).items() if name.endswith("run.yaml")]
 
@@ -184,21 +184,21 @@ def test_a_problem_that_trains_a_critic_is_run_by_ppo_whose_groups_may_be_of_one
         deployed(streamrl, of=split, run={**PLAIN_RUN, "algorithm": {"name": "rloo"}})
 
 
-def test_what_cannot_be_written_is_told(rm1, tmp_path):
+def test_what_cannot_be_written_is_told(model, tmp_path):
     (tmp_path / "mine").write_text("")
     with pytest.raises(ConfigError, match="is not an empty folder"):
-        write_deployment(tmp_path, rm1, PLAN)
-    spaced = Rm1(problem("tiny_02", "nodes=[{name: my box, gpu: H800, gpus: 8}]"))
+        write_deployment(tmp_path, model, PLAN)
+    spaced = CostModel(problem("tiny_02", "nodes=[{name: my box, gpu: H800, gpus: 8}]"))
     with pytest.raises(ConfigError, match=r"nodes.0.name: 'my box' cannot name a machine"):
         deployed(spaced, of=plan([("my box-0", 1, 4)], [("my box-0", 4)]))
     with pytest.raises(ConfigError, match="algorithm"):
-        deployed(rm1, run={**PLAIN_RUN, "algorithm": {"label": "grpo"}})
+        deployed(model, run={**PLAIN_RUN, "algorithm": {"label": "grpo"}})
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("docker-compose") is None, reason="docker-compose is not installed")
-def test_docker_compose_accepts_each_sites_file(rm1, tmp_path):
-    write_deployment(tmp_path / "out", rm1, PLAN)
+def test_docker_compose_accepts_each_sites_file(model, tmp_path):
+    write_deployment(tmp_path / "out", model, PLAN)
     for site, machine, services in (("r0", "a100-0", 7), ("r0", "l40s-0", 2), ("r1", "l4-0", 1)):
         file = tmp_path / "out" / site / "docker-compose.yml"
         command = ["docker-compose", "-f", str(file), "--profile", machine, "config"]
@@ -208,8 +208,8 @@ def test_docker_compose_accepts_each_sites_file(rm1, tmp_path):
         assert sum(each["profiles"] == [machine] for each in shown.values()) == services
 
 
-def test_a_trainer_may_use_what_the_run_names_and_nothing_else(rm1):
-    files = deployed(rm1)
+def test_a_trainer_may_use_what_the_run_names_and_nothing_else(model):
+    files = deployed(model)
     run = files["run.yaml"]
     roots = files["r0/trainer.yaml"]["allowed_roots"]
     assert roots == [run["run"].get("dir", "runs"), run["model"]["path"], run["data"]["train"]]

@@ -5,7 +5,7 @@ import pytest
 from typer.testing import CliRunner
 
 from console.cli import app
-from services.scheduler.cost_model.reference import Rm1
+from services.scheduler.cost_model.reference import CostModel
 from services.scheduler.problem.plan_document import PlanDocument
 from services.scheduler.problem.problem import read_problem
 from tests.helpers.console import ROOT
@@ -38,10 +38,10 @@ def test_programs_get_the_plan_and_its_numbers():
     result = plan(str(INSTANCES / "tiny_02.json"), "--json")
     answer = json.loads(result.output)
 
-    rm1 = Rm1(read_problem(INSTANCES / "tiny_02.json"))
-    score = rm1.score(PlanDocument.model_validate(answer["rm1_plan"]))
+    model = CostModel(read_problem(INSTANCES / "tiny_02.json"))
+    score = model.score(PlanDocument.model_validate(answer["rm1_plan"]))
     assert answer["samples_per_second"] == pytest.approx(score.samples_per_second)
-    assert answer["tokens_per_second"] == pytest.approx(score.samples_per_second * rm1.demand.completion_tokens)
+    assert answer["tokens_per_second"] == pytest.approx(score.samples_per_second * model.demand.completion_tokens)
     assert answer["usd_per_hour"] == pytest.approx(8 * 5.28 + 8 * 1.85)
     assert answer["usd_per_million_tokens"] == pytest.approx(
         answer["usd_per_hour"] / (answer["tokens_per_second"] * 3600 / 1e6)

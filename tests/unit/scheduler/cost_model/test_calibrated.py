@@ -16,7 +16,7 @@ from services.scheduler.cost_model.calibrated import (
     calibrated,
     make_model,
 )
-from services.scheduler.cost_model.reference import Rm1
+from services.scheduler.cost_model.reference import CostModel
 from tests.helpers.plans.problems import plan, problem
 
 SPLIT = plan([("h20-0", 1, 8)], [("h800-0", 8)])
@@ -46,7 +46,7 @@ def test_no_published_row_is_missed_by_more_than_a_third():
 def test_an_all_reduce_costs_only_where_there_is_one():
     given = problem("tiny_02")
     costly = given.model_copy(update={"cost_model": given.cost_model.model_copy(update={"allreduce_overhead_s": 1e-3})})
-    one, other = Rm1(given), Rm1(costly)
+    one, other = CostModel(given), CostModel(costly)
     node, layers = one.nodes["h20-0"], given.model.layers
 
     assert one.replica(node, 1) == other.replica(node, 1)
@@ -76,7 +76,7 @@ def test_a_measured_rate_still_replaces_what_is_computed():
 
 def test_it_says_its_name_and_promises_less_than_rm1():
     given = problem("tiny_02")
-    rm1, model = Rm1(given), make_model(given, CALIBRATED)
+    reference, model = CostModel(given), make_model(given, CALIBRATED)
 
-    assert (rm1.name, model.name) == ("rm1", "calibrated")
-    assert 0 < model.score(SPLIT).samples_per_second < rm1.score(SPLIT).samples_per_second
+    assert (reference.name, model.name) == ("rm1", "calibrated")
+    assert 0 < model.score(SPLIT).samples_per_second < reference.score(SPLIT).samples_per_second

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.scheduler.cost_model.reference import Infeasible, Limit, Rm1, Score
+from services.scheduler.cost_model.reference import CostModel, Infeasible, Limit, Score
 from services.scheduler.problem.problem import Problem
 from tests.helpers.plans.problems import document, plan, problem
 
@@ -53,7 +53,7 @@ LONG_TAIL = plan([("h800-0", 1, 8), ("h800-1", 4, 2)], [("h800-2", 8), ("h800-3"
     ],
 )
 def test_a_plan_costs_what_an_independent_implementation_says(name, overrides, candidate, samples_per_second, limit):
-    score = Rm1(problem(name, *overrides)).score(candidate)
+    score = CostModel(problem(name, *overrides)).score(candidate)
 
     assert isinstance(score, Score)
     assert score.samples_per_second == pytest.approx(samples_per_second, rel=1e-9)
@@ -91,7 +91,7 @@ def test_a_plan_costs_what_an_independent_implementation_says(name, overrides, c
     ],
 )
 def test_a_plan_that_cannot_run_is_answered_with_the_reason(name, overrides, candidate, told):
-    answer = Rm1(problem(name, *overrides)).score(candidate)
+    answer = CostModel(problem(name, *overrides)).score(candidate)
 
     assert isinstance(answer, Infeasible)
     assert told in answer.reason
@@ -123,17 +123,17 @@ def scaled(stated, section, key, factor):
 @settings(max_examples=40, deadline=None, derandomize=True)
 @given(plans, staleness, st.sampled_from([(section, key) for section, keys in RATES.items() for key in keys]))
 def test_a_faster_machine_or_link_never_makes_a_plan_slower(candidate, bound, faster):
-    before = Rm1(problem("tiny_04", bound)).score(candidate).samples_per_second
+    before = CostModel(problem("tiny_04", bound)).score(candidate).samples_per_second
     stated = document("tiny_04", bound)
     scaled(stated, *faster, 2)
 
-    assert Rm1(Problem.model_validate(stated)).score(candidate).samples_per_second >= before * (1 - 1e-9)
+    assert CostModel(Problem.model_validate(stated)).score(candidate).samples_per_second >= before * (1 - 1e-9)
 
 
 @settings(max_examples=20, deadline=None, derandomize=True)
 @given(plans, staleness)
 def test_twice_every_rate_and_half_every_delay_is_twice_the_throughput(candidate, bound):
-    before = Rm1(problem("tiny_04", bound)).score(candidate).samples_per_second
+    before = CostModel(problem("tiny_04", bound)).score(candidate).samples_per_second
     stated = document("tiny_04", bound, "cost_model.sync_pause_s=0.5", "cost_model.step_overhead_s=0.001")
     for section, keys in RATES.items():
         for key in keys:
@@ -141,14 +141,14 @@ def test_twice_every_rate_and_half_every_delay_is_twice_the_throughput(candidate
     scaled(stated, "gpu_types", "ar_latency_us", 0.5)
     scaled(stated, "links", "latency_ms", 0.5)
 
-    assert Rm1(Problem.model_validate(stated)).score(candidate).samples_per_second == pytest.approx(2 * before)
+    assert CostModel(Problem.model_validate(stated)).score(candidate).samples_per_second == pytest.approx(2 * before)
 
 
 @settings(max_examples=20, deadline=None, derandomize=True)
 @given(plans, st.integers(0, 4))
 def test_a_larger_staleness_bound_never_makes_a_plan_slower(candidate, bound):
     tight, loose = (
-        Rm1(problem("tiny_04", f"workload.staleness={each}")).score(candidate).samples_per_second
+        CostModel(problem("tiny_04", f"workload.staleness={each}")).score(candidate).samples_per_second
         for each in (bound, bound + 1)
     )
 
@@ -161,12 +161,14 @@ def test_names_and_order_of_machines_change_nothing():
     stated["nodes"][0]["name"] = "small"
 
     renamed = plan([("small-1", 8, 1), ("small-0", 2, 4), ("l40s-0", 1, 8)], [("a100-0", 8)])
-    score = Rm1(Problem.model_validate(stated)).score(renamed)
-    assert score.samples_per_second == pytest.approx(Rm1(problem("tiny_04")).score(TWO_REGIONS).samples_per_second)
+    score = CostModel(Problem.model_validate(stated)).score(renamed)
+    assert score.samples_per_second == pytest.approx(
+        CostModel(problem("tiny_04")).score(TWO_REGIONS).samples_per_second
+    )
 
 
 def test_the_parts_of_a_step_add_up_and_explain_the_score():
-    score = Rm1(problem("tiny_04")).score(TWO_MACHINES_TRAIN)
+    score = CostModel(problem("tiny_04")).score(TWO_MACHINES_TRAIN)
 
     step = score.training
     assert step.step_s == step.compute_s + step.exposed_allreduce_s + step.overhead_s
@@ -177,7 +179,7 @@ def test_the_parts_of_a_step_add_up_and_explain_the_score():
 
 
 def test_no_more_samples_are_under_way_than_staleness_allows():
-    score = Rm1(problem("tiny_04", "workload.staleness=0")).score(TWO_REGIONS)
+    score = CostModel(problem("tiny_04", "workload.staleness=0")).score(TWO_REGIONS)
 
     under_way = sum(each.state.batch * each.replicas.count for each in score.generation)
     assert 0.9 * 1024 < under_way <= 1024
@@ -188,10 +190,10 @@ def test_measured_rates_replace_computed_ones():
         "measured_rates=[{gpu: H20, role: generator, tp: 1, tokens_per_second: 1000},"
         " {gpu: H800, role: trainer, tokens_per_second: 100}]"
     )
-    rm1 = Rm1(problem("tiny_02", measured))
+    model = CostModel(problem("tiny_02", measured))
 
-    mean_tokens = rm1.demand.completion_tokens
-    assert rm1.replica(rm1.nodes["h20-0"], 1).samples_per_second == pytest.approx(1000 / mean_tokens)
-    trained = rm1.score(SPLIT)
-    assert trained.samples_per_second == pytest.approx(8 * 100 / rm1.demand.trained_tokens)
-    assert not math.isclose(trained.samples_per_second, Rm1(problem("tiny_02")).score(SPLIT).samples_per_second)
+    mean_tokens = model.demand.completion_tokens
+    assert model.replica(model.nodes["h20-0"], 1).samples_per_second == pytest.approx(1000 / mean_tokens)
+    trained = model.score(SPLIT)
+    assert trained.samples_per_second == pytest.approx(8 * 100 / model.demand.trained_tokens)
+    assert not math.isclose(trained.samples_per_second, CostModel(problem("tiny_02")).score(SPLIT).samples_per_second)

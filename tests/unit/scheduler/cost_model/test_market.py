@@ -2,7 +2,7 @@ import itertools
 
 import pytest
 
-from services.scheduler.cost_model.reference import Rm1
+from services.scheduler.cost_model.reference import CostModel
 from services.scheduler.planning.market import alternatives, purchases, usd_per_hour
 from services.scheduler.planning.solve import advice, bottleneck, solve
 from services.scheduler.problem.problem import Problem
@@ -14,20 +14,20 @@ def ample():
 
 
 def planned(stated: Problem):
-    rm1 = Rm1(stated)
-    return rm1, solve(rm1, "auto", time_left=ample)
+    model = CostModel(stated)
+    return model, solve(model, "auto", time_left=ample)
 
 
 def test_a_purchase_states_what_the_larger_cluster_reaches():
-    rm1, solution = planned(problem("tiny_02"))
-    offers = purchases(rm1, solution, time_left=ample, seed=0)
+    model, solution = planned(problem("tiny_02"))
+    offers = purchases(model, solution, time_left=ample, seed=0)
 
     assert {(each.gpu, each.num_gpus) for each in offers} == {("H800", 2), ("H800", 8), ("H20", 2), ("H20", 8)}
     for each in offers:
         stated = document("tiny_02")
         (entry,) = [node for node in stated["nodes"] if node["gpu"] == each.gpu]
         stated["nodes"].append({**entry, "name": "more", "gpus": each.num_gpus, "count": 1})
-        truth = solve(Rm1(Problem.model_validate(stated)), "auto", time_left=ample).score.samples_per_second
+        truth = solve(CostModel(Problem.model_validate(stated)), "auto", time_left=ample).score.samples_per_second
         assert solution.score.samples_per_second < each.samples_per_second <= truth * (1 + 1e-9)
         assert each.samples_per_second == pytest.approx(truth, rel=0.03)
         assert each.usd_per_hour == pytest.approx(entry["price_per_gpu_hour"] * each.num_gpus)
@@ -37,27 +37,27 @@ def test_a_purchase_states_what_the_larger_cluster_reaches():
 
 @pytest.mark.slow
 def test_no_cheaper_cluster_of_the_front_is_beaten_by_another():
-    rm1, solution = planned(problem("tiny_04"))
-    front = alternatives(rm1, solution, time_left=ample, seed=0)
+    model, solution = planned(problem("tiny_04"))
+    front = alternatives(model, solution, time_left=ample, seed=0)
 
     # 16 L4 behind a slow link add nothing to this cluster: without them it is as fast, and cheaper.
-    assert front[0].usd_per_hour < usd_per_hour(rm1.problem)
+    assert front[0].usd_per_hour < usd_per_hour(model.problem)
     assert front[0].samples_per_second == pytest.approx(solution.score.samples_per_second)
     assert len(front) >= 2
     for dearer, cheaper in itertools.pairwise(front):
         assert cheaper.usd_per_hour < dearer.usd_per_hour
         assert cheaper.samples_per_second < dearer.samples_per_second
     for each in front:
-        assert rm1.score(each.plan).samples_per_second == pytest.approx(each.samples_per_second)
+        assert model.score(each.plan).samples_per_second == pytest.approx(each.samples_per_second)
 
 
 def test_without_prices_and_without_time_there_is_nothing_to_tell():
-    rm1, solution = planned(problem("tiny_02", "nodes=[{name: a, gpu: H800, gpus: 8}, {name: b, gpu: H20, gpus: 8}]"))
+    model, solution = planned(problem("tiny_02", "nodes=[{name: a, gpu: H800, gpus: 8}, {name: b, gpu: H20, gpus: 8}]"))
 
-    assert [each.machines for each in alternatives(rm1, solution, time_left=ample, seed=0)] == [{"a": 1, "b": 1}]
-    assert purchases(rm1, solution, time_left=lambda: 0.0, seed=0) == []
-    infeasible = solve(Rm1(problem("tiny_04", "model.params=60e9")), "auto", time_left=ample)
-    assert advice(rm1, infeasible, time_left=ample) == {"next_purchases": [], "alternatives": []}
+    assert [each.machines for each in alternatives(model, solution, time_left=ample, seed=0)] == [{"a": 1, "b": 1}]
+    assert purchases(model, solution, time_left=lambda: 0.0, seed=0) == []
+    infeasible = solve(CostModel(problem("tiny_04", "model.params=60e9")), "auto", time_left=ample)
+    assert advice(model, infeasible, time_left=ample) == {"next_purchases": [], "alternatives": []}
 
 
 @pytest.mark.parametrize(
@@ -74,6 +74,6 @@ def test_without_prices_and_without_time_there_is_nothing_to_tell():
     ],
 )
 def test_the_bottleneck_is_named(overrides, candidate, told):
-    score = Rm1(problem("tiny_04", *overrides)).score(candidate)
+    score = CostModel(problem("tiny_04", *overrides)).score(candidate)
 
     assert bottleneck(score).startswith(told), bottleneck(score)

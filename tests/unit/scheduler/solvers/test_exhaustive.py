@@ -2,7 +2,7 @@ import itertools
 
 import pytest
 
-from services.scheduler.cost_model.reference import Infeasible, Rm1
+from services.scheduler.cost_model.reference import CostModel, Infeasible
 from services.scheduler.problem.plan_document import PlanDocument
 from services.scheduler.solvers import exhaustive
 from services.scheduler.solvers.divisions import Split, divisions, machine_splits, plan_of
@@ -20,30 +20,32 @@ def forever():
     [("tiny_02", 13.170059514017444), ("tiny_04", 28.532045676101724), ("str_01", 11.394779396221843)],
 )
 def test_the_optimum_is_that_of_an_independent_enumeration(name, optimum):
-    rm1 = Rm1(problem(name))
-    solution = ExhaustiveSolver().solve(rm1, time_left=forever, seed=0)
+    model = CostModel(problem(name))
+    solution = ExhaustiveSolver().solve(model, time_left=forever, seed=0)
 
     assert solution.is_optimal
     assert solution.score.samples_per_second == pytest.approx(optimum, rel=1e-9)
-    assert rm1.score(solution.plan) == solution.score
+    assert model.score(solution.plan) == solution.score
 
 
 def test_bounds_leave_nothing_better_out():
     # Two small machines of two kinds, so that every plan can be scored here without bounds.
-    rm1 = Rm1(problem("tiny_02", "nodes=[{name: h800, gpu: H800, gpus: 4}, {name: h20, gpu: H20, gpus: 2, count: 2}]"))
-    choices = [divisions(rm1, node, most=10_000, time_left=forever) for node in rm1.problem.nodes]
-    best = max(rm1.score(plan_of(rm1, parts)).samples_per_second for parts in itertools.product(*choices))
+    model = CostModel(
+        problem("tiny_02", "nodes=[{name: h800, gpu: H800, gpus: 4}, {name: h20, gpu: H20, gpus: 2, count: 2}]")
+    )
+    choices = [divisions(model, node, most=10_000, time_left=forever) for node in model.problem.nodes]
+    best = max(model.score(plan_of(model, parts)).samples_per_second for parts in itertools.product(*choices))
 
     assert best > 0
-    assert ExhaustiveSolver().solve(rm1, time_left=forever, seed=0).score.samples_per_second == best
+    assert ExhaustiveSolver().solve(model, time_left=forever, seed=0).score.samples_per_second == best
 
 
 def test_a_machine_is_idle_or_split_with_no_room_for_another_replica():
-    rm1 = Rm1(problem("tiny_04"))
-    node = rm1.nodes["l4-0"]
-    degrees = rm1.degrees["l4"]
+    model = CostModel(problem("tiny_04"))
+    node = model.nodes["l4-0"]
+    degrees = model.degrees["l4"]
 
-    splits = list(machine_splits(rm1, node))
+    splits = list(machine_splits(model, node))
     assert degrees == (1, 2, 4, 8)
     assert len(set(splits)) == len(splits) == 37
     assert splits[0] == Split((0, 0, 0, 0), 0)
@@ -69,7 +71,7 @@ def test_one_more_machine_never_makes_the_best_plan_slower(prompts_per_step):
         for nodes in (fast, f"{fast}, {slow}")
     )
     before, after = (
-        ExhaustiveSolver().solve(Rm1(each), time_left=forever, seed=0).score.samples_per_second
+        ExhaustiveSolver().solve(CostModel(each), time_left=forever, seed=0).score.samples_per_second
         for each in (without, with_it)
     )
 
@@ -77,9 +79,9 @@ def test_one_more_machine_never_makes_the_best_plan_slower(prompts_per_step):
 
 
 def test_at_its_deadline_it_answers_with_the_best_so_far_and_a_bound_on_the_rest():
-    rm1 = Rm1(problem("tiny_04"))
-    scored = counted_scores(rm1)
-    solution = ExhaustiveSolver().solve(rm1, time_left=lambda: 1.0 if len(scored) < 3 else 0.0, seed=0)
+    model = CostModel(problem("tiny_04"))
+    scored = counted_scores(model)
+    solution = ExhaustiveSolver().solve(model, time_left=lambda: 1.0 if len(scored) < 3 else 0.0, seed=0)
 
     assert not solution.is_optimal
     assert solution.num_evaluated == 3
@@ -97,7 +99,7 @@ def test_at_its_deadline_it_answers_with_the_best_so_far_and_a_bound_on_the_rest
 )
 def test_infeasible_is_an_answer_with_its_reason(override, told):
     stated = problem("tiny_04", override)
-    solution = ExhaustiveSolver().solve(Rm1(stated), time_left=forever, seed=0)
+    solution = ExhaustiveSolver().solve(CostModel(stated), time_left=forever, seed=0)
 
     assert (solution.plan is None) == (told is not None)
     if told is not None:
@@ -109,4 +111,4 @@ def test_a_problem_with_too_many_plans_is_refused(monkeypatch):
     monkeypatch.setattr(exhaustive, "MAX_PLANS", 1000)
 
     with pytest.raises(ProblemTooLargeError, match="use --solver milp"):
-        ExhaustiveSolver().solve(Rm1(problem("tiny_04")), time_left=forever, seed=0)
+        ExhaustiveSolver().solve(CostModel(problem("tiny_04")), time_left=forever, seed=0)

@@ -4,7 +4,7 @@ import copy
 
 import pytest
 
-from services.scheduler.cost_model.reference import Rm1
+from services.scheduler.cost_model.reference import CostModel
 from services.scheduler.planning.solve import solve
 from services.scheduler.problem.problem import Problem
 from tests.helpers.plans.drawn_problems import drawn
@@ -14,7 +14,7 @@ PROBLEMS = [problem("tiny_02"), *(drawn(seed) for seed in (0, 2, 4))]
 
 
 def best(stated: dict) -> float:
-    solution = solve(Rm1(Problem.model_validate(stated)), "auto", time_left=lambda: 1000.0)
+    solution = solve(CostModel(Problem.model_validate(stated)), "auto", time_left=lambda: 1000.0)
     assert solution.is_optimal
     return solution.score.samples_per_second
 

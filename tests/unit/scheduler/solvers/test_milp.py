@@ -2,7 +2,7 @@ import itertools
 
 import pytest
 
-from services.scheduler.cost_model.reference import Infeasible, Rm1, Score
+from services.scheduler.cost_model.reference import CostModel, Infeasible, Score
 from services.scheduler.planning.solve import plan_document, solve
 from services.scheduler.solvers import exhaustive, milp
 from services.scheduler.solvers.exhaustive import ExhaustiveSolver
@@ -25,7 +25,7 @@ def ample():
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "optimum"), OPTIMA.items())
 def test_it_finds_the_optimum_of_small_problems_and_its_bound_is_above(name, optimum):
-    solution = MilpSolver().solve(Rm1(problem(name)), time_left=ample, seed=0)
+    solution = MilpSolver().solve(CostModel(problem(name)), time_left=ample, seed=0)
 
     assert solution.score.samples_per_second == pytest.approx(optimum, rel=0.005)
     assert solution.upper_bound_samples_per_second >= optimum * (1 - 1e-9)
@@ -33,9 +33,9 @@ def test_it_finds_the_optimum_of_small_problems_and_its_bound_is_above(name, opt
 
 @pytest.mark.parametrize("seed", range(6))
 def test_it_agrees_with_exhaustive_search_on_drawn_problems(seed):
-    rm1 = Rm1(drawn(seed))
-    truth = ExhaustiveSolver().solve(rm1, time_left=ample, seed=0)
-    found = MilpSolver().solve(rm1, time_left=ample, seed=seed)
+    model = CostModel(drawn(seed))
+    truth = ExhaustiveSolver().solve(model, time_left=ample, seed=0)
+    found = MilpSolver().solve(model, time_left=ample, seed=seed)
 
     assert truth.is_optimal
     assert isinstance(truth.score, Score)
@@ -44,46 +44,46 @@ def test_it_agrees_with_exhaustive_search_on_drawn_problems(seed):
 
 
 def test_the_same_seed_gives_the_same_plan():
-    first, second = (MilpSolver().solve(Rm1(problem("tiny_02")), time_left=ample, seed=3) for _ in range(2))
+    first, second = (MilpSolver().solve(CostModel(problem("tiny_02")), time_left=ample, seed=3) for _ in range(2))
 
     assert first == second
 
 
 def test_a_bound_on_throughput_is_not_claimed_when_time_ended_before_it_was_proved():
     answers = itertools.chain([1.0], itertools.repeat(0.0))
-    solution = MilpSolver().solve(Rm1(problem("tiny_04")), time_left=lambda: next(answers), seed=0)
+    solution = MilpSolver().solve(CostModel(problem("tiny_04")), time_left=lambda: next(answers), seed=0)
 
     assert solution.upper_bound_samples_per_second is None
     assert not solution.is_optimal
 
 
 def test_infeasible_is_an_answer():
-    solution = MilpSolver().solve(Rm1(problem("tiny_04", "model.params=60e9")), time_left=ample, seed=0)
+    solution = MilpSolver().solve(CostModel(problem("tiny_04", "model.params=60e9")), time_left=ample, seed=0)
 
     assert solution.plan is None
     assert isinstance(solution.score, Infeasible)
 
 
 def test_auto_proves_what_is_small_and_searches_what_is_not(monkeypatch):
-    rm1 = Rm1(problem("tiny_02"))
-    proved = solve(rm1, "auto", time_left=ample)
+    model = CostModel(problem("tiny_02"))
+    proved = solve(model, "auto", time_left=ample)
     assert proved.is_optimal
     assert proved.upper_bound_samples_per_second == pytest.approx(OPTIMA["tiny_02"])
 
     monkeypatch.setattr(exhaustive, "MAX_PLANS", 10)
-    searched = solve(rm1, "auto", time_left=ample)
+    searched = solve(model, "auto", time_left=ample)
     assert searched.score.samples_per_second == pytest.approx(OPTIMA["tiny_02"])
 
 
 @pytest.mark.slow
 def test_auto_keeps_the_best_plan_and_the_lowest_bound_of_all(monkeypatch):
     monkeypatch.setattr(exhaustive, "MAX_PLANS", 10)
-    rm1 = Rm1(problem("tiny_04"))
-    scored = counted_scores(rm1)
-    solution = solve(rm1, "auto", time_left=lambda: 3000.0 - len(scored))
+    model = CostModel(problem("tiny_04"))
+    scored = counted_scores(model)
+    solution = solve(model, "auto", time_left=lambda: 3000.0 - len(scored))
 
     assert not solution.is_optimal
 
     assert solution.score.samples_per_second == pytest.approx(OPTIMA["tiny_04"], rel=0.005)
     assert OPTIMA["tiny_04"] <= solution.upper_bound_samples_per_second <= 33
-    assert 0 < plan_document(rm1, solution, solve_s=1)["gap"] < 0.2
+    assert 0 < plan_document(model, solution, solve_s=1)["gap"] < 0.2

@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 
-from services.scheduler.cost_model.reference import Infeasible, Limit, Rm1
+from services.scheduler.cost_model.reference import CostModel, Infeasible, Limit
 from services.scheduler.planning.solve import SOLVERS, solve
 from services.scheduler.solvers.exhaustive import ExhaustiveSolver
 from services.scheduler.solvers.multilevel import MultilevelSolver
@@ -25,29 +25,29 @@ def ample():
 @pytest.mark.parametrize("solver", PAPERS, ids=lambda solver: solver.name)
 @pytest.mark.parametrize("seed", range(3))
 def test_a_solver_never_exceeds_the_optimum_and_counts_every_plan_it_scores(solver, seed):
-    rm1 = Rm1(drawn(seed))
-    truth = ExhaustiveSolver().solve(rm1, time_left=ample, seed=0).score.samples_per_second
-    scored = counted_scores(rm1)
-    solution = solver.solve(rm1, time_left=ample, seed=seed)
+    model = CostModel(drawn(seed))
+    truth = ExhaustiveSolver().solve(model, time_left=ample, seed=0).score.samples_per_second
+    scored = counted_scores(model)
+    solution = solver.solve(model, time_left=ample, seed=seed)
 
     assert 0 < solution.score.samples_per_second <= truth * (1 + 1e-9)
     assert solution.num_evaluated == len(scored)
-    assert rm1.score(solution.plan) == solution.score
+    assert model.score(solution.plan) == solution.score
 
 
 @pytest.mark.parametrize("solver", PAPERS, ids=lambda solver: solver.name)
 def test_the_same_seed_gives_the_same_plan_and_time_ends_a_search(solver):
-    first, second = (solver.solve(Rm1(problem("tiny_02")), time_left=ample, seed=3) for _ in range(2))
+    first, second = (solver.solve(CostModel(problem("tiny_02")), time_left=ample, seed=3) for _ in range(2))
     assert first == second
 
     answers = itertools.chain([1.0], itertools.repeat(0.0))
-    hurried = solver.solve(Rm1(problem("tiny_04")), time_left=lambda: next(answers), seed=0)
+    hurried = solver.solve(CostModel(problem("tiny_04")), time_left=lambda: next(answers), seed=0)
     assert hurried.num_evaluated <= 6
 
 
 @pytest.mark.parametrize("solver", PAPERS, ids=lambda solver: solver.name)
 def test_what_fits_nowhere_is_an_answer(solver):
-    solution = solver.solve(Rm1(problem("tiny_04", "model.params=60e9")), time_left=ample, seed=0)
+    solution = solver.solve(CostModel(problem("tiny_04", "model.params=60e9")), time_left=ample, seed=0)
 
     assert solution.plan is None
     assert isinstance(solution.score, Infeasible)
@@ -55,16 +55,16 @@ def test_what_fits_nowhere_is_an_answer(solver):
 
 @pytest.mark.parametrize("solver", PAPERS, ids=lambda solver: solver.name)
 def test_a_plan_to_start_from_is_never_made_worse(solver):
-    rm1 = Rm1(problem("tiny_04"))
-    best = ExhaustiveSolver().solve(rm1, time_left=ample, seed=0)
+    model = CostModel(problem("tiny_04"))
+    best = ExhaustiveSolver().solve(model, time_left=ample, seed=0)
     answers = itertools.chain([1.0, 1.0], itertools.repeat(0.0))
-    solution = solver.solve(rm1, time_left=lambda: next(answers), seed=0, starts=[best.plan])
+    solution = solver.solve(model, time_left=lambda: next(answers), seed=0, starts=[best.plan])
 
     assert solution.score.samples_per_second == pytest.approx(best.score.samples_per_second)
 
 
 def test_the_alternation_puts_compute_into_training_and_bandwidth_into_generation():
-    solution = PartitionSolver().solve(Rm1(problem("tiny_02")), time_left=ample, seed=0)
+    solution = PartitionSolver().solve(CostModel(problem("tiny_02")), time_left=ample, seed=0)
 
     trains = {share.node: share.gpus for share in solution.plan.train}
     assert trains["h800-0"] >= 6 * trains.get("h20-0", 1)
@@ -74,10 +74,10 @@ def test_the_alternation_puts_compute_into_training_and_bandwidth_into_generatio
 
 def test_one_site_is_split_so_that_no_other_count_is_better():
     # 32 equal GPUs, each count of training GPUs with the best degree: what the allocation enumerates.
-    rm1 = Rm1(problem("str_01", "constraints.tail_blocking=false"))
-    solution = StreamRlSolver().solve(rm1, time_left=ample, seed=0)
+    model = CostModel(problem("str_01", "constraints.tail_blocking=false"))
+    solution = StreamRlSolver().solve(model, time_left=ample, seed=0)
     by_hand = max(
-        rm1.score(plan([(f"h800-{i}", 1, 8) for i in range(count, 4)], [(f"h800-{i}", 8) for i in range(count)]))
+        model.score(plan([(f"h800-{i}", 1, 8) for i in range(count, 4)], [(f"h800-{i}", 8) for i in range(count)]))
         .samples_per_second
         for count in (1, 2, 3)
     )  # fmt: skip
@@ -86,9 +86,9 @@ def test_one_site_is_split_so_that_no_other_count_is_better():
 
 
 def test_across_sites_the_slower_stage_has_its_whole_site():
-    rm1 = Rm1(problem("tiny_02"))
-    scored = counted_scores(rm1)
-    solution = StreamRlSolver().solve(rm1, time_left=ample, seed=0)
+    model = CostModel(problem("tiny_02"))
+    scored = counted_scores(model)
+    solution = StreamRlSolver().solve(model, time_left=ample, seed=0)
 
     assert {share.node for share in solution.plan.train} == {"h800-0"}
     assert {each.node for each in solution.plan.gen} == {"h20-0"}
@@ -107,26 +107,28 @@ def test_across_sites_the_slower_stage_has_its_whole_site():
 @pytest.mark.slow
 def test_the_five_levels_find_the_optimum_of_small_problems():
     for name in ("tiny_02", "tiny_04"):
-        solution = MultilevelSolver(max_candidates=6000).solve(Rm1(problem(name)), time_left=ample, seed=1)
+        solution = MultilevelSolver(max_candidates=6000).solve(CostModel(problem(name)), time_left=ample, seed=1)
         assert solution.score.samples_per_second == pytest.approx(OPTIMUM[name], rel=0.005)
 
 
 def test_candidates_are_counted_to_the_last():
-    class Counting(Rm1):
+    class Counting(CostModel):
         pass
 
     for most in (1, 37, 300):
-        rm1 = Counting(problem("tiny_04"))
-        scored = counted_scores(rm1)
-        MultilevelSolver(max_candidates=most).solve(rm1, time_left=ample, seed=0)
+        model = Counting(problem("tiny_04"))
+        scored = counted_scores(model)
+        MultilevelSolver(max_candidates=most).solve(model, time_left=ample, seed=0)
         assert 0 < len(scored) <= most
 
 
 def test_without_swaps_across_groups_machines_keep_their_side():
     # Two arms of one machine each: only a swap could move a GPU from one machine's pool to the other's.
     stated = problem("tiny_02")
-    without = MultilevelSolver(has_cross_swaps=False, max_candidates=400).solve(Rm1(stated), time_left=ample, seed=0)
-    full = MultilevelSolver(max_candidates=400).solve(Rm1(stated), time_left=ample, seed=0)
+    without = MultilevelSolver(has_cross_swaps=False, max_candidates=400).solve(
+        CostModel(stated), time_left=ample, seed=0
+    )
+    full = MultilevelSolver(max_candidates=400).solve(CostModel(stated), time_left=ample, seed=0)
 
     assert full.score.samples_per_second >= without.score.samples_per_second
 
@@ -135,13 +137,13 @@ def test_auto_is_never_worse_than_a_member_and_says_who_won(monkeypatch):
     from services.scheduler.solvers import exhaustive
 
     monkeypatch.setattr(exhaustive, "MAX_PLANS", 10)
-    rm1 = Rm1(drawn(1))
+    model = CostModel(drawn(1))
     members = {
-        name: solve(rm1, name, time_left=ample).score.samples_per_second for name in SOLVERS if name != "exhaustive"
+        name: solve(model, name, time_left=ample).score.samples_per_second for name in SOLVERS if name != "exhaustive"
     }
 
     assert members["auto"] >= max(members.values()) * (1 - 1e-9)
-    assert solve(rm1, "auto", time_left=ample).solver in SOLVERS
+    assert solve(model, "auto", time_left=ample).solver in SOLVERS
 
 
 def test_order_and_names_of_machines_do_not_change_the_walk():
@@ -153,15 +155,15 @@ def test_order_and_names_of_machines_do_not_change_the_walk():
 
     assert [node.gpu for node in ordered_nodes(stated)] == [node.gpu for node in ordered_nodes(other)]
     for solver in PAPERS:
-        one, same = (solver.solve(Rm1(each), time_left=ample, seed=5) for each in (stated, other))
+        one, same = (solver.solve(CostModel(each), time_left=ample, seed=5) for each in (stated, other))
         assert one.score.samples_per_second == pytest.approx(same.score.samples_per_second)
 
 
 def test_a_running_plan_is_carried_to_the_machines_that_are_left():
-    rm1 = Rm1(problem("tiny_04", "nodes=[{name: a100, gpu: A100-80, gpus: 8, region: r0}]", "links=[]"))
+    model = CostModel(problem("tiny_04", "nodes=[{name: a100, gpu: A100-80, gpus: 8, region: r0}]", "links=[]"))
     running = plan([("l40s-0", 1, 8), ("a100-0", 2, 3)], [("a100-0", 4)])
 
-    (part,) = parts_of(rm1, running)
+    (part,) = parts_of(model, running)
     assert part.splits[0].train_gpus == 4
     # Only four GPUs are left beside training, so two of the three replicas of two.
-    assert dict(zip(rm1.degrees["a100"], part.splits[0].replicas, strict=True))[2] == 2
+    assert dict(zip(model.degrees["a100"], part.splits[0].replicas, strict=True))[2] == 2
