@@ -1,4 +1,4 @@
-"""Faults of the soak: what can be broken, each with its undoing. The rows of README's failure table, and more.
+"""Faults of the soak: what can be broken, each with its undoing. The failures that docs/operating.md lists, and more.
 
 Not here, because this fleet has none: machines of a plan, a Redis master with replicas, a trainer of several processes.
 """
