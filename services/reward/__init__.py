@@ -1,1 +1,4 @@
-"""The reward service: leases finished samples, asks a reward model, returns score and status."""
+"""The reward service: leases finished samples, asks a reward model, returns score and status.
+
+The root holds the process, the worker pool and its settings; what can score is in `models`.
+"""

@@ -1,1 +1,4 @@
-"""What a plan would achieve. Pure functions of a problem and a plan."""
+"""What a plan would achieve.
+
+Pure functions of a problem and a plan; nothing is searched here.
+"""

@@ -1,4 +1,5 @@
-"""What is optimised: one file an algorithm, pure functions of tensors.
+"""What is optimised: one file per algorithm, pure functions of tensors.
 
-`base.py` says what an algorithm is; `loss.py` puts the parts together; `registry.py` knows them by name.
+`base` says what an algorithm is, `loss` puts the parts together, `registry` knows them by name, and `terms` holds the
+arithmetic they share. No network, no files and no model.
 """
