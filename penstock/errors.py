@@ -2,6 +2,7 @@
 
     PenstockError
     +-- InvalidFieldError        INVALID_ARGUMENT     a field is missing, malformed or out of bounds
+    |   +-- RefusedError         INVALID_ARGUMENT     prompts or groups of a call were refused (clients)
     +-- UnknownRunError          NOT_FOUND            open the run first
     +-- UnknownSampleError       NOT_FOUND            no such group or sample
     +-- LeaseLostError           NOT_FOUND            the lease expired or was revoked
@@ -63,6 +64,13 @@ class InvalidFieldError(PenstockError):
     """A field is missing, malformed or out of bounds."""
 
     code, reason = code_pb2.INVALID_ARGUMENT, "INVALID_FIELD"
+
+
+class RefusedError(InvalidFieldError):
+    """A broker refused some of the prompts or groups of a call for good; raised by clients, it never crosses the wire.
+
+    `metadata["reason"]` is the ErrorReason of the first one.
+    """
 
 
 class UnknownRunError(PenstockError):

@@ -95,7 +95,7 @@ async def put_group(ready: Ready, *, address: str, num_samples: int, num_tokens:
         group = make_group(num_samples, num_tokens)
         start_s = time.perf_counter()
         async with asyncio.timeout(CLIENT_TIMEOUT_S):
-            receipt = await session.put([group])
+            receipt = await session.store([group])
         if receipt.num_samples != num_samples or receipt.refused:
             raise RuntimeError(f"not stored: {receipt}")
         return {

@@ -28,8 +28,8 @@ from penstock.config import ConfigError
 from penstock.errors import PenstockError, UnknownRunError
 from penstock.security import Security
 from penstock.security.checks.inspection import printable
-from penstock.timestamps import unix_s
 from penstock.v1 import broker_pb2, trainer_pb2
+from penstock.wire.timestamps import unix_s
 
 WATCH_EVERY_S = 1.0
 EXIT_OK, EXIT_AWAY = 0, 1

@@ -23,9 +23,9 @@ from penstock.config import ConfigError
 from penstock.errors import PenstockError
 from penstock.network.rpc import open_channel
 from penstock.security import Security
-from penstock.timestamps import unix_s
 from penstock.v1 import broker_pb2, broker_pb2_grpc
 from penstock.wire.audit_json import audit_document
+from penstock.wire.timestamps import unix_s
 
 
 def list_command(*, broker: str | None, runs_dir: Path, as_json: bool) -> int:

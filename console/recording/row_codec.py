@@ -15,9 +15,9 @@ from google.protobuf.duration_pb2 import Duration
 
 from console.recording.recorded_sample import Recorded, RecordingError, Step
 from penstock.errors import InvalidFieldError
-from penstock.timestamps import timestamp
 from penstock.v1 import types_pb2
 from penstock.wire.codec import Float32, decode_versions, float32_array, int32_array, int64_array, merge_versions
+from penstock.wire.timestamps import timestamp
 
 Row = dict[str, Any]
 _Value = TypeVar("_Value")

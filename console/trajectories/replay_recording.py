@@ -173,7 +173,7 @@ class _Replayer:
 
     async def _send(self, groups: list[types_pb2.TrajectoryGroup]) -> None:
         result = self._result
-        receipt = await self._session.put(groups, max_groups=self._limits.groups_per_step)
+        receipt = await self._session.store(groups)
         refused = {error.index for error in receipt.refused}
         for error in receipt.refused:
             result.refuse(f"group {groups[error.index].prompt.group_id}: {error.message}")

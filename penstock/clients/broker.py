@@ -7,50 +7,62 @@ here is idempotent on the ids it carries.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
-from typing import Any, Self, TypeVar
+import secrets
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import aclosing
+from functools import partial
+from typing import Any, NamedTuple, Self, TypeVar
 
 import grpc
 
+from penstock.clients.export import StepExport
+from penstock.clients.prompts import submit_all
+from penstock.clients.training import MicrobatchSession, Subscription
+from penstock.clients.trajectories import TrajectorySession
 from penstock.network.outage import Outage
 from penstock.network.rpc import call_with_retry, open_channel
 from penstock.security import NO_SECURITY, Security
-from penstock.timestamps import timestamp
 from penstock.v1 import broker_pb2, broker_pb2_grpc, types_pb2
+from penstock.wire.timestamps import timestamp
 
-MAX_PROMPTS_PER_CALL = 1024
-MAX_PROMPT_BYTES_PER_CALL = 900 * 1024
-"""A little under the broker's limit of 1 MiB a request, to leave room for the message around the prompts."""
 MAX_GROUP_IDS_PER_CALL = 1024
 
 _Response = TypeVar("_Response")
 
 
+class TrainedGroup(NamedTuple):
+    """A group, and the step that trained on it."""
+
+    group: types_pb2.TrajectoryGroup
+    policy_version: int
+    """The version that the step made."""
+
+
 class BrokerClient:
-    """The broker at `target` (host:port). Every method raises the PenstockError that the broker raised.
+    """The broker at an address. Every method raises the PenstockError that the broker raised.
 
     A trainer sets `owner` once it has taken its run over; calls that only the run's trainer may make then say so, and
     raise FencedError when another one has taken it over since.
 
     Args:
-        target: Its address, or several separated by commas.
-        security: For the connection.
+        target: Its address, host:port, or several separated by commas; or a channel, which the client closes.
+        security: Certificates and token, where `target` is an address.
         patience_s: How long a broker that is away is waited for, in each call; None for ever.
         on_outage: Hears, now and then, a line that says for whom a call waits since when; an empty one when that ends.
     """
 
     def __init__(
         self,
-        target: str,
+        target: str | grpc.aio.Channel,
         *,
         security: Security = NO_SECURITY,
         patience_s: float | None = None,
         on_outage: Callable[[str], None] = lambda text: None,
     ) -> None:
-        self.peer = f"broker {target}"
+        self.peer = f"broker {target}" if isinstance(target, str) else "broker"
         self.outage = Outage(self.peer, on_notice=on_outage)
         """Whether it is away, as far as calls of this client tell."""
-        self.channel: grpc.aio.Channel = open_channel(target, security)
+        self.channel = open_channel(target, security) if isinstance(target, str) else target
         self._stub = broker_pb2_grpc.BrokerServiceStub(self.channel)
         self._patience_s = patience_s
         self.owner: broker_pb2.RunOwner | None = None
@@ -111,10 +123,63 @@ class BrokerClient:
         request = broker_pb2.CloseRunRequest(run_id=run_id, drop_reason=drop_reason, owner=self.owner)
         await self._call(self._stub.CloseRun, request)
 
+    def producer(self, run_id: str, producer_id: str = "") -> TrajectorySession:
+        """Puts finished groups into a run, while it is entered as a context manager.
+
+        Args:
+            run_id: Which run.
+            producer_id: Names the producer, 1 to 128 characters; random if empty.
+        """
+        producer_id = producer_id or f"producer-{secrets.token_hex(6)}"
+        return TrajectorySession(self.channel, run_id=run_id, producer_id=producer_id, peer=self.peer)
+
+    def consumer(
+        self,
+        run_id: str,
+        consumer_id: str,
+        *,
+        purpose: types_pb2.Purpose.ValueType = types_pb2.PURPOSE_TRAIN,
+        max_groups: int = 8,
+        max_held_groups: int = 64,
+    ) -> MicrobatchSession:
+        """Follows a run's microbatches, while it is entered as a context manager.
+
+        Args:
+            run_id: Which run.
+            consumer_id: Names the consumer; stable over restarts, so that what it held comes again.
+            purpose: Training groups, or evaluation results.
+            max_groups: Most groups in one microbatch, >= 1.
+            max_held_groups: Most groups received and not acknowledged, >= 1.
+        """
+        subscription = Subscription(
+            run_id=run_id,
+            consumer_id=consumer_id,
+            purpose=purpose,
+            max_held_groups=max_held_groups,
+            max_groups=max_groups,
+            owner=self.owner,
+        )
+        return MicrobatchSession(self.channel, peer=self.peer, subscription=subscription)
+
+    async def submit(self, run_id: str, prompts: Sequence[types_pb2.Prompt]) -> None:
+        """Submit prompts, any number; returns once the broker has all of them, however long its queue is full.
+
+        What a prompt leaves out (purpose, group size, most tokens) is filled in from the run.
+
+        Raises:
+            RefusedError: The broker refused one for good; those before it are submitted.
+        """
+        limits = (await self.get_run(run_id)).limits
+        for prompt in prompts:
+            prompt.purpose = prompt.purpose or types_pb2.PURPOSE_TRAIN
+            prompt.group_size = prompt.group_size or limits.group_size
+            prompt.sampling.max_new_tokens = prompt.sampling.max_new_tokens or limits.max_completion_tokens
+        await submit_all(partial(self.submit_prompts, run_id), prompts)
+
     async def submit_prompts(
         self, run_id: str, prompts: Sequence[types_pb2.Prompt]
     ) -> broker_pb2.SubmitPromptsResponse:
-        """Queue prompts, at most MAX_PROMPTS_PER_CALL and MAX_PROMPT_BYTES_PER_CALL; per-item errors are returned."""
+        """Queue prompts, as many as one call holds (`submit` takes any number); per-item errors are returned."""
         request = broker_pb2.SubmitPromptsRequest(run_id=run_id, prompts=prompts, owner=self.owner)
         return await self._call(self._stub.SubmitPrompts, request)
 
@@ -151,6 +216,14 @@ class BrokerClient:
         """The books of a run."""
         response = await self._call(self._stub.AuditRun, broker_pb2.AuditRunRequest(run_id=run_id))
         return response.audit
+
+    async def export(self, run_id: str, *, follow: bool = False) -> AsyncIterator[TrainedGroup]:
+        """The groups of every retained step, oldest first; with `follow`, each step to come until the run is closed."""
+        steps = StepExport(self.channel, run_id=run_id, peer=self.peer, follow=follow, patience_s=self._patience_s)
+        async with aclosing(steps.responses()) as responses:
+            async for response in responses:
+                if response.HasField("group"):
+                    yield TrainedGroup(response.group, response.policy_version)
 
     async def list_runs(self) -> list[str]:
         """Ids of the runs, oldest first."""

@@ -8,23 +8,23 @@ retained is an error (NotRetainedError), never a gap.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
 from typing import Any
 
 import grpc
-import structlog
 
 from penstock.clients.streams import read
 from penstock.errors import PenstockError, UnknownRunError
 from penstock.network.outage import Outage
 from penstock.network.rpc import backoff_s, explained
+from penstock.process.logger import get_logger
 from penstock.v1 import broker_pb2, broker_pb2_grpc
 from penstock.wire.pieces import MAX_EXPORTED_BYTES, Assembly
 
 SILENCE_LIMIT_S = 20.0
 """The broker speaks at least every 5 s."""
 
-_log = structlog.get_logger()
+_log = get_logger()
 _Response = broker_pb2.ExportTrajectoriesResponse
 
 
@@ -65,7 +65,7 @@ class StepExport:
         self.outage = Outage(peer)
         """Whether the broker is away; `on_notice` may be set."""
 
-    async def responses(self) -> AsyncIterator[_Response]:
+    async def responses(self) -> AsyncGenerator[_Response, None]:
         """Groups and, with `follow`, signs of life, until the export is complete or the run closed.
 
         Raises:

@@ -6,16 +6,15 @@ import asyncio
 import os
 from collections.abc import Callable, Sequence
 
-import structlog
-
 from penstock.errors import BadTokenError, NotOfferedError, PenstockError
 from penstock.network.outage import Outage
 from penstock.network.rpc import call, open_channel
+from penstock.process.logger import get_logger
 from penstock.security import Security
 from penstock.v1 import scheduler_pb2 as pb
 from penstock.v1 import scheduler_pb2_grpc
 
-_log = structlog.get_logger()
+_log = get_logger()
 _RETRY_S = 5.0
 _TIMEOUT_S = 5.0
 

@@ -17,10 +17,10 @@ from contextlib import suppress
 from typing import Protocol
 
 import grpc
-import structlog
 
 from penstock.clients.streams import PERMANENT_ERRORS, Reconnecting
 from penstock.errors import PenstockError, RunClosedError, UnknownRunError
+from penstock.process.logger import get_logger
 from penstock.v1 import broker_pb2, broker_pb2_grpc
 
 BEAT_INTERVAL_S = 2.0
@@ -29,7 +29,7 @@ MIN_BEAT_GAP_S = 0.05
 MAX_SILENCE_S = 15.0
 MAX_WARNING_CHARACTERS = 1024
 
-_log = structlog.get_logger()
+_log = get_logger()
 
 
 class LeaseHolder(Protocol):

@@ -6,15 +6,14 @@ import asyncio
 from collections.abc import AsyncGenerator
 from typing import Any
 
-import structlog
-
 from penstock.errors import PenstockError, UnknownRunError
 from penstock.network.rpc import backoff_s, open_channel, translated_errors
+from penstock.process.logger import get_logger
 from penstock.security import Security
 from penstock.v1 import scheduler_pb2 as pb
 from penstock.v1 import scheduler_pb2_grpc
 
-_log = structlog.get_logger()
+_log = get_logger()
 # A stream is opened anew from time to time: nothing waits for ever on a peer that is silent.
 _STREAM_TIMEOUT_S = 600.0
 _FIRST_RETRY_S, _LONGEST_RETRY_S = 0.2, 5.0

@@ -16,11 +16,10 @@ from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import structlog
-
 from penstock.clients.streams import Reconnecting
 from penstock.errors import DeadlineError, PenstockError, RunClosedError, UnknownRunError
 from penstock.network.rpc import open_channel
+from penstock.process.logger import get_logger
 from penstock.security import NO_SECURITY, Security
 from penstock.v1 import broker_pb2, broker_pb2_grpc
 
@@ -39,7 +38,7 @@ _LEAST_RENEWAL_S, _MOST_RENEWAL_S = 0.5, 5.0
 _MOST_BETWEEN_CONNECTS_S = 1.5
 _REPEAT_LOG_AFTER_S = 30.0
 
-_log = structlog.get_logger()
+_log = get_logger()
 
 
 @dataclass(slots=True, kw_only=True)

@@ -14,7 +14,6 @@ from contextlib import aclosing
 from typing import Any, Self, TypeVar
 
 import grpc
-import structlog
 
 from penstock.errors import (
     BadTokenError,
@@ -26,11 +25,12 @@ from penstock.errors import (
 )
 from penstock.network.outage import Outage
 from penstock.network.rpc import backoff_s, explained
+from penstock.process.logger import get_logger
 
 PERMANENT_ERRORS = (InvalidFieldError, BadTokenError, NotOfferedError)
 """What ends a client that outlives its run: everything else may heal, be it that the run is opened again."""
 
-_log = structlog.get_logger()
+_log = get_logger()
 _Request = TypeVar("_Request")
 _Response = TypeVar("_Response")
 

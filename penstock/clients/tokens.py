@@ -22,11 +22,11 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 import grpc
-import structlog
 
 from penstock.clients.sample_stream import SampleStream, StreamListener
 from penstock.clients.streams import PERMANENT_ERRORS, Reconnecting
 from penstock.errors import InternalError, PenstockError, RunClosedError, UnknownRunError
+from penstock.process.logger import get_logger
 from penstock.v1 import broker_pb2, broker_pb2_grpc, types_pb2
 
 TARGET_REQUEST_BYTES = 64 * 1024
@@ -36,7 +36,7 @@ MAX_BUFFERED_BYTES = 512 * 1024
 MAX_SILENCE_S = 20.0
 """An idle stream is closed after this, and opened again when there is something to send."""
 
-_log = structlog.get_logger()
+_log = get_logger()
 
 
 @dataclass(slots=True, kw_only=True)

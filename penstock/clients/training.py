@@ -13,24 +13,25 @@ Promises:
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Iterable
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable
 from dataclasses import dataclass
 from typing import Any, cast
 
 import grpc
-import structlog
 from google.protobuf.message import DecodeError
 
 from penstock.clients.streams import BackgroundStream
-from penstock.errors import InternalError, InvalidFieldError, PenstockError
-from penstock.v1 import broker_pb2, types_pb2
+from penstock.errors import InternalError, InvalidFieldError, PenstockError, RunClosedError, VersionConflictError
+from penstock.network.rpc import call_with_retry
+from penstock.process.logger import get_logger
+from penstock.v1 import broker_pb2, broker_pb2_grpc, types_pb2
 from penstock.wire import packed
 from penstock.wire.pieces import Assembly
 
 SILENCE_LIMIT_S = 20.0
 _METHOD = "/penstock.v1.BrokerService/StreamMicrobatches"
 
-_log = structlog.get_logger()
+_log = get_logger()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,12 +90,15 @@ class MicrobatchSession(BackgroundStream):
         )
         self._max_held_groups = subscription.max_held_groups
         self._held: dict[str, None] = {}
-        self._received: asyncio.Queue[ReceivedMicrobatch] = asyncio.Queue()
+        self._received: asyncio.Queue[ReceivedMicrobatch | PenstockError] = asyncio.Queue()
         self._num_received_on_stream = 0
         self._assembly = Assembly()
         """The group that comes in pieces."""
         self._credit_changed = asyncio.Event()
         self._reason = f"connecting to {peer}"
+        self._ack_step = broker_pb2_grpc.BrokerServiceStub(channel).AckStep
+        self._version = 0
+        """The run's, as far as it is known."""
 
     @property
     def is_away(self) -> bool:
@@ -116,24 +120,62 @@ class MicrobatchSession(BackgroundStream):
         """Why there is nothing to hand out, for people; as of the last word from the broker."""
         return self._reason
 
-    async def next(self, *, timeout_s: float) -> ReceivedMicrobatch | None:
-        """The next microbatch, or None when none came within `timeout_s` seconds.
+    async def next(self, *, timeout_s: float | None) -> ReceivedMicrobatch | None:
+        """The next microbatch, or None when none came within `timeout_s` seconds (for ever if None).
 
         Raises:
             RunClosedError: The run was closed.
             PenstockError: The broker refused the stream for good.
         """
-        if self._received.empty():
-            if self._failure is not None:
-                raise self._failure
+        if self._received.empty() and self._failure is not None:
+            raise self._failure
+        try:
+            async with asyncio.timeout(timeout_s):
+                found = await self._received.get()
+        except TimeoutError:
+            return None
+        if isinstance(found, PenstockError):
+            raise found
+        return found
+
+    async def __aiter__(self) -> AsyncIterator[ReceivedMicrobatch]:
+        """Every microbatch, until the run is closed; waits while there is none. Raises PenstockError."""
+        while True:
             try:
-                async with asyncio.timeout(timeout_s):
-                    return await self._received.get()
-            except TimeoutError:
-                if self._failure is not None:
-                    raise self._failure from None
-                return None
-        return self._received.get_nowait()
+                microbatch = await self.next(timeout_s=None)
+            except RunClosedError:
+                return
+            if microbatch is not None:
+                yield microbatch
+
+    async def ack(self, groups: Iterable[types_pb2.TrajectoryGroup]) -> broker_pb2.AckStepResponse:
+        """Mark groups trained, as one step of the run, and make room for others.
+
+        For a consumer without policy versions of its own: the step gets the run's next one, whatever that is.
+
+        Raises:
+            LeaseLostError, StaleError, UnknownSampleError: A group is too old, was dropped, or is not in this
+                consumer's hands; nothing is marked.
+            PenstockError: See broker.proto.
+        """
+        request = broker_pb2.AckStepRequest(
+            run_id=self._run_id,
+            consumer_id=self._hello.consumer_id,
+            group_ids=[group.prompt.group_id for group in groups],
+            policy_version=self._version + 1,
+            owner=self._hello.owner if self._hello.HasField("owner") else None,
+        )
+        while True:
+            try:
+                response = await call_with_retry(self._ack_step, request, peer=self._peer, give_up_after_s=None)
+            except VersionConflictError as error:
+                # Another consumer of the run has made the step.
+                request.policy_version = int(error.metadata["policy_version"]) + 1
+            else:
+                break
+        self._version = response.policy_version
+        self.release(request.group_ids)
+        return response
 
     def release(self, group_ids: Iterable[str]) -> None:
         """These groups are acknowledged or dropped: forget them and let the broker send others."""
@@ -145,6 +187,10 @@ class MicrobatchSession(BackgroundStream):
         self._num_received_on_stream, self._assembly = 0, Assembly()
         call = self._stream_microbatches()
         await self._stream.converse(call, self._requests(), self._take, max_silence_s=SILENCE_LIMIT_S)
+
+    def _fail(self, error: PenstockError) -> None:
+        super()._fail(error)
+        self._received.put_nowait(error)
 
     def _note_lost(self, error: PenstockError) -> None:
         super()._note_lost(error)
@@ -179,6 +225,7 @@ class MicrobatchSession(BackgroundStream):
         microbatch = response.microbatch
         groups = self._groups(microbatch)
         self._num_received_on_stream += len(groups)
+        self._version = max(self._version, microbatch.policy_version)
         fresh = [group for group in groups if group.prompt.group_id not in self._held]
         if len(fresh) < len(groups):
             _log.warning("held groups were handed out again and are ignored", peer=self._peer)

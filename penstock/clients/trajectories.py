@@ -19,19 +19,21 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import AsyncGenerator, Iterator, Sequence
+from collections.abc import AsyncGenerator, Generator, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
 import grpc
-import structlog
 
 from penstock.clients.streams import BackgroundStream
-from penstock.errors import InternalError, InvalidFieldError, PenstockError
-from penstock.v1 import broker_pb2, types_pb2
+from penstock.errors import InternalError, InvalidFieldError, PenstockError, RefusedError
+from penstock.network.rpc import call_with_retry
+from penstock.process.logger import get_logger
+from penstock.v1 import broker_pb2, broker_pb2_grpc, types_pb2
 from penstock.wire.codec import field_prefix, group_parts, packed_parts
 from penstock.wire.pieces import MAX_GROUP_BYTES, joined_pieces
+from penstock.wire.trajectory_groups import complete_group
 
 MAX_GROUPS_PER_PUT = 1024
 MAX_BYTES_PER_PUT = 4 * 1024 * 1024
@@ -45,7 +47,7 @@ MAX_SILENCE_S = 20.0
 _METHOD = "/penstock.v1.BrokerService/PutTrajectories"
 _GROUPS = broker_pb2.PutTrajectoriesRequest.GROUPS_FIELD_NUMBER
 
-_log = structlog.get_logger()
+_log = get_logger()
 
 
 @dataclass(slots=True, kw_only=True)
@@ -56,6 +58,50 @@ class PutReceipt:
     """Samples added to the run's books; none for groups that the run had already."""
     refused: list[types_pb2.ItemError] = field(default_factory=list)
     """Groups that are not stored and never will be; `index` counts from the first group of the call."""
+
+
+class PendingPut:
+    """The receipt to come of one `put`: await it, or leave it to `flush`."""
+
+    def __init__(self, left: dict[PendingPut, None]) -> None:
+        self._left = left
+        self._parts: list[tuple[int, asyncio.Future[PutReceipt]]] = []
+        """The first group of each request, and its receipt."""
+        self._num_groups = 0
+
+    def __await__(self) -> Generator[Any, None, PutReceipt]:
+        """What became of the groups; raises PenstockError where the session has failed."""
+        self._left.pop(self, None)
+        return self._whole().__await__()
+
+    async def _whole(self) -> PutReceipt:
+        whole = PutReceipt()
+        for first, pending in self._parts:
+            receipt = await asyncio.shield(pending)
+            whole.num_samples += receipt.num_samples
+            for error in receipt.refused:
+                whole.refused.append(
+                    types_pb2.ItemError(
+                        index=first + error.index, code=error.code, reason=error.reason, message=error.message
+                    )
+                )
+        return whole
+
+    def add(self, part: asyncio.Future[PutReceipt], *, num_groups: int) -> None:
+        """A further request of the put."""
+        self._parts.append((self._num_groups, part))
+        self._num_groups += num_groups
+        self._left[self] = None
+        part.add_done_callback(self._note_answer)
+
+    def _note_answer(self, _part: asyncio.Future[PutReceipt]) -> None:
+        # A session that is never flushed must not remember all its puts.
+        if all(_is_stored(part) for _first, part in self._parts):
+            self._left.pop(self, None)
+
+
+def _is_stored(part: asyncio.Future[PutReceipt]) -> bool:
+    return part.done() and not part.cancelled() and part.exception() is None and not part.result().refused
 
 
 @dataclass(slots=True, kw_only=True)
@@ -114,52 +160,87 @@ class TrajectorySession(BackgroundStream):
         self._paused_until_s = 0.0
         self._work = asyncio.Event()
         self._room = asyncio.Event()
+        self._get_run = broker_pb2_grpc.BrokerServiceStub(channel).GetRun
+        self._groups_per_step = 0
+        self._left: dict[PendingPut, None] = {}
+        """Puts whose receipts were not awaited, but those that are stored whole."""
         self.num_refusals = 0
         """Requests the broker had no room for so far; each is sent again."""
 
-    async def __aexit__(self, *_exception: object) -> None:
-        """Stop; what is unanswered may or may not be stored, and its callers get a CancelledError."""
-        await super().__aexit__()
-        for sent in self._unanswered.values():
-            sent.receipt.cancel()
+    async def __aexit__(self, *exception: object) -> None:
+        """`flush`, unless the block was left by an exception: what is unanswered may or may not be stored then."""
+        try:
+            if exception[:1] == (None,):
+                await self.flush()
+        finally:
+            await super().__aexit__()
+            for sent in self._unanswered.values():
+                sent.receipt.cancel()
 
     async def put(
-        self, groups: Sequence[types_pb2.TrajectoryGroup], *, max_groups: int = MAX_GROUPS_PER_PUT
-    ) -> PutReceipt:
-        """Store groups, any number, in order, in as few requests as fit; waits until all of them are stored.
+        self,
+        groups: types_pb2.TrajectoryGroup | Sequence[types_pb2.TrajectoryGroup],
+        *,
+        max_groups: int | None = None,
+    ) -> PendingPut:
+        """Hand over groups, any number, in order, in as few requests as fit; waits only for room on the way.
 
-        Waits as long as the broker has no room: bound it with `asyncio.timeout`.
+        Waits as long as the broker has no room: bound it with `asyncio.timeout`. Where the receipt is not awaited,
+        `flush` raises what was refused.
 
         Args:
-            groups: Purpose TRAIN, every sample scored OK; see broker.proto for their bounds.
-            max_groups: Most groups a request, at most the run's groups_per_step.
+            groups: Scored groups; see broker.proto for their bounds. `complete_group` fills in what they leave out.
+            max_groups: Most groups a request; None means as many as the run takes.
 
         Raises:
             RunClosedError: The run was closed.
             PenstockError: The broker refused the stream for good.
         """
-        receipts: list[tuple[int, asyncio.Future[PutReceipt]]] = []
-        start = 0
+        if isinstance(groups, types_pb2.TrajectoryGroup):
+            groups = [groups]
+        for group in groups:
+            complete_group(group)
+        if max_groups is None:
+            max_groups = 1 if len(groups) == 1 else await self._most_groups()
+        pending = PendingPut(self._left)
         for part in split(groups, max_groups=max_groups):
-            receipts.append((start, await self.send(part)))
-            start += len(part)
-        whole = PutReceipt()
-        for first, pending in receipts:
-            receipt = await pending
-            whole.num_samples += receipt.num_samples
-            for error in receipt.refused:
-                error.index += first
-                whole.refused.append(error)
-        return whole
+            pending.add(await self.send(part), num_groups=len(part))
+        return pending
 
-    async def send(
-        self, groups: Sequence[types_pb2.TrajectoryGroup], *, put_id: str | None = None
-    ) -> asyncio.Future[PutReceipt]:
+    async def store(self, groups: Sequence[types_pb2.TrajectoryGroup], *, max_groups: int | None = None) -> PutReceipt:
+        """`put`, and wait for the receipt."""
+        return await (await self.put(groups, max_groups=max_groups))
+
+    async def flush(self) -> None:
+        """Wait until the broker has answered every group handed over so far.
+
+        Raises:
+            RefusedError: It refused some, and the receipts that say so were not awaited.
+            PenstockError: As `put` does.
+        """
+        left, receipts = list(self._left), [sent.receipt for sent in self._unanswered.values()]
+        refused = [error for pending in left for error in (await pending).refused]
+        for receipt in receipts:
+            await asyncio.shield(receipt)
+        if refused:
+            raise RefusedError(
+                f"{self._peer}: {len(refused)} groups were refused, the first of them: {refused[0].message}",
+                reason=refused[0].reason,
+            )
+
+    async def _most_groups(self) -> int:
+        """Of one request, as many as a step of the run has."""
+        if not self._groups_per_step:
+            request = broker_pb2.GetRunRequest(run_id=self._run_id)
+            run = await call_with_retry(self._get_run, request, peer=self._peer, give_up_after_s=None)
+            self._groups_per_step = min(MAX_GROUPS_PER_PUT, run.limits.groups_per_step)
+        return self._groups_per_step
+
+    async def send(self, groups: Sequence[types_pb2.TrajectoryGroup]) -> asyncio.Future[PutReceipt]:
         """Hand over one request's worth of groups; waits for room in the window and returns the receipt to come.
 
         Args:
             groups: 1 to MAX_GROUPS_PER_PUT groups of at most MAX_GROUP_BYTES; above MAX_BYTES_PER_PUT it goes in parts.
-            put_id: Names the request among the producer's; give the same one to repeat a request of an earlier process.
 
         Raises:
             ValueError: The groups are too many or too large for one request; `split` them.
@@ -177,9 +258,7 @@ class TrajectorySession(BackgroundStream):
         if self._failure is not None:
             raise self._failure
         self._num_requests += 1
-        put_id = put_id or f"{self._session_id}-{self._num_requests}"
-        if put_id in self._unanswered:
-            return self._unanswered[put_id].receipt
+        put_id = f"{self._session_id}-{self._num_requests}"
         head = broker_pb2.PutTrajectoriesRequest(run_id=self._run_id, producer_id=self._producer_id, put_id=put_id)
         receipt: asyncio.Future[PutReceipt] = asyncio.get_running_loop().create_future()
         self._unanswered[put_id] = _Sent(head=head, parts=parts, size_bytes=size_bytes, receipt=receipt)

@@ -12,8 +12,6 @@ from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import NamedTuple, Self
 
-import structlog
-
 from penstock.clients.streams import PERMANENT_ERRORS, Reconnecting
 from penstock.errors import (
     DigestMismatchError,
@@ -25,6 +23,7 @@ from penstock.errors import (
 from penstock.model.adapter_layout import adapter_of
 from penstock.model.digests import TensorDigest, manifest_digest
 from penstock.network.rpc import call, call_with_retry, open_channel
+from penstock.process.logger import get_logger
 from penstock.security import NO_SECURITY, Security
 from penstock.security.addresses import check_url
 from penstock.transfer.chunks import MAX_CHUNK_BYTES, chunk_digest
@@ -43,7 +42,7 @@ _FULL = (weights_pb2.WEIGHTS_KIND_FULL, weights_pb2.WEIGHTS_ENCODING_SAFETENSORS
 _ADAPTER = (weights_pb2.WEIGHTS_KIND_ADAPTER, weights_pb2.WEIGHTS_ENCODING_SAFETENSORS)
 _DELTA = (weights_pb2.WEIGHTS_KIND_DELTA, weights_pb2.WEIGHTS_ENCODING_CHANGED_BLOCKS)
 _DIGEST = re.compile(r"[0-9a-f]{64}")
-_log = structlog.get_logger()
+_log = get_logger()
 
 
 class VersionName(NamedTuple):

@@ -16,13 +16,12 @@ import socket
 from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Self
 
-import structlog
-
 from penstock.clients.weights import WeightsClient, content_id
 from penstock.collective.broadcast_backend import BACKENDS, Transport
 from penstock.collective.group import BroadcastGroup, Rendezvous, load_library, split_address
 from penstock.collective.place import BroadcastError, GroupPlace
 from penstock.errors import DigestMismatchError, NotOfferedError, PenstockError
+from penstock.process.logger import get_logger
 from penstock.transfer.partial import PartialContent
 from penstock.v1 import weights_pb2
 
@@ -31,7 +30,7 @@ MAX_PIECE_BYTES = 256 * 1024**2
 MAX_STALL_S = 600.0
 MAX_NAME_CHARACTERS = 128
 
-_log = structlog.get_logger()
+_log = get_logger()
 
 
 class BroadcastReceiver:

@@ -21,12 +21,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
-import structlog
-
 from penstock.clients.weights import content_id
 from penstock.downloads.broadcast_receiver import BroadcastReceiver
 from penstock.downloads.file_check import is_laid_out_alike, verify_content
 from penstock.errors import DigestMismatchError, InvalidFieldError, PenstockError
+from penstock.process.logger import get_logger
 from penstock.security import NO_SECURITY, Security
 from penstock.security.tls import ClientContexts
 from penstock.transfer.connections import Connections
@@ -43,7 +42,7 @@ PARTIAL_SUFFIX = ".partial"
 
 FindRelays = Callable[[str, str, str], Awaitable[Sequence[str]]]
 """Content id, own relay address of it or "", relay address that failed or "", to addresses at relays, best first."""
-_log = structlog.get_logger()
+_log = get_logger()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

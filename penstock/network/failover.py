@@ -18,14 +18,14 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import grpc
-import structlog
 
 from penstock.channels import SwitchingChannel
+from penstock.process.logger import get_logger
 
 QUIET_S = 5.0
 _MOVES_ON = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
 
-_log = structlog.get_logger()
+_log = get_logger()
 
 
 class FailoverChannel(SwitchingChannel):

@@ -14,13 +14,13 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import grpc
-import structlog
 from google.protobuf.message import DecodeError
 from grpc_status import rpc_status
 
 from penstock.errors import InternalError, InvalidFieldError, NotOfferedError, PenstockError, to_status
+from penstock.process.logger import get_logger
 
-_log = structlog.get_logger()
+_log = get_logger()
 _Method = TypeVar("_Method", bound=Callable[..., Any])
 _UNIMPLEMENTED = (grpc.StatusCode.UNIMPLEMENTED, grpc.StatusCode.UNIMPLEMENTED.value[0])
 """What `code()` gives, by grpc's types and by its code."""

@@ -9,11 +9,11 @@ from http import HTTPStatus
 from http.server import ThreadingHTTPServer
 from typing import Any, ClassVar, Final
 
-import structlog
 from prometheus_client import MetricsHandler
 
 from penstock.config import ConfigError
 from penstock.errors import BadTokenError, ForbiddenError
+from penstock.process.logger import get_logger
 from penstock.security import Security, tls
 from penstock.security.bearer_tokens import Tokens
 from penstock.security.http_caller import asks_for_certificates, caller_of_http
@@ -23,7 +23,7 @@ ROLES: Final = frozenset((int(Role.ACCESS_ROLE_OBSERVER),))
 """Who may read the metrics, besides the operator."""
 REQUEST_TIMEOUT_S = 30.0
 
-_log = structlog.get_logger()
+_log = get_logger()
 
 
 def serve_metrics(address: str | None, security: Security) -> None:

@@ -8,15 +8,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from datetime import UTC, datetime
 
-import structlog
-
 from penstock.clock import Clock, SystemClock
+from penstock.process.logger import get_logger
 
 FIRST_NOTICE_S = 3.0
 """Shorter outages, such as a broker's restart, are not worth a line."""
 MOST_BETWEEN_NOTICES_S = 60.0
 
-_log = structlog.get_logger()
+_log = get_logger()
 
 
 class Outage:

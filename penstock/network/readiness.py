@@ -8,15 +8,14 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 
-import structlog
-
 from penstock.network.outage import Outage
+from penstock.process.logger import get_logger
 
 AWAY_S = 10.0
 """Shorter outages, such as a broker's restart, are no reason to route work elsewhere or to wake anybody."""
 LOOK_EVERY_S = 1.0
 
-_log = structlog.get_logger()
+_log = get_logger()
 
 
 async def follow_outage(

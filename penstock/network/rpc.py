@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import grpc
-import structlog
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
@@ -24,6 +23,7 @@ from penstock.network.failover import FailoverChannel
 from penstock.network.guard import ErrorInterceptor
 from penstock.network.outage import Outage
 from penstock.process.grace_periods import SERVER_STOP_S
+from penstock.process.logger import get_logger
 from penstock.process.signals import StopSignals
 from penstock.security import NO_SECURITY, Security
 from penstock.security.checks.troubles import TROUBLES
@@ -40,7 +40,7 @@ MAX_CONCURRENT_STREAMS = 1024
 MAX_CONCURRENT_CALLS = 4096
 """Of a server, streams included; further ones are refused with RESOURCE_EXHAUSTED, so that its memory is bounded."""
 
-_log = structlog.get_logger()
+_log = get_logger()
 _Response = TypeVar("_Response")
 
 _COMMON_OPTIONS = (

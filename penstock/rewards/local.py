@@ -6,16 +6,15 @@ import asyncio
 from collections.abc import Sequence
 from itertools import islice
 
-import structlog
-
 from penstock.errors import InvalidFieldError
+from penstock.process.logger import get_logger
 from penstock.rewards.model import BatchReward
 from penstock.rewards.outcomes import clean_text, is_own_cancellation, read_error
 from penstock.rewards.types import RewardItem, RewardResult, ScoreStatus, UnscorableError
 from penstock.rewards.wire import read_item, write_score
 from penstock.v1 import reward_pb2, types_pb2
 
-_log = structlog.get_logger()
+_log = get_logger()
 
 _PENDING = object()
 

@@ -8,13 +8,13 @@ import sys
 from typing import Any
 
 import grpc
-import structlog
 import uvloop
 
 from penstock.config import ConfigError
 from penstock.errors import InvalidFieldError, ServiceUnavailableError
 from penstock.network.rpc import Server, Service, run_until_stopped
 from penstock.process.log_setup import configure_logging
+from penstock.process.logger import get_logger
 from penstock.rewards.function import RewardFunction
 from penstock.rewards.loading import as_reward, load_reward
 from penstock.rewards.local import LocalModel
@@ -32,7 +32,7 @@ _OF_THE_CLUSTER = ("PENSTOCK_TOKEN", "PENSTOCK_TOKEN_FILE", "PENSTOCK_TLS_CERT")
 # Part of the caller's deadline that is kept for sending the answer: items that time out still reach the caller as such.
 _ANSWER_SHARE = 0.1
 
-_log = structlog.get_logger()
+_log = get_logger()
 
 
 class RewardServicer(reward_pb2_grpc.RewardServiceServicer):

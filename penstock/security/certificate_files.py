@@ -13,17 +13,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Generic, TypeVar
 
-import structlog
 from cryptography import x509
 from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat, load_pem_private_key
 
 from penstock.config import ConfigError
+from penstock.process.logger import get_logger
 
 LOOK_EVERY_S = 0.2
 """Files are looked at as often, at most: a process may make thousands of calls a second."""
 
 _Made = TypeVar("_Made")
-_log = structlog.get_logger()
+_log = get_logger()
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import grpc
-import structlog
 
 from penstock.config import ConfigError
+from penstock.process.logger import get_logger
 from penstock.secret import read_secret
 from penstock.security import tls
 from penstock.security.access import AccessInterceptor
@@ -36,7 +36,7 @@ CLUSTER = "PENSTOCK"
 JUDGES = "PENSTOCK_JUDGE"
 """What those begin with that are shown to third parties' reward models."""
 
-_log = structlog.get_logger()
+_log = get_logger()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

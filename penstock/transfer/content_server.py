@@ -17,12 +17,12 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AbstractContextManager, asynccontextmanager, closing, contextmanager
 from pathlib import Path
 
-import structlog
 from aiohttp import web
 from aiohttp.abc import AbstractStreamWriter
 
 from penstock.errors import ServiceUnavailableError
 from penstock.network.http_server import listen_http, server_ssl_context
+from penstock.process.logger import get_logger
 from penstock.security import Security
 from penstock.security.http_access import HttpAccess
 from penstock.security.roles import Role
@@ -39,7 +39,7 @@ _HTTP_OK, _HTTP_PARTIAL = 200, 206
 
 Find = Callable[[str, str], Path | PartialContent | None]
 """Run id and content name to what is offered under them: a complete file, one under way, or nothing."""
-_log = structlog.get_logger()
+_log = get_logger()
 
 
 @asynccontextmanager

@@ -11,9 +11,8 @@ import time
 from collections.abc import Awaitable, Callable
 from urllib.parse import urlsplit
 
-import structlog
-
 from penstock.errors import BadCertificateError, PenstockError, ServiceUnavailableError
+from penstock.process.logger import get_logger
 from penstock.security.certificate_files import TlsFiles
 from penstock.security.checks.troubles import TROUBLES
 from penstock.transfer.sources import Source, SourceKind
@@ -28,7 +27,7 @@ _FIX = {
 
 Report = Callable[[str, str], Awaitable[None]]
 """Address and what is wrong with it, for people."""
-_log = structlog.get_logger()
+_log = get_logger()
 
 
 class SourceFaults:

@@ -15,16 +15,15 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-import structlog
-
 from penstock.errors import PenstockError, UnknownVersionError
 from penstock.network.rpc import backoff_s
+from penstock.process.logger import get_logger
 
 MAX_FAILURES = 8
 
 FindRelays = Callable[[str], Awaitable[Sequence[str]]]
 """Address of the relay that failed, or "", to addresses of this content at relays, best first."""
-_log = structlog.get_logger()
+_log = get_logger()
 
 
 class SourceKind(StrEnum):

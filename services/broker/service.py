@@ -12,8 +12,8 @@ from google.protobuf.duration_pb2 import Duration
 from penstock.names import check_run_id
 from penstock.network.guard import takes_bytes
 from penstock.security.access import current_caller
-from penstock.timestamps import timestamp
 from penstock.v1 import broker_pb2, broker_pb2_grpc
+from penstock.wire.timestamps import timestamp
 from services.broker.ingest.validation import (
     MAX_GROUP_IDS,
     MAX_PROMPTS,

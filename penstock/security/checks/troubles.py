@@ -18,8 +18,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from urllib.parse import urlsplit
 
-import structlog
-
+from penstock.process.logger import get_logger
 from penstock.security.certificate_files import TlsFiles
 from penstock.security.checks.diagnosis import MAX_S, Diagnosis, Server, diagnose
 
@@ -29,7 +28,7 @@ SAY_AGAIN_S = 60.0
 MAX_SERVERS = 1024
 MAX_THREADS = 8
 
-_log = structlog.get_logger()
+_log = get_logger()
 
 
 @dataclass(slots=True)

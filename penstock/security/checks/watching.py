@@ -5,15 +5,14 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 
-import structlog
-
+from penstock.process.logger import get_logger
 from penstock.security.certificate_files import TlsFiles
 from penstock.security.checks.inspection import LOOPBACK, Finding, inspect
 
 LOOK_EVERY_S = 5.0
 SAY_AGAIN_S = 60.0
 
-_log = structlog.get_logger()
+_log = get_logger()
 
 
 def hosts_of(listen: str) -> list[str]:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from penstock.errors import InternalError
-from penstock.timestamps import timestamp
 from penstock.v1 import broker_pb2, reward_pb2, types_pb2
 from penstock.wire.codec import join_versions
+from penstock.wire.timestamps import timestamp
 from services.broker.records.store import SampleId
 from services.broker.records_pb2 import GroupRecord
 from services.broker.rules.staleness import group_version

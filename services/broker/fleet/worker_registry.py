@@ -12,8 +12,8 @@ from collections.abc import Iterable
 from google.protobuf.timestamp_pb2 import Timestamp
 
 from penstock.stall_limits import sample_speed
-from penstock.timestamps import timestamp
 from penstock.v1 import broker_pb2, types_pb2
+from penstock.wire.timestamps import timestamp
 from services.broker.fleet.throughput import Speeds
 from services.broker.records.run_clock import RunClock
 from services.broker.records.store import Store

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from penstock.timestamps import timestamp
 from penstock.v1 import broker_pb2
+from penstock.wire.timestamps import timestamp
 from services.broker.records.store import Root, Store
 from services.broker.records_pb2 import RunRecord
 

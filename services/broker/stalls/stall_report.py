@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from penstock.timestamps import timestamp
 from penstock.v1 import broker_pb2
+from penstock.wire.timestamps import timestamp
 from services.broker.operations import batches
 from services.broker.operations.delivery import step_view
 from services.broker.operations.leasing import NOTHING_QUEUED

@@ -10,8 +10,8 @@ import structlog
 
 from penstock.errors import InvalidFieldError, RunClosedError
 from penstock.stall_limits import SilenceLimit
-from penstock.timestamps import timestamp
 from penstock.v1 import broker_pb2
+from penstock.wire.timestamps import timestamp
 from services.broker.assembly.messages import prefix_token_ids, sample_key
 from services.broker.ingest.validation import MAX_ACTIVE_LEASES, check_beat, check_hello
 from services.broker.operations import leasing

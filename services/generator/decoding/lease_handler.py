@@ -6,8 +6,8 @@ import time
 from collections.abc import Callable
 
 from penstock.clients.leases import MAX_WARNING_CHARACTERS
-from penstock.timestamps import timestamp
 from penstock.v1 import broker_pb2, types_pb2
+from penstock.wire.timestamps import timestamp
 from services.generator.decoding.busy_time import BusySpan, BusyTracker
 from services.generator.decoding.sample_runner import Rollouts
 from services.generator.decoding.token_rate import TokenRate

@@ -29,11 +29,11 @@ from penstock.model.adapter_layout import AdapterSpec, to_message
 from penstock.model.digests import manifest_digest, safetensors_digests
 from penstock.network.rpc import MAX_MESSAGE_BYTES
 from penstock.security import Security
-from penstock.timestamps import timestamp
 from penstock.transfer.chunks import chunks_of
 from penstock.transfer.content_server import serving_contents
 from penstock.transfer.rate import ByteRate
 from penstock.v1 import weights_pb2
+from penstock.wire.timestamps import timestamp
 from services.trainer.publishing.deltas import PublishedDelta
 from services.trainer.publishing.version_store import PublishedVersion, WeightStore
 

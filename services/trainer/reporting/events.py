@@ -16,8 +16,8 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Mapping
 
 from penstock.clock import Clock
-from penstock.timestamps import timestamp
 from penstock.v1 import trainer_pb2
+from penstock.wire.timestamps import timestamp
 
 MAX_KEPT_EVENTS = 8192
 FIRST_WAITING_GAP_S, MOST_WAITING_GAP_S = 5.0, 60.0

@@ -8,8 +8,8 @@ from collections.abc import Callable
 import structlog
 
 from penstock.errors import PenstockError
-from penstock.timestamps import unix_s
 from penstock.v1 import broker_pb2
+from penstock.wire.timestamps import unix_s
 from services.trainer.reporting.overlap import OverlapMeter
 from services.trainer.run.context import RunContext
 

@@ -14,12 +14,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from contextlib import suppress
+from functools import partial
 
 import structlog
 
-from penstock.clients.broker import MAX_PROMPT_BYTES_PER_CALL, MAX_PROMPTS_PER_CALL, BrokerClient
-from penstock.errors import InvalidFieldError, QueueFullError
-from penstock.v1 import broker_pb2, types_pb2
+from penstock.clients.broker import BrokerClient
+from penstock.clients.prompts import submit_all
+from penstock.v1 import types_pb2
 from services.trainer.data.prompt_order import (
     PromptStream,
     build_prompt,
@@ -30,7 +31,6 @@ from services.trainer.data.prompt_order import (
 from services.trainer.run.context import RunContext
 
 SUBMIT_BATCH_GROUPS = 64
-DEFAULT_RETRY_DELAY_S = 0.5
 CHECK_DROPPED_S = 0.2
 """Drops come in bursts; after the first of one, so long is waited before they are counted and replaced together."""
 CHECK_LOST_S = 15.0
@@ -48,41 +48,9 @@ class PromptSubmitter:
         self._turn = asyncio.Lock()
 
     async def submit(self, prompts: Sequence[types_pb2.Prompt]) -> None:
-        """Returns once the broker has all of them; raises InvalidFieldError where it refuses one for good."""
+        """Returns once the broker has all of them; raises RefusedError where it refuses one for good."""
         async with self._turn:
-            waiting = list(prompts)
-            is_full = False
-            while waiting:
-                # What a full queue refuses was sent, read and forecast for nothing.
-                num_sent = 1 if is_full else _num_that_fit(waiting)
-                sent, waiting = waiting[:num_sent], waiting[num_sent:]
-                response = await self._client.submit_prompts(self._run_id, sent)
-                refused = self._refused(sent, response)
-                is_full = bool(refused)
-                if is_full:
-                    waiting = refused + waiting
-                    delay_s = response.retry_delay.ToTimedelta().total_seconds()
-                    await asyncio.sleep(delay_s or DEFAULT_RETRY_DELAY_S)
-
-    def _refused(
-        self, sent: Sequence[types_pb2.Prompt], response: broker_pb2.SubmitPromptsResponse
-    ) -> list[types_pb2.Prompt]:
-        for error in response.errors:
-            if error.reason != QueueFullError.reason:
-                group_id = sent[error.index].group_id if error.index < len(sent) else "?"
-                raise InvalidFieldError(f"the broker refused prompt {group_id}: {error.message}", reason=error.reason)
-        refused = {error.index for error in response.errors}
-        return [prompt for index, prompt in enumerate(sent) if index in refused]
-
-
-def _num_that_fit(prompts: Sequence[types_pb2.Prompt]) -> int:
-    """How many of the first prompts go into one call, at least one."""
-    num_bytes = 0
-    for count, prompt in enumerate(prompts[:MAX_PROMPTS_PER_CALL]):
-        num_bytes += prompt.ByteSize()
-        if count and num_bytes > MAX_PROMPT_BYTES_PER_CALL:
-            return count
-    return min(len(prompts), MAX_PROMPTS_PER_CALL)
+            await submit_all(partial(self._client.submit_prompts, self._run_id), prompts)
 
 
 class TrainingFeeder:

@@ -14,9 +14,9 @@ from penstock.clients.broker import BrokerClient
 from penstock.clients.inventory import this_machine
 from penstock.clock import ManualClock, SystemClock
 from penstock.network.rpc import call
-from penstock.timestamps import timestamp
 from penstock.v1 import scheduler_pb2 as pb
 from penstock.v1 import scheduler_pb2_grpc, trainer_pb2, types_pb2
+from penstock.wire.timestamps import timestamp
 from services.broker.storage.memory_store import MemoryStore
 from services.generator.decoding.busy_time import BusyTracker
 from services.scheduler.config import LengthsConfig

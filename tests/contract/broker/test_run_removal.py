@@ -54,7 +54,7 @@ async def fill(broker: RunningBroker) -> None:
     await train_step(broker, "c", "d", version=1, weights=0)
     await broker.submit(prompt("e"), prompt("f"))
     async with TrajectorySession(broker.channel, run_id=RUN, producer_id="p", peer="broker") as producer:
-        await producer.put(groups("x", "y"))
+        await producer.store(groups("x", "y"))
 
 
 async def export(broker: RunningBroker, **request: Any) -> list[Any]:

@@ -49,9 +49,9 @@ class Producer:
         async with session:
             while True:
                 group = _group(f"{self._name}-{self._seed}-{number}", await self._version())
-                receipt = await session.put([group])
+                receipt = await session.store([group])
                 if not receipt.refused and self._random.random() < RESEND_SHARE:
-                    again = await session.put([group])
+                    again = await session.store([group])
                     workload.note(self._folder, "resent", what="groups")
                     if again.num_samples:
                         workload.note(self._folder, "violation", what=f"{group.prompt.group_id}: counted twice")

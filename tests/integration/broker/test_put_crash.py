@@ -66,7 +66,7 @@ async def test_a_broker_killed_between_put_and_receipt_loses_and_doubles_nothing
     async with asyncio.timeout(TIMEOUT_S), BrokerClient(broker.address) as client:
         await client.open_run(RUN, limits=limits(groups_per_step=GROUPS_PER_STEP, max_staleness=9), policy_version=0)
         async with TrajectorySession(client.channel, run_id=RUN, producer_id="p", peer="broker") as producer:
-            sending = asyncio.create_task(producer.put(made, max_groups=5))
+            sending = asyncio.create_task(producer.store(made, max_groups=5))
             for _ in range(2):
                 # Whatever is on the way now is cut off: before the store, after it, or with the receipt on the wire.
                 await asyncio.sleep(0.02)
@@ -110,7 +110,7 @@ async def _put_and_train(client: BrokerClient, version: int, prefix: str) -> Non
     """One step of two groups that agents sampled from `version`."""
     made = [group(f"{prefix}-{number}", version=version) for number in range(2)]
     async with TrajectorySession(client.channel, run_id=RUN, producer_id="p", peer="broker") as producer:
-        assert (await producer.put(made)).num_samples == 4
+        assert (await producer.store(made)).num_samples == 4
     subscription = Subscription(
         run_id=RUN, consumer_id="rank-0", purpose=types_pb2.PURPOSE_TRAIN, max_held_groups=2, max_groups=2
     )

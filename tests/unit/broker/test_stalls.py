@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 
-from penstock.timestamps import timestamp
 from penstock.v1 import broker_pb2
+from penstock.wire.timestamps import timestamp
 from services.broker.operations import submission
 from services.broker.records_pb2 import WorkerView
 from services.broker.stalls.causes import Present

@@ -154,7 +154,7 @@ class GroupPutter:
                     raise
 
     async def _send(self, session: TrajectorySession, made: types_pb2.TrajectoryGroup, num_sessions: int) -> None:
-        receipt = await session.put([made])
+        receipt = await session.store([made])
         if receipt.refused:
             error = receipt.refused[0]
             _log.warning("a group of agents was refused", group_id=made.prompt.group_id, message=error.message)

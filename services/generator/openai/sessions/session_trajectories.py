@@ -13,9 +13,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from penstock.timestamps import timestamp
 from penstock.v1 import types_pb2
 from penstock.wire.codec import Int32, encode_versions, float32_bytes, int32_bytes
+from penstock.wire.timestamps import timestamp
 from services.generator.openai.sessions.agent_session import Branch
 from services.generator.openai.sessions.session_groups import Finished, SessionGroup
 

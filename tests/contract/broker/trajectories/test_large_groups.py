@@ -105,7 +105,7 @@ async def test_a_put_of_1024_samples_of_8192_tokens_is_stored_trained_and_export
         await broker.open(groups_per_step=2, group_size=1024, max_completion_tokens=8192)
         async with producing(broker) as producer, training(broker) as trainer:
             async with asyncio.timeout(120):
-                receipt = await producer.put([made])
+                receipt = await producer.store([made])
             assert (receipt.num_samples, receipt.refused, producer.num_refusals) == (1024, [], 0)
             assert await receive(trainer, 1) == [made]
             assert broker.hubs.hub(RUN).receiving_bytes == 0
@@ -121,10 +121,10 @@ async def test_a_group_of_agents_above_4_mib_is_put_and_delivered(broker: Runnin
     small = group("b", prompt=prompt("b", group_size=16))
     assert large.ByteSize() > MAX_WHOLE_BYTES
     async with producing(broker) as producer, training(broker) as trainer:
-        assert (await producer.put([small, large])).num_samples == 18
+        assert (await producer.store([small, large])).num_samples == 18
         received = await receive(trainer, 2)
         assert sorted(received, key=lambda one: one.prompt.group_id) == [large, small]
-        assert (await producer.put([large])).num_samples == 0
+        assert (await producer.store([large])).num_samples == 0
         assert (await broker.audit()).submitted == 18
 
 
@@ -135,7 +135,7 @@ async def test_pieces_make_no_difference_whatever_their_size(
     await broker.open(groups_per_step=8, max_staleness=2, max_completion_tokens=2000)
     put_ones = groups("b", "c", num_tokens=40) + groups("d", num_tokens=2000) + groups("e", num_tokens=1)
     async with producing(broker) as producer:
-        await producer.put(put_ones)
+        await producer.store(put_ones)
     await sample(broker, group_size=2, num_tokens=50, text="x" * 700)
     plain = Trainer.connect(broker.channel, "plain")
     expected = {one.prompt.group_id: one for one in await plain.groups(5)}
@@ -168,7 +168,7 @@ async def test_a_stream_that_ends_within_a_group_gets_it_again(monkeypatch: pyte
         await broker.open(groups_per_step=2)
         made = groups("a", num_tokens=60)
         async with producing(broker) as producer:
-            await producer.put(made)
+            await producer.store(made)
         hello = broker_pb2.TrainerHello(
             run_id=RUN, consumer_id="rank-0", purpose=types_pb2.PURPOSE_TRAIN, accepts_group_pieces=True
         )
@@ -191,7 +191,7 @@ async def test_a_consumer_that_takes_no_pieces_hears_which_group_fits_no_message
     async with serving(MemoryStore()) as broker:
         await broker.open(groups_per_step=1, max_completion_tokens=2000)
         async with producing(broker) as producer:
-            await producer.put(groups("a", num_tokens=2000))
+            await producer.store(groups("a", num_tokens=2000))
         trainer = Trainer.connect(broker.channel, "rank-0")
         trainer.stream.send(broker_pb2.StreamMicrobatchesRequest(credit_total=1))
         error = await error_of(trainer.stream)
@@ -359,7 +359,7 @@ async def test_a_large_put_that_is_refused_on_its_way_is_sent_again_by_the_clien
     await other.receive()
     made = groups("a", num_tokens=60)
     async with TrajectorySession(open_broker.channel, run_id=RUN, producer_id="q", peer="broker") as producer:
-        storing = asyncio.create_task(producer.put(made))
+        storing = asyncio.create_task(producer.store(made))
         await eventually(lambda: _is(producer.num_refusals > 0))
         other.call.cancel()
         assert (await storing).num_samples == 2

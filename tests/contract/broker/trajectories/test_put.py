@@ -60,7 +60,7 @@ async def test_groups_are_put_handed_out_as_they_were_and_trained(store: Store) 
         await broker.open(groups_per_step=4)
         made = groups("a", "b", "c", "d")
         async with producing(broker) as producer, training(broker) as trainer:
-            receipt = await producer.put(made)
+            receipt = await producer.store(made)
             assert (receipt.num_samples, receipt.refused) == (8, [])
             assert await receive(trainer, 4) == made
             assert (await broker.audit()).in_flight_by_state == {"delivered": 8}
@@ -77,14 +77,14 @@ async def test_a_repetition_of_a_group_that_was_given_up_meanwhile_is_no_error(s
         await broker.open(groups_per_step=1)
         [first, second] = groups("a", "b")
         async with producing(broker) as producer:
-            assert (await producer.put([first])).num_samples == 2
+            assert (await producer.store([first])).num_samples == 2
             dropped = broker_pb2.DropGroupsRequest(run_id=RUN, group_ids=["a"], reason="unwanted")
             await broker.call("DropGroups", dropped)
-            assert (await producer.put([second])).num_samples == 2
-            again = await producer.put([first])
+            assert (await producer.store([second])).num_samples == 2
+            again = await producer.store([first])
             assert (again.num_samples, again.refused) == (0, [])
             [third] = groups("c")
-            assert len((await producer.put([third])).refused) == 1
+            assert len((await producer.store([third])).refused) == 1
 
 
 async def answer(broker: RunningBroker, *requests: broker_pb2.PutTrajectoriesRequest) -> list[Any]:
@@ -158,7 +158,7 @@ async def test_malformed_groups_are_named_and_the_others_stored(store: Store) ->
         bad, future = group("bad"), group("future", version=3)
         bad.trajectories[0].ClearField("behavior_logprobs")
         async with producing(broker) as producer:
-            receipt = await producer.put([group("a"), bad, group("b"), future], max_groups=3)
+            receipt = await producer.store([group("a"), bad, group("b"), future], max_groups=3)
         assert receipt.num_samples == 4
         assert [(error.index, error.reason) for error in receipt.refused] == [
             (1, "INVALID_FIELD"),
@@ -193,7 +193,7 @@ async def test_a_stalled_trainer_slows_its_producers_down_and_nothing_is_lost(mo
     async with serving(MemoryStore()) as broker:
         await broker.open(groups_per_step=4, max_queued_groups=4, max_staleness=9)
         async with producing(broker) as producer:
-            sending = asyncio.create_task(producer.put(groups(*(f"g{n}" for n in range(12))), max_groups=4))
+            sending = asyncio.create_task(producer.store(groups(*(f"g{n}" for n in range(12))), max_groups=4))
             await eventually(lambda: _has_been_refused(producer))
             assert (await broker.audit()).in_flight == 8
             async with training(broker) as trainer:
@@ -214,7 +214,7 @@ async def test_a_trainer_that_reads_no_packed_groups_gets_messages() -> None:
         await broker.open(groups_per_step=4)
         made = groups("a", "b", "c", "d")
         async with producing(broker) as producer:
-            await producer.put(made)
+            await producer.store(made)
         trainer = Trainer.connect(broker.channel)
         assert await trainer.groups(1) == made[:1]
         assert await trainer.groups(3) == made[1:]
@@ -226,7 +226,7 @@ async def test_microbatches_hold_as_many_groups_as_asked_for() -> None:
         await broker.open(groups_per_step=8)
         made = groups(*"abcdefgh")
         async with producing(broker) as producer, training(broker, max_groups=3) as trainer:
-            await producer.put(made)
+            await producer.store(made)
             sizes, found = [], []
             while len(found) < 8:
                 microbatch = await trainer.next(timeout_s=TIMEOUT_S)
@@ -241,10 +241,10 @@ async def test_put_streams_end_with_the_run() -> None:
     async with serving(MemoryStore()) as broker:
         await broker.open(groups_per_step=4)
         async with producing(broker) as producer:
-            await producer.put(groups("a"))
+            await producer.store(groups("a"))
             await broker.call("CloseRun", broker_pb2.CloseRunRequest(run_id=RUN))
             with pytest.raises(RunClosedError):
-                await producer.put(groups("b"))
+                await producer.store(groups("b"))
         assert (await broker.audit()).submitted == 2
 
 
@@ -252,9 +252,9 @@ async def test_what_is_left_when_a_run_is_over_is_given_up_by_name(store: Store)
     async with serving(store) as broker:
         await broker.open(groups_per_step=4, max_staleness=1)
         async with producing(broker) as producer, training(broker, max_groups=4) as trainer:
-            await producer.put(groups("a", "b", "c", "d"))
+            await producer.store(groups("a", "b", "c", "d"))
             await ack(broker, [trained.prompt.group_id for trained in await receive(trainer, 4)], 1)
-            assert (await producer.put(groups("left"))).num_samples == 2
+            assert (await producer.store(groups("left"))).num_samples == 2
         assert not (await broker.submit(prompt("prompted"))).errors
         request = broker_pb2.CloseRunRequest(run_id=RUN, drop_reason="run_complete")
         for _ in range(2):
@@ -276,7 +276,7 @@ async def test_unanswered_puts_are_sent_again_to_the_broker_that_comes_back() ->
         rpc.open_channel(listen) as channel,
         TrajectorySession(channel, run_id=RUN, producer_id="p", peer="broker") as producer,
     ):
-        sending = asyncio.create_task(producer.put(groups(*names), max_groups=4))
+        sending = asyncio.create_task(producer.store(groups(*names), max_groups=4))
         await asyncio.sleep(0)
         async with serving(store, listen=listen) as again:
             assert (await sending).num_samples == 80
@@ -305,6 +305,6 @@ async def test_microbatches_follow_one_another_without_anybody_else_doing_anythi
     async with serving(MemoryStore()) as broker:
         await broker.open(groups_per_step=64)
         async with training(broker, max_groups=1) as trainer, producing(broker) as producer:
-            await producer.put(groups(*(f"g{number}" for number in range(40))))
+            await producer.store(groups(*(f"g{number}" for number in range(40))))
             async with asyncio.timeout(4.0):
                 assert len(await receive(trainer, 40)) == 40

@@ -1,0 +1,62 @@
+"""Submitting any number of prompts: in calls that fit, again where the broker's queue was full."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+
+from penstock.errors import QueueFullError, RefusedError
+from penstock.v1 import broker_pb2, types_pb2
+
+MAX_PROMPTS_PER_CALL = 1024
+MAX_PROMPT_BYTES_PER_CALL = 900 * 1024
+"""A little under the broker's limit of 1 MiB a request, to leave room for the message around the prompts."""
+DEFAULT_RETRY_DELAY_S = 0.5
+
+
+async def submit_all(
+    submit: Callable[[Sequence[types_pb2.Prompt]], Awaitable[broker_pb2.SubmitPromptsResponse]],
+    prompts: Sequence[types_pb2.Prompt],
+) -> None:
+    """Returns once the broker has all prompts.
+
+    Args:
+        submit: Makes one call.
+        prompts: What to submit, in order.
+
+    Raises:
+        RefusedError: The broker refused one for good; those before it are submitted.
+    """
+    waiting = list(prompts)
+    is_full = False
+    while waiting:
+        # What a full queue refuses was sent, read and forecast for nothing.
+        num_sent = 1 if is_full else _num_that_fit(waiting)
+        sent, waiting = waiting[:num_sent], waiting[num_sent:]
+        response = await submit(sent)
+        refused = _refused(sent, response)
+        is_full = bool(refused)
+        if is_full:
+            waiting = refused + waiting
+            delay_s = response.retry_delay.ToTimedelta().total_seconds()
+            await asyncio.sleep(delay_s or DEFAULT_RETRY_DELAY_S)
+
+
+def _refused(sent: Sequence[types_pb2.Prompt], response: broker_pb2.SubmitPromptsResponse) -> list[types_pb2.Prompt]:
+    """Those to send again."""
+    for error in response.errors:
+        if error.reason != QueueFullError.reason:
+            group_id = sent[error.index].group_id if error.index < len(sent) else "?"
+            raise RefusedError(f"the broker refused prompt {group_id}: {error.message}", reason=error.reason)
+    refused = {error.index for error in response.errors}
+    return [prompt for index, prompt in enumerate(sent) if index in refused]
+
+
+def _num_that_fit(prompts: Sequence[types_pb2.Prompt]) -> int:
+    """How many of the first prompts go into one call, at least one."""
+    num_bytes = 0
+    for count, prompt in enumerate(prompts[:MAX_PROMPTS_PER_CALL]):
+        num_bytes += prompt.ByteSize()
+        if count and num_bytes > MAX_PROMPT_BYTES_PER_CALL:
+            return count
+    return min(len(prompts), MAX_PROMPTS_PER_CALL)
