@@ -17,11 +17,12 @@ from pathlib import Path
 from statistics import mean
 
 from services.scheduler.cost_model.reference import CostModel
-from services.scheduler.planning.solve import AUTO, solve
+from services.scheduler.planning.solve import solve
 from services.scheduler.problem.plan_document import PlanDocument
 from services.scheduler.problem.problem import read_problem
 from services.scheduler.solvers.multilevel import MultilevelSolver
 from services.scheduler.solvers.partition import PartitionSolver
+from services.scheduler.solvers.registry import AUTO
 
 AMPLE_S = 3600.0
 AUTO_S = 20.0

@@ -13,9 +13,10 @@ from dataclasses import dataclass, replace
 
 from services.scheduler.cost_model.calibrated import CALIBRATED, make_model
 from services.scheduler.cost_model.reference import CostModel
-from services.scheduler.planning.solve import AUTO, solve
+from services.scheduler.planning.solve import solve
 from services.scheduler.problem.plan_document import PlanDocument
 from services.scheduler.problem.problem import NodeClass, Problem
+from services.scheduler.solvers.registry import AUTO
 from simulator.virtual_run.build_run import Mode, SetupError, colocated, with_staleness
 from simulator.virtual_run.simulation import Options, Outcome, simulate_plan, simulate_setup
 

@@ -18,10 +18,11 @@ from pathlib import Path
 
 from benchmarks.scheduler.problems.drawn import drawn_problem
 from services.scheduler.cost_model.reference import CostModel, Infeasible, Score
-from services.scheduler.planning.solve import AUTO, SOLVERS, solve
+from services.scheduler.planning.solve import solve
 from services.scheduler.problem.plan_document import PlanDocument
 from services.scheduler.problem.problem import Problem, read_problem
 from services.scheduler.solvers.interface import ProblemTooLargeError, TimeLeft
+from services.scheduler.solvers.registry import AUTO, SOLVERS
 
 PLAN_S = 0.01
 """What a plan that is scored counts for."""

@@ -13,9 +13,10 @@ from random import Random
 from statistics import median
 
 from services.scheduler.cost_model.reference import CostModel
-from services.scheduler.planning.solve import AUTO, solve
+from services.scheduler.planning.solve import solve
 from services.scheduler.problem.problem import Problem, read_problem
 from services.scheduler.solvers.interface import Solution
+from services.scheduler.solvers.registry import AUTO
 
 _GPU_NUMBERS = ("tflops_bf16", "hbm_GBps", "ar_bus_GBps", "ar_latency_us")
 _CONSTANTS = ("eta_bw", "eta_fl", "eta_prefill", "step_overhead_s", "sync_pause_s")

@@ -19,9 +19,10 @@ from pathlib import Path
 
 from benchmarks.scheduler.comparisons import hetrl_cluster, hex_cluster
 from services.scheduler.cost_model.reference import CostModel, Infeasible, Score
-from services.scheduler.planning.solve import AUTO, solve
+from services.scheduler.planning.solve import solve
 from services.scheduler.problem.plan_document import PlanDocument
 from services.scheduler.problem.problem import Problem, read_problem
+from services.scheduler.solvers.registry import AUTO
 
 LIMITS_S = {24: 5.0, 32: 8.0, 40: 12.0, 56: 20.0, 64: 30.0}
 """Seconds by GPUs; problems in between have the next larger one's, larger ones the last."""

@@ -14,10 +14,11 @@ from console.plan.plan_text import print_plan
 from penstock.config import ConfigError, read_document
 from services.scheduler.cost_model.calibrated import COST_MODELS, make_model
 from services.scheduler.cost_model.reference import CostModel
-from services.scheduler.planning.solve import SOLVERS, advice, plan_document, solve
+from services.scheduler.planning.solve import advice, plan_document, solve
 from services.scheduler.problem.plan_document import PlanDocument, read_plan
 from services.scheduler.problem.problem import read_problem
 from services.scheduler.solvers.interface import ProblemTooLargeError
+from services.scheduler.solvers.registry import SOLVERS
 from simulator.virtual_run.simulation import steady_rate
 
 EXIT_INFEASIBLE = 1

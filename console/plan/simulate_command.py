@@ -11,10 +11,11 @@ from typing import Any
 from penstock.config import ConfigError
 from services.scheduler.cost_model.calibrated import COST_MODELS, make_model
 from services.scheduler.cost_model.reference import CostModel
-from services.scheduler.planning.solve import AUTO, solve
+from services.scheduler.planning.solve import solve
 from services.scheduler.problem.plan_document import PlanDocument, read_plan
 from services.scheduler.problem.problem import read_problem
 from services.scheduler.solvers.interface import ProblemTooLargeError
+from services.scheduler.solvers.registry import AUTO
 from simulator.virtual_run.build_run import Mode, SetupError
 from simulator.virtual_run.event_loop import Change
 from simulator.virtual_run.simulation import Options, Outcome, document, simulate_plan

@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 
 from console.subcommands.cli_common import exit_with
+from services.scheduler.solvers.registry import AUTO, SOLVERS
 
 
 def register(app: typer.Typer) -> None:
@@ -19,9 +20,7 @@ def register(app: typer.Typer) -> None:
 
 def plan(  # noqa: PLR0913, PLR0917 - a command's options are its signature
     problem: Annotated[Path, typer.Argument(metavar="PROBLEM", help="Cluster, model and workload: .yaml or .json.")],
-    solver: Annotated[
-        str, typer.Option("--solver", help="auto, exhaustive, milp, partition, multilevel or streamrl.")
-    ] = "auto",
+    solver: Annotated[str, typer.Option("--solver", help=f"One of {', '.join(SOLVERS)}.")] = AUTO,
     cost_model: Annotated[
         str, typer.Option("--cost-model", help="rm1 (reference) or calibrated (fitted to published runs).")
     ] = "rm1",

@@ -10,10 +10,11 @@ from penstock.errors import InvalidFieldError
 from penstock.v1 import scheduler_pb2 as pb
 from services.scheduler.cost_model.reference import CostModel, Score
 from services.scheduler.planning.first_fit import InfeasiblePlanError
-from services.scheduler.planning.solve import AUTO, SOLVERS, plan_document, solve, solve_generation
+from services.scheduler.planning.solve import plan_document, solve, solve_generation
 from services.scheduler.problem.plan_document import PlanDocument
 from services.scheduler.problem.problem import Problem, parse_problem
 from services.scheduler.solvers.interface import ProblemTooLargeError, Solution, TimeLeft
+from services.scheduler.solvers.registry import AUTO, SOLVERS
 
 
 def checked_problem(problem_json: str, solver: str) -> tuple[Problem, str]:

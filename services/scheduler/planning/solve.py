@@ -12,27 +12,12 @@ from services.scheduler.planning.market import alternatives, purchases, usd_per_
 from services.scheduler.problem.plan_check import check_plan, violations
 from services.scheduler.problem.plan_document import PlanDocument
 from services.scheduler.problem.problem import Problem
-from services.scheduler.solvers.exhaustive import ExhaustiveSolver
-from services.scheduler.solvers.interface import Solution, Solver, TimeLeft
-from services.scheduler.solvers.milp import MilpSolver
-from services.scheduler.solvers.multilevel import MultilevelSolver
-from services.scheduler.solvers.partition import PartitionSolver
-from services.scheduler.solvers.portfolio import AutoSolver
+from services.scheduler.solvers.interface import Solution, TimeLeft
 from services.scheduler.solvers.regeneration import regenerate
-from services.scheduler.solvers.streamrl_allocation import StreamRlSolver
+from services.scheduler.solvers.registry import SOLVERS, make_solver
 
-AUTO = "auto"
-SOLVERS: dict[str, Solver] = {
-    solver.name: solver
-    for solver in (
-        AutoSolver(),
-        ExhaustiveSolver(),
-        MilpSolver(),
-        PartitionSolver(),
-        MultilevelSolver(),
-        StreamRlSolver(),
-    )
-}
+for _name in SOLVERS:
+    make_solver(_name)  # Its imports take no time of a search.
 Document = dict[str, Any]
 
 
@@ -40,7 +25,7 @@ def solve(
     model: CostModel, solver: str, *, time_left: TimeLeft, seed: int = 0, starts: Sequence[PlanDocument] = ()
 ) -> Solution:
     """The plan of a solver by its name in SOLVERS, checked; `starts` as of Solver. Raises ProblemTooLargeError."""
-    return _checked(model, SOLVERS[solver].solve(model, time_left=time_left, seed=seed, starts=starts))
+    return _checked(model, make_solver(solver).solve(model, time_left=time_left, seed=seed, starts=starts))
 
 
 def solve_generation(model: CostModel, running: PlanDocument, *, time_left: TimeLeft) -> Solution:

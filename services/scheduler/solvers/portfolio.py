@@ -18,17 +18,8 @@ from services.scheduler.solvers.exhaustive import ExhaustiveSolver
 from services.scheduler.solvers.interface import ProblemTooLargeError, Solution, Solver, TimeLeft, refused
 from services.scheduler.solvers.milp import MilpSolver
 from services.scheduler.solvers.multilevel import MultilevelSolver
-from services.scheduler.solvers.partition import PartitionSolver
-from services.scheduler.solvers.streamrl_allocation import StreamRlSolver
+from services.scheduler.solvers.registry import AUTO, SOLVERS, make_solver
 
-_FIRST: tuple[tuple[Solver, float], ...] = (
-    (PartitionSolver(), 0.8),
-    (StreamRlSolver(), 0.6),
-    (ExhaustiveSolver(), 0.25),
-    (MultilevelSolver(), 0.6),
-    (MilpSolver(), 0.6),
-)
-"""Each member, and the share that it may take of the time that is left when its turn comes."""
 _RIVALS: tuple[Solver, Solver] = (MultilevelSolver(), MilpSolver(has_programs=False))
 """Which go on, one of them at a time."""
 _TURN = 0.5
@@ -40,7 +31,7 @@ _NUM_TURNS = 8
 class AutoSolver:
     """The members in turn."""
 
-    name = "auto"
+    name = AUTO
 
     def solve(
         self, model: CostModel, *, time_left: TimeLeft, seed: int, starts: Sequence[PlanDocument] = ()
@@ -49,7 +40,12 @@ class AutoSolver:
         if (refusal := refused(model, self.name)) is not None:
             return refusal
         turns = _Turns(model, time_left, seed, starts)
-        *_, first, second = (turns.take(member, share) for member, share in _FIRST)
+        gains = {
+            name: turns.take(make_solver(name), entry.auto_share)
+            for name, entry in SOLVERS.items()
+            if entry.auto_share is not None
+        }
+        first, second = (gains.get(rival.name, 0.0) for rival in _RIVALS)
         chosen, num_ended = int(second >= first), 0
         for number in range(_NUM_TURNS):
             gain = turns.take(_RIVALS[chosen], _TURN if number < _NUM_TURNS - 1 else 1.0)

@@ -20,9 +20,9 @@ from penstock.v1 import scheduler_pb2_grpc
 from services.scheduler import service as scheduler_service
 from services.scheduler.config import LengthsConfig
 from services.scheduler.cost_model.reference import CostModel
-from services.scheduler.planning.solve import SOLVERS
 from services.scheduler.server import SERVICE_NAME, make_forecaster, make_service
 from services.scheduler.service import MAX_QUERIES, SchedulerServicer
+from services.scheduler.solvers.registry import SOLVERS
 from tests.helpers.plans.problems import document, problem
 from tests.helpers.serving import channel_to, serving
 

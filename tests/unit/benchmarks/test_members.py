@@ -4,8 +4,9 @@ import time
 
 from benchmarks.scheduler.members import MEMBERS, Budgeted, plans_left, row, seconds_left
 from benchmarks.scheduler.problems.drawn import drawn_problem
-from services.scheduler.planning.solve import AUTO, _checked, solve
+from services.scheduler.planning.solve import _checked, solve
 from services.scheduler.solvers.multilevel import MultilevelSolver
+from services.scheduler.solvers.registry import AUTO
 
 
 def test_drawn_problems_are_the_same_each_time_and_unlike_each_other():

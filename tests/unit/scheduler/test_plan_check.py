@@ -5,10 +5,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.scheduler.cost_model.reference import CostModel, Infeasible
-from services.scheduler.planning.solve import SOLVERS, solve
+from services.scheduler.planning.solve import solve
 from services.scheduler.problem.plan_check import InvalidPlanError, check_plan, violations
 from services.scheduler.problem.plan_document import PlanDocument
 from services.scheduler.solvers.interface import Solution
+from services.scheduler.solvers.registry import SOLVERS, Entry
 from tests.helpers.plans.drawn_problems import drawn
 from tests.helpers.plans.problems import plan, problem
 
@@ -111,31 +112,30 @@ def test_it_agrees_with_the_cost_model_on_any_plan(gen, train, params, is_single
         assert all("no link brings weights" in each for each in found)
 
 
+class Wrong:
+    name = "wrong"
+
+    def solve(self, model, *, time_left, seed, starts):
+        bad = plan([("l40s-0", 1, 8), ("l4-0", 16, 1)], [("a100-0", 8)])
+        return Solution(bad, model.score(GOOD), None, False, 1, self.name)
+
+
+class Wasteful:
+    name = "wasteful"
+
+    def solve(self, model, *, time_left, seed, starts):
+        return Solution(GOOD, model.score(GOOD), None, False, 1, self.name)
+
+
 def test_a_solvers_invalid_plan_is_never_handed_out(monkeypatch):
-    model = CostModel(problem("tiny_04"))
-
-    class Wrong:
-        name = "wrong"
-
-        def solve(self, model, *, time_left, seed, starts):
-            bad = plan([("l40s-0", 1, 8), ("l4-0", 16, 1)], [("a100-0", 8)])
-            return Solution(bad, model.score(GOOD), None, False, 1, self.name)
-
-    monkeypatch.setitem(SOLVERS, "wrong", Wrong())
+    monkeypatch.setitem(SOLVERS, "wrong", Entry(f"{__name__}:Wrong"))
     with pytest.raises(InvalidPlanError, match=r"solver wrong made a plan that cannot run: gen and train: 16 GPUs"):
-        solve(model, "wrong", time_left=ample)
+        solve(CostModel(problem("tiny_04")), "wrong", time_left=ample)
 
 
 def test_replicas_that_add_nothing_are_left_out(monkeypatch):
     model = CostModel(problem("tiny_04", "links=[]"))
-
-    class Wasteful:
-        name = "wasteful"
-
-        def solve(self, model, *, time_left, seed, starts):
-            return Solution(GOOD, model.score(GOOD), None, False, 1, self.name)
-
-    monkeypatch.setitem(SOLVERS, "wasteful", Wasteful())
+    monkeypatch.setitem(SOLVERS, "wasteful", Entry(f"{__name__}:Wasteful"))
     solution = solve(model, "wasteful", time_left=ample)
 
     # No link brings weights to l4-0.

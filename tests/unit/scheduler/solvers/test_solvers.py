@@ -5,10 +5,11 @@ import itertools
 import pytest
 
 from services.scheduler.cost_model.reference import CostModel, Infeasible, Limit
-from services.scheduler.planning.solve import SOLVERS, solve
+from services.scheduler.planning.solve import solve
 from services.scheduler.solvers.exhaustive import ExhaustiveSolver
 from services.scheduler.solvers.multilevel import MultilevelSolver
 from services.scheduler.solvers.partition import PartitionSolver
+from services.scheduler.solvers.registry import SOLVERS
 from services.scheduler.solvers.scored import ordered_nodes, parts_of
 from services.scheduler.solvers.streamrl_allocation import StreamRlSolver
 from tests.helpers.plans.drawn_problems import drawn

@@ -1,0 +1,42 @@
+"""The solvers by the names that `--solver` takes. A new one is a file beside this one and a line here.
+
+Nothing is imported before a solver is asked for, so that the command line lists the names at no cost.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pkgutil import resolve_name
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from services.scheduler.solvers.interface import Solver
+
+AUTO = "auto"
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One solver."""
+
+    path: str
+    """`module:class`, whose objects are made without arguments."""
+    auto_share: float | None = None
+    """What it may take of the time that is left when its turn in `auto` comes; None where `auto` does without it."""
+
+
+SOLVERS: dict[str, Entry] = {
+    AUTO: Entry("services.scheduler.solvers.portfolio:AutoSolver"),
+    "partition": Entry("services.scheduler.solvers.partition:PartitionSolver", auto_share=0.8),
+    "streamrl": Entry("services.scheduler.solvers.streamrl_allocation:StreamRlSolver", auto_share=0.6),
+    "exhaustive": Entry("services.scheduler.solvers.exhaustive:ExhaustiveSolver", auto_share=0.25),
+    "multilevel": Entry("services.scheduler.solvers.multilevel:MultilevelSolver", auto_share=0.6),
+    "milp": Entry("services.scheduler.solvers.milp:MilpSolver", auto_share=0.6),
+}
+"""`auto` asks in this order."""
+
+
+def make_solver(name: str) -> Solver:
+    """The solver of that name, one of SOLVERS."""
+    solver: Solver = resolve_name(SOLVERS[name].path)()
+    return solver

@@ -1,0 +1,75 @@
+"""A solver from outside: one entry in the registry, and every way to plan knows it."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+from typer.testing import CliRunner
+
+from console.cli import app
+from services.scheduler.cost_model.reference import CostModel
+from services.scheduler.planning.plan_wire import checked_problem
+from services.scheduler.planning.solve import solve
+from services.scheduler.solvers.interface import Solution
+from services.scheduler.solvers.portfolio import AutoSolver
+from services.scheduler.solvers.registry import AUTO, SOLVERS, Entry, make_solver
+from tests.helpers.console import environment
+from tests.helpers.plans.problems import INSTANCES, document, plan, problem
+
+HALVES = plan([("h20-0", 1, 8)], [("h800-0", 8)])
+
+
+class Toy:
+    """Each machine does one thing."""
+
+    name = "toy"
+
+    def solve(self, model, *, time_left, seed, starts):
+        return Solution(HALVES, model.score(HALVES), None, True, 1, self.name)
+
+
+@pytest.fixture
+def toy(monkeypatch):
+    monkeypatch.setitem(SOLVERS, "toy", Entry(f"{__name__}:Toy", auto_share=0.5))
+
+
+def test_each_solver_goes_by_its_name():
+    assert {name: make_solver(name).name for name in SOLVERS} == {name: name for name in SOLVERS}
+
+
+@pytest.mark.usefixtures("toy")
+def test_a_registered_solver_plans_for_programs_and_on_the_command_line():
+    solution = solve(CostModel(problem("tiny_02")), "toy", time_left=lambda: 60.0)
+    assert (solution.plan, solution.solver) == (HALVES, "toy")
+
+    result = CliRunner().invoke(
+        app, ["plan", str(INSTANCES / "tiny_02.json"), "--solver", "toy", "--budget-s", "1", "--json"]
+    )
+    answer = json.loads(result.output)
+    assert (answer["rm1_plan"], answer["solver"]) == (HALVES.model_dump(mode="json"), "toy")
+    refused = CliRunner().invoke(app, ["plan", "nowhere.json", "--solver", "oracle"])
+    assert "there is: auto, partition, streamrl, exhaustive, multilevel, milp, toy" in refused.output
+    assert checked_problem(json.dumps(document("tiny_02")), "toy") == (problem("tiny_02"), "toy")
+
+
+def test_auto_asks_the_solvers_that_have_a_share(monkeypatch):
+    for name in list(SOLVERS):
+        monkeypatch.delitem(SOLVERS, name)
+    monkeypatch.setitem(SOLVERS, "idle", Entry("nowhere:Nothing"))
+    monkeypatch.setitem(SOLVERS, "toy", Entry(f"{__name__}:Toy", auto_share=0.5))
+
+    solution = AutoSolver().solve(CostModel(problem("tiny_02")), time_left=lambda: 60.0, seed=0)
+    assert (solution.plan, solution.solver, solution.num_evaluated) == (HALVES, "toy", 1)
+
+
+def test_help_names_the_registered_solvers():
+    program = (
+        "from services.scheduler.solvers.registry import SOLVERS, Entry\n"
+        "SOLVERS['toy'] = Entry('nowhere:Toy')\n"
+        "from console.cli import main; import sys; sys.argv = ['penstock', 'plan', '--help']; main()"
+    )
+    done = subprocess.run(
+        (sys.executable, "-c", program), capture_output=True, text=True, check=True, env=environment()
+    )
+    assert f"One of {AUTO}, partition, streamrl, exhaustive, multilevel, milp, toy." in " ".join(done.stdout.split())
