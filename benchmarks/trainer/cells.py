@@ -118,7 +118,7 @@ def _configured(config: TrainingConfig, cell: Cell) -> TrainingConfig:
 
 
 def _trainer_step(policy: Policy, config: TrainingConfig, version: int, groups: Groups) -> dict[str, float]:
-    step = TrainingStep(policy.backend, step_settings(config, policy.algorithm, policy_version=version))
+    step = TrainingStep(policy.backend, step_settings(config, policy_version=version))
     step.add_groups(groups)
     return step.finish().loss_metrics
 
@@ -126,11 +126,11 @@ def _trainer_step(policy: Policy, config: TrainingConfig, version: int, groups: 
 def _plain_step(policy: Policy, config: TrainingConfig, version: int, groups: Groups) -> dict[str, float]:
     """Advantages, gradient, optimiser step: what `TrainingStep` comes to when nothing is late, odd or left out."""
     backend: Backend = policy.backend
-    assert policy.algorithm.group_advantages is not None
+    assert config.algorithm.definition.group_advantages is not None
     lessons = []
     for group in groups:
         rewards = np.array([sample.reward for sample in group], dtype=np.float64)
-        credits = policy.algorithm.group_advantages(rewards)
+        credits = config.algorithm.definition.group_advantages(rewards)
         lessons += [_lesson(sample, credit) for sample, credit in zip(group, credits, strict=True)]
     num_minibatches = config.algorithm.num_minibatches
     for minibatch in [lessons] if num_minibatches == 1 else split(lessons, num_minibatches=num_minibatches):

@@ -21,8 +21,8 @@ from penstock.targets import checked_address, checked_addresses
 from services.broker.storage.redis.address import parse_redis_url
 from services.generator.config import EngineConfig
 from services.reward.config import RewardModelConfig
+from services.trainer.algorithms.config import AlgorithmConfig
 from services.trainer.config import (
-    AlgorithmConfig,
     ComputeConfig,
     DataConfig,
     LoraSection,

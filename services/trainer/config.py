@@ -17,14 +17,13 @@ from penstock.staleness.registry import PolicyName
 from penstock.targets import checked_addresses
 from penstock.wire.pieces import MAX_GROUP_TOKENS
 from penstock.wire.sampling_rules import MIN_TEMPERATURE
-from services.trainer.algorithms.base import Normalization
+from services.trainer.algorithms.config import AlgorithmConfig
+from services.trainer.algorithms.registry import ALGORITHMS
 
 MAX_SAMPLES_PER_GROUP = 1024
 TrackerName = Literal["tensorboard", "wandb", "wandb_offline"]
 TRACKER_PACKAGES: dict[TrackerName, str] = {"tensorboard": "tensorboard", "wandb": "wandb", "wandb_offline": "wandb"}
 """What each needs; none comes with Penstock (requirements/trackers.txt)."""
-AlgorithmName = Literal["grpo", "dr_grpo", "dapo", "gspo", "cispo", "rloo", "reinforce_plus_plus", "ppo", "tba"]
-"""Keys of `algorithms.registry.ALGORITHMS`, which brings torch in and is not imported here."""
 
 UNTRAINABLE: Mapping[str, tuple[object, ...]] = {
     "top_p": (None, 1),
@@ -184,54 +183,6 @@ class SamplingConfig(StrictModel):
         return {name: value for name, value in given.items() if name not in UNTRAINABLE}
 
 
-class AlgorithmConfig(StrictModel):
-    """What is optimised."""
-
-    name: AlgorithmName = "grpo"
-    """How samples are credited, and how far the policy may move on them: services/trainer/algorithms."""
-    normalization: Normalization | None = None
-    """What the loss is averaged over: tokens of the step, a sample's tokens and then samples, samples (sequences), or
-    max_tokens and samples; the algorithm's own when unset."""
-    group_size: int = Field(default=8, ge=1, le=1024)
-    """Samples of one prompt that are trained on; 1 only with ppo, whose critic needs no siblings."""
-    prompts_per_step: int = Field(default=32, ge=1)
-    """Prompts (groups) in one step: the batch that makes one policy version."""
-    num_minibatches: int = Field(default=1, ge=1, le=1024)
-    """Optimiser steps of a batch, each on whole groups of its own: with 1 gradients are computed while samples come,
-    but no ratio is ever clipped under a correction."""
-    max_staleness: int = Field(default=1, ge=0, le=1000)
-    """Most policy versions a sample may lag; 0 is on-policy."""
-    clip_low: float | None = Field(default=None, gt=0, le=1)
-    """Lower clip of the probability ratio: 1 - clip_low; the algorithm's own when unset."""
-    clip_high: float | None = Field(default=None, gt=0, le=10)
-    """Upper clip of the probability ratio: 1 + clip_high; the algorithm's own when unset."""
-    kl_coefficient: float = Field(default=0.0, ge=0)
-    """Weight of the KL term against the initial model; 0 keeps no reference model."""
-    kl_estimator: Literal["k1", "k2", "k3"] = "k3"
-    """How that KL is estimated from sampled tokens (Schulman)."""
-    reference_refresh_steps: int = Field(default=0, ge=0)
-    """Every so many steps the weights of that moment become what the KL is taken against; 0 keeps the initial model."""
-    num_replayed_groups: int = Field(default=0, ge=0, le=100_000)
-    """Of tba: groups of earlier steps that each step trains on again, recent and well rewarded ones, of those that
-    policy.num_retained_steps keeps."""
-    gae_lambda: float = Field(default=1.0, ge=0, le=1)
-    """Of ppo: 1 credits tokens by rewards alone, 0 by the critic's next value alone."""
-    critic_learning_rate: float | None = Field(default=None, gt=0)
-    """Of ppo: peak learning rate of the critic; when unset optimizer.learning_rate, or up to ten times that where it
-    stays below 1e-5."""
-    overlong_buffer_tokens: int = Field(default=0, ge=0)
-    """The reward falls linearly by up to 1 over the last so many of sampling.max_new_tokens (DAPO); 0 is off."""
-    correction: Literal["none", "decoupled", "truncated", "masked"] = "truncated"
-    """Correction for samples of older versions: none, importance weights (decoupled), weights cut at
-    max_importance_weight (truncated), or tokens beyond it left out (masked)."""
-    correction_level: Literal["token", "sequence"] = "token"
-    """Whether each token is corrected, or the completion as a whole."""
-    max_importance_weight: float = Field(default=2.0, ge=1)
-    """Bound of truncated and masked."""
-    allow_uncorrected: bool = False
-    """Allow correction none with max_staleness > 0: for comparisons."""
-
-
 class SamplePolicyConfig(StrictModel):
     """How the broker treats the run's samples."""
 
@@ -343,9 +294,9 @@ class TrainingConfig(StrictModel):
     @model_validator(mode="after")
     def _the_reference_can_be_kept(self) -> Self:
         algorithm = self.algorithm
-        if algorithm.name == "tba" and algorithm.kl_coefficient == 0:
+        if algorithm.definition.needs_kl and algorithm.kl_coefficient == 0:
             raise ValueError(
-                "algorithm.kl_coefficient: tba is the balance of reward and KL; set it, for example to 0.01"
+                f"algorithm.kl_coefficient: {algorithm.name} balances reward and KL; set it, for example to 0.01"
             )
         if algorithm.reference_refresh_steps and algorithm.kl_coefficient == 0:
             raise ValueError("algorithm.reference_refresh_steps: without kl_coefficient there is no reference")
@@ -366,9 +317,10 @@ class TrainingConfig(StrictModel):
 
     @model_validator(mode="after")
     def _only_off_policy_algorithms_replay(self) -> Self:
-        if self.algorithm.num_replayed_groups and self.algorithm.name != "tba":
+        if self.algorithm.num_replayed_groups and not self.algorithm.definition.is_off_policy:
+            others = ", ".join(name for name, each in ALGORITHMS.items() if each.is_off_policy)
             raise ValueError(
-                f"algorithm.num_replayed_groups: {self.algorithm.name} trains once on a sample; choose tba or 0"
+                f"algorithm.num_replayed_groups: {self.algorithm.name} trains once on a sample; choose {others} or 0"
             )
         return self
 
@@ -383,7 +335,8 @@ class TrainingConfig(StrictModel):
 
     @model_validator(mode="after")
     def _samples_have_something_to_compare_with(self) -> Self:
-        if self.algorithm.group_size == 1 and (self.algorithm.name != "ppo" or self.policy.drops_zero_variance):
+        has_critic = self.algorithm.definition.has_critic
+        if self.algorithm.group_size == 1 and (not has_critic or self.policy.drops_zero_variance):
             raise ValueError(
                 f"algorithm.group_size: 1 leaves {self.algorithm.name} nothing to compare a sample with; set 2 or "
                 "more, or algorithm.name to ppo without policy.drops_zero_variance"

@@ -71,8 +71,8 @@ class Surrogate:
 
     losses: Tensor
     """[N], with gradient; smaller is better."""
-    is_clipped: Tensor
-    """bool[N], tokens whose ratio went too far to count."""
+    is_clipped: Tensor | None = None
+    """bool[N], tokens whose ratio went too far to count; None where no ratio can."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,6 +97,8 @@ class Algorithm:
     term of the loss."""
     is_off_policy: bool = False
     """Right for samples of any policy: no importance weights, and trained samples may be trained on again."""
+    needs_kl: bool = False
+    """Balances rewards against the KL to the reference: a run must set `kl_coefficient`."""
 
     def __post_init__(self) -> None:
         """Exactly one estimator.

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import torch
-
 from services.trainer.algorithms.base import Algorithm, Clip, Normalization, Surrogate, TokenTerms
 from services.trainer.algorithms.grpo import group_advantages
 from services.trainer.algorithms.terms.ratios import bounded_exp, segment_counts, segment_sums
@@ -23,7 +21,7 @@ def sequence_clipped(terms: TokenTerms, clip: Clip) -> Surrogate:
     ratios = bounded_exp(log_ratios)
     free = ratios * advantages
     held = ratios.clamp(1.0 - clip.low, 1.0 + clip.high) * advantages
-    losses = -torch.minimum(free, held)
+    losses = -free.minimum(held)
     return Surrogate(losses=losses[terms.segments], is_clipped=(held < free)[terms.segments])
 
 

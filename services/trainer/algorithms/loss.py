@@ -119,10 +119,11 @@ def policy_loss(inputs: LossInputs, *, algorithm: Algorithm, settings: LossSetti
         kl = estimated_kl(trainer, inputs.reference_logprobs, settings.kl_estimator)
         losses = losses + settings.kl_coefficient * kl
         sums["reference_kl"] = kl.detach().sum()
+    is_clipped = surrogate.is_clipped
     sums |= {
         "loss": losses.detach().sum(),
         "ratio": ratios.sum(),
-        "clip_fraction": surrogate.is_clipped.to(trainer.dtype).sum(),
+        "clip_fraction": trainer.new_zeros(()) if is_clipped is None else is_clipped.to(trainer.dtype).sum(),
         "entropy": -trainer.detach().sum(),
         "mismatch_kl": estimated_kl(behavior, trainer.detach(), KlEstimator.K3).sum(),
         "importance_weight": weights.sum(),

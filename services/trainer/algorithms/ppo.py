@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from services.trainer.algorithms.base import Algorithm, Clip, Normalization
 from services.trainer.algorithms.surrogates import clipped
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 VALUE_CLIP = 0.2
 """How far a value may move from what it was when the batch came."""
@@ -26,7 +28,7 @@ def value_losses(values: Tensor, old_values: Tensor, returns: Tensor, *, clip: f
     Source: Schulman et al.'s PPO2 (OpenAI baselines); Huang et al. (2022), detail 9.
     """
     held = old_values + (values - old_values).clamp(-clip, clip)
-    return torch.maximum((values - returns).square(), (held - returns).square()) / 2.0
+    return (values - returns).square().maximum((held - returns).square()) / 2.0
 
 
 # Source: PPO (arXiv 1707.06347) eq. 7 with GAE; the KL to the reference is taken off the token rewards, as in

@@ -1,4 +1,4 @@
-"""The algorithms by the names that a configuration uses."""
+"""The algorithms by the names that a configuration uses. None of them imports torch, nor does this."""
 
 from __future__ import annotations
 
@@ -13,13 +13,6 @@ from services.trainer.algorithms.reinforce_plus_plus import REINFORCE_PLUS_PLUS
 from services.trainer.algorithms.rloo import RLOO
 from services.trainer.algorithms.tba import TBA
 
-ALGORITHMS = {each.name: each for each in (GRPO, DR_GRPO, DAPO, GSPO, CISPO, RLOO, REINFORCE_PLUS_PLUS, PPO, TBA)}
-
-
-def algorithm_of(name: str) -> Algorithm:
-    """The algorithm of that name.
-
-    Raises:
-        KeyError: there is none.
-    """
-    return ALGORITHMS[name]
+ALGORITHMS: dict[str, Algorithm] = {
+    each.name: each for each in (GRPO, DR_GRPO, DAPO, GSPO, CISPO, RLOO, REINFORCE_PLUS_PLUS, PPO, TBA)
+}

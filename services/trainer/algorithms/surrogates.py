@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import torch
-
 from services.trainer.algorithms.base import Clip, Surrogate, TokenTerms
 from services.trainer.algorithms.terms.ratios import bounded_exp
 
@@ -16,10 +14,9 @@ def clipped(terms: TokenTerms, clip: Clip) -> Surrogate:
     ratios = bounded_exp(terms.log_ratios)
     free = ratios * terms.advantages
     held = ratios.clamp(1.0 - clip.low, 1.0 + clip.high) * terms.advantages
-    return Surrogate(losses=-torch.minimum(free, held), is_clipped=held < free)
+    return Surrogate(losses=-free.minimum(held), is_clipped=held < free)
 
 
 def unclipped(terms: TokenTerms, clip: Clip) -> Surrogate:
     """Per token `-r * A`: the policy gradient with an importance ratio; `clip` is not read."""
-    losses = -bounded_exp(terms.log_ratios) * terms.advantages
-    return Surrogate(losses=losses, is_clipped=torch.zeros_like(losses, dtype=torch.bool))
+    return Surrogate(losses=-bounded_exp(terms.log_ratios) * terms.advantages)

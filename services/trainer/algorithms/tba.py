@@ -15,16 +15,13 @@ Source: TBA (arXiv 2503.18929) section 3, the VarGrad estimate of log Z.
 
 from __future__ import annotations
 
-import torch
-
 from services.trainer.algorithms.base import Algorithm, Clip, Normalization, Surrogate, TokenTerms
 from services.trainer.algorithms.dr_grpo import group_advantages
 
 
 def weighed_logprobs(terms: TokenTerms, clip: Clip) -> Surrogate:
     """Per token `-A * log pi`; no ratio to any other policy, and `clip` is not read."""
-    losses = -terms.advantages * terms.logprobs
-    return Surrogate(losses=losses, is_clipped=torch.zeros_like(losses, dtype=torch.bool))
+    return Surrogate(losses=-terms.advantages * terms.logprobs)
 
 
 TBA = Algorithm(
@@ -32,6 +29,7 @@ TBA = Algorithm(
     group_advantages=group_advantages,
     is_kl_in_reward=True,
     is_off_policy=True,
+    needs_kl=True,
     surrogate=weighed_logprobs,
     clip=Clip(low=1.0, high=0.0),
     normalization=Normalization.SEQUENCES,

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING
 import structlog
 
 from penstock.v1 import trainer_pb2
-from services.trainer.algorithms.base import Algorithm
 from services.trainer.batches.replay_buffer import ReplayBuffer
 from services.trainer.compute.background_tasks import run_beside
 from services.trainer.compute.compute_thread import ComputeThread, InterruptibleBackend
@@ -45,7 +44,6 @@ class RunSession:
     context: RunContext
     compute: ComputeThread
     backend: InterruptibleBackend
-    algorithm: Algorithm
     meter: OverlapMeter
     publisher: WeightPublisher
     events: RunEvents
@@ -121,7 +119,6 @@ class RunSession:
             context=self.context,
             compute=self.compute,
             backend=self.backend,
-            algorithm=self.algorithm,
             hooks=hooks,
             replay=replay,
         )

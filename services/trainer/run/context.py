@@ -11,7 +11,6 @@ from penstock.clients.broker import BrokerClient
 from penstock.clock import Clock
 from penstock.errors import FencedError
 from penstock.v1 import broker_pb2
-from services.trainer.algorithms.base import Algorithm
 from services.trainer.config import SamplePolicyConfig, TrainingConfig
 from services.trainer.data.prompt_order import Tokenizer
 from services.trainer.folders.run_instance import RunInstance, write_instance
@@ -28,7 +27,6 @@ class Policy:
 
     backend: Backend
     tokenizer: Tokenizer
-    algorithm: Algorithm
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

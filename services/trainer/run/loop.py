@@ -34,7 +34,6 @@ from penstock.errors import (
     VersionConflictError,
 )
 from penstock.v1 import types_pb2
-from services.trainer.algorithms.base import Algorithm
 from services.trainer.batches.group_decoder import training_samples
 from services.trainer.batches.training_sample import TrainingSample
 from services.trainer.compute.background_tasks import uninterrupted
@@ -100,14 +99,12 @@ class StepLoop:
         context: RunContext,
         compute: ComputeThread,
         backend: InterruptibleBackend,
-        algorithm: Algorithm,
         hooks: StepHooks,
         replay: ReplayFeed | None = None,
     ) -> None:
         self._context = context
         self._compute = compute
         self._backend = backend
-        self._algorithm = algorithm
         self._hooks = hooks
         self._replay = replay
         self._received: deque[types_pb2.TrajectoryGroup] = deque()
@@ -157,7 +154,7 @@ class StepLoop:
     async def _attempt(self, kept: Groups, *, num_skipped: int) -> Groups | None:
         """A step that begins with the groups in `kept`; what another attempt is to begin with, None after the step."""
         config, version = self._context.config, self._context.progress.policy_version
-        settings = step_settings(config, self._algorithm, policy_version=version)
+        settings = step_settings(config, policy_version=version)
         open_step = _OpenStep(step=TrainingStep(self._backend, settings), num_skipped=num_skipped)
         try:
             await self._fill(open_step, kept)

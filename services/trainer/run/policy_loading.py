@@ -7,9 +7,8 @@ from functools import partial
 from transformers.utils.logging import disable_progress_bar
 
 from penstock.config import ConfigError
-from services.trainer.algorithms.base import Algorithm, Clip
+from services.trainer.algorithms.base import Clip
 from services.trainer.algorithms.loss import LossSettings, policy_loss
-from services.trainer.algorithms.registry import algorithm_of
 from services.trainer.algorithms.terms.correction import Correction, CorrectionLevel
 from services.trainer.algorithms.terms.kl import KlEstimator
 from services.trainer.config import TrainingConfig
@@ -45,7 +44,7 @@ def load_policy(config: TrainingConfig, torchrun: TorchrunRuns | None = None) ->
         backend = _backend(config, torchrun)
     except OSError as error:
         raise ConfigError(f"model.path: {config.model.path}: no usable model: {error}") from error
-    return Policy(backend=backend, tokenizer=tokenizer, algorithm=algorithm_of(config.algorithm.name))
+    return Policy(backend=backend, tokenizer=tokenizer)
 
 
 def _backend(config: TrainingConfig, torchrun: TorchrunRuns | None) -> Backend:
@@ -59,7 +58,7 @@ def _backend(config: TrainingConfig, torchrun: TorchrunRuns | None) -> Backend:
 
 def local_backend(config: TrainingConfig, peers: Peers | None = None) -> Backend:
     """The backend, or this process' part of it; raises OSError, BackendError."""
-    algorithm = algorithm_of(config.algorithm.name)
+    algorithm = config.algorithm.definition
     return RankBackend(
         model=ModelSettings(
             path=config.model.path,
@@ -68,12 +67,12 @@ def local_backend(config: TrainingConfig, peers: Peers | None = None) -> Backend
             device=config.trainer.device,
             num_threads=config.trainer.num_threads,
             keep_reference=config.algorithm.kl_coefficient > 0,
-            loss_reads_reference=not algorithm.is_kl_in_reward and not is_reference_early(config.algorithm, algorithm),
+            loss_reads_reference=not algorithm.is_kl_in_reward and not is_reference_early(config.algorithm),
             critic_learning_rate=critic_rate(config) if algorithm.has_critic else None,
             gradient_checkpointing=config.trainer.gradient_checkpointing,
         ),
         optimizer=config.optimizer,
-        loss=partial(policy_loss, algorithm=algorithm, settings=loss_settings(config, algorithm)),
+        loss=partial(policy_loss, algorithm=algorithm, settings=loss_settings(config)),
         seed=config.run.seed,
         peers=peers,
     )
@@ -86,9 +85,9 @@ def critic_rate(config: TrainingConfig) -> float:
     return config.algorithm.critic_learning_rate or usual
 
 
-def loss_settings(config: TrainingConfig, algorithm: Algorithm) -> LossSettings:
+def loss_settings(config: TrainingConfig) -> LossSettings:
     """What the loss of a run is made of."""
-    settings = config.algorithm
+    settings, algorithm = config.algorithm, config.algorithm.definition
     return LossSettings(
         clip=Clip(
             low=algorithm.clip.low if settings.clip_low is None else settings.clip_low,

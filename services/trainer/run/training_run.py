@@ -241,7 +241,6 @@ class TrainingRun:
                 context=self._context(client),
                 compute=self._compute,
                 backend=backend,
-                algorithm=policy.algorithm,
                 meter=self._meter,
                 publisher=self._publisher,
                 events=self.events,

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from services.trainer.algorithms.base import Algorithm, Normalization
-from services.trainer.config import AlgorithmConfig, TrainingConfig
+from services.trainer.algorithms.config import AlgorithmConfig
+from services.trainer.config import TrainingConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,15 +41,15 @@ class StepSettings:
     """Of credit by a critic: 1 trusts rewards alone, 0 its next value alone."""
 
 
-def is_reference_early(settings: AlgorithmConfig, algorithm: Algorithm) -> bool:
+def is_reference_early(settings: AlgorithmConfig) -> bool:
     """Whether a reference in the loss is read as samples come, instead of in the pass that takes the gradient."""
-    is_gradient_late = settings.num_minibatches > 1 or algorithm.group_advantages is None
-    return is_gradient_late and not algorithm.is_kl_in_reward
+    is_gradient_late = settings.num_minibatches > 1 or settings.definition.group_advantages is None
+    return is_gradient_late and not settings.definition.is_kl_in_reward
 
 
-def step_settings(config: TrainingConfig, algorithm: Algorithm, *, policy_version: int) -> StepSettings:
+def step_settings(config: TrainingConfig, *, policy_version: int) -> StepSettings:
     """A run's settings for the step from `policy_version`."""
-    settings = config.algorithm
+    settings, algorithm = config.algorithm, config.algorithm.definition
     return StepSettings(
         policy_version=policy_version,
         max_staleness=settings.max_staleness,
@@ -59,7 +60,7 @@ def step_settings(config: TrainingConfig, algorithm: Algorithm, *, policy_versio
         overlong_buffer_tokens=settings.overlong_buffer_tokens,
         num_minibatches=settings.num_minibatches,
         needs_proximal=settings.num_minibatches > 1 and settings.correction != "none" and not algorithm.is_off_policy,
-        needs_reference=settings.kl_coefficient > 0 and is_reference_early(settings, algorithm),
+        needs_reference=settings.kl_coefficient > 0 and is_reference_early(settings),
         skip_zero_advantages=not algorithm.has_critic and (algorithm.is_kl_in_reward or settings.kl_coefficient == 0),
         reward_kl_coefficient=settings.kl_coefficient if algorithm.is_kl_in_reward else 0.0,
         gae_lambda=settings.gae_lambda,

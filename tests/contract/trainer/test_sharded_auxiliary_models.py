@@ -7,7 +7,6 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from services.trainer.algorithms.registry import algorithm_of
 from services.trainer.batches.packing import pack_trajectories
 from services.trainer.model.backend import NonFiniteLossError
 from services.trainer.step.step import TrainingStep
@@ -51,7 +50,7 @@ def groups(seed):
 def train(backend, model, seed, *, algorithm, **_):
     """A step as the loop takes it, groups two at a time; returns what was reported."""
     config = config_of(model, algorithm=algorithm)
-    settings = step_settings(config, algorithm_of(algorithm["name"]), policy_version=0)
+    settings = step_settings(config, policy_version=0)
     step = TrainingStep(backend, replace(settings, max_pack_tokens=48))
     made = groups(seed)
     for first in range(0, len(made), 2):

@@ -8,7 +8,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from services.trainer.algorithms.registry import algorithm_of
 from services.trainer.batches.rank_partition import deal
 from services.trainer.model.backend import CheckpointMismatchError, NonFiniteLossError
 from services.trainer.step.step import TrainingStep
@@ -48,7 +47,7 @@ def train(backend, seed):
 def train_in_minibatches(backend):
     """Three optimiser steps on one batch, anchored to the weights before the first."""
     config = config_of(Path("model"))
-    settings = step_settings(config, algorithm_of(config.algorithm.name), policy_version=0)
+    settings = step_settings(config, policy_version=0)
     step = TrainingStep(backend, replace(settings, max_pack_tokens=48, num_minibatches=3))
     for number, name in enumerate("abcdefg"):
         step.add_groups([build_group(name, [0.0, 1.0, 1.0], num_tokens=3 + number)])

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 MAX_LOG_RATIO = 20.0
 """Log-ratios are clamped to +-20 before exp: e^20 is finite in float32, and a token this far off teaches nothing."""
@@ -11,7 +13,7 @@ MAX_LOG_RATIO = 20.0
 
 def bounded_exp(log_ratios: Tensor) -> Tensor:
     """`exp` of log-ratios clamped to +-MAX_LOG_RATIO."""
-    return torch.exp(log_ratios.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO))
+    return log_ratios.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
 
 
 def num_segments(segments: Tensor) -> int:

@@ -5,7 +5,6 @@ import re
 import pytest
 from pydantic import ValidationError
 
-from services.trainer.algorithms.registry import ALGORITHMS
 from services.trainer.algorithms.terms.correction import Correction
 from services.trainer.config import TrainingConfig
 from services.trainer.run.policy_loading import critic_rate, loss_settings
@@ -20,6 +19,7 @@ def config(algorithm, **sections):
 @pytest.mark.parametrize(
     ("algorithm", "message"),
     [
+        ({"name": "grppo"}, "must be one of grpo, dr_grpo, dapo"),
         ({"name": "tba"}, "algorithm.kl_coefficient: tba"),
         ({"name": "grpo", "num_replayed_groups": 4}, "algorithm.num_replayed_groups: grpo"),
         ({"group_size": 1}, "algorithm.group_size: 1 leaves grpo nothing to compare"),
@@ -62,9 +62,8 @@ def test_an_adapters_reference_cannot_be_refreshed():
 def test_a_kl_is_either_a_term_of_the_loss_or_taken_off_the_rewards():
     for name, is_in_reward in (("grpo", False), ("ppo", True), ("tba", True)):
         run = config({"name": name, "kl_coefficient": 0.25})
-        algorithm = ALGORITHMS[name]
-        in_loss = loss_settings(run, algorithm).kl_coefficient
-        in_reward = step_settings(run, algorithm, policy_version=0).reward_kl_coefficient
+        in_loss = loss_settings(run).kl_coefficient
+        in_reward = step_settings(run, policy_version=0).reward_kl_coefficient
         assert (in_loss, in_reward) == ((0.0, 0.25) if is_in_reward else (0.25, 0.0))
 
 
@@ -75,16 +74,16 @@ def test_a_kl_is_either_a_term_of_the_loss_or_taken_off_the_rewards():
 def test_proximal_log_probs_are_needed_where_a_correction_weighs_them(name, correction, is_needed):
     chosen = {"name": name, "correction": correction, "max_staleness": 0, "kl_coefficient": 0.1}
     run = config(chosen | {"num_minibatches": 4})
-    settings = step_settings(run, ALGORITHMS[name], policy_version=0)
+    settings = step_settings(run, policy_version=0)
     assert (settings.num_minibatches, settings.needs_proximal) == (4, is_needed)
 
 
 def test_trajectory_balance_is_never_corrected_and_a_critic_always_trained():
     tba = config({"name": "tba", "kl_coefficient": 0.1, "correction": "masked"})
-    assert loss_settings(tba, ALGORITHMS["tba"]).correction is Correction.NONE
+    assert loss_settings(tba).correction is Correction.NONE
     ppo = config({"name": "ppo"})
-    assert not step_settings(ppo, ALGORITHMS["ppo"], policy_version=0).skip_zero_advantages
-    assert step_settings(config({"name": "grpo"}), ALGORITHMS["grpo"], policy_version=0).skip_zero_advantages
+    assert not step_settings(ppo, policy_version=0).skip_zero_advantages
+    assert step_settings(config({"name": "grpo"}), policy_version=0).skip_zero_advantages
 
 
 @pytest.mark.parametrize(("policy", "stated", "expected"), [(1e-6, None, 1e-5), (4e-4, None, 4e-4), (1e-6, 3e-6, 3e-6)])

@@ -75,8 +75,7 @@ def test_all_passes_but_those_of_the_last_pack_are_made_before_the_batch_is_whol
 def test_what_is_computed_early_follows_from_the_configuration(algorithm, expected):
     document = {"model": {"path": "none"}, "data": {"train": None}, "algorithm": {"kl_coefficient": 0.1, **algorithm}}
     config = TrainingConfig.model_validate(document)
-    named = {each.name: each for each in (DR_GRPO, REINFORCE_PLUS_PLUS, PPO)}
-    settings = step_settings(config, named.get(algorithm["name"], DR_GRPO), policy_version=0)
+    settings = step_settings(config, policy_version=0)
     assert (settings.needs_proximal, settings.needs_reference) == expected
 
 

@@ -1,0 +1,70 @@
+"""The `algorithm` section of a run's configuration."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import AfterValidator, Field
+
+from penstock.config import StrictModel
+from services.trainer.algorithms.base import Algorithm, Normalization
+from services.trainer.algorithms.registry import ALGORITHMS
+
+
+def _known_algorithm(name: str) -> str:
+    if name not in ALGORITHMS:
+        raise ValueError(f"must be one of {', '.join(ALGORITHMS)}")
+    return name
+
+
+class AlgorithmConfig(StrictModel):
+    """What is optimised."""
+
+    name: Annotated[str, AfterValidator(_known_algorithm)] = "grpo"
+    """How samples are credited, and how far the policy may move on them: services/trainer/algorithms."""
+    normalization: Normalization | None = None
+    """What the loss is averaged over: tokens of the step, a sample's tokens and then samples, samples (sequences), or
+    max_tokens and samples; the algorithm's own when unset."""
+    group_size: int = Field(default=8, ge=1, le=1024)
+    """Samples of one prompt that are trained on; 1 only with ppo, whose critic needs no siblings."""
+    prompts_per_step: int = Field(default=32, ge=1)
+    """Prompts (groups) in one step: the batch that makes one policy version."""
+    num_minibatches: int = Field(default=1, ge=1, le=1024)
+    """Optimiser steps of a batch, each on whole groups of its own: with 1 gradients are computed while samples come,
+    but no ratio is ever clipped under a correction."""
+    max_staleness: int = Field(default=1, ge=0, le=1000)
+    """Most policy versions a sample may lag; 0 is on-policy."""
+    clip_low: float | None = Field(default=None, gt=0, le=1)
+    """Lower clip of the probability ratio: 1 - clip_low; the algorithm's own when unset."""
+    clip_high: float | None = Field(default=None, gt=0, le=10)
+    """Upper clip of the probability ratio: 1 + clip_high; the algorithm's own when unset."""
+    kl_coefficient: float = Field(default=0.0, ge=0)
+    """Weight of the KL term against the initial model; 0 keeps no reference model."""
+    kl_estimator: Literal["k1", "k2", "k3"] = "k3"
+    """How that KL is estimated from sampled tokens (Schulman)."""
+    reference_refresh_steps: int = Field(default=0, ge=0)
+    """Every so many steps the weights of that moment become what the KL is taken against; 0 keeps the initial model."""
+    num_replayed_groups: int = Field(default=0, ge=0, le=100_000)
+    """Of tba: groups of earlier steps that each step trains on again, recent and well rewarded ones, of those that
+    policy.num_retained_steps keeps."""
+    gae_lambda: float = Field(default=1.0, ge=0, le=1)
+    """Of ppo: 1 credits tokens by rewards alone, 0 by the critic's next value alone."""
+    critic_learning_rate: float | None = Field(default=None, gt=0)
+    """Of ppo: peak learning rate of the critic; when unset optimizer.learning_rate, or up to ten times that where it
+    stays below 1e-5."""
+    overlong_buffer_tokens: int = Field(default=0, ge=0)
+    """The reward falls linearly by up to 1 over the last so many of sampling.max_new_tokens (DAPO); 0 is off."""
+    correction: Literal["none", "decoupled", "truncated", "masked"] = "truncated"
+    """Correction for samples of older versions: none, importance weights (decoupled), weights cut at
+    max_importance_weight (truncated), or tokens beyond it left out (masked)."""
+    correction_level: Literal["token", "sequence"] = "token"
+    """Whether each token is corrected, or the completion as a whole."""
+    max_importance_weight: float = Field(default=2.0, ge=1)
+    """Bound of truncated and masked."""
+    allow_uncorrected: bool = False
+    """Allow correction none with max_staleness > 0: for comparisons."""
+
+    @property
+    def definition(self) -> Algorithm:
+        """The algorithm of that name."""
+        return ALGORITHMS[self.name]
