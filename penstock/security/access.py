@@ -103,33 +103,28 @@ def roles_of(method: str) -> frozenset[int]:
 
 def _checked_unary(behaviour: Callable[..., Awaitable[Any]], admit: Callable[[_Context], Caller]) -> Any:
     async def checked(request: Any, context: _Context) -> Any:
-        try:
-            caller = admit(context)
-            request = _of_caller(request, caller)
-        except PenstockError as error:
-            await _refuse(error, context)
-        _caller.set(caller)
-        return await behaviour(request, context)
+        return await behaviour(await _admitted(request, context, admit), context)
 
     return checked
 
 
 def _checked_stream(behaviour: Callable[..., AsyncIterator[Any]], admit: Callable[[_Context], Caller]) -> Any:
     async def checked(request: Any, context: _Context) -> AsyncIterator[Any]:
-        try:
-            caller = admit(context)
-            request = _of_caller(request, caller)
-        except PenstockError as error:
-            await _refuse(error, context)
-        _caller.set(caller)
-        async for response in behaviour(request, context):
+        async for response in behaviour(await _admitted(request, context, admit), context):
             yield response
 
     return checked
 
 
-async def _refuse(error: PenstockError, context: _Context) -> None:
-    await context.abort_with_status(rpc_status.to_status(to_status(error)))
+async def _admitted(request: Any, context: _Context, admit: Callable[[_Context], Caller]) -> Any:
+    """The request, checked, of a caller that is let through; ends the call otherwise."""
+    try:
+        caller = admit(context)
+        request = _of_caller(request, caller)
+    except PenstockError as error:
+        await context.abort_with_status(rpc_status.to_status(to_status(error)))
+    _caller.set(caller)
+    return request
 
 
 def _of_caller(request: Any, caller: Caller) -> Any:

@@ -10,9 +10,10 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import grpc
+from pydantic import BaseModel
 
 from penstock.config import ConfigError
 from penstock.process.logger import get_logger
@@ -30,11 +31,14 @@ from penstock.security.plain_text import (
     plain_listener_problem,
     plain_listener_warning,
 )
+from penstock.security.roles import caller_of_pem
 
 CLUSTER = "PENSTOCK"
 """What the variables of the cluster's own credentials begin with."""
 JUDGES = "PENSTOCK_JUDGE"
 """What those begin with that are shown to third parties' reward models."""
+
+ModelT = TypeVar("ModelT", bound=BaseModel)
 
 _log = get_logger()
 
@@ -111,6 +115,16 @@ class Security:
     def serves_tls(self) -> bool:
         """Whether servers of this process speak TLS."""
         return self.cert_file is not None and self.key_file is not None
+
+    def named(self, config: ModelT, field: str) -> ModelT:
+        """The configuration with this process's name in `field`, unless it is set there or the certificate has none.
+
+        A certificate of roles admits only ids that begin with its name.
+        """
+        caller = None if self.cert_file is None else caller_of_pem(self.cert_file.read_bytes())
+        if caller is None or caller.is_operator or not caller.name or field in config.model_fields_set:
+            return config
+        return config.model_copy(update={field: caller.name})
 
     @property
     def has_credentials(self) -> bool:

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import grpc
+from cryptography import x509
+from cryptography.x509.oid import NameOID
 from google.protobuf.descriptor import MethodDescriptor
 from google.protobuf.message import Message
 
@@ -171,6 +173,17 @@ def caller_of_certificate(names: Iterable[str], common_name: str) -> Caller | No
         if found is not None and found[2] in _ROLES:
             grants.append(Grant(_ROLES[found[2]], found[1], found[3]))
     return Caller(grants=grants, name=common_name)
+
+
+def caller_of_pem(certificate: bytes) -> Caller | None:
+    """What the first certificate of a PEM file makes its holder; None where it says nothing of roles."""
+    loaded = x509.load_pem_x509_certificate(certificate)
+    try:
+        names = loaded.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+    except x509.ExtensionNotFound:
+        return None
+    common = [str(name.value) for name in loaded.subject.get_attributes_for_oid(NameOID.COMMON_NAME)]
+    return caller_of_certificate(names.get_values_for_type(x509.UniformResourceIdentifier), "".join(common))
 
 
 def caller_of_context(context: grpc.aio.ServicerContext[Any, Any]) -> Caller | None:

@@ -135,7 +135,7 @@ class GeneratorConfig(MeasuredConfig):
     listen: str = "127.0.0.1:7302"
     """Address of its GeneratorService, host:port."""
     generator_id: str = "gen-0"
-    """Its name in status and logs; each start of the process adds a suffix of its own."""
+    """Its name in status and logs, by default that of a certificate of roles; each start adds a suffix of its own."""
     site: str = Field(default="", max_length=128)
     """Where it stands; generators of one site relay weights to each other, those without a site do not."""
     run_id: RunId

@@ -53,7 +53,7 @@ async def serve(config: GeneratorConfig) -> None:
     security = Security.from_environment(insecure=config.insecure)
     serve_metrics(config.metrics_address, security)
     metrics = GeneratorMetrics()
-    members = [_assemble(one, metrics, security) for one in expand(config)]
+    members = [_assemble(one, metrics, security) for one in expand(security.named(config, "generator_id"))]
 
     async def stop() -> None:
         await asyncio.gather(*(member.stop() for member in members))

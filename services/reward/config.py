@@ -38,7 +38,7 @@ class RewardConfig(MeasuredConfig):
     broker: Targets = "127.0.0.1:7301"
     """The broker, host:port; several on one Redis as a list, of which the first that works is used."""
     worker_id: str = "reward-0"
-    """Its name in status and logs."""
+    """Its name in status and logs, by default that of a certificate of roles."""
     tokenizer_path: Path | None = None
     """Hugging Face directory of the run's model: its tokenizer.json says what the token ids of a sample say."""
     reward: RewardModelConfig = RewardModelConfig()

@@ -46,7 +46,7 @@ async def serve(config: RewardConfig) -> None:
     session = ScoringSession(
         broker=config.broker,
         run_id=config.run_id,
-        worker_id=config.worker_id,
+        worker_id=security.named(config, "worker_id").worker_id,
         max_leases=max_leases,
         security=security,
     )
