@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from unittest.mock import patch
 
 import pytest
 from typer.testing import CliRunner
@@ -53,13 +54,10 @@ def test_a_registered_solver_plans_for_programs_and_on_the_command_line():
     assert checked_problem(json.dumps(document("tiny_02")), "toy") == (problem("tiny_02"), "toy")
 
 
-def test_auto_asks_the_solvers_that_have_a_share(monkeypatch):
-    for name in list(SOLVERS):
-        monkeypatch.delitem(SOLVERS, name)
-    monkeypatch.setitem(SOLVERS, "idle", Entry("nowhere:Nothing"))
-    monkeypatch.setitem(SOLVERS, "toy", Entry(f"{__name__}:Toy", auto_share=0.5))
-
-    solution = AutoSolver().solve(CostModel(problem("tiny_02")), time_left=lambda: 60.0, seed=0)
+def test_auto_asks_the_solvers_that_have_a_share():
+    toy = Entry(f"{__name__}:Toy", auto_share=0.5)
+    with patch.dict(SOLVERS, {"idle": Entry("nowhere:Nothing"), "toy": toy}, clear=True):
+        solution = AutoSolver().solve(CostModel(problem("tiny_02")), time_left=lambda: 60.0, seed=0)
     assert (solution.plan, solution.solver, solution.num_evaluated) == (HALVES, "toy", 1)
 
 
