@@ -7,9 +7,7 @@ from typing import Self
 from pydantic import Field, field_validator, model_validator
 
 from penstock.config import MeasuredConfig
-from services.broker.storage.redis.address import parse_redis_url
-
-MEMORY_URL = "memory://"
+from services.broker.storage.stores import store_kind
 
 
 class BrokerConfig(MeasuredConfig):
@@ -21,8 +19,9 @@ class BrokerConfig(MeasuredConfig):
     """Redis that holds all state: redis://, rediss:// or unix://; redis+sentinel://HOST:PORT,HOST:PORT/SERVICE;
     redis+cluster://HOST:PORT,HOST:PORT; memory:// keeps it in the process, for trials."""
     redis_wait_replicas: int = Field(default=0, ge=0, le=16)
-    """Answer only what so many replicas have too, so that the death of a master loses nothing that was answered; all
-    replicas, so that one that hangs and comes back does not either. Not with a Cluster, whose client cannot wait."""
+    """Acknowledge a write only after this many replicas confirm it, so that the death of a master loses nothing that
+    was acknowledged; name all replicas to be safe from a master that hangs and returns, too. Not with a Cluster, whose
+    client cannot wait."""
     scheduler: str | None = None
     """The scheduler that forecasts lengths for dispatch, host:port; without one lengths are unknown."""
     closed_run_retention_s: float | None = Field(default=7 * 86_400.0, ge=0)
@@ -31,15 +30,12 @@ class BrokerConfig(MeasuredConfig):
 
     @field_validator("redis_url")
     @classmethod
-    def _is_a_redis_url(cls, value: str) -> str:
-        if value != MEMORY_URL:
-            parse_redis_url(value)
+    def _is_a_store_url(cls, value: str) -> str:
+        store_kind(value).check(value)
         return value
 
     @model_validator(mode="after")
     def _replicas_can_be_waited_for(self) -> Self:
-        if self.redis_wait_replicas and (
-            self.redis_url == MEMORY_URL or parse_redis_url(self.redis_url).kind == "cluster"
-        ):
+        if self.redis_wait_replicas and not store_kind(self.redis_url).can_wait_for_replicas(self.redis_url):
             raise ValueError("redis_wait_replicas: needs one server or Sentinels in redis_url; set it to 0")
         return self

@@ -13,7 +13,7 @@ from penstock.network.metrics_server import serve_metrics
 from penstock.process import malloc
 from penstock.security import NO_SECURITY, Security
 from penstock.v1 import broker_pb2_grpc
-from services.broker.config import MEMORY_URL, BrokerConfig
+from services.broker.config import BrokerConfig
 from services.broker.records.store import Store
 from services.broker.runtime.forecasts import Forecaster
 from services.broker.runtime.length_reports import LengthReporter
@@ -21,10 +21,7 @@ from services.broker.runtime.metrics import BrokerMetrics
 from services.broker.runtime.retention import Retention
 from services.broker.runtime.run_registry import Hubs
 from services.broker.service import BrokerService
-from services.broker.storage.memory_store import MemoryStore
-from services.broker.storage.redis.authentication import RedisCredentials, protected_url
-from services.broker.storage.redis.metrics import RedisMetrics
-from services.broker.storage.redis.redis_store import RedisStore
+from services.broker.storage.stores import StoreSettings, store_kind
 
 SERVICE_NAME = "penstock.v1.BrokerService"
 
@@ -36,13 +33,13 @@ def make_store(config: BrokerConfig, *, registry: CollectorRegistry, security: S
 
     Raises ConfigError.
     """
-    if config.redis_url == MEMORY_URL:
-        return MemoryStore()
-    faults = RedisMetrics(registry)
-    credentials = RedisCredentials.from_environment(security)
-    url = protected_url(config.redis_url, credentials, setting="redis_url", security=security)
-    return RedisStore.from_url(
-        url, credentials=credentials, num_wait_replicas=config.redis_wait_replicas, on_fault=faults.count
+    return store_kind(config.redis_url).open(
+        StoreSettings(
+            url=config.redis_url,
+            num_wait_replicas=config.redis_wait_replicas,
+            registry=registry,
+            security=security,
+        )
     )
 
 

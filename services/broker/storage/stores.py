@@ -1,0 +1,72 @@
+"""The stores by the scheme of `redis_url`. A store is one file beside this one and one entry here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from prometheus_client import CollectorRegistry
+
+from penstock.security import Security
+from services.broker.records.store import Store
+from services.broker.storage.memory_store import MemoryStore
+from services.broker.storage.redis.address import parse_redis_url
+from services.broker.storage.redis.authentication import RedisCredentials, protected_url
+from services.broker.storage.redis.metrics import RedisMetrics
+from services.broker.storage.redis.redis_store import RedisStore
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoreSettings:
+    """What a store is opened with."""
+
+    url: str
+    num_wait_replicas: int
+    """Replicas that must confirm a write before it is answered."""
+    registry: CollectorRegistry
+    security: Security
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoreKind:
+    """A kind of store."""
+
+    check: Callable[[str], None]
+    """Raises ValueError when a URL is malformed."""
+    can_wait_for_replicas: Callable[[str], bool]
+    open: Callable[[StoreSettings], Store]
+    """Raises ConfigError."""
+
+
+def _check_memory_url(url: str) -> None:
+    if url != "memory://":
+        raise ValueError("write it as memory://, with nothing behind it")
+
+
+def _open_redis(settings: StoreSettings) -> Store:
+    faults = RedisMetrics(settings.registry)
+    credentials = RedisCredentials.from_environment(settings.security)
+    url = protected_url(settings.url, credentials, setting="redis_url", security=settings.security)
+    return RedisStore.from_url(
+        url, credentials=credentials, num_wait_replicas=settings.num_wait_replicas, on_fault=faults.count
+    )
+
+
+def _check_redis_url(url: str) -> None:
+    parse_redis_url(url)
+
+
+REDIS = StoreKind(
+    check=_check_redis_url,
+    can_wait_for_replicas=lambda url: parse_redis_url(url).kind != "cluster",
+    open=_open_redis,
+)
+STORES: dict[str, StoreKind] = {
+    "memory": StoreKind(check=_check_memory_url, can_wait_for_replicas=lambda _: False, open=lambda _: MemoryStore()),
+}
+"""By scheme; Redis takes every other URL, and says which it understands."""
+
+
+def store_kind(url: str) -> StoreKind:
+    """The kind of store that a URL names."""
+    return STORES.get(url.partition("://")[0], REDIS)
