@@ -94,12 +94,12 @@ class _StalePolicyEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_StalePoli
     slow group that is due.
     """
     STALE_POLICY_DROP: _StalePolicy.ValueType  # 2
-    """Nobody waits: admission counts by the trainer's version alone, and what falls behind is dropped with reason `stale`
-    while its prompt is queued anew, as another attempt.
+    """Nothing waits: admission counts by the trainer's version alone, and what falls behind is dropped with reason `stale`
+    while its prompt is queued again, as another attempt.
     """
     STALE_POLICY_CONTINUE: _StalePolicy.ValueType  # 3
     """Admission counts by the trainer's version alone; what was started goes on under newer weights, its oldest token
-    counts, and the trainer waits for it when it is due. What does not fit into its last step is dropped and queued anew.
+    counts, and the trainer waits for it when it is due. What does not fit into its last step is dropped and queued again.
     """
 
 class StalePolicy(_StalePolicy, metaclass=_StalePolicyEnumTypeWrapper):
@@ -112,12 +112,12 @@ STALE_POLICY_WAIT: StalePolicy.ValueType  # 1
 slow group that is due.
 """
 STALE_POLICY_DROP: StalePolicy.ValueType  # 2
-"""Nobody waits: admission counts by the trainer's version alone, and what falls behind is dropped with reason `stale`
-while its prompt is queued anew, as another attempt.
+"""Nothing waits: admission counts by the trainer's version alone, and what falls behind is dropped with reason `stale`
+while its prompt is queued again, as another attempt.
 """
 STALE_POLICY_CONTINUE: StalePolicy.ValueType  # 3
 """Admission counts by the trainer's version alone; what was started goes on under newer weights, its oldest token
-counts, and the trainer waits for it when it is due. What does not fit into its last step is dropped and queued anew.
+counts, and the trainer waits for it when it is due. What does not fit into its last step is dropped and queued again.
 """
 Global___StalePolicy: _TypeAlias = StalePolicy  # noqa: Y015
 
@@ -130,7 +130,7 @@ class _PartialGroupPolicyEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Pa
     PARTIAL_GROUP_POLICY_UNSPECIFIED: _PartialGroupPolicy.ValueType  # 0
     """Not set; means SHRINK."""
     PARTIAL_GROUP_POLICY_WAIT: _PartialGroupPolicy.ValueType  # 1
-    """A lost sample is queued anew, as another attempt, and its group waits for it; after max_leases_per_sample attempts
+    """A lost sample is queued again, as another attempt, and its group waits for it; after max_leases_per_sample attempts
     the whole group is dropped.
     """
     PARTIAL_GROUP_POLICY_DROP: _PartialGroupPolicy.ValueType  # 2
@@ -144,7 +144,7 @@ class PartialGroupPolicy(_PartialGroupPolicy, metaclass=_PartialGroupPolicyEnumT
 PARTIAL_GROUP_POLICY_UNSPECIFIED: PartialGroupPolicy.ValueType  # 0
 """Not set; means SHRINK."""
 PARTIAL_GROUP_POLICY_WAIT: PartialGroupPolicy.ValueType  # 1
-"""A lost sample is queued anew, as another attempt, and its group waits for it; after max_leases_per_sample attempts
+"""A lost sample is queued again, as another attempt, and its group waits for it; after max_leases_per_sample attempts
 the whole group is dropped.
 """
 PARTIAL_GROUP_POLICY_DROP: PartialGroupPolicy.ValueType  # 2
@@ -236,7 +236,7 @@ class RunPolicy(_message.Message):
     """Groups that lost samples."""
     drops_zero_variance: _builtins.bool
     """Drop training groups whose rewards are all equal, with reason `zero_variance`: they carry no gradient (dynamic
-    sampling, DAPO). Whoever submits sees the drop in the audit and sends other prompts.
+    sampling, DAPO). The submitter sees the drop in the audit and sends other prompts.
     """
     num_extra_samples: _builtins.int
     """Samples drawn beyond the group size: the first to be scored make the group, the rest are aborted and dropped with
@@ -245,7 +245,9 @@ class RunPolicy(_message.Message):
     num_retained_steps: _builtins.int
     """Steps whose groups and payload are kept after training, for rewinds, recording and replay, at most 1,024. 0 means 64."""
     dispatch: _builtins.str
-    """In which order, and to whom, samples are leased: fifo, least_loaded, lpt, streamrl or auto. Empty means auto."""
+    """The order in which samples are leased, and to which generators: fifo, least_loaded, lpt, streamrl or auto. Empty
+    means auto.
+    """
     def __init__(
         self,
         *,
@@ -282,7 +284,7 @@ class RunOwner(_message.Message):
     characters. Empty in runs from before there were instances.
     """
     owner_id: _builtins.str
-    """The trainer process: random, at most 128 characters, for people too ("gpu-3-4711-9f2c01aa")."""
+    """The trainer process: random, at most 128 characters, readable ("gpu-3-4711-9f2c01aa")."""
     epoch: _builtins.int
     """Raised by one each time the run is taken over; at least 1 where there is an owner_id, 0 where there is none (and in
     the first call of a new trainer that has none yet).
@@ -462,7 +464,7 @@ class CloseRunRequest(_message.Message):
     """Which run."""
     drop_reason: _builtins.str
     """Where it is not empty, all groups in flight are dropped for this reason, 1 to 64 characters of [a-z0-9_], as the run
-    closes: nobody will train on them. Without it they are there again when the run is opened anew.
+    closes: they will never be trained on. Without it they remain, for when the run is opened again.
     """
     @_builtins.property
     def owner(self) -> Global___RunOwner:
@@ -638,7 +640,7 @@ class GeneratorHello(_message.Message):
     max_context_tokens: _builtins.int
     """Longest prompt + completion it can hold, in tokens. Longer work is not leased to it."""
     endpoint: _builtins.str
-    """Address of its GeneratorService, host:port, for people; may be empty. Nobody calls it."""
+    """Address of its GeneratorService, host:port, for display; may be empty. It is never called."""
     listens_in_plain_text: _builtins.bool
     """Whether other machines reach a listener of its process in plain text, for status."""
     @_builtins.property
@@ -695,7 +697,7 @@ class GeneratorBeat(_message.Message):
     kv_cache_usage: _builtins.float
     """Part of the KV cache in use, 0 to 1."""
     tokens_per_second: _builtins.float
-    """Completion tokens per second since the last beat."""
+    """Completion tokens per second since the last heartbeat."""
     is_draining: _builtins.bool
     """True once it drains: it finishes what it holds and takes nothing new."""
     history: _builtins.int
@@ -707,14 +709,14 @@ class GeneratorBeat(_message.Message):
     another one gets no work. Empty: not stated, not checked.
     """
     warning: _builtins.str
-    """What is wrong with its certificate, or soon will be, for people: at most 1024 characters; empty where nothing is."""
+    """What is wrong with its certificate, or soon will be, in words: at most 1024 characters; empty when all is well."""
     @_builtins.property
     def active_lease_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Leases it still works on; each is renewed. A lease it holds but does not name expires."""
 
     @_builtins.property
     def busy_spans(self) -> _containers.RepeatedCompositeFieldContainer[_types_pb2.TimeSpan]:
-        """Spans since the last beat in which at least one sample was decoding, by the clock that now_time shows; at most 64."""
+        """Spans since the last heartbeat in which at least one sample was decoding, by the clock that now_time shows; at most 64."""
 
     @_builtins.property
     def now_time(self) -> _timestamp_pb2.Timestamp:
@@ -813,7 +815,7 @@ class Lease(_message.Message):
 
     @_builtins.property
     def expire_time(self) -> _timestamp_pb2.Timestamp:
-        """When it expires unless renewed, by the run's clock, for people; decide by lease_duration."""
+        """When it expires unless renewed, by the run's clock, for display; decide by lease_duration."""
 
     @_builtins.property
     def lease_duration(self) -> _duration_pb2.Duration:
@@ -875,7 +877,7 @@ class LeaseIdle(_message.Message):
 
     REASON_FIELD_NUMBER: _builtins.int
     reason: _builtins.str
-    """Why nothing is handed out, for people: "admission: version 3 allows 1280 samples, all are out"."""
+    """Why nothing is handed out, in words: "admission: version 3 allows 1280 samples, all are out"."""
     def __init__(
         self,
         *,
@@ -1101,7 +1103,7 @@ class PutTrajectoriesResponse(_message.Message):
     put_id: _builtins.str
     """The request it answers."""
     num_samples: _builtins.int
-    """Samples this request added to the books; 0 for a repetition."""
+    """Samples this request added to the run's counters; 0 for a repetition."""
     received_bytes: _builtins.int
     """A sign of life of a put whose parts are still coming, and no answer to it: bytes received so far. Else 0."""
     @_builtins.property
@@ -1264,7 +1266,7 @@ class ScoringLease(_message.Message):
 
     @_builtins.property
     def expire_time(self) -> _timestamp_pb2.Timestamp:
-        """When it expires unless renewed, by the run's clock, for people; decide by lease_duration."""
+        """When it expires unless renewed, by the run's clock, for display; decide by lease_duration."""
 
     @_builtins.property
     def lease_duration(self) -> _duration_pb2.Duration:
@@ -1466,7 +1468,7 @@ class Waiting(_message.Message):
     NUM_LEASED_GROUPS_FIELD_NUMBER: _builtins.int
     NUM_SCORING_GROUPS_FIELD_NUMBER: _builtins.int
     reason: _builtins.str
-    """For people: "3 groups of this step are being decoded; oldest sample g17/5 on gen-2 for 41 s"."""
+    """In words: "3 groups of this step are being decoded; oldest sample g17/5 on gen-2 for 41 s"."""
     num_queued_groups: _builtins.int
     """Training groups in each state."""
     num_leased_groups: _builtins.int
@@ -1700,12 +1702,12 @@ class GeneratorView(_message.Message):
     num_leases: _builtins.int
     """Leases it holds."""
     num_free_leases: _builtins.int
-    """Leases it could be given beside those, as its beats say."""
+    """Leases it could be given beside those, as its heartbeats say."""
     measured_tokens_per_second: _builtins.float
-    """Completion tokens per second while it decodes, smoothed over its beats; 0 when none was measured."""
+    """Completion tokens per second while it decodes, smoothed over its heartbeats; 0 when none was measured."""
     measured_step_factor: _builtins.float
     """How many times as long its decode steps take as its profile says (as the default profile says, where it gives none),
-    smoothed over its beats; 0 when none was measured.
+    smoothed over its heartbeats; 0 when none was measured.
     """
     @_builtins.property
     def hello(self) -> Global___GeneratorHello:
@@ -1757,9 +1759,9 @@ class Wait(_message.Message):
     waiter: _builtins.str
     """Who waits, for example "trainer"."""
     owner: _builtins.str
-    """For whom, for example "generator gen-2"."""
+    """What it waits for, for example "generator gen-2"."""
     reason: _builtins.str
-    """Why, for people."""
+    """Why, in words."""
     @_builtins.property
     def since_time(self) -> _timestamp_pb2.Timestamp:
         """Since when."""
@@ -1809,7 +1811,7 @@ Global___AuditRunRequest: _TypeAlias = AuditRunRequest  # noqa: Y015
 
 @_typing.final
 class Audit(_message.Message):
-    """The books of a run, in samples of purpose TRAIN."""
+    """The counters of a run, in samples of purpose TRAIN."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1910,7 +1912,7 @@ class Audit(_message.Message):
 
     @_builtins.property
     def rows(self) -> _containers.RepeatedCompositeFieldContainer[Global___AuditRow]:
-        """The same books by the version under which samples were submitted and by length, so that a bound which quietly
+        """The same counters by the version under which samples were submitted and by length, so that a bound which quietly
         prefers short samples shows. Versions long past are folded into one row a length bucket. In AuditRun only; balanced
         then says that they hold, too.
         """
@@ -2037,7 +2039,7 @@ class AuditRunResponse(_message.Message):
     AUDIT_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def audit(self) -> Global___Audit:
-        """The books."""
+        """The counters."""
 
     def __init__(
         self,
@@ -2099,7 +2101,7 @@ class GetRunResponse(_message.Message):
     is_closed: _builtins.bool
     """Whether it is closed."""
     dispatch_state: _builtins.str
-    """How dispatch decides now, for people: "streamrl: forecasts of the scheduler (model 12)", or "fifo: the scheduler is
+    """How dispatch decides now, in words: "streamrl: forecasts of the scheduler (model 12)", or "fifo: the scheduler is
     away, lengths unknown".
     """
     @_builtins.property
@@ -2108,7 +2110,7 @@ class GetRunResponse(_message.Message):
 
     @_builtins.property
     def audit(self) -> Global___Audit:
-        """Its books."""
+        """Its counters."""
 
     @_builtins.property
     def generators(self) -> _containers.RepeatedCompositeFieldContainer[Global___GeneratorView]:
@@ -2116,7 +2118,7 @@ class GetRunResponse(_message.Message):
 
     @_builtins.property
     def waits(self) -> _containers.RepeatedCompositeFieldContainer[Global___Wait]:
-        """Who waits for whom."""
+        """What each stage is waiting for."""
 
     @_builtins.property
     def reward_worker_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
@@ -2213,7 +2215,7 @@ class RunSummary(_message.Message):
     payload_gone: _builtins.str
     """Why its records and payload are gone, or going: "expired" or "deleted"; empty while they are kept."""
     num_records: _builtins.int
-    """Groups, parcels of groups and tallies of steps of which the store keeps a record, each with its payload."""
+    """Groups, batches of groups and tallies of steps of which the store keeps a record, each with its payload."""
     submitted: _builtins.int
     """Training samples submitted."""
     trained: _builtins.int
@@ -2403,7 +2405,7 @@ class ExportTrajectoriesRequest(_message.Message):
     follow: _builtins.bool
     """Go on with every step as it is acknowledged, until the run is closed; else end with the newest one."""
     history: _builtins.int
-    """For a client that goes on after a lost stream: the history counter it saw last. Steps that were trained anew after a
+    """For a client that goes on after a lost stream: the history counter it saw last. Steps that were trained again after a
     rewind since then are sent again, also those before from_policy_version.
     """
     accepts_group_pieces: _builtins.bool

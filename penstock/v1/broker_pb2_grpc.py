@@ -231,7 +231,7 @@ class BrokerServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def GetRun(self, request, context):
-        """One coherent picture of a run: queues, holders, generators, who waits for whom and why.
+        """A consistent snapshot of a run: queues, leases, generators, and what each stage is waiting for and why.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

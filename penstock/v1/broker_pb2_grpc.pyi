@@ -107,7 +107,7 @@ class BrokerServiceStub:
     DropGroups: _grpc.UnaryUnaryMultiCallable[_broker_pb2.DropGroupsRequest, _broker_pb2.DropGroupsResponse]
     """Gives groups up for a stated reason (poisoned data, over-long, no longer wanted). Idempotent; counted by reason."""
     GetRun: _grpc.UnaryUnaryMultiCallable[_broker_pb2.GetRunRequest, _broker_pb2.GetRunResponse]
-    """One coherent picture of a run: queues, holders, generators, who waits for whom and why."""
+    """A consistent snapshot of a run: queues, leases, generators, and what each stage is waiting for and why."""
     ListRuns: _grpc.UnaryUnaryMultiCallable[_broker_pb2.ListRunsRequest, _broker_pb2.ListRunsResponse]
     """The runs this broker's Redis knows."""
     DeleteRun: _grpc.UnaryUnaryMultiCallable[_broker_pb2.DeleteRunRequest, _broker_pb2.DeleteRunResponse]
@@ -198,7 +198,7 @@ class BrokerServiceAsyncStub(BrokerServiceStub):
     DropGroups: _aio.UnaryUnaryMultiCallable[_broker_pb2.DropGroupsRequest, _broker_pb2.DropGroupsResponse]  # type: ignore[assignment]
     """Gives groups up for a stated reason (poisoned data, over-long, no longer wanted). Idempotent; counted by reason."""
     GetRun: _aio.UnaryUnaryMultiCallable[_broker_pb2.GetRunRequest, _broker_pb2.GetRunResponse]  # type: ignore[assignment]
-    """One coherent picture of a run: queues, holders, generators, who waits for whom and why."""
+    """A consistent snapshot of a run: queues, leases, generators, and what each stage is waiting for and why."""
     ListRuns: _aio.UnaryUnaryMultiCallable[_broker_pb2.ListRunsRequest, _broker_pb2.ListRunsResponse]  # type: ignore[assignment]
     """The runs this broker's Redis knows."""
     DeleteRun: _aio.UnaryUnaryMultiCallable[_broker_pb2.DeleteRunRequest, _broker_pb2.DeleteRunResponse]  # type: ignore[assignment]
@@ -352,7 +352,7 @@ class BrokerServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _broker_pb2.GetRunRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_broker_pb2.GetRunResponse, _abc.Awaitable[_broker_pb2.GetRunResponse]]:
-        """One coherent picture of a run: queues, holders, generators, who waits for whom and why."""
+        """A consistent snapshot of a run: queues, leases, generators, and what each stage is waiting for and why."""
 
     @_abc_1.abstractmethod
     def ListRuns(

@@ -38,7 +38,7 @@ class _ErrorReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ErrorReas
     ERROR_REASON_UNKNOWN_SAMPLE: _ErrorReason.ValueType  # 3
     """[NOT_FOUND] No such group or sample in the run. Drop the work."""
     ERROR_REASON_LEASE_LOST: _ErrorReason.ValueType  # 4
-    """[NOT_FOUND] The lease expired or was revoked; the work was given to somebody else. Drop it."""
+    """[NOT_FOUND] The lease expired or was revoked; the work was given to another worker. Drop it."""
     ERROR_REASON_OFFSET_MISMATCH: _ErrorReason.ValueType  # 5
     """[OUT_OF_RANGE] A chunk does not begin where the accepted tokens end; the detail says where. Resend from there."""
     ERROR_REASON_QUEUE_FULL: _ErrorReason.ValueType  # 6
@@ -86,7 +86,7 @@ ERROR_REASON_UNKNOWN_RUN: ErrorReason.ValueType  # 2
 ERROR_REASON_UNKNOWN_SAMPLE: ErrorReason.ValueType  # 3
 """[NOT_FOUND] No such group or sample in the run. Drop the work."""
 ERROR_REASON_LEASE_LOST: ErrorReason.ValueType  # 4
-"""[NOT_FOUND] The lease expired or was revoked; the work was given to somebody else. Drop it."""
+"""[NOT_FOUND] The lease expired or was revoked; the work was given to another worker. Drop it."""
 ERROR_REASON_OFFSET_MISMATCH: ErrorReason.ValueType  # 5
 """[OUT_OF_RANGE] A chunk does not begin where the accepted tokens end; the detail says where. Resend from there."""
 ERROR_REASON_QUEUE_FULL: ErrorReason.ValueType  # 6

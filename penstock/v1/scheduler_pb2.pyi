@@ -357,7 +357,7 @@ class Plan(_message.Message):
     solver: _builtins.str
     """Which solver made it."""
     explanation: _builtins.str
-    """Why it looks like this, for people."""
+    """Why it looks like this, in words."""
     @_builtins.property
     def assignments(self) -> _containers.RepeatedCompositeFieldContainer[Global___Assignment]:
         """The assignments."""
@@ -524,7 +524,7 @@ class NodeView(_message.Message):
     is_alive: _builtins.bool
     """False once its heartbeats stopped for three intervals."""
     generator_start_s: _builtins.float
-    """How long its newest generator took to start, seconds; unset when it has not told."""
+    """How long its newest generator took to start, seconds; unset when it has not reported it."""
     @_builtins.property
     def node(self) -> Global___Node:
         """What it stated."""

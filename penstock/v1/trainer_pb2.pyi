@@ -80,7 +80,7 @@ class _RunOutcomeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_RunOutcome
     RUN_OUTCOME_FAILED: _RunOutcome.ValueType  # 3
     """Ended by an error; the message says which, the last checkpoint can be resumed."""
     RUN_OUTCOME_DRAINED: _RunOutcome.ValueType  # 4
-    """The trainer's process was told to end (SIGTERM): it wrote a checkpoint, and the run goes on when a trainer is back."""
+    """The trainer's process was asked to end (SIGTERM): it wrote a checkpoint, and the run goes on when a trainer is back."""
 
 class RunOutcome(_RunOutcome, metaclass=_RunOutcomeEnumTypeWrapper):
     """How a run ended."""
@@ -94,7 +94,7 @@ RUN_OUTCOME_STOPPED: RunOutcome.ValueType  # 2
 RUN_OUTCOME_FAILED: RunOutcome.ValueType  # 3
 """Ended by an error; the message says which, the last checkpoint can be resumed."""
 RUN_OUTCOME_DRAINED: RunOutcome.ValueType  # 4
-"""The trainer's process was told to end (SIGTERM): it wrote a checkpoint, and the run goes on when a trainer is back."""
+"""The trainer's process was asked to end (SIGTERM): it wrote a checkpoint, and the run goes on when a trainer is back."""
 Global___RunOutcome: _TypeAlias = RunOutcome  # noqa: Y015
 
 @_typing.final
@@ -190,7 +190,7 @@ class StateChanged(_message.Message):
     state: Global___TrainerState.ValueType
     """The state."""
     message: _builtins.str
-    """What it waits for or does, for people."""
+    """What it waits for or does, in words."""
     def __init__(
         self,
         *,
@@ -337,7 +337,7 @@ class RunFinished(_message.Message):
     outcome: Global___RunOutcome.ValueType
     """How."""
     message: _builtins.str
-    """Why, for people; empty when completed."""
+    """Why, in words; empty when completed."""
     summary_json: _builtins.str
     """summary.json as text."""
     @_builtins.property
@@ -502,12 +502,12 @@ class GetTrainerResponse(_message.Message):
     num_steps: _builtins.int
     """Steps in the whole run."""
     message: _builtins.str
-    """What it waits for or does, for people."""
+    """What it waits for or does, in words."""
     weights_url: _builtins.str
     """Base address of the HTTP server that serves weights."""
     @_builtins.property
     def warnings(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """What somebody has to mend, one line each, for people: its certificate, addresses that receivers cannot fetch from."""
+        """What an operator has to fix, one line each: its certificate, addresses that receivers cannot fetch from."""
 
     def __init__(
         self,

@@ -78,7 +78,7 @@ class TrainerServiceServicer:
     def WatchRun(self, request, context):
         """Follows a run: first everything so far from `from_sequence` on, then live. Ends with OK after RunFinished.
 
-        Each start and each resumption of a run counts its events anew, under another incarnation.
+        Each start and each resumption of a run counts its events from the start, under another incarnation.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -46,7 +46,7 @@ class TrainerServiceStub:
     WatchRun: _grpc.UnaryStreamMultiCallable[_trainer_pb2.WatchRunRequest, _trainer_pb2.WatchRunResponse]
     """Follows a run: first everything so far from `from_sequence` on, then live. Ends with OK after RunFinished.
 
-    Each start and each resumption of a run counts its events anew, under another incarnation.
+    Each start and each resumption of a run counts its events from the start, under another incarnation.
     """
     StopRun: _grpc.UnaryUnaryMultiCallable[_trainer_pb2.StopRunRequest, _trainer_pb2.StopRunResponse]
     """Stops after the step under way: writes a checkpoint, acknowledges, ends. Idempotent."""
@@ -71,7 +71,7 @@ class TrainerServiceAsyncStub(TrainerServiceStub):
     WatchRun: _aio.UnaryStreamMultiCallable[_trainer_pb2.WatchRunRequest, _trainer_pb2.WatchRunResponse]  # type: ignore[assignment]
     """Follows a run: first everything so far from `from_sequence` on, then live. Ends with OK after RunFinished.
 
-    Each start and each resumption of a run counts its events anew, under another incarnation.
+    Each start and each resumption of a run counts its events from the start, under another incarnation.
     """
     StopRun: _aio.UnaryUnaryMultiCallable[_trainer_pb2.StopRunRequest, _trainer_pb2.StopRunResponse]  # type: ignore[assignment]
     """Stops after the step under way: writes a checkpoint, acknowledges, ends. Idempotent."""
@@ -105,7 +105,7 @@ class TrainerServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_abc.Iterator[_trainer_pb2.WatchRunResponse], _abc.AsyncIterator[_trainer_pb2.WatchRunResponse]]:
         """Follows a run: first everything so far from `from_sequence` on, then live. Ends with OK after RunFinished.
 
-        Each start and each resumption of a run counts its events anew, under another incarnation.
+        Each start and each resumption of a run counts its events from the start, under another incarnation.
         """
 
     @_abc_1.abstractmethod

@@ -128,8 +128,8 @@ class SampleKey(_message.Message):
     sample_index: _builtins.int
     """Position inside its group, from 0 to group size - 1, and beyond that in a run that draws extra samples."""
     attempt: _builtins.int
-    """How often the sample was begun anew from its prompt, its tokens thrown away: 0 the first time. Chosen by the broker
-    (by the producer in PutTrajectories); whoever works on a sample copies the key it was given.
+    """How often the sample was restarted from its prompt, its tokens thrown away: 0 the first time. Chosen by the broker
+    (by the producer in PutTrajectories); a worker copies the key of the sample it was given.
     """
     def __init__(
         self,
@@ -352,7 +352,7 @@ class TokenChunk(_message.Message):
     """Set in the last chunk of a sample only."""
     text: _builtins.str
     """The whole completion as text; set together with `finish_reason` (at most 8 MiB). For recordings: it is scored only by
-    reward workers that were told to trust it, others decode the token ids. May be empty.
+    reward workers that are configured to trust it, others decode the token ids. May be empty.
     """
     @_builtins.property
     def key(self) -> Global___SampleKey:
@@ -420,7 +420,7 @@ class Score(_message.Message):
     value: _builtins.float
     """The reward; finite. Set if and only if status is OK."""
     message: _builtins.str
-    """What went wrong, for people; empty when status is OK. At most 1,024 characters."""
+    """What went wrong, in words; empty when status is OK. At most 1,024 characters."""
     model: _builtins.str
     """Which reward model answered, for example "exact_match"."""
     @_builtins.property
@@ -654,7 +654,7 @@ class ItemError(_message.Message):
     reason: _builtins.str
     """Why, as the name of an ErrorReason."""
     message: _builtins.str
-    """Why, for people: names the field and the value."""
+    """Why, in words: names the field and the value."""
     def __init__(
         self,
         *,

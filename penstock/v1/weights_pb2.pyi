@@ -333,7 +333,7 @@ class GetManifestRequest(_message.Message):
     held_version: _builtins.int
     """A version the caller holds, for which a delta may be offered; unset means a full manifest."""
     held_digest: _builtins.str
-    """Digest of that version; no delta is offered without it, because a version number is given anew after a rewind."""
+    """Digest of that version; no delta is offered without it, because a version number is used again after a rewind."""
     def __init__(
         self,
         *,
@@ -465,19 +465,19 @@ class FindSourcesRequest(_message.Message):
     receiver_id: _builtins.str
     """The receiver."""
     site: _builtins.str
-    """Its site; nobody relays to a receiver whose site is empty."""
+    """Its site; a receiver whose site is empty gets no relay."""
     content_id: _builtins.str
     """Which content: SHA-256, hex, over the digests (hex) of its chunks in order, each followed by a line feed."""
     relay_url: _builtins.str
     """Address under which it will serve this content to others of its site; empty if it will not. Its host must be the
-    caller's own: where it calls from, a name of that, a name in its certificate, or one that the trainer is told to
+    caller's own: where it calls from, a name of that, a name in its certificate, or one that the trainer is configured to
     trust; else INVALID_ARGUMENT / INVALID_FIELD. A caller that came by TLS names https alone.
     """
     failed_url: _builtins.str
     """An address it was given before and could not fetch from; empty where there is none."""
     failure: _builtins.str
-    """What is wrong with `failed_url`, where somebody has to mend it, for people: at most 1024 characters. GetTrainer tells
-    it for a while. The content may then be any, and an answer is of no use.
+    """What is wrong with `failed_url`, where an operator has to fix it: at most 1024 characters. GetTrainer
+    reports it for a while. The content may then be any, and an answer is of no use.
     """
     def __init__(
         self,
@@ -575,7 +575,7 @@ class JoinBroadcastResponse(_message.Message):
     STALL_TIMEOUT_FIELD_NUMBER: _builtins.int
     group_id: _builtins.str
     """Names the group. Where it is the request's `open_group_id` its connections are used again; else the receiver forms
-    it anew with the others, through the store.
+    it again with the others, through the store.
     """
     sequence: _builtins.int
     """Number of this broadcast in its group, from 0. When it is over for a receiver, well or not, it sets the key
@@ -588,7 +588,7 @@ class JoinBroadcastResponse(_message.Message):
     store_address: _builtins.str
     """host:port of the torch.distributed TCPStore in which members find each other under the prefix `group_id`."""
     piece_bytes: _builtins.int
-    """The content is broadcast in pieces of so many bytes, the last may be shorter."""
+    """The content is broadcast in pieces of this many bytes, the last may be shorter."""
     @_builtins.property
     def stall_timeout(self) -> _duration_pb2.Duration:
         """Longest time that forming the group, or one piece, may take; then the broadcast is over for all."""
@@ -639,7 +639,7 @@ class ReportHoldingRequest(_message.Message):
     fetched_bytes: _builtins.int
     """Bytes it fetched for this version over the network, from whatever source."""
     relay_url: _builtins.str
-    """Address from which it serves the content to others of its site; empty if it does not. Nobody is told it."""
+    """Address from which it serves the content to others of its site; empty if it does not. It is never passed on."""
     origin_bytes: _builtins.int
     """Those of `fetched_bytes` that came from the manifest's urls, not from a relay of its site."""
     def __init__(
