@@ -1,4 +1,4 @@
-"""Runs the services' own pure cores on a virtual clock, without sockets, stores or engines.
+"""What `penstock simulate` runs: the services' own pure cores on a virtual clock, without sockets, stores or engines.
 
-The root simulates dispatch of a queue; `virtual_run` simulates whole runs of a plan.
+Studies of a single mechanism, such as dispatch policies over one queue, are in `benchmarks`.
 """

@@ -18,9 +18,9 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from functools import partial
 
-from simulator import fresh_scenarios
-from simulator.dispatch import Scenario, lower_bound_s, simulate
-from simulator.scenarios import FORECASTS, fleets, make_scenario, workload_names
+from benchmarks.dispatch import fresh_scenarios
+from benchmarks.dispatch.queue_simulation import Scenario, lower_bound_s, simulate
+from benchmarks.dispatch.scenarios import FORECASTS, fleets, make_scenario, workload_names
 
 POLICIES = ("fifo", "least_loaded", "lpt", "streamrl", "auto")
 

@@ -20,8 +20,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from benchmarks.dispatch.scenarios import histogram_quantile
 from services.scheduler.lengths.prompts import PromptView, make_prompt
-from simulator.scenarios import histogram_quantile
 
 SHOWN_SHARE = 0.983
 """Correlation of a prompt's shown difficulty with all of it; at this the oracle finds 0.9 of the longest fifth."""

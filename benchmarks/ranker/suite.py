@@ -20,6 +20,7 @@ import numpy as np
 import numpy.typing as npt
 from prometheus_client import CollectorRegistry
 
+from benchmarks.dispatch.scenarios import WITHIN_GROUP_SIGMA
 from benchmarks.ranker.made_set import make_set
 from penstock.clock import SystemClock
 from penstock.v1 import scheduler_pb2 as pb
@@ -29,7 +30,6 @@ from services.scheduler.lengths.metrics import LengthMetrics
 from services.scheduler.lengths.prompts import PromptView
 from services.scheduler.lengths.quality import measure
 from services.scheduler.lengths.ridge import PROMPT_LENGTH, RidgeLearner
-from simulator.scenarios import WITHIN_GROUP_SIGMA
 
 _GROUP_SIZE, _PROMPTS_PER_STEP, _STEPS_PER_FIT = 8, 32, 4
 _CALL_PROMPTS = 1024

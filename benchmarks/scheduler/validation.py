@@ -3,7 +3,7 @@
 python -m benchmarks.scheduler.validation [--only WORD] [--samples N] [--length-scale X] [--time-scale X]
 
 Real: Redis, a broker and eight pretend GPUs in real time, from submission to the last token (`benchmarks/fleet`).
-`dispatch` is `simulator/dispatch.py`, which runs the broker's dispatch policies and moves; `run` is
+`dispatch` is `benchmarks/dispatch`, which runs the broker's dispatch policies and moves; `run` is
 `simulator/virtual_run`, which serves in order of arrival or longest forecast first, places as `lpt` does and moves what
 was begun. Both simulate real seconds, as the broker's own times do not scale with pretended ones. Needs a machine on
 which nobody else computes.
@@ -20,6 +20,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from benchmarks.dispatch.emulated_fleet import EmulatedGenerator
+from benchmarks.dispatch.queue_simulation import Scenario, simulate
 from benchmarks.fleet.generation import Pace, measure_undisturbed
 from benchmarks.fleet.machines import Machine, machines
 from benchmarks.fleet.surroundings import staged
@@ -29,8 +31,6 @@ from services.broker.dispatch.latency import DEFAULT_BASE_S, DEFAULT_PER_SAMPLE_
 from services.broker.fleet.snapshot import lengths_seen
 from services.broker.rules.limits import Limits
 from services.generator.emulation.step_times import STREAMRL_TABLE, TableSteps
-from simulator.dispatch import Scenario, simulate
-from simulator.fleet import PretendGenerator
 from simulator.virtual_run.build_run import Setup, TrainerSpec
 from simulator.virtual_run.event_loop import Run
 from simulator.virtual_run.ledger import Ledger
@@ -110,7 +110,7 @@ def _dispatched(case: Case, workload: Workload, time_scale: float) -> float:
     scenario = Scenario(
         name=case.name,
         generators=[
-            PretendGenerator(generator_id=f"g{index}", model=_latency(machine).scaled(1 / time_scale))
+            EmulatedGenerator(generator_id=f"g{index}", model=_latency(machine).scaled(1 / time_scale))
             for index, machine in enumerate(machines(case.fleet, case.regime))
         ],
         lengths=[[workload.lengths[index]] for index in order],

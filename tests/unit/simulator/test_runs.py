@@ -5,6 +5,8 @@ from dataclasses import replace
 
 import pytest
 
+from benchmarks.dispatch.emulated_fleet import EmulatedGenerator
+from benchmarks.dispatch.queue_simulation import Scenario, simulate
 from benchmarks.scheduler.problems.pretended import PROBLEM as PRETENDED
 from benchmarks.scheduler.problems.settings import GRPO_TASKS, lognormal, machines, make_problem
 from penstock.v1 import broker_pb2
@@ -14,8 +16,6 @@ from services.broker.rules.limits import Limits
 from services.scheduler.cost_model.calibrated import CALIBRATED, make_model
 from services.scheduler.cost_model.reference import CostModel, Limit
 from services.scheduler.problem.problem import Problem
-from simulator.dispatch import Scenario, simulate
-from simulator.fleet import PretendGenerator
 from simulator.virtual_run import simulation as simulate_module
 from simulator.virtual_run.build_run import Mode, Setup, SetupError, TrainerSpec, colocated
 from simulator.virtual_run.event_loop import Change, Run
@@ -94,7 +94,7 @@ def test_idle_generators_take_over_as_the_broker_lets_them():
     lengths = [100 * (1 + index * 7 % 40) for index in range(96)]
     speeds = (0.01, 0.01, 0.04, 0.04)
     models = [LatencyModel(base_s=base_s, per_sample_s=0.0001, max_samples=8) for base_s in speeds]
-    fleet = [PretendGenerator(generator_id=f"g{index}", model=model) for index, model in enumerate(models)]
+    fleet = [EmulatedGenerator(generator_id=f"g{index}", model=model) for index, model in enumerate(models)]
     scenario = Scenario(name="s", generators=fleet, lengths=[[each] for each in lengths], forecasts=[None] * 96)
     expected = simulate(scenario, "fifo")
 
@@ -110,7 +110,7 @@ def test_idle_generators_take_over_as_the_broker_lets_them():
 def test_the_longest_are_kept_from_slow_generators_as_the_broker_places_them():
     lengths = [100 * (1 + index * 7 % 40) for index in range(96)]
     models = [LatencyModel(base_s=base_s, per_sample_s=0.0001, max_samples=8) for base_s in (0.01, 0.01, 0.1, 0.1)]
-    fleet = [PretendGenerator(generator_id=f"g{index}", model=model) for index, model in enumerate(models)]
+    fleet = [EmulatedGenerator(generator_id=f"g{index}", model=model) for index, model in enumerate(models)]
     forecasts = [float(each) for each in lengths]
     scenario = Scenario(name="s", generators=fleet, lengths=[[each] for each in lengths], forecasts=forecasts)
 

@@ -9,9 +9,9 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 
+from benchmarks.dispatch.emulated_fleet import EmulatedGenerator
+from benchmarks.dispatch.queue_simulation import Scenario
 from services.broker.dispatch.latency import LatencyModel
-from simulator.dispatch import Scenario
-from simulator.fleet import PretendGenerator
 
 NUM_GROUPS, GROUP_SIZE = 24, 8
 STEP_GROUPS = 12
@@ -54,7 +54,7 @@ def make_fresh_scenario(*, fleet: str, lengths: str, forecast: str, arrival: str
     return Scenario(
         name=name,
         generators=[
-            PretendGenerator(generator_id=f"gen-{index:02}", model=model) for index, model in enumerate(FLEETS[fleet])
+            EmulatedGenerator(generator_id=f"gen-{index:02}", model=model) for index, model in enumerate(FLEETS[fleet])
         ],
         lengths=samples,
         forecasts=forecasts,

@@ -7,6 +7,10 @@ from dataclasses import replace
 
 import pytest
 
+from benchmarks.dispatch.emulated_fleet import EmulatedGenerator
+from benchmarks.dispatch.fresh_scenarios import ARRIVALS, make_fresh_scenario
+from benchmarks.dispatch.queue_simulation import Report, Scenario, lower_bound_s, simulate
+from benchmarks.dispatch.scenarios import histogram_lengths, make_scenario
 from services.broker.dispatch import auto as auto_module
 from services.broker.dispatch.auto import Candidates
 from services.broker.dispatch.latency import LatencyModel
@@ -15,10 +19,6 @@ from services.broker.dispatch.lookahead import finish_s
 from services.broker.dispatch.policies import make_policy
 from services.broker.dispatch.situation import Situation
 from services.generator.emulation.length_law import STREAMRL_HISTOGRAM
-from simulator.dispatch import Report, Scenario, lower_bound_s, simulate
-from simulator.fleet import PretendGenerator
-from simulator.fresh_scenarios import ARRIVALS, make_fresh_scenario
-from simulator.scenarios import histogram_lengths, make_scenario
 
 POLICIES = ("fifo", "least_loaded", "lpt", "streamrl")
 MODEL = LatencyModel(base_s=1.0, per_sample_s=0.5, max_samples=2)
@@ -31,7 +31,7 @@ GRID = (
 
 def scenario_of(lengths: list[list[int]], *models: LatencyModel) -> Scenario:
     """Generators of these models, no forecasts."""
-    generators = [PretendGenerator(generator_id=f"g{index}", model=model) for index, model in enumerate(models)]
+    generators = [EmulatedGenerator(generator_id=f"g{index}", model=model) for index, model in enumerate(models)]
     return Scenario(name="test", generators=generators, lengths=lengths, forecasts=[None] * len(lengths), tick_s=1e6)
 
 
@@ -63,7 +63,7 @@ def test_the_same_seed_gives_the_same_run() -> None:
 def test_a_sample_stuck_on_a_slow_generator_moves_and_the_step_ends_sooner() -> None:
     # Both start with one sample, first come, first served; the fast one is done long before the slow one.
     slow, fast = LatencyModel(base_s=0.5, max_samples=1), LatencyModel(base_s=0.05, max_samples=1)
-    generators = [PretendGenerator(generator_id=f"g{index}", model=model) for index, model in enumerate((slow, fast))]
+    generators = [EmulatedGenerator(generator_id=f"g{index}", model=model) for index, model in enumerate((slow, fast))]
     scenario = Scenario(
         name="stuck", generators=generators, lengths=[[1000], [1000]], forecasts=[1000.0] * 2, tick_s=1.0
     )

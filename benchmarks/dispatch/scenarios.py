@@ -9,10 +9,10 @@ import random
 from collections.abc import Sequence
 from dataclasses import replace
 
+from benchmarks.dispatch.emulated_fleet import EmulatedGenerator
+from benchmarks.dispatch.queue_simulation import Scenario
 from services.broker.dispatch.latency import LatencyModel
 from services.generator.emulation.length_law import STREAMRL_BIN_TOKENS, STREAMRL_FIRST_TOKENS, STREAMRL_HISTOGRAM
-from simulator.dispatch import Scenario
-from simulator.fleet import PretendGenerator
 
 WITHIN_GROUP_SIGMA = 0.25
 """Of the logarithm of a sample's length over its prompt's."""
@@ -40,9 +40,9 @@ def histogram_lengths(rng: random.Random, *, scale: float, count: int) -> list[i
     return [max(1, round(scale * place)) for place in places]
 
 
-def _even(count: int, model: LatencyModel, *, is_stated: bool = True, first: int = 0) -> list[PretendGenerator]:
+def _even(count: int, model: LatencyModel, *, is_stated: bool = True, first: int = 0) -> list[EmulatedGenerator]:
     return [
-        PretendGenerator(generator_id=f"gen-{first + index}", model=model, is_stated=is_stated)
+        EmulatedGenerator(generator_id=f"gen-{first + index}", model=model, is_stated=is_stated)
         for index in range(count)
     ]
 
@@ -51,7 +51,7 @@ _H800 = LatencyModel(max_samples=256)
 """StreamRL's Figure 6 as a line."""
 
 
-def fleets() -> dict[str, list[PretendGenerator]]:
+def fleets() -> dict[str, list[EmulatedGenerator]]:
     """Fleets by name."""
     narrow = replace(_H800, max_samples=16)
     small = LatencyModel(base_s=0.016, per_sample_s=0.0002, max_samples=32)

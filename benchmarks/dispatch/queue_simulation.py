@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from benchmarks.dispatch.emulated_fleet import EmulatedGenerator, Engine
 from penstock.v1 import broker_pb2, types_pb2
 from services.broker.dispatch.latency import LatencyModel
 from services.broker.dispatch.policies import make_policy
@@ -23,7 +24,6 @@ from services.broker.operations import append_tokens, leasing, submission
 from services.broker.operations.leasing import Choice, GeneratorFacts, Grant
 from services.broker.operations.lifecycle import create_run
 from services.broker.state.run_state import RunState
-from simulator.fleet import Engine, PretendGenerator
 
 GIVE_UP_S = 60.0
 ASK_AGAIN_S = 0.25
@@ -36,7 +36,7 @@ class Scenario:
     """A fleet and the samples of a step, or of several."""
 
     name: str
-    generators: Sequence[PretendGenerator]
+    generators: Sequence[EmulatedGenerator]
     lengths: Sequence[Sequence[int]]
     """True completion lengths, by group and sample; every group has as many."""
     forecasts: Sequence[float | None]

@@ -15,7 +15,7 @@ _SAME_STEP = 1e-6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PretendGenerator:
+class EmulatedGenerator:
     """A generator of a scenario."""
 
     generator_id: str
