@@ -11,8 +11,8 @@ import random
 import numpy as np
 
 from benchmarks.ranker.suite import DataSet
-from console.quickstart.arithmetic import sample_distinct_problems, write_working
-from console.quickstart.warm_start import WarmStartSettings
+from quickstart.arithmetic import sample_distinct_problems, write_working
+from quickstart.warm_start import WarmStartSettings
 from services.scheduler.lengths.prompts import make_prompt
 
 _GROUP_SIZE, _ORACLE_DRAWS = 8, 64

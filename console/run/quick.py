@@ -56,7 +56,7 @@ def prepare_task(directory: Path, *, seed: int, is_stdout_free: bool = True) -> 
     with tempfile.TemporaryDirectory(prefix="penstock-") as scratch:
         answer = Path(scratch) / "task.json"
         environment = service_environment(os.environ, num_threads=os.cpu_count() or 1)
-        arguments = ("-m", "console.run.prepare_child", str(directory), str(seed), str(answer))
+        arguments = ("-m", "quickstart", str(directory), str(seed), str(answer))
         try:
             subprocess.run(
                 (sys.executable, "-P", *arguments),

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from console.quickstart.prepare import Prepared, prepare
+from quickstart.prepare import Prepared, prepare
 
 # Where `penstock quickstart` keeps its own: kept between test runs, and on a clean checkout made once, not twice.
 TASK_DIR = Path(__file__).resolve().parents[2] / ".penstock" / "quickstart"

@@ -16,7 +16,7 @@ from typing import Any
 import yaml
 
 from console.config.run_folder import RunFolder
-from console.quickstart.prepare import Prepared
+from quickstart.prepare import Prepared
 from tests.helpers.console import COMMAND, environment
 
 RUN_ID = "e2e"

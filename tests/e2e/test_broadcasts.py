@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from console.quickstart.prepare import Prepared
+from quickstart.prepare import Prepared
 from tests.e2e.runs import assert_balanced, running, small_run
 from tests.helpers.models.tiny_model import make_tiny_model
 

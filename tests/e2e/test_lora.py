@@ -9,7 +9,7 @@ from peft import PeftModel, set_peft_model_state_dict
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from console.quickstart.prepare import Prepared
+from quickstart.prepare import Prepared
 from tests.e2e.runs import assert_balanced, penstock, running, small_run
 from tests.helpers.models.tiny_model import make_tiny_model
 

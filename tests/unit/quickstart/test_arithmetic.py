@@ -5,7 +5,7 @@ import random
 from pathlib import Path
 from statistics import mean
 
-from console.quickstart.arithmetic import (
+from quickstart.arithmetic import (
     ANSWER_MARKER,
     MAX_TERMS,
     MIN_TERMS,

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from console.quickstart.prepare import Prepared, PrepareSettings, prepare
-from console.quickstart.warm_start import AccuracyBand, WarmStartSettings
+from quickstart.prepare import Prepared, PrepareSettings, prepare
+from quickstart.warm_start import AccuracyBand, WarmStartSettings
 
 pytestmark = pytest.mark.slow
 

@@ -6,9 +6,9 @@ from types import SimpleNamespace
 import torch
 from transformers import Qwen2ForCausalLM, Qwen2Tokenizer
 
-from console.quickstart.arithmetic import Problem, sample_distinct_problems, write_working
-from console.quickstart.model import build_model, build_tokenizer
-from console.quickstart.sampling import measure_accuracy, sample_responses
+from quickstart.arithmetic import Problem, sample_distinct_problems, write_working
+from quickstart.model import build_model, build_tokenizer
+from quickstart.sampling import measure_accuracy, sample_responses
 
 
 class Scripted:

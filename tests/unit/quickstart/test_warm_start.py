@@ -5,9 +5,9 @@ import random
 import pytest
 import torch
 
-from console.quickstart.arithmetic import sample_distinct_problems
-from console.quickstart.model import build_model, build_tokenizer
-from console.quickstart.warm_start import AccuracyBand, WarmStartResult, WarmStartSettings, warm_start
+from quickstart.arithmetic import sample_distinct_problems
+from quickstart.model import build_model, build_tokenizer
+from quickstart.warm_start import AccuracyBand, WarmStartResult, WarmStartSettings, warm_start
 
 pytestmark = pytest.mark.slow
 

@@ -13,7 +13,6 @@ Invariants:
 - Two processes that prepare the same folder at once both end with a complete one.
 """
 
-import argparse
 import hashlib
 import json
 import random
@@ -27,9 +26,9 @@ from pathlib import Path
 
 import torch
 
-from console.quickstart.arithmetic import sample_distinct_problems, write_rows
-from console.quickstart.model import build_model, build_tokenizer, save_model
-from console.quickstart.warm_start import WarmStartResult, WarmStartSettings, warm_start
+from quickstart.arithmetic import sample_distinct_problems, write_rows
+from quickstart.model import build_model, build_tokenizer, save_model
+from quickstart.warm_start import WarmStartResult, WarmStartSettings, warm_start
 
 _MARKER_NAME = "prepared.json"
 # A second thread gains a third on an idle machine and loses a factor of ten where it must share its core.
@@ -137,22 +136,3 @@ def _threads(num_threads: int) -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
-
-
-def main() -> None:
-    """Command line: `python -m console.quickstart.prepare --dir DIRECTORY --seed 0`."""
-    parser = argparse.ArgumentParser(description="Prepare the quick start's tiny model and data.")
-    parser.add_argument("--dir", type=Path, required=True, help="cache folder")
-    parser.add_argument("--seed", type=int, default=0)
-    arguments = parser.parse_args()
-    started_s = time.monotonic()
-    prepared = prepare(
-        arguments.dir,
-        seed=arguments.seed,
-        on_progress=lambda line: print(f"[{time.monotonic() - started_s:5.0f} s] {line}", flush=True),
-    )
-    print(prepared.model_dir, prepared.train_path, prepared.eval_path, sep="\n")
-
-
-if __name__ == "__main__":
-    main()

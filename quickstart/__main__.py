@@ -1,7 +1,4 @@
-"""Makes the quick start's task in a process of its own; see `console.run.quick`.
-
-Called as `python -m console.run.prepare_child DIRECTORY SEED ANSWER.json`.
-"""
+"""Make the quick start's task for `penstock quickstart`: `python -m quickstart DIRECTORY SEED ANSWER.json`."""
 
 from __future__ import annotations
 
@@ -9,11 +6,11 @@ import json
 import sys
 from pathlib import Path
 
-from console.quickstart.prepare import prepare
+from quickstart.prepare import prepare
 
 
 def main(directory: str, seed: str, answer: str) -> None:
-    """Make it, and write where its parts are."""
+    """Make the task, and write where its files are into `answer`."""
     prepared = prepare(Path(directory), seed=int(seed), on_progress=lambda text: print(text, flush=True))
     paths = {name: str(getattr(prepared, name)) for name in ("model_dir", "train_path", "eval_path")}
     Path(answer).write_text(json.dumps(paths), encoding="utf-8")

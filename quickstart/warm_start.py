@@ -19,8 +19,8 @@ from torch.nn import functional
 from torch.optim import AdamW, Muon, Optimizer
 from transformers import Qwen2ForCausalLM, Qwen2Tokenizer
 
-from console.quickstart.arithmetic import MAX_TERMS, Problem, sample_problem, write_working
-from console.quickstart.sampling import measure_accuracy
+from quickstart.arithmetic import MAX_TERMS, Problem, sample_problem, write_working
+from quickstart.sampling import measure_accuracy
 
 # Axes: B examples, T padded length.
 _IGNORED_TARGET = -100

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 from transformers import DynamicCache, Qwen2ForCausalLM, Qwen2Tokenizer
 
-from console.quickstart.arithmetic import Problem, extract_answer
+from quickstart.arithmetic import Problem, extract_answer
 
 # Axes: B rows still decoding, P padded prompt length, V vocabulary.
 _MAX_NEW_TOKENS = 256

@@ -14,7 +14,7 @@ from tokenizers import AddedToken, pre_tokenizers
 from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer
 from transformers.utils import logging as transformers_logging
 
-from console.quickstart.arithmetic import ANSWER_MARKER
+from quickstart.arithmetic import ANSWER_MARKER
 
 PAD_TOKEN = "<pad>"
 END_TOKEN = "<eos>"
