@@ -6,7 +6,8 @@ Unknown keys are refused with the nearest known name; dotted overrides (`a.b.c=v
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Self, TypeVar, get_args
 
@@ -35,6 +36,13 @@ class StrictModel(BaseModel):
     """Base of every configuration section: frozen, unknown keys refused, attribute docstrings as descriptions."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
+
+
+@dataclass(frozen=True, slots=True)
+class KnownKeys:
+    """Annotates a section whose model depends on what it says: every key that it may have."""
+
+    keys: Callable[[], Iterable[str]]
 
 
 class NetworkConfig(StrictModel):
@@ -155,10 +163,13 @@ def _describe(model: type[BaseModel], item: Any) -> str:
 
 def _known_keys(model: type[BaseModel], parents: list[str]) -> list[str]:
     current: type[BaseModel] | None = model
+    known: list[str] = list(model.model_fields)
     for name in parents:
         field = current.model_fields.get(name) if current else None
         current = _model_of(field.annotation) if field else None
-    return list(current.model_fields) if current else []
+        stated = [each for each in field.metadata if isinstance(each, KnownKeys)] if field else []
+        known = list(stated[0].keys() if stated else current.model_fields if current else ())
+    return known
 
 
 def _model_of(annotation: Any) -> type[BaseModel] | None:

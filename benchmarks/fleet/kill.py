@@ -31,8 +31,9 @@ from penstock.v1 import broker_pb2, generator_pb2, generator_pb2_grpc, types_pb2
 from penstock.wire.codec import int32_array
 from services.broker.records_pb2 import GroupRecord, SampleRecord
 from services.broker.storage.redis.redis_store import RedisStore
-from services.generator.config import EmulatedConfig, EngineConfig
+from services.generator.emulation.config import EmulatedConfig
 from services.generator.engine.engine import GenerateRequest, SamplingSettings
+from services.generator.engines.emulated.config import EmulatedEngineConfig
 from services.generator.engines.emulated.emulated_engine import script_of
 from services.generator.engines.emulated.from_config import build_spec
 
@@ -193,7 +194,7 @@ class _Step:
     async def _count_wrong(self, store: RedisStore, run_id: str) -> int:
         """Samples whose stored tokens are not, one by one, what an engine that nobody interrupts says first."""
         spec = build_spec(
-            EngineConfig(engine="emulated", max_context_tokens=1 << 16),
+            EmulatedEngineConfig(max_context_tokens=1 << 16),
             EmulatedConfig(lengths=self._lengths),
             model_context_tokens=None,
             vocab_size=VOCAB_SIZE,

@@ -7,19 +7,38 @@ Nothing here opens a socket or reads a file other than the configuration: see `c
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 import yaml
-from pydantic import AfterValidator, Field, field_validator, model_validator
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    Field,
+    SerializeAsAny,
+    create_model,
+    field_validator,
+    model_validator,
+)
 
 from penstock.collective.broadcast_backend import Transport
-from penstock.config import Document, NetworkConfig, StrictModel, Targets, apply_overrides, read_document, validate
+from penstock.config import (
+    Document,
+    KnownKeys,
+    NetworkConfig,
+    StrictModel,
+    Targets,
+    apply_overrides,
+    read_document,
+    validate,
+)
 from penstock.security.addresses import checked_trusted_hosts
 from penstock.targets import checked_address, checked_addresses
 from services.broker.storage.redis.address import parse_redis_url
-from services.generator.config import EngineConfig
+from services.generator.engines.base_config import BaseEngineConfig
+from services.generator.engines.registry import engine_keys, split_engine
 from services.reward.config import RewardModelConfig
 from services.trainer.algorithms.config import AlgorithmConfig
 from services.trainer.config import (
@@ -37,8 +56,8 @@ RECORDING_SUFFIXES = (".jsonl", ".parquet")
 MAX_SAMPLES_PER_STEP = 1_000_000
 
 
-class GeneratorSection(EngineConfig):
-    """The generators that are started here."""
+class GeneratorSection(BaseEngineConfig):
+    """The generators that are started here, and what their engine is configured with, key beside key."""
 
     count: int = Field(default=1, ge=0, le=256)
     """Generators started here; ignored when endpoints.generators names others. 0 for a run that is replayed."""
@@ -51,6 +70,26 @@ class GeneratorSection(EngineConfig):
     @classmethod
     def _is_an_address(cls, value: str | None) -> str | None:
         return None if value is None else checked_address(value)
+
+
+@cache
+def _section_of(kind: type[BaseEngineConfig]) -> type[BaseEngineConfig]:
+    return create_model(GeneratorSection.__name__, __base__=(kind, GeneratorSection))
+
+
+def _read_section(value: Any) -> Any:
+    if not isinstance(value, Mapping):
+        return value
+    kind, document = split_engine(value)
+    return _section_of(kind).model_validate(document)
+
+
+AnyGeneratorSection = Annotated[
+    SerializeAsAny[GeneratorSection],
+    BeforeValidator(_read_section),
+    KnownKeys(lambda: engine_keys() | GeneratorSection.model_fields.keys()),
+]
+"""With the keys of the engine that it names."""
 
 
 class BrokerSection(StrictModel):
@@ -180,7 +219,7 @@ class RunConfig(NetworkConfig):
     """The optimiser."""
     trainer: ComputeConfig = ComputeConfig()
     """The trainer's use of its machine."""
-    generator: GeneratorSection = GeneratorSection()
+    generator: AnyGeneratorSection = Field(default_factory=lambda: _read_section({}))
     """The generators."""
     reward: RewardModelConfig = RewardModelConfig()
     """The reward model; a plain string is its name."""

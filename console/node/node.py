@@ -91,7 +91,7 @@ class NodeAgent:
         """When it is said again, in the loop's time, that there is no plan."""
         self._ports: dict[str, int] = {}
         """Of what runs: its first one."""
-        pretended = config.generator.engine.engine == "emulated"
+        pretended = config.generator.engine.is_emulated
         # A plan over pretend GPUs is made in their time.
         self._meter = Meter(time_scale=config.generator.emulated.time_scale if pretended else 1.0)
 
@@ -182,7 +182,7 @@ class NodeAgent:
             target=f"{_called(config)}:{port}",
             health_service=GENERATOR,
             num_threads=settings.engine.num_threads,
-            environment=_visible(settings.engine.engine, placement),
+            environment=_visible(placement) if not settings.engine.is_emulated else {},
         )
 
     def _all_replicas(self) -> list[Replica]:
@@ -209,6 +209,6 @@ def _called(config: NodeConfig) -> str:
     return "127.0.0.1" if host in {"0.0.0.0", "[::]", "::"} else host
 
 
-def _visible(engine: str, placement: Placement) -> Mapping[str, str]:
+def _visible(placement: Placement) -> Mapping[str, str]:
     """The GPUs that a process sees."""
-    return {} if engine == "emulated" else {"CUDA_VISIBLE_DEVICES": ",".join(map(str, placement.gpus))}
+    return {"CUDA_VISIBLE_DEVICES": ",".join(map(str, placement.gpus))}

@@ -32,7 +32,6 @@ from services.scheduler.problem.plan_document import read_plan
 from services.scheduler.problem.problem import read_problem
 from services.trainer.config import TRACKER_PACKAGES
 
-_ENGINE_PACKAGES = {"vllm": "vllm", "transformers": "transformers", "emulated": None}
 _REWARD_IMPORT_TIMEOUT_S = 120.0
 
 
@@ -161,13 +160,12 @@ def _holds_a_run(path: Path) -> bool:
 
 
 def _package_problems(config: RunConfig) -> list[str]:
-    problems = []
-    package = _ENGINE_PACKAGES[config.generator.engine]
-    if config.starts_generators and package is not None and not _is_installed(package):
-        problems.append(
-            f"generator.engine: {config.generator.engine} needs the package {package}, which is not installed; "
-            "install it, or choose another engine"
-        )
+    problems = [
+        f"generator.engine: {config.generator.engine} needs the package {package}, which is not installed; "
+        "install it, or choose another engine"
+        for package in config.generator.packages[:1]
+        if config.starts_generators and not _is_installed(package)
+    ]
     if config.endpoints.trainer is None and not _is_installed("torch"):
         problems.append(
             "the trainer needs the package torch, which is not installed; install it, or name endpoints.trainer"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal, Self
+from typing import Self
 
 from pydantic import Field, model_validator
 
@@ -11,78 +11,12 @@ from penstock.collective.broadcast_backend import Transport
 from penstock.config import PUBLIC_ADDRESS, MeasuredConfig, RunId, StrictModel, Targets
 from penstock.model.adapter_layout import MAX_RANK
 from penstock.wire.sampling_rules import MIN_TEMPERATURE
-from services.generator.engine.engine import UpdateMode
+from services.generator.emulation.config import EmulatedConfig
+from services.generator.engines.base_config import DtypeName
+from services.generator.engines.registry import DEFAULT_ENGINE, EngineConfig
 
-EngineName = Literal["vllm", "transformers", "emulated"]
 MAX_INSTANCES = 256
 """Generators of one process."""
-DtypeName = Literal["auto", "float32", "bfloat16", "float16"]
-
-
-class EmulatedConfig(StrictModel):
-    """What an emulated engine pretends to be."""
-
-    gpu: str | None = None
-    """A GPU by name (H800, H20, A100-80, L40S ...; `engine.tensor_parallel` of them), whose step times follow from
-    bandwidth, FLOPs and memory; unset keeps to `engine.emulated_tokens_per_second` whatever the batch."""
-    model: str = "qwen2.5-7b"
-    """The model that `gpu` pretends to run: qwen2.5-1.5b, -7b, -32b or -72b."""
-    steps: Literal["gpu", "streamrl"] = "gpu"
-    """gpu; or streamrl for the decode steps by batch size that StreamRL measured (a 7B model on one H800). With the
-    latter `gpu` gives prefill and KV room only."""
-    slowdown: float = Field(default=1.0, gt=0, le=1000)
-    """Every step and prefill takes so many times as long."""
-    kv_capacity_tokens: int | None = Field(default=None, ge=2)
-    """KV room; what the GPU's memory leaves beside the weights when unset, unbounded without a GPU."""
-    lengths: Literal["lognormal", "streamrl"] | Path = "lognormal"
-    """Completion lengths: log-normal around `engine.emulated_mean_tokens`; StreamRL's histogram of a reasoning model
-    (828 to 19,884 tokens); or a text file, one length a line: a sample with seed s replays line s modulo all."""
-    length_scale: float = Field(default=1.0, gt=0, le=1000)
-    """StreamRL's lengths are multiplied by this."""
-    time_scale: float = Field(default=1.0, gt=0, le=10_000)
-    """Pretended seconds in a real one: 20 decodes twenty times as fast as the GPU would."""
-    tick_s: float = Field(default=0.01, gt=0, le=10)
-    """How often tokens come out, in real time; longer ticks cost less CPU. A sample's end comes out at once."""
-
-
-class EngineConfig(StrictModel):
-    """What decodes, and how much of the machine it may take."""
-
-    engine: EngineName = "vllm"
-    """vllm; transformers where vllm does not install; emulated for pretend GPUs."""
-    max_concurrent_samples: int = Field(default=128, ge=1, le=8192)
-    """Most samples decoded at once by one generator."""
-    max_context_tokens: int | None = Field(default=None, ge=2)
-    """Longest prompt + completion; the model's own limit when unset."""
-    num_threads: int = Field(default=1, ge=1, le=1024)
-    """CPU threads of the engine; matters only where it decodes on a CPU."""
-    kv_cache_gib: float = Field(default=1.0, gt=0, le=4096)
-    """KV cache of a CPU engine, GiB."""
-    gpu_memory_utilization: float = Field(default=0.9, gt=0, le=1)
-    """Part of each GPU's memory the engine may take."""
-    tensor_parallel: int = Field(default=1, ge=1, le=1024)
-    """GPUs one model replica, or one pipeline stage of it, is spread over."""
-    pipeline_parallel: int = Field(default=1, ge=1, le=1024)
-    """Pipeline stages of one model replica, each of `tensor_parallel` GPUs; vllm only."""
-    max_silence_s: float = Field(default=120.0, gt=0, le=3600)
-    """An engine counts as hung when it samples no token for so long while samples are waited for, or installs no tensor
-    of the version it is taking: the process gives everything back and ends, to be started afresh."""
-    update_mode: UpdateMode = UpdateMode.KEEP
-    """Samples under way when a version is taken: keep (go on over the old KV cache), recompute (it first), drain."""
-    max_drain_s: float | None = Field(default=None, gt=0)
-    """With drain, how long samples under way may take to end before they are let go on and the version is tried again.
-    Unset: 300 s, or three times what the longest of them may still take at the engine's speed, where that is more."""
-    emulated_tokens_per_second: float = Field(default=2000.0, gt=0)
-    """Speed of an emulated engine, all samples together."""
-    emulated_mean_tokens: int = Field(default=45, ge=1)
-    """Mean completion length of an emulated engine."""
-
-    @model_validator(mode="after")
-    def _only_vllm_has_pipeline_stages(self) -> Self:
-        if self.pipeline_parallel > 1 and self.engine != "vllm":
-            stages = self.pipeline_parallel
-            raise ValueError(f"pipeline_parallel: {stages} stages need the vllm engine, not {self.engine}; leave it 1")
-        return self
 
 
 class InstanceConfig(StrictModel):
@@ -152,7 +86,7 @@ class GeneratorConfig(MeasuredConfig):
     """Highest rank of the LoRA adapters it is sent, for runs that train one; unset: whole models."""
     seed: int = 0
     """Seed of the engine's own sampling, used where a prompt brings none."""
-    engine: EngineConfig = EngineConfig()
+    engine: EngineConfig = DEFAULT_ENGINE
     """The engine."""
     emulated: EmulatedConfig = EmulatedConfig()
     """What it pretends to be where the engine is `emulated`."""
@@ -187,7 +121,7 @@ class GeneratorConfig(MeasuredConfig):
             raise ValueError(f"instances: at most {MAX_INSTANCES} generators fit one process; start several")
         if self.instances and self.openai.listen is not None:
             raise ValueError("openai.listen: one address for one generator; leave instances out")
-        engines = {(instance.engine or self.engine).engine for instance in self.instances} - {"emulated"}
-        if engines:
-            raise ValueError(f"instances: {engines.pop()} engines need a process each; only emulated ones share")
+        for engine in (instance.engine or self.engine for instance in self.instances):
+            if not engine.is_emulated:
+                raise ValueError(f"instances: {engine.engine} engines need a process each; only emulated ones share")
         return self

@@ -322,7 +322,7 @@ class Generator:
             generator_id=self.generator_id,
             state=self._state(),
             engine=self._config.engine.engine,
-            engine_version=engine_version(self._config.engine.engine),
+            engine_version=engine_version(self._config.engine),
             policy_version=held.policy_version if held is not None else 0,
             weights_digest=held.digest if held is not None else "",
             busy_s=self._busy.busy_s,

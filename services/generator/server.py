@@ -106,7 +106,7 @@ class _Member:
 
 def _assemble(config: GeneratorConfig, metrics: GeneratorMetrics, security: Security) -> _Member:
     try:
-        text = load_text_decoder(config.model_path, is_tokenizer_needed=config.engine.engine != "emulated")
+        text = load_text_decoder(config.model_path, is_tokenizer_needed=not config.engine.is_emulated)
         engine = build_engine(config)
     except (OSError, ValueError) as error:
         raise ConfigError(str(error)) from error

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from console.launch.cpu_pinning import decodes_on_cpus
+from services.generator.engines.vllm.config import VllmEngineConfig
 from tests.e2e.conftest import TASK_DIR
 from tests.e2e.runs import assert_balanced, penstock
 from tests.helpers.processes import children_of
@@ -42,7 +42,7 @@ def test_a_model_learns_and_its_checkpoint_loads(task, tmp_path):
 
 def assert_the_engine_has_a_core_of_its_own(run):
     usable = os.sched_getaffinity(0)
-    if len(usable) < 2 or not decodes_on_cpus():
+    if len(usable) < 2 or not VllmEngineConfig.decodes_on_cpus():
         return
     pids = {record.name: record.pid for record in run.folder.records()}
     engines = [pid for pid in children_of(pids["generator-0"]) if "EngineCor" in Path(f"/proc/{pid}/comm").read_text()]

@@ -1,4 +1,4 @@
-"""The engines: one folder each, and the factory that builds the one a configuration asks for.
+"""The engines: one folder each, the registry of their configurations, and the factory that builds the one asked for.
 
 Each knows `engine` and its own library only; heavy libraries are imported by their own engine alone.
 """

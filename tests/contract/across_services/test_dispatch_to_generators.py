@@ -12,9 +12,10 @@ from prometheus_client import CollectorRegistry
 from penstock.v1 import broker_pb2, types_pb2
 from penstock.wire.codec import int32_array
 from services.broker.storage.memory_store import MemoryStore
-from services.generator.config import EngineConfig, GeneratorConfig
+from services.generator.config import GeneratorConfig
 from services.generator.engine.engine import GenerateRequest, SamplingSettings
 from services.generator.engine.model_files import IdText
+from services.generator.engines.emulated.config import EmulatedEngineConfig
 from services.generator.engines.emulated.emulated_engine import EmulatedEngine, EmulatedSpec
 from services.generator.generator import Generator
 from services.generator.metrics import GeneratorMetrics
@@ -48,7 +49,7 @@ async def generating(
         model_path=folder / "model",
         cache_dir=folder / "cache",
         flush_interval_s=0.02,
-        engine=EngineConfig(engine="emulated", max_concurrent_samples=4),
+        engine=EmulatedEngineConfig(max_concurrent_samples=4),
     )
     generator = Generator(config, engine=engine, text=IdText(), metrics=GeneratorMetrics(CollectorRegistry()))
 

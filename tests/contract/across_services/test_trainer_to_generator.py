@@ -9,8 +9,9 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from penstock.v1 import trainer_pb2
-from services.generator.config import EngineConfig, GeneratorConfig
+from services.generator.config import GeneratorConfig
 from services.generator.engine.model_files import IdText
+from services.generator.engines.transformers.config import TransformersEngineConfig
 from services.generator.engines.transformers.transformers_engine import TransformersEngine, TransformersSettings
 from services.generator.generator import Generator
 from services.generator.metrics import GeneratorMetrics
@@ -44,7 +45,7 @@ async def test_the_steps_of_a_trainer_reach_the_engine_as_deltas(tmp_path: Path)
             weights=f"127.0.0.1:{trainer.server.port}",
             model_path=model,
             cache_dir=tmp_path / "cache",
-            engine=EngineConfig(engine="transformers", max_concurrent_samples=2),
+            engine=TransformersEngineConfig(max_concurrent_samples=2),
         )
         engine = TransformersEngine(TransformersSettings(model_path=model, dtype="float32"))
         generator = Generator(config, engine=engine, text=IdText(), metrics=metrics)

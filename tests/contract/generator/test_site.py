@@ -8,8 +8,9 @@ from contextlib import AsyncExitStack
 from prometheus_client import CollectorRegistry
 
 from penstock.security import NO_SECURITY
-from services.generator.config import EngineConfig, GeneratorConfig
+from services.generator.config import GeneratorConfig
 from services.generator.engine.model_files import IdText
+from services.generator.engines.emulated.config import EmulatedEngineConfig
 from services.generator.engines.emulated.emulated_engine import EmulatedEngine, EmulatedSpec
 from services.generator.generator import Generator
 from services.generator.metrics import GeneratorMetrics
@@ -35,7 +36,7 @@ class SiteGenerator:
             weights=weights,
             model_path=folder,
             cache_dir=folder / name,
-            engine=EngineConfig(engine="emulated"),
+            engine=EmulatedEngineConfig(),
         )
         engine = EmulatedEngine(EmulatedSpec(token_s=1e-4))
         metrics = GeneratorMetrics(self.registry)

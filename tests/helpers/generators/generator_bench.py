@@ -10,8 +10,9 @@ from prometheus_client import CollectorRegistry
 from penstock.network.rpc import Service, call, open_channel
 from penstock.security import NO_SECURITY
 from penstock.v1 import generator_pb2, generator_pb2_grpc
-from services.generator.config import EngineConfig, GeneratorConfig
+from services.generator.config import GeneratorConfig
 from services.generator.engine.model_files import IdText
+from services.generator.engines.emulated.config import EmulatedEngineConfig
 from services.generator.engines.emulated.emulated_engine import EmulatedEngine, EmulatedSpec
 from services.generator.generator import Generator
 from services.generator.metrics import GeneratorMetrics
@@ -58,7 +59,7 @@ class Bench:
                 model_path=self.tmp_path / "model",
                 cache_dir=self.tmp_path / "cache",
                 flush_interval_s=0.02,
-                engine=EngineConfig(**{"engine": "emulated", "max_concurrent_samples": 8} | settings),
+                engine=EmulatedEngineConfig(**{"max_concurrent_samples": 8} | settings),
             )
             self.registry = CollectorRegistry()
             metrics = GeneratorMetrics(self.registry)

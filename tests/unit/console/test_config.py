@@ -10,7 +10,7 @@ import pytest
 import yaml
 from pydantic import BaseModel
 
-from console.config.config import RunConfig, load_run_config, parse_run_config, resolve, to_yaml
+from console.config.config import GeneratorSection, RunConfig, load_run_config, parse_run_config, resolve, to_yaml
 from console.config.derive import (
     broker_config,
     generator_config,
@@ -23,6 +23,7 @@ from console.config.run_folder import RunFolder
 from console.launch.launcher import choose_addresses
 from penstock.config import ConfigError
 from penstock.targets import checked_address
+from services.generator.engines.registry import ENGINES
 from tests.helpers.console import ROOT
 
 MINIMAL: dict[str, Any] = {"model": {"path": "m"}, "data": {"train": "t.jsonl"}}
@@ -173,12 +174,56 @@ def test_what_the_trainer_would_refuse_is_refused_here() -> None:
 
 
 def test_every_field_is_described() -> None:
-    undescribed = [f"{model.__name__}.{name}" for model, name, field in fields(RunConfig) if not field.description]
+    undescribed = [f"{model.__name__}.{name}" for model, name, field in every_field() if not field.description]
     assert undescribed == []
 
 
 def test_the_number_of_fields_stays_within_the_budget() -> None:
-    assert len([name for model, name, _ in fields(RunConfig) if model is not RunConfig]) <= 103
+    assert len([name for model, name, _ in every_field() if model is not RunConfig]) <= 103
+
+
+ENGINE_VALUES = {
+    "vllm": {"kv_cache_gib": 0.25, "gpu_memory_utilization": 0.5, "pipeline_parallel": 2},
+    "transformers": {"num_threads": 3},
+    "emulated": {"emulated_tokens_per_second": 10.0, "emulated_mean_tokens": 9},
+}
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_each_engine_takes_its_own_keys_beside_those_of_the_section(engine: str, tmp_path: Path) -> None:
+    made = config(generator={"engine": engine, "count": 2, "max_concurrent_samples": 5, **ENGINE_VALUES[engine]})
+    assert parse_run_config(yaml.safe_load(to_yaml(made)), source="again") == made
+    resolved = resolve(made, now_s=0.0)
+    derived = generator_config(resolved, choose_addresses(resolved), RunFolder(tmp_path), 1).engine
+    assert type(derived) is ENGINES[engine]
+    assert derived.model_dump() == derived.model_dump() | {
+        "engine": engine,
+        "max_concurrent_samples": 5,
+        **ENGINE_VALUES[engine],
+    }
+
+
+def test_keys_of_another_engine_have_no_effect_but_have_to_be_right() -> None:
+    others = {key: value for engine in ("vllm", "emulated") for key, value in ENGINE_VALUES[engine].items()}
+    made = config(generator={**others, "engine": "transformers", "pipeline_parallel": 1})
+    assert made.generator == config(generator={"engine": "transformers"}).generator
+    assert "generator.kv_cache_gib: Input should be greater than 0 (got -1)" in problem(
+        generator={"engine": "emulated", "kv_cache_gib": -1}
+    )
+
+
+@pytest.mark.parametrize(
+    ("section", "words"),
+    [
+        ({"engine": "vlm"}, "generator.engine: must be one of vllm, transformers, emulated (got 'vlm')"),
+        ({"engine": ["vllm"]}, "generator.engine: must be one of vllm, transformers, emulated (got ['vllm'])"),
+        ({"kv_cache_gb": 1}, "generator.kv_cache_gb: unknown key; did you mean 'kv_cache_gib'?"),
+        ({"engine": "emulated", "cuont": 1}, "generator.cuont: unknown key; did you mean 'count'?"),
+        ({"engine": "transformers", "pipeline_parallel": 2}, "2 stages need the vllm engine, not transformers"),
+    ],
+)
+def test_a_mistake_about_the_engine_names_the_key_and_the_fix(section: dict[str, Any], words: str) -> None:
+    assert words in problem(generator=section)
 
 
 @pytest.mark.parametrize("name", ["quickstart.yaml", "own_task.yaml"])
@@ -186,6 +231,17 @@ def test_examples_are_valid(name: str) -> None:
     path = ROOT / "examples" / name
     assert load_run_config(path).model.path
     assert set(yaml.safe_load(path.read_text())) <= set(RunConfig.model_fields)
+
+
+def every_field() -> list[tuple[type[BaseModel], str, Any]]:
+    """Those of a run, with the keys of every engine."""
+    of_engines = [
+        (kind, name, field)
+        for kind in ENGINES.values()
+        for name, field in kind.model_fields.items()
+        if name not in GeneratorSection.model_fields
+    ]
+    return [*fields(RunConfig), *of_engines]
 
 
 def fields(model: type[BaseModel]) -> list[tuple[type[BaseModel], str, Any]]:

@@ -6,10 +6,11 @@ import difflib
 from collections.abc import Mapping
 from typing import TypeVar
 
-from services.generator.config import EmulatedConfig, EngineConfig
+from services.generator.emulation.config import EmulatedConfig
 from services.generator.emulation.hardware import GPUS, MODELS
 from services.generator.emulation.length_law import HistogramLengths, LengthLaw, LogNormalLengths, read_lengths
 from services.generator.emulation.step_times import STREAMRL_TABLE, LinearSteps, Roofline, StepTimes, TableSteps
+from services.generator.engines.emulated.config import EmulatedEngineConfig
 from services.generator.engines.emulated.emulated_engine import EmulatedSpec
 
 _DEFAULTS = EmulatedSpec()
@@ -18,7 +19,7 @@ _Item = TypeVar("_Item")
 
 
 def build_spec(
-    engine: EngineConfig,
+    engine: EmulatedEngineConfig,
     emulated: EmulatedConfig,
     *,
     model_context_tokens: int | None,
@@ -62,7 +63,7 @@ def _roofline(emulated: EmulatedConfig, *, num_gpus: int) -> Roofline | None:
         raise ValueError(f"emulated: {emulated.model} on {num_gpus} x {emulated.gpu}: {error}") from error
 
 
-def _steps(engine: EngineConfig, emulated: EmulatedConfig, roofline: Roofline | None) -> StepTimes:
+def _steps(engine: EmulatedEngineConfig, emulated: EmulatedConfig, roofline: Roofline | None) -> StepTimes:
     if emulated.steps == "streamrl":
         prefill_s = roofline.prefill_s(_FIT_TOKENS) if roofline is not None else None
         return TableSteps(
@@ -73,7 +74,7 @@ def _steps(engine: EngineConfig, emulated: EmulatedConfig, roofline: Roofline | 
     return roofline or LinearSteps(per_sample_s=emulated.slowdown / engine.emulated_tokens_per_second)
 
 
-def _lengths(engine: EngineConfig, emulated: EmulatedConfig) -> LengthLaw:
+def _lengths(engine: EmulatedEngineConfig, emulated: EmulatedConfig) -> LengthLaw:
     lengths = emulated.lengths
     if lengths == "lognormal":
         return LogNormalLengths(mean_tokens=engine.emulated_mean_tokens, sigma=_DEFAULTS.length_sigma)

@@ -65,7 +65,8 @@ def test_only_engines_that_decode_on_cpus_have_cores_of_their_own(
 ):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.setattr(os, "sched_getaffinity", lambda _pid: {4, 5, 6}, raising=False)
-    monkeypatch.setattr("console.launch.cpu_pinning.decodes_on_cpus", lambda: is_for_cpus)
+    version = "1.0" if is_for_cpus else None
+    monkeypatch.setattr("services.generator.engines.vllm.config.installed_version", lambda _package: version)
     document = {"model": {"path": "none"}, "data": {"train": "none"}, "generator": {"engine": engine}}
     shared_out = Cores.of_run(RunConfig.model_validate(document), num_generators=1)
     assert shared_out.of_engine == ({"generator-0": {6}} if num_bound else {})

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from services.generator.config import EmulatedConfig, EngineConfig
+from services.generator.emulation.config import EmulatedConfig
 from services.generator.emulation.length_law import HistogramLengths, ReplayedLengths
+from services.generator.engines.emulated.config import EmulatedEngineConfig
 from services.generator.engines.emulated.emulated_engine import EmulatedSpec
 from services.generator.engines.emulated.from_config import build_spec
 
 
 def spec_of(*, tensor_parallel: int = 1, **emulated: object) -> EmulatedSpec:
-    engine = EngineConfig(engine="emulated", tensor_parallel=tensor_parallel, max_context_tokens=20_000)
+    engine = EmulatedEngineConfig(tensor_parallel=tensor_parallel, max_context_tokens=20_000)
     return build_spec(engine, EmulatedConfig(**emulated), model_context_tokens=None, vocab_size=None, seed=0)
 
 

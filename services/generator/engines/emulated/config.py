@@ -1,0 +1,39 @@
+"""What the emulated engine is configured with."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from penstock.model.model_folder import model_size
+from services.generator.engine.engine import Engine
+from services.generator.engines.base_config import BaseEngineConfig, ServedModel
+
+
+class EmulatedEngineConfig(BaseEngineConfig):
+    """Made-up tokens in the time that a GPU would take."""
+
+    is_emulated = True
+
+    engine: Literal["emulated"] = "emulated"
+    """The engine."""
+    emulated_tokens_per_second: float = Field(default=2000.0, gt=0)
+    """Speed of an emulated engine, all samples together."""
+    emulated_mean_tokens: int = Field(default=45, ge=1)
+    """Mean completion length of an emulated engine."""
+
+    def build(self, model: ServedModel) -> Engine:
+        """See `BaseEngineConfig.build`."""
+        from services.generator.engines.emulated.emulated_engine import EmulatedEngine
+        from services.generator.engines.emulated.from_config import build_spec
+
+        return EmulatedEngine(
+            build_spec(
+                self,
+                model.emulated,
+                model_context_tokens=model_size(model.model_path, "max_position_embeddings"),
+                vocab_size=model_size(model.model_path, "vocab_size"),
+                seed=model.seed,
+            )
+        )

@@ -1,0 +1,34 @@
+"""What the transformers engine is configured with; importing this does not import transformers."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from penstock.process.packages import ENGINE_PACKAGES
+from services.generator.engine.engine import Engine
+from services.generator.engines.base_config import BaseEngineConfig, ServedModel
+
+
+class TransformersEngineConfig(BaseEngineConfig):
+    """Hugging Face transformers, where vLLM does not install."""
+
+    packages = ENGINE_PACKAGES["transformers"]
+
+    engine: Literal["transformers"] = "transformers"
+    """The engine."""
+
+    def build(self, model: ServedModel) -> Engine:
+        """See `BaseEngineConfig.build`."""
+        from services.generator.engines.transformers.transformers_engine import TransformersEngine, TransformersSettings
+
+        return TransformersEngine(
+            TransformersSettings(
+                model_path=model.model_path,
+                dtype=model.dtype,
+                max_model_len=self.max_context_tokens,
+                max_num_seqs=self.max_concurrent_samples,
+                num_threads=self.num_threads,
+                max_lora_rank=model.max_lora_rank,
+                seed=model.seed,
+            )
+        )

