@@ -17,12 +17,9 @@ _BREEDS = 0.25
 class Evolution:
     """One arm's population."""
 
-    def __init__(
-        self, placement: Placement, scored: Scored, home: frozenset[str], num_training: int, *, has_cross_swaps: bool
-    ) -> None:
+    def __init__(self, placement: Placement, scored: Scored, home: frozenset[str], num_training: int) -> None:
         self._placement, self._scored = placement, scored
         self._home, self._num_training = home, num_training
-        self._has_cross_swaps = has_cross_swaps
         self._members: list[tuple[float, Parts]] = []
         self._first = placement.first_plans(home, num_training)
 
@@ -54,4 +51,4 @@ class Evolution:
         if random.random() < _BREEDS:
             other = random.choice(self._members)[1]
             parent = self._placement.crossed(parent, other, self._home, self._num_training)
-        return self._placement.changed(parent, self._home, has_cross_swaps=self._has_cross_swaps)
+        return self._placement.changed(parent, self._home)

@@ -35,10 +35,6 @@ class MultilevelSolver:
     """Tournaments of arms, each evolved, until time is over or they bring nothing more."""
 
     name: str = "multilevel"
-    has_halving: bool = True
-    """Without, all arms get equal budgets to the end; for ablations."""
-    has_cross_swaps: bool = True
-    """Without, GPUs are never exchanged between the groups; for ablations."""
     max_candidates: int | None = None
     """Candidates in all; None for as many as time allows."""
 
@@ -98,10 +94,9 @@ class _Tournament:
                     self._evolve(home, count, max(1, round(share)))
                     if self.is_over():
                         return
-            if self._solver.has_halving:
-                groups = {home: self._better_half(home, counts) for home, counts in groups.items()}
-                kept = sorted(groups, key=lambda home: -self._arm(home, groups[home][0]).best_rate)
-                groups = {home: groups[home] for home in kept[: (len(kept) + 1) // 2]}
+            groups = {home: self._better_half(home, counts) for home, counts in groups.items()}
+            kept = sorted(groups, key=lambda home: -self._arm(home, groups[home][0]).best_rate)
+            groups = {home: groups[home] for home in kept[: (len(kept) + 1) // 2]}
 
     def _better_half(self, home: frozenset[str], counts: list[int]) -> list[int]:
         ranked = sorted(counts, key=lambda count: -self._arm(home, count).best_rate)
@@ -131,7 +126,5 @@ class _Tournament:
 
     def _arm(self, home: frozenset[str], count: int) -> Evolution:
         if (home, count) not in self._arms:
-            self._arms[home, count] = Evolution(
-                self._placement, self._scored, home, count, has_cross_swaps=self._solver.has_cross_swaps
-            )
+            self._arms[home, count] = Evolution(self._placement, self._scored, home, count)
         return self._arms[home, count]

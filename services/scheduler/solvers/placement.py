@@ -72,11 +72,10 @@ class Placement:
             surplus -= moved
         return parts
 
-    def changed(self, parts: Parts, home: frozenset[str], *, has_cross_swaps: bool) -> Parts:
+    def changed(self, parts: Parts, home: frozenset[str]) -> Parts:
         """One of the moves that keep the number of GPUs that train."""
         moves = [self._resplit, self._uniform, self._idled]
-        if has_cross_swaps:
-            moves += [lambda parts: self._swapped(parts, home)] * 2
+        moves += [lambda parts: self._swapped(parts, home)] * 2
         return self.random.choice(moves)(parts)
 
     def _swapped(self, parts: Parts, home: frozenset[str]) -> Parts:
