@@ -40,6 +40,7 @@ from services.broker.storage.redis.address import parse_redis_url
 from services.generator.engines.base_config import BaseEngineConfig
 from services.generator.engines.registry import engine_keys, split_engine
 from services.reward.config import RewardModelConfig
+from services.scheduler.config import CostModelName
 from services.trainer.algorithms.config import AlgorithmConfig
 from services.trainer.config import (
     ComputeConfig,
@@ -127,6 +128,8 @@ class SchedulerSection(StrictModel):
     plan: Path | None = None
     """The plan to begin with, as `penstock plan --json` prints or `--deploy` writes it: where the trainers are, and the
     generators unless the scheduler finds better ones. All is planned when null."""
+    cost_model: CostModelName = "rm1"
+    """What the plan is made with, as of `penstock plan --cost-model`."""
     nodes: tuple[Path, ...] = ()
     """Configurations of machines that stand here: a `penstock node` is started for each."""
     length_model: Path | None = None

@@ -71,6 +71,7 @@ def scheduler_config(config: RunConfig, addresses: Addresses, folder: RunFolder)
         insecure=config.insecure,
         listen=addresses.scheduler.listen or "",
         heartbeat_interval_s=config.scheduler.heartbeat_interval_s,
+        cost_model=config.scheduler.cost_model,
         lengths=LengthsConfig(
             model_path=config.scheduler.length_model,
             pairs_file=config.scheduler.length_pairs,

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from html import escape
-from typing import Any
 
-from services.scheduler.cost_model.reference import CostModel
+from services.scheduler.planning.plan_report import FeasiblePlan
 
-Document = dict[str, Any]
 _WIDTH, _LEFT, _ROW, _GPU = 760, 170, 22, 16
 _MAX_MACHINES = 200
 """Rows drawn; a line says how many more there are."""
@@ -15,13 +13,13 @@ _COLORS = {"train": "#d1570c", "generate": "#1f6feb", "idle": "#d0d7de", "wait":
 _STYLE = "text{font:12px system-ui,sans-serif;fill:#1f2328}.title{font-weight:600;font-size:14px}.end{text-anchor:end}"
 
 
-def plan_picture(model: CostModel, document: Document) -> str:
-    """An SVG file of a document that has a plan."""
-    rows = [*_placement(model, document), "", *_timeline(document)]
+def plan_picture(report: FeasiblePlan) -> str:
+    """An SVG file."""
+    rows = [*_placement(report), "", *_timeline(report)]
     height = 60 + _ROW * len(rows)
     title = (
-        f"{document['problem']}: {document['samples_per_second']:.4g} samples/s, "
-        f"a step in {document['step_s']:.4g} s, {document['cost_model']}"
+        f"{report.model.problem.id}: {report.score.samples_per_second:.4g} samples/s, "
+        f"a step in {report.step_s:.4g} s, {report.model.name}"
     )
     parts = [
         f'<svg viewBox="0 0 {_WIDTH} {height}" role="img" aria-label="{escape(title)}" '
@@ -45,14 +43,13 @@ def _legend() -> list[str]:
     return parts
 
 
-def _placement(model: CostModel, document: Document) -> list[str]:
+def _placement(report: FeasiblePlan) -> list[str]:
     """A row for each machine: its replicas one after the other, its part of the pool, what is idle."""
-    trains = {share["node"]: share["gpus"] for share in document["rm1_plan"]["train"]}
+    plan, nodes = report.plan, report.model.nodes
+    trains = {share.node: share.gpus for share in plan.train}
     rows = []
-    for machine, node in list(model.nodes.items())[:_MAX_MACHINES]:
-        replicas = [
-            each["tp"] for each in document["rm1_plan"]["gen"] if each["node"] == machine for _ in range(each["count"])
-        ]
+    for machine, node in list(nodes.items())[:_MAX_MACHINES]:
+        replicas = [each.tp for each in plan.gen if each.node == machine for _ in range(each.count)]
         blocks = [("generate", degree) for degree in replicas] + [("train", trains.get(machine, 0))]
         blocks.append(("idle", node.gpus - sum(gpus for _, gpus in blocks)))
         text = f"{machine} ({node.gpu})"
@@ -64,21 +61,20 @@ def _placement(model: CostModel, document: Document) -> list[str]:
                 row.append(_bar(x, gpus * gpu_width - 2, does, f"{does}, {gpus} GPUs"))
                 x += gpus * gpu_width
         rows.append("".join(row))
-    if (hidden := len(model.nodes) - _MAX_MACHINES) > 0:
+    if (hidden := len(nodes) - _MAX_MACHINES) > 0:
         rows.append(f'<text x="{_LEFT}" y="12">and {hidden} more machines</text>')
     return rows
 
 
-def _timeline(document: Document) -> list[str]:
+def _timeline(report: FeasiblePlan) -> list[str]:
     """Two rows over one step, both stages side by side: how long each is busy, and waits for the other."""
-    step_s = document["step_s"]
-    training = document["training"]
+    step_s, training = report.step_s, report.score.training
     spans = {
-        "generation": [("generate", (1 - document["generation_idle"]) * step_s, "busy")],
+        "generation": [("generate", (1 - report.generation_idle) * step_s, "busy")],
         "training": [
-            ("train", training["compute_s"], "computation"),
-            ("train", training["exposed_allreduce_s"], "all-reduce that computation does not hide"),
-            ("train", training["overhead_s"], "fixed"),
+            ("train", training.compute_s, "computation"),
+            ("train", training.exposed_allreduce_s, "all-reduce that computation does not hide"),
+            ("train", training.overhead_s, "fixed"),
         ],
     }
     rows = []

@@ -58,21 +58,17 @@ def plan(  # noqa: PLR0913, PLR0917 - a command's options are its signature
     """
 
     def work() -> int:
-        from console.plan.plan_command import PlanOptions, plan_command
+        from console.plan.plan_command import deploy as write
+        from console.plan.plan_command import plan_file, show
+        from console.plan.plan_picture import plan_picture
+        from services.scheduler.planning.plan_report import FeasiblePlan
 
-        options = PlanOptions(
-            solver=solver,
-            cost_model=cost_model,
-            budget_s=budget_s,
-            seed=seed,
-            is_json=json_output,
-            is_explained=explain,
-            start=start,
-            picture=picture,
-            deploy=deploy,
-            run=run,
-            address=address,
-        )
-        return plan_command(problem, options)
+        report = plan_file(problem, solver=solver, cost_model=cost_model, budget_s=budget_s, seed=seed, start=start)
+        if isinstance(report, FeasiblePlan):
+            if picture is not None:
+                picture.write_text(plan_picture(report), encoding="utf-8")
+            if deploy is not None:
+                write(deploy, report, run=run, address=address)
+        return show(report, is_json=json_output, is_explained=explain)
 
     exit_with(work)

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Self
+from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
 from penstock.config import MeasuredConfig, StrictModel
+
+CostModelName = Literal["rm1", "calibrated"]
+"""The reference model, and the one fitted to published runs."""
 
 
 class LengthsConfig(StrictModel):
@@ -34,5 +37,7 @@ class SchedulerConfig(MeasuredConfig):
     """Address, host:port."""
     heartbeat_interval_s: float = Field(default=5.0, gt=0, le=300)
     """How often machines report; three missed reports make a machine count as gone."""
+    cost_model: CostModelName = "rm1"
+    """What plans are made with, as of `penstock plan --cost-model`."""
     lengths: LengthsConfig = LengthsConfig()
     """Forecasts of completion lengths."""

@@ -57,7 +57,12 @@ async def serve(config: SchedulerConfig) -> None:
     serve_metrics(config.metrics_address, security)
     clock = SystemClock()
     lengths = make_forecaster(config.lengths, clock=clock, registry=REGISTRY)
-    servicer = SchedulerServicer(clock=clock, heartbeat_interval_s=config.heartbeat_interval_s, lengths=lengths)
+    servicer = SchedulerServicer(
+        clock=clock,
+        heartbeat_interval_s=config.heartbeat_interval_s,
+        lengths=lengths,
+        cost_model=config.cost_model,
+    )
     server = Server(listen=config.listen, services=[make_service(servicer)], security=security)
 
     async def end_streams() -> None:

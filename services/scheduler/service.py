@@ -14,6 +14,7 @@ from penstock.errors import InvalidFieldError, QueueFullError, ServiceUnavailabl
 from penstock.names import check_run_id
 from penstock.v1 import scheduler_pb2 as pb
 from penstock.v1 import scheduler_pb2_grpc
+from services.scheduler.cost_model.reference import RM1
 from services.scheduler.lengths.forecaster import LengthForecaster
 from services.scheduler.planning.first_fit import SOLVER, first_fit
 from services.scheduler.planning.machine_registry import MAX_NODES, Inventory
@@ -40,7 +41,9 @@ Context = grpc.aio.ServicerContext[Any, Any]
 class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
     """Answers from memory; machines register again after a restart, and plans are made anew."""
 
-    def __init__(self, *, clock: Clock, heartbeat_interval_s: float, lengths: LengthForecaster) -> None:
+    def __init__(
+        self, *, clock: Clock, heartbeat_interval_s: float, lengths: LengthForecaster, cost_model: str = RM1
+    ) -> None:
         self.stopping = asyncio.Event()
         self._clock = clock
         self._heartbeat_interval_s = heartbeat_interval_s
@@ -50,7 +53,8 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         self._plan_changed = asyncio.Event()
         self._num_solving = 0
         self._left: set[str] = set()
-        self._live = LivePlans(heartbeat_interval_s=heartbeat_interval_s)
+        self._cost_model = cost_model
+        self._live = LivePlans(heartbeat_interval_s=heartbeat_interval_s, cost_model=cost_model)
 
     async def RegisterNode(self, request: pb.RegisterNodeRequest, context: Context) -> pb.RegisterNodeResponse:
         """Add or replace a machine."""
@@ -79,7 +83,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         """Plan a run: over the machines of its problem, or first fit over those that are alive."""
         _check_plan_request(request)
         if request.problem_json:
-            problem, solver = checked_problem(request.problem_json, request.solver)
+            problem, solver = checked_problem(request.problem_json, request.solver, cost_model=self._cost_model)
             told = running_plan(request.running_plan) if request.HasField("running_plan") else None
             plan = await self._solved(problem, solver, request, told)
             self._live.follow(
@@ -192,6 +196,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
             asyncio.to_thread(
                 plan_problem,
                 live.problem or problem,
+                cost_model=self._cost_model,
                 run_id=request.run_id,
                 solver=solver,
                 time_left=time_left,

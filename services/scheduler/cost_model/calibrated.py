@@ -8,13 +8,14 @@ something whatever the GPU, and each sample costs the trainer time that more GPU
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, get_args
 
-from services.scheduler.cost_model.reference import RM1, CostModel
+from services.scheduler.config import CostModelName
+from services.scheduler.cost_model.reference import CostModel
 from services.scheduler.problem.problem import Problem
 
 CALIBRATED = "calibrated"
-COST_MODELS = (RM1, CALIBRATED)
+COST_MODELS: tuple[str, ...] = get_args(CostModelName)
 
 BENCHMARK_MFU: Mapping[str, float] = {
     "default": 0.42,
@@ -70,6 +71,11 @@ def trainer_mfu(benchmark: Mapping[str, float], duty: float) -> dict[str, dict[s
     return {"mfu_train": shares, "mfu_infer": shares}
 
 
+def with_constants(problem: Problem, cost_model: str) -> Problem:
+    """The problem with the constants of a cost model, one of COST_MODELS."""
+    return calibrated(problem) if cost_model == CALIBRATED else problem
+
+
 def make_model(problem: Problem, cost_model: str) -> CostModel:
     """A cost model by name, one of COST_MODELS."""
-    return CostModel(calibrated(problem), name=CALIBRATED) if cost_model == CALIBRATED else CostModel(problem)
+    return CostModel(with_constants(problem, cost_model), name=cost_model)

@@ -46,6 +46,16 @@ class Generation:
     duty: float
     """Share of its samples that are fresh enough to be trained on, 0 to 1."""
 
+    @property
+    def samples_per_second(self) -> float:
+        """What all of them make between weight updates, fresh or not."""
+        return self.replicas.count * self.state.samples_per_second if self.state is not None else 0.0
+
+    @property
+    def fresh_samples_per_second(self) -> float:
+        """The part of it that is fresh enough to be trained on."""
+        return self.samples_per_second * self.duty
+
 
 @dataclass(frozen=True, slots=True)
 class Score:
@@ -55,6 +65,11 @@ class Score:
     limit: Limit
     training: TrainingStep
     generation: tuple[Generation, ...]
+
+    @property
+    def generated_samples_per_second(self) -> float:
+        """Fresh samples that all generators make between weight updates."""
+        return sum(each.fresh_samples_per_second for each in self.generation)
 
 
 @dataclass(frozen=True, slots=True)

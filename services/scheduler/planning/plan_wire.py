@@ -8,17 +8,19 @@ from collections.abc import Sequence
 from penstock.config import MAX_CONFIG_BYTES, ConfigError
 from penstock.errors import InvalidFieldError
 from penstock.v1 import scheduler_pb2 as pb
-from services.scheduler.cost_model.reference import CostModel, Score
+from services.scheduler.cost_model.calibrated import with_constants
+from services.scheduler.cost_model.reference import CostModel
 from services.scheduler.planning.first_fit import InfeasiblePlanError
-from services.scheduler.planning.solve import plan_document, solve, solve_generation
+from services.scheduler.planning.plan_report import FeasiblePlan
+from services.scheduler.planning.solve import make_plan
 from services.scheduler.problem.plan_document import PlanDocument
 from services.scheduler.problem.problem import Problem, parse_problem
-from services.scheduler.solvers.interface import ProblemTooLargeError, Solution, TimeLeft
+from services.scheduler.solvers.interface import ProblemTooLargeError, TimeLeft
 from services.scheduler.solvers.registry import AUTO, SOLVERS
 
 
-def checked_problem(problem_json: str, solver: str) -> tuple[Problem, str]:
-    """The problem and the solver's name. Raises InvalidFieldError."""
+def checked_problem(problem_json: str, solver: str, *, cost_model: str) -> tuple[Problem, str]:
+    """The problem, with the constants of a cost model, and the solver's name. Raises InvalidFieldError."""
     if len(problem_json) > MAX_CONFIG_BYTES:
         raise InvalidFieldError(
             f"problem_json: {len(problem_json)} characters, at most {MAX_CONFIG_BYTES} are read", field="problem_json"
@@ -28,7 +30,7 @@ def checked_problem(problem_json: str, solver: str) -> tuple[Problem, str]:
         known = ", ".join(SOLVERS)
         raise InvalidFieldError(f"solver: {solver!r} does not solve a problem_json; there is {known}", field="solver")
     try:
-        return parse_problem(problem_json, source="problem_json"), name
+        return with_constants(parse_problem(problem_json, source="problem_json"), cost_model), name
     except ConfigError as error:
         raise InvalidFieldError("; ".join(str(error).splitlines()[:8]), field="problem_json") from error
 
@@ -36,49 +38,48 @@ def checked_problem(problem_json: str, solver: str) -> tuple[Problem, str]:
 def plan_problem(
     problem: Problem,
     *,
+    cost_model: str,
     run_id: str,
     solver: str,
     time_left: TimeLeft,
     starts: Sequence[PlanDocument] = (),
     running: PlanDocument | None = None,
 ) -> pb.Plan:
-    """A plan over the problem's own machines: its generators and its training pool; `starts` as of Solver.
+    """A plan over the problem's own machines, its generators and its training pool; arguments as of make_plan.
 
-    With `running` its training pool stays, and only generators are planned.
+    The constants of `cost_model` are the problem's already: machines that became slow have some of their own.
 
     Raises InvalidFieldError when the solver cannot treat a problem of this size, InfeasiblePlanError when none can run.
     """
-    model = CostModel(problem)
     try:
-        if running is not None:
-            solution = solve_generation(model, running, time_left=time_left)
-        else:
-            solution = solve(model, solver, time_left=time_left, starts=starts)
+        model = CostModel(problem, name=cost_model)
+        report = make_plan(model, solver, time_left=time_left, starts=starts, running=running)
     except ProblemTooLargeError as error:
         raise InvalidFieldError(f"solver: {error}", field="solver") from error
-    if solution.plan is None or not isinstance(solution.score, Score):
-        reason = getattr(solution.score, "reason", "the time ended before one was found")
+    if not isinstance(report, FeasiblePlan):
+        reason = report.reason or "the time ended before one was found"
         raise InfeasiblePlanError(f"no plan can run: {reason}", problem=problem.id)
-    return _as_message(model, solution, solution.plan, solution.score, run_id)
+    return _as_message(report, run_id)
 
 
-def _as_message(model: CostModel, solution: Solution, plan: PlanDocument, score: Score, run_id: str) -> pb.Plan:
-    document = plan_document(model, solution, solve_s=0.0)
-    message = pb.Plan(run_id=run_id, solver=solution.solver, expected_tokens_per_second=document["tokens_per_second"])
+def _as_message(report: FeasiblePlan, run_id: str) -> pb.Plan:
+    solution = report.solution
+    message = pb.Plan(run_id=run_id, solver=solution.solver, expected_tokens_per_second=report.tokens_per_second)
     if (bound := solution.upper_bound_samples_per_second) is not None:
-        message.bound_tokens_per_second = bound * model.demand.completion_tokens
-    if document["usd_per_hour"] > 0:
-        message.cost_per_million_tokens = document["usd_per_million_tokens"]
+        message.bound_tokens_per_second = bound * report.model.demand.completion_tokens
+    if report.usd_per_hour > 0:
+        message.cost_per_million_tokens = report.usd_per_million_tokens
     message.explanation = (
-        f"{score.samples_per_second:.4g} samples/s by the cost model {document['cost_model']}, limited by "
-        f"{score.limit.value}; generators idle {document['generation_idle']:.0%}, "
-        f"trainers {document['training_idle']:.0%}"
+        f"{report.score.samples_per_second:.4g} samples/s by the cost model {report.model.name}, limited by "
+        f"{report.score.limit.value}; generators idle {report.generation_idle:.0%}, "
+        f"trainers {report.training_idle:.0%}"
     )
-    _assign(model, message, plan, score)
+    _assign(message, report)
     return message
 
 
-def _assign(model: CostModel, message: pb.Plan, plan: PlanDocument, score: Score) -> None:
+def _assign(message: pb.Plan, report: FeasiblePlan) -> None:
+    model, plan, generated = report.model, report.plan, report.score.generated_samples_per_second
     taken: Counter[str] = Counter()
 
     def indices(node: str, gpus: int) -> range:
@@ -94,11 +95,7 @@ def _assign(model: CostModel, message: pb.Plan, plan: PlanDocument, score: Score
             share=speed / sum(speeds),
             num_replicas=1,
         )
-    rates = [
-        each.replicas.count * each.state.samples_per_second * each.duty if each.state else 0.0
-        for each in score.generation
-    ]
-    for each, rate in zip(score.generation, rates, strict=True):
+    for each in report.score.generation:
         replicas = each.replicas
         message.assignments.add(
             node_id=replicas.node,
@@ -107,5 +104,5 @@ def _assign(model: CostModel, message: pb.Plan, plan: PlanDocument, score: Score
             tensor_parallel=replicas.tp,
             num_replicas=replicas.count,
             num_concurrent_samples=each.state.batch if each.state is not None else 0,
-            share=rate / sum(rates),
+            share=each.fresh_samples_per_second / generated,
         )

@@ -70,9 +70,11 @@ class LivePlans:
 
     Args:
         heartbeat_interval_s: How often machines report.
+        cost_model: Name of the one whose constants the problems have.
     """
 
-    def __init__(self, *, heartbeat_interval_s: float) -> None:
+    def __init__(self, *, heartbeat_interval_s: float, cost_model: str) -> None:
+        self._cost_model = cost_model
         self._runs: dict[str, _Run] = {}
         self._cool_down_s = COOL_DOWN_INTERVALS * heartbeat_interval_s
         self._grace_s = GRACE_INTERVALS * heartbeat_interval_s
@@ -145,7 +147,8 @@ class LivePlans:
     ) -> pb.Plan | None:
         in_force = document_of(run.plan)
         kept = live.from_real(in_force)
-        kept_rate = CostModel(problem).score(kept).samples_per_second
+        model = CostModel(problem)
+        kept_rate = model.score(kept).samples_per_second
         gone = machines_of(in_force) - set(live.node_ids.values())
         is_pool_there = not gone & {share.node for share in in_force.train}
         running = kept if run.keeps_trainers and is_pool_there else None
@@ -155,6 +158,7 @@ class LivePlans:
             found = await asyncio.to_thread(
                 plan_problem,
                 problem,
+                cost_model=self._cost_model,
                 run_id=run_id,
                 solver=run.solver,
                 time_left=time_left,
@@ -169,7 +173,7 @@ class LivePlans:
         new = document_of(found)
         live.to_real(found)
         offer = Offer(
-            rate=CostModel(problem).score(new).samples_per_second,
+            rate=model.score(new).samples_per_second,
             kept_rate=kept_rate,
             num_gpus=_num_gpus(new),
             num_kept_gpus=_num_gpus(kept),

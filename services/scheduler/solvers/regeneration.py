@@ -54,12 +54,7 @@ def _spare(model: CostModel, parts: Parts) -> float:
     """What generators could make beyond what is trained, as a share of that."""
     score = model.score(plan_of(model, parts))
     assert isinstance(score, Score)
-    made = sum(
-        each.replicas.count * each.state.samples_per_second * each.duty
-        for each in score.generation
-        if each.state is not None
-    )
-    return made / score.samples_per_second - 1
+    return score.generated_samples_per_second / score.samples_per_second - 1
 
 
 def _filled(model: CostModel, part: Division) -> Division:

@@ -7,10 +7,12 @@ import pytest
 from penstock.errors import InvalidFieldError
 from penstock.v1 import scheduler_pb2 as pb
 from services.scheduler import service as scheduler_service
+from services.scheduler.cost_model.calibrated import CALIBRATED, make_model
 from services.scheduler.cost_model.demand import demand_of
 from services.scheduler.cost_model.reference import CostModel
 from services.scheduler.cost_model.replica import ReplicaModel
-from services.scheduler.problem.plan_document import node_classes
+from services.scheduler.problem.plan_document import PlanDocument, node_classes
+from services.scheduler.problem.problem import Problem
 from services.scheduler.replanning.replanner import GRACE_INTERVALS, MIN_LENGTHS, document_of
 from tests.helpers.plans.planned_fleet import COOL_DOWN_S, INTERVAL_S, KINDS, planned_fleet
 from tests.helpers.plans.problems import document, problem
@@ -153,6 +155,26 @@ def measured(times_slower, *, tp=1, batch=64):
         num_concurrent_samples=batch,
         tensor_parallel=tp,
     )
+
+
+async def test_revisions_keep_the_cost_model_of_the_scheduler():
+    async with planned_fleet(registered=KINDS, cost_model=CALIBRATED) as fleet:
+        await fleet.join("h20-new", "H20")
+        revised = await fleet.pass_time(2 * COOL_DOWN_S)
+        await fleet.pass_time(2 * COOL_DOWN_S, rates={"h20-0": measured(20.0)})
+        constants = fleet.servicer._live._runs["r"].looked_at.cost_model
+
+    stated = document("tiny_02")
+    next(node for node in stated["nodes"] if node["gpu"] == "H20")["count"] = 2
+    model = make_model(Problem.model_validate(stated), CALIBRATED)
+    plan = PlanDocument.model_validate_json(document_of(revised).model_dump_json().replace("h20-new", "h20-1"))
+    assert revised.revision == 2
+    assert "by the cost model calibrated" in revised.explanation
+    tokens_per_second = model.score(plan).samples_per_second * model.demand.completion_tokens
+    assert revised.expected_tokens_per_second == pytest.approx(tokens_per_second)
+    # A slow machine's GPU is a type of its own, which keeps what was fitted for its kind.
+    (slow,) = [gpu for gpu in constants.mfu_infer if gpu.startswith("H20 at")]
+    assert constants.mfu_infer[slow] == constants.mfu_infer["H20"] == model.problem.cost_model.mfu("H20", "infer")
 
 
 def slow_machines(fleet):

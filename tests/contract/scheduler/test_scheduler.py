@@ -8,7 +8,10 @@ import numpy as np
 import pytest
 from google.protobuf.duration_pb2 import Duration
 from prometheus_client import CollectorRegistry
+from typer.testing import CliRunner
 
+from console.cli import app
+from console.plan import plan_command
 from console.view.forecast_quality import fetch_lengths, length_lines, lengths_table
 from penstock.clients.inventory import report_node, this_machine
 from penstock.clock import ManualClock
@@ -19,18 +22,23 @@ from penstock.v1 import scheduler_pb2 as pb
 from penstock.v1 import scheduler_pb2_grpc
 from services.scheduler import service as scheduler_service
 from services.scheduler.config import LengthsConfig
-from services.scheduler.cost_model.reference import CostModel
+from services.scheduler.cost_model.calibrated import COST_MODELS, make_model
+from services.scheduler.cost_model.reference import RM1, CostModel
+from services.scheduler.problem.plan_document import PlanDocument
+from services.scheduler.replanning.replanner import document_of
 from services.scheduler.server import SERVICE_NAME, make_forecaster, make_service
 from services.scheduler.service import MAX_QUERIES, SchedulerServicer
 from services.scheduler.solvers.registry import SOLVERS
-from tests.helpers.plans.problems import document, problem
+from tests.helpers.plans.problems import INSTANCES, document, problem
 from tests.helpers.serving import channel_to, serving
 
 
-def scheduler(interval_s=5.0):
+def scheduler(interval_s=5.0, cost_model=RM1):
     clock = ManualClock()
     lengths = make_forecaster(LengthsConfig(), clock=clock, registry=CollectorRegistry())
-    return make_service(SchedulerServicer(clock=clock, heartbeat_interval_s=interval_s, lengths=lengths))
+    return make_service(
+        SchedulerServicer(clock=clock, heartbeat_interval_s=interval_s, lengths=lengths, cost_model=cost_model)
+    )
 
 
 async def ask(channel, method, request):
@@ -112,6 +120,23 @@ async def test_a_problem_is_answered_with_the_plan_that_is_best_for_its_machines
     assert used == {name: list(range(8)) for name in ("h800-0", "h20-0")}
     for role in (pb.ROLE_GENERATOR, pb.ROLE_TRAINER):
         assert sum(each.share for each in plan.assignments if each.role == role) == pytest.approx(1)
+
+
+@pytest.mark.parametrize("cost_model", COST_MODELS)
+async def test_the_command_line_and_the_service_plan_alike_with_either_cost_model(cost_model, monkeypatch):
+    monkeypatch.setattr(plan_command, "steady_rate", lambda *_, **__: None)
+    path = str(INSTANCES / "tiny_04.json")
+    answer = json.loads(CliRunner().invoke(app, ["plan", path, "--cost-model", cost_model, "--json"]).output)
+    async with channel_to(scheduler(cost_model=cost_model)) as channel:
+        plan = (await ask(channel, "CreatePlan", problem_request("tiny_04"))).plan
+
+    assert document_of(plan) == PlanDocument.model_validate(answer["rm1_plan"])
+    assert plan.solver == answer["solver"]
+    assert plan.expected_tokens_per_second == answer["tokens_per_second"]
+    assert plan.cost_per_million_tokens == answer["usd_per_million_tokens"]
+    assert f"by the cost model {cost_model}, limited by {answer['limit']};" in plan.explanation
+    truth = make_model(problem("tiny_04"), cost_model).score(document_of(plan)).samples_per_second
+    assert answer["samples_per_second"] == truth
 
 
 async def test_a_problem_that_no_plan_solves_is_answered_with_the_reason():

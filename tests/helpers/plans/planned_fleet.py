@@ -12,6 +12,7 @@ from penstock.v1 import scheduler_pb2 as pb
 from penstock.v1 import scheduler_pb2_grpc
 from services.scheduler import service as scheduler_service
 from services.scheduler.config import LengthsConfig
+from services.scheduler.cost_model.reference import RM1
 from services.scheduler.replanning.replan_rule import COOL_DOWN_INTERVALS
 from services.scheduler.server import make_forecaster, make_service
 from services.scheduler.service import SchedulerServicer
@@ -50,10 +51,10 @@ class Fleet:
 
 
 @asynccontextmanager
-async def planned_fleet(*, registered):
+async def planned_fleet(*, registered, cost_model=RM1):
     clock = ManualClock()
     lengths = make_forecaster(LengthsConfig(), clock=clock, registry=CollectorRegistry())
-    servicer = SchedulerServicer(clock=clock, heartbeat_interval_s=INTERVAL_S, lengths=lengths)
+    servicer = SchedulerServicer(clock=clock, heartbeat_interval_s=INTERVAL_S, lengths=lengths, cost_model=cost_model)
     # On a busy machine a search that ends by itself must not be cut short: what it finds would differ.
     patient = patch.object(scheduler_service, "REVISE_BUDGET_S", 60.0)
     with patient, patch.object(scheduler_service, "DEFAULT_BUDGET_S", 60.0):

@@ -1,10 +1,12 @@
 import itertools
+import json
 
 import pytest
 
 from services.scheduler.cost_model.reference import CostModel
 from services.scheduler.planning.market import alternatives, purchases, usd_per_hour
-from services.scheduler.planning.solve import advice, bottleneck, solve
+from services.scheduler.planning.plan_report import bottleneck, report_json
+from services.scheduler.planning.solve import make_advised_plan, solve
 from services.scheduler.problem.problem import Problem
 from tests.helpers.plans.problems import document, plan, problem
 
@@ -56,8 +58,10 @@ def test_without_prices_and_without_time_there_is_nothing_to_tell():
 
     assert [each.machines for each in alternatives(model, solution, time_left=ample, seed=0)] == [{"a": 1, "b": 1}]
     assert purchases(model, solution, time_left=lambda: 0.0, seed=0) == []
-    infeasible = solve(CostModel(problem("tiny_04", "model.params=60e9")), "auto", time_left=ample)
-    assert advice(model, infeasible, time_left=ample) == {"next_purchases": [], "alternatives": []}
+    infeasible = CostModel(problem("tiny_04", "model.params=60e9"))
+    answer = json.loads(report_json(make_advised_plan(infeasible, "auto", time_left=ample, simulate=pytest.fail)))
+    assert (answer["next_purchases"], answer["alternatives"]) == ([], [])
+    assert "simulated_samples_per_second" not in answer
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,8 @@ import itertools
 import pytest
 
 from services.scheduler.cost_model.reference import CostModel, Infeasible, Score
-from services.scheduler.planning.solve import plan_document, solve
+from services.scheduler.planning.plan_report import report_of
+from services.scheduler.planning.solve import solve
 from services.scheduler.solvers import exhaustive, milp
 from services.scheduler.solvers.exhaustive import ExhaustiveSolver
 from services.scheduler.solvers.milp import MilpSolver
@@ -86,4 +87,4 @@ def test_auto_keeps_the_best_plan_and_the_lowest_bound_of_all(monkeypatch):
 
     assert solution.score.samples_per_second == pytest.approx(OPTIMA["tiny_04"], rel=0.005)
     assert OPTIMA["tiny_04"] <= solution.upper_bound_samples_per_second <= 33
-    assert 0 < plan_document(model, solution, solve_s=1)["gap"] < 0.2
+    assert 0 < report_of(model, solution, solve_s=1).gap < 0.2

@@ -51,7 +51,7 @@ def test_a_registered_solver_plans_for_programs_and_on_the_command_line():
     assert (answer["rm1_plan"], answer["solver"]) == (HALVES.model_dump(mode="json"), "toy")
     refused = CliRunner().invoke(app, ["plan", "nowhere.json", "--solver", "oracle"])
     assert "there is: auto, partition, streamrl, exhaustive, multilevel, milp, toy" in refused.output
-    assert checked_problem(json.dumps(document("tiny_02")), "toy") == (problem("tiny_02"), "toy")
+    assert checked_problem(json.dumps(document("tiny_02")), "toy", cost_model="rm1") == (problem("tiny_02"), "toy")
 
 
 def test_auto_asks_the_solvers_that_have_a_share():
