@@ -14,7 +14,7 @@ from __future__ import annotations
 import hashlib
 import secrets
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -299,14 +299,7 @@ class Agents:
         request = GenerateRequest(
             request_id=f"agent-{secrets.token_hex(12)}",
             prompt_token_ids=prepared.prompt_token_ids,
-            sampling=SamplingSettings(
-                temperature=sampling.temperature,
-                top_p=sampling.top_p,
-                top_k=sampling.top_k,
-                max_new_tokens=sampling.max_new_tokens,
-                seed=seed,
-                stop_token_ids=sampling.stop_token_ids,
-            ),
+            sampling=replace(sampling, seed=seed),
         )
         body = prepared.body
         return await take_answer(

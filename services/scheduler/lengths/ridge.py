@@ -1,9 +1,10 @@
 """The light model: ridge regression of log lengths on hashed n-grams and the prompt's length.
 
-N-grams that tell most of the fitted lengths alone are kept (Fan and Lv 2008, sure independence screening), then ridge
-weights are solved for several times, each n-gram penalised the more the smaller its last weight was (Frommlet and Nuel
-2016, adaptive ridge, with a floor): words that only happened to be in long prompts fade, those that matter are not
-shrunk. Needs numpy alone; 8,192 prompts take a second or two of one core.
+The n-grams that each explain the fitted lengths best are kept (Fan and Lv 2008, sure independence screening), then
+ridge weights are solved for several times, each n-gram penalised the more the smaller its last weight was (Frommlet and
+Nuel 2016, adaptive ridge, with a floor): words that only happened to be in long prompts fade, those that matter are not
+shrunk. 8,192 prompts take a second or two of one core. numpy alone: scikit-learn takes 1.7 s and 97 MiB to import and
+hashes n-grams six times slower, and its Ridge has one penalty for all columns.
 """
 
 from __future__ import annotations
@@ -43,12 +44,8 @@ class RidgeModel:
     def predict(self, prompts: Sequence[PromptView]) -> Floats:
         """See `LengthModel`."""
         entries = ngrams(prompts)
-        result = _length_terms(entries.lengths) @ self.length_weights
-        if len(self.kept):
-            columns, is_kept = _columns(self.kept, entries)
-            parts = entries.values[is_kept] * self.weights[columns[is_kept]]
-            result += np.bincount(entries.rows[is_kept], weights=parts, minlength=entries.num_rows)
-        return result
+        result: Floats = _dense(self.kept, entries) @ self.weights
+        return result + _length_terms(entries.lengths) @ self.length_weights
 
     def arrays(self) -> Arrays:
         """What `from_arrays` needs."""
@@ -103,16 +100,14 @@ def _length_terms(lengths: Floats) -> Floats:
     return np.stack([np.ones_like(lengths), lengths, lengths**2], axis=1)
 
 
-def _columns(kept: npt.NDArray[np.int64], entries: Ngrams) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
-    columns = np.minimum(np.searchsorted(kept, entries.buckets), len(kept) - 1)
-    return columns, kept[columns] == entries.buckets
-
-
 def _dense(kept: npt.NDArray[np.int64], entries: Ngrams) -> npt.NDArray[np.float32]:
+    """Values of the kept n-grams, [num_rows, num_kept]."""
+    column_of = np.full(NUM_BUCKETS, -1)
+    column_of[kept] = np.arange(len(kept))
+    columns = column_of[entries.buckets]
+    is_kept = columns >= 0
     design = np.zeros((entries.num_rows, len(kept)), dtype=np.float32)
-    if len(kept):
-        columns, is_kept = _columns(kept, entries)
-        design[entries.rows[is_kept], columns[is_kept]] = entries.values[is_kept]
+    design[entries.rows[is_kept], columns[is_kept]] = entries.values[is_kept]
     return design
 
 
