@@ -88,7 +88,7 @@ async def put_group(ready: Ready, *, address: str, num_samples: int, num_tokens:
     """A worker's role: make the group and put it."""
     async with (
         BrokerClient(address) as broker,
-        TrajectorySession(broker.channel, run_id=RUN, producer_id="p0", peer="broker") as session,
+        TrajectorySession(broker, run_id=RUN, producer_id="p0") as session,
     ):
         await ready()
         meter = MemoryMeter(os.getpid())
@@ -116,7 +116,7 @@ async def take_group(ready: Ready, *, address: str, num_samples: int, num_tokens
     async with BrokerClient(address) as broker:
         await ready()
         meter, start_s = MemoryMeter(os.getpid()), time.perf_counter()
-        async with MicrobatchSession(broker.channel, peer="broker", subscription=subscription) as session:
+        async with MicrobatchSession(broker, subscription) as session:
             microbatch = await session.next(timeout_s=CLIENT_TIMEOUT_S)
             taken = {"peak_bytes": meter.peak_bytes(), "seconds": time.perf_counter() - start_s}
     if microbatch is None:

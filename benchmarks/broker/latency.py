@@ -15,7 +15,7 @@ from benchmarks.broker.workload import SHORT
 from penstock.clients.broker import BrokerClient
 from penstock.clients.training import MicrobatchSession, Subscription
 from penstock.clients.trajectories import TrajectorySession
-from penstock.network.rpc import open_channel
+from penstock.network.connection import Connection
 from penstock.v1 import types_pb2
 
 RATE_PER_S = 200
@@ -25,8 +25,8 @@ NUM_WARM_UP = 50
 async def produce(ready: Ready, *, broker: str, run_id: str, count: int) -> dict[str, Any]:
     """The producer's role: when each trajectory was put, seconds."""
     async with (
-        open_channel(broker) as channel,
-        TrajectorySession(channel, run_id=run_id, producer_id="p0", peer="broker", max_unanswered=64) as session,
+        Connection(broker) as connection,
+        TrajectorySession(connection, run_id=run_id, producer_id="p0", max_unanswered=64) as session,
     ):
         await ready()
         start_s, put_s, receipts = time.monotonic(), [], []
@@ -52,7 +52,7 @@ async def consume(ready: Ready, *, broker: str, run_id: str, count: int) -> dict
     got_s: dict[int, float] = {}
     async with (
         BrokerClient(broker) as client,
-        MicrobatchSession(client.channel, peer="broker", subscription=subscription) as session,
+        MicrobatchSession(client, subscription) as session,
     ):
         await ready()
         while len(got_s) < count:

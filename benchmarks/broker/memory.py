@@ -25,7 +25,7 @@ async def measure(stage: Stage, *, duration_s: float, run_id: str) -> dict[str, 
         await broker.open_run(run_id, limits=limits, policy_version=0)
         idle_bytes = await _used_bytes(client)
         samples: list[int] = []
-        async with TrajectorySession(broker.channel, run_id=run_id, producer_id="p0", peer="broker") as session:
+        async with TrajectorySession(broker, run_id=run_id, producer_id="p0") as session:
             pushing = asyncio.create_task(_push(session))
             for _ in range(max(4, round(duration_s / 0.5))):
                 await asyncio.sleep(0.5)

@@ -16,7 +16,7 @@ from benchmarks.broker.workload import WORKLOADS, Workload
 from penstock.clients.broker import BrokerClient
 from penstock.clients.training import MicrobatchSession, Subscription
 from penstock.clients.trajectories import TrajectorySession
-from penstock.network.rpc import open_channel
+from penstock.network.connection import Connection
 from penstock.v1 import types_pb2
 
 CONSUMER = "trainer-0"
@@ -28,8 +28,8 @@ async def produce(ready: Ready, *, broker: str, run_id: str, name: str, workload
     made, start_s = WORKLOADS[workload], 0.0
     assert made.templates
     async with (
-        open_channel(broker) as channel,
-        TrajectorySession(channel, run_id=run_id, producer_id=name, peer="broker") as session,
+        Connection(broker) as connection,
+        TrajectorySession(connection, run_id=run_id, producer_id=name) as session,
     ):
         await ready()
         start_s = time.monotonic()
@@ -61,7 +61,7 @@ async def consume(ready: Ready, *, broker: str, run_id: str, workload: str, coun
     num_doubled = num_damaged = num_microbatches = version = 0
     async with (
         BrokerClient(broker) as client,
-        MicrobatchSession(client.channel, peer="broker", subscription=subscription) as session,
+        MicrobatchSession(client, subscription) as session,
     ):
         await ready()
         step: list[str] = []

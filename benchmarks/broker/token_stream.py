@@ -18,7 +18,7 @@ from penstock.clients.broker import BrokerClient
 from penstock.clients.leases import LeaseSession
 from penstock.clients.sample_stream import SampleStream
 from penstock.clients.tokens import TokenSession
-from penstock.network.rpc import open_channel
+from penstock.network.connection import Connection
 from penstock.v1 import broker_pb2, types_pb2
 from penstock.wire.codec import int32_bytes
 
@@ -69,13 +69,13 @@ class _Generator:
 async def decode(ready: Ready, *, broker: str, run_id: str, num_samples: int, duration_s: float) -> dict[str, Any]:
     """All generators' role: takes every lease, then appends a token to every sample at a steady rate."""
     generators = [_Generator(number, num_samples // NUM_CONNECTIONS) for number in range(NUM_CONNECTIONS)]
-    channels = [open_channel(broker) for _ in generators]
+    connections = [Connection(broker) for _ in generators]
     tasks: list[asyncio.Task[None]] = []
-    for generator, channel in zip(generators, channels, strict=True):
+    for generator, connection in zip(generators, connections, strict=True):
         common: dict[str, Any] = {"run_id": run_id, "generator_id": generator.generator_id}
-        generator.tokens = TokenSession(channel, **common, flush_interval_s=FLUSH_INTERVAL_S, peer="broker")
+        generator.tokens = TokenSession(connection, **common, flush_interval_s=FLUSH_INTERVAL_S)
         hello = broker_pb2.GeneratorHello(**common, engine="benchmark", max_context_tokens=1 << 20)
-        leases = LeaseSession(channel, hello=hello, holder=generator, peer="broker")
+        leases = LeaseSession(connection, hello=hello, holder=generator)
         tasks += [asyncio.create_task(generator.tokens.run()), asyncio.create_task(leases.run())]
     async with asyncio.timeout(60):
         while sum(len(generator.streams) for generator in generators) < num_samples:  # noqa: ASYNC110
@@ -98,8 +98,8 @@ async def decode(ready: Ready, *, broker: str, run_id: str, num_samples: int, du
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
-    for channel in channels:
-        await channel.close()
+    for connection in connections:
+        await connection.close()
     return {
         "took_s": took_s,
         "num_tokens": num_ticks * num_samples,

@@ -14,7 +14,7 @@ from console.recording import RecordingError, RecordingWriter, open_writer
 from console.recording.step_recorder import Recording, missing_line, record, resume_point
 from penstock.clients.export import StepExport
 from penstock.errors import NotRetainedError, PenstockError
-from penstock.network.rpc import open_channel
+from penstock.network.connection import Connection
 from penstock.security import Security
 
 FINISH_S = 15.0
@@ -123,11 +123,10 @@ class RunRecorder:
 
     async def _export(self, writer: RecordingWriter, *, follow: bool) -> None:
         version, history = self._next
-        async with open_channel(self._broker, self._security) as channel:
+        async with Connection(self._broker, security=self._security) as broker:
             export = StepExport(
-                channel,
+                broker,
                 run_id=self._run_id,
-                peer=f"broker {self._broker}",
                 follow=follow,
                 from_version=version,
                 history=history,

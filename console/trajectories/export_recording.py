@@ -12,7 +12,7 @@ from console.recording.step_recorder import Recording, missing_line, record, res
 from penstock.clients.export import StepExport
 from penstock.config import ConfigError
 from penstock.errors import PenstockError
-from penstock.network.rpc import open_channel
+from penstock.network.connection import Connection
 from penstock.security import Security
 
 PATIENCE_S = 30.0
@@ -59,11 +59,10 @@ async def _export(
 ) -> None:
     assert target.broker is not None
     version, history = resume_point(out, target.run_id) if follow else (0, None)
-    async with open_channel(target.broker, Security.from_environment()) as channel:
+    async with Connection(target.broker, security=Security.from_environment()) as broker:
         export = StepExport(
-            channel,
+            broker,
             run_id=target.run_id,
-            peer=f"broker {target.broker}",
             follow=follow,
             from_version=version or from_version,
             history=history,

@@ -16,8 +16,6 @@ from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
 
-import grpc
-
 from console.inspect.find_run import find_run
 from console.recording import RecordedGroup, read_groups
 from console.recording.rebase import Rebased, rebase
@@ -25,7 +23,8 @@ from penstock.clients.policy import PolicyWatch
 from penstock.clients.trajectories import TrajectorySession
 from penstock.config import ConfigError
 from penstock.errors import PenstockError
-from penstock.network.rpc import call, open_channel
+from penstock.network.connection import Connection
+from penstock.network.rpc import call
 from penstock.security import Security
 from penstock.v1 import broker_pb2, broker_pb2_grpc, types_pb2
 
@@ -93,21 +92,19 @@ def replay_command(file: Path, options: ReplayOptions, *, broker: str) -> int:
 
 
 async def _connected(file: Path, options: ReplayOptions, broker: str, result: Replayed) -> None:
-    async with open_channel(broker, Security.from_environment()) as channel:
-        await replay(channel, file, options, peer=f"broker {broker}", result=result)
+    async with Connection(broker, security=Security.from_environment()) as connection:
+        await replay(connection, file, options, result=result)
 
 
-async def replay(channel: grpc.aio.Channel, file: Path, options: ReplayOptions, *, peer: str, result: Replayed) -> None:
+async def replay(broker: Connection, file: Path, options: ReplayOptions, *, result: Replayed) -> None:
     """Put the groups of a recording into the run, keeping `result` up. Raises PenstockError and RecordingError."""
     request = broker_pb2.GetRunRequest(run_id=options.run_id)
-    run = await call(broker_pb2_grpc.BrokerServiceStub(channel).GetRun, request, peer=peer)
+    run = await call(broker_pb2_grpc.BrokerServiceStub(broker.channel).GetRun, request, peer=broker.peer)
     producer_id = f"replay-{file.name}"[:128]
     groups = _chosen(file, options)
     async with (
-        PolicyWatch(channel, run_id=options.run_id, peer=peer) as watch,
-        TrajectorySession(
-            channel, run_id=options.run_id, producer_id=producer_id, peer=peer, max_unanswered=1
-        ) as session,
+        PolicyWatch(broker, run_id=options.run_id) as watch,
+        TrajectorySession(broker, run_id=options.run_id, producer_id=producer_id, max_unanswered=1) as session,
     ):
         replayer = _Replayer(run, options, watch, session, result)
         for first in groups:

@@ -11,7 +11,7 @@ import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import aclosing
 from functools import partial
-from typing import Any, NamedTuple, Self, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import grpc
 
@@ -19,8 +19,9 @@ from penstock.clients.export import StepExport
 from penstock.clients.prompts import submit_all
 from penstock.clients.training import MicrobatchSession, Subscription
 from penstock.clients.trajectories import TrajectorySession
+from penstock.network.connection import Connection
 from penstock.network.outage import Outage
-from penstock.network.rpc import call_with_retry, open_channel
+from penstock.network.rpc import call_with_retry
 from penstock.security import NO_SECURITY, Security
 from penstock.v1 import broker_pb2, broker_pb2_grpc, types_pb2
 from penstock.wire.timestamps import timestamp
@@ -38,8 +39,8 @@ class TrainedGroup(NamedTuple):
     """The version that the step made."""
 
 
-class BrokerClient:
-    """The broker at an address. Every method raises the PenstockError that the broker raised.
+class BrokerClient(Connection):
+    """A broker. Every method raises the PenstockError that the broker raised.
 
     A trainer sets `owner` once it has taken its run over; calls that only the run's trainer may make then say so, and
     raise FencedError when another one has taken it over since.
@@ -59,25 +60,12 @@ class BrokerClient:
         patience_s: float | None = None,
         on_outage: Callable[[str], None] = lambda text: None,
     ) -> None:
-        self.peer = f"broker {target}" if isinstance(target, str) else "broker"
+        super().__init__(target, security=security)
         self.outage = Outage(self.peer, on_notice=on_outage)
         """Whether it is away, as far as calls of this client tell."""
-        self.channel = open_channel(target, security) if isinstance(target, str) else target
         self._stub = broker_pb2_grpc.BrokerServiceStub(self.channel)
         self._patience_s = patience_s
         self.owner: broker_pb2.RunOwner | None = None
-
-    async def __aenter__(self) -> Self:
-        """The client itself."""
-        return self
-
-    async def __aexit__(self, *_exception: object) -> None:
-        """Close the channel."""
-        await self.close()
-
-    async def close(self) -> None:
-        """Close the channel; calls under way end."""
-        await self.channel.close()
 
     async def open_run(
         self,
@@ -131,7 +119,7 @@ class BrokerClient:
             producer_id: Names the producer, 1 to 128 characters; random if empty.
         """
         producer_id = producer_id or f"producer-{secrets.token_hex(6)}"
-        return TrajectorySession(self.channel, run_id=run_id, producer_id=producer_id, peer=self.peer)
+        return TrajectorySession(self, run_id=run_id, producer_id=producer_id)
 
     def consumer(
         self,
@@ -159,7 +147,7 @@ class BrokerClient:
             max_groups=max_groups,
             owner=self.owner,
         )
-        return MicrobatchSession(self.channel, peer=self.peer, subscription=subscription)
+        return MicrobatchSession(self, subscription)
 
     async def submit(self, run_id: str, prompts: Sequence[types_pb2.Prompt]) -> None:
         """Submit prompts, any number; returns once the broker has all of them, however long its queue is full.
@@ -219,7 +207,7 @@ class BrokerClient:
 
     async def export(self, run_id: str, *, follow: bool = False) -> AsyncIterator[TrainedGroup]:
         """The groups of every retained step, oldest first; with `follow`, each step to come until the run is closed."""
-        steps = StepExport(self.channel, run_id=run_id, peer=self.peer, follow=follow, patience_s=self._patience_s)
+        steps = StepExport(self, run_id=run_id, follow=follow, patience_s=self._patience_s)
         async with aclosing(steps.responses()) as responses:
             async for response in responses:
                 if response.HasField("group"):

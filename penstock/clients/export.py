@@ -15,6 +15,7 @@ import grpc
 
 from penstock.clients.streams import read
 from penstock.errors import PenstockError, UnknownRunError
+from penstock.network.connection import Connection
 from penstock.network.outage import Outage
 from penstock.network.rpc import backoff_s, explained
 from penstock.process.logger import get_logger
@@ -32,9 +33,8 @@ class StepExport:
     """The trained steps of one run.
 
     Args:
-        channel: To the broker.
+        broker: The way to it.
         run_id: Which run.
-        peer: Names the broker in messages.
         follow: Go on with each step as it is acknowledged, until the run is closed.
         from_version: First step wanted; 0 means the oldest one retained.
         history: The run's history counter that went with what the caller has already; None when it has nothing.
@@ -44,25 +44,24 @@ class StepExport:
 
     def __init__(
         self,
-        channel: grpc.aio.Channel,
+        broker: Connection,
         *,
         run_id: str,
-        peer: str,
         follow: bool,
         from_version: int = 0,
         history: int | None = None,
         waits_for_run: bool = False,
         patience_s: float | None = None,
     ) -> None:
-        self._stub = broker_pb2_grpc.BrokerServiceStub(channel)
-        self._run_id, self._peer, self._follow = run_id, peer, follow
+        self._stub = broker_pb2_grpc.BrokerServiceStub(broker.channel)
+        self._run_id, self._peer, self._follow = run_id, broker.peer, follow
         self.next_version = from_version
         """First step that has not come whole; 0 while nothing came."""
         self.history = history
         """The run's history counter that goes with what came; None while nothing did."""
         self._waits_for_run = waits_for_run
         self._patience_s = patience_s
-        self.outage = Outage(peer)
+        self.outage = Outage(broker.peer)
         """Whether the broker is away; `on_notice` may be set."""
 
     async def responses(self) -> AsyncGenerator[_Response, None]:

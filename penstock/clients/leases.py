@@ -16,10 +16,9 @@ from collections.abc import AsyncGenerator
 from contextlib import suppress
 from typing import Protocol
 
-import grpc
-
 from penstock.clients.streams import PERMANENT_ERRORS, Reconnecting
 from penstock.errors import PenstockError, RunClosedError, UnknownRunError
+from penstock.network.connection import Connection
 from penstock.process.logger import get_logger
 from penstock.v1 import broker_pb2, broker_pb2_grpc
 
@@ -58,16 +57,14 @@ class LeaseSession:
     """The lease stream of one generator.
 
     Args:
-        channel: To the broker.
+        broker: The way to it.
         hello: Who calls.
         holder: Who works on the leases.
-        peer: Names the broker in messages.
     """
 
-    def __init__(
-        self, channel: grpc.aio.Channel, *, hello: broker_pb2.GeneratorHello, holder: LeaseHolder, peer: str
-    ) -> None:
-        self._stub = broker_pb2_grpc.BrokerServiceStub(channel)
+    def __init__(self, broker: Connection, *, hello: broker_pb2.GeneratorHello, holder: LeaseHolder) -> None:
+        peer = broker.peer
+        self._stub = broker_pb2_grpc.BrokerServiceStub(broker.channel)
         self._hello = hello
         self._holder = holder
         self._peer = peer

@@ -5,10 +5,9 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-import grpc
-
 from penstock.clients.streams import BackgroundStream
 from penstock.errors import DeadlineError, PenstockError
+from penstock.network.connection import Connection
 from penstock.v1 import broker_pb2, broker_pb2_grpc
 
 
@@ -16,14 +15,13 @@ class PolicyWatch(BackgroundStream):
     """Follows one run; an async context manager.
 
     Args:
-        channel: To the broker.
+        broker: The way to it.
         run_id: Which run.
-        peer: Names the broker in messages.
     """
 
-    def __init__(self, channel: grpc.aio.Channel, *, run_id: str, peer: str) -> None:
-        super().__init__(run_id=run_id, peer=peer)
-        self._stub = broker_pb2_grpc.BrokerServiceStub(channel)
+    def __init__(self, broker: Connection, *, run_id: str) -> None:
+        super().__init__(broker, run_id=run_id)
+        self._stub = broker_pb2_grpc.BrokerServiceStub(broker.channel)
         self._changed = asyncio.Event()
         self._version: int | None = None
 

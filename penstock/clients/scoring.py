@@ -18,9 +18,8 @@ from typing import TYPE_CHECKING
 
 from penstock.clients.streams import Reconnecting
 from penstock.errors import DeadlineError, PenstockError, RunClosedError, UnknownRunError
-from penstock.network.rpc import open_channel
+from penstock.network.connection import Connection
 from penstock.process.logger import get_logger
-from penstock.security import NO_SECURITY, Security
 from penstock.v1 import broker_pb2, broker_pb2_grpc
 
 if TYPE_CHECKING:
@@ -64,27 +63,28 @@ class ScoringSession:
 
     def __init__(
         self,
+        broker: Connection,
         *,
-        broker: str,
         run_id: str,
         worker_id: str,
         max_leases: int,
-        security: Security = NO_SECURITY,
         monotonic_s: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`max_leases` is how many leases are held at once, waiting ones included; at most MAX_LEASES count."""
+        """`max_leases` is how many leases are held at once, waiting ones included; at most MAX_LEASES count.
+
+        `run` closes the connection when it ends.
+        """
         self.counters = ScoringCounters()
-        self._stream = Reconnecting(f"broker {broker}", most_s=_MOST_BETWEEN_CONNECTS_S)
+        self._stream = Reconnecting(broker.peer, most_s=_MOST_BETWEEN_CONNECTS_S)
         self.outage = self._stream.outage
         """Whether the broker is away; a run that it does not know, or that is closed, is none."""
         self.holding_reason: Callable[[], str] = lambda: ""
         """Asked at every renewal: why leases are held without being scored; empty while they are scored."""
         self.warning: Callable[[], str] = lambda: ""
         """Asked at every renewal: what was wrong with samples so far; empty while nothing was."""
-        self._target = broker
+        self._broker = broker
         self._hello = broker_pb2.RewardHello(run_id=run_id, worker_id=worker_id)
         self._max_leases = min(max_leases, MAX_LEASES)
-        self._security = security
         self._monotonic_s = monotonic_s
         self._notice = _Notice(self._stream.peer, run_id, monotonic_s)
         self._held: dict[str, _Held] = {}
@@ -107,8 +107,8 @@ class ScoringSession:
 
         Raises PenstockError where trying again cannot help: a refused token, or a frame the broker calls malformed.
         """
-        async with open_channel(self._target, self._security) as channel:
-            stub = broker_pb2_grpc.BrokerServiceStub(channel)
+        async with self._broker:
+            stub = broker_pb2_grpc.BrokerServiceStub(self._broker.channel)
             await self._stream.run(lambda: self._follow(stub), self._on_end)
 
     async def take(self, *, max_items: int) -> list[broker_pb2.ScoringLease]:
@@ -171,7 +171,9 @@ class ScoringSession:
             if lease.lease_id in self._held:
                 continue
             if len(self._held) >= self._max_leases:
-                _log.warning("broker sent more leases than asked for; they are left to expire", broker=self._target)
+                _log.warning(
+                    "broker sent more leases than asked for; they are left to expire", broker=self._broker.peer
+                )
                 break
             self._held[lease.lease_id] = _Held(lease)
             self._waiting.put_nowait(lease.lease_id)

@@ -23,6 +23,7 @@ from penstock.errors import (
     RunClosedError,
     ServiceUnavailableError,
 )
+from penstock.network.connection import Connection
 from penstock.network.outage import Outage
 from penstock.network.rpc import backoff_s, explained
 from penstock.process.logger import get_logger
@@ -134,9 +135,9 @@ class BackgroundStream(ABC):
     One fails for good when the run is closed, and of errors that a retry cannot heal.
     """
 
-    def __init__(self, *, run_id: str, peer: str) -> None:
-        self._run_id, self._peer = run_id, peer
-        self._stream = Reconnecting(peer)
+    def __init__(self, broker: Connection, *, run_id: str) -> None:
+        self._run_id, self._peer = run_id, broker.peer
+        self._stream = Reconnecting(broker.peer)
         self._failure: PenstockError | None = None
         self._task: asyncio.Task[None] | None = None
 

@@ -21,11 +21,10 @@ from collections.abc import AsyncGenerator
 from contextlib import suppress
 from dataclasses import dataclass
 
-import grpc
-
 from penstock.clients.sample_stream import SampleStream, StreamListener
 from penstock.clients.streams import PERMANENT_ERRORS, Reconnecting
 from penstock.errors import InternalError, PenstockError, RunClosedError, UnknownRunError
+from penstock.network.connection import Connection
 from penstock.process.logger import get_logger
 from penstock.v1 import broker_pb2, broker_pb2_grpc, types_pb2
 
@@ -59,21 +58,18 @@ class TokenSession:
     """The token stream of one generator.
 
     Args:
-        channel: To the broker.
+        broker: The way to it.
         run_id: Which run.
         generator_id: Which generator.
         flush_interval_s: Longest time a token waits before it is sent, seconds.
-        peer: Names the broker in messages.
     """
 
-    def __init__(
-        self, channel: grpc.aio.Channel, *, run_id: str, generator_id: str, flush_interval_s: float, peer: str
-    ) -> None:
-        self._stub = broker_pb2_grpc.BrokerServiceStub(channel)
+    def __init__(self, broker: Connection, *, run_id: str, generator_id: str, flush_interval_s: float) -> None:
+        self._stub = broker_pb2_grpc.BrokerServiceStub(broker.channel)
         self._run_id = run_id
         self._generator_id = generator_id
         self._flush_interval_s = flush_interval_s
-        self._stream = Reconnecting(peer)
+        self._stream = Reconnecting(broker.peer)
         self._dirty: dict[SampleStream, None] = {}
         self._dirty_since_s = 0.0
         self._buffered_bytes = 0

@@ -17,11 +17,11 @@ from collections.abc import AsyncGenerator, AsyncIterator, Iterable
 from dataclasses import dataclass
 from typing import Any, cast
 
-import grpc
 from google.protobuf.message import DecodeError
 
 from penstock.clients.streams import BackgroundStream
 from penstock.errors import InternalError, InvalidFieldError, PenstockError, RunClosedError, VersionConflictError
+from penstock.network.connection import Connection
 from penstock.network.rpc import call_with_retry
 from penstock.process.logger import get_logger
 from penstock.v1 import broker_pb2, broker_pb2_grpc, types_pb2
@@ -67,15 +67,14 @@ class MicrobatchSession(BackgroundStream):
     """One consumer of one run; an async context manager that connects on entry and lets go of everything on exit.
 
     Args:
-        channel: To the broker.
-        peer: Names the broker in messages.
+        broker: The way to it.
         subscription: What to pull.
     """
 
-    def __init__(self, channel: grpc.aio.Channel, *, peer: str, subscription: Subscription) -> None:
-        super().__init__(run_id=subscription.run_id, peer=peer)
+    def __init__(self, broker: Connection, subscription: Subscription) -> None:
+        super().__init__(broker, run_id=subscription.run_id)
         # Responses come as bytes and are read together with the packed groups in them.
-        self._stream_microbatches: Any = channel.stream_stream(
+        self._stream_microbatches: Any = broker.channel.stream_stream(
             _METHOD, request_serializer=broker_pb2.StreamMicrobatchesRequest.SerializeToString
         )
         self._hello = broker_pb2.TrainerHello(
@@ -95,8 +94,8 @@ class MicrobatchSession(BackgroundStream):
         self._assembly = Assembly()
         """The group that comes in pieces."""
         self._credit_changed = asyncio.Event()
-        self._reason = f"connecting to {peer}"
-        self._ack_step = broker_pb2_grpc.BrokerServiceStub(channel).AckStep
+        self._reason = f"connecting to {broker.peer}"
+        self._ack_step = broker_pb2_grpc.BrokerServiceStub(broker.channel).AckStep
         self._version = 0
         """The run's, as far as it is known."""
 

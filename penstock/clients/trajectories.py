@@ -24,10 +24,9 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-import grpc
-
 from penstock.clients.streams import BackgroundStream
 from penstock.errors import InternalError, InvalidFieldError, PenstockError, RefusedError
+from penstock.network.connection import Connection
 from penstock.network.rpc import call_with_retry
 from penstock.process.logger import get_logger
 from penstock.v1 import broker_pb2, broker_pb2_grpc, types_pb2
@@ -130,25 +129,23 @@ class TrajectorySession(BackgroundStream):
     """One producer of one run; an async context manager that sends in the background until it is left.
 
     Args:
-        channel: To the broker.
+        broker: The way to it.
         run_id: Which run.
         producer_id: Names the producer; stable over reconnects and restarts, 1 to 128 characters.
-        peer: Names the broker in messages.
         max_unanswered: Requests on the way at once, >= 1.
     """
 
     def __init__(
         self,
-        channel: grpc.aio.Channel,
+        broker: Connection,
         *,
         run_id: str,
         producer_id: str,
-        peer: str,
         max_unanswered: int = DEFAULT_UNANSWERED,
     ) -> None:
-        super().__init__(run_id=run_id, peer=peer)
+        super().__init__(broker, run_id=run_id)
         # Requests go as bytes, made here without a copy of what they carry: see `send`.
-        self._put_trajectories: Any = channel.stream_stream(
+        self._put_trajectories: Any = broker.channel.stream_stream(
             _METHOD, response_deserializer=broker_pb2.PutTrajectoriesResponse.FromString
         )
         self._producer_id = producer_id
@@ -160,7 +157,7 @@ class TrajectorySession(BackgroundStream):
         self._paused_until_s = 0.0
         self._work = asyncio.Event()
         self._room = asyncio.Event()
-        self._get_run = broker_pb2_grpc.BrokerServiceStub(channel).GetRun
+        self._get_run = broker_pb2_grpc.BrokerServiceStub(broker.channel).GetRun
         self._groups_per_step = 0
         self._left: dict[PendingPut, None] = {}
         """Puts whose receipts were not awaited, but those that are stored whole."""

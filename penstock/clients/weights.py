@@ -10,7 +10,9 @@ import hashlib
 import re
 from collections.abc import Callable, Sequence
 from itertools import pairwise
-from typing import NamedTuple, Self
+from typing import NamedTuple
+
+import grpc
 
 from penstock.clients.streams import PERMANENT_ERRORS, Reconnecting
 from penstock.errors import (
@@ -22,7 +24,8 @@ from penstock.errors import (
 )
 from penstock.model.adapter_layout import adapter_of
 from penstock.model.digests import TensorDigest, manifest_digest
-from penstock.network.rpc import call, call_with_retry, open_channel
+from penstock.network.connection import Connection
+from penstock.network.rpc import call, call_with_retry
 from penstock.process.logger import get_logger
 from penstock.security import NO_SECURITY, Security
 from penstock.security.addresses import check_url
@@ -183,33 +186,26 @@ def _check_chunks(manifest: weights_pb2.WeightsManifest) -> None:
         )
 
 
-class WeightsClient:
-    """The weight store at `target` (host:port), for one receiver of one run."""
+class WeightsClient(Connection):
+    """A weight store, for one receiver of one run."""
 
     def __init__(
-        self, target: str, *, run_id: str, receiver_id: str, site: str = "", security: Security = NO_SECURITY
+        self,
+        target: str | grpc.aio.Channel,
+        *,
+        run_id: str,
+        receiver_id: str,
+        site: str = "",
+        security: Security = NO_SECURITY,
     ) -> None:
-        self.peer = f"weight store {target}"
-        self._channel = open_channel(target, security)
-        self._stub = weights_pb2_grpc.WeightStoreServiceStub(self._channel)
+        super().__init__(target, security=security, service="weight store")
+        self._stub = weights_pb2_grpc.WeightStoreServiceStub(self.channel)
         self._run_id = run_id
         self._receiver_id = receiver_id
         self._site = site
         self._is_relay_refused = False
         self.joins_broadcasts = False
         """Whether the store is told to wait for this receiver before it broadcasts; set before `watch`."""
-
-    async def __aenter__(self) -> Self:
-        """The client itself."""
-        return self
-
-    async def __aexit__(self, *_exception: object) -> None:
-        """Close the channel."""
-        await self.close()
-
-    async def close(self) -> None:
-        """Close the channel; calls under way end."""
-        await self._channel.close()
 
     async def get_manifest(self, policy_version: int | None = None) -> weights_pb2.WeightsManifest:
         """The manifest of a version, the newest where None, that needs no other; checked. Raises PenstockError."""

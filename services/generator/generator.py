@@ -24,8 +24,8 @@ from penstock.clients.tokens import TokenSession
 from penstock.clock import SystemClock
 from penstock.errors import NotOfferedError, PenstockError, ServiceUnavailableError
 from penstock.model.model_folder import TextDecoder
+from penstock.network.connection import Connection
 from penstock.network.outage import Outage
-from penstock.network.rpc import open_channel
 from penstock.process.grace_periods import ENGINE_STOP_S
 from penstock.security import NO_SECURITY, Security
 from penstock.v1 import broker_pb2, generator_pb2
@@ -105,15 +105,13 @@ class Generator:
         self._busy = BusyTracker(SystemClock())
         self._session: LeaseSession | None = None
         self._held = HeldWeights(on_change=self._notify)
-        self._peer = f"broker {config.broker}"
         self._security = security
-        self._broker = open_channel(config.broker, security)
+        self._broker = Connection(config.broker, security=security)
         self._tokens = TokenSession(
             self._broker,
             run_id=config.run_id,
             generator_id=self.generator_id,
             flush_interval_s=config.flush_interval_s,
-            peer=self._peer,
         )
         parts = RolloutParts(
             engine=engine,
@@ -237,7 +235,7 @@ class Generator:
             profile=_to_message(self._engine.profile(), max_leases=self._config.engine.max_concurrent_samples),
             listens_in_plain_text=bool(self._security.plain_listeners),
         )
-        self._session = LeaseSession(self._broker, hello=hello, holder=self._holder, peer=self._peer)
+        self._session = LeaseSession(self._broker, hello=hello, holder=self._holder)
         self._leasing = asyncio.create_task(self._session.run())
         if self._holder.is_draining:
             self._leasing.cancel()

@@ -10,6 +10,7 @@ import structlog
 
 from penstock.clients.scoring import ScoringSession
 from penstock.config import ConfigError
+from penstock.network.connection import Connection
 from penstock.network.metrics_server import serve_metrics
 from penstock.network.readiness import follow_outage
 from penstock.network.rpc import Server, run_until_stopped
@@ -44,11 +45,10 @@ async def serve(config: RewardConfig) -> None:
     model = build_model(config.reward.model, judges=judges)
     max_leases = _BATCHES_HELD_A_CALL * config.reward.max_concurrent_batches * config.reward.max_batch_size
     session = ScoringSession(
-        broker=config.broker,
+        Connection(config.broker, security=security),
         run_id=config.run_id,
         worker_id=security.named(config, "worker_id").worker_id,
         max_leases=max_leases,
-        security=security,
     )
     pool = ScoringPool(source=session, model=model, config=config.reward, texts=texts)
     session.holding_reason = lambda: pool.holding_reason

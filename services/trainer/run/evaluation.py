@@ -138,9 +138,8 @@ class Evaluator:
         """The score of each group; None where there is none."""
         scores: dict[str, float | None] = {}
         session = MicrobatchSession(
-            self._client.channel,
-            peer=self._client.peer,
-            subscription=Subscription(
+            self._client,
+            Subscription(
                 run_id=self._run_id,
                 consumer_id=CONSUMER_ID,
                 purpose=types_pb2.PURPOSE_EVALUATE,

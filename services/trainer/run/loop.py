@@ -121,9 +121,8 @@ class StepLoop:
         self._busy_at_line_s = compute.busy_s
         groups_per_step = context.config.algorithm.prompts_per_step
         self.session = MicrobatchSession(
-            context.client.channel,
-            peer=context.client.peer,
-            subscription=Subscription(
+            context.client,
+            Subscription(
                 run_id=context.run_id,
                 consumer_id=CONSUMER_ID,
                 purpose=types_pb2.PURPOSE_TRAIN,

@@ -49,11 +49,9 @@ class ReplayFeed:
                 _log.warning("the replay fell behind and goes on with what is retained", error=str(error))
 
     async def _follow(self) -> None:
-        client = self._context.client
         export = StepExport(
-            client.channel,
+            self._context.client,
             run_id=self._context.run_id,
-            peer=client.peer,
             follow=True,
             patience_s=self._context.config.run.patience_s,
         )

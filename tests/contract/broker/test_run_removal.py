@@ -53,7 +53,7 @@ async def fill(broker: RunningBroker) -> None:
     await train_step(broker, "a", "b")
     await train_step(broker, "c", "d", version=1, weights=0)
     await broker.submit(prompt("e"), prompt("f"))
-    async with TrajectorySession(broker.channel, run_id=RUN, producer_id="p", peer="broker") as producer:
+    async with TrajectorySession(broker.connection, run_id=RUN, producer_id="p") as producer:
         await producer.store(groups("x", "y"))
 
 

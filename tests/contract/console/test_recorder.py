@@ -19,6 +19,7 @@ from console.trajectories.export_recording import export_command
 from penstock.clients.export import StepExport
 from penstock.config import ConfigError
 from penstock.errors import NotRetainedError, UnknownRunError
+from penstock.network.connection import Connection
 from penstock.network.rpc import open_channel
 from penstock.security import NO_SECURITY
 from penstock.v1 import broker_pb2
@@ -58,7 +59,7 @@ async def recording(broker: RunningBroker, path: Path, **options: Any) -> AsyncI
     version, history = resume_point(path, RUN)
     async with open_channel(target_of(broker)) as channel:
         export = StepExport(
-            channel, run_id=RUN, peer="broker", follow=True, from_version=version, history=history, **options
+            Connection(channel), run_id=RUN, follow=True, from_version=version, history=history, **options
         )
         writer = open_writer(path, is_followed=True)
         task = asyncio.create_task(record(export, writer, run_id=RUN, recording=found))
@@ -107,7 +108,7 @@ async def test_a_recorder_finds_the_broker_again_and_misses_nothing(tmp_path: Pa
         await train_step(first, "a", "b")
         found = Recording()
         channel = open_channel(f"127.0.0.1:{port}")
-        export = StepExport(channel, run_id=RUN, peer="broker", follow=True)
+        export = StepExport(Connection(channel), run_id=RUN, follow=True)
         writer = open_writer(path, is_followed=True)
         task = asyncio.create_task(record(export, writer, run_id=RUN, recording=found))
         await until(lambda: found.num_samples == 4)
@@ -166,8 +167,8 @@ async def test_a_gap_is_an_error(tmp_path: Path) -> None:
 async def test_a_run_that_is_not_open_yet_is_waited_for_only_if_asked(broker: RunningBroker) -> None:
     async with open_channel(target_of(broker)) as channel:
         with pytest.raises(UnknownRunError):
-            await anext(StepExport(channel, run_id="later", peer="broker", follow=True).responses())
-        waiting = StepExport(channel, run_id="later", peer="broker", follow=True, waits_for_run=True).responses()
+            await anext(StepExport(Connection(channel), run_id="later", follow=True).responses())
+        waiting = StepExport(Connection(channel), run_id="later", follow=True, waits_for_run=True).responses()
         first = asyncio.ensure_future(anext(waiting))
         await broker.open(run_id="later")
         async with asyncio.timeout(15):

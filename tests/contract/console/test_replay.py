@@ -72,7 +72,7 @@ async def training(broker: RunningBroker, *, per_step: int = 2) -> AsyncIterator
 async def replayed(broker: RunningBroker, file: Path, **options: Any) -> Replayed:
     result = Replayed()
     async with asyncio.timeout(20):
-        await replay(broker.channel, file, ReplayOptions(run_id=SECOND, **options), peer="broker", result=result)
+        await replay(broker.connection, file, ReplayOptions(run_id=SECOND, **options), result=result)
     return result
 
 

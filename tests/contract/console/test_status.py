@@ -14,6 +14,7 @@ from console.inspect.status import status_command
 from penstock.clients.scoring import ScoringSession
 from penstock.clock import ManualClock
 from penstock.config import ConfigError
+from penstock.network.connection import Connection
 from penstock.rewards import FunctionReward, ModelAwayError
 from penstock.rewards.local import LocalModel
 from penstock.v1 import broker_pb2, types_pb2
@@ -127,7 +128,9 @@ async def test_a_reward_worker_whose_model_is_away_says_so(broker: RunningBroker
     generator = Generator.connect(broker.channel)
     generator.beat(credits=2)
     await generator.finish(await generator.leases(2))
-    session = ScoringSession(broker=f"127.0.0.1:{broker.server.port}", run_id=RUN, worker_id="judge-0", max_leases=2)
+    session = ScoringSession(
+        Connection(f"127.0.0.1:{broker.server.port}"), run_id=RUN, worker_id="judge-0", max_leases=2
+    )
     model = Away(FunctionReward(lambda completion: 0.0, name="judge"))
     pool = ScoringPool(source=session, model=model, config=RewardModelConfig())
     session.holding_reason = lambda: pool.holding_reason

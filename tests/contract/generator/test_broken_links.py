@@ -8,6 +8,7 @@ import gc
 import pytest
 
 from penstock.clients.scoring import ScoringSession
+from penstock.network.connection import Connection
 from services.reward.config import RewardModelConfig
 from services.reward.models.build import build_model
 from services.reward.pool import ScoringPool
@@ -47,7 +48,7 @@ async def stop(*tasks):
 async def test_a_reward_worker_whose_link_is_reset(complaints):
     broker = ScriptedBroker([scoring_item(number) for number in range(400)])
     async with serving(broker.service()) as (_, target), proxy_to(int(target.rpartition(":")[2])) as proxy:
-        session = ScoringSession(broker=proxy.address, run_id="r", worker_id="w", max_leases=8)
+        session = ScoringSession(Connection(proxy.address), run_id="r", worker_id="w", max_leases=8)
         model = build_model("exact_match")
         pool = ScoringPool(source=session, model=model, config=RewardModelConfig(max_batch_size=4))
         tasks = [asyncio.create_task(session.run()), asyncio.create_task(pool.run())]

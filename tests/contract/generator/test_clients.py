@@ -12,6 +12,7 @@ from penstock.clients import leases, tokens
 from penstock.clients.leases import LeaseSession
 from penstock.clients.tokens import TokenSession
 from penstock.errors import BadTokenError
+from penstock.network.connection import Connection
 from penstock.network.rpc import open_channel
 from penstock.security import Security
 from penstock.v1 import broker_pb2, types_pb2
@@ -74,7 +75,7 @@ async def running(coroutine):
 async def leasing(holder, broker):
     async with serving(broker.service()) as (_, target), open_channel(target) as channel:
         hello = broker_pb2.GeneratorHello(run_id="r", generator_id="gen-1", max_context_tokens=64)
-        session = LeaseSession(channel, hello=hello, holder=holder, peer="broker")
+        session = LeaseSession(Connection(channel), hello=hello, holder=holder)
         async with running(session.run()):
             yield session
 
@@ -82,9 +83,7 @@ async def leasing(holder, broker):
 @asynccontextmanager
 async def sending(broker, *, flush_interval_s=0.02):
     async with serving(broker.service()) as (_, target), open_channel(target) as channel:
-        session = TokenSession(
-            channel, run_id="r", generator_id="gen-1", flush_interval_s=flush_interval_s, peer="broker"
-        )
+        session = TokenSession(Connection(channel), run_id="r", generator_id="gen-1", flush_interval_s=flush_interval_s)
         async with running(session.run()):
             yield session
 
@@ -165,7 +164,7 @@ async def test_a_wrong_token_ends_the_session():
         open_channel(target, Security(token="wrong", allows_plain=True)) as channel,
     ):
         hello = broker_pb2.GeneratorHello(run_id="r", generator_id="gen-1")
-        session = LeaseSession(channel, hello=hello, holder=Holder(), peer="broker")
+        session = LeaseSession(Connection(channel), hello=hello, holder=Holder())
         with pytest.raises(BadTokenError):
             async with asyncio.timeout(5):
                 await session.run()

@@ -10,6 +10,7 @@ from contextlib import closing, contextmanager
 import pytest
 
 from penstock.clients.scoring import ScoringSession
+from penstock.network.connection import Connection
 from penstock.network.rpc import wait_until_serving
 from penstock.rewards.wire import check_score
 from penstock.v1 import types_pb2
@@ -44,7 +45,7 @@ async def test_the_worker_outlives_every_odd_answer(form):
     broker = ScriptedBroker(script)
     model = build_model(f"tests.helpers.rewards.odd_rewards:{form}")
     async with serving(broker.service()) as (_, target):
-        session = ScoringSession(broker=target, run_id="r", worker_id="w", max_leases=12)
+        session = ScoringSession(Connection(target), run_id="r", worker_id="w", max_leases=12)
         pool = ScoringPool(source=session, model=model, config=RewardModelConfig(max_batch_size=3, timeout_s=20))
         tasks = [asyncio.create_task(session.run()), asyncio.create_task(pool.run())]
         try:

@@ -10,6 +10,7 @@ import pytest
 
 from penstock.clients.scoring import ScoringSession
 from penstock.errors import BadTokenError, InternalError, InvalidFieldError
+from penstock.network.connection import Connection
 from penstock.network.rpc import Server, Service, call, open_channel, wait_until_serving
 from penstock.rewards import ModelAwayError, RewardResult, reward
 from penstock.rewards.local import LocalModel
@@ -46,7 +47,7 @@ def items(num, **fields):
 
 def session_to(target, *, max_leases=8, security=None):
     options = {} if security is None else {"security": security}
-    return ScoringSession(broker=target, run_id="r", worker_id="w", max_leases=max_leases, **options)
+    return ScoringSession(Connection(target, **options), run_id="r", worker_id="w", max_leases=max_leases)
 
 
 @asynccontextmanager

@@ -221,7 +221,7 @@ async def test_no_delta_without_the_digest_of_what_is_held(site: Site) -> None:
     held = (await site.client.get_manifest(0)).digest
     with_digest = weights_pb2.GetManifestRequest(run_id="r", held_version=0, held_digest=held)
     without = weights_pb2.GetManifestRequest(run_id="r", held_version=0)
-    stub = weights_pb2_grpc.WeightStoreServiceStub(site.client._channel)
+    stub = weights_pb2_grpc.WeightStoreServiceStub(site.client.channel)
     assert isinstance(stub.GetManifest, grpc.aio.UnaryUnaryMultiCallable)
     assert (await stub.GetManifest(with_digest, timeout=5)).manifest.kind == weights_pb2.WEIGHTS_KIND_DELTA
     assert (await stub.GetManifest(without, timeout=5)).manifest.kind == weights_pb2.WEIGHTS_KIND_FULL

@@ -16,6 +16,7 @@ from prometheus_client import CollectorRegistry
 from penstock.clock import Clock, SystemClock
 from penstock.errors import PenstockError, from_rpc_error
 from penstock.network import rpc
+from penstock.network.connection import Connection
 from penstock.security import NO_SECURITY, Security
 from penstock.v1 import broker_pb2, broker_pb2_grpc, types_pb2
 from penstock.wire.codec import encode_versions, float32_bytes, int32_bytes
@@ -312,6 +313,11 @@ class RunningBroker:
     server: rpc.Server
     channel: grpc.aio.Channel
     stub: broker_pb2_grpc.BrokerServiceStub
+
+    @property
+    def connection(self) -> Connection:
+        """What clients of it are made from."""
+        return Connection(self.channel)
 
     async def call(self, method: str, request: Any) -> Any:
         """A unary call; raises the typed error."""

@@ -16,6 +16,7 @@ from penstock.clients.leases import LeaseSession
 from penstock.clients.sample_stream import SampleStream
 from penstock.clients.tokens import TokenSession
 from penstock.errors import PenstockError
+from penstock.network.connection import Connection
 from penstock.network.rpc import backoff_s, open_channel, translated_errors
 from penstock.v1 import broker_pb2, broker_pb2_grpc, types_pb2
 from penstock.wire.codec import encode_versions, float32_bytes, int32_array, int32_bytes
@@ -56,9 +57,9 @@ class Generator:
         hello = broker_pb2.GeneratorHello(
             run_id=workload.RUN_ID, generator_id=name, engine="scripted", max_context_tokens=1024
         )
-        self._leases = LeaseSession(self._channel, hello=hello, holder=self, peer="broker")
+        self._leases = LeaseSession(Connection(self._channel), hello=hello, holder=self)
         self._tokens = TokenSession(
-            self._channel, run_id=workload.RUN_ID, generator_id=name, flush_interval_s=0.05, peer="broker"
+            Connection(self._channel), run_id=workload.RUN_ID, generator_id=name, flush_interval_s=0.05
         )
         self._active: dict[str, _Decoding] = {}
         self._version: int | None = None

@@ -14,6 +14,7 @@ import numpy as np
 
 from penstock.clients.trajectories import TrajectorySession
 from penstock.errors import PenstockError
+from penstock.network.connection import Connection
 from penstock.network.rpc import backoff_s, call_with_retry, open_channel
 from penstock.v1 import broker_pb2, broker_pb2_grpc, types_pb2
 from penstock.wire.codec import encode_versions, float32_bytes, int32_bytes
@@ -43,7 +44,7 @@ class Producer:
     async def _produce(self) -> None:
         await self._version()
         session = TrajectorySession(
-            self._channel, run_id=workload.RUN_ID, producer_id=self._name, peer="broker", max_unanswered=2
+            Connection(self._channel), run_id=workload.RUN_ID, producer_id=self._name, max_unanswered=2
         )
         number = 0
         async with session:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from penstock.clients.scoring import ScoringSession
 from penstock.errors import PenstockError
+from penstock.network.connection import Connection
 from penstock.network.rpc import open_channel, translated_errors
 from penstock.v1 import broker_pb2, broker_pb2_grpc, types_pb2
 from tests.helpers.faults import workload
@@ -26,7 +27,7 @@ class Worker:
     def __init__(self, brokers: str, name: str, folder: Path, seed: int) -> None:
         self._brokers, self._name, self._folder = brokers, name, folder
         self._random = random.Random(seed)
-        self._session = ScoringSession(broker=brokers, run_id=workload.RUN_ID, worker_id=name, max_leases=32)
+        self._session = ScoringSession(Connection(brokers), run_id=workload.RUN_ID, worker_id=name, max_leases=32)
 
     async def run(self) -> None:
         async with asyncio.TaskGroup() as tasks:

@@ -73,9 +73,8 @@ class Trainer:
         self._progress = Checkpoint.read(self._path)
         self._acked: list[tuple[int, list[str]]] = []
         self._session = MicrobatchSession(
-            client.channel,
-            peer=client.peer,
-            subscription=Subscription(
+            client,
+            Subscription(
                 run_id=workload.RUN_ID,
                 consumer_id=CONSUMER_ID,
                 purpose=types_pb2.PURPOSE_TRAIN,

@@ -65,7 +65,7 @@ async def test_a_broker_killed_between_put_and_receipt_loses_and_doubles_nothing
     await broker.start()
     async with asyncio.timeout(TIMEOUT_S), BrokerClient(broker.address) as client:
         await client.open_run(RUN, limits=limits(groups_per_step=GROUPS_PER_STEP, max_staleness=9), policy_version=0)
-        async with TrajectorySession(client.channel, run_id=RUN, producer_id="p", peer="broker") as producer:
+        async with TrajectorySession(client, run_id=RUN, producer_id="p") as producer:
             sending = asyncio.create_task(producer.store(made, max_groups=5))
             for _ in range(2):
                 # Whatever is on the way now is cut off: before the store, after it, or with the receipt on the wire.
@@ -109,12 +109,12 @@ async def test_a_killed_run_of_agents_resumes_from_a_checkpoint_older_than_what_
 async def _put_and_train(client: BrokerClient, version: int, prefix: str) -> None:
     """One step of two groups that agents sampled from `version`."""
     made = [group(f"{prefix}-{number}", version=version) for number in range(2)]
-    async with TrajectorySession(client.channel, run_id=RUN, producer_id="p", peer="broker") as producer:
+    async with TrajectorySession(client, run_id=RUN, producer_id="p") as producer:
         assert (await producer.store(made)).num_samples == 4
     subscription = Subscription(
         run_id=RUN, consumer_id="rank-0", purpose=types_pb2.PURPOSE_TRAIN, max_held_groups=2, max_groups=2
     )
-    async with MicrobatchSession(client.channel, peer="broker", subscription=subscription) as session:
+    async with MicrobatchSession(client, subscription) as session:
         step: list[str] = []
         while len(step) < 2:
             microbatch = await session.next(timeout_s=TIMEOUT_S)
@@ -134,7 +134,7 @@ async def _train_all(client: BrokerClient) -> list[str]:
         max_groups=8,
     )
     trained: list[str] = []
-    async with MicrobatchSession(client.channel, peer="broker", subscription=subscription) as session:
+    async with MicrobatchSession(client, subscription) as session:
         while len(trained) < NUM_GROUPS:
             step: list[str] = []
             while len(step) < GROUPS_PER_STEP:

@@ -93,7 +93,7 @@ class GroupPutter:
         while True:
             try:
                 async with TrajectorySession(
-                    self._client.channel, run_id=self._run_id, producer_id=self._generator_id, peer=self._client.peer
+                    self._client, run_id=self._run_id, producer_id=self._generator_id
                 ) as session:
                     while True:
                         self._news.clear()

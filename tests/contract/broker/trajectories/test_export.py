@@ -189,7 +189,7 @@ async def test_groups_that_were_put_are_exported_with_the_others(broker: Running
     await generator.finish(await generator.leases(2))
     await worker.score(2)
     made = groups("b", "c", "d")
-    async with TrajectorySession(broker.channel, run_id=RUN, producer_id="p", peer="broker") as session:
+    async with TrajectorySession(broker.connection, run_id=RUN, producer_id="p") as session:
         await session.store(made, max_groups=2)
     await ack_step(trainer, 2, version=0)
     await ack_step(trainer, 2, version=1)
@@ -216,7 +216,7 @@ async def test_a_client_that_stops_reading_is_not_read_ahead_for(monkeypatch: py
     async with serving(MemoryStore()) as running:
         await running.open(groups_per_step=48, max_completion_tokens=50_000, max_queued_groups=100)
         names = [f"g{number}" for number in range(48)]
-        async with TrajectorySession(running.channel, run_id=RUN, producer_id="p", peer="broker") as session:
+        async with TrajectorySession(running.connection, run_id=RUN, producer_id="p") as session:
             await session.store(groups(*names, num_tokens=50_000), max_groups=2)
         await ack_step(Trainer.connect(running.channel), 48, version=0)
         follower = _Follower(running)

@@ -67,7 +67,7 @@ async def sample(broker: RunningBroker, *, group_size: int, num_tokens: int, tex
 
 async def exported(broker: RunningBroker) -> list[types_pb2.TrajectoryGroup]:
     """What a recorder gets."""
-    steps = StepExport(broker.channel, run_id=RUN, peer="broker", follow=False)
+    steps = StepExport(broker.connection, run_id=RUN, follow=False)
     return [response.group async for response in steps.responses() if response.HasField("group")]
 
 
@@ -358,7 +358,7 @@ async def test_a_large_put_that_is_refused_on_its_way_is_sent_again_by_the_clien
     other = Duplex(open_broker.stub.PutTrajectories, parts_of(pack_groups(groups("x", "y")))[0])
     await other.receive()
     made = groups("a", num_tokens=60)
-    async with TrajectorySession(open_broker.channel, run_id=RUN, producer_id="q", peer="broker") as producer:
+    async with TrajectorySession(open_broker.connection, run_id=RUN, producer_id="q") as producer:
         storing = asyncio.create_task(producer.store(made))
         await eventually(lambda: _is(producer.num_refusals > 0))
         other.call.cancel()

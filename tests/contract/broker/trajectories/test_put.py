@@ -14,6 +14,7 @@ from penstock.clients.training import MicrobatchSession, ReceivedMicrobatch, Sub
 from penstock.clients.trajectories import TrajectorySession
 from penstock.errors import InvalidFieldError, RunClosedError, from_rpc_error
 from penstock.network import rpc
+from penstock.network.connection import Connection
 from penstock.v1 import broker_pb2, types_pb2
 from services.broker.records.store import Store
 from services.broker.storage.memory_store import MemoryStore
@@ -26,7 +27,7 @@ TIMEOUT_S = 20.0
 
 @asynccontextmanager
 async def producing(broker: RunningBroker, producer_id: str = "p") -> AsyncIterator[TrajectorySession]:
-    async with TrajectorySession(broker.channel, run_id=RUN, producer_id=producer_id, peer="broker") as session:
+    async with TrajectorySession(broker.connection, run_id=RUN, producer_id=producer_id) as session:
         yield session
 
 
@@ -35,7 +36,7 @@ async def training(broker: RunningBroker, *, max_groups: int = 8) -> AsyncIterat
     subscription = Subscription(
         run_id=RUN, consumer_id="rank-0", purpose=types_pb2.PURPOSE_TRAIN, max_held_groups=64, max_groups=max_groups
     )
-    async with MicrobatchSession(broker.channel, peer="broker", subscription=subscription) as session:
+    async with MicrobatchSession(broker.connection, subscription) as session:
         yield session
 
 
@@ -274,7 +275,7 @@ async def test_unanswered_puts_are_sent_again_to_the_broker_that_comes_back() ->
         listen = f"127.0.0.1:{broker.server.port}"
     async with (
         rpc.open_channel(listen) as channel,
-        TrajectorySession(channel, run_id=RUN, producer_id="p", peer="broker") as producer,
+        TrajectorySession(Connection(channel), run_id=RUN, producer_id="p") as producer,
     ):
         sending = asyncio.create_task(producer.store(groups(*names), max_groups=4))
         await asyncio.sleep(0)
