@@ -31,6 +31,7 @@ client gets the same class back from `from_rpc_error`.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import ClassVar
 
 import grpc
@@ -69,8 +70,12 @@ class InvalidFieldError(PenstockError):
 class RefusedError(InvalidFieldError):
     """A broker refused some of the prompts or groups of a call for good; raised by clients, it never crosses the wire.
 
-    `metadata["reason"]` is the ErrorReason of the first one.
+    `refusals` says why, one line each; `metadata["reason"]` is the ErrorReason of the first one.
     """
+
+    def __init__(self, message: str, *, refusals: Sequence[str] = (), **metadata: object) -> None:
+        super().__init__(message, **metadata)
+        self.refusals = tuple(refusals)
 
 
 class UnknownRunError(PenstockError):

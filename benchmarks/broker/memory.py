@@ -11,6 +11,7 @@ from benchmarks.broker.processes import Stage
 from benchmarks.broker.workload import SHORT
 from penstock.clients.broker import BrokerClient
 from penstock.clients.trajectories import TrajectorySession
+from penstock.process.tasks import end
 
 MAX_QUEUED_GROUPS = 2_048
 
@@ -30,8 +31,7 @@ async def measure(stage: Stage, *, duration_s: float, run_id: str) -> dict[str, 
             for _ in range(max(4, round(duration_s / 0.5))):
                 await asyncio.sleep(0.5)
                 samples.append(await _used_bytes(client))
-            pushing.cancel()
-            await asyncio.gather(pushing, return_exceptions=True)
+            await end(pushing)
         books = await broker.audit(run_id)
         await broker.close_run(run_id)
     await client.aclose()

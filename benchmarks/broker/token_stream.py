@@ -19,6 +19,7 @@ from penstock.clients.leases import LeaseSession
 from penstock.clients.sample_stream import SampleStream
 from penstock.clients.tokens import TokenSession
 from penstock.network.connection import Connection
+from penstock.process.tasks import end
 from penstock.v1 import broker_pb2, types_pb2
 from penstock.wire.codec import int32_bytes
 
@@ -95,9 +96,7 @@ async def decode(ready: Ready, *, broker: str, run_id: str, num_samples: int, du
     for session in sessions:
         await session.flush(timeout_s=30.0)
     took_s = time.monotonic() - start_s
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
+    await end(*tasks)
     for connection in connections:
         await connection.close()
     return {

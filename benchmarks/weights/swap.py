@@ -16,6 +16,7 @@ from typing import Any
 from benchmarks.group_end import end_group_with_parent, run_group
 from benchmarks.weights.contents import median_and_spread
 from penstock.model.digests import manifest_digest, safetensors_digests
+from penstock.process.tasks import end
 from services.generator.engine.engine import Engine, GenerateRequest, SamplingSettings, WeightUpdate
 
 ENGINES = ("transformers", "vllm")
@@ -55,9 +56,7 @@ async def swap(model_path: Path, *, engine_name: str, num_updates: int) -> dict[
             )
             rows.append({"pause_ms": report.pause_s * 1000})
         is_decoding = not any(task.done() for task in decoding)
-        for task in decoding:
-            task.cancel()
-        await asyncio.gather(*decoding, return_exceptions=True)
+        await end(*decoding)
     finally:
         await engine.stop()
     if not is_decoding:

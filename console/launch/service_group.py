@@ -28,6 +28,7 @@ from console.launch.supervisor import (
 from penstock.config import StrictModel
 from penstock.process.disk import failure_message
 from penstock.process.grace_periods import STOP_GRACE_S
+from penstock.process.tasks import end
 from penstock.security import Security
 
 _PROBE_S = 2.0
@@ -132,8 +133,7 @@ class ServiceProcesses:
                     break
                 self._on_wait(name, self._problems.get(name, ""), loop.time() - begun_s)
         finally:
-            waiter.cancel()
-            await asyncio.gather(waiter, return_exceptions=True)
+            await end(waiter)
         if task.done():
             task.result()
         if process.state == ProcessState.PAUSED:

@@ -28,6 +28,7 @@ import console
 from console.config.run_folder import ProcessRecord, started_ticks_of
 from console.launch.log_files import LogPump, RotatedLog
 from console.launch.restarts import RestartBudget
+from penstock.process.tasks import end
 
 USER_MISTAKE_STATUS = 2
 LAUNCHER_VARIABLE = "PENSTOCK_LAUNCHER_PID"
@@ -188,8 +189,7 @@ class SupervisedProcess:
         try:
             return await self._process.wait()
         finally:
-            watcher.cancel()
-            await asyncio.gather(watcher, return_exceptions=True)
+            await end(watcher)
             self._kill_group()
             await asyncio.to_thread(pump.join, _LAST_WORDS_S)
 

@@ -36,6 +36,7 @@ from penstock.config import ConfigError
 from penstock.errors import BadTokenError, NotOfferedError
 from penstock.process.log_setup import configure_logging
 from penstock.process.signals import StopSignals
+from penstock.process.tasks import race
 from penstock.security import Security
 from penstock.security.checks.inspection import LOOPBACK
 from penstock.security.checks.watching import CertificateWatch
@@ -58,21 +59,14 @@ async def _run(config: NodeConfig, security: Security) -> int:
     signals = StopSignals()
     signals.listen()
     node = NodeAgent(config, security=security)
-    working = asyncio.create_task(node.run())
-    stopped = asyncio.create_task(signals.requested.wait())
     try:
-        await asyncio.wait({working, stopped}, return_when=asyncio.FIRST_COMPLETED)
-        if working.done():
-            working.result()
+        await race(node.run(), signals.requested.wait())
     except (ServiceFailedError, FolderRefusedError) as error:
         _log.error("this machine leaves", reason=str(error))
         return EXIT_FAILED
     except (BadTokenError, NotOfferedError) as error:
         raise ConfigError(str(error)) from error
     finally:
-        for task in (working, stopped):
-            task.cancel()
-        await asyncio.gather(working, stopped, return_exceptions=True)
         await node.leave()
     return EXIT_OK
 
@@ -103,29 +97,19 @@ class NodeAgent:
             BadTokenError, NotOfferedError: the scheduler refuses this machine for good.
         """
         config, security = self._config, self._security
-        tasks = [
-            asyncio.create_task(
-                report_node(
-                    config.scheduler,
-                    machine(config),
-                    measure=self._meter.rates,
-                    start_s=lambda: self._meter.start_s,
-                    security=security,
-                )
+        await race(
+            report_node(
+                config.scheduler,
+                machine(config),
+                measure=self._meter.rates,
+                start_s=lambda: self._meter.start_s,
+                security=security,
             ),
-            asyncio.create_task(keep_measuring(self._meter, self._all_replicas, security=security)),
-            asyncio.create_task(self._follow()),
-            asyncio.create_task(self._services.watch()),
-            asyncio.create_task(CertificateWatch(security.tls_files, hosts=[LOOPBACK]).run()),
-        ]
-        try:
-            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-            for task in done:
-                task.result()
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            keep_measuring(self._meter, self._all_replicas, security=security),
+            self._follow(),
+            self._services.watch(),
+            CertificateWatch(security.tls_files, hosts=[LOOPBACK]).run(),
+        )
 
     async def leave(self) -> None:
         """Say so, so that the plan goes on without it at once, and end what runs."""

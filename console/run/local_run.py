@@ -22,7 +22,7 @@ import os
 import sys
 from collections.abc import Coroutine, Iterable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 from console.config.config import RunConfig, load_run_config, to_yaml
 from console.config.derive import training_config
@@ -55,6 +55,7 @@ from penstock.errors import PenstockError
 from penstock.process.disk import failure_message
 from penstock.process.grace_periods import CHECKPOINT_S
 from penstock.process.signals import FORCE_AFTER_S, StopSignals
+from penstock.process.tasks import end, race
 from penstock.security import Security
 from penstock.v1 import trainer_pb2
 
@@ -184,15 +185,7 @@ class _Run:
 
     async def _watch(self) -> None:
         """Runs until a service is given up or the folder takes no more, and raises that error."""
-        watchers = [asyncio.create_task(work) for work in (self._launcher.watch(), self._disk.watch())]
-        try:
-            done, _ = await asyncio.wait(watchers, return_when=asyncio.FIRST_COMPLETED)
-            for task in done:
-                task.result()
-        finally:
-            for task in watchers:
-                task.cancel()
-            await asyncio.gather(*watchers, return_exceptions=True)
+        await race(self._launcher.watch(), self._disk.watch())
 
     async def _start(self, session: RunSession, *, is_resume: bool) -> None:
         self._view.phase = "starting services"
@@ -223,28 +216,21 @@ class _Run:
             async with asyncio.timeout(STOP_WAIT_S):
                 return await following
         finally:
-            following.cancel()
-            await asyncio.gather(following, return_exceptions=True)
+            await end(following)
 
     async def _unless_interrupted(self, work: Coroutine[Any, Any, _Result], watcher: asyncio.Task[None]) -> _Result:
-        task = asyncio.create_task(work)
-        interruption = asyncio.create_task(self._interrupted.wait())
-        try:
-            await asyncio.wait({task, interruption, watcher}, return_when=asyncio.FIRST_COMPLETED)
-            if task.done():
-                return task.result()
-            if watcher.done():
-                watcher.result()
+        async def interruption() -> NoReturn:
+            await self._interrupted.wait()
             raise InterruptedByUserError
-        finally:
-            task.cancel()
-            interruption.cancel()
-            await asyncio.gather(task, interruption, return_exceptions=True)
+
+        async def failure() -> NoReturn:
+            await asyncio.shield(watcher)
+            raise InterruptedByUserError
+
+        return await race(work, failure(), interruption())
 
     async def _end(self, tasks: list[asyncio.Task[None]]) -> None:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await end(*tasks)
         if self._recorder is not None:
             self._view.phase = "finishing the recording"
             await self._recorder.finish()

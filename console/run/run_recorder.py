@@ -15,6 +15,7 @@ from console.recording.step_recorder import Recording, missing_line, record, res
 from penstock.clients.export import StepExport
 from penstock.errors import NotRetainedError, PenstockError
 from penstock.network.connection import Connection
+from penstock.process.tasks import end
 from penstock.security import Security
 
 FINISH_S = 15.0
@@ -76,8 +77,7 @@ class RunRecorder:
             settled = asyncio.create_task(self._has_settled.wait())
             await asyncio.wait({self._task, settled}, timeout=SETTLE_S, return_when=asyncio.FIRST_COMPLETED)
             settled.cancel()
-        self._task.cancel()
-        await asyncio.gather(self._task, return_exceptions=True)
+        await end(self._task)
         if self._writer is None:
             return
         if not self._is_over:

@@ -12,7 +12,6 @@ import math
 import re
 from collections import Counter, deque
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
@@ -21,6 +20,7 @@ from console.recording import Recorded, RecordingError, RecordingWriter, open_wr
 from console.recording.step_recorder import in_thread
 from penstock.config import ConfigError
 from penstock.process.log_setup import configure_logging
+from penstock.process.tasks import end, race
 from penstock.rewards import ModelAwayError, RewardLoadError, RewardModel
 from penstock.security import Security
 from penstock.security.credentials import JUDGES
@@ -163,8 +163,7 @@ async def rescore(
             await in_thread(writer.write, ready)
         return comparison
     finally:
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
+        await end(task)
 
 
 class _RecordedSource:
@@ -213,15 +212,7 @@ class _RecordedSource:
 
     async def wait_for_answers(self, pool: asyncio.Task[None]) -> None:
         """Until there are scores; raises RecordingError when the recording turned out to be damaged."""
-        waiter = asyncio.ensure_future(self._answered.wait())
-        try:
-            await asyncio.wait({waiter, pool}, return_when=asyncio.FIRST_COMPLETED)
-            if pool.done():
-                pool.result()
-        finally:
-            waiter.cancel()
-            with suppress(asyncio.CancelledError):
-                await waiter
+        await race(asyncio.shield(pool), self._answered.wait())
         self._answered.clear()
         if self._failure is not None:
             raise self._failure

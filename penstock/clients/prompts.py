@@ -47,7 +47,8 @@ def _refused(sent: Sequence[types_pb2.Prompt], response: broker_pb2.SubmitPrompt
     for error in response.errors:
         if error.reason != QueueFullError.reason:
             group_id = sent[error.index].group_id if error.index < len(sent) else "?"
-            raise RefusedError(f"the broker refused prompt {group_id}: {error.message}", reason=error.reason)
+            problem = f"prompt {group_id}: {error.message}"
+            raise RefusedError(f"the broker refused {problem}", refusals=[problem], reason=error.reason)
     refused = {error.index for error in response.errors}
     return [prompt for index, prompt in enumerate(sent) if index in refused]
 

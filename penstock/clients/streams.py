@@ -27,6 +27,7 @@ from penstock.network.connection import Connection
 from penstock.network.outage import Outage
 from penstock.network.rpc import backoff_s, explained
 from penstock.process.logger import get_logger
+from penstock.process.tasks import end
 
 PERMANENT_ERRORS = (InvalidFieldError, BadTokenError, NotOfferedError)
 """What ends a client that outlives its run: everything else may heal, be it that the run is opened again."""
@@ -125,8 +126,7 @@ class Reconnecting:
                 writer.result()
             raise
         finally:
-            writer.cancel()
-            await asyncio.gather(writer, return_exceptions=True)
+            await end(writer)
 
 
 class BackgroundStream(ABC):
@@ -149,8 +149,7 @@ class BackgroundStream(ABC):
     async def __aexit__(self, *_exception: object) -> None:
         """End the stream."""
         if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
+            await end(self._task)
 
     @abstractmethod
     async def _follow(self) -> None:

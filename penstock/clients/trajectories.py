@@ -222,6 +222,7 @@ class TrajectorySession(BackgroundStream):
         if refused:
             raise RefusedError(
                 f"{self._peer}: {len(refused)} groups were refused, the first of them: {refused[0].message}",
+                refusals=[error.message for error in refused],
                 reason=refused[0].reason,
             )
 

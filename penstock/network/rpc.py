@@ -25,6 +25,7 @@ from penstock.network.outage import Outage
 from penstock.process.grace_periods import SERVER_STOP_S
 from penstock.process.logger import get_logger
 from penstock.process.signals import StopSignals
+from penstock.process.tasks import end
 from penstock.security import NO_SECURITY, Security
 from penstock.security.checks.troubles import TROUBLES
 from penstock.security.checks.watching import CertificateWatch, hosts_of
@@ -190,9 +191,7 @@ async def run_until_stopped(
             await before_stop()
     finally:
         await server.stop(grace_s=grace_s)
-        for task in (waiter, *tasks):
-            task.cancel()
-        await asyncio.gather(waiter, *tasks, return_exceptions=True)
+        await end(waiter, *tasks)
         signals.ignore()
 
 

@@ -27,6 +27,7 @@ from penstock.model.model_folder import TextDecoder
 from penstock.network.connection import Connection
 from penstock.network.outage import Outage
 from penstock.process.grace_periods import ENGINE_STOP_S
+from penstock.process.tasks import end
 from penstock.security import NO_SECURITY, Security
 from penstock.v1 import broker_pb2, generator_pb2
 from services.generator.config import GeneratorConfig
@@ -164,8 +165,7 @@ class Generator:
     async def __aexit__(self, *_exception: object) -> None:
         """Stop the engine and close every connection."""
         if self._drain is not None:
-            self._drain.cancel()
-            await asyncio.gather(self._drain, return_exceptions=True)
+            await end(self._drain)
         await self._resources.aclose()
 
     async def run_engine(self, on_ready: Callable[[], Awaitable[None]]) -> None:

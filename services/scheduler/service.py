@@ -12,6 +12,7 @@ import grpc
 from penstock.clock import Clock
 from penstock.errors import InvalidFieldError, QueueFullError, ServiceUnavailableError, UnknownRunError
 from penstock.names import check_run_id
+from penstock.process.tasks import race
 from penstock.v1 import scheduler_pb2 as pb
 from penstock.v1 import scheduler_pb2_grpc
 from services.scheduler.cost_model.reference import RM1
@@ -133,10 +134,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
             if plan.revision > sent:
                 sent = plan.revision
                 yield pb.WatchPlanResponse(plan=plan)
-            waits = [asyncio.create_task(event.wait()) for event in (changed, self.stopping)]
-            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-            for wait in waits:
-                wait.cancel()
+            await race(changed.wait(), self.stopping.wait())
         raise ServiceUnavailableError("the scheduler is stopping; watch again")
 
     async def ForecastLengths(self, request: pb.ForecastLengthsRequest, context: Context) -> pb.ForecastLengthsResponse:

@@ -12,6 +12,7 @@ from google.protobuf.message import DecodeError
 
 from penstock.errors import InvalidFieldError
 from penstock.names import check_run_id
+from penstock.process.tasks import end
 from penstock.security.access import current_caller
 from penstock.v1 import broker_pb2, types_pb2
 from penstock.wire import packed as packed_types
@@ -289,6 +290,4 @@ def _count(invariants: InvariantMetrics, response: _Response) -> None:
 async def _forget(answers: asyncio.Queue[asyncio.Future[_Response]]) -> None:
     """The client went away: what was begun ends by itself, and nobody looks at its answer."""
     waiting = [answers.get_nowait() for _ in range(answers.qsize())]
-    for task in waiting:
-        task.cancel()
-    await asyncio.gather(*waiting, return_exceptions=True)
+    await end(*waiting)

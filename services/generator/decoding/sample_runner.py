@@ -27,6 +27,7 @@ from penstock.clients.sample_stream import SampleStream
 from penstock.clients.tokens import TokenSession
 from penstock.errors import InvalidFieldError
 from penstock.model.model_folder import TextDecoder
+from penstock.process.tasks import end
 from penstock.v1 import broker_pb2, types_pb2
 from penstock.wire.codec import Int32, int32_array
 from services.generator.decoding.activity import Decoding
@@ -228,9 +229,7 @@ class Rollouts:
         _log.info("samples given back", num_samples=len(unfinished), num_finished=len(self._works) - len(unfinished))
         if not await self._parts.tokens.flush(timeout_s=flush_timeout_s):
             _log.warning("the broker did not take everything in time; leases expire", num_leases=len(self._works))
-        for task in list(self._tasks):
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await end(*self._tasks)
 
     async def wait_until_empty(self, *, timeout_s: float) -> bool:
         """Whether nothing was left in hand within `timeout_s` seconds."""

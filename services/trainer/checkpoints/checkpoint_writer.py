@@ -12,9 +12,9 @@ from pathlib import Path
 
 import structlog
 
+from penstock.process.tasks import uninterrupted
 from services.trainer.checkpoints import checkpoint
 from services.trainer.checkpoints.checkpoint import ResumeState, Saving
-from services.trainer.compute.background_tasks import uninterrupted
 from services.trainer.compute.compute_thread import ComputeThread, InterruptibleBackend
 
 _log = structlog.get_logger()

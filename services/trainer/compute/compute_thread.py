@@ -22,8 +22,8 @@ import numpy.typing as npt
 
 from penstock.clock import Clock
 from penstock.model.adapter_layout import AdapterSpec
+from penstock.process.tasks import uninterrupted
 from services.trainer.batches.packing import Pack
-from services.trainer.compute.background_tasks import uninterrupted
 from services.trainer.model.backend import Backend, BackendError, LossTotals, StepMetrics, TokenScores
 
 if TYPE_CHECKING:

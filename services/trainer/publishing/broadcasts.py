@@ -38,6 +38,7 @@ from penstock.collective.broadcast_backend import BACKENDS, Transport
 from penstock.collective.group import BroadcastGroup, Rendezvous
 from penstock.collective.place import BroadcastError, GroupPlace
 from penstock.errors import NotOfferedError, ServiceUnavailableError, UnknownVersionError
+from penstock.process.tasks import end
 from penstock.transfer.chunks import chunk_bytes_for
 from penstock.v1 import weights_pb2
 from services.trainer.publishing.membership import Attendance
@@ -151,9 +152,7 @@ class Broadcasts:
         self._is_closed = True
         self._listener.close()
         self._leave_group()
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await end(*self._tasks)
 
     def _gathering(self, content: _Name) -> _Gathering:
         gathering = self._gatherings.get(content)

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING
 
 import structlog
 
+from penstock.process.tasks import end, run_beside
 from penstock.v1 import trainer_pb2
 from services.trainer.batches.replay_buffer import ReplayBuffer
-from services.trainer.compute.background_tasks import run_beside
 from services.trainer.compute.compute_thread import ComputeThread, InterruptibleBackend
 from services.trainer.data.prompt_order import EncodedPrompt, PromptStream
 from services.trainer.publishing.publisher import WeightPublisher
@@ -133,8 +133,7 @@ class RunSession:
             await run_beside(self._train(loop, evaluator), loops)
         finally:
             if self._beside is not None:
-                self._beside.cancel()
-                await asyncio.gather(self._beside, return_exceptions=True)
+                await end(self._beside)
 
     def _replay(self) -> ReplayFeed | None:
         run, policy = self.context.config.run, self.context.config.policy

@@ -20,6 +20,7 @@ import structlog
 
 from penstock.clients.training import MicrobatchSession, Subscription
 from penstock.errors import DeadlineError
+from penstock.process.tasks import end
 from penstock.v1 import trainer_pb2, types_pb2
 from services.trainer.data.prompt_order import EncodedPrompt, build_prompt, evaluation_group_id, sampling_seed
 from services.trainer.reporting.metrics import JsonLines
@@ -100,8 +101,7 @@ class Evaluator:
         try:
             scores = await self._collect(groups, sending, on_waiting)
         finally:
-            sending.cancel()
-            await asyncio.gather(sending, return_exceptions=True)
+            await end(sending)
         measured = self._line(policy_version, history, scores)
         self._record.append(measured)
         await self._client.drop_groups(self._run_id, list(groups), reason="evaluated")

@@ -33,10 +33,10 @@ from penstock.errors import (
     UnknownSampleError,
     VersionConflictError,
 )
+from penstock.process.tasks import uninterrupted
 from penstock.v1 import types_pb2
 from services.trainer.batches.group_decoder import training_samples
 from services.trainer.batches.training_sample import TrainingSample
-from services.trainer.compute.background_tasks import uninterrupted
 from services.trainer.compute.compute_thread import ComputeThread, InterruptibleBackend
 from services.trainer.model.backend import NonFiniteError
 from services.trainer.reporting.metrics import SKIPPED_STEPS, Line, StepTimes, count_step, step_line

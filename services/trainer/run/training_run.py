@@ -28,11 +28,11 @@ from penstock.config import ConfigError
 from penstock.errors import FencedError, OtherInstanceError, PenstockError, UnknownRunError
 from penstock.network.outage import Outage
 from penstock.process.disk import failure_message, full_message, is_full
+from penstock.process.tasks import unless_set
 from penstock.security import Security
 from penstock.v1 import broker_pb2, trainer_pb2
 from services.trainer.checkpoints.checkpoint import CheckpointFormatError
 from services.trainer.checkpoints.checkpoint_writer import Checkpoints
-from services.trainer.compute.background_tasks import unless_set
 from services.trainer.compute.compute_thread import ComputeThread, InterruptedComputeError, InterruptibleBackend
 from services.trainer.config import TrainingConfig
 from services.trainer.data.prompt_order import PromptSet, load_prompts

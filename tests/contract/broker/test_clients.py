@@ -12,14 +12,15 @@ import numpy as np
 import pytest
 
 from penstock.clients import BrokerClient, Sample, make_group, make_prompt, samples_of
-from penstock.errors import RefusedError, RunConflictError, UnknownSampleError
+from penstock.errors import OtherInstanceError, RefusedError, RunConflictError, UnknownSampleError
 from penstock.security import NO_SECURITY, Security
-from penstock.v1 import types_pb2
+from penstock.v1 import broker_pb2, types_pb2
 from services.broker.records.store import Store
 from services.broker.storage.memory_store import MemoryStore
 from tests.helpers.brokers.broker import RUN, Generator, RunningBroker, eventually, limits, serving
 from tests.helpers.brokers.trajectories import group, groups
 from tests.helpers.certificates import make_security
+from tests.helpers.stores.stores import RedisServers, opened_store
 
 EXAMPLES = Path(__file__).parents[3] / "examples" / "clients"
 TIMEOUT_S = 30.0
@@ -45,12 +46,16 @@ async def output(process: asyncio.subprocess.Process) -> list[str]:
     return stdout.decode().splitlines()
 
 
-@pytest.mark.parametrize("is_secured", [False, True], ids=["plain", "tls"])
+@pytest.mark.parametrize("kind", ["redis", "tls"])
 async def test_one_example_puts_groups_another_trains_on_them_and_a_third_reads_the_run(
-    is_secured: bool, tmp_path: Path
+    kind: str, servers: RedisServers, tmp_path: Path
 ) -> None:
-    security = make_security(tmp_path, token="a-secret-of-the-cluster") if is_secured else NO_SECURITY
-    async with serving(MemoryStore(), security=security) as broker:
+    is_redis = kind == "redis"
+    security = NO_SECURITY if is_redis else make_security(tmp_path, token="a-secret-of-the-cluster")
+    async with (
+        opened_store("redis" if is_redis else "memory", servers) as store,
+        serving(store, security=security) as broker,
+    ):
         await broker.open(groups_per_step=8, max_staleness=8)
         follower = await start("follow_microbatches", broker, security)
         assert await output(await start("put_groups", broker, security)) == ["8 groups are stored"]
@@ -93,6 +98,19 @@ async def test_a_program_opens_a_run_and_no_other_one_by_that_name_with_other_li
         assert await client.list_runs() == ["own"]
 
 
+async def test_others_read_and_feed_a_run_with_an_owner_and_do_not_consume_it() -> None:
+    async with serving(MemoryStore()) as broker:
+        await broker.open(owner=broker_pb2.RunOwner(instance_id="i", owner_id="its trainer"))
+        client = BrokerClient(broker.channel)
+        async with client.producer(RUN) as producer:
+            await producer.put(made("g"))
+        await client.submit(RUN, [make_prompt([1])])
+        assert (await client.get_run(RUN)).audit.submitted == 4
+        async with client.consumer(RUN, "c") as consumer:
+            with pytest.raises(OtherInstanceError):
+                await consumer.next(timeout_s=TIMEOUT_S)
+
+
 def test_the_examples_are_short() -> None:
     lengths = {path.name: len(path.read_text().splitlines()) for path in EXAMPLES.glob("*.py")}
     assert len(lengths) == 4
@@ -128,8 +146,9 @@ async def test_refusals_that_were_not_awaited_are_raised_by_flush_and_others_are
             assert [error.reason for error in seen.refused] == ["INVALID_FIELD"]
             await producer.put([made("b"), made("c", version=7)])
             await producer.put(made("d", num_samples=3))
-            with pytest.raises(RefusedError, match="2 groups were refused, the first of them: group 'c'"):
+            with pytest.raises(RefusedError, match="2 groups were refused, the first of them: group 'c'") as caught:
                 await producer.flush()
+            assert [refusal.split(": ")[0] for refusal in caught.value.refusals] == ["group 'c'", "group 'd'"]
             await producer.flush()
         assert (await broker.audit()).submitted == 2
 

@@ -1,9 +1,9 @@
-"""Small rules for tasks: work that must not be cut short, and loops that live as long as the work they serve."""
+"""Small rules for tasks: the first of several, work that must not be cut short, loops that live as long as work."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any, TypeVar
 
 _Result = TypeVar("_Result")
@@ -26,6 +26,26 @@ async def uninterrupted(work: Coroutine[Any, Any, _Result]) -> _Result:
         raise
 
 
+async def end(*tasks: asyncio.Future[Any]) -> None:
+    """Cancel tasks and wait until they have ended, however they do."""
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def race(*works: Awaitable[_Result]) -> _Result:
+    """What the first of several works to end returned or raised; of two that end at once, the first one named.
+
+    The others are cancelled and have ended on return. Pass a task that is to go on as `asyncio.shield(task)`.
+    """
+    tasks = [asyncio.ensure_future(work) for work in works]
+    try:
+        done, _pending = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        return next(task for task in tasks if task in done).result()
+    finally:
+        await end(*tasks)
+
+
 async def run_beside(
     work: Coroutine[Any, Any, _Result], loops: Sequence[Callable[[], Coroutine[Any, Any, None]]]
 ) -> _Result:
@@ -44,9 +64,7 @@ async def run_beside(
                 task.result()
         return main.result()
     finally:
-        for task in (main, *others):
-            task.cancel()
-        await asyncio.gather(main, *others, return_exceptions=True)
+        await end(main, *others)
 
 
 async def unless_set(work: Coroutine[Any, Any, _Result], stop: asyncio.Event) -> _Result | None:
@@ -65,6 +83,4 @@ async def unless_set(work: Coroutine[Any, Any, _Result], stop: asyncio.Event) ->
         await asyncio.wait([main])
         return None if main.cancelled() else main.result()
     finally:
-        stopped.cancel()
-        main.cancel()
-        await asyncio.gather(main, stopped, return_exceptions=True)
+        await end(main, stopped)
