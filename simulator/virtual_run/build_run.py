@@ -134,9 +134,7 @@ def with_staleness(model: CostModel, allowed: int) -> CostModel:
     """
     workload = model.problem.workload.model_copy(update={"staleness": allowed})
     constraints = model.problem.constraints.model_copy(update={"tail_blocking": allowed > 0})
-    return CostModel(
-        model.problem.model_copy(update={"workload": workload, "constraints": constraints}), name=model.name
-    )
+    return model.over(model.problem.model_copy(update={"workload": workload, "constraints": constraints}))
 
 
 def _rate(model: CostModel, node: NodeClass, tp: int) -> float:

@@ -110,6 +110,10 @@ class CostModel:
         }
         self._states: dict[tuple[str, int, int], ReplicaState | None] = {}
 
+    def over(self, problem: Problem) -> CostModel:
+        """The same for another problem."""
+        return CostModel(problem, name=self.name)
+
     def replica(self, node: NodeClass, tp: int, batch_share: float = 1.0) -> ReplicaState | None:
         """A replica at this share of its largest batch; None when not one sequence is left. `tp` is one that fits."""
         model = self._models[node.name, tp]

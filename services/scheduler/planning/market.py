@@ -64,9 +64,7 @@ def purchases(model: CostModel, solution: Solution, *, time_left: TimeLeft, seed
         if time_left() <= 0:
             break
         larger = model.problem.model_copy(update={"nodes": (*model.problem.nodes, offer)})
-        better = _quickly(
-            CostModel(larger, name=model.name), solution.plan, _share(time_left, len(offers) - index), seed
-        )
+        better = _quickly(model.over(larger), solution.plan, _share(time_left, len(offers) - index), seed)
         if better is not None and (gain := better[0] / solution.score.samples_per_second - 1) > 1e-6:
             price = offer.price_per_gpu_hour * offer.gpus
             found.append(Purchase(offer.gpus, offer.gpu, offer.region, price, better[0], gain))
@@ -114,7 +112,7 @@ def _smaller(model: CostModel, before: Alternative, time_left: TimeLeft, seed: i
         problem = _with_machines(model.problem, machines)
         if problem is None:
             continue
-        found = _quickly(CostModel(problem, name=model.name), before.plan, _share(time_left, 4), seed)
+        found = _quickly(model.over(problem), before.plan, _share(time_left, 4), seed)
         if found is not None:
             yield Alternative(usd_per_hour(problem), found[0], machines, found[1])
 

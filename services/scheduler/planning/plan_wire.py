@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
 
 from penstock.config import MAX_CONFIG_BYTES, ConfigError
 from penstock.errors import InvalidFieldError
@@ -15,7 +14,7 @@ from services.scheduler.planning.plan_report import FeasiblePlan
 from services.scheduler.planning.solve import make_plan
 from services.scheduler.problem.plan_document import PlanDocument
 from services.scheduler.problem.problem import Problem, parse_problem
-from services.scheduler.solvers.interface import ProblemTooLargeError, TimeLeft
+from services.scheduler.solvers.interface import Plans, ProblemTooLargeError, TimeLeft
 from services.scheduler.solvers.registry import AUTO, SOLVERS
 
 
@@ -42,7 +41,7 @@ def plan_problem(
     run_id: str,
     solver: str,
     time_left: TimeLeft,
-    starts: Sequence[PlanDocument] = (),
+    starts: Plans = (),
     running: PlanDocument | None = None,
 ) -> pb.Plan:
     """A plan over the problem's own machines, its generators and its training pool; arguments as of make_plan.

@@ -5,16 +5,15 @@ The command line and the service both plan here. It owns no clock: callers say h
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Protocol
 
-from services.scheduler.cost_model.reference import CostModel, Score
+from services.scheduler.cost_model.reference import CostModel, Infeasible, Score
 from services.scheduler.planning.market import alternatives, purchases
 from services.scheduler.planning.plan_report import FeasiblePlan, PlanReport, report_of
 from services.scheduler.problem.plan_check import check_plan, violations
 from services.scheduler.problem.plan_document import PlanDocument
-from services.scheduler.solvers.interface import Solution, TimeLeft
+from services.scheduler.solvers.interface import Plans, Solution, TimeLeft, infeasibility
 from services.scheduler.solvers.regeneration import regenerate
 from services.scheduler.solvers.registry import SOLVERS, make_solver
 
@@ -39,7 +38,7 @@ def make_plan(
     *,
     time_left: TimeLeft,
     seed: int = 0,
-    starts: Sequence[PlanDocument] = (),
+    starts: Plans = (),
     running: PlanDocument | None = None,
 ) -> PlanReport:
     """A checked plan and what it achieves. Raises ProblemTooLargeError.
@@ -67,7 +66,7 @@ def make_advised_plan(
     time_left: TimeLeft,
     simulate: Simulate,
     seed: int = 0,
-    starts: Sequence[PlanDocument] = (),
+    starts: Plans = (),
 ) -> PlanReport:
     """A plan, what a run of it reaches by simulation, and what to buy or give up next; arguments as of make_plan."""
     budget_s = time_left()
@@ -88,10 +87,10 @@ def make_advised_plan(
     )
 
 
-def solve(
-    model: CostModel, solver: str, *, time_left: TimeLeft, seed: int = 0, starts: Sequence[PlanDocument] = ()
-) -> Solution:
+def solve(model: CostModel, solver: str, *, time_left: TimeLeft, seed: int = 0, starts: Plans = ()) -> Solution:
     """The plan of a solver by its name in SOLVERS, checked; `starts` as of Solver. Raises ProblemTooLargeError."""
+    if (reason := infeasibility(model)) is not None:
+        return Solution(None, Infeasible(reason), 0.0, True, 0, solver)
     return _checked(model, make_solver(solver).solve(model, time_left=time_left, seed=seed, starts=starts))
 
 

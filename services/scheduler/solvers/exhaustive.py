@@ -8,7 +8,6 @@ be better, so the best is optimal.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -16,7 +15,7 @@ import numpy.typing as npt
 from services.scheduler.cost_model.reference import CostModel, Infeasible, Score
 from services.scheduler.problem.plan_document import PlanDocument
 from services.scheduler.solvers.divisions import Division, divisions, plan_of
-from services.scheduler.solvers.interface import ProblemTooLargeError, Solution, TimeLeft, refused
+from services.scheduler.solvers.interface import Plans, ProblemTooLargeError, Solution, TimeLeft
 from services.scheduler.solvers.scored import parts_of
 
 MAX_PLANS = 6_000_000
@@ -31,12 +30,8 @@ class ExhaustiveSolver:
 
     name = "exhaustive"
 
-    def solve(
-        self, model: CostModel, *, time_left: TimeLeft, seed: int, starts: Sequence[PlanDocument] = ()
-    ) -> Solution:
+    def solve(self, model: CostModel, *, time_left: TimeLeft, seed: int, starts: Plans = ()) -> Solution:
         """The best plan there is; or, when time runs out, the best so far and a bound on the rest."""
-        if (refusal := refused(model, self.name)) is not None:
-            return refusal
         choices = _choices(model, time_left)
         bounds = _upper_bounds(model, choices)
         candidates = np.flatnonzero(bounds > 0)

@@ -13,6 +13,7 @@ from typing import Protocol
 from services.scheduler.cost_model.reference import CostModel, Infeasible, Score
 from services.scheduler.problem.plan_document import PlanDocument
 
+Plans = Sequence[PlanDocument]
 TimeLeft = Callable[[], float]
 """Seconds left; not above 0 when the time is over."""
 
@@ -39,23 +40,16 @@ class Solver(Protocol):
     def name(self) -> str:
         """What people call it."""
 
-    def solve(
-        self, model: CostModel, *, time_left: TimeLeft, seed: int, starts: Sequence[PlanDocument] = ()
-    ) -> Solution:
+    def solve(self, model: CostModel, *, time_left: TimeLeft, seed: int, starts: Plans = ()) -> Solution:
         """The best plan it finds until its time is over, never worse than one it starts from.
 
-        `starts` are plans to begin with: of a run that is under way, or of other solvers. Raises ProblemTooLargeError.
+        Called only where memory allows a plan. `starts` are plans to begin with: of a run that is under way, or of
+        other solvers. Raises ProblemTooLargeError.
         """
 
 
 class ProblemTooLargeError(Exception):
     """The solver cannot treat a problem of this size; the message says which can."""
-
-
-def refused(model: CostModel, solver: str) -> Solution | None:
-    """A solver's answer where no plan at all can run on this cluster; None when memory alone does not forbid one."""
-    reason = infeasibility(model)
-    return None if reason is None else Solution(None, Infeasible(reason), 0.0, True, 0, solver)
 
 
 def infeasibility(model: CostModel) -> str | None:

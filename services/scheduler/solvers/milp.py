@@ -8,18 +8,17 @@ machines are divided anew; from the best, random changes of two machines begin a
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain, islice
 from random import Random
 
 from services.scheduler.cost_model.reference import CostModel
-from services.scheduler.problem.plan_document import PlanDocument
 from services.scheduler.problem.problem import NodeClass
 from services.scheduler.solvers.columns import solve_columns
 from services.scheduler.solvers.divisions import Division, Split, machine_splits
-from services.scheduler.solvers.interface import ProblemTooLargeError, Solution, TimeLeft, refused
+from services.scheduler.solvers.interface import Plans, ProblemTooLargeError, Solution, TimeLeft
 from services.scheduler.solvers.scored import BETTER, Parts, Scored, climb, ordered_nodes, parts_of
 
 MAX_COLUMNS = 20_000
@@ -40,12 +39,8 @@ class MilpSolver:
     has_programs: bool = True
     """Without, the search goes on from the plans that it begins with; it then has no bound."""
 
-    def solve(
-        self, model: CostModel, *, time_left: TimeLeft, seed: int, starts: Sequence[PlanDocument] = ()
-    ) -> Solution:
+    def solve(self, model: CostModel, *, time_left: TimeLeft, seed: int, starts: Plans = ()) -> Solution:
         """A good plan, and an upper bound where every integer program proved one."""
-        if (refusal := refused(model, self.name)) is not None:
-            return refusal
         columns = {
             node.name: list(islice(machine_splits(model, node), MAX_COLUMNS)) for node in ordered_nodes(model.problem)
         }

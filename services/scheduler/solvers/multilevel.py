@@ -16,9 +16,8 @@ from math import ceil, log2
 from random import Random
 
 from services.scheduler.cost_model.reference import CostModel
-from services.scheduler.problem.plan_document import PlanDocument
 from services.scheduler.solvers.evolution import Evolution
-from services.scheduler.solvers.interface import Solution, TimeLeft, refused
+from services.scheduler.solvers.interface import Plans, Solution, TimeLeft
 from services.scheduler.solvers.placement import Placement
 from services.scheduler.solvers.scored import Parts, Scored, homes_of, parts_of
 
@@ -38,12 +37,8 @@ class MultilevelSolver:
     max_candidates: int | None = None
     """Candidates in all; None for as many as time allows."""
 
-    def solve(
-        self, model: CostModel, *, time_left: TimeLeft, seed: int, starts: Sequence[PlanDocument] = ()
-    ) -> Solution:
+    def solve(self, model: CostModel, *, time_left: TimeLeft, seed: int, starts: Plans = ()) -> Solution:
         """The best plan of all arms."""
-        if (refusal := refused(model, self.name)) is not None:
-            return refusal
         scored, random = Scored(model), Random(seed)
         given = [parts_of(model, start) for start in starts]
         tournament = _Tournament(self, Placement(model, random), scored, time_left)

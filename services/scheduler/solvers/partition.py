@@ -16,10 +16,9 @@ from itertools import product
 from math import comb, prod
 
 from services.scheduler.cost_model.reference import CostModel, Limit
-from services.scheduler.problem.plan_document import PlanDocument
 from services.scheduler.problem.problem import NodeClass
 from services.scheduler.solvers.divisions import Division, best_split, packed
-from services.scheduler.solvers.interface import Solution, TimeLeft, refused
+from services.scheduler.solvers.interface import Plans, Solution, TimeLeft
 from services.scheduler.solvers.scored import Parts, Scored, homes_of, ordered_nodes
 
 MAX_CUTS = 5_000
@@ -40,12 +39,8 @@ class PartitionSolver:
 
     name = "partition"
 
-    def solve(
-        self, model: CostModel, *, time_left: TimeLeft, seed: int, starts: Sequence[PlanDocument] = ()
-    ) -> Solution:
+    def solve(self, model: CostModel, *, time_left: TimeLeft, seed: int, starts: Plans = ()) -> Solution:
         """The best plan that the alternation passes, for each place of training."""
-        if (refusal := refused(model, self.name)) is not None:
-            return refusal
         scored = Scored(model, starts)
         for home, weight in product(homes_of(model.problem), _LINK_WEIGHTS):
             _alternate(model, scored, _Graph(model, home, weight), time_left)

@@ -9,13 +9,11 @@ a member found in there.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 
 from services.scheduler.cost_model.reference import CostModel
-from services.scheduler.problem.plan_document import PlanDocument
 from services.scheduler.solvers.exhaustive import ExhaustiveSolver
-from services.scheduler.solvers.interface import ProblemTooLargeError, Solution, Solver, TimeLeft, refused
+from services.scheduler.solvers.interface import Plans, ProblemTooLargeError, Solution, Solver, TimeLeft
 from services.scheduler.solvers.milp import MilpSolver
 from services.scheduler.solvers.multilevel import MultilevelSolver
 from services.scheduler.solvers.registry import AUTO, SOLVERS, make_solver
@@ -33,12 +31,8 @@ class AutoSolver:
 
     name = AUTO
 
-    def solve(
-        self, model: CostModel, *, time_left: TimeLeft, seed: int, starts: Sequence[PlanDocument] = ()
-    ) -> Solution:
+    def solve(self, model: CostModel, *, time_left: TimeLeft, seed: int, starts: Plans = ()) -> Solution:
         """The best plan of all members, the lowest bound of any."""
-        if (refusal := refused(model, self.name)) is not None:
-            return refusal
         turns = _Turns(model, time_left, seed, starts)
         gains = {
             name: turns.take(make_solver(name), entry.auto_share)
@@ -61,7 +55,7 @@ class AutoSolver:
 class _Turns:
     """Members one after the other, each from the best so far, until one proves its plan to be the best there is."""
 
-    def __init__(self, model: CostModel, time_left: TimeLeft, seed: int, starts: Sequence[PlanDocument]) -> None:
+    def __init__(self, model: CostModel, time_left: TimeLeft, seed: int, starts: Plans) -> None:
         self._model, self._time_left, self._seed, self._starts = model, time_left, seed, starts
         self.best: Solution | None = None
         self.has_ended = False

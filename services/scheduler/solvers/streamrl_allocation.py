@@ -12,10 +12,9 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import product
 
 from services.scheduler.cost_model.reference import CostModel, Limit
-from services.scheduler.problem.plan_document import PlanDocument
 from services.scheduler.problem.problem import NodeClass
 from services.scheduler.solvers.divisions import Division, Split, best_split, packed
-from services.scheduler.solvers.interface import Solution, TimeLeft, refused
+from services.scheduler.solvers.interface import Plans, Solution, TimeLeft
 from services.scheduler.solvers.scored import Parts, Scored, ordered_nodes
 
 _Group = tuple[NodeClass, ...]
@@ -27,12 +26,8 @@ class StreamRlSolver:
 
     name = "streamrl"
 
-    def solve(
-        self, model: CostModel, *, time_left: TimeLeft, seed: int, starts: Sequence[PlanDocument] = ()
-    ) -> Solution:
+    def solve(self, model: CostModel, *, time_left: TimeLeft, seed: int, starts: Plans = ()) -> Solution:
         """The best of all pairs of groups."""
-        if (refusal := refused(model, self.name)) is not None:
-            return refusal
         scored = Scored(model, starts)
         groups = _groups(ordered_nodes(model.problem))
         for generating, training in product(groups, groups):

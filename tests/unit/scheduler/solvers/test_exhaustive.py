@@ -3,6 +3,7 @@ import itertools
 import pytest
 
 from services.scheduler.cost_model.reference import CostModel, Infeasible
+from services.scheduler.planning.solve import solve
 from services.scheduler.problem.plan_document import PlanDocument
 from services.scheduler.solvers import exhaustive
 from services.scheduler.solvers.divisions import Split, divisions, machine_splits, plan_of
@@ -99,7 +100,7 @@ def test_at_its_deadline_it_answers_with_the_best_so_far_and_a_bound_on_the_rest
 )
 def test_infeasible_is_an_answer_with_its_reason(override, told):
     stated = problem("tiny_04", override)
-    solution = ExhaustiveSolver().solve(CostModel(stated), time_left=forever, seed=0)
+    solution = solve(CostModel(stated), "exhaustive", time_left=forever)
 
     assert (solution.plan is None) == (told is not None)
     if told is not None:

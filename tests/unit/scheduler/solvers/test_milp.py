@@ -2,7 +2,7 @@ import itertools
 
 import pytest
 
-from services.scheduler.cost_model.reference import CostModel, Infeasible, Score
+from services.scheduler.cost_model.reference import CostModel, Score
 from services.scheduler.planning.plan_report import report_of
 from services.scheduler.planning.solve import solve
 from services.scheduler.solvers import exhaustive, milp
@@ -56,13 +56,6 @@ def test_a_bound_on_throughput_is_not_claimed_when_time_ended_before_it_was_prov
 
     assert solution.upper_bound_samples_per_second is None
     assert not solution.is_optimal
-
-
-def test_infeasible_is_an_answer():
-    solution = MilpSolver().solve(CostModel(problem("tiny_04", "model.params=60e9")), time_left=ample, seed=0)
-
-    assert solution.plan is None
-    assert isinstance(solution.score, Infeasible)
 
 
 def test_auto_proves_what_is_small_and_searches_what_is_not(monkeypatch):

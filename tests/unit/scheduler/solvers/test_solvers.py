@@ -46,12 +46,13 @@ def test_the_same_seed_gives_the_same_plan_and_time_ends_a_search(solver):
     assert hurried.num_evaluated <= 6
 
 
-@pytest.mark.parametrize("solver", PAPERS, ids=lambda solver: solver.name)
+@pytest.mark.parametrize("solver", SOLVERS)
 def test_what_fits_nowhere_is_an_answer(solver):
-    solution = solver.solve(CostModel(problem("tiny_04", "model.params=60e9")), time_left=ample, seed=0)
+    solution = solve(CostModel(problem("tiny_04", "model.params=60e9")), solver, time_left=ample)
 
     assert solution.plan is None
     assert isinstance(solution.score, Infeasible)
+    assert (solution.solver, solution.num_evaluated, solution.upper_bound_samples_per_second) == (solver, 0, 0.0)
 
 
 @pytest.mark.parametrize("solver", PAPERS, ids=lambda solver: solver.name)
