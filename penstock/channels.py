@@ -1,4 +1,4 @@
-"""A channel whose calls go over other channels, chosen anew for each call."""
+"""A channel that sends each call over one of several other channels."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ import grpc
 
 
 class SwitchingChannel(grpc.aio.Channel):
-    """For stubs a channel like any other; closing it closes the channels below it."""
+    """A channel like any other to stubs; closing it closes the channels below it."""
 
     @abstractmethod
     def _current(self) -> grpc.aio.Channel:
-        """Over which a call that begins now goes."""
+        """The channel that the next call uses."""
 
     @abstractmethod
     def _all(self) -> Iterable[grpc.aio.Channel]:
-        """Every channel that is open."""
+        """All open channels."""
 
     def _begun(self, channel: grpc.aio.Channel) -> None:
-        """A call over that channel begins; its end is told to `_ended`."""
+        """A call over that channel begins; `_ended` hears of its end."""
 
     @abstractmethod
     def _ended(self, channel: grpc.aio.Channel, call: Any) -> None:
-        """A call over that channel is done."""
+        """A call over that channel has ended."""
 
     async def __aenter__(self) -> Self:
-        """The channel itself."""
+        """Return the channel itself."""
         return self
 
     async def __aexit__(self, *_exception: object) -> None:
@@ -46,11 +46,11 @@ class SwitchingChannel(grpc.aio.Channel):
         return self._current().get_state(try_to_connect)
 
     async def wait_for_state_change(self, last_observed_state: grpc.ChannelConnectivity) -> None:
-        """Of the current channel."""
+        """The state of the current channel."""
         await self._current().wait_for_state_change(last_observed_state)
 
     async def channel_ready(self) -> None:
-        """Until the current channel is ready."""
+        """Wait until the current channel is ready."""
         await self._current().channel_ready()
 
     def unary_unary(self, *method: Any, **options: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Time as a dependency: production uses the system's, tests turn their own."""
+"""Time as a dependency: production uses the system clock, tests use one that they control."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from typing import Protocol
 
 
 class Clock(Protocol):
-    """Where time comes from."""
+    """A source of time."""
 
     def now_s(self) -> float:
-        """Seconds since the Unix epoch, for people: this clock may be set, and differs from other machines' clocks."""
+        """Seconds since the Unix epoch, for display: this clock may be stepped, and differs between machines."""
         ...
 
     def monotonic_s(self) -> float:
-        """Seconds since some moment, for durations and deadlines: never set, and of this machine only."""
+        """Seconds since an arbitrary moment, for durations and deadlines: never stepped; valid on this machine only."""
         ...
 
 
@@ -31,7 +31,7 @@ class SystemClock:
 
 
 class ManualClock:
-    """A clock that stands still until it is told to go on."""
+    """A clock that stands still until it is advanced."""
 
     def __init__(self, start_s: float = 1_000_000.0) -> None:
         self._now_s = self._monotonic_s = start_s
@@ -52,5 +52,5 @@ class ManualClock:
         self._monotonic_s += seconds
 
     def set_wall(self, seconds: float) -> None:
-        """Step the wall clock by so many seconds, either way, as NTP or a person does; no time passes."""
+        """Step the wall clock by this many seconds, either way, as NTP or an operator does; no time passes."""
         self._now_s += seconds

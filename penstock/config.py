@@ -1,4 +1,4 @@
-"""Configuration files: YAML in, one frozen pydantic model out, or one clear line for each thing that is wrong.
+"""Configuration files: YAML in, one frozen pydantic model out, or one clear line per problem.
 
 Unknown keys are refused with the nearest known name; dotted overrides (`a.b.c=value`) are read as YAML.
 """
@@ -46,18 +46,18 @@ class KnownKeys:
 
 
 class NetworkConfig(StrictModel):
-    """Base of the configuration of whatever listens or calls."""
+    """Base of the configuration of everything that listens or calls."""
 
     insecure: bool = False
-    """Allow plain text where TLS is not set up: listeners that other machines reach, and tokens that anybody on the way
-    can read. Right inside a network of your own alone, such as compose's."""
+    """Allow plain text where TLS is not set up: listeners that other machines reach, and tokens that anyone on the path
+    can read. Use it only inside a private network, such as compose's."""
 
 
 class MeasuredConfig(NetworkConfig):
-    """Base of a service's configuration: where its Prometheus metrics are offered, if anywhere."""
+    """Base of a service's configuration: where it serves Prometheus metrics, if anywhere."""
 
     metrics_port: int | None = Field(default=None, ge=1, le=65535)
-    """Port of 127.0.0.1 at which Prometheus metrics are offered; none when unset."""
+    """Port of 127.0.0.1 that serves Prometheus metrics; none when unset."""
     metrics_listen: str | None = Field(default=None, pattern=r"^(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+):\d{1,5}$")
     """The same at host:port, for a Prometheus elsewhere; it shows an observer's token or certificate where this process
     has credentials."""
@@ -72,7 +72,7 @@ class MeasuredConfig(NetworkConfig):
 
     @property
     def metrics_address(self) -> str | None:
-        """Where metrics are offered, host:port; None where they are not."""
+        """Where metrics are served, host:port; None if they are not."""
         return f"127.0.0.1:{self.metrics_port}" if self.metrics_port is not None else self.metrics_listen
 
 
@@ -85,7 +85,7 @@ def _checked(value: str) -> str:
 
 
 PUBLIC_ADDRESS = r"^(https?://\S+|(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+):\d{1,5})$"
-"""Of an HTTP server as others reach it: host:port, or an address with its scheme."""
+"""Address under which others reach an HTTP server: host:port, or a URL with its scheme."""
 
 
 def _run_id(value: str) -> str:
@@ -95,10 +95,10 @@ def _run_id(value: str) -> str:
 
 
 RunId = Annotated[str, AfterValidator(_run_id)]
-"""Names a run: one plain name in a path."""
+"""Name of a run: a single path component."""
 
 Targets = Annotated[str, BeforeValidator(_joined), AfterValidator(_checked)]
-"""Servers that stand in for each other: host:port, several separated by commas or as a list."""
+"""Interchangeable servers: host:port, several separated by commas or as a list."""
 
 _Model = TypeVar("_Model", bound=BaseModel)
 Document = dict[str, Any]

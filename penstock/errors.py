@@ -46,7 +46,7 @@ MAX_METADATA_BYTES = 256
 
 
 class PenstockError(Exception):
-    """Base of every error a Penstock service answers with; `metadata` names the field, value or id concerned."""
+    """Base of every error that a Penstock service answers with; `metadata` names the field, value or id concerned."""
 
     code: ClassVar[int] = code_pb2.INTERNAL
     reason: ClassVar[str] = "INTERNAL"
@@ -222,7 +222,7 @@ _BY_CODE: dict[int, type[PenstockError]] = {
     code_pb2.PERMISSION_DENIED: ForbiddenError,
 }
 _BROKEN_CONNECTION = ("Internal error from Core", "Received RST_STREAM", "Stream removed")
-"""What gRPC itself says, as INTERNAL or UNKNOWN, where a connection broke in the middle of a message."""
+"""Messages of gRPC itself, under INTERNAL or UNKNOWN, when a connection breaks in the middle of a message."""
 
 
 def _cut(text: str, max_bytes: int) -> str:

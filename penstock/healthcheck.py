@@ -24,11 +24,11 @@ def main() -> int:
         return 2
     target, service = sys.argv[1], (sys.argv[2] if len(sys.argv) == 3 else "")
     try:
-        # Health asks for no token, so none is shown; what plain text the service allows is its own configuration's.
+        # Health needs no token, so none is shown; whether plain text is allowed is the service's own configuration.
         security = replace(Security.from_environment(insecure=True), token=None)
         is_serving = asyncio.run(wait_until_serving(target, service=service, timeout_s=TIMEOUT_S, security=security))
         if not is_serving:
-            # What Docker and others keep of a check that failed.
+            # What Docker and others keep of a failed check.
             print(asyncio.run(TROUBLES.trouble_with(target)) or f"{target} is not serving", file=sys.stderr)
     except ConfigError as error:
         print(error, file=sys.stderr)

@@ -13,7 +13,7 @@ _RUN_ID = re.compile(rf"[A-Za-z0-9._-]{{1,{MAX_RUN_ID_CHARACTERS}}}")
 
 
 def is_run_id(text: str) -> bool:
-    """Whether `text` can name a run: it is one plain name in a path, in a Redis key and in an address."""
+    """Whether `text` can name a run: one plain component of a path, a Redis key and a URL."""
     # Dots alone are the folder itself or the one above it.
     return _RUN_ID.fullmatch(text) is not None and text.strip(".") != ""
 

@@ -1,4 +1,4 @@
-"""Which library carries broadcasts, as configurations and messages spell it."""
+"""The libraries that carry broadcasts, as configurations and messages spell them."""
 
 from __future__ import annotations
 

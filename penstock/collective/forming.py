@@ -1,7 +1,7 @@
-"""Making a process group of gloo or NCCL, within a deadline whatever the library does.
+"""Forms a gloo or NCCL process group within a deadline, even if the library hangs.
 
-gloo meets and connects when a group is made, and gives up by itself. NCCL connects in a group's first operation, by a
-call that blocks without a deadline for a member that is not there. So members of an NCCL group meet in the store
+gloo connects when a group is made, and gives up by itself. NCCL connects in a group's first operation, in a call that
+blocks without a deadline while a member is missing. So members of an NCCL group meet in the store
 first, and the first operation is made here, in a thread that is left behind when the deadline passes.
 """
 
@@ -22,7 +22,7 @@ _Result = TypeVar("_Result")
 
 
 def make_group(store: Any, place: GroupPlace, *, bind_host: str) -> Any:
-    """The group of a place, formed; blocks up to twice `stall_s`.
+    """Form the group of a place; blocks for up to twice `stall_s`.
 
     Raises:
         BroadcastError: The deadline passed.
@@ -49,13 +49,13 @@ def meet(store: Any, place: GroupPlace) -> None:
 
 
 def within(timeout_s: float, work: Callable[[], _Result], *, what: str, on_late: Callable[[], None]) -> _Result:
-    """What `work` returns or raises; after `timeout_s` it is left to itself, in its thread.
+    """Return what `work` returns or raises; after `timeout_s` abandon it in its thread.
 
     Args:
         timeout_s: The deadline.
         work: Blocks, perhaps for ever.
         what: Names it in the error.
-        on_late: Called in the same thread should it end after the deadline, well or not.
+        on_late: Called in the same thread if it ends after the deadline, successfully or not.
 
     Raises:
         BroadcastError: The deadline passed.

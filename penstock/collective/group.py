@@ -1,14 +1,14 @@
-"""A group of processes in which one sends the same bytes to all others, over NCCL or gloo.
+"""A process group in which rank 0 sends the same bytes to all others, over NCCL or gloo.
 
 Promises:
 
-- Nothing here waits longer than `stall_s` for a member: what takes longer, or meets a member that is gone, ends the
-  group with BroadcastError for everybody in it.
-- `abort`, from any thread, ends what is under way within milliseconds for the caller, whatever the library does.
+- Nothing here waits longer than `stall_s` for a member: a slower or missing member ends the group with BroadcastError
+  for every member.
+- `abort`, from any thread, ends the operation under way within milliseconds for the caller, even if the library hangs.
 - A group is made directly on a store, not on the process's default group: a process can be in several, and vLLM's or
   FSDP's groups in the same process are not touched.
 
-torch is imported when the first group forms: this package is read by processes that have none.
+torch is imported when the first group forms: processes without torch import this package too.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ class Rendezvous:
 
     def __init__(self, store: Any, *, host: str, port: int) -> None:
         self.host = host
-        """Where rank 0 is, for the other members."""
+        """Where the other members reach rank 0."""
         self.address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
         """host:port of the store."""
         self._store = store
 
     @classmethod
     def serve(cls, listener: socket.socket, *, public_host: str, stall_s: float) -> Rendezvous:
-        """Serve it on a listening socket, which is taken over. Raises BroadcastError."""
+        """Serve it on a listening socket, of which it takes ownership. Raises BroadcastError."""
         from torch.distributed import TCPStore
 
         port = listener.getsockname()[1]
@@ -85,14 +85,14 @@ class Rendezvous:
         return BroadcastGroup(group, place)
 
     def set(self, key: str, value: str) -> None:
-        """Leave a word for others. Raises BroadcastError."""
+        """Store a value for the other members. Raises BroadcastError."""
         try:
             self._store.set(key, value)
         except RuntimeError as error:
             raise BroadcastError(f"the store of the group is gone: {_first_line(error)}") from error
 
     def get(self, key: str) -> str | None:
-        """A word that was left; None where there is none (yet)."""
+        """A stored value; None if there is none yet."""
         try:
             if not self._store.check([key]):
                 return None
@@ -102,7 +102,7 @@ class Rendezvous:
         return value[:_MAX_WORD_BYTES].decode(errors="replace")
 
     def delete(self, key: str) -> None:
-        """Forget a word."""
+        """Delete a stored value."""
         with contextlib.suppress(RuntimeError):
             self._store.delete_key(key)
 
@@ -150,17 +150,17 @@ class BroadcastGroup:
                 yield buffer.host(num_bytes)
 
     def abort(self) -> None:
-        """End what is under way, and the group; idempotent. Others notice it at once or after `stall_s`."""
+        """End the operation under way, and the group; idempotent. Other members notice at once or after `stall_s`."""
         if self._aborted.is_set():
             return
         self._aborted.set()
         group, works, self._group, self._works = self._group, self._works, None, []
-        # Letting go of a group waits for its last operation: gloo's ends by its time-out and not before.
+        # Releasing a group waits for its last operation, which in gloo ends by its time-out at the earliest.
         threading.Thread(target=_let_go, args=(group, works), name="ending broadcast group", daemon=True).start()
 
     @property
     def is_usable(self) -> bool:
-        """Whether another broadcast can go over it."""
+        """Whether it can carry another broadcast."""
         return not self._aborted.is_set()
 
     def _pieces(self, size_bytes: int) -> Iterator[int]:
@@ -193,7 +193,7 @@ class BroadcastGroup:
 
     @contextlib.contextmanager
     def _ending_on_error(self) -> Iterator[None]:
-        """A group in which something went wrong is out of step: nobody can use it again."""
+        """A group in which something failed is out of step and cannot be used again."""
         try:
             yield
         except (RuntimeError, ValueError) as error:
@@ -249,7 +249,7 @@ def _let_go(group: Any, works: list[Any]) -> None:
 
 
 def load_library() -> None:
-    """Import torch now, which takes seconds, and not while others wait for this member. Blocks."""
+    """Import torch now, which takes seconds, rather than while others wait for this member. Blocks."""
     importlib.import_module("torch.distributed")
 
 

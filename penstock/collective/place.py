@@ -9,7 +9,7 @@ from penstock.errors import ServiceUnavailableError
 
 
 class BroadcastError(ServiceUnavailableError):
-    """The broadcast did not come about or broke off; the content is to be fetched."""
+    """The broadcast did not start or was interrupted; fetch the content instead."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,8 +1,8 @@
-"""The changes of one block of a tensor: which elements changed, and by which bits.
+"""The changes in one block of a tensor: which elements changed, and which bits of them.
 
 A change is the exclusive or of an element's old and new bits. It has three merits over the new value: it is exact for
-NaN payloads and signed zeros, it is mostly zero bits where training moved a value a little (and so compresses), and
-it undoes itself on the wrong base, where a digest then tells.
+NaN payloads and signed zeros, it is mostly zero bits (and so compresses) where training moved a value only slightly,
+and on the wrong base it yields values that a digest exposes.
 
     GAPS    positions: for each changed element the number of unchanged ones before it, one byte; 255 means "255
             unchanged ones, none changed after them"
@@ -35,7 +35,7 @@ _BITS = 8
 
 
 class MalformedDeltaError(MalformedWeightsError):
-    """A delta's content is not what its format says."""
+    """The content of a delta violates its format."""
 
 
 class Coding(IntEnum):
@@ -59,13 +59,13 @@ class Packed:
 
     packing: Packing
     num_plain_bytes: int
-    """How many bytes it stands for."""
+    """Number of bytes that it decodes to."""
     stored: bytes | memoryview
 
 
 @dataclass(frozen=True, slots=True)
 class Changes:
-    """What changed in one block."""
+    """The changes in one block."""
 
     coding: Coding
     positions: Packed
@@ -73,7 +73,7 @@ class Changes:
 
 
 def changes_between(old: Elements, new: Elements) -> Changes | None:
-    """What leads from `old` to `new`, both [n] of the same width; None where nothing changed."""
+    """The changes from `old` to `new`, both [n] of the same width; None if nothing changed."""
     difference = np.bitwise_xor(old, new)
     where = np.flatnonzero(difference != 0)
     if where.size == 0:
@@ -90,7 +90,7 @@ def apply_changes(changes: Changes, elements: Elements) -> None:
     """Turn the old `elements` into the new ones in place.
 
     Raises:
-        MalformedDeltaError: The changes do not fit so many elements of that width.
+        MalformedDeltaError: The changes do not fit this number of elements of that width.
     """
     values = _from_planes(_unpack(changes.values, max_bytes=elements.nbytes), elements.dtype)
     if changes.coding is Coding.EVERY:
@@ -167,7 +167,7 @@ def _unpack(packed: Packed, *, max_bytes: int) -> npt.NDArray[np.uint8]:
         plain = packed.stored
     else:
         try:
-            # The frame's own word on its size decides how much is set aside, so it is checked before.
+            # The frame's own statement of its size decides how much is allocated, so check it first.
             _require(zstandard.frame_content_size(packed.stored) == num_bytes, "a zstd frame of the stated size")
             plain = zstandard.ZstdDecompressor().decompress(packed.stored, max_output_size=num_bytes)
         except zstandard.ZstdError as error:

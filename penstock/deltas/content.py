@@ -1,4 +1,4 @@
-"""The content of a delta: a file of the blocks that changed between two versions, and how it is made and applied.
+"""Makes and applies the content of a delta: a file of the blocks that changed between two versions.
 
     "PSDELTA1" | digest of the base, 32 bytes | digest of the result, 32 bytes
     for each changed block:
@@ -6,9 +6,9 @@
     SHA-256 of everything before, 32 bytes
 
 Numbers are little-endian. Tensors are numbered by name order, and cut into blocks of BLOCK_BYTES (the last of a tensor
-may be shorter); changed blocks come in that order, and what did not change takes no byte. Promises:
+may be shorter); changed blocks come in that order, and unchanged blocks take no space. Promises:
 
-- A delta that is for another base, or of which a byte was changed or is missing, is refused before anything is written.
+- A delta for another base, or with a byte changed or missing, is refused before anything is written.
 - The result appears under its name by a rename, with every tensor checked against its SHA-256, or not at all. The base
   is only read.
 - Memory: one block and its coding at a time; the files themselves are mapped.
@@ -41,7 +41,7 @@ BLOCK_BYTES = 4 * 1024 * 1024
 """Of a tensor; a multiple of every element's width."""
 
 TEMPORARY_SUFFIX = ".tmp"
-"""Of what is being written; a process that was killed leaves it behind."""
+"""Suffix of a file that is being written; a killed process leaves it behind."""
 
 _MAGIC = b"PSDELTA1"
 _DIGEST_BYTES = 32
@@ -52,7 +52,7 @@ _Bytes = npt.NDArray[np.uint8]
 
 
 def write_delta(base: Path, new: Path, target: Path, *, base_digest: str, digest: str, max_bytes: int) -> int | None:
-    """Write what leads from one safetensors file to another; returns the delta's size in bytes.
+    """Write the delta from one safetensors file to another; returns its size in bytes.
 
     Args:
         base: The older version.
@@ -189,7 +189,7 @@ def _block(data: _Bytes, place: TensorPlace, block: int) -> Elements:
 
 
 def _checked(path: Path) -> memoryview:
-    """The content without its own digest, which is right."""
+    """The content without its own digest, once that is verified."""
     if path.stat().st_size < _HEADER_BYTES + _DIGEST_BYTES:
         raise MalformedDeltaError(f"{path.name}: too short for a delta")
     content = np.memmap(path, np.uint8, mode="r").data
@@ -202,7 +202,7 @@ def _checked(path: Path) -> memoryview:
 
 
 def _ends(content: memoryview) -> tuple[str, str]:
-    """Digests of what a delta applies to and of what it makes, hex."""
+    """Digests of a delta's base and of its result, hex."""
     cuts = (len(_MAGIC), len(_MAGIC) + _DIGEST_BYTES, _HEADER_BYTES)
     first, second = (content[begin:end].hex() for begin, end in pairwise(cuts))
     return first, second

@@ -1,4 +1,4 @@
-"""A receiver's way to a content: download, broadcast, and the check of a file against its manifest.
+"""How a receiver gets a content: download, broadcast, and the check of a file against its manifest.
 
 Built on `clients`, `transfer` and `collective`, none of which imports it.
 """

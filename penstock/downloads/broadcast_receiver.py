@@ -1,4 +1,4 @@
-"""A receiver's side of broadcasts: what comes is checked chunk by chunk, what does not is left to be fetched.
+"""The receiver's side of broadcasts: received chunks are checked one by one, missing ones are left to be fetched.
 
 Promises:
 
@@ -39,8 +39,8 @@ class BroadcastReceiver:
     Args:
         client: The weight store.
         backend: The library, GLOO or NCCL.
-        on_received: Told how many bytes came, as they come.
-        on_end: Told "ok" or "failed" after each broadcast it took part in.
+        on_received: Called with the number of bytes received, as they arrive.
+        on_end: Called with "ok" or "failed" after each broadcast it took part in.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class BroadcastReceiver:
         self._group: BroadcastGroup | None = None
 
     async def __aenter__(self) -> Self:
-        """Make ready to join."""
+        """Get ready to join."""
         await asyncio.to_thread(load_library)
         return self
 
@@ -73,7 +73,7 @@ class BroadcastReceiver:
         content: PartialContent,
         on_refused: Callable[[DigestMismatchError], None],
     ) -> int:
-        """Take what a broadcast brings of a content, where there is one; returns the bytes that came.
+        """Receive a content's chunks from a broadcast, if there is one; returns the number of bytes received.
 
         Raises OSError: The content cannot be written.
         """
@@ -109,7 +109,7 @@ class BroadcastReceiver:
         if self._group is not None and self._group.is_usable and self._group.place == place:
             return self._group
         self._leave()
-        # Kept also where the group does not form then: the others are told through it.
+        # Kept even if the group does not form: the others are notified through it.
         rendezvous = self._rendezvous = await asyncio.to_thread(Rendezvous.connect, address, stall_s=place.stall_s)
         self._group = await asyncio.to_thread(rendezvous.form, place, bind_host=_own_host(address))
         return self._group
@@ -132,7 +132,7 @@ class BroadcastReceiver:
 async def _take(
     group: BroadcastGroup, content: PartialContent, on_refused: Callable[[DigestMismatchError], None]
 ) -> AsyncIterator[int]:
-    """Store a content's chunks as they come; yields the size of each piece."""
+    """Store a content's chunks as they arrive; yields the size of each piece."""
     pieces = group.receive(content.size_bytes)
     index = 0
     try:
@@ -192,7 +192,7 @@ def _own_host(peer: str) -> str:
     try:
         family, kind, protocol, _, where = socket.getaddrinfo(*split_address(peer), type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind, protocol) as probe:
-            # Sends nothing: it only asks which way packets would go.
+            # Sends nothing: it only looks up the route that packets would take.
             probe.connect(where)
             return str(probe.getsockname()[0])
     except OSError as error:

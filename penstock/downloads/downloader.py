@@ -1,4 +1,4 @@
-"""Fetching a content over HTTP: ranged, parallel, resumable, every byte checked; from a relay or across the link.
+"""Fetches a content over HTTP: ranged, parallel, resumable, every byte checked; from a relay or across the link.
 
 Promises:
 
@@ -7,8 +7,9 @@ Promises:
   unless the process ends.
 - The target file appears by a rename, complete and every chunk checked, or not at all. What it makes of a version is
   proved tensor by tensor where it is used: by the engine before it loads, and where a delta is applied.
-- A source that lies, breaks off or is silent is left for another one, a bounded number of times (`transfer.sources`).
-- What has come is offered to others of the site while the rest still comes, where there is a relay.
+- A source that sends wrong bytes, disconnects or stalls is left for another one, a bounded number of times
+  (`transfer.sources`).
+- With a relay, received chunks are offered to others of the site while the rest is still on its way.
 """
 
 from __future__ import annotations
@@ -47,12 +48,12 @@ _log = get_logger()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Download:
-    """What a fetch took."""
+    """The result and cost of a fetch."""
 
     path: Path
     """The file."""
     fetched_bytes: int
-    """Bytes that came over the network, refused ones included."""
+    """Bytes received over the network, refused ones included."""
     num_refused: int
     """Pieces whose digest did not match on the way."""
     origin_bytes: int = 0
@@ -64,13 +65,13 @@ class Downloader:
 
     Args:
         security: The token to show, the authorities to trust, the certificate to show.
-        broadcasts: Asked for a content before it is fetched; what it does not bring is.
+        broadcasts: Asked for a content first; what it does not bring is fetched.
         relay: Where what is fetched is offered to others; entered already.
         find_relays: Asks the weight store where to fetch; None: always from the manifest's addresses.
         num_connections: Ranges of one content fetched at once.
-        max_bytes_per_second: Cap on what this process fetches; none where None.
+        max_bytes_per_second: Cap on what this process fetches; None for no cap.
         compresses: Whether origins are asked to compress full contents; deltas are made small already.
-        on_fetched: Told how many bytes came, as they come, and from what kind of source; in any thread.
+        on_fetched: Called with the number of bytes received, as they arrive, and the kind of source; in any thread.
     """
 
     def __init__(
@@ -92,7 +93,7 @@ class Downloader:
         self._relay = relay
         self._find_relays = find_relays
         self.faults = SourceFaults(security.tls_files)
-        """Says why sources fail that somebody has to mend."""
+        """Explains failures of sources that an operator has to fix."""
         self._num_connections = num_connections
         self._rate = ByteRate(max_bytes_per_second)
         self._compresses = compresses
@@ -100,8 +101,8 @@ class Downloader:
         self._connections: Connections | None = None
 
     async def __aenter__(self) -> Self:
-        """Make ready to fetch."""
-        # Twice as many, so that a fetch does not wait for another one's.
+        """Get ready to fetch."""
+        # Twice as many, so that one fetch does not wait for another.
         self._connections = Connections(tls=self._tls, headers=self._headers, num_threads=2 * self._num_connections)
         return self
 
@@ -121,11 +122,11 @@ class Downloader:
 
         Args:
             manifest: What to fetch; passed `check_manifest`.
-            target: Where to; `target` + ".partial" holds what is there so far.
-            on_refused: Told each time something came that is not what the manifest states.
+            target: The file to write; `target` + ".partial" holds what has arrived so far.
+            on_refused: Called each time received bytes do not match the manifest.
 
         Raises:
-            InvalidFieldError: The manifest names addresses alone that the credentials must not be shown to.
+            InvalidFieldError: The manifest names only addresses that must not be shown the credentials.
             UnknownVersionError: No source has the version any more.
             DigestMismatchError: The sources keep sending something else.
             ServiceUnavailableError: No source could be reached or finished.
@@ -172,7 +173,7 @@ class Downloader:
         self._offer(manifest, content)
         content.close()
         if (ask := self._asker(manifest)) is not None:
-            # Not for the answer: so that the weight store knows that the content is here.
+            # Asked not for the answer, but so that the weight store knows that the content is here.
             with contextlib.suppress(PenstockError):
                 await ask("")
         return True
@@ -198,7 +199,7 @@ class Downloader:
         return fetching
 
     def _origins(self, manifest: weights_pb2.WeightsManifest) -> Sequence[str]:
-        # The token goes with every request: not to where anybody could read it.
+        # The token goes with every request, so never to where it could be read on the way.
         urls = [url for url in manifest.urls if self._security.may_fetch_from(url)]
         if not urls:
             raise InvalidFieldError(

@@ -6,8 +6,8 @@ is B, [outputs, rank].
 
 Needs hashlib and nothing heavier. Promises:
 
-- An adapter names its base by digest, so that it is never applied to other weights than it was trained on.
-- What came over the network is checked before it is used: `adapter_of` for the statement, `adapter_layout` for
+- An adapter names its base by digest, so it is never applied to weights other than those it was trained on.
+- Input from the network is checked before it is used: `adapter_of` for the statement, `adapter_layout` for
   names and shapes.
 """
 
@@ -35,7 +35,7 @@ _PREFIX = "base_model.model."
 
 
 class BaseMismatchError(WeightsMismatchError):
-    """An adapter was trained on another base than the one that is held."""
+    """An adapter was trained on a base other than the one loaded."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,7 +53,7 @@ class AdapterSpec:
 
     @property
     def scaling(self) -> float:
-        """What B A is multiplied by."""
+        """The factor applied to B A."""
         return self.alpha / self.rank
 
 
@@ -72,7 +72,7 @@ def model_digest(directory: Path) -> str:
 
 
 def check_base(adapter: AdapterSpec, *, held_digest: str) -> None:
-    """Raises BaseMismatchError, which names both digests, unless the adapter was trained on what is held."""
+    """Raise BaseMismatchError, which names both digests, unless the adapter was trained on the loaded base."""
     if adapter.base_digest != held_digest:
         raise BaseMismatchError(
             f"the adapter applies to base weights with digest {adapter.base_digest}, the base held here has "
@@ -83,7 +83,7 @@ def check_base(adapter: AdapterSpec, *, held_digest: str) -> None:
 
 
 def to_message(adapter: AdapterSpec) -> weights_pb2.AdapterInfo:
-    """The statement as it travels."""
+    """The statement as a message."""
     return weights_pb2.AdapterInfo(
         base_digest=adapter.base_digest,
         rank=adapter.rank,
@@ -93,7 +93,7 @@ def to_message(adapter: AdapterSpec) -> weights_pb2.AdapterInfo:
 
 
 def adapter_of(manifest: weights_pb2.WeightsManifest) -> AdapterSpec | None:
-    """What the manifest states of its adapter, checked; None where the version is no adapter.
+    """The manifest's statement of its adapter, checked; None if the version is not an adapter.
 
     Raises:
         InvalidFieldError: A field is missing or out of bounds.

@@ -1,9 +1,9 @@
 """The identity of a set of weights: digests of tensors and of a whole version.
 
-Shared by whoever publishes weights and whoever takes them; needs hashlib and nothing heavier. Promises:
+Shared by publishers and receivers of weights; needs hashlib and nothing heavier. Promises:
 
 - A version's digest depends on what its tensors are (name, element type, shape, bytes), never on the order they were
-  written in, on the file's metadata, or on how the file was cut for travelling.
+  written in, on the file's metadata, or on how the file was split for transfer.
 - A safetensors header is untrusted input: its size, names, types, shapes and offsets are checked before any is used.
 """
 
@@ -180,7 +180,7 @@ def check_layout(
 
     Args:
         held: Shapes by name.
-        tensors: What is offered.
+        tensors: Those on offer.
         optional: Names that may be on either side alone, such as an output head tied to the embedding.
     """
     offered = {tensor.name: tensor.shape for tensor in tensors}

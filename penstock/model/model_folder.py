@@ -1,7 +1,7 @@
-"""What is read from a model's Hugging Face folder without its weights: the tokenizer and sizes. Light: no transformers.
+"""Reads the tokenizer and sizes of a model's Hugging Face folder, not its weights. Light: no transformers.
 
-Whoever needs a completion's text decodes it here, so that what a generator sends and what a reward worker makes of the
-same token ids are equal to the character.
+Generators and reward workers both decode completions here, so that the same token ids give the same text to the
+character.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ class FileTokenizer:
         return max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """See `TextDecoder.decode`. An id that it does not know says nothing."""
-        # A batch of one: unlike `decode` it lets other threads of Python run meanwhile.
+        """See `TextDecoder.decode`. An unknown id decodes to nothing."""
+        # A batch of one: unlike `decode`, it releases the GIL.
         text: str = self._tokenizer.decode_batch([list(token_ids)], skip_special_tokens=True)[0]
         return text
 

@@ -1,11 +1,11 @@
-"""One channel over several servers that stand in for each other, such as the brokers on one Redis.
+"""One channel over several interchangeable servers, such as the brokers on one Redis.
 
 Promises:
 - Calls go to one server, at first the first of the list, for as long as it works: the current one.
 - A call that ends with UNAVAILABLE or DEADLINE_EXCEEDED at the current server makes the next of the list the current
   one, whatever the reason: the process is gone, drains, hangs, or has lost what it needs itself.
-- Nothing is called again here: callers repeat with back-off and jitter as they do with one server, and every call of
-  Penstock may be repeated.
+- Calls are not retried here: callers retry with back-off and jitter as they do with one server, and every call of
+  Penstock may be retried.
 
 gRPC's own pick_first over an `ipv4:` list was the alternative. It takes no host names, no certificate names, and stays
 with a broker that answers every call with UNAVAILABLE because its own way to Redis is cut.
@@ -66,7 +66,7 @@ class FailoverChannel(SwitchingChannel):
         if code in _MOVES_ON and index == self._index:
             self._index = (index + 1) % len(self._channels)
             now_s = asyncio.get_running_loop().time()
-            # Where all are unavailable clients go round: said once in a while only.
+            # When all are unavailable, clients go round in circles: log it only now and then.
             log = _log.info if now_s - self._changed_s > QUIET_S else _log.debug
             log("server changed", lost=self._targets[index], now=self.target, code=code.name)
             self._changed_s = now_s

@@ -1,9 +1,9 @@
-"""What stands between the wire and a servicer: requests that are no message, and errors that must become a status.
+"""Guards a servicer: rejects requests that do not parse, and turns errors into a status.
 
-Promise: whatever a client sends and whatever a servicer raises, the call ends with a stated code and a reason.
+Promise: no matter what a client sends or a servicer raises, the call ends with a documented code and a reason.
 
 A servicer may answer with bytes in place of a message: one that it has serialized itself, to save copies. A method
-marked with `takes_bytes` gets its requests as they came, and has to raise InvalidFieldError where one is no message.
+marked with `takes_bytes` gets its requests as they came, and has to raise InvalidFieldError if one does not parse.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ async def _abort(error: Exception, context: grpc.aio.ServicerContext[Any, Any], 
 
 @dataclass(frozen=True, slots=True)
 class _Undecodable:
-    """A request that is not the method's message."""
+    """A request that does not parse as the method's message."""
 
     error: InvalidFieldError
 
@@ -129,14 +129,14 @@ def _sparing(serialize: Callable[[Any], bytes] | None) -> Callable[[Any], bytes]
 
 
 def _decoded(request: Any) -> Any:
-    """The request, or a stream of them that raises at the first one that is none. Raises InvalidFieldError."""
+    """The request, or a stream that raises at the first malformed one. Raises InvalidFieldError."""
     if isinstance(request, _Undecodable):
         raise request.error
     return _Requests(request) if hasattr(request, "__aiter__") else request
 
 
 class _Requests:
-    """A client's stream; raises InvalidFieldError where it sends what is no message."""
+    """A client's stream; raises InvalidFieldError at a malformed request."""
 
     def __init__(self, requests: AsyncIterator[Any]) -> None:
         # As gRPC made it: an iterator taken from it here would outlive a servicer that never reads.

@@ -1,4 +1,4 @@
-"""What every HTTP server here needs of its address and of TLS."""
+"""Address and TLS set-up shared by every HTTP server."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from penstock.security import Security, tls
 
 
 def public_url(address: str, *, setting: str, security: Security) -> str:
-    """The base address of a server of this process as others are told it.
+    """The base address under which others are to reach a server of this process.
 
     Args:
-        address: host:port, to which the scheme that the server speaks is added; or a whole address, as of a proxy that
-            speaks TLS in front of it.
+        address: host:port, to which the scheme that the server speaks is added; or a complete URL, for example of a
+        TLS proxy in front of it.
         setting: Name of the setting that `address` comes from, for the message of the error.
         security: Of this process.
 
@@ -37,7 +37,7 @@ def public_url(address: str, *, setting: str, security: Security) -> str:
 
 
 def _without_traceback(record: logging.LogRecord) -> bool:
-    """What is no HTTP is its sender's fault: one line, and no traceback of ours."""
+    """Malformed HTTP is the sender's fault: log one line, not a traceback."""
     error = record.exc_info[1] if record.exc_info else None
     if isinstance(error, HttpProcessingError):
         record.msg, record.args = "a request is no HTTP: %.200s", (" ".join(str(error).split()),)
@@ -49,7 +49,7 @@ async def listen_http(runner: web.AppRunner, listen: str, *, setting: str, ssl_c
     """Listen on host:port; returns the base address, with the port that was chosen for 0.
 
     Raises:
-        PortUnavailableError: It cannot be listened on; `setting` is named as where to choose another.
+        PortUnavailableError: It cannot be listened on; the message names `setting` as the place to choose another.
     """
     logging.getLogger("aiohttp.server").addFilter(_without_traceback)
     host, _, port = listen.rpartition(":")
@@ -64,10 +64,10 @@ async def listen_http(runner: web.AppRunner, listen: str, *, setting: str, ssl_c
 
 
 def server_ssl_context(security: Security, *, requires_certificates: bool = True) -> ssl.SSLContext | None:
-    """TLS as `security` says, None without a certificate. What clients show must be its authority's.
+    """TLS as `security` configures it, None without a certificate. Client certificates must be its authority's.
 
     Args:
         security: Of this process.
-        requires_certificates: Clients must show one; otherwise they may, and HttpAccess refuses who shows nothing.
+        requires_certificates: Clients must show one; otherwise they may, and HttpAccess refuses those that show none.
     """
     return tls.server_context(security.tls_files, requires_certificates=requires_certificates)

@@ -1,4 +1,4 @@
-"""A process's Prometheus metrics over HTTP, from threads: they answer also while the event loop does not."""
+"""Serves a process's Prometheus metrics over HTTP, from threads: readable also while the event loop is busy."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from penstock.security.http_caller import asks_for_certificates, caller_of_http
 from penstock.security.roles import Role
 
 ROLES: Final = frozenset((int(Role.ACCESS_ROLE_OBSERVER),))
-"""Who may read the metrics, besides the operator."""
+"""Roles that may read the metrics, besides the operator."""
 REQUEST_TIMEOUT_S = 30.0
 
 _log = get_logger()
 
 
 def serve_metrics(address: str | None, security: Security) -> None:
-    """Offer this process's Prometheus metrics at http(s)://host:port/metrics; nothing when `address` is None.
+    """Serve this process's Prometheus metrics at http(s)://host:port/metrics; nothing when `address` is None.
 
     Raises:
         ConfigError: It cannot be listened on, or must not be without TLS.
@@ -54,7 +54,7 @@ class _MetricsServer(ThreadingHTTPServer):
         super().__init__(at[4][:2], _MetricsHandler)
 
     def get_request(self) -> tuple[Any, Any]:
-        """A connection; hands are shaken in its own thread, so that who is slow at it holds nobody up."""
+        """A connection; its TLS handshake runs in its own thread, so that a slow client delays no other."""
         connection, client = super().get_request()
         if self._tls is not None:
             connection = self._tls.wrap_socket(connection, server_side=True, do_handshake_on_connect=False)
@@ -73,7 +73,7 @@ class _MetricsHandler(MetricsHandler):
     server: _MetricsServer
 
     def do_GET(self) -> None:
-        """Answer whoever may observe."""
+        """Answer callers that may observe."""
         tokens: Tokens = self.server.tokens
         try:
             caller_of_http(

@@ -1,6 +1,6 @@
-"""A peer that is away: since when and why, logged when that has lasted a while, now and then, and when it ends.
+"""Tracks a peer's outage: since when and why; logs it once it lasts, now and then, and when it ends.
 
-Nothing here waits or gives up: callers do, for as long as they were asked to.
+Nothing here waits or gives up: that is up to the callers.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ _log = get_logger()
 
 
 class Outage:
-    """Whether one peer is away.
+    """The availability of one peer.
 
     Args:
-        peer: Names it for people.
-        on_notice: Hears a line worth showing while the peer is away, and an empty one when it is back.
+        peer: Its name in messages.
+        on_notice: Called with a line to show while the peer is away, and with an empty one when it is back.
         clock: Where time comes from.
     """
 
@@ -32,7 +32,7 @@ class Outage:
     ) -> None:
         self.peer = peer
         self.since_s: float | None = None
-        """When it was first missed, Unix seconds; None while it answers."""
+        """When it stopped answering, Unix seconds; None while it answers."""
         self.on_notice = on_notice
         self._clock = clock or SystemClock()
         self._begun_s = 0.0
@@ -50,7 +50,7 @@ class Outage:
         return 0.0 if self.since_s is None else self._clock.monotonic_s() - self._begun_s
 
     def failed(self, error: Exception) -> None:
-        """A call failed in a way that may heal."""
+        """A call failed with an error that may be temporary."""
         now_s = self._clock.monotonic_s()
         if self.since_s is None:
             self.since_s, self._begun_s, self._pause_s = self._clock.now_s(), now_s, FIRST_NOTICE_S
@@ -63,12 +63,12 @@ class Outage:
         self.on_notice(self.told(error))
 
     def told(self, error: Exception) -> str:
-        """Who is waited for since when and why, for people."""
+        """A line that says which peer is awaited, since when and why."""
         since = "" if self.since_s is None else f" since {_clock_time(self.since_s)}"
         return f"waiting for {self.peer}{since}: {str(error).removeprefix(f'{self.peer}: ')}"
 
     def answered(self) -> None:
-        """It answers, be it with a refusal."""
+        """The peer answered, even if with an error."""
         if self.since_s is None:
             return
         if self.is_noticed:

@@ -1,6 +1,6 @@
-"""Whether a service can do its work: its health says no while a peer that it needs is away for long.
+"""Readiness: a service reports itself unhealthy while a peer that it needs is away for long.
 
-That is readiness, not liveness: the process goes on by itself when its peer is back; a restart would only lose work.
+This is not liveness: the process continues by itself when its peer is back; a restart would only lose work.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from penstock.network.outage import Outage
 from penstock.process.logger import get_logger
 
 AWAY_S = 10.0
-"""Shorter outages, such as a broker's restart, are no reason to route work elsewhere or to wake anybody."""
+"""Shorter outages, such as a broker's restart, are no reason to route work elsewhere or to page anyone."""
 LOOK_EVERY_S = 1.0
 
 _log = get_logger()
@@ -23,12 +23,12 @@ async def follow_outage(
 ) -> None:
     """Call `set_serving` when a peer has been away for `away_s` seconds, and when it is back; runs until cancelled.
 
-    Until the peer is away for the first time health stays as it is.
+    Health is left alone until the peer's first outage.
 
     Args:
         set_serving: Changes the service's health.
         outage: Its present connection to the peer; None while there is none.
-        away_s: How long an outage is borne.
+        away_s: How long an outage is tolerated.
     """
     is_away = False
     while True:

@@ -1,8 +1,8 @@
-"""How every Penstock server and client speaks gRPC.
+"""The gRPC set-up of every Penstock server and client.
 
 Servers: health per service, reflection, message-size limits, errors as typed statuses, and a drain on SIGTERM or SIGINT
 that lets calls under way end (one some seconds after the first ends at once). Clients: channels with keepalive, calls
-that always have a deadline, back-off with jitter, and fail-over between servers that stand in for each other.
+that always have a deadline, back-off with jitter, and fail-over between interchangeable servers.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ MAX_MESSAGE_BYTES = 16 * 1024 * 1024
 HTTP2_FRAME_BYTES = 1024 * 1024
 DEFAULT_TIMEOUT_S = 10.0
 PLAIN_TEXT = "penstock.PlainText"
-"""What health is asked for to learn whether other machines reach the process in plain text: then it is SERVING."""
+"""Health service name that reports SERVING if other machines can reach the process in plain text."""
 MAX_CONCURRENT_STREAMS = 1024
-"""Of one connection; further ones wait at the client."""
+"""Concurrent streams per connection; further ones wait at the client."""
 MAX_CONCURRENT_CALLS = 4096
-"""Of a server, streams included; further ones are refused with RESOURCE_EXHAUSTED, so that its memory is bounded."""
+"""Concurrent calls per server, streams included; more are refused with RESOURCE_EXHAUSTED, which bounds memory."""
 
 _log = get_logger()
 _Response = TypeVar("_Response")
@@ -56,7 +56,7 @@ _COMMON_OPTIONS = (
 )
 _SERVER_OPTIONS = (
     *_COMMON_OPTIONS,
-    # Without this two servers share one port silently and each gets half of the calls.
+    # Otherwise two servers silently share one port, and each gets half of the calls.
     ("grpc.so_reuseport", 0),
     ("grpc.max_concurrent_streams", MAX_CONCURRENT_STREAMS),
     ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
@@ -74,11 +74,11 @@ _CLIENT_OPTIONS = (
 
 
 _AWAY = ("Connection refused", "DNS resolution failed", "No route to host", "Network is unreachable")
-"""What gRPC says where there is no server to speak TLS with."""
+"""gRPC's message when there is no server to speak TLS with."""
 
 
 class PortUnavailableError(Exception):
-    """The address cannot be listened on; the message names it and the fix."""
+    """The address is not available for listening; the message names it and the fix."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,7 +94,7 @@ class Server:
     """A gRPC server of one or more services. `stopping` is set when it drains: long streams watch it and end.
 
     One that is not `serves_at_once` reports itself unhealthy until `set_serving` is called. `public_hosts` are the
-    names and addresses under which others are told to reach this process: its certificate must have them.
+    names and addresses under which others reach this process: its certificate must contain them.
     """
 
     def __init__(
@@ -206,7 +206,7 @@ async def _until_first_failure(waiter: asyncio.Task[bool], tasks: list[asyncio.T
 def open_channel(target: str, security: Security = NO_SECURITY) -> grpc.aio.Channel:
     """A channel to `target` (host:port) that reconnects by itself; close it when done.
 
-    Several targets, separated by commas, stand in for each other: see `FailoverChannel`. Raises ValueError.
+    Several targets, separated by commas, are interchangeable: see `FailoverChannel`. Raises ValueError.
     """
     targets = split_targets(target)
     for name in targets:
@@ -235,15 +235,15 @@ async def translated_errors(peer: str) -> AsyncIterator[None]:
 
 
 async def explained(error: grpc.aio.AioRpcError, *, peer: str) -> PenstockError:
-    """The error the server raised; BadCertificateError where TLS with it fails, which is looked for some seconds.
+    """The error that the server raised; BadCertificateError if TLS fails, which takes up to some seconds to find out.
 
-    `peer` names the server as `open_channel` was told it.
+    `peer` names the server as it was given to `open_channel`.
     """
     told = from_rpc_error(error, peer=peer)
     said = error.details() or ""
     if error.code() != grpc.StatusCode.UNAVAILABLE or error.trailing_metadata():
         return told
-    # A name may have several addresses, of which gRPC tells the last one's error only.
+    # A name may have several addresses, and gRPC reports only the last one's error.
     if any(sign in said for sign in _AWAY) and not TROUBLES.is_by_name(peer):
         return told
     trouble = await TROUBLES.trouble_with(peer)
@@ -251,7 +251,7 @@ async def explained(error: grpc.aio.AioRpcError, *, peer: str) -> PenstockError:
 
 
 def backoff_s(*, first_s: float = 0.1, most_s: float = 3.0) -> Iterator[float]:
-    """Delays that double up to `most_s`, each cut by up to a half at random so that clients do not march in step."""
+    """Delays that double up to `most_s`, each cut by up to half at random so that clients do not retry in lockstep."""
     delay_s = first_s
     while True:
         yield delay_s * random.uniform(0.5, 1.0)
@@ -269,7 +269,7 @@ async def call_with_retry(
 ) -> _Response:
     """`call`, repeated with back-off while the error is retryable, for at most `give_up_after_s` seconds.
 
-    None repeats for ever; errors that repeating cannot heal are raised at once. `outage` is kept up to date.
+    None retries for ever; errors that a retry cannot fix are raised at once. `outage` is kept up to date.
     """
     loop = asyncio.get_running_loop()
     deadline = None if give_up_after_s is None else loop.time() + give_up_after_s
@@ -292,7 +292,7 @@ async def call_with_retry(
 
 
 def _is_too_large(error: PenstockError) -> bool:
-    """Whether gRPC refused a message over its limit: it says so as if a queue were full, but no retry heals that."""
+    """Whether gRPC refused an oversized message: it uses the code of a full queue, but no retry helps."""
     return "message larger than max" in str(error)
 
 

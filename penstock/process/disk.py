@@ -1,4 +1,4 @@
-"""A folder whose disk is full: how to tell, and what to say."""
+"""Detects a full disk and words the message about it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 FULL_ERRORS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 _NATIVE_ERROR = re.compile(r"\(os error (\d+)\)")
-"""How libraries written in Rust name the kernel's answer in their messages."""
+"""How libraries written in Rust quote the kernel's error in their messages."""
 LINES_BYTES = 16 * 2**20
 """Room for logs, metrics and records that a run needs beside its checkpoints."""
 
@@ -24,12 +24,12 @@ def is_full(error: BaseException) -> bool:
 
 
 def free_bytes(folder: Path) -> int:
-    """Bytes that this process may still write on the folder's disk; the folder need not exist yet."""
+    """Bytes that this process can still write to the folder's disk; the folder need not exist yet."""
     return shutil.disk_usage(_existing(folder)).free
 
 
 def needed_bytes(run_dir: Path) -> int:
-    """What a run needs to go on: its next checkpoint, as large as the largest so far, and some room for lines."""
+    """Space that a run needs to continue: its next checkpoint, as large as the largest so far, and some for logs."""
     checkpoints = (run_dir / "checkpoints").glob("step_*")
     return LINES_BYTES + max((_size(path) for path in checkpoints), default=0)
 

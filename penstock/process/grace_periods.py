@@ -1,4 +1,4 @@
-"""How long each service takes to end after SIGTERM, at most: whoever starts it waits longer before it kills it.
+"""Upper bounds on the time each service takes to end after SIGTERM: its supervisor waits longer before it kills it.
 
 Services take their own limits from here, the console its time between SIGTERM and SIGKILL, and so do the compose files
 (`docker-compose.yml` by a test, those of `penstock plan --deploy` directly).
@@ -13,9 +13,9 @@ CHECKPOINT_S = 300.0
 ENGINE_STOP_S = 30.0
 """A generator's engine and what it started."""
 DRAIN_S = 5.0
-"""Calls of a reward model that are under way."""
+"""Calls of a reward model under way."""
 SERVER_STOP_S = 5.0
-"""gRPC calls that are under way, in every service."""
+"""gRPC calls under way, in every service."""
 
 LAST_ACT_S: Mapping[str, float] = {
     "broker": SERVER_STOP_S,

@@ -1,9 +1,9 @@
-"""Bounds on what a process may log: lines have a length, events a budget, and an output that fails costs only lines.
+"""Bounds on what a process logs: line length, a budget per event, and a failing output that costs only lines.
 
 Promises:
-- Whoever can make a process log, a client with malformed requests for one, fills no disk: an event writes at most
-  `EVENT_BYTES_A_PERIOD` and all together `PROCESS_BYTES_A_PERIOD` in `PERIOD_S` seconds. What was suppressed is counted
-  by event, and told once a period.
+- Nothing that can make a process log, such as a client with malformed requests, fills a disk: an event writes at most
+  `EVENT_BYTES_A_PERIOD` and all together `PROCESS_BYTES_A_PERIOD` in `PERIOD_S` seconds. Suppressed events are counted
+  by kind and reported once a period.
 - A log call never raises: not where a value cannot be printed, and not where the disk of the log is full.
 """
 
@@ -21,9 +21,9 @@ import prometheus_client
 import structlog
 
 MAX_VALUE_CHARACTERS = 1024
-"""Of one field of a line, and of one line of a traceback."""
+"""Length of one field of a line, and of one line of a traceback."""
 MAX_LINE_BYTES = 4096
-"""Of a line with its traceback."""
+"""Length of a line with its traceback."""
 PERIOD_S = 60.0
 EVENT_BYTES_A_PERIOD = 64 * 1024
 PROCESS_BYTES_A_PERIOD = 1024 * 1024
@@ -69,7 +69,7 @@ class BoundedLines:
         return "\n".join(lines)
 
     def _roll(self, event: _Event) -> _Event | None:
-        """Begin a new period where this one is over; tells what was suppressed in it."""
+        """Begin a new period if this one is over, and report what was suppressed in it."""
         now_s = monotonic()
         if now_s < self._ends_s:
             return None
@@ -108,13 +108,13 @@ class BoundedLines:
                 return line
             short = {name: cut(event[name], 256) for name in _ALWAYS_SHOWN if name in event}
             return str(show(logger, method, {**short, "cut": cut(line, MAX_LINE_BYTES // 4)}))
-        except Exception as error:  # a value that cannot be printed must not reach whoever logs it
+        except Exception as error:  # a value that cannot be printed must not fail the log call
             LOST.inc()
             return f"a log line could not be rendered: {type(error).__name__}"
 
 
 class GuardedStderr:
-    """Writes lines to standard error; one that cannot be written is counted, and that is told when it works again.
+    """Writes lines to standard error; one that cannot be written is counted and reported when output works again.
 
     Past Python's buffers: what they hold would be tried again, and fail again, when the process ends.
     """
@@ -168,7 +168,7 @@ def _write(text: str) -> None:
     try:
         descriptor = stream.fileno()
     except (OSError, ValueError, AttributeError):
-        # Replaced, by a test for one.
+        # Replaced in the meantime, for example by a test.
         stream.write(text)
         stream.flush()
     else:

@@ -15,7 +15,7 @@ LogFormat = Literal["text", "json"]
 def configure_logging(service: str, *, level: str = "info", log_format: LogFormat = "text") -> None:
     """Send this process's logs to stderr, each line naming the service; call once, first thing.
 
-    What libraries log (aiohttp, grpc, asyncio) goes the same way, from warnings on: bounded as `log_limits` says.
+    Log records of libraries (aiohttp, grpc, asyncio) go the same way from warnings on, bounded by `log_limits`.
     """
     renderer: structlog.typing.Processor = (
         structlog.processors.JSONRenderer() if log_format == "json" else structlog.dev.ConsoleRenderer(colors=False)
@@ -30,7 +30,7 @@ def configure_logging(service: str, *, level: str = "info", log_format: LogForma
         ],
         wrapper_class=structlog.make_filtering_bound_logger(getattr(logging, level.upper())),
         logger_factory=lambda *_: output,
-        # Loggers are made at each call: whoever replaces the configuration meanwhile is heard.
+        # Loggers are made at each call, so that a later change of the configuration takes effect.
         cache_logger_on_first_use=False,
     )
     structlog.contextvars.bind_contextvars(service=service)
@@ -40,7 +40,7 @@ def configure_logging(service: str, *, level: str = "info", log_format: LogForma
 
 
 class _LibraryHandler(logging.Handler):
-    """Hands what libraries log with the standard library's loggers to structlog; never raises."""
+    """Hands records of the standard library's loggers to structlog; never raises."""
 
     def emit(self, record: logging.LogRecord) -> None:
         """Log it as a line of this process."""

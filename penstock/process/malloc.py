@@ -1,4 +1,4 @@
-"""What the C library does with memory that is freed.
+"""Tells the C library to keep freed memory for reuse.
 
 Messages of hundreds of kilobytes come and go. By default glibc returns such buffers to the kernel at once and asks for
 fresh pages at the next message; clearing those pages then costs several times the copying of the message itself

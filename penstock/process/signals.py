@@ -1,4 +1,4 @@
-"""SIGTERM and SIGINT as one request to stop, however many come at once; only a later, deliberate one forces.
+"""Treats SIGTERM and SIGINT as one request to stop, however many arrive at once; only a later one forces it.
 
 `timeout` signals the process and its group, a terminal signals everything in it, and people press Ctrl-C twice: signals
 that come within FORCE_AFTER_S of the first are that same request.
@@ -19,8 +19,8 @@ class StopSignals:
     """Listens from `listen` to `ignore`, in the running event loop.
 
     Args:
-        force: Called by a signal that comes later than FORCE_AFTER_S after the first; without one the process is ended
-            as if nobody had listened.
+        force: Called by a signal that arrives more than FORCE_AFTER_S after the first; without it the process ends
+            by the signal's default action.
         now_s: Seconds of a clock that only runs forward.
     """
 
@@ -38,7 +38,7 @@ class StopSignals:
             loop.add_signal_handler(number, self._take, number)
 
     def ignore(self) -> None:
-        """Leave them to whoever had them before."""
+        """Restore the previous handlers."""
         loop = asyncio.get_running_loop()
         for number in _SIGNALS:
             loop.remove_signal_handler(number)
