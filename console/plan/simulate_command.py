@@ -5,20 +5,20 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 from penstock.config import ConfigError
 from services.scheduler.cost_model.calibrated import COST_MODELS, make_model
 from services.scheduler.cost_model.reference import CostModel
-from services.scheduler.planning.solve import solve
+from services.scheduler.planning.plan_report import FeasiblePlan
+from services.scheduler.planning.solve import make_plan
 from services.scheduler.problem.plan_document import PlanDocument, read_plan
 from services.scheduler.problem.problem import read_problem
-from services.scheduler.solvers.interface import ProblemTooLargeError
 from services.scheduler.solvers.registry import AUTO
 from simulator.virtual_run.build_run import Mode, SetupError
 from simulator.virtual_run.event_loop import Change
-from simulator.virtual_run.simulation import Options, Outcome, document, simulate_plan
+from simulator.virtual_run.simulation import Options, Outcome, SimulationReport, report_of, simulate_plan
 
 PLAN_BUDGET_S = 10.0
 _LOOKS = 600
@@ -65,11 +65,11 @@ def simulate_command(  # noqa: PLR0913 - one argument for each option
         raise ConfigError(f"{path}: this plan cannot run: {error}") from error
     except ValueError as error:
         raise ConfigError(f"--fail, --join, --slow: {error}") from error
-    found = document(model, outcome, predicted=predicted if mode == Mode.ASYNC else None)
-    found["cpu_s"] = time.process_time() - began_s
+    cpu_s = time.process_time() - began_s
+    report = report_of(model, outcome, predicted=predicted if mode == Mode.ASYNC else None, cpu_s=cpu_s)
     if picture is not None:
-        _draw(picture, found, outcome)
-    print(json.dumps(found, indent=2) if is_json else "\n".join(_lines(found)))
+        _draw(picture, report, outcome)
+    print(json.dumps(asdict(report), indent=2) if is_json else "\n".join(_lines(report)))
     return 0
 
 
@@ -95,36 +95,33 @@ def change_of(text: str, kind: str) -> Change:
 
 
 def _made_plan(model: CostModel, path: Path) -> PlanDocument:
-    began_s = time.monotonic()
-    try:
-        solution = solve(model, AUTO, time_left=lambda: began_s + PLAN_BUDGET_S - time.monotonic())
-    except ProblemTooLargeError as error:
-        raise ConfigError(f"{path}: {error}; give a plan with --plan") from error
-    if solution.plan is None:
-        raise ConfigError(f"{path}: no plan can run: {getattr(solution.score, 'reason', 'none was found in time')}")
-    return solution.plan
+    end_s = time.monotonic() + PLAN_BUDGET_S
+    report = make_plan(model, AUTO, time_left=lambda: end_s - time.monotonic())
+    if not isinstance(report, FeasiblePlan):
+        raise ConfigError(f"{path}: no plan can run: {report.reason or 'none was found in time'}")
+    return report.plan
 
 
-def _draw(path: Path, found: dict[str, Any], outcome: Outcome) -> None:
+def _draw(path: Path, report: SimulationReport, outcome: Outcome) -> None:
     from console.plan.simulate_picture import timeline
 
-    title = f"{found['problem']}, {found['mode']}: {found['samples_per_second']:.4g} samples/s"
+    title = f"{report.problem}, {report.mode}: {report.samples_per_second:.4g} samples/s"
     path.write_text(timeline(title, outcome.record), encoding="utf-8")
 
 
-def _lines(found: dict[str, Any]) -> list[str]:
-    predicted = found["predicted_samples_per_second"]
+def _lines(report: SimulationReport) -> list[str]:
+    predicted = report.predicted_samples_per_second
     beside = f"; the cost model expects {predicted:.4g}" if predicted else ""
-    books = found["audit"]
-    ages = ", ".join(f"{age}: {count:,}" for age, count in found["staleness"].items())
+    books = report.audit
+    ages = ", ".join(f"{age}: {count:,}" for age, count in report.staleness.items())
     groups = f"{books['num_begun']:,} begun = {books['num_trained']:,} trained + {books['num_in_flight']:,} in flight"
     return [
-        f"{found['problem']}, {found['mode']}, {found['num_steps']} steps, the first {found['num_skipped']} left out, "
-        f"{found['num_generators']} generators, cost model {found['cost_model']}",
-        f"{found['samples_per_second']:.4g} samples/s{beside}; {found['tokens_per_second']:,.0f} tokens/s, "
-        f"a step in {found['step_s']:.4g} s",
-        f"idle: generation {found['generation_idle']:.0%}, training {found['training_idle']:.0%}",
-        f"samples trained on by staleness: {ages}; at most {found['max_staleness']} is allowed",
-        f"groups: {groups}; {found['num_returned']:,} samples came back from lost machines",
-        f"{found['virtual_s']:,.0f} s in {found['num_events']:,} events, {found['cpu_s']:.2f} s of CPU",
+        f"{report.problem}, {report.mode}, {report.num_steps} steps, the first {report.num_skipped} left out, "
+        f"{report.num_generators} generators, cost model {report.cost_model}",
+        f"{report.samples_per_second:.4g} samples/s{beside}; {report.tokens_per_second:,.0f} tokens/s, "
+        f"a step in {report.step_s:.4g} s",
+        f"idle: generation {report.generation_idle:.0%}, training {report.training_idle:.0%}",
+        f"samples trained on by staleness: {ages}; at most {report.max_staleness} is allowed",
+        f"groups: {groups}; {report.num_returned:,} samples came back from lost machines",
+        f"{report.virtual_s:,.0f} s in {report.num_events:,} events, {report.cpu_s:.2f} s of CPU",
     ]

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from penstock.v1 import broker_pb2
 from services.broker.fleet.snapshot import MAX_GROUPS_MEASURED, SeenLengths, lengths_seen
@@ -19,7 +18,6 @@ from simulator.virtual_run.drawn_lengths import RANKER_ERROR, forecaster, group_
 from simulator.virtual_run.event_loop import Change, Record, Run
 from simulator.virtual_run.ledger import Ledger
 
-Document = dict[str, Any]
 STEADY_SAMPLES = 16_384
 STEADY_STEPS = (8, 48)
 """Least and most, of a rate to be believed: steps that wait for a long sample alternate with others."""
@@ -142,31 +140,59 @@ def _seen_before(workload: Workload, options: Options) -> SeenLengths:
     return lengths_seen([(forecast(group) if options.longest_first else 0.0, group) for group in groups])
 
 
-def document(model: CostModel, outcome: Outcome, *, predicted: float | None) -> Document:
-    """All that is known of a simulated run, for programs; docs/planning.md describes the keys."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SimulationReport:
+    """What is known of a simulated run; docs/planning.md describes the keys of its JSON, which are these."""
+
+    problem: str
+    cost_model: str
+    mode: str
+    num_steps: int
+    num_skipped: int
+    num_generators: int
+    num_events: int
+    virtual_s: float
+    samples_per_second: float
+    tokens_per_second: float
+    step_s: float
+    predicted_samples_per_second: float | None
+    generation_idle: float
+    training_idle: float
+    max_staleness: int
+    staleness: Mapping[int, int]
+    """Samples trained on by age."""
+    num_returned: int
+    num_moves: int
+    audit: Mapping[str, int]
+    cpu_s: float
+
+
+def report_of(model: CostModel, outcome: Outcome, *, predicted: float | None, cpu_s: float = 0.0) -> SimulationReport:
+    """The report; `predicted` is what the cost model expects, None where it says nothing of the mode."""
     record, ledger, skip = outcome.record, outcome.run.ledger, outcome.options.skip
     size = model.problem.workload.group_size
     end_s = record.steps[-1].end_s
     counted_s = end_s - record.steps[skip - 1].end_s
     trained_s = sum(step.busy_s for step in record.steps[skip:])
-    return {
-        "problem": model.problem.id,
-        "cost_model": model.name,
-        "mode": outcome.options.mode.value,
-        "num_steps": len(record.steps),
-        "num_skipped": skip,
-        "num_generators": record.num_generators,
-        "num_events": record.num_events,
-        "virtual_s": end_s,
-        "samples_per_second": outcome.samples_per_second,
-        "tokens_per_second": record.tokens_per_second(skip=skip),
-        "step_s": counted_s / (len(record.steps) - skip),
-        "predicted_samples_per_second": predicted,
-        "generation_idle": max(0.0, 1 - record.generating_s / (end_s * record.num_generators)),
-        "training_idle": max(0.0, 1 - trained_s / counted_s),
-        "max_staleness": outcome.setup.staleness,
-        "staleness": {str(age): count * size for age, count in sorted(ledger.staleness.items())},
-        "num_returned": ledger.num_returned,
-        "num_moves": record.num_moves,
-        "audit": ledger.audit(),
-    }
+    return SimulationReport(
+        problem=model.problem.id,
+        cost_model=model.name,
+        mode=outcome.options.mode.value,
+        num_steps=len(record.steps),
+        num_skipped=skip,
+        num_generators=record.num_generators,
+        num_events=record.num_events,
+        virtual_s=end_s,
+        samples_per_second=outcome.samples_per_second,
+        tokens_per_second=record.tokens_per_second(skip=skip),
+        step_s=counted_s / (len(record.steps) - skip),
+        predicted_samples_per_second=predicted,
+        generation_idle=max(0.0, 1 - record.generating_s / (end_s * record.num_generators)),
+        training_idle=max(0.0, 1 - trained_s / counted_s),
+        max_staleness=outcome.setup.staleness,
+        staleness={age: count * size for age, count in sorted(ledger.staleness.items())},
+        num_returned=ledger.num_returned,
+        num_moves=record.num_moves,
+        audit=ledger.audit(),
+        cpu_s=cpu_s,
+    )

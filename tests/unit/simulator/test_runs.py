@@ -20,7 +20,7 @@ from simulator.virtual_run import simulation as simulate_module
 from simulator.virtual_run.build_run import Mode, Setup, SetupError, TrainerSpec, colocated
 from simulator.virtual_run.event_loop import Change, Run
 from simulator.virtual_run.ledger import Group, Ledger, Sample
-from simulator.virtual_run.simulation import Options, document, simulate_plan, simulate_setup, steady_rate
+from simulator.virtual_run.simulation import Options, report_of, simulate_plan, simulate_setup, steady_rate
 from simulator.virtual_run.virtual_generator import Engine, GeneratorSpec
 from tests.helpers.plans.problems import plan, problem
 
@@ -150,14 +150,14 @@ def one_step(models, lengths, *, can_move, places=None):
 @pytest.mark.parametrize("longest_first", [True, False])
 def test_books_balance_and_nothing_is_staler_than_allowed(mode, longest_first):
     outcome = simulated(mode, longest_first=longest_first)
-    found = document(make_model(long_tailed(), CALIBRATED), outcome, predicted=None)
+    found = report_of(make_model(long_tailed(), CALIBRATED), outcome, predicted=None)
 
-    assert found["audit"]["is_balanced"]
-    assert found["audit"]["num_trained"] == 8 * 64
-    assert max(map(int, found["staleness"])) <= outcome.setup.staleness == mode.staleness(3)
-    assert sum(found["staleness"].values()) == 8 * 256
-    assert 0 <= found["generation_idle"] < 1
-    assert 0 <= found["training_idle"] < 1
+    assert found.audit["is_balanced"]
+    assert found.audit["num_trained"] == 8 * 64
+    assert max(found.staleness) <= outcome.setup.staleness == mode.staleness(3)
+    assert sum(found.staleness.values()) == 8 * 256
+    assert 0 <= found.generation_idle < 1
+    assert 0 <= found.training_idle < 1
 
 
 def test_each_way_to_overlap_is_faster_than_the_one_before():
