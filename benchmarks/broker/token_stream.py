@@ -76,7 +76,7 @@ async def decode(ready: Ready, *, broker: str, run_id: str, num_samples: int, du
         common: dict[str, Any] = {"run_id": run_id, "generator_id": generator.generator_id}
         generator.tokens = TokenSession(connection, **common, flush_interval_s=FLUSH_INTERVAL_S)
         hello = broker_pb2.GeneratorHello(**common, engine="benchmark", max_context_tokens=1 << 20)
-        leases = LeaseSession(connection, hello=hello, holder=generator)
+        leases = LeaseSession(connection, hello=hello, handler=generator)
         tasks += [asyncio.create_task(generator.tokens.run()), asyncio.create_task(leases.run())]
     async with asyncio.timeout(60):
         while sum(len(generator.streams) for generator in generators) < num_samples:  # noqa: ASYNC110

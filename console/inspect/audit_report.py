@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
@@ -14,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from console.inspect.find_run import audit_run, find_run
+from console.inspect.find_run import answer_of, find_run
 from console.inspect.local_runs import plain_console
 from console.view.length_bias import loss_by_length
 from console.view.outcome import audit_line, read_summary
@@ -29,7 +28,7 @@ def audit_command(run: str | None, *, broker: str | None, runs_dir: Path, by_ver
     """Print a run's books; returns 0 when they balance and 1 when they do not. Raises ConfigError."""
     target = find_run(run, broker=broker, runs_dir=runs_dir)
     if target.broker is not None:
-        books = asyncio.run(audit_run(target.run_id, target.broker))
+        books = answer_of(target.broker, lambda client: client.audit(target.run_id))
         document: _Document = audit_document(books)
         staleness = f"staleness at most {books.max_staleness_seen}, policy version {books.policy_version}"
     else:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -11,15 +11,14 @@ from typing import Any, TypeVar
 from console.config.config import load_run_config
 from console.config.run_folder import CONSOLE_NAME, RunFolder, open_folder, read_record
 from console.inspect.local_runs import run_folders
+from penstock.clients.broker import BrokerClient
 from penstock.config import ConfigError
 from penstock.errors import PenstockError
-from penstock.network.rpc import call, call_with_retry, open_channel
+from penstock.network.rpc import call, open_channel
 from penstock.security import Security
 from penstock.targets import checked_addresses
-from penstock.v1 import broker_pb2, broker_pb2_grpc, trainer_pb2, trainer_pb2_grpc
+from penstock.v1 import broker_pb2, trainer_pb2, trainer_pb2_grpc
 
-# A little longer than the broker waits for its Redis, so that its answer says who is away.
-_TIMEOUT_S = 10.0
 _NEXT_BROKER_S = 3.0
 _TRAINER_TIMEOUT_S = 2.0
 _Response = TypeVar("_Response")
@@ -72,7 +71,7 @@ def _local(folder: RunFolder, service: str) -> str | None:
 def _id_at_broker(run: str | None, broker: str) -> str:
     if run is not None:
         return Path(run).name
-    ids = asyncio.run(_list_runs(broker))
+    ids = answer_of(broker, BrokerClient.list_runs)
     if not ids:
         raise ConfigError(f"the broker at {broker} knows no runs")
     return ids[-1]
@@ -80,9 +79,7 @@ def _id_at_broker(run: str | None, broker: str) -> str:
 
 async def get_run(run_id: str, broker: str) -> broker_pb2.GetRunResponse:
     """The broker's picture of a run. Raises PenstockError."""
-    async with open_channel(broker, Security.from_environment()) as channel:
-        stub = broker_pb2_grpc.BrokerServiceStub(channel)
-        return await answered(stub.GetRun, broker_pb2.GetRunRequest(run_id=run_id), broker)
+    return await ask(broker, lambda client: client.get_run(run_id))
 
 
 async def get_trainer(trainer: str) -> trainer_pb2.GetTrainerResponse:
@@ -93,33 +90,20 @@ async def get_trainer(trainer: str) -> trainer_pb2.GetTrainerResponse:
         return await call(stub.GetTrainer, request, peer=f"trainer {trainer}", timeout_s=_TRAINER_TIMEOUT_S)
 
 
-async def audit_run(run_id: str, broker: str) -> broker_pb2.Audit:
-    """The books of a run, rows included. Raises ConfigError."""
-    async with open_channel(broker, Security.from_environment()) as channel:
-        stub = broker_pb2_grpc.BrokerServiceStub(channel)
-        request = broker_pb2.AuditRunRequest(run_id=run_id)
-        return (await _told(answered(stub.AuditRun, request, broker))).audit
-
-
-async def _list_runs(broker: str) -> list[str]:
-    async with open_channel(broker, Security.from_environment()) as channel:
-        stub = broker_pb2_grpc.BrokerServiceStub(channel)
-        return list((await _told(answered(stub.ListRuns, broker_pb2.ListRunsRequest(), broker))).run_ids)
-
-
-async def answered(method: Callable[..., Awaitable[_Response]], request: Any, broker: str) -> _Response:
-    """The answer to a call. One broker is asked once; of several, the next when one does not answer.
+async def ask(broker: str, question: Callable[[BrokerClient], Awaitable[_Response]]) -> _Response:
+    """What a broker answers. One broker is asked once; of several, the next when one does not answer.
 
     Raises PenstockError.
     """
     patience_s = _NEXT_BROKER_S if "," in broker else 0.0
-    peer = f"broker {broker}"
-    return await call_with_retry(method, request, peer=peer, timeout_s=_TIMEOUT_S, give_up_after_s=patience_s)
+    async with BrokerClient(broker, security=Security.from_environment(), patience_s=patience_s) as client:
+        return await question(client)
 
 
-async def _told(answer: Awaitable[_Response]) -> _Response:
+def answer_of(broker: str, question: Callable[[BrokerClient], Coroutine[Any, Any, _Response]]) -> _Response:
+    """`ask` for a command that runs nothing else meanwhile. Raises ConfigError."""
     try:
-        return await answer
+        return asyncio.run(ask(broker, question))
     except PenstockError as error:
         raise ConfigError(str(error)) from error
 

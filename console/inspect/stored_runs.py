@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import time
 from collections.abc import Iterator
@@ -15,22 +14,20 @@ from google.protobuf.timestamp_pb2 import Timestamp
 from rich.table import Table
 from rich.text import Text
 
-from console.inspect.find_run import answered, find_run, get_run
+from console.inspect.find_run import answer_of, find_run
 from console.inspect.local_runs import plain_console
 from console.view.live_display import duration
 from console.view.outcome import audit_line
+from penstock.clients.broker import BrokerClient
 from penstock.config import ConfigError
-from penstock.errors import PenstockError
-from penstock.network.rpc import open_channel
-from penstock.security import Security
-from penstock.v1 import broker_pb2, broker_pb2_grpc
+from penstock.v1 import broker_pb2
 from penstock.wire.audit_json import audit_document
 from penstock.wire.timestamps import unix_s
 
 
 def list_command(*, broker: str | None, runs_dir: Path, as_json: bool) -> int:
     """Print the runs, oldest first; returns the exit status. Raises ConfigError."""
-    runs = _told(_list(_broker(None, broker=broker, runs_dir=runs_dir)))
+    runs = answer_of(_broker(None, broker=broker, runs_dir=runs_dir), BrokerClient.run_summaries)
     if as_json:
         print(json.dumps([_summary_document(run) for run in runs], indent=2))
         return 0
@@ -50,10 +47,10 @@ def show_command(run: str, *, broker: str | None, runs_dir: Path, as_json: bool)
     """Print what the broker knows of a run; returns the exit status. Raises ConfigError."""
     address = _broker(run, broker=broker, runs_dir=runs_dir)
     run_id = Path(run).name
-    summaries = {summary.run_id: summary for summary in _told(_list(address))}
+    summaries = {summary.run_id: summary for summary in answer_of(address, BrokerClient.run_summaries)}
     if run_id not in summaries:
         raise ConfigError(f"run_id: the broker at {address} knows no run {run_id!r}; see penstock runs list")
-    details = _told(get_run(run_id, address))
+    details = answer_of(address, lambda client: client.get_run(run_id))
     if as_json:
         print(json.dumps(_document(summaries[run_id], details), indent=2))
     else:
@@ -66,7 +63,7 @@ def delete_command(run: str, *, broker: str | None, runs_dir: Path, is_forced: b
     """Delete a run from the broker's store; returns the exit status. Raises ConfigError."""
     address = _broker(run, broker=broker, runs_dir=runs_dir)
     run_id = Path(run).name
-    existed, num_keys = _told(_delete(run_id, address, is_forced=is_forced))
+    existed, num_keys = answer_of(address, lambda client: client.delete_run(run_id, force=is_forced))
     print(f"{run_id}: {f'deleted, {num_keys} keys and records' if existed else 'nothing to delete'}")
     return 0
 
@@ -80,32 +77,6 @@ def _broker(run: str | None, *, broker: str | None, runs_dir: Path) -> str:
     if target.broker is None:
         raise ConfigError(f"{target.run_id}: not under way here; name the broker with --broker")
     return target.broker
-
-
-async def _list(broker: str) -> list[broker_pb2.RunSummary]:
-    async with open_channel(broker, Security.from_environment()) as channel:
-        stub = broker_pb2_grpc.BrokerServiceStub(channel)
-        return list((await answered(stub.ListRuns, broker_pb2.ListRunsRequest(), broker)).runs)
-
-
-async def _delete(run_id: str, broker: str, *, is_forced: bool) -> tuple[bool, int]:
-    """Repeat the call until nothing is left; whether there was anything, and how much."""
-    request = broker_pb2.DeleteRunRequest(run_id=run_id, force=is_forced)
-    existed, num_keys = False, 0
-    async with open_channel(broker, Security.from_environment()) as channel:
-        stub = broker_pb2_grpc.BrokerServiceStub(channel)
-        while True:
-            response = await answered(stub.DeleteRun, request, broker)
-            existed, num_keys = existed or response.existed, num_keys + response.num_keys
-            if response.is_complete:
-                return existed, num_keys
-
-
-def _told(work: Any) -> Any:
-    try:
-        return asyncio.run(work)
-    except PenstockError as error:
-        raise ConfigError(str(error)) from error
 
 
 def _state(run: broker_pb2.RunSummary) -> str:

@@ -16,12 +16,14 @@ from typing import Any
 
 from console.view.live_display import Display, duration
 from console.view.run_view import BUSY_WINDOW_S, Evaluation, RunView
+from penstock.clients.broker import BrokerClient
 from penstock.config import ConfigError
 from penstock.errors import BadTokenError, InvalidFieldError, NotOfferedError, PenstockError, UnknownRunError
 from penstock.network.outage import Outage
-from penstock.network.rpc import backoff_s, call, call_with_retry, open_channel, translated_errors
+from penstock.network.rpc import backoff_s, call_with_retry, open_channel, translated_errors
 from penstock.security import Security
-from penstock.v1 import broker_pb2, broker_pb2_grpc, trainer_pb2, trainer_pb2_grpc
+from penstock.v1 import broker_pb2, trainer_pb2, trainer_pb2_grpc
+from penstock.wire.timestamps import unix_s
 
 START_TIMEOUT_S = 300.0
 STOP_TIMEOUT_S = 10.0
@@ -53,11 +55,9 @@ class RunSession:
         self._run_id = run_id
         self._config_json = config_json
         self._trainer_peer = f"trainer {trainer}"
-        self._broker_peer = f"broker {broker}"
         self._trainer_channel = open_channel(trainer, security)
-        self._broker_channel = open_channel(broker, security)
         self._trainer = trainer_pb2_grpc.TrainerServiceStub(self._trainer_channel)
-        self._broker = broker_pb2_grpc.BrokerServiceStub(self._broker_channel)
+        self._broker = BrokerClient(broker, security=security, patience_s=0.0, timeout_s=_POLL_TIMEOUT_S)
         self._view = view
         self._display = display
         self._patience_s = patience_s
@@ -111,7 +111,7 @@ class RunSession:
                 if isinstance(error, (InvalidFieldError, BadTokenError, NotOfferedError)):
                     raise
                 self._outage.failed(error)
-                self._view.phase = self._outage.told(error)
+                self._view.phase = self._outage.described(error)
             if self._is_stopping and self._ended is not None:
                 return self._ended
             if (self._incarnation, self._sequence) != before:
@@ -162,7 +162,7 @@ class RunSession:
     async def close(self) -> None:
         """Close the channels."""
         await self._trainer_channel.close()
-        await self._broker_channel.close()
+        await self._broker.close()
 
     def _note_outage(self, text: str) -> None:
         self._view.phase = text or self._phase
@@ -171,13 +171,11 @@ class RunSession:
             self._display.note(text or f"{self._trainer_peer} is back")
 
     async def _get_run(self) -> broker_pb2.GetRunResponse | None:
-        request = broker_pb2.GetRunRequest(run_id=self._run_id)
         # By the run's clock, once that is known.
         last = self._view.run
-        now_s = time.time() if last is None else last.now_time.ToNanoseconds() / 1e9
-        request.busy_since.FromNanoseconds(int((now_s - BUSY_WINDOW_S) * 1e9))
+        now_s = time.time() if last is None else unix_s(last.now_time)
         try:
-            return await call(self._broker.GetRun, request, peer=self._broker_peer, timeout_s=_POLL_TIMEOUT_S)
+            return await self._broker.get_run(self._run_id, busy_since_s=now_s - BUSY_WINDOW_S)
         except PenstockError:
             # The view says that the broker does not answer; the run itself waits for it.
             return None

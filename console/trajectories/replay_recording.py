@@ -19,14 +19,13 @@ from pathlib import Path
 from console.inspect.find_run import find_run
 from console.recording import RecordedGroup, read_groups
 from console.recording.rebase import Rebased, rebase
+from penstock.clients.broker import BrokerClient
 from penstock.clients.policy import PolicyWatch
 from penstock.clients.trajectories import TrajectorySession
 from penstock.config import ConfigError
 from penstock.errors import PenstockError
-from penstock.network.connection import Connection
-from penstock.network.rpc import call
 from penstock.security import Security
-from penstock.v1 import broker_pb2, broker_pb2_grpc, types_pb2
+from penstock.v1 import broker_pb2, types_pb2
 
 PREFIX = "replay-"
 """Before the names of replayed groups: a run of the same trainer names its own groups as the recorded one did."""
@@ -92,14 +91,13 @@ def replay_command(file: Path, options: ReplayOptions, *, broker: str) -> int:
 
 
 async def _connected(file: Path, options: ReplayOptions, broker: str, result: Replayed) -> None:
-    async with Connection(broker, security=Security.from_environment()) as connection:
-        await replay(connection, file, options, result=result)
+    async with BrokerClient(broker, security=Security.from_environment(), patience_s=0.0) as client:
+        await replay(client, file, options, result=result)
 
 
-async def replay(broker: Connection, file: Path, options: ReplayOptions, *, result: Replayed) -> None:
+async def replay(broker: BrokerClient, file: Path, options: ReplayOptions, *, result: Replayed) -> None:
     """Put the groups of a recording into the run, keeping `result` up. Raises PenstockError and RecordingError."""
-    request = broker_pb2.GetRunRequest(run_id=options.run_id)
-    run = await call(broker_pb2_grpc.BrokerServiceStub(broker.channel).GetRun, request, peer=broker.peer)
+    run = await broker.get_run(options.run_id)
     producer_id = f"replay-{file.name}"[:128]
     groups = _chosen(file, options)
     async with (

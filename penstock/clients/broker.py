@@ -21,7 +21,7 @@ from penstock.clients.training import MicrobatchSession, Subscription
 from penstock.clients.trajectories import TrajectorySession
 from penstock.network.connection import Connection
 from penstock.network.outage import Outage
-from penstock.network.rpc import call_with_retry
+from penstock.network.rpc import DEFAULT_TIMEOUT_S, call_with_retry
 from penstock.security import NO_SECURITY, Security
 from penstock.v1 import broker_pb2, broker_pb2_grpc, types_pb2
 from penstock.wire.timestamps import timestamp
@@ -42,14 +42,15 @@ class TrainedGroup(NamedTuple):
 class BrokerClient(Connection):
     """A broker. Every method raises the PenstockError that the broker raised.
 
-    A trainer sets `owner` once it has taken its run over; calls that only the run's trainer may make then say so, and
-    raise FencedError when another one has taken it over since.
+    A trainer sets `owner` once it has taken its run over. Calls that only the run's trainer may make then carry it, and
+    raise FencedError once another trainer has taken the run over.
 
     Args:
         target: Its address, host:port, or several separated by commas; or a channel, which the client closes.
         security: Certificates and token, where `target` is an address.
         patience_s: How long a broker that is away is waited for, in each call; None for ever.
-        on_outage: Hears, now and then, a line that says for whom a call waits since when; an empty one when that ends.
+        timeout_s: How long each attempt at a call may take.
+        on_outage: Called now and then, while calls wait, with a line that says why; with an empty one afterwards.
     """
 
     def __init__(
@@ -58,13 +59,14 @@ class BrokerClient(Connection):
         *,
         security: Security = NO_SECURITY,
         patience_s: float | None = None,
+        timeout_s: float = DEFAULT_TIMEOUT_S,
         on_outage: Callable[[str], None] = lambda text: None,
     ) -> None:
         super().__init__(target, security=security)
         self.outage = Outage(self.peer, on_notice=on_outage)
-        """Whether it is away, as far as calls of this client tell."""
+        """Whether it is away, judged by the calls of this client."""
         self._stub = broker_pb2_grpc.BrokerServiceStub(self.channel)
-        self._patience_s = patience_s
+        self._patience_s, self._timeout_s = patience_s, timeout_s
         self.owner: broker_pb2.RunOwner | None = None
 
     async def open_run(
@@ -87,7 +89,7 @@ class BrokerClient(Connection):
             policy: How its samples are treated.
             steps: The caller's last steps, newest last.
             takes_over: Become the run's trainer, as `self.owner`, and fence the one before.
-            resumes: Take it over only if nobody else has since this owner did.
+            resumes: Take it over only if no other trainer has since this owner did.
 
         Raises:
             OtherInstanceError: another run was opened under this id.
@@ -201,7 +203,7 @@ class BrokerClient(Connection):
         return await self._call(self._stub.GetRun, request)
 
     async def audit(self, run_id: str) -> broker_pb2.Audit:
-        """The books of a run."""
+        """The counters of a run, and whether they balance."""
         response = await self._call(self._stub.AuditRun, broker_pb2.AuditRunRequest(run_id=run_id))
         return response.audit
 
@@ -217,7 +219,30 @@ class BrokerClient(Connection):
         """Ids of the runs, oldest first."""
         return list((await self._call(self._stub.ListRuns, broker_pb2.ListRunsRequest())).run_ids)
 
+    async def run_summaries(self) -> list[broker_pb2.RunSummary]:
+        """The same runs with their state; those that were deleted meanwhile are missing."""
+        return list((await self._call(self._stub.ListRuns, broker_pb2.ListRunsRequest())).runs)
+
+    async def delete_run(self, run_id: str, *, force: bool = False) -> tuple[bool, int]:
+        """Delete a run for good; returns whether it existed, and how many keys and records it had.
+
+        Raises:
+            RunConflictError: It is open and being worked on, and `force` is not set.
+        """
+        request = broker_pb2.DeleteRunRequest(run_id=run_id, force=force)
+        existed, num_keys = False, 0
+        while True:
+            response = await self._call(self._stub.DeleteRun, request)
+            existed, num_keys = existed or response.existed, num_keys + response.num_keys
+            if response.is_complete:
+                return existed, num_keys
+
     async def _call(self, method: Callable[..., Awaitable[_Response]], request: Any) -> _Response:
         return await call_with_retry(
-            method, request, peer=self.peer, give_up_after_s=self._patience_s, outage=self.outage
+            method,
+            request,
+            peer=self.peer,
+            timeout_s=self._timeout_s,
+            give_up_after_s=self._patience_s,
+            outage=self.outage,
         )

@@ -33,7 +33,7 @@ class StepExport:
     """The trained steps of one run.
 
     Args:
-        broker: The way to it.
+        broker: Connection to it.
         run_id: Which run.
         follow: Go on with each step as it is acknowledged, until the run is closed.
         from_version: First step wanted; 0 means the oldest one retained.

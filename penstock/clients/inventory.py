@@ -1,4 +1,4 @@
-"""Tells the scheduler which machine this is and how fast it measured; the scheduler being away never matters."""
+"""Reports this machine and its measured rates to the scheduler; a scheduler that is away never matters."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _TIMEOUT_S = 5.0
 
 
 def this_machine(*, node_id: str, site: str = "", roles: Sequence[pb.Role.ValueType] = ()) -> pb.Node:
-    """What this machine has, as far as the standard library can tell: its cores and its memory, as one CPU.
+    """What the standard library finds on this machine: its cores and its memory, as one CPU.
 
     A process that knows its GPUs adds them to `accelerators` itself.
     """
@@ -39,7 +39,7 @@ async def report_node(
     start_s: Callable[[], float | None] = lambda: None,
     security: Security,
 ) -> None:
-    """Register `node` and report until cancelled; registers again when the scheduler forgot, waits when it is away.
+    """Register `node` and report until cancelled; register again where the scheduler forgot it, wait while it is away.
 
     Args:
         scheduler: Its address.
@@ -75,7 +75,7 @@ async def report_node(
 
 
 async def say_leaving(scheduler: str, node_id: str, *, security: Security) -> None:
-    """Tell the scheduler that a machine leaves, so that nobody waits for its reports; it being away does not matter."""
+    """Tell the scheduler that a machine leaves, so that its reports are not awaited; no error if it is away."""
     async with open_channel(scheduler, security) as channel:
         stub = scheduler_pb2_grpc.SchedulerServiceStub(channel)
         request = pb.ReportNodeRequest(node_id=node_id, is_leaving=True)

@@ -3,10 +3,10 @@
 Promises:
 
 - The broker never has more leases outstanding here than there are free slots: credits count per stream and only grow.
-- A beat leaves at once when something changes (at most one every MIN_BEAT_GAP_S) and at least every BEAT_INTERVAL_S.
-- After a lost stream it reconnects with back-off under the same generator id; beats go on naming the leases held, so
-  none is given to another generator while this one still decodes it.
-- A stream that is silent for MAX_SILENCE_S (the broker speaks at least every 5 s) is taken for dead and reopened.
+- A heartbeat leaves at once when something changes (at most one every MIN_BEAT_GAP_S), at least every BEAT_INTERVAL_S.
+- After a lost stream it reconnects with back-off under the same generator id. Heartbeats keep naming the leases in
+  progress, so none is given to another generator while this one still decodes it.
+- A stream on which nothing arrives for MAX_SILENCE_S (the broker sends at least every 5 s) is reopened.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ from penstock.v1 import broker_pb2, broker_pb2_grpc
 
 BEAT_INTERVAL_S = 2.0
 MIN_BEAT_GAP_S = 0.05
-"""Freed slots are reported together: a beat for each finished sample would cost the broker more than the sample."""
+"""Freed slots are reported together: a heartbeat per finished sample would cost the broker more than the sample."""
 MAX_SILENCE_S = 15.0
 MAX_WARNING_CHARACTERS = 1024
 
 _log = get_logger()
 
 
-class LeaseHolder(Protocol):
-    """Who works on the leases. None of its methods waits."""
+class LeaseHandler(Protocol):
+    """Works on the leases. None of its methods waits."""
 
     def num_free_slots(self) -> int:
-        """Leases it can take now, beside those it holds."""
+        """How many more leases it can take now."""
 
     def beat(self) -> broker_pb2.GeneratorBeat:
-        """How it is now; the credits are filled in by the session."""
+        """Its current state; the session fills in the credits."""
 
     def lease(self, lease: broker_pb2.Lease) -> None:
         """Work to do."""
@@ -47,38 +47,38 @@ class LeaseHolder(Protocol):
         """Work taken back."""
 
     def owned_by(self, owner: broker_pb2.RunOwner) -> None:
-        """Who trains the run: said when the stream begins, and when another trainer has taken the run over."""
+        """Which trainer owns the run: called when a stream begins, and when another trainer takes the run over."""
 
     def run_closed(self) -> None:
-        """The run was closed: every lease is void. The session goes on trying, for the run may be opened again."""
+        """The run was closed: every lease is void. The session keeps trying, since the run may be opened again."""
 
 
 class LeaseSession:
     """The lease stream of one generator.
 
     Args:
-        broker: The way to it.
-        hello: Who calls.
-        holder: Who works on the leases.
+        broker: Connection to it.
+        hello: Describes the generator.
+        handler: Works on the leases.
     """
 
-    def __init__(self, broker: Connection, *, hello: broker_pb2.GeneratorHello, holder: LeaseHolder) -> None:
+    def __init__(self, broker: Connection, *, hello: broker_pb2.GeneratorHello, handler: LeaseHandler) -> None:
         peer = broker.peer
         self._stub = broker_pb2_grpc.BrokerServiceStub(broker.channel)
         self._hello = hello
-        self._holder = holder
+        self._handler = handler
         self._peer = peer
         self._changed = asyncio.Event()
         self._num_received = 0
         self._credit_total = 0
         self._stream = Reconnecting(peer)
         self.outage = self._stream.outage
-        """Whether the broker is away; a run that it does not know, or that is closed, is none."""
+        """Whether the broker is away; an unknown or closed run does not count."""
         self.waiting_reason = f"connecting to {peer}"
-        """Why there is no work, as of the broker's last word; for people."""
+        """Why there is no work, from the broker's last message; for display."""
 
     def notify(self) -> None:
-        """Something a beat carries has changed."""
+        """Something that a heartbeat carries has changed."""
         self._changed.set()
 
     async def run(self) -> None:
@@ -109,8 +109,8 @@ class LeaseSession:
                     await self._changed.wait()
 
     def _beat(self) -> broker_pb2.GeneratorBeat:
-        beat = self._holder.beat()
-        self._credit_total = max(self._credit_total, self._num_received + self._holder.num_free_slots())
+        beat = self._handler.beat()
+        self._credit_total = max(self._credit_total, self._num_received + self._handler.num_free_slots())
         beat.credit_total = self._credit_total
         return beat
 
@@ -118,13 +118,13 @@ class LeaseSession:
         match response.WhichOneof("frame"):
             case "lease":
                 self._num_received += 1
-                self._holder.lease(response.lease)
+                self._handler.lease(response.lease)
             case "revocation":
-                self._holder.revoke(response.revocation)
+                self._handler.revoke(response.revocation)
             case "idle":
                 self.waiting_reason = response.idle.reason
             case "owner":
-                self._holder.owned_by(response.owner)
+                self._handler.owned_by(response.owner)
             case unknown:
                 _log.warning("frame of an unknown kind", peer=self._peer, frame=unknown)
 
@@ -133,7 +133,7 @@ class LeaseSession:
             _log.info("run closed; waiting for it to be opened again", peer=self._peer, reason=reason)
         self.outage.answered()
         self.waiting_reason = f"run closed: {reason}"
-        self._holder.run_closed()
+        self._handler.run_closed()
 
     def _note_lost(self, error: PenstockError) -> None:
         is_expected = error.is_retryable or isinstance(error, UnknownRunError)
@@ -144,4 +144,4 @@ class LeaseSession:
             self.waiting_reason = f"waiting for the run: {error}"
         else:
             self.outage.failed(error)
-            self.waiting_reason = self.outage.told(error)
+            self.waiting_reason = self.outage.described(error)

@@ -15,7 +15,7 @@ class PolicyWatch(BackgroundStream):
     """Follows one run; an async context manager.
 
     Args:
-        broker: The way to it.
+        broker: Connection to it.
         run_id: Which run.
     """
 
@@ -51,7 +51,7 @@ class PolicyWatch(BackgroundStream):
         return self._version
 
     async def _follow(self) -> None:
-        # The broker says something only when the version changes; keep-alive pings of the channel tell a dead one.
+        # The broker sends only when the version changes; a dead one is found by the channel's keepalive.
         call: Any = self._stub.WatchPolicy(broker_pb2.WatchPolicyRequest(run_id=self._run_id))
         await self._stream.listen(call, self._take)
 

@@ -77,11 +77,11 @@ class ScoringSession:
         self.counters = ScoringCounters()
         self._stream = Reconnecting(broker.peer, most_s=_MOST_BETWEEN_CONNECTS_S)
         self.outage = self._stream.outage
-        """Whether the broker is away; a run that it does not know, or that is closed, is none."""
+        """Whether the broker is away; an unknown or closed run does not count."""
         self.holding_reason: Callable[[], str] = lambda: ""
-        """Asked at every renewal: why leases are held without being scored; empty while they are scored."""
+        """Called at every renewal: why leases are not being scored; empty while they are."""
         self.warning: Callable[[], str] = lambda: ""
-        """Asked at every renewal: what was wrong with samples so far; empty while nothing was."""
+        """Called at every renewal: what was wrong with samples so far; empty if nothing was."""
         self._broker = broker
         self._hello = broker_pb2.RewardHello(run_id=run_id, worker_id=worker_id)
         self._max_leases = min(max_leases, MAX_LEASES)
@@ -257,7 +257,7 @@ class ScoringSession:
 
 
 class _Notice:
-    """Says once what changed, and again only when it lasts."""
+    """Logs what changed once, and again only while it lasts."""
 
     def __init__(self, peer: str, run_id: str, monotonic_s: Callable[[], float]) -> None:
         self._context = {"peer": peer, "run_id": run_id}

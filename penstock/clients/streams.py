@@ -30,7 +30,7 @@ from penstock.process.logger import get_logger
 from penstock.process.tasks import end
 
 PERMANENT_ERRORS = (InvalidFieldError, BadTokenError, NotOfferedError)
-"""What ends a client that outlives its run: everything else may heal, be it that the run is opened again."""
+"""Errors that end a client which outlives its run; after any other one a new stream may succeed."""
 
 _log = get_logger()
 _Request = TypeVar("_Request")
@@ -52,7 +52,7 @@ class Reconnecting:
         self.is_up = False
         """Whether the stream has carried a response."""
         self.is_news = False
-        """Whether the stream ended otherwise than the one before it."""
+        """Whether the stream ended in another way than the one before it."""
         self.num_connects = 0
         """Streams that have carried a response."""
         self._most_s = most_s
@@ -132,7 +132,7 @@ class Reconnecting:
 class BackgroundStream(ABC):
     """Base of clients that follow a run in the background, while they are entered as a context manager.
 
-    One fails for good when the run is closed, and of errors that a retry cannot heal.
+    It fails for good when the run is closed, or with an error that a retry cannot heal.
     """
 
     def __init__(self, broker: Connection, *, run_id: str) -> None:

@@ -9,8 +9,9 @@ Promises:
 - Tokens wait at most `flush_interval_s`, or until TARGET_REQUEST_BYTES have come together, before they are sent.
 - At most MAX_UNACKNOWLEDGED requests are on the way and MAX_BUFFERED_BYTES wait behind them; then `wait_for_room`
   waits. So a slow or absent broker slows decoding down, and memory does not grow.
-- After a lost stream unacknowledged requests are sent again unchanged and in order; the broker knows them by offset.
-- A refused chunk ends its SampleStream; its listener hears why, once, and nothing more of it is sent.
+- After a lost stream unacknowledged requests are sent again unchanged and in order; the broker recognises them by
+  their offsets.
+- A refused chunk ends its SampleStream: the listener is given the reason, once, and nothing more is sent.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ class TokenSession:
     """The token stream of one generator.
 
     Args:
-        broker: The way to it.
+        broker: Connection to it.
         run_id: Which run.
         generator_id: Which generator.
         flush_interval_s: Longest time a token waits before it is sent, seconds.
@@ -196,7 +197,7 @@ class TokenSession:
         self._update_events()
 
     def _void(self, reason: str, message: str) -> None:
-        """The run is gone: nothing that waits here can be stored any more."""
+        """The run is gone: nothing buffered here can be stored any more."""
         streams = dict.fromkeys(part.stream for sent in self._unacknowledged for part in sent.parts) | self._dirty
         if streams:
             _log.info(

@@ -2,9 +2,9 @@
 
 Promises:
 
-- At most `max_held_groups` groups are in this process's hands: what was received and not yet released. Credits follow.
-- After a reconnect the broker hears which groups are held; a group that is held is never handed out a second time.
-- A stream that was silent for SILENCE_LIMIT_S (the broker speaks at least every 5 s) is taken for dead and reopened.
+- At most `max_held_groups` groups are received and not yet released; credits are granted accordingly.
+- After a reconnect the broker is sent the ids of those groups, and never hands them out a second time.
+- A stream on which nothing arrives for SILENCE_LIMIT_S (the broker sends at least every 5 s) is reopened.
 - A group that comes in pieces counts, and is held, once it is whole; a stream that ends before throws its pieces away.
   Beside the groups held, memory takes at most twice the largest group (`penstock.wire.pieces.MAX_GROUP_BYTES`).
 - Errors that a retry cannot heal end the session and are raised by `next`.
@@ -67,7 +67,7 @@ class MicrobatchSession(BackgroundStream):
     """One consumer of one run; an async context manager that connects on entry and lets go of everything on exit.
 
     Args:
-        broker: The way to it.
+        broker: Connection to it.
         subscription: What to pull.
     """
 
@@ -101,7 +101,7 @@ class MicrobatchSession(BackgroundStream):
 
     @property
     def is_away(self) -> bool:
-        """Whether there is no stream: what does not come meanwhile says nothing of those who make it."""
+        """Whether there is no stream: groups that do not arrive then say nothing about generators or reward workers."""
         return not self._stream.is_up
 
     @property
@@ -116,7 +116,7 @@ class MicrobatchSession(BackgroundStream):
 
     @property
     def waiting_reason(self) -> str:
-        """Why there is nothing to hand out, for people; as of the last word from the broker."""
+        """Why there is no microbatch, from the broker's last message; for display."""
         return self._reason
 
     async def next(self, *, timeout_s: float | None) -> ReceivedMicrobatch | None:
@@ -150,7 +150,7 @@ class MicrobatchSession(BackgroundStream):
     async def ack(self, groups: Iterable[types_pb2.TrajectoryGroup]) -> broker_pb2.AckStepResponse:
         """Mark groups trained, as one step of the run, and make room for others.
 
-        For a consumer without policy versions of its own: the step gets the run's next one, whatever that is.
+        For a consumer without policy versions of its own: the step makes the run's next version.
 
         Raises:
             LeaseLostError, StaleError, UnknownSampleError: A group is too old, was dropped, or is not in this
@@ -193,7 +193,7 @@ class MicrobatchSession(BackgroundStream):
 
     def _note_lost(self, error: PenstockError) -> None:
         super()._note_lost(error)
-        self._reason = self._stream.outage.told(error)
+        self._reason = self._stream.outage.described(error)
 
     async def _requests(self) -> AsyncGenerator[broker_pb2.StreamMicrobatchesRequest, None]:
         hello = broker_pb2.TrainerHello()

@@ -129,7 +129,7 @@ class TrajectorySession(BackgroundStream):
     """One producer of one run; an async context manager that sends in the background until it is left.
 
     Args:
-        broker: The way to it.
+        broker: Connection to it.
         run_id: Which run.
         producer_id: Names the producer; stable over reconnects and restarts, 1 to 128 characters.
         max_unanswered: Requests on the way at once, >= 1.

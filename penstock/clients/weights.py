@@ -49,7 +49,7 @@ _log = get_logger()
 
 
 class VersionName(NamedTuple):
-    """A version whatever became of the run's history: numbers come again after a rewind, digests do not lie."""
+    """A version, unambiguously: numbers repeat after a rewind, digests do not."""
 
     policy_version: int
     digest: str
@@ -205,7 +205,7 @@ class WeightsClient(Connection):
         self._site = site
         self._is_relay_refused = False
         self.joins_broadcasts = False
-        """Whether the store is told to wait for this receiver before it broadcasts; set before `watch`."""
+        """Whether the store waits for this receiver before it broadcasts; set before `watch`."""
 
     async def get_manifest(self, policy_version: int | None = None) -> weights_pb2.WeightsManifest:
         """The manifest of a version, the newest where None, that needs no other; checked. Raises PenstockError."""
@@ -299,11 +299,11 @@ class WeightsClient(Connection):
         return [url for url in response.relay_urls[:MAX_URLS] if _is_url(url)]
 
     async def report_failure(self, url: str, failure: str) -> None:
-        """Tell the store of an address that somebody has to mend; it being away does not matter.
+        """Report an address that needs an operator to the store; no error if that is away.
 
         Args:
             url: What could not be fetched from.
-            failure: What is wrong, for people.
+            failure: What is wrong, for display.
         """
         request = weights_pb2.FindSourcesRequest(
             run_id=self._run_id,
@@ -319,7 +319,7 @@ class WeightsClient(Connection):
             _log.debug("the weight store does not hear of a failure", error=str(error))
 
     def _note_refused_relay(self, error: InvalidFieldError) -> None:
-        # Of every content the address is another one, of the same host.
+        # The address differs for every content; its host does not.
         if not self._is_relay_refused:
             _log.error("this generator relays nothing: the weight store refuses its relay's address", error=str(error))
         self._is_relay_refused = True
@@ -346,7 +346,7 @@ class WeightsClient(Connection):
     async def report_holding(
         self, *, policy_version: int, digest: str, swap_pause_s: float, fetched_bytes: int, origin_bytes: int = 0
     ) -> int:
-        """Say what the engine holds; returns the newest version. Raises DigestMismatchError: it must not be served."""
+        """Report the loaded version; returns the newest one. Raises DigestMismatchError: it must not be served."""
         request = weights_pb2.ReportHoldingRequest(
             run_id=self._run_id,
             receiver_id=self._receiver_id,

@@ -60,9 +60,9 @@ class Outage:
         self._pause_s = min(MOST_BETWEEN_NOTICES_S, 2 * self._pause_s)
         self._notice_at_s = now_s + self._pause_s
         _log.warning("waiting for a peer that is away", peer=self.peer, away_s=round(self.away_s), error=str(error))
-        self.on_notice(self.told(error))
+        self.on_notice(self.described(error))
 
-    def told(self, error: Exception) -> str:
+    def described(self, error: Exception) -> str:
         """A line that says which peer is awaited, since when and why."""
         since = "" if self.since_s is None else f" since {_clock_time(self.since_s)}"
         return f"waiting for {self.peer}{since}: {str(error).removeprefix(f'{self.peer}: ')}"

@@ -16,7 +16,7 @@ from services.generator.engine.engine import Engine
 
 
 class Holder:
-    """A `penstock.clients.leases.LeaseHolder`."""
+    """A `penstock.clients.leases.LeaseHandler`."""
 
     def __init__(
         self,

@@ -12,6 +12,7 @@ import pytest
 
 from console.recording import open_writer, read_groups, read_samples, samples_of
 from console.trajectories.replay_recording import Replayed, ReplayOptions, replay, replay_command
+from penstock.clients import BrokerClient
 from penstock.config import ConfigError
 from penstock.errors import DeadlineError
 from penstock.v1 import broker_pb2, types_pb2
@@ -72,7 +73,7 @@ async def training(broker: RunningBroker, *, per_step: int = 2) -> AsyncIterator
 async def replayed(broker: RunningBroker, file: Path, **options: Any) -> Replayed:
     result = Replayed()
     async with asyncio.timeout(20):
-        await replay(broker.connection, file, ReplayOptions(run_id=SECOND, **options), result=result)
+        await replay(BrokerClient(broker.channel), file, ReplayOptions(run_id=SECOND, **options), result=result)
     return result
 
 

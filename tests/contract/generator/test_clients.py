@@ -75,7 +75,7 @@ async def running(coroutine):
 async def leasing(holder, broker):
     async with serving(broker.service()) as (_, target), open_channel(target) as channel:
         hello = broker_pb2.GeneratorHello(run_id="r", generator_id="gen-1", max_context_tokens=64)
-        session = LeaseSession(Connection(channel), hello=hello, holder=holder)
+        session = LeaseSession(Connection(channel), hello=hello, handler=holder)
         async with running(session.run()):
             yield session
 
@@ -164,7 +164,7 @@ async def test_a_wrong_token_ends_the_session():
         open_channel(target, Security(token="wrong", allows_plain=True)) as channel,
     ):
         hello = broker_pb2.GeneratorHello(run_id="r", generator_id="gen-1")
-        session = LeaseSession(Connection(channel), hello=hello, holder=Holder())
+        session = LeaseSession(Connection(channel), hello=hello, handler=Holder())
         with pytest.raises(BadTokenError):
             async with asyncio.timeout(5):
                 await session.run()

@@ -57,7 +57,7 @@ class Generator:
         hello = broker_pb2.GeneratorHello(
             run_id=workload.RUN_ID, generator_id=name, engine="scripted", max_context_tokens=1024
         )
-        self._leases = LeaseSession(Connection(self._channel), hello=hello, holder=self)
+        self._leases = LeaseSession(Connection(self._channel), hello=hello, handler=self)
         self._tokens = TokenSession(
             Connection(self._channel), run_id=workload.RUN_ID, generator_id=name, flush_interval_s=0.05
         )

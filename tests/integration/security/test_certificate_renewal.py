@@ -111,7 +111,7 @@ async def test_certificates_are_renewed_without_a_restart(tmp_path: Path, monkey
             client.owner = broker_pb2.RunOwner(owner_id="trainer")
             await client.open_run("r", limits=limits(), policy_version=0, takes_over=True)
             hello = broker_pb2.GeneratorHello(run_id="r", generator_id="test-1", max_context_tokens=1024)
-            session = LeaseSession(client, hello=hello, holder=holder)
+            session = LeaseSession(client, hello=hello, handler=holder)
             leases = asyncio.create_task(session.run())
             receiver = await made.receiver("a")
             second_expiry = max(expiry(security), expiry(brokers)) + VALIDITY
