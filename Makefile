@@ -102,7 +102,7 @@ sbom: setup  ## List every dependency with version, licence and origin, as Cyclo
 	build/sbom/bin/cyclonedx-py environment --pyproject pyproject.toml --output-reproducible --of JSON \
 	  -o build/sbom.cdx.json $(BIN)/python
 
-results: setup  ## Simulate the papers' comparisons anew: docs/results.md
+results: setup  ## Simulate the papers' comparisons again: docs/results.md
 	$(BIN)/python -m benchmarks.scheduler.results
 
 images: ## Build the container images
