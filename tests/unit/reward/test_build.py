@@ -1,4 +1,4 @@
-"""A built-in reward model is a line of the table: a toy one is built by its name, scores, and is suggested for typos."""
+"""A built-in reward model is a line of a table: a toy one is built by name, scores, and is suggested for typos."""
 
 from __future__ import annotations
 
