@@ -1,7 +1,7 @@
-"""How long nothing may come before those who make it count as stuck. Pure.
+"""How long a producer may stay silent before it counts as stuck. Pure.
 
 A limit follows from the longest completion a run allows and from the measured speed of its generators, unless it is
-configured; whoever ends something by it says its value, where that comes from and how to set it.
+configured; a component that gives up at a limit reports its value, where that comes from and how to set it.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ MOST_DERIVED_S = 7 * 24 * 3600.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SilenceLimit:
-    """A limit, for its owner and for people."""
+    """A limit with its explanation."""
 
     value_s: float
     origin: str
-    """Where the value comes from, and how to choose another."""
+    """The origin of the value, and how to set another."""
 
     def __str__(self) -> str:
         """For example: 4915 s (3 x 32768 tokens at 20 tokens/s of gen-1; trainer.max_silence_s sets another)."""
@@ -33,7 +33,7 @@ class SilenceLimit:
 def silence_limit(
     *, setting: str, configured_s: float | None, least_s: float, max_tokens: int, speeds: Mapping[str, float]
 ) -> SilenceLimit:
-    """The limit to keep now.
+    """The limit that applies now.
 
     Args:
         setting: Names the option that sets it.
@@ -56,12 +56,12 @@ def silence_limit(
 
 
 def sample_speed(view: broker_pb2.GeneratorView) -> float | None:
-    """Tokens per second of each sample that a generator decodes; None where none was measured."""
+    """Tokens per second of each sample that a generator decodes; None if not measured."""
     if view.measured_tokens_per_second <= 0:
         return None
     return view.measured_tokens_per_second / max(1, view.beat.num_running)
 
 
 def sample_speeds(views: Iterable[broker_pb2.GeneratorView]) -> dict[str, float]:
-    """The same of all that were measured, by generator id."""
+    """The same for all measured generators, by id."""
     return {view.hello.generator_id: speed for view in views if (speed := sample_speed(view)) is not None}

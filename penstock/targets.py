@@ -1,4 +1,4 @@
-"""Addresses of servers that stand in for each other, as text."""
+"""Addresses of interchangeable servers, as text."""
 
 from __future__ import annotations
 

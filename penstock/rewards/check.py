@@ -1,4 +1,4 @@
-"""Says whether a server keeps the contract of RewardService, by calling it: `penstock reward check HOST:PORT`."""
+"""Checks whether a server keeps the contract of RewardService, by calling it: `penstock reward check HOST:PORT`."""
 
 from __future__ import annotations
 
@@ -60,10 +60,11 @@ class _Note(Exception):  # noqa: N818 -- not an error: ends a check early with a
 
 
 async def check_server(target: str, *, timeout_s: float = 30.0, security: Security = NO_SECURITY) -> list[CheckResult]:
-    """Call the server at `target` (host:port) in every way the contract speaks of.
+    """Call the server at `target` (host:port) in every way that the contract covers.
 
     Returns:
-        One result per check, in order; the server conforms when none is FAILED. When nobody listens there is one.
+        One result per check, in order; the server conforms if none is FAILED. One result if it cannot be
+        reached.
     """
     async with open_channel(target, security) as channel:
         server = _Checked(channel, target, timeout_s)

@@ -4,7 +4,7 @@
 
 A function takes the parameters it names: `prompt`, `completion`, `answer`, `messages`, `token_ids`, `is_truncated`,
 `run_id`, `metadata` (the whole mapping), or a column of the data row's metadata; `**columns` takes every column left.
-It may be `async`. It returns a number, a RewardResult, or None to abstain. Whatever it raises fails that sample only.
+It may be `async`. It returns a number, a RewardResult, or None to abstain. An exception fails that sample only.
 """
 
 from __future__ import annotations

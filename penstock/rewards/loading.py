@@ -13,7 +13,7 @@ from penstock.rewards.model import BatchReward
 
 
 class RewardLoadError(Exception):
-    """A name does not lead to a reward; the message is one line that names the fix."""
+    """A name does not resolve to a reward; the message is one line that names the fix."""
 
 
 def load_reward(name: str) -> BatchReward:

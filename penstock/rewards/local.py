@@ -20,7 +20,7 @@ _PENDING = object()
 
 
 class LocalModel:
-    """Scores in this process. Never away, and never fails as a whole."""
+    """Scores in this process. Always available, and never fails as a whole."""
 
     def __init__(self, reward: BatchReward) -> None:
         self._reward = reward
@@ -31,10 +31,10 @@ class LocalModel:
         return clean_text(self._reward.name or type(self._reward).__name__)
 
     async def probe(self) -> None:
-        """Return at once: what runs in this process is there."""
+        """Return at once: an in-process model is always available."""
 
     async def describe(self) -> reward_pb2.GetRewardModelResponse:
-        """The reward's name, version, limits and wishes."""
+        """The reward's name, version, limits and preferences."""
         return reward_pb2.GetRewardModelResponse(
             name=self.name,
             max_batch_size=self._reward.max_batch_size,
@@ -60,7 +60,7 @@ class LocalModel:
         await self._reward.close()
 
     async def _judge(self, items: list[RewardItem], timeout_s: float) -> Sequence[object]:
-        """What the reward answered, one object an item: whatever it is, `write_score` reads it."""
+        """The reward's answers, one object per item: `write_score` reads any object."""
         try:
             # A little longer than what the reward was told, so that its own verdict on slow items comes first.
             async with asyncio.timeout(timeout_s * 1.05 + 0.1):

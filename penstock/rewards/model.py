@@ -13,7 +13,7 @@ DEFAULT_MAX_BATCH_SIZE = 64
 
 
 class ModelAwayError(Exception):
-    """The reward model cannot be reached; nothing was judged, and that says nothing about the samples."""
+    """The reward model cannot be reached; nothing was judged, which says nothing about the samples."""
 
 
 class RewardModel(Protocol):
@@ -33,7 +33,7 @@ class RewardModel(Protocol):
         ...
 
     async def describe(self) -> reward_pb2.GetRewardModelResponse:
-        """Its name, version, limits and wishes."""
+        """Its name, version, limits and preferences."""
         ...
 
     async def score(self, items: Sequence[reward_pb2.ScoreItem], *, timeout_s: float) -> list[types_pb2.Score]:

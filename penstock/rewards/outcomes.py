@@ -1,6 +1,6 @@
-"""From whatever a user's reward model returned or raised to a result that the wire can carry.
+"""Turns anything that a user's reward model returned or raised into a result that the wire can carry.
 
-Promise: nothing in here raises for any object, so that an answer that cannot be used fails its own sample and no other.
+Promise: nothing in here raises for any object, so that an unusable answer fails its own sample and no other.
 Users' objects run code when they are converted or printed; every such call is guarded, and all text comes out as valid
 UTF-8 of bounded length.
 """
@@ -22,7 +22,7 @@ _MAX_SHOWN_CHARACTERS = 100
 
 
 def read_outcome(outcome: object) -> RewardResult:
-    """The result that `outcome` stands for: a number, a RewardResult, or None to abstain.
+    """The result for `outcome`: a number, a RewardResult, or None to abstain.
 
     Returns: a consistent result of plain floats and bounded text; status FAILED, with the reason, for anything else.
     """

@@ -57,7 +57,7 @@ class DaemonThreads:
 
 
 def _carried(error: BaseException) -> Exception:
-    # asyncio refuses to carry StopIteration, and SystemExit would end the process that serves everybody else.
+    # asyncio refuses to carry StopIteration, and SystemExit would end the process that serves all other callers.
     if isinstance(error, Exception) and not isinstance(error, StopIteration):
         return error
     carried = RuntimeError(describe(error))

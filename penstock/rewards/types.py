@@ -1,4 +1,4 @@
-"""What a reward model sees of a sample, and what it says of it.
+"""What a reward model sees of a sample, and its result.
 
 Invariant: an error is never a value. A result carries a finite number if and only if its status is OK.
 """
@@ -57,7 +57,7 @@ class RewardItem:
 
 @dataclass(frozen=True, slots=True)
 class RewardResult:
-    """What a reward model says of one sample."""
+    """A reward model's result for one sample."""
 
     value: float | None = None
     """The reward, finite; None with status OK means that the model abstains."""
@@ -66,4 +66,4 @@ class RewardResult:
     status: ScoreStatus = ScoreStatus.OK
     """Anything but OK carries no value."""
     message: str = ""
-    """What went wrong, for people."""
+    """What went wrong, in words."""

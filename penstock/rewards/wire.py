@@ -1,4 +1,4 @@
-"""Between the wire's messages and the SDK's values.
+"""Converts between wire messages and the SDK's values.
 
 Invariant: every Score that leaves here is one the broker accepts: a finite value if and only if OK, bounded text.
 """
@@ -16,7 +16,7 @@ from penstock.v1 import reward_pb2, types_pb2
 from penstock.wire.codec import int32_array
 
 THIRD_PARTY = "grpc://"
-"""What the address of a reward model begins with that is shown PENSTOCK_JUDGE_*, never the cluster's credentials."""
+"""Scheme of reward models that are shown PENSTOCK_JUDGE_*, never the cluster's credentials."""
 CREDENTIALS_HINT = "it is shown PENSTOCK_JUDGE_TOKEN and PENSTOCK_JUDGE_TLS_*, never the cluster's own credentials"
 MAX_METADATA_BYTES = 64 * 1024
 
@@ -59,7 +59,7 @@ def write_item(item: RewardItem) -> reward_pb2.ScoreItem:
 
 
 def write_score(result: object, *, model: str) -> types_pb2.Score:
-    """The Score that says `result`; what is no consistent RewardResult becomes FAILED. Never raises."""
+    """The Score for `result`; an inconsistent RewardResult becomes FAILED. Never raises."""
     read = read_outcome(result)
     score = types_pb2.Score(
         status=_STATUS_TO_WIRE[read.status], model=clean_text(model, MAX_NAME_CHARACTERS), message=read.message
@@ -72,7 +72,7 @@ def write_score(result: object, *, model: str) -> types_pb2.Score:
 
 
 def check_score(score: types_pb2.Score) -> str | None:
-    """What is malformed in a Score that came over the wire, or None."""
+    """What is malformed in a received Score, or None."""
     if score.status not in _STATUS_TO_WIRE.values():
         return f"status {score.status} is not one of OK, ABSTAINED, TIMEOUT, FAILED, INVALID"
     if (score.status == types_pb2.SCORE_STATUS_OK) != score.HasField("value"):

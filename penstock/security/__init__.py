@@ -1,6 +1,6 @@
-"""Who may talk to whom, and how it is kept from others: credentials, TLS, roles.
+"""Authentication, authorisation and encryption: credentials, TLS, roles.
 
-What a call or a route is open to stands beside it: in the protos' option `roles`, and where a route is added.
+The roles of a call stand beside it in the protos (option `roles`), those of a route where it is added.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""The check every gRPC call passes: who calls, whether the call is open to that role, and whether the run is its own.
+"""The check every gRPC call passes: the caller, whether the call is open to its role, and whether the run is its own.
 
-Roles stand in the protos (option `roles`). Health is open to all; reflection to whoever has any credential.
+Roles stand in the protos (option `roles`). Health is open to all; reflection to every caller with a credential.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ _caller: ContextVar[Caller] = ContextVar("caller", default=OPERATOR)
 
 
 def current_caller() -> Caller:
-    """Who makes the call that is being served; the operator outside of one."""
+    """The caller of the call being served; the operator outside of one."""
     return _caller.get()
 
 
 class AccessInterceptor(grpc.aio.ServerInterceptor):
-    """Lets through what the caller's role allows.
+    """Admits the calls that the caller's role allows.
 
     Args:
-        tokens: Those that are accepted.
+        tokens: The accepted tokens.
     """
 
     def __init__(self, tokens: Tokens) -> None:
@@ -70,13 +70,13 @@ class AccessInterceptor(grpc.aio.ServerInterceptor):
 def identify(
     tokens: Tokens, authorization: str, of_certificate: Caller | None, *, shows_what_is_asked: bool = True
 ) -> Caller:
-    """Who calls. Raises BadTokenError.
+    """The caller. Raises BadTokenError.
 
     Args:
-        tokens: Those that are accepted.
-        authorization: The header; one that no token made is refused where there are tokens.
-        of_certificate: Who the certificate says it is, if it does.
-        shows_what_is_asked: Whether a certificate of our authority was shown, or none is asked for.
+        tokens: The accepted tokens.
+        authorization: The header; an unknown one is refused if tokens are configured.
+        of_certificate: The caller by its certificate, if that names roles.
+        shows_what_is_asked: Whether a certificate of our authority was shown, or none is required.
     """
     shown = tokens.caller(authorization)
     if authorization and tokens and shown is None:
@@ -86,13 +86,13 @@ def identify(
         return found
     if tokens or not shows_what_is_asked:
         raise BadTokenError("missing bearer token; set PENSTOCK_TOKEN, or show a certificate with a role")
-    # A certificate of our own authority that names no role, or plain text where nothing asks for more.
+    # A certificate of our own authority without roles, or plain text where nothing more is required.
     return OPERATOR
 
 
 @functools.cache
 def roles_of(method: str) -> frozenset[int]:
-    """Roles that a method of that path is open to, besides the operator; none where it is not known."""
+    """Roles that a method of that path is open to, besides the operator; none if it is unknown."""
     service, _, name = method.lstrip("/").partition("/")
     try:
         found = descriptor_pool.Default().FindServiceByName(service).methods_by_name.get(name)
@@ -136,7 +136,7 @@ def _of_caller(request: Any, caller: Caller) -> Any:
 
 
 class _Requests:
-    """A client's stream; raises ForbiddenError at the first request that is not of the caller's run, site or name."""
+    """A client's stream; raises ForbiddenError at the first request of another run, site or name."""
 
     def __init__(self, requests: AsyncIterator[Any], caller: Caller) -> None:
         self._requests, self._caller = requests, caller

@@ -1,15 +1,15 @@
 """Addresses that services register for others to call: well formed, and the registering peer's own.
 
-Whoever is told such an address calls it with its credentials, from inside its own network. So a host is taken only
-if it
+Other services call such an address with their credentials, from inside their own networks. So a host is accepted
+only if it
 
 - is the address that the peer calls from, or a name that resolves to it,
 - is a name or address in the certificate that the peer showed, and not loopback, which every certificate may name,
-- is of this very machine, where the peer is too, or
+- is this very machine, and the peer is on it too, or
 - is one that the server's own configuration trusts: for sites behind NAT whose services have no certificates.
 
-A peer that came by TLS registers https alone. Without certificates a name is worth what its DNS is: it may lead
-elsewhere later.
+A peer that connects by TLS registers https only. Without certificates a name is only as good as its DNS: it may
+resolve elsewhere later.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _VISIBLE = re.compile(r"[!-~]+")
 
 
 def check_url(field: str, url: str, *, allows_query: bool = False) -> SplitResult:
-    """The parts of an http or https address. Raises InvalidFieldError where it is none, or hides something."""
+    """The parts of an http or https URL. Raises InvalidFieldError if it is malformed or ambiguous."""
     problem = _problem_of(url, allows_query=allows_query)
     if problem is not None:
         raise InvalidFieldError(f"{field}: {url!r:.200} {problem}", field=field)
@@ -47,7 +47,7 @@ def check_url(field: str, url: str, *, allows_query: bool = False) -> SplitResul
 def _problem_of(url: str, *, allows_query: bool) -> str | None:
     if len(url) > MAX_URL_CHARACTERS:
         return f"has {len(url)} characters; at most {MAX_URL_CHARACTERS} are allowed"
-    # Python's parser drops some of these and others read them otherwise: no two may take one text for two hosts.
+    # Python's parser drops some of these, and other parsers read them differently: one text must not mean two hosts.
     if _VISIBLE.fullmatch(url) is None or "\\" in url:
         return "must be visible ASCII characters without backslashes; encode others with %"
     try:
@@ -72,7 +72,7 @@ def _problem_of_parts(parts: SplitResult, *, allows_query: bool) -> str | None:
 
 
 def as_ip(host: str) -> Address | None:
-    """The IP address that a host is; None where it is a name."""
+    """The IP address of a host; None if it is a name."""
     try:
         address = ipaddress.ip_address(host)
     except ValueError:
@@ -82,14 +82,14 @@ def as_ip(host: str) -> Address | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Peer:
-    """Who registers an address, as far as its connection shows."""
+    """The peer that registers an address, as far as its connection shows."""
 
     ip: Address | None
-    """Where it calls from; None where that is not known."""
+    """The address it calls from; None if unknown."""
     names: tuple[str, ...] = ()
     """Names and addresses in its certificate."""
     is_tls: bool = False
-    """Whether it came by TLS."""
+    """Whether it connected by TLS."""
 
     @classmethod
     def of(cls, context: grpc.aio.ServicerContext[Any, Any]) -> Self:
@@ -103,7 +103,7 @@ class Peer:
         )
 
     def is_at(self, address: Address) -> bool:
-        """Whether it calls from that address, or stands on this machine as the address does."""
+        """Whether it calls from that address, or both are on this machine."""
         if self.ip is None or address.is_unspecified or address.is_multicast:
             return False
         return address == self.ip or (self.ip.is_loopback and (address.is_loopback or _is_of_this_machine(address)))
@@ -117,7 +117,7 @@ class Peer:
 
 
 class TrustedHosts:
-    """Hosts that a configuration vouches for; raises ValueError for a text that is none of its kinds.
+    """Hosts that a configuration trusts; raises ValueError for malformed text.
 
     Args:
         texts: A name ("gpu-1.example"), all names below one (".example"), an address or a network ("10.0.0.0/8").
@@ -138,18 +138,18 @@ class TrustedHosts:
                 self._names.append(_plain(text))
 
     def has_name(self, host: str) -> bool:
-        """Whether a name is one of them."""
+        """Whether a name is trusted."""
         return any(
             _plain(host) == name or (name.startswith(".") and _plain(host).endswith(name)) for name in self._names
         )
 
     def has_address(self, address: Address) -> bool:
-        """Whether an address is one of them, or of one of their networks."""
+        """Whether an address is trusted, by itself or by its network."""
         return any(address in network for network in self._networks)
 
 
 def checked_trusted_hosts(texts: tuple[str, ...]) -> tuple[str, ...]:
-    """`texts` where TrustedHosts takes them; raises ValueError."""
+    """`texts` if TrustedHosts accepts them; raises ValueError."""
     TrustedHosts(texts)
     return texts
 
@@ -158,9 +158,9 @@ class OwnAddresses:
     """Whether an address is the registering peer's own.
 
     Args:
-        trusted: Hosts that any peer may register.
+        trusted: Hosts that every peer may register.
         setting: Where those are configured, for messages.
-        resolver: Asked for the addresses of names.
+        resolver: Resolves names.
     """
 
     def __init__(self, trusted: Sequence[str] = (), *, setting: str, resolver: Resolver | None = None) -> None:
@@ -169,7 +169,7 @@ class OwnAddresses:
         self._resolver = resolver or Resolver()
 
     async def check(self, field: str, url: str, peer: Peer) -> None:
-        """Raises InvalidFieldError unless `url` is well formed and the peer's own, or trusted."""
+        """Raise InvalidFieldError unless `url` is well formed and the peer's own, or trusted."""
         parts = check_url(field, url)
         host = parts.hostname or ""
         if peer.is_tls and parts.scheme != "https":
@@ -193,7 +193,7 @@ class OwnAddresses:
 
 
 def _ip_of(peer: str) -> Address | None:
-    """Of gRPC's "ipv4:127.0.0.1:50051", "ipv6:%5B::1%5D:50051" or "unix:"."""
+    """The address in gRPC's "ipv4:127.0.0.1:50051", "ipv6:%5B::1%5D:50051" or "unix:"."""
     kind, _, rest = unquote(peer).partition(":")
     if kind == "unix":
         return ipaddress.IPv4Address("127.0.0.1")

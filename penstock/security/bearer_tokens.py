@@ -26,7 +26,7 @@ def caller_of_token(token: str) -> Caller:
 
     Raises:
         BadRoleError: There is a head, but it names no role, or the secret is short: such a token is never taken for an
-            operator's. The message does not hold the secret.
+            operator's. The message does not contain the secret.
     """
     head, colon, secret = token.partition(":")
     if not colon:
@@ -39,7 +39,7 @@ def caller_of_token(token: str) -> Caller:
 
 
 def read_accepted_tokens() -> tuple[str, ...]:
-    """Tokens that servers of this process accept besides its own, one a line; "#" begins a comment.
+    """Tokens that servers of this process accept besides its own, one per line; "#" begins a comment.
 
     Raises ConfigError.
     """
@@ -61,7 +61,7 @@ def read_accepted_tokens() -> tuple[str, ...]:
 
 
 def check_token(token: str, *, where: str) -> None:
-    """Raises ConfigError, which does not hold the token, where it names no role."""
+    """Raise ConfigError, which does not contain the token, if it names no role."""
     try:
         caller_of_token(token)
     except BadRoleError as error:
@@ -70,7 +70,7 @@ def check_token(token: str, *, where: str) -> None:
 
 
 def check_header(token: str, *, where: str) -> None:
-    """Raises ConfigError, which does not hold the token, where it cannot be sent."""
+    """Raise ConfigError, which does not contain the token, if it cannot be sent in a header."""
     if not token.isascii() or not token.isprintable():
         raise ConfigError(f"{where}: has characters that a header cannot carry; use letters and digits")
 
@@ -86,14 +86,14 @@ class Tokens:
         return bool(self._callers)
 
     def caller(self, authorization: str) -> Caller | None:
-        """Who shows this `authorization` header; takes as long whichever token it is."""
+        """The caller with this `authorization` header; takes the same time for every token."""
         given = authorization.encode("utf-8", "replace")
         found = [caller for expected, caller in self._callers if hmac.compare_digest(given, expected)]
         return found[0] if found else None
 
 
 def token_interceptors(token: str) -> Sequence[Any]:
-    """Of a client: show the token with every call."""
+    """Client interceptors that show the token with every call."""
     kinds = (
         (grpc.aio.UnaryUnaryClientInterceptor, "intercept_unary_unary"),
         (grpc.aio.UnaryStreamClientInterceptor, "intercept_unary_stream"),

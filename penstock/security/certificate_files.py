@@ -1,7 +1,7 @@
 """The certificate files of a process, read again when they change.
 
-Whoever renews them replaces one after the other: what is caught between the two, or cannot be read, leaves in use what
-was made of the files before, and is read again.
+Files are renewed one after the other: a mismatched or unreadable set leaves what was made of the previous files in
+use, and is read again.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from penstock.config import ConfigError
 from penstock.process.logger import get_logger
 
 LOOK_EVERY_S = 0.2
-"""Files are looked at as often, at most: a process may make thousands of calls a second."""
+"""Minimum time between looks at the files: a process may make thousands of calls a second."""
 
 _Made = TypeVar("_Made")
 _log = get_logger()
@@ -28,13 +28,13 @@ _log = get_logger()
 
 @dataclass(frozen=True, slots=True)
 class TlsFiles:
-    """Where they lie; what is None is not used."""
+    """Paths of the files; None for those not used."""
 
     ca_file: Path | None = None
     cert_file: Path | None = None
     key_file: Path | None = None
     prefix: str = "PENSTOCK"
-    """What the variables that name them begin with; for messages."""
+    """Prefix of the variables that name them; for messages."""
 
     @property
     def ca_variable(self) -> str:
@@ -59,7 +59,7 @@ class TlsFiles:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loaded:
-    """What the files hold: read once, whole, and fitting each other."""
+    """Contents of the files: complete and consistent."""
 
     authorities: tuple[x509.Certificate, ...]
     chain: tuple[x509.Certificate, ...]
@@ -70,11 +70,11 @@ class Loaded:
 
 
 _last: dict[TlsFiles, Loaded] = {}
-"""What was read last of the few files that a process uses."""
+"""Cache of the few files that a process uses."""
 
 
 def load_or_last(files: TlsFiles) -> Loaded:
-    """Read them, or take what this process read before, where they are just being replaced. Raises ConfigError."""
+    """Read them, or return the cached contents while they are being replaced. Raises ConfigError."""
     try:
         return load(files)
     except ConfigError:
@@ -84,7 +84,7 @@ def load_or_last(files: TlsFiles) -> Loaded:
 
 
 def load(files: TlsFiles) -> Loaded:
-    """Read them. Raises ConfigError: one cannot be read, is no PEM, or the key is another certificate's."""
+    """Read them. Raises ConfigError: one cannot be read, is not PEM, or the key does not match the certificate."""
     ca_pem = _read(files.ca_file, files.ca_variable)
     cert_pem, key_pem = _read(files.cert_file, files.cert_variable), _read(files.key_file, files.key_variable)
     loaded = Loaded(
@@ -104,14 +104,14 @@ def load(files: TlsFiles) -> Loaded:
 
 
 class Followed(Generic[_Made]):
-    """What is made of the files, made again when they have changed; for any thread.
+    """An object made from the files, made again when they change; thread-safe.
 
     Args:
         files: Which.
-        make: Makes it of them and what they hold; raises ConfigError or OSError where they have changed meanwhile.
+        make: Makes it from the files and their contents; raises ConfigError or OSError if they changed meanwhile.
 
     Raises:
-        ConfigError, OSError: At first: they cannot be used, and this process has not read them before.
+        ConfigError, OSError: On first use only: they cannot be used, and this process has not read them before.
     """
 
     def __init__(self, files: TlsFiles, make: Callable[[TlsFiles, Loaded], _Made]) -> None:
@@ -123,7 +123,7 @@ class Followed(Generic[_Made]):
         self._problem = ""
 
     def current(self) -> _Made:
-        """What is made of the newest files that fit each other."""
+        """The object made from the newest consistent files."""
         with self._lock:
             now_s = time.monotonic()
             if now_s - self._looked_s < LOOK_EVERY_S:
@@ -142,7 +142,7 @@ class Followed(Generic[_Made]):
                 _log.warning("new certificate files are not taken yet; those before stay in use", error=str(error))
             self._problem = str(error)
             return
-        # As they were before they were read: what changed meanwhile is read at the next look.
+        # Their state before the read: changes made meanwhile are read at the next look.
         self._state, self._problem = state, ""
         _log.info("certificate files read again", files=[str(path) for path in self._files.paths])
 

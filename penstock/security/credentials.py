@@ -1,6 +1,6 @@
 """A process's credentials: mutual TLS, and a bearer token.
 
-Secrets come from files and the environment only, never from a configuration file's text. Without either, servers listen
+Secrets come from files and the environment only, never from a configuration file. Without either, servers listen
 in plain text, on loopback alone unless the configuration says `insecure: true`.
 """
 
@@ -34,9 +34,9 @@ from penstock.security.plain_text import (
 from penstock.security.roles import caller_of_pem
 
 CLUSTER = "PENSTOCK"
-"""What the variables of the cluster's own credentials begin with."""
+"""Prefix of the variables of the cluster's own credentials."""
 JUDGES = "PENSTOCK_JUDGE"
-"""What those begin with that are shown to third parties' reward models."""
+"""Prefix of the variables of credentials shown to third parties' reward models."""
 
 ModelT = TypeVar("ModelT", bound=BaseModel)
 
@@ -56,28 +56,28 @@ class Security:
     token: str | None = None
     """Bearer token that this process shows with every call, and accepts."""
     accepted_tokens: tuple[str, ...] = ()
-    """Further ones that its servers accept."""
+    """Further tokens that its servers accept."""
     allows_plain: bool = False
     """Whether the token may be shown, and a server beyond loopback may listen, without TLS."""
     plain_listeners: list[str] = field(default_factory=list, compare=False, repr=False)
     """Where this process listens in plain text beyond loopback."""
     prefix: str = field(default=CLUSTER, compare=False)
-    """What the variables that these come from begin with; for messages."""
+    """Prefix of the variables that these come from; for messages."""
 
     @classmethod
     def from_environment(cls, prefix: str = CLUSTER, *, insecure: bool = False) -> Security:
         """What PENSTOCK_TOKEN(_FILE), PENSTOCK_ACCEPTED_TOKENS_FILE and PENSTOCK_TLS_CA, _CERT and _KEY say.
 
-        With another prefix those of that name: never any of the cluster's, and no accepted tokens. What is unset is
-        off.
+        Another prefix reads variables of that prefix only: never the cluster's, and no accepted tokens. Unset variables
+        are off.
 
         Args:
             prefix: What the variables begin with.
             insecure: Whether plain text is allowed; PENSTOCK_INSECURE=true says so, too.
 
         Raises:
-            ConfigError: A half of something is missing, a line each; a file cannot be read or used; a token
-                is none.
+            ConfigError: One half of a pair is missing, one line each; a file cannot be read or used; a token
+                is malformed.
         """
 
         def file(name: str) -> Path | None:
@@ -86,7 +86,7 @@ class Security:
 
         token = read_secret(f"{prefix}_TOKEN")
         if token is not None:
-            # A third party's token may look like anything.
+            # A third party's token may have any form.
             check = check_token if prefix == CLUSTER else check_header
             check(token, where=f"{prefix}_TOKEN")
         found = cls(
@@ -132,11 +132,11 @@ class Security:
         return any((self.ca_file, self.cert_file, self.token, self.accepted_tokens))
 
     def may_fetch_from(self, url: str) -> bool:
-        """Whether a request to that address keeps the credentials, where there are any, from others."""
+        """Whether a request to that address keeps any credentials secret."""
         return self.allows_plain or not self.has_credentials or url.startswith("https://")
 
     def admit_listener(self, listen: str, *, setting: str) -> None:
-        """To be called before a server listens at host:port.
+        """Call before a server listens at host:port.
 
         Raises:
             ConfigError: See `listener_problem`.
@@ -166,7 +166,7 @@ class Security:
         return None
 
     def admit_plain_listener(self, listen: str, *, setting: str, fix: str) -> None:
-        """`admit_listener` for what cannot speak TLS; `fix` says how to do without it. Raises ConfigError."""
+        """`admit_listener` for servers that cannot speak TLS; `fix` names the alternative. Raises ConfigError."""
         if not is_local(listen) and not self.allows_plain:
             raise ConfigError(plain_listener_problem(listen, setting=setting, fix=fix))
         self._note_listener(listen, setting=setting)
@@ -178,7 +178,7 @@ class Security:
 
     @property
     def tokens(self) -> Tokens:
-        """Those that servers of this process accept."""
+        """The tokens that servers of this process accept."""
         return Tokens([*([] if self.token is None else [self.token]), *self.accepted_tokens])
 
     def server_interceptors(self) -> Sequence[grpc.aio.ServerInterceptor]:
@@ -187,7 +187,7 @@ class Security:
 
     @property
     def tls_files(self) -> TlsFiles:
-        """Where its certificates lie."""
+        """Paths of its certificates."""
         return TlsFiles(self.ca_file, self.cert_file, self.key_file, self.prefix)
 
     def add_port(self, server: grpc.aio.Server, listen: str) -> int:
@@ -195,7 +195,7 @@ class Security:
         return tls.add_port(server, listen, self.tls_files)
 
     def open_channel(self, target: str, options: Sequence[tuple[str, Any]]) -> grpc.aio.Channel:
-        """A channel with these credentials. Raises ConfigError where it would show the token in plain text."""
+        """A channel with these credentials. Raises ConfigError if it would show the token in plain text."""
         if self.token is not None and self.ca_file is None and not self.allows_plain:
             raise ConfigError(
                 f"{self.prefix}_TLS_CA: missing, so the token would go to {target} in plain text; name the file of the "

@@ -1,6 +1,6 @@
-"""The check that every HTTP request passes: who asks, whether the route is open to that role, and the run in its path.
+"""The check that every HTTP request passes: the caller, whether the route is open to its role, and the run in the path.
 
-A route names its roles where it is added; one that names none, and what is no route, is the operator's alone.
+A route names its roles where it is added; routes that name none, and unknown paths, are open to the operator only.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from penstock.security.roles import ANY, Role
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 ANYBODY: Final = frozenset((int(Role.ACCESS_ROLE_UNSPECIFIED),))
-"""Roles of a route that asks for no credential."""
+"""Roles of a route that needs no credential."""
 
 
 class HttpAccess:
-    """Who may use which route of one server.
+    """The roles allowed on each route of one server.
 
     Args:
         security: Of this process: tokens that are accepted, and whether clients are asked for certificates.
-        site: Where this server stands, and its callers have to; empty: anywhere.
-        always_asks: Nobody gets in without a credential, even where neither a token nor TLS is set.
+        site: The server's site, which its callers must share; empty: any.
+        always_asks: A credential is required even if neither a token nor TLS is set.
     """
 
     def __init__(self, security: Security, *, site: str = "", always_asks: bool = False) -> None:
@@ -35,10 +35,10 @@ class HttpAccess:
         self._asks = always_asks or asks_for_certificates(security)
         self._site = site
         self.routes: dict[tuple[str, web.AbstractResource], frozenset[int]] = {}
-        """Roles of every route, besides the operator."""
+        """Roles allowed on each route, besides the operator."""
 
     def add(self, app: web.Application, method: str, path: str, handler: Handler, *, roles: Iterable[int]) -> str:
-        """Add a route that is open to these roles, GET as HEAD too; returns its name."""
+        """Add a route that is open to these roles, for GET and HEAD; returns its name."""
         resource = app.router.add_resource(path)
         for each in (method, "HEAD") if method == "GET" else (method,):
             resource.add_route(each, handler)
@@ -46,7 +46,7 @@ class HttpAccess:
         return f"{method} {resource.canonical}"
 
     def admit(self, request: web.Request) -> None:
-        """Raises BadTokenError and ForbiddenError where a request may not pass."""
+        """Raise BadTokenError or ForbiddenError if a request may not pass."""
         resource = request.match_info.route.resource
         roles = frozenset() if resource is None else self.routes.get((request.method, resource), frozenset())
         if roles == ANYBODY:
@@ -64,7 +64,7 @@ class HttpAccess:
 
     @property
     def middleware(self) -> Middleware:
-        """Refuses with one line: 401 without a credential that is accepted, 403 with one that opens other doors."""
+        """Refuses with one line: 401 without an accepted credential, 403 with one for other routes."""
 
         @web.middleware
         async def check(request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -80,6 +80,6 @@ class HttpAccess:
 
 
 def route_of(request: web.Request) -> str:
-    """The name of a request's route; of what is no route, its path."""
+    """The name of a request's route, or its path if it matches none."""
     resource = request.match_info.route.resource
     return f"{request.method} {resource.canonical if resource is not None else request.path:.200}"

@@ -1,4 +1,4 @@
-"""Who sends an HTTP request: by the certificate of its connection, or by its bearer token."""
+"""Identifies the caller of an HTTP request by its connection's certificate or its bearer token."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from penstock.security.roles import Caller, caller_of_certificate
 
 
 def asks_for_certificates(security: Security) -> bool:
-    """Whether servers of this process ask their clients for one."""
+    """Whether servers of this process ask their clients for a certificate."""
     return security.ca_file is not None and security.cert_file is not None
 
 
 def caller_of_http(
     tokens: Tokens, *, authorization: str, connection: ssl.SSLObject | ssl.SSLSocket | None, asks: bool
 ) -> Caller:
-    """Who sends a request. Raises BadTokenError.
+    """The caller of a request. Raises BadTokenError.
 
     Args:
         tokens: Those that are accepted.
         authorization: The header.
-        connection: TLS, if there is.
-        asks: Who shows neither a token nor a certificate is refused.
+        connection: The TLS connection, if it is one.
+        asks: Refuse callers that show neither a token nor a certificate.
     """
     certificate = (connection.getpeercert() if connection is not None else None) or {}
     return identify(tokens, authorization, _caller_of(certificate), shows_what_is_asked=bool(certificate) or not asks)

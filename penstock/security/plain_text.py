@@ -1,4 +1,4 @@
-"""Where plain text is right: on loopback and local sockets; elsewhere only where the configuration says so."""
+"""Where plain text is allowed: on loopback and local sockets; elsewhere only if the configuration says so."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ HOW_TO_ALLOW = f"set insecure: true in the configuration ({INSECURE_VARIABLE}=tr
 def is_local(address: str) -> bool:
     """Whether only this machine reaches host:port: 127.0.0.0/8, ::1, localhost, and unix sockets.
 
-    Other names are not looked up: what they mean is nobody's promise.
+    Other names are not looked up: their meaning may change.
     """
     if address.startswith(("unix:", "unix-abstract:")):
         return True
@@ -28,7 +28,7 @@ def is_local(address: str) -> bool:
 
 
 def how_to_protect(prefix: str) -> str:
-    """Said of a listener in plain text; `prefix` is what the variables begin with."""
+    """How to protect a plain-text listener; `prefix` is that of the variables."""
     return f"make certificates (penstock certs) and set {prefix}_TLS_CA, {prefix}_TLS_CERT and {prefix}_TLS_KEY"
 
 
@@ -43,7 +43,7 @@ def is_allowed_by_environment() -> bool:
 
 
 def plain_listener_problem(listen: str, *, setting: str, fix: str) -> str:
-    """Said of one that is refused."""
+    """The message for a listener that is refused."""
     return (
         f"{setting}: {listen} is reached from other machines, and would be in plain text; listen on 127.0.0.1, "
         f"or {fix}, or {HOW_TO_ALLOW}"
@@ -51,7 +51,7 @@ def plain_listener_problem(listen: str, *, setting: str, fix: str) -> str:
 
 
 def plain_listener_warning(listen: str) -> str:
-    """Said of one that is allowed, at every start."""
+    """The warning for one that is allowed, at every start."""
     return (
         f"{listen} is in plain text (insecure: true): whoever reaches it or carries what passes can read and change it"
     )
@@ -60,7 +60,7 @@ def plain_listener_warning(listen: str) -> str:
 def missing_halves(
     prefix: str, *, has_ca: bool, has_cert: bool, has_key: bool, has_token: bool, allows_plain: bool
 ) -> list[str]:
-    """What a half configuration of credentials lacks, a line each; `prefix` is what the variables begin with."""
+    """The missing parts of incomplete credentials, one line each; `prefix` is that of the variables."""
     problems = []
     if has_cert and not has_key:
         problems.append(

@@ -1,4 +1,4 @@
-"""Names to addresses, asked by a server of names that its clients choose: bounded in time, threads and memory."""
+"""Resolves names that clients choose, for a server: bounded in time, threads and memory."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from ipaddress import IPv4Address, IPv6Address
 
 DEADLINE_S = 3.0
 LIFETIME_S, FAILED_LIFETIME_S = 60.0, 5.0
-"""How long an answer is remembered, and that there was none."""
+"""How long an answer, or the lack of one, is cached."""
 MAX_NAMES = 1024
-"""Remembered; the oldest are forgotten first."""
+"""Cached names; the oldest are evicted first."""
 MAX_PENDING = 32
-"""Names that are looked up at once, those that wait for a thread included; further ones are not."""
+"""Concurrent lookups, those waiting for a thread included; further ones are refused."""
 NUM_THREADS = 4
-"""Of their own: a name server that hangs must not keep others waiting."""
+"""Threads of its own: a hanging name server must not delay other work."""
 
 Addresses = frozenset[IPv4Address | IPv6Address]
 
 
 def look_up(name: str) -> Addresses:
-    """Every address of a name, by the machine's own means; blocks. Raises OSError, UnicodeError."""
+    """All addresses of a name, by the system resolver; blocks. Raises OSError, UnicodeError."""
     found = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
     addresses = (ipaddress.ip_address(str(entry[4][0]).partition("%")[0]) for entry in found)
     return frozenset(getattr(address, "ipv4_mapped", None) or address for address in addresses)
@@ -35,9 +35,9 @@ class Resolver:
     """Looks names up, for one event loop.
 
     Args:
-        look_up: Asked for a name in a thread.
-        deadline_s: Longest time an answer is waited for.
-        now_s: Seconds that never go back.
+        look_up: Resolves a name; called in a thread.
+        deadline_s: Longest time to wait for an answer.
+        now_s: A monotonic clock, seconds.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class Resolver:
         self._pending: dict[str, asyncio.Task[Addresses]] = {}
 
     async def addresses(self, name: str) -> Addresses:
-        """Of a name; none where nobody knows it, or nobody says so in time."""
+        """The addresses of a name; empty if it is unknown or the answer does not come in time."""
         expiry_s, known = self._known.get(name, (0.0, frozenset()))
         if self._now_s() < expiry_s:
             return known
@@ -64,7 +64,7 @@ class Resolver:
             if len(self._pending) >= MAX_PENDING:
                 return frozenset()
             task = self._pending[name] = asyncio.create_task(self._ask(name))
-        # The lookup itself goes on: the next one who asks finds its answer.
+        # The lookup itself continues: the next caller finds its answer.
         done, _ = await asyncio.wait([task], timeout=self._deadline_s)
         return task.result() if done else frozenset()
 

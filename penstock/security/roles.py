@@ -1,4 +1,4 @@
-"""Roles, and what a caller is: by its certificate, or by its token."""
+"""Roles, and the roles of a caller by its certificate or token."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from penstock.v1 import access_pb2
 
 Role = access_pb2.AccessRole
 ANY = "*"
-"""Stands for every run, or every site, in a certificate's URI."""
+"""Matches every run, or every site, in a certificate's URI."""
 URI_SCHEME = "penstock"
 
 _PREFIX = "ACCESS_ROLE_"
 _URI = re.compile(rf"{URI_SCHEME}://([A-Za-z0-9._*-]+)/([a-z]+)/([A-Za-z0-9._*-]+)")
 _ROLES = {name.removeprefix(_PREFIX).lower(): value for name, value in Role.items() if value}
 _NAMED_FIELDS = ("generator_id", "worker_id", "producer_id", "receiver_id", "node_id")
-"""What a request says of who sends it."""
+"""Fields in which a request names its sender."""
 _FRAME, _HELLO = "frame", "hello"
 
 
 class BadRoleError(ValueError):
-    """A text that names no role, or no run or site."""
+    """A text that does not name a role, run or site."""
 
 
 def parse_role(name: str) -> int:
@@ -42,12 +42,12 @@ def parse_role(name: str) -> int:
 
 
 def role_name(role: int) -> str:
-    """As people write it: "trainer"."""
+    """The name as users write it: "trainer"."""
     return Role.Name(role).removeprefix(_PREFIX).lower()  # type: ignore[arg-type]
 
 
 def role_uri(role: str, *, run_id: str, site: str) -> str:
-    """The URI name of a certificate. Raises BadRoleError."""
+    """The role's URI for a certificate. Raises BadRoleError."""
     parse_role(role)
     uri = f"{URI_SCHEME}://{run_id}/{role}/{site}"
     if _URI.fullmatch(uri) is None:
@@ -56,7 +56,7 @@ def role_uri(role: str, *, run_id: str, site: str) -> str:
 
 
 def allowed_roles(method: MethodDescriptor) -> frozenset[int]:
-    """Those that may make a call, besides the operator."""
+    """The roles that may make a call, besides the operator."""
     return frozenset(method.GetOptions().Extensions[access_pb2.roles])
 
 
@@ -71,15 +71,15 @@ class Grant:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Caller:
-    """Who calls."""
+    """A caller and its grants."""
 
     grants: Sequence[Grant]
     name: str = ""
-    """The certificate's common name, which the ids that its holder uses begin with; empty binds nothing."""
+    """The certificate's common name, with which its holder's ids must begin; empty for no such rule."""
 
     @property
     def is_operator(self) -> bool:
-        """Whether it may do all, in every run."""
+        """Whether it may do everything, in every run."""
         return Grant(Role.ACCESS_ROLE_OPERATOR) in self.grants
 
     def __str__(self) -> str:
@@ -93,7 +93,7 @@ class Caller:
         return (f"{self.name}, " if self.name else "") + (" and ".join(texts) or "without a role")
 
     def restricted_to(self, roles: Iterable[int], *, what: str) -> Caller:
-        """This caller with those grants only that open `what`. Raises ForbiddenError where there is none."""
+        """This caller with only the grants that allow `what`. Raises ForbiddenError if there are none."""
         allowed = {*roles, Role.ACCESS_ROLE_OPERATOR}
         grants = [grant for grant in self.grants if grant.role in allowed]
         if not grants:
@@ -106,12 +106,12 @@ class Caller:
         return any(grant.run_id in (ANY, run_id) for grant in self.grants)
 
     def check_run(self, run_id: str) -> None:
-        """Raises ForbiddenError where the run is not its own."""
+        """Raise ForbiddenError unless the run is its own."""
         if not self.sees_run(run_id):
             raise ForbiddenError(f"run_id: {run_id!r} is not open to {self}", field="run_id", run_id=run_id)
 
     def check_message(self, message: Any) -> None:
-        """Raises ForbiddenError where a request, its hello or the frame it carries is of another run, site or name."""
+        """Raise ForbiddenError if a request, its hello or its frame is of another run, site or name."""
         if self.is_operator or not isinstance(message, Message):
             return
         self._check_fields(message)
@@ -140,7 +140,7 @@ class Caller:
 
 
 def _carried(message: Message) -> str | None:
-    """The field of a request that says who sends it, where it is not the request itself."""
+    """The field of a request that names its sender, if it is not the request itself."""
     if _FRAME in message.DESCRIPTOR.oneofs_by_name:
         frame: str | None = message.WhichOneof(_FRAME)
         return frame
@@ -159,10 +159,10 @@ OPERATOR = Caller(grants=(Grant(Role.ACCESS_ROLE_OPERATOR),))
 
 
 def caller_of_certificate(names: Iterable[str], common_name: str) -> Caller | None:
-    """What a certificate with these alternative names makes its holder; None where none of them says so.
+    """The caller that a certificate with these alternative names stands for; None if none of them is a role's.
 
-    A name of our scheme that is not understood grants nothing, but makes the certificate one of roles all the same: it
-    is never taken for one that opens everything.
+    A malformed name of our scheme grants nothing, but still makes it a certificate of roles: it is never taken for one
+    that opens everything.
     """
     uris = [name for name in names if name.startswith(f"{URI_SCHEME}:")]
     if not uris:
@@ -176,7 +176,7 @@ def caller_of_certificate(names: Iterable[str], common_name: str) -> Caller | No
 
 
 def caller_of_pem(certificate: bytes) -> Caller | None:
-    """What the first certificate of a PEM file makes its holder; None where it says nothing of roles."""
+    """The caller that the first certificate of a PEM file stands for; None if it names no roles."""
     loaded = x509.load_pem_x509_certificate(certificate)
     try:
         names = loaded.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
@@ -187,7 +187,7 @@ def caller_of_pem(certificate: bytes) -> Caller | None:
 
 
 def caller_of_context(context: grpc.aio.ServicerContext[Any, Any]) -> Caller | None:
-    """What the peer's certificate makes it; None where it showed none, or one that says nothing of roles."""
+    """The caller that the peer's certificate stands for; None if it showed none, or one without roles."""
     properties = context.auth_context()
     names = [name.decode("utf-8", "replace") for name in properties.get("x509_subject_alternative_name", ())]
     common = b"".join(properties.get("x509_common_name", ())).decode("utf-8", "replace")

@@ -1,7 +1,7 @@
-"""API keys of agents: each opens some sessions of one run, for a while, and nothing else.
+"""API keys of agents: each opens some sessions of one run, for a limited time, and nothing else.
 
-A key says itself what it opens, and is signed with a secret that all generators of a run share: nothing is stored, any
-of them takes it, and it outlives their restarts. Who holds the secret can make keys; changing it ends them all.
+A key states what it opens, and is signed with a secret that all generators of a run share: nothing is stored, every
+generator accepts it, and it survives their restarts. Holders of the secret can make keys; changing it ends them all.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ class SessionKey:
 
     run_id: str
     session: str
-    """The session of this id; with "*" at its end all whose ids begin with what is before it."""
+    """A session id; with a trailing "*", all sessions whose ids begin with what precedes it."""
     group: str = ""
-    """The task that all its sessions belong to; empty: as the agent says, within the same names."""
+    """The task of all its sessions; empty: the agent chooses, within the same names."""
     expire_s: int
     """Unix time, s."""
     opens: Collection[Opens] = (Opens.COMPLETE,)
@@ -66,14 +66,14 @@ class SessionKey:
         return None if self.session.endswith(MANY) else self.session
 
     def check(self, session_id: str, opens: Opens) -> None:
-        """Raises ForbiddenError where it does not open that."""
+        """Raise ForbiddenError unless the key opens that."""
         if not self.covers(session_id):
             raise ForbiddenError(f"session {session_id!r:.140} is not open to {self}", field="session")
         if opens not in self.opens:
             raise ForbiddenError(f"{self} opens {' and '.join(sorted(self.opens))}, not {opens}", field="opens")
 
     def task(self, asked: str) -> str:
-        """The task that a session belongs to, which asks for one or for none. Raises ForbiddenError."""
+        """The task of a session that asks for one, or for none. Raises ForbiddenError."""
         if self.group and asked in ("", self.group):
             return self.group
         if self.group or (asked and not self.covers(asked)):
@@ -87,7 +87,7 @@ class SessionKeys:
 
     Args:
         run_id: The run.
-        secret: Signs; without one a random one does, and keys end with the process.
+        secret: Signs keys; without one a random secret is used, and keys end with the process.
     """
 
     def __init__(self, run_id: str, secret: str | None) -> None:
@@ -102,12 +102,12 @@ class SessionKeys:
         self._secret = (secret or secrets.token_hex(32)).encode()
 
     def issue(self, key: SessionKey) -> str:
-        """The key as its holder shows it."""
+        """The key as text."""
         fields = [key.run_id, key.session, key.group, key.expire_s, sorted(key.opens)]
         return self._signed(base64.urlsafe_b64encode(json.dumps(fields).encode()).decode().rstrip("="))
 
     def read(self, text: str, *, now_s: float) -> SessionKey:
-        """What a key opens; takes as long whatever is wrong with it. Raises BadTokenError."""
+        """What a key opens; takes the same time whatever is wrong with it. Raises BadTokenError."""
         body = text.removeprefix(PREFIX).partition(".")[0]
         if not hmac.compare_digest(self._signed(body).encode(), text.encode("utf-8", "replace")):
             raise BadTokenError("API key: this endpoint did not make it, or its secret has changed since")

@@ -1,10 +1,10 @@
 """TLS of this process's servers and clients: ports, channels, and contexts for HTTP.
 
 Promises:
-- Files that were renewed are used for every connection from then on, without a restart: authorities, too.
+- Renewed files, authorities included, are used for every connection from then on, without a restart.
 - Connections outlive the certificate they were made with. A channel's streams stay where they are until they end; the
   next one goes over a connection made with the new files.
-- Files that are just being replaced, or cannot be used, leave those before in use.
+- While files are being replaced, or cannot be used, the previous ones stay in use.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def add_port(server: grpc.aio.Server, listen: str, files: TlsFiles) -> int:
     first = used = followed.current()
 
     def renewed() -> Any:
-        """For each handshake, in a thread of gRPC's: the new configuration, None where it is the one it has."""
+        """Called for each handshake, in a gRPC thread: returns the new configuration, or None if it is unchanged."""
         nonlocal used
         before, used = used, followed.current()
         return None if used is before else used
@@ -48,7 +48,7 @@ def _server_configuration(_files: TlsFiles, loaded: Loaded) -> Any:
 
 
 class RenewedChannel(SwitchingChannel):
-    """A channel that goes on over a new one when the files have changed; calls under way end over the old one.
+    """A channel that moves to a new one when the files have changed; calls under way end on the old one.
 
     Args:
         files: With an authority.
@@ -105,13 +105,13 @@ class ClientContexts:
 
     def __init__(self, files: TlsFiles) -> None:
         self.is_of_files = files.ca_file is not None
-        """Whether the process has an authority of its own: then nothing goes out in plain text."""
+        """Whether the process has its own authority: then nothing is sent in plain text."""
         self._followed = Followed(files, _client_context) if self.is_of_files else None
 
     def current(self) -> ssl.SSLContext:
-        """For a connection that is made now."""
+        """The context for a connection that is made now."""
         if self._followed is None:
-            # Not before it is needed: the machine's authorities take a while to read.
+            # Only when needed: the machine's authorities take a while to read.
             self._followed = Followed(TlsFiles(), _client_context)
         return self._followed.current()
 
@@ -127,11 +127,11 @@ def _client_context(files: TlsFiles, loaded: Loaded) -> ssl.SSLContext:
 
 
 def server_context(files: TlsFiles, *, requires_certificates: bool = True) -> ssl.SSLContext | None:
-    """Of an HTTP server; None without a certificate. Raises ConfigError.
+    """The context of an HTTP server; None without a certificate. Raises ConfigError.
 
     Args:
         files: Of this process.
-        requires_certificates: Clients must show one that an authority of ours signed; otherwise they may.
+        requires_certificates: Clients must show one that our authority signed; otherwise they may.
     """
     if files.cert_file is None or files.key_file is None:
         return None
@@ -140,7 +140,7 @@ def server_context(files: TlsFiles, *, requires_certificates: bool = True) -> ss
     context = _server_context(files, load_or_last(files), verify_mode=verify_mode)
 
     def renew(connection: Any, _name: str | None, _context: ssl.SSLContext) -> None:
-        """At each client's first word, whatever name it asks for."""
+        """Called at each client's first message, whatever name it asks for."""
         connection.context = followed.current()
 
     context.sni_callback = renew

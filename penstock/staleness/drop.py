@@ -1,4 +1,4 @@
-"""DROP: nobody waits; what falls behind is dropped and its prompt queued again."""
+"""DROP: nothing waits; what falls behind is dropped and its prompt queued again."""
 
 from __future__ import annotations
 

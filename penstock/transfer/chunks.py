@@ -1,4 +1,4 @@
-"""A content cut into chunks: the pieces that are checked one by one on the way.
+"""Splits a content into chunks, which are checked one by one in transit.
 
 They are hashed with BLAKE3, which here takes a quarter of the time that SHA-256 does where the processor has
 instructions for that; manifests that name SHA-256 are understood.
@@ -22,11 +22,11 @@ from penstock.v1 import weights_pb2
 
 MIN_CHUNK_BYTES, MAX_CHUNK_BYTES = 1024**2, 64 * 1024**2
 MANY_CHUNKS = 4096
-"""With more than that the chunks grow, as long as they may: a list of 2 TB takes 2.4 MB of a manifest."""
+"""With more than that the chunks grow, up to the largest size: a list for 2 TB takes 2.4 MB of a manifest."""
 
 
 class Hasher(Protocol):
-    """What makes a digest, piece by piece; both algorithms' objects do."""
+    """Makes a digest piece by piece; the objects of both algorithms do."""
 
     def update(self, data: bytes | memoryview, /) -> object:
         """Take the next bytes."""
@@ -44,12 +44,12 @@ def chunk_bytes_for(size_bytes: int) -> int:
 
 
 def chunk_digest(chunk: weights_pb2.ChunkInfo) -> str:
-    """The digest a chunk must have, hex, by whichever algorithm; empty where it states none."""
+    """The digest that a chunk must have, hex, by either algorithm; empty if it states none."""
     return chunk.blake3 or chunk.sha256
 
 
 def chunk_hasher(chunk: weights_pb2.ChunkInfo) -> Hasher:
-    """Makes digests as the one a chunk states was made."""
+    """A hasher of the algorithm that a chunk's digest names."""
     return blake3() if chunk.blake3 else hashlib.sha256()
 
 

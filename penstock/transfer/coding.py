@@ -1,9 +1,9 @@
-"""Contents compressed on the way, for links that are slower than a processor: the bytes of a range as frames.
+"""Compresses contents in transit, for links slower than a processor: the bytes of a range as frames.
 
     stored bytes u32, little-endian | one zstd frame that states its content size, at most MAX_PLAIN_BYTES
 
-A receiver asks with the header `Penstock-Coding: zstd`, and the answer carries it where it is coded so. Offsets and
-digests are always of the plain bytes, as is what is kept. What it saves is in `docs/weights.md`.
+A receiver asks with the header `Penstock-Coding: zstd`, and a coded answer carries the same header. Offsets and
+digests are always of the plain bytes, as is what is stored. `docs/weights.md` has what it saves.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from penstock.errors import ServiceUnavailableError
 CODING_HEADER, ZSTD = "Penstock-Coding", "zstd"
 MAX_PLAIN_BYTES = 1024**2
 MAX_STORED_BYTES = MAX_PLAIN_BYTES + 64 * 1024
-"""More than zstd makes of what it cannot compress."""
+"""An upper bound on zstd's output for incompressible input."""
 LEVEL = 1
 _LENGTH_BYTES = 4
 
 
 class Body(Protocol):
-    """What is read from: the body of an HTTP answer."""
+    """The source: the body of an HTTP answer."""
 
     def read(self, n: int, /) -> bytes:
         """The next `n` bytes, fewer at the end."""
@@ -39,7 +39,7 @@ def decode_frame(stored: bytes) -> bytes:
     """The plain bytes of a frame without its length, never more than MAX_PLAIN_BYTES.
 
     Raises:
-        ServiceUnavailableError: It is no such frame; another source may send a better one.
+        ServiceUnavailableError: The frame is malformed; another source may send a valid one.
     """
     try:
         num_bytes = zstandard.frame_content_size(stored)
@@ -54,10 +54,10 @@ def decode_frame(stored: bytes) -> bytes:
 
 
 def read_frame(body: Body) -> tuple[bytes, int]:
-    """The plain bytes of the next frame, and how many came for them.
+    """The plain bytes of the next frame, and the number of bytes received for them.
 
     Raises:
-        ServiceUnavailableError: The body ended, or is not made of frames.
+        ServiceUnavailableError: The body ended, or does not consist of frames.
     """
     length = int.from_bytes(_read_exactly(body, _LENGTH_BYTES), "little")
     if not 1 <= length <= MAX_STORED_BYTES:

@@ -1,4 +1,4 @@
-"""HTTP connections to sources, whose calls block, and the threads that read from them."""
+"""Blocking HTTP connections to sources, and the threads that read from them."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from penstock.security.tls import ClientContexts
 CONNECT_TIMEOUT_S = 5.0
 MAX_IDLE = 8
 MAX_IDLE_S = 15.0
-"""Versions and their deltas follow each other closely; what waits longer may have been forgotten by a router."""
+"""Versions and their deltas follow each other closely; a router may drop connections that idle longer."""
 
 
 class Connections:
-    """Lends connections, and keeps idle ones between fetches; for the event loop's thread alone.
+    """Lends connections, and keeps idle ones between fetches; for the event loop's thread only.
 
     Args:
         tls: The authorities to trust and the certificate to show.
         headers: To be sent with each request.
-        num_threads: Most connections that are read at once.
+        num_threads: Most connections read at once.
     """
 
     def __init__(self, *, tls: ClientContexts, headers: Mapping[str, str], num_threads: int) -> None:
         self.headers = headers
-        # Of their own: they wait for bytes for as long as a fetch takes, and must not keep others waiting.
+        # Threads of its own: they block for as long as a fetch takes, and must not delay other work.
         self.threads = ThreadPoolExecutor(num_threads, thread_name_prefix="fetch")
         self._tls = tls
         self._idle: list[_Idle] = []
@@ -49,7 +49,7 @@ class Connections:
             raise ServiceUnavailableError(f"{url}: {error}") from error
 
     def give_back(self, url: str, connection: HTTPConnection) -> None:
-        """Keep a connection for the next one who asks, if it is open: its last answer was read to the end."""
+        """Keep a connection for reuse, if it is open: its last answer was read to the end."""
         if connection.sock is not None:
             self._idle.append(_Idle(_origin(url), connection, time.monotonic()))
         for idle in self._idle[:-MAX_IDLE]:
@@ -57,7 +57,7 @@ class Connections:
             idle.connection.close()
 
     def close(self) -> None:
-        """Close what is idle, and let the threads end."""
+        """Close idle connections, and let the threads end."""
         self.threads.shutdown(wait=False)
         while self._idle:
             self._idle.pop().connection.close()
@@ -75,7 +75,7 @@ class _Idle:
     since_s: float
 
     def is_usable(self) -> bool:
-        """Whether nothing came meanwhile: the end of the connection would be such a thing."""
+        """Whether nothing arrived meanwhile, the end of the connection included."""
         if time.monotonic() - self.since_s > MAX_IDLE_S:
             return False
         poll = select.poll()

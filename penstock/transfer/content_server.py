@@ -3,10 +3,10 @@
 Promises:
 
 - A content is looked up by run and name in what the process offers; no part of a request ever becomes a path.
-- A content under way is served as far as it is there, and further as it arrives; where it stops arriving the connection
-  is closed, so that the receiver goes elsewhere.
-- At most `max_requests` are served at once; further ones are answered 503. A receiver that takes nothing for
-  SILENT_RECEIVER_S is given up.
+- A content under way is served as far as it has arrived, then as it arrives; if it stops arriving the connection is
+  closed, so that the receiver goes elsewhere.
+- At most `max_requests` are served at once; further ones are answered 503. A receiver that reads nothing for
+  SILENT_RECEIVER_S is dropped.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ HTTP_SHUTDOWN_S = 2.0
 _HTTP_OK, _HTTP_PARTIAL = 200, 206
 
 Find = Callable[[str, str], Path | PartialContent | None]
-"""Run id and content name to what is offered under them: a complete file, one under way, or nothing."""
+"""Maps run id and content name to what is offered: a complete file, one under way, or nothing."""
 _log = get_logger()
 
 
@@ -61,10 +61,10 @@ async def serving_contents(
         listen: Address, host:port; port 0 is a free one.
         setting: Name of the setting that `listen` comes from, for the message of the error.
         security: The tokens that are accepted, and the certificate to show.
-        site: The only one whose generators are served; empty: all are.
-        rate: Cap on what is sent; none without.
+        site: The only site whose generators are served; empty: all.
+        rate: Cap on what is sent; None for no cap.
         max_requests: Most requests served at once.
-        on_served: Told how many bytes were sent.
+        on_served: Called with the number of bytes sent.
 
     Raises:
         PortUnavailableError: `listen` cannot be listened on.
@@ -196,7 +196,7 @@ def _is_coded(request: web.Request) -> bool:
 
 
 def _limit_silence(request: web.Request) -> None:
-    """Let the kernel end the connection of a receiver that takes nothing any more."""
+    """Let the kernel end the connection of a receiver that has stopped reading."""
     connection = request.transport.get_extra_info("socket") if request.transport is not None else None
     if connection is not None and hasattr(socket, "TCP_USER_TIMEOUT"):
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(SILENT_RECEIVER_S * 1000))
@@ -207,7 +207,7 @@ def _not_found() -> web.HTTPNotFound:
 
 
 def _range(request: web.Request, size_bytes: int) -> tuple[int, int]:
-    """First byte and the one after the last that is asked for."""
+    """First byte, and one past the last, of the requested range."""
     try:
         asked = request.http_range
     except ValueError as error:

@@ -1,10 +1,10 @@
-"""One content, fetched by several ranged GETs at once.
+"""Fetches one content by several concurrent ranged GETs.
 
     missing chunks -> spans of neighbours -> a GET each, in a thread (`span_read`) -> chunks there
                             ^                    |
                             +-- what is missing -+  broken off, silent or wrong: from another source
 
-Chunks are taken in order, so that what is served to others meanwhile grows from the front.
+Chunks are fetched in order, so that what is relayed meanwhile grows from the front.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from penstock.transfer.sources import Source, SourceKind, Sources
 from penstock.transfer.span_read import SpanRead
 
 MIN_SPAN_BYTES, MAX_SPAN_BYTES = 4 * 1024**2, 64 * 1024**2
-"""Asked for by one GET: little enough that all connections end at about the same time, and enough that a round trip
-before each does not matter."""
+"""Bytes per GET: few enough that all connections end at about the same time, and enough that a round trip before each
+does not matter."""
 SPANS_PER_CONNECTION = 8
 ORIGIN_SILENCE_S = 15.0
 RELAY_SILENCE_S = 60.0
-"""A relay sends a chunk when it has all of it, and closes the connection by itself where it stands still."""
+"""A relay sends a chunk once it has all of it, and closes the connection itself if it stalls."""
 
 
 def span_bytes(missing_bytes: int, num_connections: int) -> int:
-    """How much one GET asks for."""
+    """Bytes per GET."""
     share_bytes = missing_bytes // (num_connections * SPANS_PER_CONNECTION)
     return min(max(share_bytes, MIN_SPAN_BYTES), MAX_SPAN_BYTES)
 
@@ -43,11 +43,11 @@ class Fetching:
 
     Args:
         connections: Where to read, and in which threads.
-        content: What is there, and where it goes.
-        sources: Whom to ask.
-        rate: Cap on what comes.
-        on_fetched: Told how many bytes came, and from what kind of source; in any thread, one at a time.
-        on_refused: Told of each chunk that is not what it must be.
+        content: What has arrived, and where the rest goes.
+        sources: Where to fetch from.
+        rate: Cap on the rate of receipt.
+        on_fetched: Called with the number of bytes received and the kind of source; in any thread, one at a time.
+        on_refused: Called for each chunk whose digest is wrong.
         is_compressed: Whether the origin is asked to compress what it sends.
     """
 
@@ -74,11 +74,11 @@ class Fetching:
         self._span_bytes = MIN_SPAN_BYTES
         self._spans: deque[range] = deque()
         self._landings: dict[int, Landing] = {}
-        """Chunks asked for, by index: of one that was cut off only the rest is fetched."""
+        """Requested chunks, by index: of an interrupted one only the rest is fetched."""
         self._counting = threading.Lock()
 
     async def run(self, *, num_connections: int) -> None:
-        """Fetch what is missing. Raises PenstockError where no source is left, OSError where the disk refuses."""
+        """Fetch what is missing. Raises PenstockError if no source is left, OSError if the disk refuses."""
         self._span_bytes = span_bytes(self._content.missing_bytes, num_connections)
         self._spans.extend(self._group(self._content.missing()))
         try:
@@ -130,7 +130,7 @@ class Fetching:
         try:
             await asyncio.wrap_future(job)
         except asyncio.CancelledError:
-            # Whoever opens the file next must be the only one who writes to it.
+            # The next process to open the file must be its only writer.
             read.stop()
             await asyncio.gather(asyncio.wrap_future(job), return_exceptions=True)
             connection.close()
@@ -149,7 +149,7 @@ class Fetching:
         self._sources.note_good()
 
     def _group(self, indices: Iterable[int]) -> list[range]:
-        """The missing ones of some chunks, as runs of neighbours."""
+        """The missing chunks, as runs of neighbours."""
         spans: list[range] = []
         last_bytes = 0
         for index in indices:

@@ -1,10 +1,10 @@
-"""A content under way: a sparse file of its final size in which the chunks that are there are right.
+"""A content under way: a sparse file of its final size in which every present chunk is verified.
 
 Promises:
 
-- A chunk counts as there only after its digest was checked, and stays where it belongs from then on. Chunks arrive in
+- A chunk counts as present only after its digest was checked, and stays in place from then on. Chunks arrive in
   any order.
-- The file needs no journal: whoever opens it again hashes what is not a hole, so that it cannot claim what it has not.
+- The file needs no journal: opening it again hashes what is not a hole, so it never claims a chunk that it lacks.
 - Bytes that are there can be read by others while the rest is still on its way, and after the file was renamed or
   deleted, until it is closed.
 """
@@ -22,13 +22,13 @@ from penstock.transfer.chunks import chunk_digest, chunk_hasher, is_chunk
 from penstock.v1 import weights_pb2
 
 STALL_S = 10.0
-"""A reader of bytes that are not there yet gives up when nothing at all has arrived for so long."""
+"""A reader that waits for bytes gives up when nothing at all has arrived for this long."""
 _MAX_PIECES = 512
 """Buffers written by one system call; the kernel takes 1024 at most."""
 
 
 class PartialContent:
-    """Use `open` or `whole` to make one, `close` when nobody is to read it any more."""
+    """Make one with `open` or `whole`; `close` it when it is no longer read."""
 
     def __init__(self, descriptor: int, chunks: Sequence[weights_pb2.ChunkInfo], *, good: bytearray) -> None:
         self.size_bytes = chunks[-1].offset + chunks[-1].size_bytes
@@ -50,62 +50,62 @@ class PartialContent:
 
     @classmethod
     async def whole(cls, path: Path, chunks: Sequence[weights_pb2.ChunkInfo]) -> PartialContent:
-        """A file that is there and known to be right."""
+        """A complete, verified file."""
         descriptor = await asyncio.to_thread(os.open, path, os.O_RDONLY | os.O_CLOEXEC)
         return cls(descriptor, chunks, good=bytearray(b"\x01" * len(chunks)))
 
     @property
     def is_complete(self) -> bool:
-        """Whether every chunk is there."""
+        """Whether every chunk is present."""
         return self._num_good == len(self._chunks)
 
     @property
     def missing_bytes(self) -> int:
-        """Size of the chunks that are not there."""
+        """Size of the missing chunks."""
         return sum(self._chunks[index].size_bytes for index in self.missing())
 
     def chunk(self, index: int) -> weights_pb2.ChunkInfo:
-        """What a chunk must be."""
+        """The expected chunk of that index."""
         return self._chunks[index]
 
     def has(self, index: int) -> bool:
-        """Whether a chunk is there."""
+        """Whether a chunk is present."""
         return bool(self._good[index])
 
     def missing(self) -> Iterator[int]:
-        """Indices of the chunks that are not there, in order."""
+        """Indices of the missing chunks, in order."""
         return (index for index, is_good in enumerate(self._good) if not is_good)
 
     async def store(self, index: int, pieces: Sequence[bytes | memoryview]) -> None:
-        """Check and keep a chunk, in a thread. Raises DigestMismatchError, OSError; then nothing of it is there."""
+        """Check and keep a chunk, in a thread. Raises DigestMismatchError, OSError; then none of it is kept."""
         await asyncio.to_thread(_store, self._descriptor, self._chunks[index], pieces)
         self.keep(index)
 
     def landing(self, index: int) -> Landing:
-        """A chunk that is to come in pieces; `keep` it when it proved right."""
+        """A chunk that arrives in pieces; `keep` it once it is verified."""
         return Landing(self._descriptor, self._chunks[index])
 
     def keep(self, index: int) -> None:
-        """A chunk was written and proved right."""
+        """Mark a chunk as written and verified."""
         if not self._good[index]:
             self._good[index] = 1
             self._num_good += 1
         self._wake()
 
     def note_received(self, num_bytes: int) -> None:
-        """Bytes of a chunk that is not whole yet arrived: those who wait for it go on waiting."""
+        """Bytes of an incomplete chunk arrived: readers keep waiting for it."""
         self._received_bytes += num_bytes
 
     def fail(self, error: Exception) -> None:
-        """Nothing more will come: those who wait for it are told."""
+        """Nothing more will come: wake the waiting readers."""
         self._error = error
         self._wake()
 
     async def available_until(self, offset: int) -> int:
-        """Where the bytes that follow `offset` without a gap end, in bytes; waits until there is at least one.
+        """End, in bytes, of the contiguous bytes after `offset`; waits until there is at least one.
 
         Raises:
-            ServiceUnavailableError: Nothing arrived for STALL_S, or nothing will.
+            ServiceUnavailableError: Nothing arrived for STALL_S, or nothing more will.
         """
         index = bisect_right(self._offsets, offset) - 1
         while not self._good[index]:
@@ -122,16 +122,16 @@ class PartialContent:
         return self.size_bytes if gap < 0 else self._offsets[gap]
 
     def read(self, offset: int, max_bytes: int) -> bytes:
-        """Bytes that are there; blocks on the disk."""
+        """Present bytes; blocks on the disk."""
         return os.pread(self._descriptor, max_bytes, offset)
 
     def hold(self) -> PartialContent:
-        """One more user, who will close it as well."""
+        """Add a user, which must close it too."""
         self._num_users += 1
         return self
 
     def close(self) -> None:
-        """One user less; after the last one the file is closed."""
+        """Remove a user; the file is closed after the last one."""
         self._num_users -= 1
         if self._num_users == 0:
             os.close(self._descriptor)
@@ -155,12 +155,12 @@ class Landing:
 
     @property
     def begin(self) -> int:
-        """Where in the content the next piece belongs, in bytes."""
+        """Offset of the next piece in the content, in bytes."""
         return self._chunk.offset + self._landed_bytes
 
     @property
     def missing_bytes(self) -> int:
-        """What is still to come."""
+        """Bytes still missing."""
         return self._chunk.size_bytes - self._landed_bytes
 
     def add(self, piece: bytes | memoryview) -> None:
@@ -170,7 +170,7 @@ class Landing:
         self._landed_bytes += len(piece)
 
     def check(self) -> None:
-        """Returns if all that came is the chunk. Raises DigestMismatchError, and begins anew."""
+        """Return if the received bytes are the chunk. Raises DigestMismatchError, and starts over."""
         if self._hasher.hexdigest() != chunk_digest(self._chunk):
             self._hasher, self._landed_bytes = chunk_hasher(self._chunk), 0
             raise _mismatch(self._chunk)

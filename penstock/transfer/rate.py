@@ -8,13 +8,13 @@ import time
 from collections.abc import Callable
 
 BURST_S = 0.25
-"""What may pass at once after a pause, as seconds of the rate."""
+"""Burst allowed after a pause, in seconds of the rate."""
 
 
 class ByteRate:
     """A token bucket: over any time t at most `bytes_per_second` x (t + BURST_S) pass, and one piece more.
 
-    Takers are let through in order of asking; a piece larger than the bucket passes and is paid for afterwards.
+    Takers pass in order of request; a piece larger than the bucket passes and is paid for afterwards.
     Takers may be in different threads.
     """
 

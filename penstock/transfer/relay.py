@@ -1,4 +1,4 @@
-"""What a receiver offers to others of its site: the contents it has fetched, and the one it is fetching."""
+"""Serves what a receiver has to others of its site: the contents it has fetched, and the one it is fetching."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from penstock.transfer.rate import ByteRate
 
 MAX_CONTENTS = 16
 MAX_LARGEST = 3
-"""All contents together are at most as many times the size of the largest: two versions whole, and the deltas around
-them. Until then files are kept open, and so on the disk."""
+"""Limit on all contents, in multiples of the largest: two whole versions, and the deltas around them. Up to it,
+files are kept open, and thus on the disk."""
 
 _ANY_ADDRESS = ("0.0.0.0", "::", "", None)
 
@@ -33,9 +33,9 @@ class Relay:
             address", from what `peer` sees of this machine, or its name where that says nothing or TLS asks for names.
         peer: The weight store, host:port.
         security: The tokens that are accepted, and the certificate to show.
-        site: Whose receivers are served; empty: all are.
-        max_bytes_per_second: Cap on what is sent; none where None.
-        on_served: Told how many bytes were sent.
+        site: The site whose receivers are served; empty: all.
+        max_bytes_per_second: Cap on what is sent; None for no cap.
+        on_served: Called with the number of bytes sent.
     """
 
     def __init__(
@@ -88,20 +88,20 @@ class Relay:
             self._contents.popitem()[1].close()
 
     def url(self, run_id: str, content_id: str) -> str:
-        """Where a content is offered, or will be."""
+        """The URL at which a content is, or will be, offered."""
         if self._base_url is None:
             raise RuntimeError("the relay was not entered")
         return f"{self._base_url}/weights/{run_id}/{content_id}"
 
     def offer(self, run_id: str, content_id: str, content: PartialContent) -> None:
-        """Serve a content, whole or under way, from now on; the oldest one is forgotten for it."""
+        """Serve a content, whole or under way, from now on; evicts the oldest if needed."""
         self.withdraw(run_id, content_id)
         self._contents[run_id, content_id] = content.hold()
         while self._is_too_much():
             self._contents.popitem(last=False)[1].close()
 
     def withdraw(self, run_id: str, content_id: str) -> None:
-        """Serve a content no more; answers under way go on."""
+        """Stop serving a content; answers under way continue."""
         content = self._contents.pop((run_id, content_id), None)
         if content is not None:
             content.close()
@@ -115,13 +115,13 @@ class Relay:
 
 
 async def _seen_by(peer: str, *, family: socket.AddressFamily) -> str | None:
-    """The address from which this machine calls `peer`, host:port; None where that is loopback, or not known."""
+    """The address from which this machine calls `peer`, host:port; None if that is loopback or unknown."""
     host, _, port = peer.rpartition(":")
     try:
         loop = asyncio.get_running_loop()
         found = await loop.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_DGRAM, family=family)
         with socket.socket(found[0][0], socket.SOCK_DGRAM) as probe:
-            # Sends nothing: it only asks which way packets would go.
+            # Sends nothing: it only looks up the route that packets would take.
             probe.connect(found[0][4])
             address = ipaddress.ip_address(probe.getsockname()[0].partition("%")[0])
     except (OSError, ValueError):

@@ -1,6 +1,6 @@
-"""Why a source cannot be fetched from, where somebody has to mend it: TLS, or an address that leads nowhere from here.
+"""Explains why a source fails when an operator has to fix it: TLS, or an address that is unreachable from here.
 
-Said at *error* (*warning* where the source may just have ended), and told to the weight store, at most once in
+Logged at *error* (*warning* if the source may just have ended), and reported to the weight store, at most once in
 SAY_AGAIN_S for one address.
 """
 
@@ -26,12 +26,12 @@ _FIX = {
 }
 
 Report = Callable[[str, str], Awaitable[None]]
-"""Address and what is wrong with it, for people."""
+"""Address and what is wrong with it, in words."""
 _log = get_logger()
 
 
 class SourceFaults:
-    """Of one process.
+    """The fault reports of one process.
 
     Args:
         files: Its credentials' files.
@@ -39,7 +39,7 @@ class SourceFaults:
 
     def __init__(self, files: TlsFiles) -> None:
         self.report: Report | None = None
-        """Tells the weight store; set before anything is fetched."""
+        """Reports to the weight store; set before anything is fetched."""
         self._files = files
         self._said_s: dict[str, float] = {}
 
@@ -75,7 +75,7 @@ class SourceFaults:
 
 
 def _address_problem(source: Source, cause: BaseException | None) -> str | None:
-    """What is wrong with where the address leads from here; None where it leads to a source."""
+    """What is wrong with the address as seen from here; None if it leads to a source."""
     host = urlsplit(source.url).hostname
     if isinstance(cause, socket.gaierror):
         return f"the name {host} cannot be resolved on this machine"

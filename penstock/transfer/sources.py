@@ -1,9 +1,9 @@
-"""Where a content is fetched from, best first: a relay of the site where there is one, else the origin's addresses.
+"""Chooses where to fetch a content from, best first: a relay of the site if there is one, else the origin's addresses.
 
 Promises:
 
-- A source that failed is left for another one: a relay for whatever the weight store names instead, an origin's address
-  for the next one of them.
+- A source that failed is left for another one: a relay for what the weight store names instead, an origin's address for
+  the next one of them.
 - Failures without a chunk in between are counted, and after MAX_FAILURES the fetch is given up with the last error; a
   source that failed before is tried again only after a pause.
 """
@@ -27,17 +27,17 @@ _log = get_logger()
 
 
 class SourceKind(StrEnum):
-    """Who sends."""
+    """The kind of sender."""
 
     ORIGIN = "origin"
-    """One of the manifest's addresses: across the link between sites, where there is one."""
+    """One of the manifest's addresses: across the link between sites, if there is one."""
     RELAY = "relay"
     """A receiver of the same site."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Source:
-    """One turn of an address at being the source."""
+    """One attempt with an address as the source."""
 
     url: str
     kind: SourceKind
@@ -51,8 +51,8 @@ class Sources:
 
     Args:
         origin_urls: The manifest's addresses; at least one.
-        find_relays: Asks the weight store; None where nobody relays.
-        explain: Finds what is behind a failure, which is then told instead.
+        find_relays: Asks the weight store; None without relays.
+        explain: Finds the cause of a failure, which is then reported instead.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class Sources:
         self._lock = asyncio.Lock()
 
     async def current(self) -> Source:
-        """Whom to ask now; waits while somebody chooses, or where all have failed."""
+        """The source to use now; waits while one is being chosen, or if all have failed."""
         async with self._lock:
             if self._current is None:
                 self._current = await self._choose("")
@@ -82,7 +82,7 @@ class Sources:
         self._delays = backoff_s()
 
     async def note_failed(self, source: Source, error: PenstockError) -> None:
-        """Choose another source, unless somebody has since `source` was chosen.
+        """Choose another source, unless one was chosen since `source` was.
 
         Raises:
             PenstockError: `error`, or what is behind it, where nothing is left to try.

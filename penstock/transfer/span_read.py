@@ -1,10 +1,10 @@
-"""Neighbouring chunks of a content, read by one ranged GET: by calls that block, in a thread of its own.
+"""Reads neighbouring chunks of a content by one ranged GET: with blocking calls, in a thread of its own.
 
     ask -> answer checked -> piece read, hashed, written -> ... -> chunk proved -> next one
 
-Everything that is done with a piece is done at once by one thread, without the event loop: what was read is still in
-the processor's cache, and nothing is handed from thread to thread. That takes less time than an asynchronous client
-needs to receive the bytes alone (`docs/benchmarks.md`), and weights that arrive do not hold up the event loop.
+One thread does all the work on a piece at once, without the event loop: the bytes are still in the processor's cache,
+and nothing is handed between threads. This takes less time than an asynchronous client needs merely to receive the
+bytes (`docs/benchmarks.md`), and arriving weights do not delay the event loop.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from penstock.transfer.partial import Landing
 from penstock.transfer.rate import ByteRate
 
 PIECE_BYTES = 256 * 1024
-"""Read at once, at most: little enough for a processor's own cache."""
+"""Most bytes per read: few enough for a core's own cache."""
 
 _HTTP_OK, _HTTP_PARTIAL, _HTTP_NOT_FOUND, _HTTP_GONE = 200, 206, 404, 410
 _Piece: TypeAlias = bytes | memoryview
@@ -33,12 +33,12 @@ class SpanRead:
     """One GET; `run` it once, in a thread.
 
     Args:
-        connection: Nobody else's meanwhile; closed unless `run` returns.
+        connection: Used exclusively; closed unless `run` returns.
         url: Of the content.
         headers: Sent with the request, beside the range.
-        silence_s: How long the source may send nothing.
-        rate: Cap on what comes.
-        on_received: Told how many bytes came, in the thread.
+        silence_s: How long the source may stay silent.
+        rate: Cap on the rate of receipt.
+        on_received: Called with the number of bytes received, in the thread.
     """
 
     def __init__(
@@ -64,14 +64,14 @@ class SpanRead:
         """Bring neighbouring chunks into the file.
 
         Args:
-            landings: Chunks by index, in order; of the first one a part may be there.
+            landings: Chunks by index, in order; part of the first one may be present.
             size_bytes: Of the whole content.
-            on_chunk: Told, in the thread, of each chunk that is there and right.
+            on_chunk: Called, in the thread, for each verified chunk.
 
         Raises:
-            DigestMismatchError: A chunk is not what it must be; it is to be fetched anew.
+            DigestMismatchError: A chunk's digest is wrong; fetch it again.
             UnknownVersionError: The source does not have the content.
-            ServiceUnavailableError: Broken off, silent, no answer to the question, or `stop` was called.
+            ServiceUnavailableError: Disconnected, silent, not an answer to the request, or `stop` was called.
             OSError: The file cannot be written.
         """
         try:
@@ -89,7 +89,7 @@ class SpanRead:
             raise
 
     def stop(self) -> None:
-        """Let `run` end soon, from another thread: at once, but for a connection that is being made."""
+        """Make `run` end soon, from another thread: at once, unless it is still connecting."""
         self._stopped.set()
         if self._socket is not None:
             with contextlib.suppress(OSError):
@@ -124,7 +124,7 @@ class SpanRead:
         while landing.missing_bytes:
             with self._failing_as_unavailable():
                 piece, came_bytes = body.next(landing.missing_bytes)
-            # What is read after that may be the kernel's leavings, and somebody else may open the file.
+            # What is read after that may be left over in the kernel, and another thread may open the file.
             self._raise_if_stopped()
             landing.add(piece)
             self._on_received(came_bytes)
@@ -153,7 +153,7 @@ class SpanRead:
 
 
 class _Body:
-    """An answer's body in the pieces it came in, or was compressed in, cut where a chunk ends."""
+    """An answer's body in the pieces it arrived or was compressed in, cut at the end of a chunk."""
 
     def __init__(self, response: HTTPResponse) -> None:
         self._response = response
@@ -161,10 +161,10 @@ class _Body:
         self._rest = memoryview(b"")
 
     def next(self, max_bytes: int) -> tuple[_Piece, int]:
-        """The next bytes, at most `max_bytes`, and how many came over the network for them now.
+        """The next bytes, at most `max_bytes`, and the number received over the network for them.
 
         Raises:
-            ServiceUnavailableError: The body ended, or is not coded as it says.
+            ServiceUnavailableError: The body ended, or is not coded as stated.
             OSError, HTTPException, ValueError: The connection broke off.
         """
         if not self._is_coded:

@@ -1,4 +1,4 @@
-"""The books of a run as a JSON document: what summary.json keeps of them and what `penstock audit --json` prints."""
+"""A run's counters as a JSON document: for summary.json and `penstock audit --json`."""
 
 from __future__ import annotations
 

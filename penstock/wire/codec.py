@@ -40,17 +40,17 @@ def float32_bytes(values: Sequence[float] | Float32) -> bytes:
 
 
 def int32_array(data: bytes, field: str) -> Int32:
-    """The int32[n] behind `data`; raises InvalidFieldError naming `field` where the length does not fit."""
+    """The int32[n] in `data`; raises InvalidFieldError naming `field` if the length does not fit."""
     return _array(data, _INT32, field)
 
 
 def int64_array(data: bytes, field: str) -> Int64:
-    """The int64[n] behind `data`; raises InvalidFieldError naming `field` where the length does not fit."""
+    """The int64[n] in `data`; raises InvalidFieldError naming `field` if the length does not fit."""
     return _array(data, _INT64, field)
 
 
 def float32_array(data: bytes, field: str) -> Float32:
-    """The float32[n] behind `data`; raises InvalidFieldError naming `field` where the length does not fit."""
+    """The float32[n] in `data`; raises InvalidFieldError naming `field` if the length does not fit."""
     return _array(data, _FLOAT32, field)
 
 
@@ -73,7 +73,7 @@ def encode_versions(versions: Sequence[int] | Int64) -> types_pb2.VersionRuns:
 
 
 def decode_versions(runs: types_pb2.VersionRuns, *, num_tokens: int, field: str) -> Int64:
-    """Per-token policy versions, int64[num_tokens]; raises InvalidFieldError where the runs do not add up."""
+    """Per-token policy versions, int64[num_tokens]; raises InvalidFieldError if the runs do not add up."""
     versions = int64_array(runs.versions, f"{field}.versions")
     lengths = int32_array(runs.lengths, f"{field}.lengths")
     if versions.size != lengths.size:
@@ -141,12 +141,12 @@ def group_parts(group: types_pb2.TrajectoryGroup) -> list[bytes]:
 
 
 def field_prefix(number: int, size_bytes: int) -> bytes:
-    """What stands before the bytes of a protobuf field of a message's, string's or bytes' type, 1 <= number <= 15."""
+    """The tag and length before a length-delimited protobuf field, 1 <= number <= 15."""
     return bytes((number << 3 | 2,)) + _varint(size_bytes)
 
 
 def prefix_size(data: Packed) -> int:
-    """Length of what `field_prefix` put before a field's bytes, for well-formed `data`."""
+    """Length of a field's `field_prefix`, for well-formed `data`."""
     at = 1
     while data[at] > 0x7F:
         at += 1
@@ -154,7 +154,7 @@ def prefix_size(data: Packed) -> int:
 
 
 def _varint(value: int) -> bytes:
-    """Protobuf's base-128 varint of a number that is not negative."""
+    """Protobuf's base-128 varint of a non-negative number."""
     out = bytearray()
     while value > 0x7F:
         out.append(value & 0x7F | 0x80)
@@ -185,7 +185,7 @@ def group_slices(packed: Packed) -> list[tuple[int, int]]:
 
 
 def field_span(data: bytes, number: int) -> tuple[int, int]:
-    """Where a field of a message's, string's or bytes' type stands in a serialized message; (0, 0) if unset.
+    """Position of a length-delimited field in a serialized message; (0, 0) if unset.
 
     Raises InvalidFieldError where the field comes twice, or `data` is not well-formed.
     """

@@ -1,4 +1,4 @@
-"""Messages with packed groups in them, read in one go.
+"""Reads messages together with the packed groups in them.
 
 Some messages carry groups as one piece of bytes, a serialized TrajectoryGroups, which the broker hands on unparsed. On
 the wire that is no different from the message itself. So the types here read both at once, without the two copies of
@@ -19,7 +19,7 @@ _PACKAGE = "penstock.wire.packed"
 
 
 def _variant(message: type[Message], types: Mapping[str, type[Message]]) -> type[Message]:
-    """A type that reads what `message` reads, but some fields, by name, as messages of other types."""
+    """A type that reads what `message` reads, but reads some fields, by name, as messages of other types."""
     source = message.DESCRIPTOR
     files = {file.name for file in (source.file, *source.file.dependencies)}
     files |= {kind.DESCRIPTOR.file.name for kind in types.values()}

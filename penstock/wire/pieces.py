@@ -1,4 +1,4 @@
-"""Groups that are too large for one message: cut into pieces, and put together again.
+"""Splits groups that are too large for one message into pieces, and joins them again.
 
 A piece is a run of bytes of a serialized TrajectoryGroup (of TrajectoryGroups in a put), cut at any place, so that
 cutting and joining are exact whatever a group holds. A receiver keeps what came of one group and nothing else.
@@ -24,13 +24,13 @@ PIECE_BYTES = 1024 * 1024
 
 
 def spans(size_bytes: int) -> Iterator[tuple[int, int]]:
-    """Where the pieces of so many bytes begin and end."""
+    """Begin and end of each piece of a group of this many bytes."""
     for start in range(0, size_bytes, PIECE_BYTES):
         yield start, min(size_bytes, start + PIECE_BYTES)
 
 
 def joined_pieces(parts: Iterable[bytes]) -> Iterator[bytes]:
-    """The bytes of `parts` in pieces of PIECE_BYTES, the last one at most so large; a piece is all that is copied."""
+    """The bytes of `parts` in pieces of PIECE_BYTES, the last one may be smaller; copies one piece at a time."""
     piece = bytearray()
     for part in parts:
         view = memoryview(part)

@@ -1,7 +1,7 @@
-"""What may be trained on by how it was sampled: the trainer computes log-probs of the distribution drawn from.
+"""Which sampling parameters can be trained on: the trainer recomputes log-probs of the distribution drawn from.
 
 They are those of softmax(logits / temperature) over the whole vocabulary, at the temperature of each prompt. A cut
-(`top_p`, `top_k`) renormalises what is left, and which tokens were left cannot be told exactly from later weights.
+(`top_p`, `top_k`) renormalises the rest, and later weights cannot tell exactly which tokens were left.
 Greedy decoding draws from no distribution at all.
 """
 
@@ -24,7 +24,7 @@ def temperature_of(sampling: types_pb2.SamplingParams) -> float:
 
 
 def check_trainable(sampling: types_pb2.SamplingParams, *, field: str = "sampling") -> None:
-    """Raises InvalidFieldError naming the field and the fix where samples drawn like this cannot be trained on."""
+    """Raise InvalidFieldError naming the field and the fix if samples drawn like this cannot be trained on."""
     if sampling.HasField("top_p") and sampling.top_p != 1.0:
         raise _refusal(f"{field}.top_p", round(sampling.top_p, 6), "unset or 1", _CUT)
     if sampling.HasField("top_k"):

@@ -104,7 +104,7 @@ def _trajectory(sample: Sample) -> types_pb2.Trajectory:
 
 
 def complete_group(group: types_pb2.TrajectoryGroup) -> types_pb2.TrajectoryGroup:
-    """The same message, with what follows from the rest of it filled in where it is not set."""
+    """The same message, with unset fields that follow from the others filled in."""
     prompt, trajectories = group.prompt, group.trajectories
     prompt.purpose = prompt.purpose or types_pb2.PURPOSE_TRAIN
     prompt.group_size = prompt.group_size or len(trajectories)

@@ -1,1 +1,1 @@
-"""What is wrong with certificates: this process's own, and those of the servers it calls."""
+"""Finds problems with certificates: this process's own, and those of the servers it calls."""

@@ -1,9 +1,9 @@
-"""Why TLS with a server fails, found by a handshake of our own: clients often see nothing but a closed connection.
+"""Finds why TLS with a server fails by a handshake of its own: clients often see only a closed connection.
 
 Promises:
-- It blocks for MAX_S at most, however slowly or wrongly the peer answers, and for as long as its name takes to resolve:
-  it is for a thread, not for an event loop.
-- It claims nothing that it has not seen: a server that cannot be reached, or is silent, has no trouble with TLS.
+- It blocks for MAX_S at most, however slowly or wrongly the peer answers, plus the time to resolve its name: run it in
+  a thread, not in an event loop.
+- It claims nothing that it has not seen: an unreachable or silent server is not a TLS problem.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from penstock.security.tls import ClientContexts
 
 MAX_S = 3.0
 FIRST_WORD_S = 1.0
-"""How long a server that says nothing after the handshake is listened to: one that refuses us hangs up at once."""
+"""How long to wait for a server that stays silent after the handshake: one that refuses us disconnects at once."""
 _GRPC = "h2"
 _PLAIN_TEXT = ("WRONG_VERSION_NUMBER", "HTTP_REQUEST", "UNEXPECTED_MESSAGE", "BAD_RECORD_TYPE")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Server:
-    """Whom to ask, and how this process speaks to it."""
+    """The server to test, and how this process connects to it."""
 
     host: str
     port: int
@@ -42,12 +42,12 @@ class Server:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Diagnosis:
-    """What a handshake showed."""
+    """The result of a handshake."""
 
     problem: str = ""
-    """What is wrong, with name and fix; empty where TLS is not to blame."""
+    """The problem, with name and fix; empty if TLS is not the cause."""
     certificate: x509.Certificate | None = None
-    """The server's, where it showed one."""
+    """The server's certificate, if it showed one."""
 
 
 def diagnose(server: Server, files: TlsFiles) -> Diagnosis:
@@ -60,7 +60,7 @@ def diagnose(server: Server, files: TlsFiles) -> Diagnosis:
     except ConfigError as error:
         return Diagnosis(problem=str(error))
     except (OSError, ValueError):
-        # Not reachable, silent, a name that is none: nothing that TLS is to blame for. UnicodeError is a ValueError.
+        # Unreachable, silent, or a malformed name: not a TLS problem. UnicodeError is a ValueError.
         return Diagnosis()
 
 
@@ -76,14 +76,14 @@ def _securely(server: Server, files: TlsFiles, deadline_s: float) -> Diagnosis:
         certificate = _shown_certificate(server, deadline_s)
         return Diagnosis(problem=_unverified(error, certificate, server, files), certificate=certificate)
     except (ssl.SSLEOFError, ssl.SSLZeroReturnError):
-        # A proxy whose server is away hangs up in the same way.
+        # A proxy whose server is away disconnects in the same way.
         return Diagnosis()
     except ssl.SSLError as error:
         return Diagnosis(problem=_failed(error, files))
 
 
 def _plainly(server: Server, files: TlsFiles, deadline_s: float) -> Diagnosis:
-    """Plain text is spoken to it: whether it expects TLS."""
+    """We connect in plain text: find out whether the server expects TLS."""
     context = _trusting_all()
     if server.is_grpc:
         context.set_alpn_protocols([_GRPC])
@@ -120,7 +120,7 @@ def _left_s(deadline_s: float) -> float:
 
 
 def _first_word(connection: ssl.SSLSocket, files: TlsFiles, deadline_s: float) -> str:
-    """With TLS 1.3 a client that is refused learns it only after its own handshake, by what it reads next."""
+    """With TLS 1.3 a refused client learns of it only after its own handshake, from its next read."""
     connection.settimeout(min(FIRST_WORD_S, _left_s(deadline_s)))
     try:
         if connection.recv(1):
@@ -147,7 +147,7 @@ def _failed(error: ssl.SSLError, files: TlsFiles) -> str:
 
 
 def _refused(alert: str, files: TlsFiles) -> str:
-    """The server hung up on our certificate: what may be wrong with that."""
+    """The server disconnected after our certificate: what may be wrong with that."""
     if files.cert_file is None:
         return (
             f"it refuses clients without a certificate{alert}; set {files.cert_variable} and {files.key_variable} to "
@@ -197,7 +197,7 @@ def _certificate(connection: ssl.SSLSocket) -> x509.Certificate | None:
 
 
 def _trusting_all() -> ssl.SSLContext:
-    """To look at what a server shows; nothing is sent over such a connection."""
+    """A context to inspect a server's certificate; nothing is sent over such a connection."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname = False
     context.verify_mode = ssl.CERT_NONE

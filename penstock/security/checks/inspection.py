@@ -1,7 +1,7 @@
-"""What is wrong with this process's certificate files, one line each: file, name and fix.
+"""Finds problems with this process's certificate files, one line each: file, name and fix.
 
-What can never work (a file that is missing, a key of another certificate) raises ConfigError where files are loaded.
-What is found here may heal while the process goes on: files are renewed, clocks are set.
+What can never work (a missing file, a key of another certificate) raises ConfigError when files are loaded. Problems
+found here may go away while the process runs: files are renewed, clocks are set.
 """
 
 from __future__ import annotations
@@ -21,33 +21,33 @@ from penstock.security.certificate_files import Loaded, TlsFiles, load
 
 LOOPBACK = "127.0.0.1"
 BACKDATED = timedelta(minutes=5)
-"""`penstock certs` makes certificates valid from so long before they are made, since clocks differ."""
+"""`penstock certs` backdates certificates by this much, since clocks differ."""
 ISSUE = "penstock certs issue"
 LATE_PART = 3
-"""In the last third of its time a certificate should have been renewed."""
+"""A certificate should have been renewed before the last third of its lifetime."""
 _MAX_NAME_CHARS = 100
 _MAX_NAMES = 6
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """Something wrong with the files; equal to the same thing found at another time."""
+    """A problem with the files; equal to the same problem found at another time."""
 
     what: str
-    """Names it."""
+    """Its identity."""
     text: str = field(compare=False)
-    """File, what is wrong with it, and the fix."""
+    """The file, the problem and the fix."""
     is_error: bool
-    """Whether connections fail by it; else they will, or only some do."""
+    """Whether connections fail because of it; else they will later, or only some do."""
 
 
 def inspect(files: TlsFiles, *, hosts: Sequence[str] = (), now: datetime | None = None) -> list[Finding]:
-    """What is wrong now.
+    """The problems found now.
 
     Args:
         files: Of this process.
-        hosts: Names and addresses under which others are told to reach this process's servers.
-        now: By this machine's clock.
+        hosts: Names and addresses under which others reach this process's servers.
+        now: The time by this machine's clock.
     """
     try:
         loaded = load(files)
@@ -57,7 +57,7 @@ def inspect(files: TlsFiles, *, hosts: Sequence[str] = (), now: datetime | None 
 
 
 def covers(certificate: x509.Certificate, host: str) -> bool:
-    """Whether its alternative names have that name or address, as clients compare them."""
+    """Whether its alternative names contain that name or address, compared as clients do."""
     names, addresses = _alternative_names(certificate)
     try:
         return ipaddress.ip_address(host) in addresses
@@ -67,7 +67,7 @@ def covers(certificate: x509.Certificate, host: str) -> bool:
 
 
 def shown_names(certificate: x509.Certificate) -> str:
-    """Its alternative names, for messages; the certificate may come from anybody."""
+    """Its alternative names, for messages; the certificate is untrusted."""
     names, addresses = _alternative_names(certificate)
     shown = [printable(str(name)) for name in (*names, *addresses)]
     rest = [f"{len(shown) - _MAX_NAMES} more"] if len(shown) > _MAX_NAMES else []
@@ -81,7 +81,7 @@ def common_name(name: x509.Name) -> str:
 
 
 def date_problem(certificate: x509.Certificate, now: datetime) -> str:
-    """That it is not valid now, and what time it is here; empty where it is."""
+    """A line saying that it is not valid now, with the local time; empty if it is."""
     clock = f"this machine's clock says {clock_time(now)}"
     if now > certificate.not_valid_after_utc:
         return f"expired at {clock_time(certificate.not_valid_after_utc)} ({clock})"
@@ -91,12 +91,12 @@ def date_problem(certificate: x509.Certificate, now: datetime) -> str:
 
 
 def clock_time(moment: datetime) -> str:
-    """A moment as people read it."""
+    """A time in readable form."""
     return moment.astimezone(UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
 
 
 def printable(text: str, *, max_chars: int = _MAX_NAME_CHARS) -> str:
-    """What somebody else wrote, safe in a line of a log."""
+    """Untrusted text, made safe for a line of a log."""
     return "".join(each if each.isprintable() else "?" for each in text[:max_chars])
 
 
@@ -125,7 +125,7 @@ def _findings(files: TlsFiles, loaded: Loaded, hosts: Sequence[str], now: dateti
 
 
 def lateness(certificate: x509.Certificate, now: datetime) -> str:
-    """That it ends soon, which whoever renews it should have prevented."""
+    """A line saying that it ends soon and should have been renewed."""
     whole = certificate.not_valid_after_utc - certificate.not_valid_before_utc
     left = certificate.not_valid_after_utc - now
     if left > max(whole - BACKDATED, timedelta()) / LATE_PART:

@@ -1,9 +1,9 @@
-"""Troubles with TLS of the servers that this process calls: looked for when a call fails, and said at *error*.
+"""TLS problems with the servers that this process calls: looked for when a call fails, and logged at *error*.
 
 Promises:
 - No call waits longer than MAX_WAIT_S for a diagnosis, and no event loop is blocked: each runs in a thread.
-- A server is asked at most once in RECHECK_S, and its trouble is logged when it changes, or every SAY_AGAIN_S.
-- At most MAX_SERVERS are known and MAX_THREADS asked at once, the least recently called are forgotten first.
+- A server is tested at most once in RECHECK_S; its problem is logged when it changes, or every SAY_AGAIN_S.
+- At most MAX_SERVERS are known and MAX_THREADS tested at once; the least recently called are evicted first.
 """
 
 from __future__ import annotations
@@ -42,25 +42,25 @@ class _Known:
 
 
 class Troubles:
-    """Of one process; use it from event loops, `trouble_with` from one at a time for each server."""
+    """The TLS problems of one process; for event loops, and `trouble_with` from one at a time per server."""
 
     def __init__(self) -> None:
         self._known: OrderedDict[str, _Known] = OrderedDict()
         self._threads = threading.BoundedSemaphore(MAX_THREADS)
 
     def note_target(self, target: str, files: TlsFiles) -> None:
-        """A channel to host:port is opened with these files."""
+        """Note that a channel to host:port is opened with these files."""
         host, _, port = target.rpartition(":")
         if port.isdecimal():
             server = Server(host=host.strip("[]"), port=int(port), uses_tls=files.ca_file is not None)
             self._note(target, server, files)
 
     async def trouble_with(self, peer: str) -> str:
-        """What is wrong with TLS to a server that a call failed at; empty where nothing is.
+        """The TLS problem with a server to which a call failed; empty if there is none.
 
         Args:
-            peer: Names it, as messages do: "broker a:7301,b:7301" are two that channels were opened to, "grpc://c:7310"
-                is one.
+            peer: Its name as in messages: "broker a:7301,b:7301" are two servers that channels were opened to,
+                "grpc://c:7310" is one.
         """
         names = self._names(peer)
         found = await asyncio.gather(*(self._ask(name) for name in names))
@@ -70,7 +70,7 @@ class Troubles:
         return "; ".join(f"{name}: {problem}" for name, problem in problems)
 
     def is_by_name(self, peer: str) -> bool:
-        """Whether one of these servers is called by a name, not by an address."""
+        """Whether one of these servers is called by name, not by address."""
         return any(not _is_address(self._known[name].server.host) for name in self._names(peer))
 
     def _names(self, peer: str) -> list[str]:
@@ -78,7 +78,7 @@ class Troubles:
         return [name for name in words if name in self._known]
 
     async def trouble_with_url(self, url: str, files: TlsFiles) -> str:
-        """The same of an HTTP server."""
+        """The same for an HTTP server."""
         try:
             parts = urlsplit(url)
             port = parts.port or (443 if parts.scheme == "https" else 80)
@@ -105,7 +105,7 @@ class Troubles:
         is_under_way = known.answer is not None and not known.answer.done()
         if not is_under_way and now_s - known.asked_s >= RECHECK_S and self._threads.acquire(blocking=False):
             known.asked_s, known.answer = now_s, Future()
-            # A daemon: resolving a name cannot be given up, and must not keep a process from ending.
+            # A daemon: resolving a name cannot be cancelled, and must not keep a process from ending.
             threading.Thread(target=self._diagnose, args=(known, known.answer), daemon=True, name="tls").start()
         if known.answer is None:
             return Diagnosis()
@@ -119,7 +119,7 @@ class Troubles:
     def _diagnose(self, known: _Known, answer: Future[Diagnosis]) -> None:
         try:
             answer.set_result(diagnose(known.server, known.files))
-        except Exception as error:  # whatever a peer brought about: it is nothing that a caller could mend
+        except Exception as error:  # errors caused by the peer: the caller cannot fix them
             answer.set_result(Diagnosis())
             _log.warning("a server's TLS could not be looked at", host=known.server.host, error=repr(error))
         finally:
@@ -127,7 +127,7 @@ class Troubles:
 
     def _say(self, name: str, known: _Known, problem: str) -> None:
         now_s = time.monotonic()
-        # What the clocks say is no news.
+        # The current time in a message is not news.
         said = re.sub(r"\d", "", problem)
         if problem and (said != known.said or now_s - known.said_s >= SAY_AGAIN_S):
             known.said, known.said_s = said, now_s
@@ -145,4 +145,4 @@ def _is_address(host: str) -> bool:
 
 
 TROUBLES = Troubles()
-"""This process's."""
+"""The instance of this process."""

@@ -1,4 +1,4 @@
-"""Says, while a process goes on, what is wrong with its certificates: at once, and again as long as it lasts."""
+"""Reports problems of a running process's certificates: at once, and repeatedly while they last."""
 
 from __future__ import annotations
 
@@ -26,23 +26,23 @@ class CertificateWatch:
 
     Args:
         files: Of this process.
-        hosts: Names and addresses under which others are told to reach its servers.
+        hosts: Names and addresses under which others reach its servers.
     """
 
     def __init__(self, files: TlsFiles, *, hosts: Sequence[str]) -> None:
         self._files, self._hosts = files, hosts
         self._said_s: dict[Finding, float] = {}
         self.findings: list[Finding] = []
-        """What was wrong at the last look."""
+        """The problems found at the last look."""
 
     async def run(self) -> None:
-        """Until cancelled."""
+        """Watch until cancelled."""
         while True:
             self.look()
             await asyncio.sleep(LOOK_EVERY_S)
 
     def look(self) -> list[Finding]:
-        """What is wrong now; said where it has not been for a while."""
+        """The problems found now; logs those not logged for a while."""
         now_s = asyncio.get_running_loop().time()
         findings = self.findings = inspect(self._files, hosts=self._hosts)
         self._said_s = {one: said_s for one, said_s in self._said_s.items() if one in findings}
