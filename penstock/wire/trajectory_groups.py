@@ -25,6 +25,7 @@ from penstock.wire.codec import (
     float32_bytes,
     int32_array,
     int32_bytes,
+    int64_array,
 )
 
 Ints = Sequence[int] | Int32
@@ -92,6 +93,7 @@ def _trajectory(sample: Sample) -> types_pb2.Trajectory:
     truncated, stopped = types_pb2.FINISH_REASON_LENGTH, types_pb2.FINISH_REASON_STOP
     versions = np.broadcast_to(np.asarray(sample.policy_version, np.int64), len(sample.token_ids))
     return types_pb2.Trajectory(
+        num_leases=1,
         token_ids=int32_bytes(sample.token_ids),
         behavior_logprobs=float32_bytes(sample.logprobs),
         policy_versions=encode_versions(versions),
@@ -104,21 +106,20 @@ def _trajectory(sample: Sample) -> types_pb2.Trajectory:
 
 
 def complete_group(group: types_pb2.TrajectoryGroup) -> types_pb2.TrajectoryGroup:
-    """The same message, with unset fields that follow from the others filled in."""
+    """The same message, with unset fields that follow from others filled in. Raises InvalidFieldError."""
     prompt, trajectories = group.prompt, group.trajectories
     prompt.purpose = prompt.purpose or types_pb2.PURPOSE_TRAIN
     prompt.group_size = prompt.group_size or len(trajectories)
     for index, trajectory in enumerate(trajectories):
         if not trajectory.key.group_id:
             trajectory.key.group_id, trajectory.key.sample_index = prompt.group_id, index
-        trajectory.num_leases = trajectory.num_leases or 1
-        trajectory.finish_reason = trajectory.finish_reason or types_pb2.FINISH_REASON_STOP
         if trajectory.score.HasField("value"):
             trajectory.score.status = trajectory.score.status or types_pb2.SCORE_STATUS_OK
-        versions = np.frombuffer(trajectory.policy_versions.versions, "<i8")
+        versions = int64_array(trajectory.policy_versions.versions, "policy_versions.versions")
         if versions.size and not trajectory.max_policy_version:
             trajectory.min_policy_version, trajectory.max_policy_version = int(versions.min()), int(versions.max())
-    group.min_policy_version = min((each.min_policy_version for each in trajectories), default=0)
+    oldest = min((each.min_policy_version for each in trajectories), default=0)
+    group.min_policy_version = group.min_policy_version or oldest
     return group
 
 

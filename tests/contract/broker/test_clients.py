@@ -192,14 +192,21 @@ async def test_what_a_message_states_stays_and_what_it_leaves_out_is_filled_in()
     bare = types_pb2.TrajectoryGroup.FromString(stated.SerializeToString())
     bare.prompt.purpose, bare.prompt.group_size = types_pb2.PURPOSE_UNSPECIFIED, 0
     for trajectory in bare.trajectories:
-        for name in ("key", "num_leases", "finish_reason", "min_policy_version", "max_policy_version"):
+        for name in ("key", "min_policy_version", "max_policy_version"):
             trajectory.ClearField(name)
         trajectory.score.ClearField("status")
+    bare.ClearField("min_policy_version")
+    wrong = types_pb2.TrajectoryGroup.FromString(stated.SerializeToString())
+    wrong.prompt.group_id, wrong.min_policy_version = "wrong", 1
+    for trajectory in wrong.trajectories:
+        trajectory.key.group_id = "wrong"
     async with serving(MemoryStore()) as broker:
         await broker.open()
         async with BrokerClient(broker.channel).producer(RUN) as producer:
             await producer.put([stated, bare])
+            [refusal] = (await producer.store([wrong])).refused
     assert (stated, bare) == (before, before)
+    assert "min_policy_version: 1" in refusal.message
 
 
 async def test_a_consumer_acknowledges_groups_and_versions_are_not_its_business(store: Store) -> None:
