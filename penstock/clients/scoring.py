@@ -35,7 +35,6 @@ RECEIPT_LIMIT_S = 30.0
 # Renewals come at a third of a lease's life, inside these bounds.
 _LEAST_RENEWAL_S, _MOST_RENEWAL_S = 0.5, 5.0
 _MOST_BETWEEN_CONNECTS_S = 1.5
-_REPEAT_LOG_AFTER_S = 30.0
 
 _log = get_logger()
 
@@ -45,9 +44,7 @@ class ScoringCounters:
     """What happened so far."""
 
     num_leased: int = 0
-    num_accepted: int = 0
     num_lost: int = 0
-    num_connects: int = 0
 
 
 @dataclass(slots=True)
@@ -86,7 +83,6 @@ class ScoringSession:
         self._hello = broker_pb2.RewardHello(run_id=run_id, worker_id=worker_id)
         self._max_leases = min(max_leases, MAX_LEASES)
         self._monotonic_s = monotonic_s
-        self._notice = _Notice(self._stream.peer, run_id, monotonic_s)
         self._held: dict[str, _Held] = {}
         self._waiting: asyncio.Queue[str] = asyncio.Queue()  # bounded by the credits given
         self._changed = asyncio.Event()
@@ -141,19 +137,16 @@ class ScoringSession:
         return self.num_held
 
     def _on_end(self, error: PenstockError | None) -> None:
-        if error is None or isinstance(error, RunClosedError):
-            self._forget_all()
-            self._notice.closed()
-            self.outage.answered()
-            return
-        if isinstance(error, UnknownRunError):
+        if error is None or isinstance(error, (RunClosedError, UnknownRunError)):
             self._forget_all()
             self.outage.answered()
         elif not error.is_retryable and error.reason != "INTERNAL":
             raise error
         else:
             self.outage.failed(error)
-        self._notice.failed(error)
+        if self._stream.is_news:
+            reason = "the broker ended the stream" if error is None else str(error)
+            _log.info("waiting for broker and run", peer=self._stream.peer, run_id=self._hello.run_id, reason=reason)
 
     async def _follow(self, stub: BrokerServiceAsyncStub) -> None:
         self._credit_total = self._max_leases - len(self._held)
@@ -163,9 +156,8 @@ class ScoringSession:
         await self._stream.converse(call, self._requests(), self._receive, max_silence_s=SILENCE_LIMIT_S)
 
     def _receive(self, response: broker_pb2.StreamScoringResponse) -> None:
-        if self._notice.connected():
-            self.counters.num_connects += 1
-        self.counters.num_accepted += sum(self._forget(lease_id) for lease_id in response.accepted_lease_ids)
+        for lease_id in response.accepted_lease_ids:
+            self._forget(lease_id)
         self.counters.num_lost += sum(self._forget(lease_id) for lease_id in response.lost_lease_ids)
         for lease in response.leases:
             if lease.lease_id in self._held:
@@ -254,39 +246,6 @@ class ScoringSession:
             self._emptied.clear()
         else:
             self._emptied.set()
-
-
-class _Notice:
-    """Logs what changed once, and again only while it lasts."""
-
-    def __init__(self, peer: str, run_id: str, monotonic_s: Callable[[], float]) -> None:
-        self._context = {"peer": peer, "run_id": run_id}
-        self._monotonic_s = monotonic_s
-        self._is_connected = False
-        self._last = ""
-        self._said_at_s = 0.0
-
-    def connected(self) -> bool:
-        """Whether this is the first sign of life of a stream."""
-        was_connected, self._is_connected = self._is_connected, True
-        if not was_connected:
-            self._say("scoring stream is up")
-        return not was_connected
-
-    def closed(self) -> None:
-        self._is_connected = False
-        self._say("run is closed; waiting in case it is opened again")
-
-    def failed(self, error: PenstockError) -> None:
-        self._is_connected = False
-        self._say("waiting for broker and run", reason=error.reason, error=str(error))
-
-    def _say(self, event: str, **details: str) -> None:
-        now_s = self._monotonic_s()
-        text = event + details.get("reason", "")
-        if text != self._last or now_s - self._said_at_s > _REPEAT_LOG_AFTER_S:
-            _log.info(event, **self._context, **details)
-            self._last, self._said_at_s = text, now_s
 
 
 def _renewal_s(lease: broker_pb2.ScoringLease) -> float:
