@@ -84,3 +84,21 @@ def test_an_extension_touches_three_files_at_most_and_has_a_toy_one():
         ]
         assert len(touched) <= MAX_TOUCHED, name
         assert (ROOT / toy.strip("`")).is_file(), name
+
+
+def anchors_of(path):
+    """What the headings of a page can be linked by."""
+    headings = re.findall(r"^#+ (.*)$", path.read_text(encoding="utf-8"), flags=re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def test_every_link_leads_somewhere():
+    pages = [ROOT / "README.md", ROOT / "examples" / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+    broken = []
+    for page in pages:
+        for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text(encoding="utf-8")):
+            name, _, anchor = target.partition("#")
+            path = (page.parent / name).resolve() if name else page
+            if not path.is_file() or (anchor and anchor not in anchors_of(path)):
+                broken.append((page.name, target))
+    assert not broken
