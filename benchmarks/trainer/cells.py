@@ -16,7 +16,7 @@ from services.trainer.config import TrainingConfig
 from services.trainer.model.backend import Backend
 from services.trainer.run.context import Policy
 from services.trainer.run.policy_loading import load_policy
-from services.trainer.step.optimizer_steps import Lesson, split
+from services.trainer.step.passes import LossItem, split
 from services.trainer.step.step import TrainingStep
 from services.trainer.step.step_settings import step_settings
 
@@ -127,23 +127,23 @@ def _plain_step(policy: Policy, config: TrainingConfig, version: int, groups: Gr
     """Advantages, gradient, optimiser step: what `TrainingStep` comes to when nothing is late, odd or left out."""
     backend: Backend = policy.backend
     assert config.algorithm.definition.group_advantages is not None
-    lessons = []
+    items = []
     for group in groups:
         rewards = np.array([sample.reward for sample in group], dtype=np.float64)
         credits = config.algorithm.definition.group_advantages(rewards)
-        lessons += [_lesson(sample, credit) for sample, credit in zip(group, credits, strict=True)]
+        items += [_loss_item(sample, credit) for sample, credit in zip(group, credits, strict=True)]
     num_minibatches = config.algorithm.num_minibatches
-    for minibatch in [lessons] if num_minibatches == 1 else split(lessons, num_minibatches=num_minibatches):
-        trajectories = [lesson.trajectory for lesson in minibatch if lesson.trajectory is not None]
+    for minibatch in [items] if num_minibatches == 1 else split(items, num_minibatches=num_minibatches):
+        trajectories = [item.trajectory for item in minibatch if item.trajectory is not None]
         for pack in pack_trajectories(trajectories, max_pack_tokens=config.trainer.tokens_per_pack):
             backend.forward_backward(pack)
-        backend.optimizer_step(divisor=sum(lesson.num_loss_tokens for lesson in minibatch))
+        backend.optimizer_step(divisor=sum(item.num_loss_tokens for item in minibatch))
     return {}
 
 
-def _lesson(sample: TrainingSample, credit: float) -> Lesson:
+def _loss_item(sample: TrainingSample, credit: float) -> LossItem:
     trajectory = trajectory_of(sample, credit)
-    return Lesson(
+    return LossItem(
         group_id=sample.group_id,
         num_tokens=trajectory.token_ids.size,
         num_loss_tokens=sample.completion_token_ids.size,

@@ -30,7 +30,8 @@ from services.trainer.batches.training_sample import TrainingSample
 from services.trainer.config import OptimizerConfig
 from services.trainer.distributed.rank_backend import RankBackend
 from services.trainer.model.model_loading import ModelSettings
-from services.trainer.step.step import StepReport, TrainingStep
+from services.trainer.step.step import TrainingStep
+from services.trainer.step.step_report import StepReport
 from services.trainer.step.step_settings import StepSettings
 
 GROUP_SIZE, NUM_GROUPS, GROUPS_AT_ONCE = 8, 32, 2

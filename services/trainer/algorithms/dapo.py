@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from services.trainer.algorithms.base import Algorithm, Clip, Normalization
 from services.trainer.algorithms.grpo import group_advantages
-from services.trainer.algorithms.surrogates import clipped
+from services.trainer.algorithms.terms.surrogates import clipped
 
 # Source: DAPO (arXiv 2503.14476) eqs. 8, 10 and 12: clip-higher with 0.28, one mean over all tokens.
 DAPO = Algorithm(

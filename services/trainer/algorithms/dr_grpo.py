@@ -6,7 +6,7 @@ import numpy as np
 
 from services.trainer.algorithms.base import Advantages, Algorithm, Clip, Normalization, Rewards
 from services.trainer.algorithms.grpo import centered_rewards
-from services.trainer.algorithms.surrogates import clipped
+from services.trainer.algorithms.terms.surrogates import clipped
 
 
 def group_advantages(rewards: Rewards) -> Advantages:

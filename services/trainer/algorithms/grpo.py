@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from services.trainer.algorithms.base import Advantages, Algorithm, Clip, Normalization, Rewards
-from services.trainer.algorithms.surrogates import clipped
+from services.trainer.algorithms.terms.surrogates import clipped
 
 EPS = 1e-6
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from services.trainer.algorithms.base import Algorithm, Clip, Normalization
-from services.trainer.algorithms.surrogates import clipped
+from services.trainer.algorithms.terms.surrogates import clipped
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -15,7 +15,8 @@ import structlog
 from penstock.process.tasks import uninterrupted
 from services.trainer.checkpoints import checkpoint
 from services.trainer.checkpoints.checkpoint import ResumeState, Saving
-from services.trainer.compute.compute_thread import ComputeThread, InterruptibleBackend
+from services.trainer.compute.compute_thread import ComputeThread
+from services.trainer.model.backend import Backend
 
 _log = structlog.get_logger()
 
@@ -41,11 +42,11 @@ class Checkpoints:
         self._writing_step: int | None = None
         self._failed = asyncio.Event()
 
-    async def load_latest(self, backend: InterruptibleBackend) -> ResumeState | None:
+    async def load_latest(self, backend: Backend) -> ResumeState | None:
         """See `checkpoint.load_latest`."""
         return await self._compute.run(checkpoint.load_latest, self.root, backend=backend)
 
-    async def begin(self, backend: InterruptibleBackend, state: ResumeState) -> None:
+    async def begin(self, backend: Backend, state: ResumeState) -> None:
         """Copy what there is and begin to write it, unless that step has or is getting a checkpoint.
 
         Raises:

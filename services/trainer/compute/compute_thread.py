@@ -4,8 +4,8 @@ Promises:
 
 - Calls run one after the other, in the order they were made; a backend never sees two at once.
 - Cancelling a caller does not leave its call running unnoticed: the caller ends only when the call has.
-- After `interrupt`, a forward pass that has not begun raises InterruptedComputeError instead: a stop waits for at most
-  one pack; but once the first of several optimiser steps of a batch was taken, for the others too.
+- A forward pass that has not begun when its `Interrupt` is set raises InterruptedComputeError instead: a stop waits for
+  at most one pack; but once the first of several optimiser steps of a batch was taken, for the others too.
 """
 
 from __future__ import annotations
@@ -13,21 +13,12 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
-from pathlib import Path
-from typing import TYPE_CHECKING, ParamSpec, TypeVar
-
-import numpy as np
-import numpy.typing as npt
+from concurrent.futures import ThreadPoolExecutor
+from typing import ParamSpec, TypeVar
 
 from penstock.clock import Clock
-from penstock.model.adapter_layout import AdapterSpec
 from penstock.process.tasks import uninterrupted
-from services.trainer.batches.packing import Pack
-from services.trainer.model.backend import Backend, BackendError, LossTotals, StepMetrics, TokenScores
-
-if TYPE_CHECKING:
-    from torch import Tensor
+from services.trainer.model.backend import BackendError
 
 _Parameters = ParamSpec("_Parameters")
 _Result = TypeVar("_Result")
@@ -68,88 +59,17 @@ class ComputeThread:
         self._executor.shutdown(wait=True, cancel_futures=True)
 
 
-class InterruptibleBackend:
-    """A `Backend` whose forward passes can be called off from another thread; otherwise it only passes calls on."""
+class Interrupt:
+    """Calls forward passes off: `set` from any thread, `check` before each of them."""
 
-    def __init__(self, backend: Backend) -> None:
-        self._backend = backend
-        self._is_interrupted = threading.Event()
-        self._is_between_steps = False
+    def __init__(self) -> None:
+        self._event = threading.Event()
 
-    def interrupt(self) -> None:
+    def set(self) -> None:
         """Let no further forward pass begin."""
-        self._is_interrupted.set()
+        self._event.set()
 
-    @property
-    def vocab_size(self) -> int:
-        """See `Backend`."""
-        return self._backend.vocab_size
-
-    @property
-    def max_sequence_length(self) -> int:
-        """See `Backend`."""
-        return self._backend.max_sequence_length
-
-    @property
-    def adapter(self) -> AdapterSpec | None:
-        """See `Backend`."""
-        return self._backend.adapter
-
-    @property
-    def shares(self) -> tuple[float, ...]:
-        """See `Backend`."""
-        return self._backend.shares
-
-    def forward_backward(self, *packs: Pack | None) -> LossTotals:
-        """See `Backend`; raises InterruptedComputeError after `interrupt`."""
-        self._stop_if_interrupted()
-        return self._backend.forward_backward(*packs)
-
-    def forward_logprobs(self, pack: Pack) -> npt.NDArray[np.float32]:
-        """See `Backend`; raises InterruptedComputeError after `interrupt`."""
-        self._stop_if_interrupted()
-        return self._backend.forward_logprobs(pack)
-
-    def reference_logprobs(self, pack: Pack) -> npt.NDArray[np.float32]:
-        """See `Backend`; raises InterruptedComputeError after `interrupt`."""
-        self._stop_if_interrupted()
-        return self._backend.reference_logprobs(pack)
-
-    def token_scores(self, pack: Pack, *, with_log_ratios: bool) -> TokenScores:
-        """See `Backend`; raises InterruptedComputeError after `interrupt`."""
-        self._stop_if_interrupted()
-        return self._backend.token_scores(pack, with_log_ratios=with_log_ratios)
-
-    def refresh_reference(self) -> None:
-        """See `Backend`."""
-        self._backend.refresh_reference()
-
-    def optimizer_step(self, *, divisor: int, is_last: bool = True) -> StepMetrics:
-        """See `Backend`."""
-        metrics = self._backend.optimizer_step(divisor=divisor, is_last=is_last)
-        self._is_between_steps = not is_last
-        return metrics
-
-    def discard_gradients(self) -> None:
-        """See `Backend`."""
-        self._backend.discard_gradients()
-
-    def close(self) -> None:
-        """See `Backend`."""
-        self._backend.close()
-
-    def state_tensors(self) -> dict[str, Tensor]:
-        """See `Backend`."""
-        return self._backend.state_tensors()
-
-    def save(self, directory: Path) -> Future[None]:
-        """See `Backend`."""
-        return self._backend.save(directory)
-
-    def load(self, directory: Path) -> None:
-        """See `Backend`."""
-        self._backend.load(directory)
-
-    def _stop_if_interrupted(self) -> None:
-        if self._is_interrupted.is_set() and not self._is_between_steps:
+    def check(self) -> None:
+        """Raises InterruptedComputeError once it is set."""
+        if self._event.is_set():
             raise InterruptedComputeError("the run is being stopped")

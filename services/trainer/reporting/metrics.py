@@ -29,7 +29,7 @@ from prometheus_client import Counter, Gauge, Histogram
 
 from services.trainer.batches.training_sample import TrainingSample
 from services.trainer.reporting.stall_timer import Cause
-from services.trainer.step.step import StepReport
+from services.trainer.step.step_report import StepReport
 
 STEPS = Counter("penstock_trainer_steps", "Optimiser steps taken")
 SAMPLES = Counter("penstock_trainer_samples", "Samples trained on")

@@ -17,8 +17,9 @@ import structlog
 from penstock.process.tasks import end, run_beside
 from penstock.v1 import trainer_pb2
 from services.trainer.batches.replay_buffer import ReplayBuffer
-from services.trainer.compute.compute_thread import ComputeThread, InterruptibleBackend
+from services.trainer.compute.compute_thread import ComputeThread, Interrupt
 from services.trainer.data.prompt_order import EncodedPrompt, PromptStream
+from services.trainer.model.backend import Backend
 from services.trainer.publishing.publisher import WeightPublisher
 from services.trainer.reporting.events import RunEvents
 from services.trainer.reporting.metrics import JsonLines, Line
@@ -43,7 +44,8 @@ class RunSession:
 
     context: RunContext
     compute: ComputeThread
-    backend: InterruptibleBackend
+    backend: Backend
+    interrupt: Interrupt
     meter: OverlapMeter
     publisher: WeightPublisher
     events: RunEvents
@@ -119,6 +121,7 @@ class RunSession:
             context=self.context,
             compute=self.compute,
             backend=self.backend,
+            interrupt=self.interrupt,
             hooks=hooks,
             replay=replay,
         )
@@ -205,6 +208,6 @@ def _ignore(_num_samples: int) -> None:
     """Nobody here replaces what others put."""
 
 
-def _copied(backend: InterruptibleBackend) -> dict[str, Tensor]:
+def _copied(backend: Backend) -> dict[str, Tensor]:
     """The weights, on the CPU, in memory of their own: the next step changes the backend's in place."""
     return {name: tensor.cpu().clone().contiguous() for name, tensor in backend.state_tensors().items()}

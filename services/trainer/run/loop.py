@@ -37,14 +37,16 @@ from penstock.process.tasks import uninterrupted
 from penstock.v1 import types_pb2
 from services.trainer.batches.group_decoder import training_samples
 from services.trainer.batches.training_sample import TrainingSample
-from services.trainer.compute.compute_thread import ComputeThread, InterruptibleBackend
-from services.trainer.model.backend import NonFiniteError
+from services.trainer.compute.compute_thread import ComputeThread, Interrupt
+from services.trainer.model.backend import Backend, NonFiniteError
 from services.trainer.reporting.metrics import SKIPPED_STEPS, Line, StepTimes, count_step, step_line
 from services.trainer.reporting.stall_timer import Cause, WaitMeter
 from services.trainer.run.context import RunContext
 from services.trainer.run.replay_feed import ReplayFeed
 from services.trainer.run.stall_watch import Silence
-from services.trainer.step.step import MicrobatchReport, SkipReason, StepReport, TrainingStep
+from services.trainer.step.sample_filter import SkipReason
+from services.trainer.step.step import MicrobatchReport, TrainingStep
+from services.trainer.step.step_report import StepReport
 from services.trainer.step.step_settings import step_settings
 
 CONSUMER_ID = "trainer-0"
@@ -98,13 +100,15 @@ class StepLoop:
         *,
         context: RunContext,
         compute: ComputeThread,
-        backend: InterruptibleBackend,
+        backend: Backend,
+        interrupt: Interrupt,
         hooks: StepHooks,
         replay: ReplayFeed | None = None,
     ) -> None:
         self._context = context
         self._compute = compute
         self._backend = backend
+        self._interrupt = interrupt
         self._hooks = hooks
         self._replay = replay
         self._received: deque[types_pb2.TrajectoryGroup] = deque()
@@ -154,7 +158,8 @@ class StepLoop:
         """A step that begins with the groups in `kept`; what another attempt is to begin with, None after the step."""
         config, version = self._context.config, self._context.progress.policy_version
         settings = step_settings(config, policy_version=version)
-        open_step = _OpenStep(step=TrainingStep(self._backend, settings), num_skipped=num_skipped)
+        step = TrainingStep(self._backend, settings, check=self._interrupt.check)
+        open_step = _OpenStep(step=step, num_skipped=num_skipped)
         try:
             await self._fill(open_step, kept)
             async with self._context.version_lock:

@@ -33,11 +33,11 @@ from penstock.security import Security
 from penstock.v1 import broker_pb2, trainer_pb2
 from services.trainer.checkpoints.checkpoint import CheckpointFormatError
 from services.trainer.checkpoints.checkpoint_writer import Checkpoints
-from services.trainer.compute.compute_thread import ComputeThread, InterruptedComputeError, InterruptibleBackend
+from services.trainer.compute.compute_thread import ComputeThread, Interrupt, InterruptedComputeError
 from services.trainer.config import TrainingConfig
 from services.trainer.data.prompt_order import PromptSet, load_prompts
 from services.trainer.folders.run_instance import RunInstance, new_instance, new_owner_id, read_instance, write_instance
-from services.trainer.model.backend import BackendError
+from services.trainer.model.backend import Backend, BackendError
 from services.trainer.publishing.publisher import WeightPublisher
 from services.trainer.publishing.version_store import WeightStore
 from services.trainer.reporting.events import RunEvents
@@ -87,6 +87,7 @@ class TrainingRun:
         self._load_policy = load_policy
         self._security = security
         self._stop = asyncio.Event()
+        self._interrupt = Interrupt()
         self._is_drained = False
         self.outcome: trainer_pb2.RunOutcome.ValueType = trainer_pb2.RUN_OUTCOME_UNSPECIFIED
         """How it ended; known when `run` has returned."""
@@ -116,8 +117,8 @@ class TrainingRun:
         self._trackers = Trackers({})
         self.broker_outage: Outage | None = None
         """Whether the broker is away; None before it was first asked for anything."""
-        self._backend: InterruptibleBackend | None = None
-        self._opened: InterruptibleBackend | None = None
+        self._backend: Backend | None = None
+        self._opened: Backend | None = None
         self._progress = Progress()
         self._owner = broker_pb2.RunOwner(owner_id=new_owner_id())
         self._num_skipped_rows = 0
@@ -134,8 +135,7 @@ class TrainingRun:
         """
         self._is_drained = is_drain and (self._is_drained or not self._stop.is_set())
         self._stop.set()
-        if self._backend is not None:
-            self._backend.interrupt()
+        self._interrupt.set()
 
     async def stopped_within(self, timeout_s: float) -> bool:
         """Whether a stop was requested, or is within that time."""
@@ -228,7 +228,7 @@ class TrainingRun:
         await self._check_not_replaced()
         self.events.change_state(trainer_pb2.TRAINER_STATE_STARTING, f"loading {config.model.path}")
         policy = await self._compute.run(self._load_policy, config)
-        backend = self._opened = InterruptibleBackend(policy.backend)
+        backend = self._opened = policy.backend
         train, held_out = await self._compute.run(self._load_data, policy)
         self._num_skipped_rows = sum(prompts.num_skipped for prompts in (train, held_out) if prompts is not None)
         await self._restore(backend)
@@ -241,6 +241,7 @@ class TrainingRun:
                 context=self._context(client),
                 compute=self._compute,
                 backend=backend,
+                interrupt=self._interrupt,
                 meter=self._meter,
                 publisher=self._publisher,
                 events=self.events,
@@ -323,7 +324,7 @@ class TrainingRun:
         wanted = held_out.prompts[: config.run.num_eval_prompts]
         return train, PromptSet(prompts=wanted, num_skipped=held_out.num_skipped)
 
-    async def _restore(self, backend: InterruptibleBackend) -> None:
+    async def _restore(self, backend: Backend) -> None:
         """Go on from the newest complete checkpoint, if that is asked for and there is one."""
         known = await asyncio.to_thread(read_instance, self.spec.run_dir) if self.spec.resume else None
         state = await self._checkpoints.load_latest(backend) if self.spec.resume else None

@@ -4,12 +4,12 @@ Invariants:
 - Credit uses exactly the samples that are trained on; which groups came together changes nothing but rounding.
 - Where credit needs more than rewards (a critic's values, a KL to the reference), one forward pass without gradient is
   made over samples as they come. Where it waits for the whole step, so are the passes that the later gradient compares
-  with (`early_scores`).
+  with (`prior_logprobs`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -22,7 +22,7 @@ from services.trainer.algorithms.terms.overlong import overlong_penalties
 from services.trainer.batches.packing import Trajectory, full_enough, pack_trajectories
 from services.trainer.batches.training_sample import TrainingSample, trajectory_of
 from services.trainer.model.backend import Backend
-from services.trainer.step.prior_logprobs import EarlyScores
+from services.trainer.step.prior_logprobs import PriorLogprobs
 from services.trainer.step.step_settings import StepSettings
 
 DISCOUNT = 1.0
@@ -51,20 +51,23 @@ class _Scored:
     """float64[L], the critic's; zeros without one."""
 
 
-class Creditor:
-    """Gives the samples of one step their credit."""
+class AdvantageEstimator:
+    """Gives the samples of one step their advantages; `check` is called before each forward pass, and may raise."""
 
-    def __init__(self, backend: Backend, settings: StepSettings) -> None:
+    def __init__(
+        self, backend: Backend, settings: StepSettings, *, prior: PriorLogprobs, check: Callable[[], None]
+    ) -> None:
         self._backend = backend
         self._settings = settings
-        self._early = EarlyScores(backend, settings)
+        self._prior = prior
+        self._check = check
         self._arrived: list[_Scored] = []
-        """Their early scores wait for a full pack."""
+        """Their prior log-probs wait for a full pack."""
         self._held: list[_Scored] = []
         self.num_zero_advantage_groups = 0
         """Groups whose credit was zero throughout, as far as credit is given by groups."""
 
-    def credit(self, groups: Sequence[Sequence[TrainingSample]]) -> list[CreditedSample]:
+    def add(self, groups: Sequence[Sequence[TrainingSample]]) -> list[CreditedSample]:
         """Takes the samples of whole groups, none empty; returns those whose credit does not wait for the step's end.
 
         Raises:
@@ -82,12 +85,12 @@ class Creditor:
             self.num_zero_advantage_groups += not credits.any()
             credited += _with_credits(siblings, credits)
         if self._arrived:
-            self._score_early(is_last=False)
+            self._score_prior(is_last=False)
         return credited
 
-    def credit_rest(self) -> list[CreditedSample]:
+    def rest(self) -> list[CreditedSample]:
         """The samples whose credit depends on the whole step."""
-        self._score_early(is_last=True)
+        self._score_prior(is_last=True)
         held, self._held = self._held, []
         algorithm = self._settings.algorithm
         if not held:
@@ -96,13 +99,13 @@ class Creditor:
             return _with_credits(held, algorithm.step_advantages(_penalised(held)))
         return self._by_critic(held)
 
-    def _score_early(self, *, is_last: bool) -> None:
+    def _score_prior(self, *, is_last: bool) -> None:
         """What the gradient will be compared with, of packs that are full or the last ones."""
         due, self._arrived = self._arrived, []
-        if self._early.is_needed and not is_last:
+        if self._prior.is_needed and not is_last:
             lengths = [int(scored.blank.token_ids.size) for scored in due]
             due, self._arrived = full_enough(due, lengths=lengths, capacity=self._settings.max_pack_tokens)
-        trajectories = self._early.of([scored.blank for scored in due])
+        trajectories = self._prior.of([scored.blank for scored in due])
         self._held += [replace(scored, blank=trajectory) for scored, trajectory in zip(due, trajectories, strict=True)]
 
     def _scored(self, samples: Sequence[TrainingSample]) -> list[_Scored]:
@@ -132,6 +135,7 @@ class Creditor:
         if not self._settings.algorithm.has_critic and coefficient == 0.0:
             return values, token_kl
         for pack in pack_trajectories(blanks, max_pack_tokens=self._settings.max_pack_tokens):
+            self._check()
             scores = self._backend.token_scores(pack, with_log_ratios=coefficient > 0.0)
             if scores.values is not None:
                 for member, of_member in pack.by_member(scores.values):

@@ -6,7 +6,7 @@ them are there before that step, and the rest of the batch is still being genera
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -19,12 +19,13 @@ from services.trainer.step.step_settings import StepSettings
 Logprobs = npt.NDArray[np.float32]
 
 
-class EarlyScores:
-    """Those that a step's settings ask for."""
+class PriorLogprobs:
+    """Those that a step's settings ask for; `check` is called before each pass, and may raise to call it off."""
 
-    def __init__(self, backend: Backend, settings: StepSettings) -> None:
+    def __init__(self, backend: Backend, settings: StepSettings, *, check: Callable[[], None]) -> None:
         self._backend = backend
         self._settings = settings
+        self._check = check
         self.is_needed = settings.needs_proximal or settings.needs_reference
 
     def of(self, trajectories: Sequence[Trajectory]) -> list[Trajectory]:
@@ -41,10 +42,12 @@ class EarlyScores:
         )
         for pack in packs:
             if self._settings.needs_proximal:
+                self._check()
                 for member, logprobs in pack.by_member(self._backend.forward_logprobs(pack)):
                     trajectory = scored[blank[member]]
                     scored[blank[member]] = replace(trajectory, proximal_logprobs=_spread(logprobs, trajectory))
             if self._settings.needs_reference:
+                self._check()
                 for member, logprobs in pack.by_member(self._backend.reference_logprobs(pack)):
                     trajectory = scored[blank[member]]
                     scored[blank[member]] = replace(trajectory, reference_logprobs=_spread(logprobs, trajectory))

@@ -3,59 +3,51 @@
     open --add_groups--> open --finish---> closed   (the optimiser steps of the batch were taken, one or several)
                          open --abandon--> closed   (gradients discarded, nothing changed)
 
+    one optimiser step    add: forward and backward as packs fill     finish: the rest, one optimiser step
+    several, on           add: log-probs that gradients are taken     finish: the rest, then for each minibatch
+    minibatches                against, as packs fill                         forward, backward, optimiser step
+
 Invariants:
-- A sample is trained on only if it is scored, well formed, within the staleness bound and its group is new to this
-  step; whatever is left out is named with its reason, never silently dropped.
+- What is trained on is decided by `SampleFilter`.
 - Advantages use exactly the samples of the group (for some algorithms: of the step) that are trained on. Where they use
   the step, the forward passes are made in `finish`.
-- Forward passes begin with the first pack that fills; what does not fill one waits for the next groups or for `finish`.
+- A pass waits until its pack is nearly full, or until the batch is whole.
 - The gradient of an optimiser step is that of all its tokens at once, however the groups were split over `add_groups`
-  calls.
+  calls. Proximal log-probs are those of the weights with which the batch began.
+- A sample is in exactly one minibatch, with all others of its group. Minibatches depend on what is in the batch, not on
+  the order in which it came.
 - A zero advantage contributes nothing to the gradient when no KL term does, so such samples skip the forward pass but
   count as trained: the same update for less work. Loss metrics then cover the other samples' tokens only.
-- A backend error closes the step. Where a number is not finite nothing has changed, and it names the groups that may be
-  at fault: those of the packs of that forward pass, or all of the optimiser step where only the summed gradient shows
-  it. After the first of several optimiser steps it is a PartialStepError instead: training must not go on from there.
-  Calling off, which `compute.py` does, never falls between them.
+- A backend error closes the step. Where a number is not finite nothing has changed, and the error names the groups that
+  may be at fault: those of the packs of that forward pass, or all of the optimiser step where only the summed gradient
+  shows it. After the first of several optimiser steps it is a PartialStepError instead: training must not go on from
+  there. `check` is not called between them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from enum import StrEnum
-from functools import partial
-from typing import TypeVar
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 
-import numpy as np
-
-from services.trainer.batches.packing import Trajectory
-from services.trainer.batches.training_sample import TrainingSample, is_well_formed
-from services.trainer.model.backend import Backend, BackendError, StepMetrics
-from services.trainer.step.advantages import CreditedSample, Creditor
-from services.trainer.step.optimizer_steps import Lesson, updates_of
+from services.trainer.algorithms.base import divisor
+from services.trainer.batches.packing import full_enough
+from services.trainer.batches.training_sample import TrainingSample
+from services.trainer.model.backend import (
+    Backend,
+    BackendError,
+    NonFiniteError,
+    NonFiniteGradientError,
+    PartialStepError,
+    StepMetrics,
+)
+from services.trainer.step.advantages import AdvantageEstimator, CreditedSample
+from services.trainer.step.passes import LossItem, Passes, split, trajectories_of
+from services.trainer.step.prior_logprobs import PriorLogprobs
+from services.trainer.step.sample_filter import SampleFilter, SkippedSample
+from services.trainer.step.step_report import StepCounts, StepReport
 from services.trainer.step.step_settings import StepSettings
-
-_Result = TypeVar("_Result")
-
-
-class SkipReason(StrEnum):
-    """Why a sample was not trained on."""
-
-    UNSCORED = "unscored"
-    STALE = "stale"
-    MALFORMED = "malformed"
-    TOO_LONG = "too_long"
-    DUPLICATE = "duplicate"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SkippedSample:
-    """A sample that was left out."""
-
-    group_id: str
-    sample_index: int
-    reason: SkipReason
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,42 +61,6 @@ class MicrobatchReport:
     skipped: tuple[SkippedSample, ...]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepReport:
-    """One finished step."""
-
-    optimizer: StepMetrics
-    num_groups: int
-    """Groups with at least one trained sample."""
-    num_samples: int
-    """Samples trained on, those with zero advantage included."""
-    num_prompt_tokens: int
-    num_completion_tokens: int
-    num_loss_tokens: int
-    """Completion tokens that the loss covers, of skipped zero advantages and of replayed samples too."""
-    num_replayed_samples: int
-    """Trained on before and again here; left out of all other numbers of samples, rewards and staleness."""
-    replayed_staleness_max: int
-    """In versions, by their oldest token; 0 without any."""
-    num_forward_tokens: int
-    """Tokens that went through the model for gradients: prompts included, skipped zero advantages not."""
-    num_packs: int
-    pack_fill: float | None
-    """How full the packs were, in tokens over their budget; None when no forward pass was needed."""
-    num_zero_advantage_groups: int
-    """Groups whose samples all had the same reward, which teach nothing."""
-    reward_mean: float
-    reward_std: float
-    max_completion_tokens: int
-    staleness_mean: float
-    """In versions, by the oldest token of each sample."""
-    staleness_max: int
-    min_policy_version: int
-    loss_metrics: dict[str, float]
-    """Per-token means and maxima, by the names of the loss; empty when every advantage was zero."""
-    skipped: tuple[SkippedSample, ...]
-
-
 class EmptyStepError(Exception):
     """A step was to finish without a single trained token."""
 
@@ -113,28 +69,42 @@ class StepClosedError(Exception):
     """The step was finished or abandoned before."""
 
 
-class TrainingStep:
-    """Accumulates one optimiser step on a backend."""
+def _never_stop() -> None:
+    """Nothing calls the passes off."""
 
-    def __init__(self, backend: Backend, settings: StepSettings) -> None:
-        """Opens a step; the backend must hold no gradients of another one."""
+
+class TrainingStep:
+    """Accumulates one batch on a backend, which must hold no gradients of another one.
+
+    Args:
+        backend: Computes.
+        settings: Of the step.
+        check: Called before each forward pass, but not after the first of several optimiser steps; a BackendError that
+            it raises calls the step off.
+    """
+
+    def __init__(self, backend: Backend, settings: StepSettings, *, check: Callable[[], None] = _never_stop) -> None:
         self._backend = backend
         self._settings = settings
-        self._creditor = Creditor(backend, settings)
+        self._filter = SampleFilter(backend, settings)
+        self._prior = PriorLogprobs(backend, settings, check=check)
+        self._advantages = AdvantageEstimator(backend, settings, prior=self._prior, check=check)
+        self._passes = Passes(backend, max_pack_tokens=settings.max_pack_tokens, check=check)
+        self._counts = StepCounts(settings.policy_version)
         self._is_open = True
-        self._group_ids: set[str] = set()
-        self._samples: list[_Accepted] = []
-        self._replayed: list[_Accepted] = []
-        self._skipped: list[SkippedSample] = []
-        self._updates = updates_of(backend, settings)
+        self._is_streamed = settings.num_minibatches == 1
+        self._waiting: list[LossItem] = []
+        """Their pass waits for a fuller pack."""
+        self._ready: list[LossItem] = []
+        """All that can be done before the batch is whole was done with them."""
 
     @property
     def num_groups(self) -> int:
         """Groups seen so far, those without a trained sample included."""
-        return len(self._group_ids)
+        return len(self._filter.group_ids)
 
     def add_groups(self, groups: Sequence[Sequence[TrainingSample]]) -> MicrobatchReport:
-        """Takes whole groups, and runs forward and backward on what fills packs.
+        """Takes whole groups, and makes the passes that they fill.
 
         Args:
             groups: each the samples of one prompt that can be used; more groups a call fill packs better.
@@ -146,9 +116,9 @@ class TrainingStep:
         return self._add(groups, is_replayed=False)
 
     def add_replayed(self, groups: Sequence[Sequence[TrainingSample]]) -> MicrobatchReport:
-        """Runs forward and backward on groups that an earlier step trained on, for an algorithm that allows it.
+        """Takes groups that an earlier step trained on, for an algorithm that allows it.
 
-        No staleness bounds them here: whoever keeps them does. They count in the gradient, its divisor and the numbers
+        No staleness bounds them here: the replay buffer does. They count in the gradient, its divisor and the numbers
         of replayed samples, and in nothing else that the report says of samples.
 
         Raises:
@@ -168,16 +138,20 @@ class TrainingStep:
             PartialStepError: the same after the first of several optimiser steps; the weights are of no version.
             StepClosedError: the step is over.
         """
-        self._require_open()
-        rest = self._lessons(self._creditor.credit_rest, is_replayed=False)
-        every = [*self._samples, *self._replayed]
-        num_loss_tokens = sum(sample.num_loss_tokens for sample in every)
-        if num_loss_tokens == 0:
-            self.abandon()
-            raise EmptyStepError(f"none of {len(self._group_ids)} groups had a token to train on")
-        metrics = self._or_abandon(partial(self._updates.finish, rest))
+        with self._abandoned_on_error():
+            rest = self._loss_items(self._advantages.rest(), is_replayed=False)
+            if self._counts.num_loss_tokens == 0:
+                self.abandon()
+                raise EmptyStepError(f"none of {self.num_groups} groups had a token to train on")
+            self._prepare([*self._waiting, *rest])
+            metrics = self._optimizer_steps()
         self._is_open = False
-        return self._report(metrics, num_loss_tokens)
+        return self._counts.report(
+            metrics,
+            self._passes,
+            num_zero_advantage_groups=self._advantages.num_zero_advantage_groups,
+            skipped=tuple(self._filter.skipped),
+        )
 
     def abandon(self) -> None:
         """Discards the accumulated gradients; harmless on a closed step."""
@@ -185,131 +159,95 @@ class TrainingStep:
             self._is_open = False
             self._backend.discard_gradients()
 
-    def _add(self, groups: Sequence[Sequence[TrainingSample]], *, is_replayed: bool) -> MicrobatchReport:
-        self._require_open()
-        num_skipped = len(self._skipped)
-        usable = [samples for group in groups if (samples := self._usable(group, is_replayed=is_replayed))]
-        lessons = self._lessons(partial(self._creditor.credit, usable), is_replayed=is_replayed)
-        return MicrobatchReport(
-            num_packs=self._or_abandon(partial(self._updates.add, lessons)),
-            num_trained=sum(map(len, usable)),
-            skipped=tuple(self._skipped[num_skipped:]),
-        )
-
-    def _or_abandon(self, work: Callable[[], _Result]) -> _Result:
-        """A backend error abandons the step."""
+    @contextmanager
+    def _abandoned_on_error(self) -> Iterator[None]:
+        """Refuses a closed step; abandons an open one where the backend fails."""
+        if not self._is_open:
+            raise StepClosedError("this step was finished or abandoned")
         try:
-            return work()
+            yield
         except BackendError:
             self.abandon()
             raise
 
-    def _require_open(self) -> None:
-        if not self._is_open:
-            raise StepClosedError("this step was finished or abandoned")
+    def _add(self, groups: Sequence[Sequence[TrainingSample]], *, is_replayed: bool) -> MicrobatchReport:
+        with self._abandoned_on_error():
+            num_skipped = len(self._filter.skipped)
+            usable = [samples for group in groups if (samples := self._filter.usable(group, is_replayed=is_replayed))]
+            items = self._loss_items(self._advantages.add(usable), is_replayed=is_replayed)
+            return MicrobatchReport(
+                num_packs=self._prepare(self._due(items)),
+                num_trained=sum(map(len, usable)),
+                skipped=tuple(self._filter.skipped[num_skipped:]),
+            )
 
-    def _usable(self, group: Sequence[TrainingSample], *, is_replayed: bool) -> list[TrainingSample]:
-        """The samples of one group that can be trained on; the others are noted with their reasons."""
-        if not group:
-            return []
-        group_id = group[0].group_id
-        is_duplicate = group_id in self._group_ids
-        self._group_ids.add(group_id)
-        usable: list[TrainingSample] = []
-        for sample in group:
-            reason = SkipReason.DUPLICATE if is_duplicate else self._skip_reason(sample, group_id, usable)
-            if is_replayed and reason is SkipReason.STALE:
-                reason = None
-            if reason is None:
-                usable.append(sample)
-            else:
-                self._skipped.append(
-                    SkippedSample(group_id=sample.group_id, sample_index=sample.sample_index, reason=reason)
-                )
-        return usable
-
-    def _lessons(self, credit: Callable[[], list[CreditedSample]], *, is_replayed: bool) -> list[Lesson]:
-        """Notes credited samples for the report; returns them as the optimiser sees them."""
-        credited = self._or_abandon(credit)
-        lessons: list[Lesson] = []
+    def _loss_items(self, credited: Sequence[CreditedSample], *, is_replayed: bool) -> list[LossItem]:
+        """Counts credited samples for the report; returns them as the optimiser sees them."""
+        items: list[LossItem] = []
         for sample, trajectory in credited:
-            (self._replayed if is_replayed else self._samples).append(_accepted(sample, trajectory))
+            self._counts.add(sample, trajectory, is_replayed=is_replayed)
             used = trajectory.advantages[trajectory.loss_mask]
             has_gradient = bool(used.size and (used.any() or not self._settings.skip_zero_advantages))
-            lessons.append(
-                Lesson(
+            items.append(
+                LossItem(
                     group_id=sample.group_id,
                     num_tokens=int(trajectory.token_ids.size),
                     num_loss_tokens=int(used.size),
                     trajectory=trajectory if has_gradient else None,
                 )
             )
-        return lessons
+        return items
 
-    def _skip_reason(
-        self, sample: TrainingSample, group_id: str, siblings: Sequence[TrainingSample]
-    ) -> SkipReason | None:
-        if sample.reward is None:
-            return SkipReason.UNSCORED
-        if sample.group_id != group_id or not is_well_formed(sample, self._backend.vocab_size):
-            return SkipReason.MALFORMED
-        if any(sample.sample_index == sibling.sample_index for sibling in siblings):
-            return SkipReason.DUPLICATE
-        if sample.prompt_token_ids.size + sample.completion_token_ids.size > self._backend.max_sequence_length:
-            return SkipReason.TOO_LONG
-        if self._settings.policy_version - int(sample.policy_versions.min()) > self._settings.max_staleness:
-            return SkipReason.STALE
-        return None
-
-    def _report(self, metrics: StepMetrics, num_loss_tokens: int) -> StepReport:
-        rewards = np.array([sample.reward for sample in self._samples])
-        versions = np.array([sample.min_policy_version for sample in self._samples])
-        staleness = self._settings.policy_version - versions
-        passes = self._updates.passes
-        return StepReport(
-            optimizer=metrics,
-            num_groups=len({sample.group_id for sample in self._samples}),
-            num_samples=len(self._samples),
-            num_prompt_tokens=sum(sample.num_prompt_tokens for sample in self._samples),
-            num_completion_tokens=sum(sample.num_completion_tokens for sample in self._samples),
-            num_loss_tokens=num_loss_tokens,
-            num_replayed_samples=len(self._replayed),
-            replayed_staleness_max=max(
-                (self._settings.policy_version - sample.min_policy_version for sample in self._replayed), default=0
-            ),
-            num_forward_tokens=passes.num_tokens,
-            num_packs=passes.num_packs,
-            pack_fill=passes.num_tokens / passes.num_budgeted_tokens if passes.num_packs else None,
-            num_zero_advantage_groups=self._creditor.num_zero_advantage_groups,
-            reward_mean=float(rewards.mean()),
-            reward_std=float(rewards.std()),
-            max_completion_tokens=max(sample.num_completion_tokens for sample in self._samples),
-            staleness_mean=float(staleness.mean()),
-            staleness_max=int(staleness.max()),
-            min_policy_version=int(versions.min()),
-            loss_metrics=passes.totals.means(),
-            skipped=tuple(self._skipped),
+    def _due(self, items: Sequence[LossItem]) -> Sequence[LossItem]:
+        """Those that need not wait for a fuller pack; the others wait."""
+        if not self._is_streamed and not self._prior.is_needed:
+            return items
+        self._ready += [item for item in items if item.trajectory is None]
+        arrived = [*self._waiting, *(item for item in items if item.trajectory is not None)]
+        due, self._waiting = full_enough(
+            arrived, lengths=[item.num_tokens for item in arrived], capacity=self._passes.round_tokens
         )
+        return due
 
+    def _prepare(self, items: Sequence[LossItem]) -> int:
+        """Computes their gradients, or what those will be compared with; returns how many packs had gradients."""
+        if self._is_streamed:
+            self._ready += [replace(item, trajectory=None) for item in items]
+            return self._passes.run(items, may_stop=True)
+        scored = iter(self._prior.of(trajectories_of(items)))
+        self._ready += [item if item.trajectory is None else replace(item, trajectory=next(scored)) for item in items]
+        return 0
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Accepted:
-    """What the report needs of a trained sample; its arrays are let go once it went through the model."""
+    def _optimizer_steps(self) -> StepMetrics:
+        """Takes them; the last one's numbers, but the mean of the gradients' norms.
 
-    group_id: str
-    num_prompt_tokens: int
-    num_completion_tokens: int
-    num_loss_tokens: int
-    reward: float
-    min_policy_version: int
+        Source: AReaL (arXiv 2505.24298) section 5.2: PPO minibatches, with proximal log-probs recomputed when the
+        global batch arrives. Difference: they are computed while it arrives, under the same weights.
+        """
+        minibatches = [
+            minibatch
+            for minibatch in split(self._ready, num_minibatches=self._settings.num_minibatches)
+            if any(item.num_loss_tokens for item in minibatch)
+        ]
+        steps: list[StepMetrics] = []
+        for number, minibatch in enumerate(minibatches, 1):
+            try:
+                self._passes.run(minibatch, may_stop=not steps)
+                steps.append(self._optimizer_step(minibatch, is_last=number == len(minibatches)))
+            except NonFiniteError as error:
+                if not steps:
+                    raise
+                raise PartialStepError(f"in optimiser step {number} of {len(minibatches)}: {error}") from error
+        return replace(steps[-1], grad_norm=statistics.fmean(step.grad_norm for step in steps))
 
-
-def _accepted(sample: TrainingSample, trajectory: Trajectory) -> _Accepted:
-    return _Accepted(
-        group_id=sample.group_id,
-        num_prompt_tokens=int(sample.prompt_token_ids.size),
-        num_completion_tokens=int(sample.completion_token_ids.size),
-        num_loss_tokens=int(trajectory.loss_mask.sum()),
-        reward=float(sample.reward or 0.0),
-        min_policy_version=int(sample.policy_versions.min()),
-    )
+    def _optimizer_step(self, items: Sequence[LossItem], *, is_last: bool) -> StepMetrics:
+        """The step over the accumulated gradient of these items."""
+        whole = divisor(
+            self._settings.normalization,
+            num_tokens=sum(item.num_loss_tokens for item in items),
+            num_samples=sum(item.num_loss_tokens > 0 for item in items),
+        )
+        try:
+            return self._backend.optimizer_step(divisor=whole, is_last=is_last)
+        except NonFiniteGradientError as error:
+            raise NonFiniteGradientError(str(error), (item.group_id for item in items)) from error

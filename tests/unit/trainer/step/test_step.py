@@ -8,7 +8,8 @@ from services.trainer.algorithms.dapo import DAPO
 from services.trainer.algorithms.dr_grpo import DR_GRPO
 from services.trainer.algorithms.reinforce_plus_plus import REINFORCE_PLUS_PLUS
 from services.trainer.model.backend import NonFiniteGradientError, NonFiniteLossError, StepMetrics
-from services.trainer.step.step import EmptyStepError, SkippedSample, SkipReason, StepClosedError, TrainingStep
+from services.trainer.step.sample_filter import SkipReason
+from services.trainer.step.step import EmptyStepError, SkippedSample, StepClosedError, TrainingStep
 from services.trainer.step.step_settings import StepSettings
 from tests.unit.trainer.builders import VOCAB_SIZE, RecordingBackend, build_group, build_sample
 

@@ -18,7 +18,7 @@ from services.trainer.config import OptimizerConfig
 from services.trainer.distributed.rank_backend import RankBackend
 from services.trainer.model.backend import NonFiniteLossError, PartialStepError, TokenScores
 from services.trainer.model.model_loading import ModelSettings
-from services.trainer.step.optimizer_steps import Lesson, split
+from services.trainer.step.passes import LossItem, split
 from services.trainer.step.step import StepClosedError, TrainingStep
 from services.trainer.step.step_settings import StepSettings
 from tests.unit.trainer.builders import RecordingBackend, build_group, save_tiny_qwen2
@@ -55,27 +55,27 @@ def open_step(backend, **changes):
     return TrainingStep(backend, StepSettings(**settings | changes))
 
 
-def lessons_of(sizes):
+def items_of(sizes):
     return [
-        Lesson(group_id=f"g{group}", num_tokens=size, num_loss_tokens=size, trajectory=None)
+        LossItem(group_id=f"g{group}", num_tokens=size, num_loss_tokens=size, trajectory=None)
         for group, size in enumerate(sizes)
         for _ in range(2)
     ]
 
 
 def test_whole_groups_go_to_minibatches_of_about_as_many_tokens():
-    lessons = lessons_of(np.random.default_rng(0).integers(5, 30, 32).tolist())
-    minibatches = split(lessons, num_minibatches=4)
-    homes = {lesson.group_id: number for number, members in enumerate(minibatches) for lesson in members}
-    assert sorted(map(id, lessons)) == sorted(id(lesson) for members in minibatches for lesson in members)
-    assert all(homes[lesson.group_id] == number for number, members in enumerate(minibatches) for lesson in members)
-    loads = [sum(lesson.num_tokens for lesson in members) for members in minibatches]
+    items = items_of(np.random.default_rng(0).integers(5, 30, 32).tolist())
+    minibatches = split(items, num_minibatches=4)
+    homes = {item.group_id: number for number, members in enumerate(minibatches) for item in members}
+    assert sorted(map(id, items)) == sorted(id(item) for members in minibatches for item in members)
+    assert all(homes[item.group_id] == number for number, members in enumerate(minibatches) for item in members)
+    loads = [sum(item.num_tokens for item in members) for members in minibatches]
     assert max(loads) < 1.05 * min(loads)
 
 
 def test_minibatches_do_not_depend_on_the_order_of_arrival():
-    lessons = lessons_of([9, 9, 9, 4, 4, 7])
-    assert split(lessons, num_minibatches=3) == split(lessons[6:] + lessons[:6], num_minibatches=3)
+    items = items_of([9, 9, 9, 4, 4, 7])
+    assert split(items, num_minibatches=3) == split(items[6:] + items[:6], num_minibatches=3)
 
 
 def test_every_step_is_anchored_to_the_weights_before_the_first():

@@ -1,0 +1,94 @@
+"""Forward and backward passes over the samples of a step, and what an optimiser step is taken over."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from services.trainer.batches.packing import Pack, Trajectory
+from services.trainer.batches.rank_partition import deal, tokens_of_a_round
+from services.trainer.model.backend import Backend, LossTotals, NonFiniteLossError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LossItem:
+    """A sample's contribution to the loss and its divisor."""
+
+    group_id: str
+    num_tokens: int
+    """Prompt and completion."""
+    num_loss_tokens: int
+    trajectory: Trajectory | None
+    """None where it has no gradient, or its gradient was added; it counts in the divisor all the same."""
+
+
+class Passes:
+    """Makes the passes for gradients, and counts them.
+
+    Args:
+        backend: Computes.
+        max_pack_tokens: Token budget of one pack.
+        check: Called before each pass that may be called off; raises to do so.
+    """
+
+    def __init__(self, backend: Backend, *, max_pack_tokens: int, check: Callable[[], None]) -> None:
+        self._backend = backend
+        self._max_pack_tokens = max_pack_tokens
+        self._check = check
+        self.round_tokens = tokens_of_a_round(max_pack_tokens, shares=backend.shares)
+        self.num_packs = 0
+        self.num_tokens = 0
+        """Tokens that went through the model."""
+        self.num_budgeted_tokens = 0
+        """Tokens for which those passes had room."""
+        self.totals = LossTotals()
+
+    def run(self, items: Sequence[LossItem], *, may_stop: bool) -> int:
+        """Adds the gradients of `items`; returns the number of packs.
+
+        Raises:
+            NonFiniteLossError: It names the groups of the pass.
+        """
+        trajectories = trajectories_of(items)
+        rounds = deal(trajectories, max_pack_tokens=self._max_pack_tokens, shares=self._backend.shares)
+        for packs in rounds:
+            if may_stop:
+                self._check()
+            self.totals = self.totals.merged(self._forward_backward(packs, trajectories))
+        made = [pack for packs in rounds for pack in packs if pack is not None]
+        num_tokens = sum(pack.num_tokens for pack in made)
+        self.num_tokens += num_tokens
+        self.num_budgeted_tokens += max(num_tokens, len(rounds) * self.round_tokens)
+        self.num_packs += len(made)
+        return len(made)
+
+    def _forward_backward(self, packs: Sequence[Pack | None], trajectories: Sequence[Trajectory]) -> LossTotals:
+        try:
+            return self._backend.forward_backward(*packs)
+        except NonFiniteLossError as error:
+            members = [member for pack in packs if pack is not None for member in pack.members]
+            raise NonFiniteLossError(str(error), (trajectories[member].group_id for member in members)) from error
+
+
+def trajectories_of(items: Sequence[LossItem]) -> list[Trajectory]:
+    """Those of the items that have one, in order."""
+    return [item.trajectory for item in items if item.trajectory is not None]
+
+
+def split(items: Sequence[LossItem], *, num_minibatches: int) -> list[list[LossItem]]:
+    """Whole groups to minibatches of about equally many tokens, each of at least one group where there are enough.
+
+    Source: longest processing time first (Graham 1969).
+    """
+    groups: dict[str, list[LossItem]] = defaultdict(list)
+    for item in items:
+        groups[item.group_id].append(item)
+    sizes = {group_id: sum(item.num_tokens for item in group) for group_id, group in groups.items()}
+    names: list[list[str]] = [[] for _ in range(num_minibatches)]
+    loads = [0] * num_minibatches
+    for group_id in sorted(groups, key=lambda group_id: (-sizes[group_id], group_id)):
+        lightest = loads.index(min(loads))
+        names[lightest].append(group_id)
+        loads[lightest] += sizes[group_id]
+    return [[item for group_id in sorted(members) for item in groups[group_id]] for members in names]

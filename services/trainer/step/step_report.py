@@ -1,0 +1,125 @@
+"""What one step came to, counted while its samples are trained on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from services.trainer.batches.packing import Trajectory
+from services.trainer.batches.training_sample import TrainingSample
+from services.trainer.model.backend import StepMetrics
+from services.trainer.step.passes import Passes
+from services.trainer.step.sample_filter import SkippedSample
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepReport:
+    """One finished step."""
+
+    optimizer: StepMetrics
+    num_groups: int
+    """Groups with at least one trained sample."""
+    num_samples: int
+    """Samples trained on, those with zero advantage included."""
+    num_prompt_tokens: int
+    num_completion_tokens: int
+    num_loss_tokens: int
+    """Completion tokens that the loss covers, of skipped zero advantages and of replayed samples too."""
+    num_replayed_samples: int
+    """Trained on before and again here; left out of all other numbers of samples, rewards and staleness."""
+    replayed_staleness_max: int
+    """In versions, by their oldest token; 0 without any."""
+    num_forward_tokens: int
+    """Tokens that went through the model for gradients: prompts included, skipped zero advantages not."""
+    num_packs: int
+    pack_fill: float | None
+    """How full the packs were, in tokens over their budget; None when no forward pass was needed."""
+    num_zero_advantage_groups: int
+    """Groups whose samples all had the same reward, which teach nothing."""
+    reward_mean: float
+    reward_std: float
+    max_completion_tokens: int
+    staleness_mean: float
+    """In versions, by the oldest token of each sample."""
+    staleness_max: int
+    min_policy_version: int
+    loss_metrics: dict[str, float]
+    """Per-token means and maxima, by the names of the loss; empty when every advantage was zero."""
+    skipped: tuple[SkippedSample, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Trained:
+    """What the report needs of a trained sample; its arrays are let go once it went through the model."""
+
+    group_id: str
+    num_prompt_tokens: int
+    num_completion_tokens: int
+    num_loss_tokens: int
+    reward: float
+    min_policy_version: int
+
+
+class StepCounts:
+    """The samples trained on in one step."""
+
+    def __init__(self, policy_version: int) -> None:
+        self._policy_version = policy_version
+        self._fresh: list[_Trained] = []
+        self._replayed: list[_Trained] = []
+
+    @property
+    def num_loss_tokens(self) -> int:
+        """Of all samples, replayed ones included."""
+        return sum(sample.num_loss_tokens for sample in (*self._fresh, *self._replayed))
+
+    def add(self, sample: TrainingSample, trajectory: Trajectory, *, is_replayed: bool) -> None:
+        """Count a sample."""
+        (self._replayed if is_replayed else self._fresh).append(
+            _Trained(
+                group_id=sample.group_id,
+                num_prompt_tokens=int(sample.prompt_token_ids.size),
+                num_completion_tokens=int(sample.completion_token_ids.size),
+                num_loss_tokens=int(trajectory.loss_mask.sum()),
+                reward=float(sample.reward or 0.0),
+                min_policy_version=int(sample.policy_versions.min()),
+            )
+        )
+
+    def report(
+        self,
+        metrics: StepMetrics,
+        passes: Passes,
+        *,
+        num_zero_advantage_groups: int,
+        skipped: tuple[SkippedSample, ...],
+    ) -> StepReport:
+        """The whole step."""
+        rewards = np.array([sample.reward for sample in self._fresh])
+        versions = np.array([sample.min_policy_version for sample in self._fresh])
+        staleness = self._policy_version - versions
+        return StepReport(
+            optimizer=metrics,
+            num_groups=len({sample.group_id for sample in self._fresh}),
+            num_samples=len(self._fresh),
+            num_prompt_tokens=sum(sample.num_prompt_tokens for sample in self._fresh),
+            num_completion_tokens=sum(sample.num_completion_tokens for sample in self._fresh),
+            num_loss_tokens=self.num_loss_tokens,
+            num_replayed_samples=len(self._replayed),
+            replayed_staleness_max=max(
+                (self._policy_version - sample.min_policy_version for sample in self._replayed), default=0
+            ),
+            num_forward_tokens=passes.num_tokens,
+            num_packs=passes.num_packs,
+            pack_fill=passes.num_tokens / passes.num_budgeted_tokens if passes.num_packs else None,
+            num_zero_advantage_groups=num_zero_advantage_groups,
+            reward_mean=float(rewards.mean()),
+            reward_std=float(rewards.std()),
+            max_completion_tokens=max(sample.num_completion_tokens for sample in self._fresh),
+            staleness_mean=float(staleness.mean()),
+            staleness_max=int(staleness.max()),
+            min_policy_version=int(versions.min()),
+            loss_metrics=passes.totals.means(),
+            skipped=skipped,
+        )
