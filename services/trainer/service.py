@@ -102,7 +102,7 @@ class TrainerService(trainer_pb2_grpc.TrainerServiceServicer):
     @property
     def broker_outage(self) -> Outage | None:
         """Whether the broker of the run under way is away; None where there is no run, or none that asked it yet."""
-        return self._run.broker_outage if self._run is not None and not self._run.events.is_finished else None
+        return self._run.broker.outage if self._run is not None and not self._run.events.is_finished else None
 
     def resume_kept(self) -> None:
         """Go on with the run that this trainer's last process left, if there is one and none is under way."""
@@ -129,7 +129,7 @@ class TrainerService(trainer_pb2_grpc.TrainerServiceServicer):
         while True:
             run.events.on_first_step = partial(self._kept.update, num_begins=0, problem="")
             run.retry_delay_s = partial(self._retry_delay_s, run)
-            run.keep_owner = lambda owner: self._kept.update(owner_id=owner.owner_id, epoch=owner.epoch)
+            run.broker.keep_owner = lambda owner: self._kept.update(owner_id=owner.owner_id, epoch=owner.epoch)
             if delay_s:
                 await self._delay(run, delay_s)
             await run.run()

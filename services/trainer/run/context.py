@@ -21,6 +21,9 @@ from services.trainer.reporting.progress import Progress
 LEASE_S = 15
 
 
+KeepOwner = Callable[[broker_pb2.RunOwner], None]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Policy:
     """What is trained, and how prompts become its tokens."""
@@ -54,7 +57,7 @@ class RunContext:
     clock: Clock
     owner: broker_pb2.RunOwner = field(default_factory=broker_pb2.RunOwner)
     """In whose name this trainer calls the broker; its epoch is 0 until it has taken the run over."""
-    keep_owner: Callable[[broker_pb2.RunOwner], None] = lambda owner: None
+    keep_owner: KeepOwner = lambda owner: None
     """Hears, before and after a take-over, of the name and newest epoch that its next process must know; may block."""
 
     @property

@@ -16,9 +16,8 @@ Promises:
 
 from __future__ import annotations
 
-import asyncio
 from collections import Counter, deque
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import structlog
@@ -39,9 +38,11 @@ from services.trainer.batches.group_decoder import training_samples
 from services.trainer.batches.training_sample import TrainingSample
 from services.trainer.compute.compute_thread import ComputeThread, Interrupt
 from services.trainer.model.backend import Backend, NonFiniteError
-from services.trainer.reporting.metrics import SKIPPED_STEPS, Line, StepTimes, count_step, step_line
+from services.trainer.reporting.events import RunEvents
+from services.trainer.reporting.metrics import SKIPPED_STEPS, JsonLines, Line, StepTimes, count_step, step_line
 from services.trainer.reporting.stall_timer import Cause, WaitMeter
 from services.trainer.run.context import RunContext
+from services.trainer.run.publications import Publications
 from services.trainer.run.replay_feed import ReplayFeed
 from services.trainer.run.stall_watch import Silence
 from services.trainer.step.sample_filter import SkipReason
@@ -59,18 +60,6 @@ that are ahead of it, and no group would ever come that could show the loss."""
 
 _log = structlog.get_logger()
 Groups = dict[str, list[TrainingSample]]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepHooks:
-    """What others do with a step."""
-
-    on_waiting: Callable[[str], None]
-    """Nothing came for a while, and why."""
-    on_step: Callable[[Line], None]
-    """A step was taken, with these metrics. Also told of a step after which the run is stopped at once."""
-    publish: Callable[[], Awaitable[asyncio.Future[float]]]
-    """Copy the present version and begin to publish it; the future holds the seconds it took."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -102,18 +91,20 @@ class StepLoop:
         compute: ComputeThread,
         backend: Backend,
         interrupt: Interrupt,
-        hooks: StepHooks,
+        publications: Publications,
+        events: RunEvents,
+        metrics: JsonLines,
         replay: ReplayFeed | None = None,
     ) -> None:
         self._context = context
         self._compute = compute
         self._backend = backend
         self._interrupt = interrupt
-        self._hooks = hooks
+        self.publications = publications
+        self._events = events
+        self._metrics = metrics
         self._replay = replay
         self._received: deque[types_pb2.TrajectoryGroup] = deque()
-        self._publishing: asyncio.Future[float] | None = None
-        self._last_publish_s = 0.0
         self.waits = WaitMeter(context.clock)
         self._silence = Silence(
             context,
@@ -151,8 +142,7 @@ class StepLoop:
             num_skipped += 1
             kept = await self._attempt(kept, num_skipped=num_skipped)
         with self.waits.waiting(Cause.PUBLISHING):
-            await self.wait_until_published()
-            self._publishing = await self._hooks.publish()
+            await self.publications.begin(self._context.progress.policy_version)
 
     async def _attempt(self, kept: Groups, *, num_skipped: int) -> Groups | None:
         """A step that begins with the groups in `kept`; what another attempt is to begin with, None after the step."""
@@ -188,7 +178,9 @@ class StepLoop:
             raise
         finally:
             if open_step.report is not None:
-                self._hooks.on_step(self._line(open_step, open_step.report))
+                line = self._line(open_step, open_step.report)
+                self._metrics.append(line)
+                self._events.report_step(policy_version=self._context.progress.policy_version, metrics=line)
 
     async def _fill(self, open_step: _OpenStep, kept: Groups) -> None:
         """Add groups, first those in `kept`, until there are enough for a step."""
@@ -232,20 +224,6 @@ class StepLoop:
         if every and self._context.progress.policy_version % every == 0:
             await self._compute.run(self._backend.refresh_reference)
 
-    async def wait_until_published(self) -> None:
-        """Returns when the last version is published; raises what publishing raised."""
-        if self._publishing is not None:
-            self._last_publish_s = await self._publishing
-            self._publishing = None
-
-    def _publish_s(self) -> float:
-        """How long the last publication took that is known to have ended."""
-        publishing = self._publishing
-        is_known = publishing is not None and publishing.done() and not publishing.cancelled()
-        if publishing is not None and is_known and publishing.exception() is None:
-            self._last_publish_s = publishing.result()
-        return self._last_publish_s
-
     async def _finish(self, open_step: _OpenStep) -> None:
         report = await self._compute.run(open_step.step.finish)
         progress = self._context.progress
@@ -288,7 +266,7 @@ class StepLoop:
             elif self._context.clock.monotonic_s() - stated_s > RESTATE_S:
                 await self._restate_steps()
                 stated_s = self._context.clock.monotonic_s()
-            self._hooks.on_waiting(self.session.waiting_reason)
+            self._events.say_waiting(self.session.waiting_reason)
         return [self._received.popleft() for _ in range(min(max_groups, len(self._received)))]
 
     async def _without_trained(self, groups: list[types_pb2.TrajectoryGroup]) -> list[types_pb2.TrajectoryGroup]:
@@ -340,7 +318,7 @@ class StepLoop:
         times = StepTimes(
             step_s=at_s - self._line_s,
             train_s=self._compute.busy_s - self._busy_at_line_s,
-            publish_s=self._publish_s(),
+            publish_s=self.publications.last_s,
             waits_s=self.waits.take(),
         )
         self._line_s, self._busy_at_line_s = at_s, self._compute.busy_s

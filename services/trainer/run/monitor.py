@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 
 import structlog
 
@@ -12,6 +11,7 @@ from penstock.v1 import broker_pb2
 from penstock.wire.timestamps import unix_s
 from services.trainer.reporting.overlap import OverlapMeter
 from services.trainer.run.context import RunContext
+from services.trainer.run.prompt_feeder import TrainingFeeder
 
 POLL_S = 1.0
 LOOK_BACK_S = 10.0
@@ -23,10 +23,10 @@ _log = structlog.get_logger()
 class RunMonitor:
     """Feeds the overlap meter; a broker that is away costs nothing but detail."""
 
-    def __init__(self, *, context: RunContext, meter: OverlapMeter, on_dropped_samples: Callable[[int], None]) -> None:
+    def __init__(self, *, context: RunContext, meter: OverlapMeter, feeder: TrainingFeeder | None) -> None:
         self._context = context
         self._meter = meter
-        self._on_dropped_samples = on_dropped_samples
+        self._feeder = feeder
         self._last_poll_s: float | None = None
         """By the run's clock."""
 
@@ -51,7 +51,8 @@ class RunMonitor:
         for generator in view.generators:
             self._take_spans(generator, ahead_s=self._last_poll_s - at_s)
         self._meter.settle(at_s)
-        self._on_dropped_samples(sum(view.audit.dropped.values()))
+        if self._feeder is not None:
+            self._feeder.note_dropped_samples(sum(view.audit.dropped.values()))
 
     def _take_spans(self, generator: broker_pb2.GeneratorView, *, ahead_s: float) -> None:
         spans = [(unix_s(span.start_time), unix_s(span.end_time)) for span in generator.busy_spans]

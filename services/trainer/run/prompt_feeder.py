@@ -22,6 +22,7 @@ from penstock.clients.broker import BrokerClient
 from penstock.clients.prompts import submit_all
 from penstock.v1 import types_pb2
 from services.trainer.data.prompt_order import (
+    EncodedPrompt,
     PromptStream,
     build_prompt,
     sampling_seed,
@@ -126,3 +127,16 @@ class TrainingFeeder:
             ),
             purpose=types_pb2.PURPOSE_TRAIN,
         )
+
+
+def training_feeder(
+    context: RunContext, submitter: PromptSubmitter, prompts: Sequence[EncodedPrompt]
+) -> TrainingFeeder | None:
+    """That of a run; None where others put its groups."""
+    if not prompts:
+        return None
+    config = context.config
+    stream = PromptStream(
+        prompts, seed=config.run.seed, shuffle=config.data.shuffle, position=context.progress.position
+    )
+    return TrainingFeeder(context=context, submitter=submitter, stream=stream)

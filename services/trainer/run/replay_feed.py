@@ -88,3 +88,13 @@ class ReplayFeed:
             _log.warning("a retained group cannot be read", group_id=group_id, error=str(error))
             return
         self._buffer.add(group_id, samples, policy_version=response.policy_version)
+
+
+def replay_feed(context: RunContext) -> ReplayFeed | None:
+    """That of a run; None where nothing is replayed."""
+    run, policy = context.config.run, context.config.policy
+    if not context.config.algorithm.num_replayed_groups:
+        return None
+    # What is retained beyond the window is what a run that goes back to its last checkpoint draws from once more.
+    max_steps = max(1, policy.num_retained_steps - run.checkpoint_every_steps - 1)
+    return ReplayFeed(context, ReplayBuffer(max_steps=max_steps, seed=run.seed))

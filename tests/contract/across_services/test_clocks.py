@@ -123,7 +123,7 @@ async def test_spans_of_a_generator_whose_clock_is_wrong_meet_those_of_its_train
         generator = Generator.connect(broker.channel)
         generator.beat(credits=1)
         context = SimpleNamespace(client=client, run_id=RUN, clock=clock, check_view=lambda view: None)
-        monitor = RunMonitor(context=context, meter=meter, on_dropped_samples=lambda count: None)
+        monitor = RunMonitor(context=context, meter=meter, feeder=None)
         await monitor.poll()
         now_s = clock.monotonic_s()
         meter.begin(now_s - 200)

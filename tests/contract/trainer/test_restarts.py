@@ -209,7 +209,7 @@ async def _take_over(broker: real_broker.RunningBroker, trainer: RunningTrainer,
     """As another trainer that somebody started."""
     instance_id = (await _owner(broker)).instance_id
     async with BrokerClient(document["broker"]) as client:
-        context = trainer.run._context(client)
+        context = trainer.run.broker.context(client, trainer.run._progress)
         client.owner = broker_pb2.RunOwner(instance_id=instance_id, owner_id="another")
         await context.open_run(0, takes_over=True)
 

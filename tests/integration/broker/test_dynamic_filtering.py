@@ -80,7 +80,7 @@ async def test_filtered_groups_are_replaced_until_the_last_step_is_full(tmp_path
             submitter=PromptSubmitter(client, RUN),
             stream=PromptStream(rows, seed=0, shuffle=False),
         )
-        monitor = RunMonitor(context=context, meter=OverlapMeter(), on_dropped_samples=feeder.note_dropped_samples)
+        monitor = RunMonitor(context=context, meter=OverlapMeter(), feeder=feeder)
         generator, worker = Generator.connect(broker.channel), Worker.connect(broker.channel)
         generator.beat(credits=1000)
         beside = [
