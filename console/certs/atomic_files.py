@@ -10,6 +10,7 @@ from pathlib import Path
 
 from penstock.config import ConfigError
 from penstock.process.disk import is_full
+from penstock.process.durable_files import sync_folder
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,15 +67,6 @@ def write_new(folder: Path, file: File) -> None:
         except OSError:
             path.unlink()
             raise
-
-
-def sync_folder(folder: Path) -> None:
-    """Let the names in a folder outlive a power failure."""
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _beside(folder: Path, file: File) -> Path:

@@ -16,9 +16,10 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
-from console.certs.atomic_files import File, sync_folder, told, write_new
+from console.certs.atomic_files import File, told, write_new
 from console.certs.request import Request, as_address
 from penstock.config import ConfigError
+from penstock.process.durable_files import sync_folder
 from penstock.security.roles import role_uri
 
 CERTIFICATE_FILE, KEY_FILE = "ca.pem", "ca-key.pem"

@@ -17,14 +17,15 @@ Invariants:
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
 from collections.abc import Mapping
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Protocol
+
+from penstock.process.durable_files import replace_file, sync_file, sync_folder
+from services.trainer.model.backend import Backend
 
 COMPLETE_MARKER = "COMPLETE"
 STATE_FILE = Path("resume") / "trainer.json"
@@ -32,16 +33,6 @@ FORMAT_VERSION = 2
 MAX_JSON_BYTES = 64 * 1024 * 1024
 """Bound on what is read into memory as JSON; real states are a few kB, the broker's cursor the largest part."""
 _STEP_DIRECTORY = re.compile(r"step_(\d+)")
-
-
-class Saveable(Protocol):
-    """The part of a backend that a checkpoint needs."""
-
-    def save(self, directory: Path) -> Future[None]:
-        """Begins to write its present state into an existing directory."""
-
-    def load(self, directory: Path) -> None:
-        """Continues from what `save` wrote."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,7 +96,7 @@ class Saving:
             _write_state(self.temporary / STATE_FILE, self.state)
             sizes = _sync_tree(self.temporary)
             self.temporary.rename(self.final)
-            _sync_directory(self.final.parent)
+            sync_folder(self.final.parent)
             _write_marker(self.final, sizes)
         except OSError:
             for unfinished in (self.temporary, self.final):
@@ -115,7 +106,7 @@ class Saving:
         return self.final
 
 
-def begin(root: Path, *, backend: Saveable, state: ResumeState) -> Saving:
+def begin(root: Path, *, backend: Backend, state: ResumeState) -> Saving:
     """Begins `root/step_<num_steps>`: on return training may go on; `finish` makes it count.
 
     Args:
@@ -138,7 +129,7 @@ def begin(root: Path, *, backend: Saveable, state: ResumeState) -> Saving:
     return Saving(state=state, temporary=temporary, final=final, written=backend.save(temporary))
 
 
-def load_latest(root: Path, *, backend: Saveable) -> ResumeState | None:
+def load_latest(root: Path, *, backend: Backend) -> ResumeState | None:
     """Loads the newest complete checkpoint into `backend`.
 
     Returns:
@@ -231,11 +222,7 @@ def _write_state(path: Path, state: ResumeState) -> None:
 
 
 def _write_marker(directory: Path, sizes: Mapping[str, int]) -> None:
-    temporary = directory / f"{COMPLETE_MARKER}.tmp"
-    temporary.write_text(json.dumps({"files": dict(sizes)}), encoding="utf-8")
-    _sync_file(temporary)
-    temporary.rename(directory / COMPLETE_MARKER)
-    _sync_directory(directory)
+    replace_file(directory / COMPLETE_MARKER, json.dumps({"files": dict(sizes)}))
 
 
 def _sync_tree(directory: Path) -> dict[str, int]:
@@ -243,22 +230,9 @@ def _sync_tree(directory: Path) -> dict[str, int]:
     sizes: dict[str, int] = {}
     for path in sorted(directory.rglob("*")):
         if path.is_file():
-            _sync_file(path)
+            sync_file(path)
             sizes[path.relative_to(directory).as_posix()] = path.stat().st_size
         else:
-            _sync_directory(path)
-    _sync_directory(directory)
+            sync_folder(path)
+    sync_folder(directory)
     return sizes
-
-
-def _sync_file(path: Path) -> None:
-    with path.open("rb") as file:
-        os.fsync(file.fileno())
-
-
-def _sync_directory(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

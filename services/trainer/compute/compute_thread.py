@@ -14,11 +14,14 @@ import asyncio
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import ParamSpec, TypeVar
+from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
 from penstock.clock import Clock
 from penstock.process.tasks import uninterrupted
-from services.trainer.model.backend import BackendError
+from services.trainer.model.backend import Backend, BackendError
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _Parameters = ParamSpec("_Parameters")
 _Result = TypeVar("_Result")
@@ -73,3 +76,8 @@ class Interrupt:
         """Raises InterruptedComputeError once it is set."""
         if self._event.is_set():
             raise InterruptedComputeError("the run is being stopped")
+
+
+def copied_weights(backend: Backend) -> dict[str, Tensor]:
+    """The trained weights, on the CPU, in memory of their own: the next step changes the backend's in place."""
+    return {name: tensor.cpu().clone().contiguous() for name, tensor in backend.state_tensors().items()}

@@ -12,12 +12,13 @@ Promises:
 from __future__ import annotations
 
 import json
-import os
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import structlog
+
+from penstock.process.durable_files import replace_file
 
 FORMAT_VERSION = 1
 FIRST_RETRY_S, MOST_RETRY_S = 10.0, 1800.0
@@ -95,15 +96,10 @@ class KeptRun:
         self._kept = kept
         if self._path is None:
             return
-        beside = self._path.with_name(f".{self._path.name}.{os.getpid()}")
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            with open(beside, "w", encoding="utf-8", opener=_only_mine) as file:
-                json.dump({"format_version": FORMAT_VERSION, **asdict(kept)}, file)
-                file.flush()
-                os.fsync(file.fileno())
-            beside.replace(self._path)
-            _sync_folder(self._path.parent)
+            document = {"format_version": FORMAT_VERSION, **asdict(kept)}
+            replace_file(self._path, json.dumps(document), mode=0o600)
         except OSError as error:
             _log.error("the run is not kept: a restarted trainer will wait for StartRun", error=str(error))
 
@@ -127,15 +123,3 @@ def kept_path(state_dir: Path | None, listen: str) -> Path | None:
     """
     port = listen.rpartition(":")[2]
     return None if state_dir is None or port in ("", "0") else state_dir.expanduser() / f"trainer-{port}.json"
-
-
-def _only_mine(path: str, flags: int) -> int:
-    return os.open(path, flags, mode=0o600)
-
-
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

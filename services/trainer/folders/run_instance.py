@@ -15,6 +15,7 @@ import socket
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from penstock.process.durable_files import replace_file
 from services.trainer.checkpoints.checkpoint import CheckpointFormatError
 
 INSTANCE_FILE = "instance.json"
@@ -57,14 +58,4 @@ def read_instance(run_dir: Path) -> RunInstance | None:
 
 def write_instance(run_dir: Path, instance: RunInstance) -> None:
     """Replaces what the folder says; on return it is on the disk. Raises OSError."""
-    temporary = run_dir / f"{INSTANCE_FILE}.tmp"
-    with temporary.open("w", encoding="utf-8") as file:
-        json.dump(asdict(instance), file)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.rename(run_dir / INSTANCE_FILE)
-    folder = os.open(run_dir, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
+    replace_file(run_dir / INSTANCE_FILE, json.dumps(asdict(instance)))

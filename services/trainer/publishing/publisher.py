@@ -58,6 +58,8 @@ class WeightPublisher:
         self._clock = clock
         self._last: PublishedVersion | None = None
         self._instance_id, self._epoch = "", 0
+        self._publishing: asyncio.Future[float] | None = None
+        self._last_s = 0.0
 
     def open(self, *, instance_id: str = "", epoch: int = 0) -> None:
         """Start with an empty folder and an empty store; what is published says in whose name."""
@@ -95,6 +97,28 @@ class WeightPublisher:
         self._store.add(version)
         self._last = version
         return time.monotonic() - start
+
+    def begin(
+        self, tensors: Mapping[str, Tensor], *, policy_version: int, history: int, adapter: AdapterSpec | None
+    ) -> None:
+        """Publish a version beside whatever comes next; call it when the one before has ended (`finish`)."""
+        publishing = self.publish(tensors, policy_version=policy_version, history=history, adapter=adapter)
+        self._publishing = asyncio.ensure_future(publishing)
+
+    async def finish(self) -> None:
+        """Returns when the last version that was begun is published; raises what publishing raised."""
+        if self._publishing is not None:
+            self._last_s = await self._publishing
+            self._publishing = None
+
+    @property
+    def last_s(self) -> float:
+        """How long the last of those took that is known to have ended, seconds."""
+        publishing = self._publishing
+        is_known = publishing is not None and publishing.done() and not publishing.cancelled()
+        if publishing is not None and is_known and publishing.exception() is None:
+            self._last_s = publishing.result()
+        return self._last_s
 
     def _prepare(
         self, tensors: Mapping[str, Tensor], policy_version: int, history: int, adapter: AdapterSpec | None

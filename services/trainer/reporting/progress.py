@@ -47,6 +47,8 @@ class Progress:
     """Which run of this id it is; empty in runs from before there were instances."""
     epoch: int = 0
     """The newest epoch under which this run's trainers took it over, as far as is known here."""
+    history: int = 0
+    """The run's history counter, as the broker gave it when this trainer took the run over."""
     policy_version: int = 0
     acked_version: int = 0
     position: int = 0

@@ -162,7 +162,7 @@ class TrackedLines(JsonLines):
 
     def __init__(self, path: Path, trackers: Trackers, *, prefix: str = "") -> None:
         super().__init__(path)
-        self._trackers = trackers
+        self.trackers = trackers
         self._prefix = prefix
 
     def append(self, line: Mapping[str, object]) -> None:
@@ -177,4 +177,4 @@ class TrackedLines(JsonLines):
         try:
             super().append(line)
         finally:
-            self._trackers.log(numbers, policy_version=int(version))
+            self.trackers.log(numbers, policy_version=int(version))

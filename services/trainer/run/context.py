@@ -85,6 +85,7 @@ class RunContext:
         await asyncio.to_thread(self.keep_owner, broker_pb2.RunOwner(owner_id=owner.owner_id, epoch=known))
         response = await self.open_run(self.progress.policy_version, takes_over=True)
         owner.epoch = self.progress.epoch = response.epoch
+        self.progress.history = response.history
         self.client.owner = owner
         await asyncio.to_thread(self.keep_owner, owner)
         instance = RunInstance(instance_id=owner.instance_id, epoch=owner.epoch)

@@ -23,6 +23,7 @@ from penstock.errors import DeadlineError
 from penstock.process.tasks import end
 from penstock.v1 import trainer_pb2, types_pb2
 from services.trainer.data.prompt_order import EncodedPrompt, build_prompt, evaluation_group_id, sampling_seed
+from services.trainer.reporting.events import RunEvents
 from services.trainer.reporting.metrics import JsonLines
 from services.trainer.run.context import RunContext
 from services.trainer.run.prompt_feeder import PromptSubmitter
@@ -53,7 +54,9 @@ class Evaluator:
         submitter: PromptSubmitter,
         prompts: Sequence[EncodedPrompt],
         record: JsonLines,
+        events: RunEvents,
     ) -> None:
+        self._context = context
         self._config = context.config
         self._silence = Silence(
             context,
@@ -67,11 +70,9 @@ class Evaluator:
         self._submitter = submitter
         self._prompts = prompts
         self._record = record
-
-    @property
-    def has_prompts(self) -> bool:
-        """Whether there is anything to measure on."""
-        return bool(self._prompts)
+        self._events = events
+        self._beside: asyncio.Task[None] | None = None
+        """A measurement that goes on while training does."""
 
     async def forget_leftovers(self) -> None:
         """Let the broker forget groups of measurements that are on record; for a run that goes on after a crash."""
@@ -79,33 +80,58 @@ class Evaluator:
             ids = list(self._groups(int(line["policy_version"]), int(line["history"])))
             await self._client.drop_groups(self._run_id, ids, reason="evaluated")
 
-    async def measure(
-        self, *, policy_version: int, history: int, on_waiting: Callable[[str], None]
-    ) -> trainer_pb2.EvaluationReport:
-        """Measure, or return what is on record for that version.
-
-        Args:
-            policy_version: The least version that may decode.
-            history: The run's history counter; part of the groups' names.
-            on_waiting: Told what is waited for, for people.
+    async def measure(self) -> None:
+        """Measure the present version while nothing else goes on.
 
         Raises:
             DeadlineError: No new result for too long, see above.
             PenstockError: The broker refused something for good.
         """
-        for line in self._record.read():
-            if line["policy_version"] == policy_version:
-                return _report(line)
-        groups = self._groups(policy_version, history)
+        version = self._context.progress.policy_version
+        self._events.change_state(trainer_pb2.TRAINER_STATE_EVALUATING, f"version {version}")
+        await self._measure(version, on_waiting=self._events.say_waiting)
+
+    def begin_if_due(self) -> None:
+        """Begin to measure beside training every `run.eval_every_steps`; raises what the measurement before raised."""
+        run, version = self._config.run, self._context.progress.policy_version
+        if self._beside is not None and self._beside.done():
+            self._beside.result()
+            self._beside = None
+        is_due = run.eval_every_steps > 0 and version % run.eval_every_steps == 0 and version < run.num_steps
+        if is_due and self._beside is not None:
+            _log.warning("an evaluation is left out: the last one is still under way", policy_version=version)
+        elif is_due:
+            self._beside = asyncio.create_task(self._measure(version, on_waiting=lambda _reason: None))
+
+    async def finish(self) -> None:
+        """Wait for the measurement that was begun; raises what it raised."""
+        if self._beside is not None:
+            await self._beside
+
+    async def cancel(self) -> None:
+        """Give up the measurement that was begun."""
+        if self._beside is not None:
+            await end(self._beside)
+
+    async def _measure(self, policy_version: int, *, on_waiting: Callable[[str], None]) -> None:
+        """Report what the version scores, from the record where it is there."""
+        if not self._prompts:
+            return
+        lines = self._record.read()
+        line = next((line for line in lines if line["policy_version"] == policy_version), None)
+        self._events.report_evaluation(_report(line or await self._measured(policy_version, on_waiting)))
+
+    async def _measured(self, policy_version: int, on_waiting: Callable[[str], None]) -> dict[str, object]:
+        groups = self._groups(policy_version, self._context.progress.history)
         sending = asyncio.create_task(self._submitter.submit(list(groups.values())))
         try:
             scores = await self._collect(groups, sending, on_waiting)
         finally:
             await end(sending)
-        measured = self._line(policy_version, history, scores)
+        measured = self._line(policy_version, scores)
         self._record.append(measured)
         await self._client.drop_groups(self._run_id, list(groups), reason="evaluated")
-        return _report(measured)
+        return measured
 
     def _groups(self, policy_version: int, history: int) -> dict[str, types_pb2.Prompt]:
         prompts: dict[str, types_pb2.Prompt] = {}
@@ -176,8 +202,9 @@ class Evaluator:
         if group_ids:
             await self._client.drop_groups(self._run_id, group_ids, reason="evaluated")
 
-    def _line(self, policy_version: int, history: int, scores: dict[str, float | None]) -> dict[str, object]:
+    def _line(self, policy_version: int, scores: dict[str, float | None]) -> dict[str, object]:
         means: dict[str, float | None] = {}
+        history = self._context.progress.history
         for name, is_greedy in (("sampled_accuracy", False), ("greedy_accuracy", True)):
             ids = [
                 evaluation_group_id(policy_version=policy_version, history=history, is_greedy=is_greedy, index=index)

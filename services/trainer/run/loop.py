@@ -36,13 +36,13 @@ from penstock.process.tasks import uninterrupted
 from penstock.v1 import types_pb2
 from services.trainer.batches.group_decoder import training_samples
 from services.trainer.batches.training_sample import TrainingSample
-from services.trainer.compute.compute_thread import ComputeThread, Interrupt
+from services.trainer.compute.compute_thread import ComputeThread, Interrupt, copied_weights
 from services.trainer.model.backend import Backend, NonFiniteError
+from services.trainer.publishing.publisher import WeightPublisher
 from services.trainer.reporting.events import RunEvents
 from services.trainer.reporting.metrics import SKIPPED_STEPS, JsonLines, Line, StepTimes, count_step, step_line
 from services.trainer.reporting.stall_timer import Cause, WaitMeter
 from services.trainer.run.context import RunContext
-from services.trainer.run.publications import Publications
 from services.trainer.run.replay_feed import ReplayFeed
 from services.trainer.run.stall_watch import Silence
 from services.trainer.step.sample_filter import SkipReason
@@ -91,7 +91,7 @@ class StepLoop:
         compute: ComputeThread,
         backend: Backend,
         interrupt: Interrupt,
-        publications: Publications,
+        publisher: WeightPublisher,
         events: RunEvents,
         metrics: JsonLines,
         replay: ReplayFeed | None = None,
@@ -100,7 +100,7 @@ class StepLoop:
         self._compute = compute
         self._backend = backend
         self._interrupt = interrupt
-        self.publications = publications
+        self._publisher = publisher
         self._events = events
         self._metrics = metrics
         self._replay = replay
@@ -142,7 +142,13 @@ class StepLoop:
             num_skipped += 1
             kept = await self._attempt(kept, num_skipped=num_skipped)
         with self.waits.waiting(Cause.PUBLISHING):
-            await self.publications.begin(self._context.progress.policy_version)
+            await self._publisher.finish()
+            self._publisher.begin(
+                await self._compute.run(copied_weights, self._backend),
+                policy_version=self._context.progress.policy_version,
+                history=self._context.progress.history,
+                adapter=self._backend.adapter,
+            )
 
     async def _attempt(self, kept: Groups, *, num_skipped: int) -> Groups | None:
         """A step that begins with the groups in `kept`; what another attempt is to begin with, None after the step."""
@@ -318,7 +324,7 @@ class StepLoop:
         times = StepTimes(
             step_s=at_s - self._line_s,
             train_s=self._compute.busy_s - self._busy_at_line_s,
-            publish_s=self.publications.last_s,
+            publish_s=self._publisher.last_s,
             waits_s=self.waits.take(),
         )
         self._line_s, self._busy_at_line_s = at_s, self._compute.busy_s

@@ -33,7 +33,7 @@ from penstock.process.tasks import run_beside, unless_set
 from penstock.security import Security
 from penstock.v1 import broker_pb2, trainer_pb2
 from services.trainer.checkpoints.checkpoint_writer import Checkpoints
-from services.trainer.compute.compute_thread import ComputeThread, Interrupt
+from services.trainer.compute.compute_thread import ComputeThread, Interrupt, copied_weights
 from services.trainer.config import TrainingConfig
 from services.trainer.data.run_prompts import RunPrompts, load_run_prompts
 from services.trainer.folders.run_instance import RunInstance, new_instance, read_instance, write_instance
@@ -43,19 +43,17 @@ from services.trainer.publishing.version_store import WeightStore
 from services.trainer.reporting.events import RunEvents
 from services.trainer.reporting.overlap import OverlapMeter
 from services.trainer.reporting.progress import Progress
-from services.trainer.reporting.run_lines import RunLines
 from services.trainer.reporting.stall_timer import Cause
 from services.trainer.reporting.summary import RunFacts, build_summary, restate_end, write_summary
+from services.trainer.reporting.trackers import TrackedLines, Trackers, open_trackers
 from services.trainer.run.broker_link import BrokerLink
 from services.trainer.run.context import Policy, RunContext, RunSpec
 from services.trainer.run.evaluation import Evaluator
 from services.trainer.run.loop import StepLoop
 from services.trainer.run.monitor import RunMonitor
 from services.trainer.run.prompt_feeder import PromptSubmitter, training_feeder
-from services.trainer.run.publications import Publications
 from services.trainer.run.replay_feed import replay_feed
 from services.trainer.run.run_errors import EXPECTED_ERRORS, is_broken, is_final
-from services.trainer.run.scheduled_evaluations import ScheduledEvaluations
 
 _log = structlog.get_logger()
 
@@ -103,7 +101,9 @@ class TrainingRun:
             base_url=weights_url,
             clock=self._clock,
         )
-        self._lines = RunLines(spec.run_dir)
+        self._trackers = Trackers({})
+        self._metrics = TrackedLines(spec.run_dir / "metrics.jsonl", self._trackers)
+        self._evaluations = TrackedLines(spec.run_dir / "evaluations.jsonl", self._trackers, prefix="eval/")
         self._opened: Backend | None = None
         """To be closed."""
         self._backend: Backend | None = None
@@ -167,7 +167,7 @@ class TrainingRun:
         finally:
             await self._close_backend()
             self._compute.close()
-            await asyncio.to_thread(self._lines.close)
+            await asyncio.to_thread(self._trackers.close)
         _log.info("run ends", run_id=self.spec.run_id, message=message, steps=self._progress.policy_version)
         self.outcome = outcome
         is_retried = outcome == trainer_pb2.RUN_OUTCOME_FAILED and not self.is_final
@@ -212,13 +212,7 @@ class TrainingRun:
         await self._restore(backend)
         self._backend = backend
         self.events.policy_version = self._progress.policy_version
-        await asyncio.to_thread(
-            self._lines.open_trackers,
-            config,
-            run_id=self.spec.run_id,
-            policy_version=self._progress.policy_version,
-            allows_plain=self._security.allows_plain,
-        )
+        await asyncio.to_thread(self._open_trackers)
         self.events.change_state(trainer_pb2.TRAINER_STATE_STARTING, f"opening the run at broker {config.broker}")
         async with self.broker.client() as client:
             await self._open_to_close(self.broker.context(client, self._progress), backend, prompts)
@@ -235,10 +229,22 @@ class TrainingRun:
         else:
             self._progress.instance_id = (known or new_instance()).instance_id
         await self._name_run(known)
-        self._lines.cut_after(self._progress.policy_version)
+        for lines in (self._metrics, self._evaluations):
+            lines.cut_after(self._progress.policy_version)
         # It tells how the run ended before. It goes on, and may end without a word.
         await asyncio.to_thread((self.spec.run_dir / "summary.json").unlink, missing_ok=True)
         self._is_restored = True
+
+    def _open_trackers(self) -> None:
+        """Begin what the configuration asks for, and let lines go there; raises ConfigError."""
+        self._trackers = self._metrics.trackers = self._evaluations.trackers = open_trackers(
+            self.spec.config.run.trackers,
+            self.spec.run_dir,
+            run_id=self.spec.run_id,
+            policy_version=self._progress.policy_version,
+            document=self.spec.config.model_dump(mode="json"),
+            allows_plain=self._security.allows_plain,
+        )
 
     async def _name_run(self, known: RunInstance | None) -> None:
         """Settle which run this is, in its folder first: the broker is told only what will be found again."""
@@ -252,17 +258,24 @@ class TrainingRun:
     async def _open_to_close(self, context: RunContext, backend: Backend, prompts: RunPrompts) -> None:
         """Everything from OpenRun to CloseRun; raises what a part raised."""
         opened = await self._open(context)
-        publications = Publications(self._publisher, compute=self._compute, backend=backend, history=opened.history)
-        await publications.publish(self._progress.policy_version)
+        await self._publisher.publish(
+            await self._compute.run(copied_weights, backend),
+            policy_version=self._progress.policy_version,
+            history=self._progress.history,
+            adapter=backend.adapter,
+        )
         submitter = PromptSubmitter(context.client, context.run_id)
         evaluator = Evaluator(
-            context=context, submitter=submitter, prompts=prompts.held_out, record=self._lines.evaluations
+            context=context,
+            submitter=submitter,
+            prompts=prompts.held_out,
+            record=self._evaluations,
+            events=self.events,
         )
-        evaluations = ScheduledEvaluations(evaluator, context=context, history=opened.history, events=self.events)
         if opened.existed:
             await evaluator.forget_leftovers()
         if self._progress.policy_version == 0:
-            await evaluations.measure()
+            await evaluator.measure()
         feeder = training_feeder(context, submitter, prompts.train)
         replay = replay_feed(context)
         monitor = RunMonitor(context=context, meter=self._meter, feeder=feeder)
@@ -271,19 +284,19 @@ class TrainingRun:
             compute=self._compute,
             backend=backend,
             interrupt=self._interrupt,
-            publications=publications,
+            publisher=self._publisher,
             events=self.events,
-            metrics=self._lines.metrics,
+            metrics=self._metrics,
             replay=replay,
         )
         loops = [monitor.run, self._checkpoints.watch]
         loops += [part.run for part in (feeder, replay) if part is not None]
         try:
-            await run_beside(self._train(loop, evaluations), loops)
+            await run_beside(self._train(loop, evaluator), loops)
         finally:
-            await evaluations.cancel()
+            await evaluator.cancel()
         await self._write_checkpoint()
-        await evaluations.measure()
+        await evaluator.measure()
         # Generators report their last spans a heartbeat late; by now they have.
         await monitor.poll()
         # Also what agents put beyond the last step, which is not known here.
@@ -310,7 +323,7 @@ class TrainingRun:
         self._publisher.open(instance_id=context.owner.instance_id, epoch=context.owner.epoch)
         return opened
 
-    async def _train(self, loop: StepLoop, evaluations: ScheduledEvaluations) -> None:
+    async def _train(self, loop: StepLoop, evaluator: Evaluator) -> None:
         run, progress = self.spec.config.run, self._progress
         if progress.policy_version >= run.num_steps:
             return
@@ -322,10 +335,10 @@ class TrainingRun:
                 if progress.policy_version % run.checkpoint_every_steps == 0:
                     with loop.waits.waiting(Cause.CHECKPOINTING):
                         await self._write_checkpoint()
-                evaluations.begin_if_due()
-            await loop.publications.finish()
+                evaluator.begin_if_due()
+            await self._publisher.finish()
         self._meter.end(self._clock.monotonic_s())
-        await evaluations.finish()
+        await evaluator.finish()
 
     async def _write_checkpoint(self) -> None:
         """Begin a checkpoint of the present version, unless there is one; its files are written beside training.
@@ -337,7 +350,8 @@ class TrainingRun:
         if self._backend is not None:
             await self.broker.check_owner(self._progress)
             # The steps of a checkpoint do not come again, nor do their lines.
-            self._lines.flush()
+            self._metrics.flush()
+            self._evaluations.flush()
             overlap = self._meter.totals(self._clock.monotonic_s())
             state = self._progress.to_resume_state(wall_s=self._wall_s(), overlap=overlap)
             await self._checkpoints.begin(self._backend, state)
@@ -368,8 +382,8 @@ class TrainingRun:
             wall_s=self._wall_s(),
             progress=self._progress,
             overlap=self._meter.totals(self._clock.monotonic_s()),
-            steps=self._lines.metrics.read(),
-            evaluations=self._lines.evaluations.read(),
+            steps=self._metrics.read(),
+            evaluations=self._evaluations.read(),
         )
         return write_summary(path, build_summary(facts))
 

@@ -51,15 +51,7 @@ def kill_at(monkeypatch, moment):
     elif moment == "before the marker":
         monkeypatch.setattr(checkpoint, "_write_marker", die)
     elif moment == "while the marker is written":
-        monkeypatch.setattr(checkpoint, "_sync_file", die_on_marker(die))
-
-
-def die_on_marker(die):
-    def sync(path):
-        if path.name.startswith(COMPLETE_MARKER):
-            die()
-
-    return sync
+        monkeypatch.setattr(Path, "replace", die)
 
 
 MOMENTS = ["while the backend writes", "before the rename", "before the marker", "while the marker is written"]
