@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def follow_under_torchrun(place: Place) -> None:
-    """Serve the runs of the leader until it ends."""
+    """Serve the runs of the coordinator until it ends."""
     runs = TorchrunRuns()
     while (store := runs.wait()) is not None:
         _follow_one(store, rank=place.rank, num_ranks=place.num_ranks, local_rank=place.local_rank)
@@ -37,7 +37,7 @@ def main() -> None:
 
 
 def _follow_one(store: Store, *, rank: int, num_ranks: int, local_rank: int) -> None:
-    # The leader says where: only it knows the run.
+    # The coordinator says where: only it knows the run.
     device = store.get(DEVICE_KEY).decode()
     group = RankGroup(store, rank=rank, num_ranks=num_ranks, local_rank=local_rank, device=device)
     follow(group, _build)

@@ -43,7 +43,7 @@ class Checkpoints:
         self._failed = asyncio.Event()
 
     async def load_latest(self, backend: Backend) -> ResumeState | None:
-        """See `checkpoint.load_latest`."""
+        """Load the newest complete checkpoint; None where there is none. Raises CheckpointFormatError."""
         return await self._compute.run(checkpoint.load_latest, self.root, backend=backend)
 
     async def begin(self, backend: Backend, state: ResumeState) -> None:

@@ -13,7 +13,7 @@ from services.trainer.data.prompt_rows import DataError
 
 
 class HuggingFaceTokenizer:
-    """See `services.trainer.data.prompt_order.Tokenizer`."""
+    """The tokenizer of a Hugging Face directory."""
 
     def __init__(self, model_path: Path) -> None:
         """Load it from the model's directory; raises ConfigError where there is none."""

@@ -2,7 +2,7 @@
 
 Alone (no torchrun), process 0 starts the others when a run asks for them, and they end with the run, or with it. Under
 torchrun every process runs `penstock serve trainer`: process 0 serves, the others wait for its runs. Either way a
-process that is lost ends process 0 too, so that whoever watches it starts all of them again.
+process that is lost ends process 0 too, so that its supervisor starts all of them again.
 """
 
 from __future__ import annotations
@@ -82,13 +82,13 @@ class TorchrunRuns:
         self._store: Store | None = None
 
     def begin(self) -> Store:
-        """In the leader: where the processes meet for a run that begins."""
+        """In the coordinator: where the processes meet for a run that begins."""
         store, name = self._next()
         store.set(name, "begins")
         return _below(name, store)
 
     def wait(self) -> Store | None:
-        """In the others: where they meet for the next run, once it begins; None when the leader ends instead."""
+        """In the others: where they meet for the next run, once it begins; None when the coordinator ends instead."""
         import torch.distributed as dist
 
         store, name = self._next()
@@ -98,7 +98,7 @@ class TorchrunRuns:
                 return _below(name, store) if store.get(name) == b"begins" else None
 
     def end(self) -> None:
-        """In the leader: it takes no more runs."""
+        """In the coordinator: it takes no more runs."""
         store, name = self._next()
         store.set(name, "ends")
 

@@ -25,7 +25,7 @@ from services.trainer.model.backend import BackendError
 COMPUTE_TIMEOUT = timedelta(minutes=10)
 """Longest wait of one process for another in a forward or backward pass, and for all to be there."""
 IDLE_TIMEOUT = timedelta(hours=12)
-"""Longest wait for the next message. A leader that dies closes its connections, which is noticed at once."""
+"""Longest wait for the next message. A coordinator that dies closes its connections, which is noticed at once."""
 MAX_MESSAGE_BYTES = 2**30
 _CALL = "call"
 
@@ -33,7 +33,7 @@ Arrays = dict[str, npt.NDArray[Any]]
 
 
 class RankGroup:
-    """See `Peers` for the promises. One a process at a time.
+    """The `Peers` of a process among several; one a process at a time.
 
     Args:
         store: Where the processes find each other.
@@ -54,11 +54,11 @@ class RankGroup:
         self._mesh = init_device_mesh(self._device.type, (num_ranks,))
 
     def device(self, name: Literal["auto", "cpu", "cuda"]) -> torch.device:
-        """See `Peers`."""
+        """The GPU of this process, or the CPU."""
         return self._device
 
     def shard(self, network: nn.Module) -> None:
-        """See `Peers`: a unit for each layer that the model's authors name as one, and one for the rest."""
+        """Shards by FSDP2: a unit for each layer that the model's authors name as one, and one for the rest."""
         names = set(getattr(network, "_no_split_modules", None) or ())
         for module in [module for module in network.modules() if type(module).__name__ in names]:
             fully_shard(module, mesh=self._mesh)
@@ -71,31 +71,31 @@ class RankGroup:
                 module.set_force_sum_reduction_for_comms(True)
 
     def whole(self, tensor: Tensor) -> Tensor:
-        """See `Peers`."""
+        """Gathers a sharded tensor."""
         if not isinstance(tensor, DTensor):
             return tensor
         full = tensor.full_tensor()
         return full.cpu() if self.rank == 0 else full.new_empty(0)
 
     def total(self, tensor: Tensor) -> Tensor:
-        """See `Peers`."""
+        """Adds up over the mesh."""
         return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
     def part(self, whole: Tensor, like: Tensor) -> Tensor:
-        """See `Peers`."""
+        """Takes this process' shard without communication."""
         if not isinstance(like, DTensor):
             return whole
         placed = whole.to(like.device)
         return distribute_tensor(placed, like.device_mesh, like.placements, src_data_rank=None)
 
     def added_up(self, count: int) -> int:
-        """See `Peers`."""
+        """An all-reduce of the message group."""
         total = torch.tensor(count)
         dist.all_reduce(total, group=self._messages)
         return int(total)
 
     def agree(self, is_so: bool) -> bool:
-        """See `Peers`."""
+        """An all-reduce of the message group."""
         verdict = torch.tensor(int(is_so))
         dist.all_reduce(verdict, op=dist.ReduceOp.MIN, group=self._messages)
         return bool(verdict)

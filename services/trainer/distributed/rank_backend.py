@@ -48,7 +48,7 @@ IDLE_TOKENS = 8
 
 
 class RankBackend:
-    """See `Backend` for the promises."""
+    """A `Backend` in this process: all of it, or its part of a sharded one."""
 
     shares = (1.0,)
 
@@ -108,7 +108,7 @@ class RankBackend:
 
     @property
     def adapter(self) -> AdapterSpec | None:
-        """See `Backend`."""
+        """Of the LoRA adapter that is trained, if one is."""
         return self._trained.adapter
 
     @property
@@ -122,7 +122,7 @@ class RankBackend:
         return int(self._model.config.get_text_config().max_position_embeddings)
 
     def forward_backward(self, *packs: Pack | None) -> LossTotals:
-        """See `Backend`; of `packs` this process' own."""
+        """Adds the gradient of this process' own pack, the only one in `packs`."""
         (given,) = packs
         is_idle = given is None or given.num_loss_tokens == 0
         if is_idle and self._peers.num_ranks == 1:
@@ -153,13 +153,13 @@ class RankBackend:
         return LossTotals() if is_idle else totals
 
     def forward_logprobs(self, pack: Pack) -> npt.NDArray[np.float32]:
-        """See `Backend`."""
+        """One pass of the policy without gradient."""
         with torch.no_grad():
             result: npt.NDArray[np.float32] = self._logprobs(self._model, pack).cpu().numpy()
         return result
 
     def reference_logprobs(self, pack: Pack) -> npt.NDArray[np.float32]:
-        """See `Backend`."""
+        """One pass of the reference."""
         logprobs = self._reference_logprobs(pack)
         if logprobs is None:
             raise ValueError("no reference model was kept")
@@ -167,7 +167,7 @@ class RankBackend:
         return result
 
     def token_scores(self, pack: Pack, *, with_log_ratios: bool) -> TokenScores:
-        """See `Backend`."""
+        """One pass of the critic, and of policy and reference where log-ratios are asked for."""
         with torch.no_grad():
             values = None if self._critic is None else self._critic.values(pack).cpu().numpy()
             reference = self._reference_logprobs(pack) if with_log_ratios else None
@@ -177,12 +177,12 @@ class RankBackend:
         return TokenScores(values=values, log_ratios=log_ratios.cpu().numpy())
 
     def refresh_reference(self) -> None:
-        """See `Backend`."""
+        """Copies the weights to the reference, if one is kept."""
         if self._settings.keep_reference:
             self._companions.refresh_reference()
 
     def optimizer_step(self, *, divisor: int, is_last: bool = True) -> StepMetrics:
-        """See `Backend`."""
+        """One step of AdamW, and of the critic's optimiser, at the scheduled learning rate."""
         if divisor < 1:
             raise ValueError(f"a step needs at least one token or sample, not {divisor}")
         gradients = self._gradients()
@@ -205,13 +205,13 @@ class RankBackend:
         return StepMetrics(grad_norm=norm, learning_rate=learning_rate, num_batches=self._num_batches)
 
     def discard_gradients(self) -> None:
-        """See `Backend`."""
+        """Zeroes the gradients, the critic's too."""
         torch._foreach_zero_(self._gradients())
         if self._critic is not None:
             self._critic.discard_gradients()
 
     def state_tensors(self) -> dict[str, Tensor]:
-        """See `Backend`."""
+        """The trained weights in the type in which they are published, whole in process 0."""
         dtype = self._trained.published_dtype
         return {
             name: self._peers.whole(tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor)
@@ -219,18 +219,18 @@ class RankBackend:
         }
 
     def close(self) -> None:
-        """See `Backend`; files under way are written first."""
+        """Waits for the files that are being written."""
         self._writer.shutdown(wait=True)
 
     def save(self, directory: Path) -> Future[None]:
-        """See `Backend`."""
+        """Copies this process' part; a thread of its own writes it."""
         export = _copied(self.state_tensors())
         resume = _copied(self._state.collect(num_batches=self._num_batches))
         companions = _copied(self._companions.tensors())
         return self._writer.submit(self._write, directory, export, resume, companions)
 
     def load(self, directory: Path) -> None:
-        """See `Backend`."""
+        """Reads and checks everything before it changes anything."""
         self._trained.check_saved(directory)
         companions = read_companions(directory)
         self._companions.check(companions)

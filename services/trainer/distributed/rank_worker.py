@@ -1,9 +1,9 @@
-"""A process that trains beside the leader (process 0): does what it is told, until told to end or alone.
+"""A process that trains beside the coordinator (process 0): makes the calls it is sent, until one says to close.
 
     build --> any of the calls of a Backend --> close
 
-An error that is the same in all processes (BackendError) is answered; with any other this process has left the others'
-rhythm, so it ends, and the leader with it.
+An error that is the same in all processes (BackendError) is answered; after any other this process is out of step with
+the others, so it ends, and the coordinator with it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import structlog
 
 from services.trainer.batches.packing import Pack
 from services.trainer.distributed.process_group import Arrays, RankGroup
-from services.trainer.model.backend import Backend, BackendError, TokenScores
+from services.trainer.model.backend import Backend, BackendError
 
 _log = structlog.get_logger()
 
@@ -32,7 +32,7 @@ def follow(group: RankGroup, build: Callable[[str, RankGroup], Backend]) -> None
         build: Makes this process' part of the backend from a run's configuration as JSON.
 
     Raises:
-        Exception: This process failed, or the leader is gone.
+        Exception: This process failed, or the coordinator is gone.
     """
     backend: Backend | None = None
     while True:
@@ -59,7 +59,7 @@ def _done(backend: Backend, call: dict[str, Any], arrays: Arrays) -> tuple[dict[
         case "forward_backward":
             return {"totals": dataclasses.asdict(backend.forward_backward(decoded(arrays)))}, {}
         case "forward_logprobs" | "reference_logprobs" | "token_scores":
-            return {}, _scores(backend, call, decoded(arrays))
+            return {}, scores(backend, pack=decoded(arrays), **call)
         case "optimizer_step":
             backend.optimizer_step(divisor=int(call["divisor"]), is_last=bool(call["is_last"]))
         case "refresh_reference":
@@ -69,28 +69,25 @@ def _done(backend: Backend, call: dict[str, Any], arrays: Arrays) -> tuple[dict[
         case "gather":
             backend.state_tensors()
         case "save":
-            # The leader hears from its own part of the save whether all parts were written.
+            # The coordinator hears from its own part of the save whether all parts were written.
             backend.save(Path(call["directory"]))
         case "load":
             backend.load(Path(call["directory"]))
         case unknown:
-            raise ValueError(f"the leader asks for {unknown!r}: it runs another version of Penstock")
+            raise ValueError(f"the coordinator asks for {unknown!r}: it runs another version of Penstock")
     return {}, {}
 
 
-def _scores(backend: Backend, call: dict[str, Any], pack: Pack | None) -> Arrays:
+def scores(backend: Backend, op: str, pack: Pack | None, *, with_log_ratios: bool = False) -> Arrays:
+    """What a call without gradients computes for a pack's loss tokens."""
     if pack is None:
-        raise ValueError(f"{call['op']} came without a pack")
-    if call["op"] == "forward_logprobs":
+        raise ValueError(f"{op} came without a pack")
+    if op == "forward_logprobs":
         return {"logprobs": backend.forward_logprobs(pack)}
-    if call["op"] == "reference_logprobs":
+    if op == "reference_logprobs":
         return {"logprobs": backend.reference_logprobs(pack)}
-    return arrays_of(backend.token_scores(pack, with_log_ratios=bool(call["with_log_ratios"])))
-
-
-def arrays_of(scores: TokenScores) -> Arrays:
-    """Those that there are, by the names of its fields."""
-    named = {"values": scores.values, "log_ratios": scores.log_ratios}
+    found = backend.token_scores(pack, with_log_ratios=with_log_ratios)
+    named = {"values": found.values, "log_ratios": found.log_ratios}
     return {name: array for name, array in named.items() if array is not None}
 
 
@@ -111,6 +108,6 @@ def decoded(arrays: Arrays) -> Pack | None:
 
 
 def ignore_signals() -> None:
-    """Whoever stops the trainer signals all of its processes; the leader needs the others for its last checkpoint."""
+    """A stop signals all processes of a trainer; the coordinator needs the others for its last checkpoint."""
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)

@@ -19,7 +19,7 @@ from penstock.model.adapter_layout import AdapterSpec
 from services.trainer.batches.packing import Pack
 from services.trainer.batches.rank_partition import share_out
 from services.trainer.distributed.process_group import Arrays, RankGroup
-from services.trainer.distributed.rank_worker import arrays_of, encoded
+from services.trainer.distributed.rank_worker import encoded, scores
 from services.trainer.model.backend import Backend, BackendError, LossTotals, StepMetrics, TokenScores
 
 if TYPE_CHECKING:
@@ -30,14 +30,14 @@ Answer = tuple[dict[str, Any], Arrays]
 
 
 class ShardedBackend:
-    """See `Backend` for the promises.
+    """A `Backend` whose every call is made in all processes.
 
     Args:
-        group: Joined; the others follow (`follower.follow`).
+        group: Joined; the others run `rank_worker.follow`.
         build: Makes this process' part.
         config_json: From which the others make theirs.
         shares: How much each process can take.
-        on_lost: Told why the group broke.
+        on_lost: Called with the reason why the group broke.
         on_close: Called when the group was left.
 
     Raises:
@@ -67,21 +67,21 @@ class ShardedBackend:
 
     @property
     def vocab_size(self) -> int:
-        """See `Backend`."""
+        """The same in every process."""
         return self._local.vocab_size
 
     @property
     def max_sequence_length(self) -> int:
-        """See `Backend`."""
+        """The same in every process."""
         return self._local.max_sequence_length
 
     @property
     def adapter(self) -> AdapterSpec | None:
-        """See `Backend`."""
+        """The same in every process."""
         return self._local.adapter
 
     def forward_backward(self, *packs: Pack | None) -> LossTotals:
-        """See `Backend`."""
+        """Gives each process its pack; the totals are those of all."""
         arrays = [encoded(pack) for pack in packs[1:]]
         totals, answers = self._everywhere(
             "forward_backward", lambda: self._local.forward_backward(packs[0]), arrays=arrays
@@ -91,36 +91,24 @@ class ShardedBackend:
         return totals
 
     def forward_logprobs(self, pack: Pack) -> npt.NDArray[np.float32]:
-        """See `Backend`; every process computes its share of the segments."""
-
-        def here(part: Pack) -> Arrays:
-            return {"logprobs": self._local.forward_logprobs(part)}
-
-        return self._shared_out("forward_logprobs", pack, here)["logprobs"]
+        """Every process computes its share of the segments."""
+        return self._shared_out("forward_logprobs", pack)["logprobs"]
 
     def reference_logprobs(self, pack: Pack) -> npt.NDArray[np.float32]:
-        """See `Backend`; every process computes its share of the segments."""
-
-        def here(part: Pack) -> Arrays:
-            return {"logprobs": self._local.reference_logprobs(part)}
-
-        return self._shared_out("reference_logprobs", pack, here)["logprobs"]
+        """Every process computes its share of the segments."""
+        return self._shared_out("reference_logprobs", pack)["logprobs"]
 
     def token_scores(self, pack: Pack, *, with_log_ratios: bool) -> TokenScores:
-        """See `Backend`; every process computes its share of the segments."""
-
-        def here(part: Pack) -> Arrays:
-            return arrays_of(self._local.token_scores(part, with_log_ratios=with_log_ratios))
-
-        found = self._shared_out("token_scores", pack, here, with_log_ratios=with_log_ratios)
+        """Every process computes its share of the segments."""
+        found = self._shared_out("token_scores", pack, with_log_ratios=with_log_ratios)
         return TokenScores(values=found.get("values"), log_ratios=found.get("log_ratios"))
 
     def refresh_reference(self) -> None:
-        """See `Backend`."""
+        """Every process refreshes its part."""
         self._everywhere("refresh_reference", self._local.refresh_reference)
 
     def optimizer_step(self, *, divisor: int, is_last: bool = True) -> StepMetrics:
-        """See `Backend`."""
+        """Every process steps its part; the numbers are of the whole."""
         if divisor < 1:
             raise ValueError(f"a step needs at least one token or sample, not {divisor}")
         return self._everywhere(
@@ -131,31 +119,33 @@ class ShardedBackend:
         )[0]
 
     def discard_gradients(self) -> None:
-        """See `Backend`."""
+        """Every process forgets its part."""
         self._everywhere("discard_gradients", self._local.discard_gradients)
 
     def state_tensors(self) -> dict[str, Tensor]:
-        """See `Backend`; gathered, on the CPU."""
+        """Gathered here, on the CPU."""
         return self._everywhere("gather", self._local.state_tensors)[0]
 
     def save(self, directory: Path) -> Future[None]:
-        """See `Backend`; each process writes what it holds."""
+        """Every process writes what it holds."""
         return self._everywhere("save", lambda: self._local.save(directory), directory=str(directory))[0]
 
     def load(self, directory: Path) -> None:
-        """See `Backend`."""
+        """Every process reads its part."""
         self._everywhere("load", lambda: self._local.load(directory), directory=str(directory))
 
     def close(self) -> None:
-        """See `Backend`."""
+        """Ends the other processes."""
         self._local.close()
         self._leave()
 
-    def _shared_out(self, op: str, pack: Pack, here: Callable[[Pack], Arrays], **details: Any) -> Arrays:
+    def _shared_out(self, op: str, pack: Pack, **details: Any) -> Arrays:
         """Arrays of a pack's loss tokens, each computed in one process."""
         shared = share_out(pack, shares=self.shares)
         arrays = [encoded(part) for part, _ in shared[1:]]
-        mine, answers = self._everywhere(op, lambda: here(shared[0][0]), arrays=arrays, **details)
+        mine, answers = self._everywhere(
+            op, lambda: scores(self._local, op, shared[0][0], **details), arrays=arrays, **details
+        )
         found = {name: np.empty(pack.num_loss_tokens, dtype=array.dtype) for name, array in mine.items()}
         for (_, tokens), results in zip(shared, [mine, *(results for _, results in answers)], strict=True):
             for name, array in results.items():

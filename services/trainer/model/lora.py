@@ -67,7 +67,7 @@ class LoraModel:
         self._dropouts = [module for name, module in self.network.named_modules() if ".lora_dropout." in name]
 
     def state_tensors(self) -> dict[str, Tensor]:
-        """See `TrainedModel`."""
+        """The adapter's tensors, by the names of PEFT."""
         return {
             name.replace(f".{_OWN_NAME}.", "."): parameter.detach()
             for name, parameter in self.network.named_parameters()
@@ -76,7 +76,7 @@ class LoraModel:
 
     @contextmanager
     def training(self) -> Iterator[None]:
-        """See `TrainedModel`; the adapter's dropout is on meanwhile."""
+        """The adapter's dropout is on meanwhile."""
         self._switch_dropout(is_on=True)
         try:
             yield
@@ -85,25 +85,25 @@ class LoraModel:
 
     @contextmanager
     def as_reference(self) -> Iterator[Any]:
-        """See `TrainedModel`."""
+        """The same network with the adapter off."""
         with self.network.disable_adapter():
             yield self.network
 
     def reference_tensors(self) -> dict[str, Tensor]:
-        """See `TrainedModel`."""
+        """None: the base cannot change."""
         return {}
 
     def refresh_reference(self) -> None:
-        """See `TrainedModel`: the base cannot become another."""
+        """Raises UnsupportedModelError: the base cannot become another."""
         raise UnsupportedModelError("the reference of an adapter is its base; it cannot be refreshed")
 
     def save(self, directory: Path, tensors: dict[str, Tensor]) -> None:
-        """See `TrainedModel`; the directory is then one that `PeftModel.from_pretrained` reads."""
+        """Writes a directory that `PeftModel.from_pretrained` reads."""
         save_file(tensors, directory / ADAPTER_FILE, {"format": "pt", _BASE_DIGEST: self.adapter.base_digest})
         self.network.peft_config[_OWN_NAME].save_pretrained(directory)
 
     def check_saved(self, directory: Path) -> None:
-        """See `TrainedModel`."""
+        """Refuses an adapter over another base."""
         stated = saved_base_digest(directory)
         if stated != self.adapter.base_digest:
             raise CheckpointMismatchError(

@@ -56,30 +56,30 @@ class Alone:
     checkpoint_group = None
 
     def device(self, name: Literal["auto", "cpu", "cuda"]) -> torch.device:
-        """See `Peers`."""
+        """The one named; for auto a GPU if there is one."""
         if name == "auto":
             return torch.device("cuda" if torch.cuda.is_available() else "cpu")
         return torch.device(name)
 
     def shard(self, network: nn.Module) -> None:
-        """See `Peers`; nothing to do."""
+        """Does nothing."""
 
     def whole(self, tensor: Tensor) -> Tensor:
-        """See `Peers`; the tensor itself."""
+        """The tensor itself."""
         return tensor
 
     def part(self, whole: Tensor, like: Tensor) -> Tensor:
-        """See `Peers`; all of it."""
+        """All of it."""
         return whole
 
     def total(self, tensor: Tensor) -> Tensor:
-        """See `Peers`."""
+        """The number itself."""
         return tensor
 
     def added_up(self, count: int) -> int:
-        """See `Peers`."""
+        """The count itself."""
         return count
 
     def agree(self, is_so: bool) -> bool:
-        """See `Peers`."""
+        """What is so here is so everywhere."""
         return is_so

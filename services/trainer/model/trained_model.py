@@ -91,37 +91,37 @@ class WholeModel:
 
     @property
     def networks(self) -> tuple[Any, ...]:
-        """See `TrainedModel`."""
+        """The policy, and the reference where it is kept."""
         return (self.network,) if self._reference is None else (self.network, self._reference)
 
     def state_tensors(self) -> dict[str, Tensor]:
-        """See `TrainedModel`."""
+        """All weights of the policy."""
         return _distinct_tensors(self.network)
 
     def reference_tensors(self) -> dict[str, Tensor]:
-        """See `TrainedModel`."""
+        """All weights of the reference."""
         return {} if self._reference is None else _distinct_tensors(self._reference)
 
     @contextmanager
     def training(self) -> Iterator[None]:
-        """See `TrainedModel`; dropout stays off."""
+        """Changes nothing: dropout stays off."""
         yield
 
     @contextmanager
     def as_reference(self) -> Iterator[Any]:
-        """See `TrainedModel`."""
+        """The second copy of the model."""
         if self._reference is None:
             raise ValueError("no reference model was kept")
         yield self._reference
 
     def refresh_reference(self) -> None:
-        """See `TrainedModel`."""
+        """Copies the policy's weights to the second copy."""
         if self._reference is None:
             raise UnsupportedModelError("no reference model was kept that could be refreshed")
         self._reference.load_state_dict(self.network.state_dict())
 
     def save(self, directory: Path, tensors: dict[str, Tensor]) -> None:
-        """See `TrainedModel`."""
+        """Writes a directory that `from_pretrained` reads."""
         self.network.save_pretrained(directory, state_dict=tensors)
         # It names the type of the weights that are trained; whoever loads these is to read their own.
         config = deepcopy(self.network.config)
@@ -129,7 +129,7 @@ class WholeModel:
         config.save_pretrained(directory)
 
     def check_saved(self, directory: Path) -> None:
-        """See `TrainedModel`; names and shapes say enough."""
+        """Accepts any: names and shapes, checked on loading, say enough."""
 
 
 def _distinct_tensors(network: PreTrainedModel) -> dict[str, Tensor]:

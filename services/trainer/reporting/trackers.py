@@ -49,12 +49,12 @@ class TensorBoard:
         self._writer: Any = module.SummaryWriter(str(directory), purge_step=policy_version + 1)
 
     def log(self, numbers: Numbers, *, policy_version: int) -> None:
-        """See `Tracker`."""
+        """Hands numbers to the package."""
         for name, value in numbers.items():
             self._writer.add_scalar(name, value, policy_version)
 
     def close(self) -> None:
-        """See `Tracker`."""
+        """Lets the package write what it holds."""
         self._writer.close()
 
 
@@ -78,11 +78,11 @@ class WeightsAndBiases:
         )
 
     def log(self, numbers: Numbers, *, policy_version: int) -> None:
-        """See `Tracker`."""
+        """Hands numbers to the package."""
         self._run.log(dict(numbers), step=policy_version)
 
     def close(self) -> None:
-        """See `Tracker`."""
+        """Lets the package write what it holds."""
         self._run.finish()
 
 

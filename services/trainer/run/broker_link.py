@@ -35,7 +35,7 @@ class BrokerLink:
         self._events = events
         self.owner = broker_pb2.RunOwner(owner_id=new_owner_id())
         self.keep_owner: KeepOwner = lambda owner: None
-        """See `RunContext.keep_owner`."""
+        """Passed to each `RunContext`."""
         self.outage: Outage | None = None
         """Whether the broker is away; None before it was first asked for anything."""
 

@@ -64,7 +64,7 @@ class ReplayFeed:
                     self._news.notify_all()
 
     async def draw(self, num_groups: int, *, policy_version: int) -> list[list[TrainingSample]]:
-        """See `ReplayBuffer.draw`; waits for all of those steps, at most PATIENCE_S, then draws from what has come."""
+        """Draw groups to train on again once all of those steps have come, waiting at most PATIENCE_S."""
         try:
             async with asyncio.timeout(PATIENCE_S), self._news:
                 await self._news.wait_for(lambda: self._whole_until >= policy_version - 1)
@@ -73,7 +73,7 @@ class ReplayFeed:
         return self._buffer.draw(num_groups, policy_version=policy_version)
 
     def forget(self, group_ids: Sequence[str]) -> None:
-        """See `ReplayBuffer.forget`."""
+        """Leave these groups out from now on."""
         self._buffer.forget(group_ids)
 
     def _add(self, response: broker_pb2.ExportTrajectoriesResponse) -> None:
