@@ -35,6 +35,7 @@ from services.generator.decoding.busy_time import BusyTracker
 from services.generator.decoding.drain import Drain
 from services.generator.decoding.lease_handler import Holder
 from services.generator.decoding.sample_runner import RolloutParts, Rollouts
+from services.generator.decoding.token_rate import TokenRate
 from services.generator.decoding.unleased import Guests
 from services.generator.engine.attested_weights import HeldWeights
 from services.generator.engine.engine import (
@@ -126,18 +127,14 @@ class Generator:
             on_engine_failure=self.fail,
         )
         self._rollouts = Rollouts(parts, max_concurrent_samples=config.engine.max_concurrent_samples)
+        rate = TokenRate()
         self._weights = WeightIntake(
             config,
             generator_id=self.generator_id,
             cache_dir=cache_dir,
             engine=engine,
             held=self._held,
-            drain=Drain(
-                self._rollouts,
-                max_wait_s=config.engine.max_drain_s,
-                # Made below: it names the puller, which drains through this.
-                sample_speed=lambda: self._holder.sample_speed(),
-            ),
+            drain=Drain(self._rollouts, engine=engine, rate=rate, max_wait_s=config.engine.max_drain_s),
             metrics=metrics,
             security=security,
         )
@@ -147,6 +144,7 @@ class Generator:
             rollouts=self._rollouts,
             held=self._held,
             busy=self._busy,
+            rate=rate,
             on_owner=self._puller.note_owner,
         )
         self._leasing: asyncio.Task[None] | None = None

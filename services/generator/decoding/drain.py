@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 
 from penstock.errors import DeadlineError
 from penstock.stall_limits import silence_limit
 from services.generator.decoding.sample_runner import Rollouts
+from services.generator.decoding.token_rate import TokenRate
+from services.generator.engine.engine import Engine
 
 LEAST_WAIT_S = 300.0
 
@@ -17,27 +19,28 @@ class Drain:
 
     Args:
         rollouts: The samples.
+        engine: Decodes them.
+        rate: Its tokens per second, as of the last heartbeat.
         max_wait_s: How long they may take to end; None derives it from what they may still need.
-        sample_speed: Tokens per second of each of them, where measured.
     """
 
-    def __init__(
-        self, rollouts: Rollouts, *, max_wait_s: float | None, sample_speed: Callable[[], float | None]
-    ) -> None:
+    def __init__(self, rollouts: Rollouts, *, engine: Engine, rate: TokenRate, max_wait_s: float | None) -> None:
         self._rollouts = rollouts
+        self._engine = engine
+        self._rate = rate
         self._max_wait_s = max_wait_s
-        self._sample_speed = sample_speed
 
     @asynccontextmanager
     async def drained(self) -> AsyncIterator[None]:
         """Inside, nothing is decoded. Raises DeadlineError where that takes too long; samples then go on."""
-        speed = self._sample_speed()
+        rate = self._rate.tokens_per_second
+        per_sample = rate / max(1, self._engine.stats().num_running)
         limit = silence_limit(
             setting="engine.max_drain_s",
             configured_s=self._max_wait_s,
             least_s=LEAST_WAIT_S,
             max_tokens=self._rollouts.longest_remaining_tokens,
-            speeds={} if speed is None else {"this engine": speed},
+            speeds={"this engine": per_sample} if rate > 0 else {},
         )
         async with AsyncExitStack() as stack:
             try:

@@ -25,6 +25,7 @@ class Holder:
         rollouts: Rollouts,
         held: HeldWeights,
         busy: BusyTracker,
+        rate: TokenRate,
         on_owner: Callable[[broker_pb2.RunOwner], None],
     ) -> None:
         self._on_owner = on_owner
@@ -32,7 +33,7 @@ class Holder:
         self._rollouts = rollouts
         self._held = held
         self._busy = busy
-        self._rate = TokenRate()
+        self._rate = rate
         self.is_draining = False
         """Said in every beat from now on."""
         self.warning: Callable[[], str] = lambda: ""
@@ -41,11 +42,6 @@ class Holder:
     def num_free_slots(self) -> int:
         """Leases it can take now."""
         return self._rollouts.num_free_slots()
-
-    def sample_speed(self) -> float | None:
-        """Tokens per second of each sample under way, as of the last beat; None where none was measured."""
-        rate = self._rate.tokens_per_second
-        return rate / max(1, self._engine.stats().num_running) if rate > 0 else None
 
     def beat(self) -> broker_pb2.GeneratorBeat:
         """How it is now; hands out the busy spans since the last beat."""

@@ -16,6 +16,7 @@ from services.generator.decoding import sample_runner
 from services.generator.decoding.busy_time import BusyTracker
 from services.generator.decoding.drain import Drain
 from services.generator.decoding.sample_runner import RolloutParts, Rollouts
+from services.generator.decoding.token_rate import TokenRate
 from services.generator.engine.attested_weights import Held, HeldWeights
 from services.generator.engine.engine import EngineStoppedError, FinishReason, RequestRefusedError
 from services.generator.engine.model_files import IdText
@@ -72,6 +73,11 @@ class Bench:
             on_engine_failure=self.failures.append,
         )
         self.rollouts = Rollouts(parts, max_concurrent_samples=max_concurrent_samples)
+
+    def drain(self, *, max_wait_s, tokens_per_second):
+        rate = TokenRate()
+        rate.tokens_per_second = tokens_per_second
+        return Drain(self.rollouts, engine=self.engine, rate=rate, max_wait_s=max_wait_s)
 
     async def hold(self, version=0):
         await self.held.attest(Held(policy_version=version, history=0, digest="d"))
@@ -267,7 +273,7 @@ async def test_a_sample_that_waits_for_a_drain_is_not_given_back_for_it(bench, m
     monkeypatch.setattr(sample_runner, "MAX_VERSION_WAIT_S", 0.02)
     await bench.begin("a")
     await bench.decoding("a")
-    drain = Drain(bench.rollouts, max_wait_s=None, sample_speed=lambda: 0.001)
+    drain = bench.drain(max_wait_s=None, tokens_per_second=0.001)
 
     async def update():
         async with drain.drained():
@@ -287,7 +293,7 @@ async def test_a_drain_that_takes_too_long_says_by_which_limit_it_ends(bench):
     await bench.begin("a")
     await bench.decoding("a")
     assert bench.rollouts.longest_remaining_tokens > 0
-    drain = Drain(bench.rollouts, max_wait_s=0.02, sample_speed=lambda: 20.0)
+    drain = bench.drain(max_wait_s=0.02, tokens_per_second=20.0)
     with pytest.raises(DeadlineError, match=r"did not end within 0.02 s \(as engine.max_drain_s says\); they go on"):
         async with drain.drained():
             pass
