@@ -20,14 +20,13 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from prometheus_client import Counter, Gauge, Histogram
 
-from services.trainer.batches.training_sample import TrainingSample
 from services.trainer.reporting.stall_timer import Cause
 from services.trainer.step.step_report import StepReport
 
@@ -63,31 +62,28 @@ class StepTimes:
         return max(0.0, self.step_s - self.train_s)
 
 
-def step_line(
-    report: StepReport, samples: Sequence[TrainingSample], times: StepTimes, *, policy_version: int, now_s: float
-) -> Line:
-    """The metrics of a step that produced `policy_version` from `samples`."""
-    lengths = [int(sample.completion_token_ids.size) for sample in samples]
-    staleness = [policy_version - 1 - int(sample.policy_versions.min()) for sample in samples]
+def step_line(report: StepReport, times: StepTimes, *, policy_version: int, now_s: float) -> Line:
+    """The metrics of the step that produced `policy_version`."""
+    num_tokens = report.num_completion_tokens
     line = {
         "policy_version": float(policy_version),
         "time": now_s,
         "reward/mean": report.reward_mean,
         "reward/std": report.reward_std,
-        "length/mean": sum(lengths) / len(lengths),
-        "length/max": float(max(lengths)),
-        "staleness/min": float(min(staleness)),
-        "staleness/mean": report.staleness_mean,
-        "staleness/max": float(report.staleness_max),
+        "length/mean": num_tokens / report.num_samples,
+        "length/max": float(report.max_completion_tokens),
+        "staleness/min": float(min(report.staleness)),
+        "staleness/mean": sum(report.staleness) / report.num_samples,
+        "staleness/max": float(max(report.staleness)),
         "throughput/samples_per_second": report.num_samples / times.step_s if times.step_s > 0 else 0.0,
-        "throughput/response_tokens_per_second": sum(lengths) / times.step_s if times.step_s > 0 else 0.0,
+        "throughput/response_tokens_per_second": num_tokens / times.step_s if times.step_s > 0 else 0.0,
         "time/step_s": times.step_s,
         "time/train_s": times.train_s,
         "time/idle_s": times.idle_s,
         "time/publish_s": times.publish_s,
         "step/samples": float(report.num_samples),
         "step/groups": float(report.num_groups),
-        "step/response_tokens": float(sum(lengths)),
+        "step/response_tokens": float(num_tokens),
         "step/zero_variance_groups": float(report.num_zero_advantage_groups),
         "step/skipped_samples": float(len(report.skipped)),
         "optimizer/grad_norm": report.optimizer.grad_norm,
@@ -103,7 +99,7 @@ def step_line(
     return {name: value for name, value in line.items() if math.isfinite(value)}
 
 
-def count_step(report: StepReport, samples: Sequence[TrainingSample], times: StepTimes, *, policy_version: int) -> None:
+def count_step(report: StepReport, times: StepTimes, *, policy_version: int) -> None:
     """Add a step to the process's Prometheus numbers."""
     STEPS.inc()
     SAMPLES.inc(report.num_samples)
@@ -113,8 +109,8 @@ def count_step(report: StepReport, samples: Sequence[TrainingSample], times: Ste
     POLICY_VERSION.set(policy_version)
     for skipped in report.skipped:
         SKIPPED.labels(reason=skipped.reason.value).inc()
-    for sample in samples:
-        STALENESS.observe(policy_version - 1 - int(sample.policy_versions.min()))
+    for staleness in report.staleness:
+        STALENESS.observe(staleness)
 
 
 class JsonLines:

@@ -75,11 +75,6 @@ class _OpenStep:
     report: StepReport | None = None
     """What came of the optimiser step, once it is done."""
 
-    @property
-    def samples(self) -> list[TrainingSample]:
-        """Those of all groups."""
-        return [sample for samples in self.groups.values() for sample in samples]
-
 
 class StepLoop:
     """Takes the steps of one run."""
@@ -238,7 +233,7 @@ class StepLoop:
         )
         progress.num_samples += report.num_samples
         progress.num_response_tokens += report.num_completion_tokens
-        progress.max_staleness_seen = max(progress.max_staleness_seen, report.staleness_max)
+        progress.max_staleness_seen = max(progress.max_staleness_seen, *report.staleness)
         open_step.report = report
         await self._refresh_reference()
 
@@ -329,8 +324,8 @@ class StepLoop:
         )
         self._line_s, self._busy_at_line_s = at_s, self._compute.busy_s
         version = self._context.progress.policy_version
-        count_step(report, open_step.samples, times, policy_version=version)
-        line = step_line(report, open_step.samples, times, policy_version=version, now_s=clock.now_s())
+        count_step(report, times, policy_version=version)
+        line = step_line(report, times, policy_version=version, now_s=clock.now_s())
         return line | {"step/skipped_attempts": float(open_step.num_skipped)}
 
 

@@ -22,7 +22,6 @@ class StepReport:
     """Groups with at least one trained sample."""
     num_samples: int
     """Samples trained on, those with zero advantage included."""
-    num_prompt_tokens: int
     num_completion_tokens: int
     num_loss_tokens: int
     """Completion tokens that the loss covers, of skipped zero advantages and of replayed samples too."""
@@ -40,10 +39,8 @@ class StepReport:
     reward_mean: float
     reward_std: float
     max_completion_tokens: int
-    staleness_mean: float
-    """In versions, by the oldest token of each sample."""
-    staleness_max: int
-    min_policy_version: int
+    staleness: tuple[int, ...]
+    """Of each sample, in versions, by its oldest token."""
     loss_metrics: dict[str, float]
     """Per-token means and maxima, by the names of the loss; empty when every advantage was zero."""
     skipped: tuple[SkippedSample, ...]
@@ -54,11 +51,10 @@ class _Trained:
     """What the report needs of a trained sample; its arrays are let go once it went through the model."""
 
     group_id: str
-    num_prompt_tokens: int
     num_completion_tokens: int
     num_loss_tokens: int
     reward: float
-    min_policy_version: int
+    staleness: int
 
 
 class StepCounts:
@@ -79,11 +75,10 @@ class StepCounts:
         (self._replayed if is_replayed else self._fresh).append(
             _Trained(
                 group_id=sample.group_id,
-                num_prompt_tokens=int(sample.prompt_token_ids.size),
                 num_completion_tokens=int(sample.completion_token_ids.size),
                 num_loss_tokens=int(trajectory.loss_mask.sum()),
                 reward=float(sample.reward or 0.0),
-                min_policy_version=int(sample.policy_versions.min()),
+                staleness=self._policy_version - int(sample.policy_versions.min()),
             )
         )
 
@@ -97,19 +92,14 @@ class StepCounts:
     ) -> StepReport:
         """The whole step."""
         rewards = np.array([sample.reward for sample in self._fresh])
-        versions = np.array([sample.min_policy_version for sample in self._fresh])
-        staleness = self._policy_version - versions
         return StepReport(
             optimizer=metrics,
             num_groups=len({sample.group_id for sample in self._fresh}),
             num_samples=len(self._fresh),
-            num_prompt_tokens=sum(sample.num_prompt_tokens for sample in self._fresh),
             num_completion_tokens=sum(sample.num_completion_tokens for sample in self._fresh),
             num_loss_tokens=self.num_loss_tokens,
             num_replayed_samples=len(self._replayed),
-            replayed_staleness_max=max(
-                (self._policy_version - sample.min_policy_version for sample in self._replayed), default=0
-            ),
+            replayed_staleness_max=max((sample.staleness for sample in self._replayed), default=0),
             num_forward_tokens=passes.num_tokens,
             num_packs=passes.num_packs,
             pack_fill=passes.num_tokens / passes.num_budgeted_tokens if passes.num_packs else None,
@@ -117,9 +107,7 @@ class StepCounts:
             reward_mean=float(rewards.mean()),
             reward_std=float(rewards.std()),
             max_completion_tokens=max(sample.num_completion_tokens for sample in self._fresh),
-            staleness_mean=float(staleness.mean()),
-            staleness_max=int(staleness.max()),
-            min_policy_version=int(versions.min()),
+            staleness=tuple(sample.staleness for sample in self._fresh),
             loss_metrics=passes.totals.means(),
             skipped=skipped,
         )
