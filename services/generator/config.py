@@ -20,10 +20,10 @@ MAX_INSTANCES = 256
 
 
 class InstanceConfig(StrictModel):
-    """Emulated generators in one process with others; what is unset is the process's own setting."""
+    """Emulated generators that share a process; unset fields take the process's own setting."""
 
     count: int = Field(default=1, ge=1, le=MAX_INSTANCES)
-    """How many like this."""
+    """How many of this kind."""
     run_id: RunId | None = None
     """The run they work for."""
     site: str | None = None
@@ -31,29 +31,29 @@ class InstanceConfig(StrictModel):
     engine: EngineConfig | None = None
     """Their engine; `emulated`."""
     emulated: EmulatedConfig | None = None
-    """What they pretend to be."""
+    """The hardware they emulate."""
 
 
 class OpenAISection(StrictModel):
-    """The OpenAI-compatible endpoint, by which agents make trajectories."""
+    """The OpenAI-compatible endpoint, through which agents make trajectories."""
 
     listen: str | None = None
-    """Its address, host:port; there is none when unset."""
+    """Its address, host:port; off when unset."""
     model_name: str = Field(default="", max_length=256)
-    """What requests call the model; the name of its folder when empty."""
+    """The model's name in requests; the name of its folder when empty."""
     group_size: int | None = Field(default=None, ge=1, le=1024)
     """Sessions of a task that are trained on together; the run's group size when unset."""
     reward: str | None = None
     """A reward server for sessions that are finished without a reward: host:port is the cluster's own, grpc://host:port
     a third party's, which is shown PENSTOCK_JUDGE_*."""
     max_sessions: int = Field(default=1024, ge=1, le=100_000)
-    """Most sessions that are open or wait for their siblings; further ones are told to come again."""
+    """Most sessions that are open or wait for their siblings; further ones are asked to retry."""
     session_idle_s: float = Field(default=600.0, gt=0, le=86_400)
     """A session without a request for this long is dropped."""
     group_timeout_s: float = Field(default=900.0, gt=0, le=86_400)
-    """How long a finished session waits for its siblings; then the group is put without them."""
+    """How long a finished session waits for its siblings; then its group is put without them."""
     request_timeout_s: float = Field(default=600.0, gt=0, le=86_400)
-    """Longest time of one request, the wait for a place at the engine included."""
+    """Longest time of one request, the wait for a slot included."""
 
 
 class OpenAIConfig(OpenAISection):
@@ -71,11 +71,11 @@ class GeneratorConfig(MeasuredConfig):
     generator_id: str = "gen-0"
     """Its name in status and logs, by default that of a certificate of roles; each start adds a suffix of its own."""
     site: str = Field(default="", max_length=128)
-    """Where it stands; generators of one site relay weights to each other, those without a site do not."""
+    """Its site; generators of one site relay weights to each other, those without a site do not."""
     run_id: RunId
     """The run it works for."""
     broker: Targets = "127.0.0.1:7301"
-    """The broker, host:port; several on one Redis as a list, of which the first that works is used."""
+    """The broker, host:port; of a list of brokers on one Redis the first that works is used."""
     weights: str = "127.0.0.1:7304"
     """The weight store (the trainer), host:port."""
     model_path: Path
@@ -89,10 +89,10 @@ class GeneratorConfig(MeasuredConfig):
     engine: EngineConfig = DEFAULT_ENGINE
     """The engine."""
     emulated: EmulatedConfig = EmulatedConfig()
-    """What it pretends to be where the engine is `emulated`."""
+    """The hardware that the engine `emulated` emulates."""
     instances: tuple[InstanceConfig, ...] = ()
-    """Several emulated generators in this process, each one of its own to the broker, number i at the port of `listen`
-    + i under the name `generator_id`-i; empty is one."""
+    """Several emulated generators in this process, each separate to the broker: number i listens at the port of
+    `listen` + i and is named `generator_id`-i; empty is one."""
     flush_interval_s: float = Field(default=0.2, gt=0, le=10)
     """Longest time a decoded token waits before it is sent."""
     cache_dir: Path
@@ -101,13 +101,13 @@ class GeneratorConfig(MeasuredConfig):
     """Address of the HTTP server that relays weights to its site, host:port; unset: the host of `listen`, any free
     port."""
     relay_url: str | None = Field(default=None, pattern=PUBLIC_ADDRESS)
-    """Where its site reaches that server: host:port, which is https where this process has a certificate, or the
-    https:// address of a proxy; made from the address it listens on when unset."""
+    """Address under which its site reaches that server: host:port (https if this process has a certificate), or the
+    https:// address of a proxy; derived from the address it listens on when unset."""
     weights_transport: Transport = Transport.HTTP
-    """Whether it takes part in the trainer's broadcasts, over gloo or nccl as the trainer is told; only on the
-    trainer's own fast network. What they do not bring is fetched over HTTP."""
+    """Whether it takes part in the trainer's broadcasts, over gloo or nccl as the trainer is configured; only on the
+    trainer's own fast network. Anything missed is fetched over HTTP."""
     compresses_fetches: bool = False
-    """Whether full weights come compressed from the trainer; pays where the link is slower than a core, 300 MB/s."""
+    """Whether the trainer compresses full weights; worthwhile if the link is slower than a core, 300 MB/s."""
     max_fetch_bytes_per_second: float | None = Field(default=None, gt=0)
     """Most bytes of weights fetched a second; no limit when unset."""
     max_relay_bytes_per_second: float | None = Field(default=None, gt=0)

@@ -1,8 +1,8 @@
-"""How often engines failed under this generator's name, kept over the restarts that those failures bring about.
+"""Counts engine failures under this generator's name, across the restarts that they cause.
 
 The process of a failed engine ends before Prometheus reads it again, so a count of its own would never be seen. This
-one is in the generator's cache folder, whoever starts the process anew. A process that ended without a word (killed,
-out of memory) is noticed by the next one.
+one is in the generator's cache folder, so it survives every restart. A process that ended without recording it (killed,
+out of memory) is detected by the next one.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _log = structlog.get_logger()
 
 
 class Failure(StrEnum):
-    """How an engine, or its whole process, came to its end."""
+    """How an engine, or its whole process, ended."""
 
     FAILED = "failed"
     HUNG = "hung"
@@ -31,18 +31,18 @@ class Failure(StrEnum):
 
 
 class _Book(StrictModel):
-    """What the file holds."""
+    """The contents of the file."""
 
     counts: dict[Failure, NonNegativeInt] = Field(default_factory=dict)
     is_running: bool = False
-    """Whether a process has begun and not said that it ends."""
+    """Whether a process has begun and not recorded its end."""
 
 
 class FailureCounts:
-    """One generator's.
+    """The failure log of one generator.
 
     Args:
-        folder: Its own; made if it is not there. Where it cannot be written the counts are this process's.
+        folder: Its own folder; created if missing. If it cannot be written, only this process is counted.
         metric: Counts by `how`.
     """
 
@@ -52,22 +52,22 @@ class FailureCounts:
         self._book = _Book()
 
     def begin(self) -> None:
-        """The process begins: take over what former ones counted."""
+        """The process begins: take over the counts of former ones."""
         self._book = _read(self._path)
         for how in Failure:
-            # Each from the start, zeros too: Prometheus sees no increase in a series that begins above zero.
+            # Each from the start, zeros included: Prometheus sees no increase in a series that begins above zero.
             self._metric.labels(how).inc(self._book.counts.get(how, 0))
         if self._book.is_running:
             self._add(Failure.KILLED)
         self._write(is_running=True)
 
     def count(self, how: Failure) -> None:
-        """The engine failed, and the process will end of it."""
+        """The engine failed, which will end the process."""
         self._add(how)
         self._write(is_running=False)
 
     def end(self) -> None:
-        """The process ends in order."""
+        """The process ends normally."""
         self._write(is_running=False)
 
     def _add(self, how: Failure) -> None:

@@ -6,7 +6,7 @@
        any  -> FAILED -> everything given back, process ends
 
 The loops (`run_engine`, `watch_engine`, `send_tokens`, `watch_weights`, `pull_weights`, `take_leases`) are run by the
-server; each ends by an error only where the process has to end.
+server; each ends with an error only if the process has to end.
 """
 
 from __future__ import annotations
@@ -57,9 +57,9 @@ FLUSH_TIMEOUT_S = 3.0
 MAX_DRAIN_S = 3600.0
 """Longest a drain without a stated grace waits for samples to finish."""
 LEASES_ARRIVE_WITHIN_S = 0.2
-"""The beat that says "draining" leaves within 50 ms; what the broker sent before it read that comes soon after."""
+"""The heartbeat that says "draining" leaves within 50 ms; what the broker sent before reading it arrives soon after."""
 WATCHES_PER_SILENCE = 8
-"""So a hung engine is noticed at most an eighth later than stated."""
+"""So a hung engine is detected at most an eighth later than stated."""
 MODE_MESSAGES = {
     UpdateMode.KEEP: generator_pb2.UPDATE_MODE_KEEP,
     UpdateMode.RECOMPUTE: generator_pb2.UPDATE_MODE_RECOMPUTE,
@@ -70,7 +70,7 @@ _log = structlog.get_logger()
 
 
 class GeneratorFailedError(Exception):
-    """The engine cannot be used any more; everything was given back."""
+    """The engine has failed; everything was given back."""
 
 
 class Generator:
@@ -97,7 +97,7 @@ class Generator:
         self._config = config
         self._engine = engine
         self._metrics = metrics
-        # Kept over restarts, so the folder's name leaves out the process's own suffix.
+        # Kept across restarts, so the folder's name omits the process's own suffix.
         cache_dir = config.cache_dir / config.generator_id
         self._failures = FailureCounts(cache_dir, metrics.engine_failures)
         self._resources = AsyncExitStack()
@@ -152,7 +152,7 @@ class Generator:
         self._is_paused = False
 
     async def __aenter__(self) -> Generator:
-        """Open what must be closed again."""
+        """Open the connections."""
         self._failures.begin()
         self._resources.callback(self._failures.end)
         self._resources.push_async_callback(self._broker.close)
@@ -183,7 +183,7 @@ class Generator:
         raise GeneratorFailedError(f"{type(error).__name__}: {error}") from error
 
     async def watch_engine(self) -> None:
-        """Take an engine that owes tokens, or an installation, and gets nowhere for a failed one, until cancelled."""
+        """Treat an engine that owes tokens, or an installation, and makes no progress as failed; until cancelled."""
         await self._started.wait()
         watch, max_silence_s = DecodeWatch(), self._config.engine.max_silence_s
         decoding = self._rollouts.decoding
@@ -250,13 +250,13 @@ class Generator:
         return self._session.outage if self._session is not None else None
 
     def fail(self, error: Exception) -> None:
-        """The engine cannot be used any more; only the first report counts."""
+        """The engine has failed; only the first report counts."""
         if not self._failure.done():
             self._failures.count(Failure.HUNG if isinstance(error, EngineHungError) else Failure.FAILED)
             self._failure.set_result(error)
 
     def drain(self, grace_s: float | None) -> bool:
-        """Begin to drain; whether nothing is held any more. Calling again sets a new grace, from now."""
+        """Begin to drain; returns whether nothing is held any more. Calling again restarts the grace period."""
         self._holder.is_draining = True
         self._rollouts.stop_accepting()
         if self._rollouts.is_empty:
@@ -271,7 +271,7 @@ class Generator:
         await self._give_back(grace_s=0.0)
 
     async def pause(self, is_paused: bool) -> None:
-        """Let the engine stand still, or go on. Raises NotOfferedError, ServiceUnavailableError."""
+        """Pause the engine, or resume it. Raises NotOfferedError, ServiceUnavailableError."""
         self._check_started()
         if not isinstance(self._engine, PausableEngine):
             raise NotOfferedError(f"the {self._config.engine.engine} engine cannot be paused")
@@ -291,15 +291,15 @@ class Generator:
 
     @property
     def update_mode(self) -> UpdateMode:
-        """What happens to running samples where a caller does not say."""
+        """The default for what happens to running samples."""
         return self._config.engine.update_mode
 
     def warn_of(self, warning: Callable[[], str]) -> None:
-        """Tell the broker, with each beat, what somebody has to mend; empty where that is nothing."""
+        """Report to the broker, in each heartbeat, what an operator has to fix; empty if nothing."""
         self._holder.warning = warning
 
     def guests(self) -> Guests:
-        """For a part of this process that decodes beside the leases."""
+        """An interface for another part of this process to decode beside the leases."""
         return Guests(
             generator_id=self.generator_id,
             engine=self._engine,

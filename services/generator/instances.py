@@ -6,9 +6,9 @@ from services.generator.config import GeneratorConfig
 
 
 def expand(config: GeneratorConfig) -> list[GeneratorConfig]:
-    """One configuration for each generator; the one given where it names no instances.
+    """One configuration for each generator; the given one if it names no instances.
 
-    All have the seed of the process, so that each goes on with what another began to say.
+    All have the seed of the process, so that each can continue another's samples.
     """
     if not config.instances:
         return [config]

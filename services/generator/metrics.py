@@ -1,4 +1,4 @@
-"""A generator's Prometheus numbers."""
+"""A generator's Prometheus metrics."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ _PAUSE_BUCKETS_S = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0,
 
 
 class GeneratorMetrics:
-    """Made once a process; tests pass a registry of their own."""
+    """Made once per process; tests pass a registry of their own."""
 
     def __init__(self, registry: CollectorRegistry = REGISTRY) -> None:
         self.tokens = Counter("penstock_generator_tokens", "Completion tokens decoded.", registry=registry)

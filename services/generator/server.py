@@ -1,4 +1,4 @@
-"""A generator process: builds the engine, serves GeneratorService, leases and decodes until it is told to stop.
+"""A generator process: builds the engine, serves GeneratorService, leases and decodes until it is stopped.
 
 It may hold several emulated generators; they share only the process and its metrics, and the failure of one ends all.
 
@@ -86,7 +86,7 @@ class _Member:
             await self.generator.stop()
 
     def loops(self) -> list[Callable[[], Coroutine[Any, Any, None]]]:
-        """What has to go on for it to work."""
+        """The loops that must run for it to work."""
         generator = self.generator
         return [
             self._run_engine,
@@ -126,7 +126,7 @@ def _assemble(config: GeneratorConfig, metrics: GeneratorMetrics, security: Secu
 
 
 def _relay_hosts(config: GeneratorConfig) -> list[str]:
-    """Under which others of the site are told to fetch weights here."""
+    """Hosts under which others of the site fetch weights here."""
     if config.relay_url is None:
         is_named_by_machine = config.site and config.listen.startswith(("0.0.0.0:", "[::]:"))
         return [socket.gethostname()] if is_named_by_machine and config.relay_listen is None else []
@@ -136,7 +136,7 @@ def _relay_hosts(config: GeneratorConfig) -> list[str]:
 def _endpoint(config: GeneratorConfig, generator: Generator, security: Security) -> OpenAIEndpoint | None:
     if config.openai.listen is None:
         return None
-    # Imported here: it brings transformers, which other generators do without.
+    # Imported here: it needs transformers, which other generators do not.
     from services.generator.openai.server import OpenAIEndpoint
     from services.generator.openai.sessions.metrics import OpenAIMetrics
 

@@ -25,7 +25,7 @@ class GeneratorServicer(generator_pb2_grpc.GeneratorServiceServicer):
     async def DrainGenerator(
         self, request: generator_pb2.DrainGeneratorRequest, _context: object
     ) -> generator_pb2.DrainGeneratorResponse:
-        """Take nothing new; says at once whether nothing is held any more."""
+        """Drain; answers at once whether nothing is held any more."""
         grace_s = request.grace.ToNanoseconds() / 1e9 if request.HasField("grace") else None
         if grace_s is not None and not 0 <= grace_s <= MAX_GRACE_S:
             raise InvalidFieldError(f"grace of {grace_s} s is not in [0, {MAX_GRACE_S:.0f}]", field="grace")
@@ -34,7 +34,7 @@ class GeneratorServicer(generator_pb2_grpc.GeneratorServiceServicer):
     async def PauseGenerator(
         self, request: generator_pb2.PauseGeneratorRequest, _context: object
     ) -> generator_pb2.PauseGeneratorResponse:
-        """Stand still, or go on."""
+        """Pause, or resume."""
         await self._generator.pause(request.is_paused)
         return generator_pb2.PauseGeneratorResponse()
 

@@ -1,4 +1,4 @@
-"""How often one batch may fail before it is given up."""
+"""Limits how often one batch may fail."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ UNAVAILABLE_COUNTS_EVERY_S = 60.0
 
 
 class Tries:
-    """Counts the failures of one batch that say something of the batch.
+    """Counts the failures of one batch that are the batch's own.
 
-    UNAVAILABLE is said by models that load, drain or are overloaded, and by proxies before them. It counts when calls
+    UNAVAILABLE comes from models that load, drain or are overloaded, and from proxies before them. It counts when calls
     of other batches succeeded meanwhile, and else once in UNAVAILABLE_COUNTS_EVERY_S: samples wait out an interruption
     of minutes, while a sample that breaks the model each time does not hold up a run for ever.
     """
 
     def __init__(self, *, max_tries: int, num_successes: Callable[[], int], monotonic_s: Callable[[], float]) -> None:
-        """`num_successes` tells how many calls of the model have succeeded in all."""
+        """`num_successes` returns the number of successful calls of the model so far."""
         self._num_left = max_tries
         self._num_successes = num_successes
         self._monotonic_s = monotonic_s

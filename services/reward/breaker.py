@@ -1,11 +1,11 @@
-"""Holds work back while a reward model does not answer, instead of burning it.
+"""Holds work back while a reward model does not answer, instead of using up its attempts.
 
     CLOSED --(away, or FAILURES_TO_OPEN failures in a row)--> OPEN --(one batch succeeds)--> CLOSED
 
 Invariants:
 - While open, one batch at a time is let through, and only after the model answered a probe; the others wait their turn.
-- A failed batch leaves the turn to the next one, so a batch that breaks the model cannot starve the rest.
-- Whoever waits is told of in the log, less and less often: which model, since when, how many samples, why.
+- A failed batch passes its turn to the next one, so a batch that breaks the model cannot starve the rest.
+- Waiting is logged, less and less often: which model, since when, how many samples, why.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Breaker:
         num_waiting: Callable[[], int],
         monotonic_s: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`num_waiting` tells how many samples wait, for the log."""
+        """`num_waiting` returns the number of waiting samples, for the log."""
         self._model = model
         self._num_waiting = num_waiting
         self._monotonic_s = monotonic_s
@@ -56,7 +56,7 @@ class Breaker:
 
     @property
     def reason(self) -> str:
-        """Why work is held back, for people; empty when it is not."""
+        """Why work is held back, in words; empty if it is not."""
         return f"reward model {self._model.name} is unreachable: {self._reason}" if self.is_open else ""
 
     @asynccontextmanager
@@ -80,7 +80,7 @@ class Breaker:
             _log.info(f"reward model {self._model.name} answers again after {open_s:.0f} s")
 
     def failed(self, reason: str, *, is_away: bool) -> None:
-        """A batch could not be scored; `is_away` when nobody answered at all, which holds work back at once."""
+        """A batch could not be scored; `is_away` if there was no answer at all, which holds work back at once."""
         self._num_failures += 1
         self._reason = reason
         if self._open_since_s is not None:

@@ -11,20 +11,20 @@ from penstock.config import MeasuredConfig, RunId, StrictModel, Targets
 
 
 class RewardModelConfig(StrictModel):
-    """Which reward model scores, and how patiently it is asked."""
+    """The reward model, and how patiently it is called."""
 
     model: str = "exact_match"
     """A built-in name, `module:function`, or `grpc://host:port` of a RewardService."""
     timeout_s: float = Field(default=30.0, gt=0, le=3600)
     """Deadline of one batch, seconds."""
     max_retries: int = Field(default=3, ge=0, le=20)
-    """Further tries of a batch whose reward model was away or too slow."""
+    """Further attempts of a batch whose reward model was away or too slow."""
     max_batch_size: int = Field(default=32, ge=1, le=1024)
     """Most samples in one call of the reward model."""
     max_concurrent_batches: int = Field(default=4, ge=1, le=256)
     """Most calls under way at once."""
     trusts_generator_text: bool = False
-    """Score the text that generators send, unchecked, instead of what their token ids say: for models without a
+    """Score the text that generators send, unchecked, instead of decoding their token ids: for models without a
     tokenizer.json."""
 
 
@@ -36,11 +36,11 @@ class RewardConfig(MeasuredConfig):
     run_id: RunId
     """The run it scores."""
     broker: Targets = "127.0.0.1:7301"
-    """The broker, host:port; several on one Redis as a list, of which the first that works is used."""
+    """The broker, host:port; of a list of brokers on one Redis the first that works is used."""
     worker_id: str = "reward-0"
     """Its name in status and logs, by default that of a certificate of roles."""
     tokenizer_path: Path | None = None
-    """Hugging Face directory of the run's model: its tokenizer.json says what the token ids of a sample say."""
+    """Hugging Face directory of the run's model: its tokenizer.json decodes the token ids of samples."""
     reward: RewardModelConfig = RewardModelConfig()
     """The reward model."""
 

@@ -1,4 +1,4 @@
-"""Prometheus numbers of a reward process."""
+"""Prometheus metrics of a reward process."""
 
 from __future__ import annotations
 

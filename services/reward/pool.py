@@ -1,10 +1,10 @@
-"""From leases to scores: batches, deadlines, retries.
+"""Turns leases into scores: batches, deadlines, retries.
 
 Invariants:
 - Every lease taken is answered with exactly one score, or was lost to another worker meanwhile.
 - An error is never a value: what cannot be judged gets a status that says why.
 - A model that is away costs no sample: work waits, its leases renewed. Only what happens to a call that reached the
-  model counts as a try, and UNAVAILABLE only now and then while nobody's call succeeds: it says little of the samples.
+  model counts as an attempt, and UNAVAILABLE only now and then while no call succeeds: it says little of the samples.
 - One bad sample costs its neighbours nothing: a batch that keeps failing is halved until the bad ones stand alone.
 - At most `max_concurrent_batches` calls are under way; further leases wait with the source, which bounds them.
 """
@@ -58,10 +58,10 @@ class LeaseSource(Protocol):
 
 
 class TextReader(Protocol):
-    """Establishes what samples say."""
+    """Decodes the texts of samples."""
 
     async def read(self, leases: Sequence[broker_pb2.ScoringLease]) -> dict[str, str]:
-        """Puts it into each lease's item; returns by lease id why a sample says nothing that could be scored."""
+        """Put the text into each lease's item; returns, by lease id, why a sample has no text to score."""
         ...
 
 
@@ -77,7 +77,7 @@ class ScoringPool:
         texts: TextReader | None = None,
         monotonic_s: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Without `texts` the text that comes with a sample is scored as it is."""
+        """Without `texts` the text sent with a sample is scored as it is."""
         self._source = source
         self._model = model
         self._config = config
@@ -94,7 +94,7 @@ class ScoringPool:
 
     @property
     def holding_reason(self) -> str:
-        """Why samples wait for the reward model, for people; empty when they do not."""
+        """Why samples wait for the reward model, in words; empty if they do not."""
         return self._breaker.reason
 
     async def run(self) -> None:

@@ -61,7 +61,7 @@ async def serve(config: RewardConfig) -> None:
             _log.warning("stopped with samples unscored; their leases expire and go to another worker", num=num_left)
 
     async def set_ready(is_ready: bool) -> None:
-        # The process' health only: RewardService answers others also while this worker's broker is away.
+        # The process's health only: RewardService answers others even while this worker's broker is away.
         await server.set_serving(is_ready, "")
 
     def announce() -> None:

@@ -1,8 +1,8 @@
-"""What samples say, decoded from their token ids here: so that what is scored is what is trained on.
+"""Decodes samples from their token ids, so that what is scored is what is trained on.
 
 Invariants:
 - A reward model sees no text that a generator sent.
-- A sample with a token that the run's model cannot have sampled has no text, and so no score: never a zero.
+- A sample with a token that the run's model cannot have sampled has no text, and so no score: never zero.
 - Decoding is done in a thread of its own, sample by sample: leases are renewed meanwhile, however long completions are.
 """
 
@@ -41,7 +41,7 @@ class _Reading:
 
 
 class TokenTexts:
-    """Reads what samples say with the tokenizer of the run's model.
+    """Decodes samples with the tokenizer of the run's model.
 
     Args:
         tokenizer: Decodes.
@@ -59,18 +59,18 @@ class TokenTexts:
         self._counts: Counter[str] = Counter()
         self._log_at_s = 0.0
         self.warning = ""
-        """For status: how many samples' texts were not what their tokens say; empty while all were."""
+        """For status: how many samples' texts differed from their tokens; empty while none did."""
 
     @classmethod
     def of_model(cls, folder: Path, *, monotonic_s: Callable[[], float] = time.monotonic) -> Self:
-        """Those of the model in `folder`. Raises OSError and ValueError where it has no usable tokenizer.json."""
+        """The decoder for the model in `folder`. Raises OSError or ValueError if it has no usable tokenizer.json."""
         tokenizer = FileTokenizer(folder)
-        # Models often have more rows than their tokenizer has entries, and sample the idle ones, too.
+        # Models often have more rows than their tokenizer has entries, and sample the unused ones, too.
         vocab_size = model_size(folder, "vocab_size") or tokenizer.vocab_size
         return cls(tokenizer, vocab_size=vocab_size, monotonic_s=monotonic_s)
 
     async def read(self, leases: Sequence[broker_pb2.ScoringLease]) -> dict[str, str]:
-        """Puts what its tokens say into each lease's item.
+        """Put the decoded text into each lease's item.
 
         Returns: by lease id, why a sample has no text; those with a text are not named.
         """
@@ -94,7 +94,7 @@ class TokenTexts:
             return _Reading("", f"token_ids: {unknown[0]} is none of the {self._vocab_size} that the run's model knows")
         try:
             return _Reading(cut_text(self._tokenizer.decode(token_ids.tolist())))
-        except BaseException as error:  # a panic of the library is no Exception; the tokens are a stranger's choice
+        except BaseException as error:  # a panic of the library is not an Exception; the tokens are untrusted
             return _Reading("", f"token_ids: cannot be decoded: {describe(error)}")
 
     def _note(self, lease: broker_pb2.ScoringLease, reading: _Reading) -> None:

@@ -1,4 +1,4 @@
-"""How many samples are decoded now, leased ones and guests; and the silence that some updates wait for."""
+"""Counts the samples being decoded, leased and unleased, and provides the silence that some updates wait for."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from services.generator.metrics import GeneratorMetrics
 
 
 class Decoding:
-    """Counts, and holds beginners back while somebody waits for silence.
+    """Counts samples, and holds new ones back while an update waits for silence.
 
     Args:
-        busy: Told when a sample begins and ends.
-        metrics: Has the number of samples under way.
+        busy: Called when a sample begins and ends.
+        metrics: Exports the number of samples under way.
     """
 
     def __init__(self, busy: BusyTracker, metrics: GeneratorMetrics) -> None:
@@ -35,16 +35,16 @@ class Decoding:
 
     @property
     def may_begin(self) -> bool:
-        """Whether a sample may begin: nobody waits for silence."""
+        """Whether a sample may begin: no update waits for silence."""
         return self._may_begin.is_set()
 
     async def wait_until_may_begin(self) -> None:
-        """Until then; the caller sets the deadline."""
+        """Wait until a sample may begin; the caller sets the deadline."""
         await self._may_begin.wait()
 
     @contextmanager
     def one(self) -> Iterator[None]:
-        """Inside, one sample more is decoded."""
+        """Inside, one more sample is decoded."""
         self._num_decoding += 1
         self._metrics.running.inc()
         self._busy.begin()
@@ -60,7 +60,7 @@ class Decoding:
 
     @contextmanager
     def awaiting(self) -> Iterator[None]:
-        """Inside, somebody waits for tokens; the engine counts as hung where it brings none for too long."""
+        """Inside, tokens are awaited; the engine counts as hung if none come for too long."""
         self._num_awaited += 1
         try:
             yield
@@ -69,7 +69,7 @@ class Decoding:
 
     @contextmanager
     def not_awaiting(self) -> Iterator[None]:
-        """Inside `awaiting`: it is not the engine that is waited for."""
+        """Inside `awaiting`: something other than the engine is waited for."""
         self._num_awaited -= 1
         try:
             yield

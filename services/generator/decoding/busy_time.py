@@ -1,4 +1,4 @@
-"""When this generator was decoding: spans in which at least one sample was, merged, for the broker's heartbeats."""
+"""Tracks when this generator was decoding, as merged spans of at least one sample, for heartbeats."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class BusySpan:
 
 
 class BusyTracker:
-    """Counts samples under way; every busy moment is in exactly one of the spans that `take_spans` returns."""
+    """Counts samples under way; every busy moment lies in exactly one span that `take_spans` returns."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
@@ -29,7 +29,7 @@ class BusyTracker:
         self._spans: list[BusySpan] = []
 
     def now_s(self) -> float:
-        """Its clock, which the spans are of: the Unix time at its start, and from then on the time that passes."""
+        """The clock of the spans: the Unix time at its start, then monotonic."""
         return self._epoch_s + self._clock.monotonic_s()
 
     def begin(self) -> None:
@@ -52,7 +52,7 @@ class BusyTracker:
         return self._busy_s + (self.now_s() - self._since_s if self._num_samples else 0.0)
 
     def take_spans(self) -> list[BusySpan]:
-        """Spans since the last call, in order, at most MAX_SPANS; one still going on is cut here and goes on after."""
+        """Spans since the last call, in order, at most MAX_SPANS; an open one is split here."""
         if self._num_samples:
             now_s = self.now_s()
             self._close(now_s)
@@ -69,7 +69,7 @@ class BusyTracker:
             self._join_nearest()
 
     def _join_nearest(self) -> None:
-        """Joins the two neighbours with the least idle time between them: counts that little as busy."""
+        """Join the two neighbours with the least idle time between them, which then counts as busy."""
         spans = self._spans
         index = min(range(len(spans) - 1), key=lambda i: spans[i + 1].start_s - spans[i].end_s)
         spans[index : index + 2] = [BusySpan(start_s=spans[index].start_s, end_s=spans[index + 1].end_s)]

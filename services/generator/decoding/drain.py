@@ -1,4 +1,4 @@
-"""Waiting until nothing is decoded, for updates that must not meet running samples, no longer than is reasonable."""
+"""Waits until nothing is decoded, within a deadline, for updates that must not meet running samples."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ LEAST_WAIT_S = 300.0
 
 
 class Drain:
-    """Lets samples under way end and holds beginners back.
+    """Lets samples under way end and holds new ones back.
 
     Args:
         rollouts: The samples.
         engine: Decodes them.
         rate: Its tokens per second, as of the last heartbeat.
-        max_wait_s: How long they may take to end; None derives it from what they may still need.
+        max_wait_s: How long they may take to end; None derives it from the tokens they may still need.
     """
 
     def __init__(self, rollouts: Rollouts, *, engine: Engine, rate: TokenRate, max_wait_s: float | None) -> None:
@@ -32,7 +32,7 @@ class Drain:
 
     @asynccontextmanager
     async def drained(self) -> AsyncIterator[None]:
-        """Inside, nothing is decoded. Raises DeadlineError where that takes too long; samples then go on."""
+        """Inside, nothing is decoded. Raises DeadlineError if that takes too long; samples then continue."""
         rate = self._rate.tokens_per_second
         per_sample = rate / max(1, self._engine.stats().num_running)
         limit = silence_limit(

@@ -1,14 +1,14 @@
-"""How many more samples the KV cache bears: credit by measured KV pressure instead of a number set by hand.
+"""How many more samples the KV cache can take: credit by measured KV pressure instead of a fixed number.
 
-Samples grow. Those that run now are followed into the future with the survival of lengths seen so far, a step of all
-being a token of each; the cache bears one more if with it the highest point ahead still fits:
+Samples grow. The running ones are projected forward by the survival of lengths seen so far, one token of each per
+step; the cache takes one more if the projected peak still fits with it:
 
     max over steps k of   E[tokens held after k steps] + margin * standard deviation   <=   capacity
 
-- Before anything has finished every sample is taken to reach its limit; so the first samples are few, and more are
-  asked for as lengths become known.
+- Before anything has finished, every sample is assumed to reach its limit; so the first samples are few, and more are
+  requested as lengths become known.
 - A prompt shared inside a group counts by the share of it that the cache was measured to hold.
-- The margin follows from what happens: it grows with each preemption and shrinks with each sample that ended without
+- The margin adapts: it grows with each preemption and shrinks with each sample that ended without
   one, so that MAX_PREEMPTED_SHARE of the samples are preempted or fewer.
 
 Pure: no clock, no engine. Source: the demand ahead is that of the Past-Future scheduler (arXiv 2507.10150).
@@ -30,12 +30,12 @@ from services.generator.decoding.survival import survival
 MAX_PREEMPTED_SHARE = 0.02
 """Preemptions aimed at, of finished samples."""
 MAX_MARGIN = 4.0
-"""Standard deviations; beyond this the lengths are not what they were, and soon will be known better."""
+"""Standard deviations; beyond this the lengths have shifted, and will soon be known better."""
 _FIRST_MARGIN = 2.0
 _MARGIN_STEP = 0.25
 _SHARING_STEP = 0.1
 NUM_REMEMBERED = 1024
-"""Finished samples that lengths are learned from: the policy changes, and with it how much it says."""
+"""Number of recent samples to learn lengths from: the policy changes, and its lengths with it."""
 _NUM_BINS = 512
 _NUM_STEPS_AHEAD = 64
 
@@ -56,8 +56,8 @@ class KvRoom:
     """See the module.
 
     Args:
-        capacity_tokens: KV room.
-        block_tokens: A sample's cache grows by so many tokens at once.
+        capacity_tokens: KV capacity.
+        block_tokens: A sample's cache grows by this many tokens at a time.
     """
 
     def __init__(self, capacity_tokens: int, *, block_tokens: int = 1) -> None:
@@ -76,11 +76,11 @@ class KvRoom:
         return self._margin
 
     def note_begun(self, sample: HeldSample) -> None:
-        """A sample begins: short ones are over before anybody asks how many more are borne."""
+        """A sample begins. Recorded here, since short ones may end before `headroom` is next asked."""
         self._learn_limits([sample])
 
     def note_finished(self, num_new_tokens: int) -> None:
-        """A completion ended by itself or at its limit, after so many tokens."""
+        """A completion ended by itself or at its limit, after this many tokens."""
         self._finished.append(num_new_tokens)
         self._move_margin(-MAX_PREEMPTED_SHARE)
 
@@ -90,7 +90,7 @@ class KvRoom:
         self._num_preemptions = num_preemptions
 
     def note_usage(self, held: Sequence[HeldSample], kv_cache_usage: float) -> None:
-        """What the cache really holds of these samples, all of which are decoded; tells how far prompts are shared."""
+        """The tokens that the cache holds of these samples, all being decoded; shows how far prompts are shared."""
         num_prompt_tokens = sum(sample.num_prompt_tokens for sample in held)
         if not num_prompt_tokens:
             return
@@ -100,11 +100,11 @@ class KvRoom:
         self._prompt_share += _SHARING_STEP * (min(1.0, max(0.0, share)) - self._prompt_share)
 
     def num_more(self, held: Sequence[HeldSample], *, most: int) -> int:
-        """Samples that may be begun beside these, at most `most`; at least one where nothing is held."""
+        """Samples that may start beside these, at most `most`; at least one if nothing is held."""
         self._learn_limits(held)
         if most <= 0:
             return 0
-        # A guess of a first sample's size is worth nothing: begin one and see.
+        # A guess of the first sample's size is worthless: start one and see.
         if not held and not self._mean_prompt_tokens:
             return 1
         ahead = _Ahead(
@@ -137,7 +137,7 @@ class KvRoom:
 
 
 class _Ahead:
-    """Tokens held in the steps to come; lengths fall into bins, axes in names: b bins, k steps ahead."""
+    """Tokens held in coming steps; lengths fall into bins, axes in names: b bins, k steps ahead."""
 
     def __init__(
         self,
@@ -165,7 +165,7 @@ class _Ahead:
         self._new_mean_k, self._new_variance_k = new_means[0], new_variances[0]
 
     def peak_tokens(self, num_new: int, *, margin: float) -> float:
-        """The most that is held at any step ahead, with so many samples begun now."""
+        """The most tokens held at any step ahead, with this many samples started now."""
         mean_k = self._mean_k + num_new * self._new_mean_k
         variance_k = self._variance_k + num_new * self._new_variance_k
         return float((mean_k + margin * np.sqrt(variance_k)).max())

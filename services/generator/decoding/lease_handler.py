@@ -1,4 +1,4 @@
-"""The generator as the lease stream sees it: how it is, and what to do with what arrives."""
+"""The generator's side of the lease stream: its state, and how it handles what arrives."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Holder:
         self._busy = busy
         self._rate = rate
         self.is_draining = False
-        """Said in every beat from now on."""
+        """Reported in every heartbeat from now on."""
         self.warning: Callable[[], str] = lambda: ""
         """What is wrong with the process's certificate."""
 
@@ -44,7 +44,7 @@ class Holder:
         return self._rollouts.num_free_slots()
 
     def beat(self) -> broker_pb2.GeneratorBeat:
-        """How it is now; hands out the busy spans since the last beat."""
+        """Its state now, with the busy spans since the last heartbeat."""
         stats, held = self._engine.stats(), self._held.current
         return broker_pb2.GeneratorBeat(
             policy_version=held.policy_version if held is not None else 0,
@@ -62,15 +62,15 @@ class Holder:
         )
 
     def lease(self, lease: broker_pb2.Lease) -> None:
-        """Work to do."""
+        """New leases."""
         self._rollouts.begin(lease)
 
     def revoke(self, revocation: broker_pb2.LeaseRevocation) -> None:
-        """Work taken back."""
+        """Revoked leases."""
         self._rollouts.drop(revocation.lease_id, f"revoked: {revocation.reason}")
 
     def owned_by(self, owner: broker_pb2.RunOwner) -> None:
-        """Who trains the run: whose weights may be taken."""
+        """The run's owner, whose weights may be installed."""
         self._on_owner(owner)
 
     def run_closed(self) -> None:

@@ -1,4 +1,4 @@
-"""Leases a generator asks for beyond the free slots' word: none that its engine's KV cache would not bear."""
+"""Caps lease credit by KV-cache headroom."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from services.generator.engine.engine import EngineProfile, EngineStats
 
 
 class MeasuredEngine(Protocol):
-    """What of an `Engine` is looked at."""
+    """The part of an `Engine` that is used here."""
 
     def profile(self) -> EngineProfile:
-        """Its KV room."""
+        """Its KV capacity."""
 
     def stats(self) -> EngineStats:
         """Its load."""
 
 
 class Credit:
-    """An engine that states no KV room is bounded by its slots alone.
+    """An engine that states no KV capacity is bounded by its slots alone.
 
     Args:
-        engine: Started before anything is asked.
+        engine: Started before the first call.
     """
 
     def __init__(self, engine: MeasuredEngine) -> None:
@@ -31,7 +31,7 @@ class Credit:
         self._room: KvRoom | None = None
 
     def num_more(self, held: Sequence[HeldSample], *, most: int) -> int:
-        """Samples that may be begun beside these, at most `most`."""
+        """Samples that may start beside these, at most `most`."""
         room = self._known_room()
         if room is None:
             return most
@@ -48,7 +48,7 @@ class Credit:
             room.note_begun(sample)
 
     def note_finished(self, num_new_tokens: int) -> None:
-        """A completion ended by itself or at its limit, after so many tokens."""
+        """A completion ended by itself or at its limit, after this many tokens."""
         room = self._known_room()
         if room is not None:
             room.note_finished(num_new_tokens)

@@ -1,4 +1,4 @@
-"""A lease as the engine's request: checked field by field, for it came over the network."""
+"""Turns a lease into the engine's request: checked field by field, since it came over the network."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _SEED_SPAN = 2**63
 
 
 def to_request(lease: broker_pb2.Lease, *, end_token_ids: tuple[int, ...]) -> GenerateRequest:
-    """What to ask of the engine.
+    """The engine's request for a lease.
 
     Args:
         lease: The work; sample i of a group draws with the group's seed + i.

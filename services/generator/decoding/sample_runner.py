@@ -6,10 +6,10 @@
 
 Promises:
 
-- No sample is lost by an error of its own: whatever happens, its lease ends in a finish chunk, an aborted chunk, or is
-  no longer renewed and expires.
+- No sample is lost by its own error: its lease always ends in a finish chunk, an aborted chunk, or is no longer
+  renewed and expires.
 - A lease is renewed until its last chunk is stored; its slot is free as soon as decoding ended.
-- Guests (`guest`) decode what no lease brought, in slots of the same number and under the same updates.
+- Unleased samples (`guest`) use the same slots and see the same updates.
 - An engine that fails is reported once through `on_engine_failure`; the process is expected to give everything back and
   to end, so that its supervisor starts a fresh one.
 """
@@ -41,7 +41,7 @@ from services.generator.engine.engine import Engine, EngineError, EngineStoppedE
 from services.generator.metrics import GeneratorMetrics
 
 MAX_VERSION_WAIT_S = 60.0
-"""How long a sample waits for weights that its lease asks for before it is given back."""
+"""How long a sample waits for the weights that its lease requires before it is given back."""
 
 _LOST_REASONS = frozenset({"LEASE_LOST", "UNKNOWN_SAMPLE", "UNKNOWN_RUN", "RUN_CLOSED"})
 _FINISH_REASONS = {
@@ -66,7 +66,7 @@ class RolloutParts:
     on_change: Callable[[], None]
     """Called when slots or leases changed."""
     on_engine_failure: Callable[[Exception], None]
-    """Called when the engine cannot be used any more."""
+    """Called when the engine has failed."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -86,12 +86,12 @@ class _Work:
         self.owner.forget(self.lease.lease_id)
 
     def refused(self, error: broker_pb2.ChunkError) -> None:
-        """The broker does not take its tokens."""
+        """The broker refuses its tokens."""
         self.owner.refuse(self, error)
 
 
 class _GiveBack:
-    """Hears how the return of a refused sample ended; when even that is refused the lease is left to expire."""
+    """Hears how the return of a refused sample ended; if even that is refused, the lease is left to expire."""
 
     def settled(self) -> None:
         """The sample is back in the queue."""
@@ -113,7 +113,7 @@ class Rollouts:
         self._tasks: set[asyncio.Task[None]] = set()
         self._is_accepting = True
         self.decoding = Decoding(parts.busy, parts.metrics)
-        """Who decodes now."""
+        """The samples being decoded."""
         self._empty = asyncio.Event()
         self._empty.set()
 
@@ -124,12 +124,12 @@ class Rollouts:
 
     @property
     def is_empty(self) -> bool:
-        """Whether nothing is in hand, neither a lease nor a guest."""
+        """Whether nothing is in hand, leased or not."""
         return not self._works and not self._num_guests
 
     @property
     def longest_remaining_tokens(self) -> int:
-        """The most that any sample in hand may still need; a guest may need whatever the engine takes."""
+        """The most tokens that any sample in hand may still need; an unleased one may need the engine's maximum."""
         remaining = [
             work.lease.prompt.sampling.max_new_tokens - (0 if work.stream is None else work.stream.num_tokens)
             for work in self._works.values()
@@ -143,7 +143,7 @@ class Rollouts:
 
     @property
     def is_accepting(self) -> bool:
-        """Whether anything new is begun; not any more once the generator drains or stops."""
+        """Whether new samples start; false once the generator drains or stops."""
         return self._is_accepting
 
     def num_free_slots(self) -> int:
@@ -156,7 +156,7 @@ class Rollouts:
         return self._credit.num_more(held, most=num_slots) if num_slots else 0
 
     def begin(self, lease: broker_pb2.Lease) -> None:
-        """Take a lease; one that cannot be taken any more is given back at once."""
+        """Take a lease; one that can no longer be taken is given back at once."""
         if lease.lease_id in self._works:
             _log.info("lease received twice", lease_id=lease.lease_id)
             return
@@ -174,11 +174,11 @@ class Rollouts:
         work.task = asyncio.create_task(self._run(work, work.stream))
         self._tasks.add(work.task)
         work.task.add_done_callback(self._tasks.discard)
-        # How large samples are is known from the first one on.
+        # Sample sizes are recorded from the first one on.
         self._parts.on_change()
 
     def drop(self, lease_id: str, reason: str) -> None:
-        """Abort a lease that is void: nothing of it is sent any more."""
+        """Abort a void lease: none of its tokens are sent any more."""
         work = self._works.get(lease_id)
         if work is None:
             return
@@ -193,14 +193,14 @@ class Rollouts:
         lease = work.lease
         self.drop(lease.lease_id, f"{error.reason}: {error.message}")
         if error.reason not in _LOST_REASONS:
-            # Decoded tokens and stored ones have parted (a store that lost its last second, say): the next lease
+            # Decoded and stored tokens have diverged (for example, a store lost its last second): the next lease
             # begins from what is stored.
             tokens = self._parts.tokens
             stream = tokens.open(lease.key, lease_id=lease.lease_id, offset=error.next_offset, listener=_GiveBack())
             stream.finish(types_pb2.FINISH_REASON_ABORTED)
 
     def forget(self, lease_id: str) -> None:
-        """The lease is done with: stop renewing it, and decoding it if that still goes on."""
+        """The lease is over: stop renewing it, and decoding it if that is still going on."""
         work = self._works.pop(lease_id, None)
         if work is None:
             return
@@ -216,7 +216,7 @@ class Rollouts:
             self.drop(lease_id, reason)
 
     def stop_accepting(self) -> None:
-        """Begin nothing new."""
+        """Start nothing new."""
         self._is_accepting = False
         self._parts.on_change()
 
@@ -242,7 +242,7 @@ class Rollouts:
 
     @asynccontextmanager
     async def guest(self, *, timeout_s: float) -> AsyncIterator[None]:
-        """Inside, the caller may decode one sample that no lease brought.
+        """Inside, the caller may decode one unleased sample.
 
         Raises:
             EngineStoppedError: This generator takes nothing new.
@@ -287,13 +287,13 @@ class Rollouts:
         try:
             await self._decode(work, stream)
         except asyncio.CancelledError:
-            # Whoever cancels has already dropped the lease or given it back.
+            # The canceller has already dropped the lease or given it back.
             raise
         except (InvalidFieldError, RequestRefusedError, TimeoutError) as error:
             self._log_failed(work, str(error) or "the weights it needs did not come in time")
             self._give_back(work)
         except Exception as error:
-            # The one broad handler of this process: an engine that failed in a way nobody foresaw must not go on
+            # The one broad handler of this process: an engine that failed in an unforeseen way must not keep
             # taking leases, and the sample must not be lost.
             self._log_failed(work, f"engine failed: {type(error).__name__}: {error}")
             self._give_back(work)
@@ -304,7 +304,7 @@ class Rollouts:
         request = to_request(work.lease, end_token_ids=parts.end_token_ids)
         async with asyncio.timeout(MAX_VERSION_WAIT_S):
             await parts.held.wait_for(work.lease.min_policy_version)
-        # Bounded by whoever waits for silence, as long as the completions under way are.
+        # Bounded by the waiting update's own limit on the completions under way.
         await self.decoding.wait_until_may_begin()
         is_finished = False
         with self.decoding.one(), self.decoding.awaiting():

@@ -1,8 +1,8 @@
-"""Places at the engine: who may decode now.
+"""The engine's slots: which samples may decode now.
 
-Leases come only as far as places are free; guests (samples that no lease brought: an agent's turns) wait for one.
-A place that becomes free goes to the guest that waited longest, and leases are asked for only beyond the guests that
-wait: neither can starve the other, for a lease that runs is never put out.
+Leases are requested only for free slots; unleased samples (an agent's turns) wait for one. A freed slot goes to the
+unleased sample that waited longest, and leases are requested only beyond those waiting: neither can starve the other,
+since a running lease is never evicted.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections import deque
 
 
 class Slots:
-    """At most `max_taken` are taken at once, except by leases that were on their way already."""
+    """At most `max_taken` are occupied at once, except by leases that were already on their way."""
 
     def __init__(self, max_taken: int) -> None:
         self._max_taken = max_taken
@@ -21,20 +21,20 @@ class Slots:
 
     @property
     def num_free(self) -> int:
-        """Places that nobody has and no guest waits for."""
+        """Slots that are free and not waited for."""
         return max(0, self._max_taken - self._num_taken - len(self._waiting))
 
     @property
     def num_waiting(self) -> int:
-        """Guests that wait."""
+        """Unleased samples that wait."""
         return len(self._waiting)
 
     def take(self) -> None:
-        """A lease came; it was asked for, so it has a place."""
+        """A lease arrived; it was requested, so it has a slot."""
         self._num_taken += 1
 
     async def wait(self) -> None:
-        """Returns with a place; the caller sets the deadline. Cancelled callers have none."""
+        """Wait for a slot; the caller sets the deadline. Cancelled callers get none."""
         if self._num_taken < self._max_taken and not self._waiting:
             self._num_taken += 1
             return
@@ -43,7 +43,7 @@ class Slots:
         try:
             await place
         except asyncio.CancelledError:
-            # Cancelled in the very moment in which it was given the place.
+            # Cancelled at the very moment it was given the slot.
             if place.done() and not place.cancelled():
                 self.release()
             elif place in self._waiting:
@@ -51,7 +51,7 @@ class Slots:
             raise
 
     def release(self) -> None:
-        """Somebody is done."""
+        """A slot is freed."""
         self._num_taken -= 1
         while self._waiting and self._num_taken < self._max_taken:
             place = self._waiting.popleft()

@@ -1,4 +1,4 @@
-"""How long completions get, learned from finished ones and from those that still go on. Pure."""
+"""Survival of completion lengths, estimated from finished and running completions. Pure."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ import numpy.typing as npt
 
 
 def survival(finished: npt.NDArray[np.int64], running: npt.NDArray[np.int64], num_bins: int) -> npt.NDArray[np.float64]:
-    """Share of completions that get longer than each bin.
+    """Share of completions that outlive each bin.
 
-    Leaving out the running ones would call completions short for as long as only short ones have finished. Past the
-    longest finished one the share stays what it was: nothing is known there but the limit, which the caller applies.
+    Leaving out running completions would bias the estimate to short ones as long as only short ones have finished. Past
+    the longest finished one the share stays constant: only the limit is known there, which the caller applies.
 
     Args:
         finished: Bins in which completions ended, [n], in [0, num_bins).

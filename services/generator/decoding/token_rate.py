@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 MIN_WINDOW_S = 1.0
-"""Beats may be 50 ms apart, and tokens come in bursts: a shorter window would show the bursts."""
+"""Heartbeats may be 50 ms apart, and tokens come in bursts: a shorter window would show the bursts."""
 
 
 class TokenRate:
@@ -16,7 +16,7 @@ class TokenRate:
         """The last rate; 0 before the first."""
 
     def update(self, num_tokens: int, now_s: float) -> float:
-        """The rate, given the count of tokens since start and a clock that never goes back, in seconds."""
+        """The rate, given the count of tokens since start and a monotonic clock, seconds."""
         if self._mark_s is None:
             self._mark_s, self._mark_tokens = now_s, num_tokens
         elif now_s - self._mark_s >= MIN_WINDOW_S:

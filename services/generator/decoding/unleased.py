@@ -1,4 +1,4 @@
-"""Decoding for others than leases: the same engine, the same slots, the same weights."""
+"""Decodes samples without a lease: same engine, same slots, same weights."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from services.generator.metrics import GeneratorMetrics
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Guests:
-    """What a part of the process needs to decode beside the leases."""
+    """What another part of the process needs to decode beside the leases."""
 
     generator_id: str
     """This process' name at the broker."""
@@ -23,19 +23,19 @@ class Guests:
     held: HeldWeights
     metrics: GeneratorMetrics
     end_token_ids: tuple[int, ...]
-    """The model's own."""
+    """The model's own end-of-sequence ids."""
     on_engine_failure: Callable[[Exception], None]
-    """Called when the engine cannot be used any more."""
+    """Called when the engine has failed."""
 
     @property
     def run_history(self) -> int | None:
-        """The history counter of the weights that are held; None before the first."""
+        """The history counter of the loaded weights; None before the first."""
         held = self.held.current
         return None if held is None else held.history
 
     @property
     def policy_version(self) -> int | None:
-        """The version that is held; None before the first."""
+        """The loaded version; None before the first."""
         held = self.held.current
         return None if held is None else held.policy_version
 
@@ -43,7 +43,7 @@ class Guests:
         """Decode one sample; close the iteration (`contextlib.aclosing`) to give it up.
 
         Raises:
-            TimeoutError: No place at the engine came free within `wait_s` seconds, or no weights came.
+            TimeoutError: No slot came free within `wait_s` seconds, or no weights arrived.
             RequestRefusedError: The engine can never decode it.
             EngineError: It drains, or failed.
         """
@@ -61,6 +61,6 @@ class Guests:
                 raise
 
     async def _next(self, spans: AsyncGenerator[TokenSpan, None]) -> TokenSpan | None:
-        # What a slow client holds back the engine does not owe.
+        # Tokens that a slow client holds back are not owed by the engine.
         with self.rollouts.decoding.awaiting():
             return await anext(spans, None)

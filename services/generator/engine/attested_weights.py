@@ -1,4 +1,4 @@
-"""Which version this generator may serve: set after attestation, taken away when the engine's weights are in doubt."""
+"""The version that this generator may serve: set after attestation, revoked when the engine's weights are in doubt."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ class Held:
     history: int
     """The run's history counter it belongs to."""
     digest: str
-    """Digest of what the engine holds, read back from its memory."""
+    """Digest of the engine's weights, read back from its memory."""
     instance_id: str = ""
-    """Which run of this id it belongs to; empty where its trainer did not say."""
+    """The instance of the run that it belongs to; empty if its trainer did not say."""
     epoch: int = 0
     """The epoch of the trainer that published it."""
 
     @property
     def order(self) -> tuple[int, int, int]:
-        """Of two versions of one instance the greater one is the newer, whatever their numbers."""
+        """Sort key: of two versions of one instance the newer is greater, whatever their numbers."""
         return self.epoch, self.history, self.policy_version
 
 
 class HeldWeights:
-    """What the engine holds. Nothing may be leased while `is_trusted` is false.
+    """The engine's weights. Nothing may be leased while `is_trusted` is false.
 
     Args:
-        on_change: Called when what may be served has changed: the broker should hear of it at once.
+        on_change: Called when the version that may be served changes: the broker should hear of it at once.
     """
 
     def __init__(self, *, on_change: Callable[[], None] = lambda: None) -> None:
@@ -48,7 +48,7 @@ class HeldWeights:
 
     @property
     def is_trusted(self) -> bool:
-        """Whether the engine holds an attested version, as far as is known."""
+        """Whether the engine is known to hold an attested version."""
         return self._is_trusted
 
     async def attest(self, held: Held) -> None:
@@ -60,7 +60,7 @@ class HeldWeights:
         self._on_change()
 
     def distrust(self) -> None:
-        """The engine failed to prove what it holds: nothing is started until it has."""
+        """The engine failed to prove its weights: nothing starts until it has."""
         self._is_trusted = False
         self._on_change()
 

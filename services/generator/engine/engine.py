@@ -1,4 +1,4 @@
-"""The engine interface: what a generator asks of whatever decodes, and what every engine promises.
+"""The engine interface: what a generator needs from an engine, and what every engine promises.
 
 Promises, checked for every engine by `tests/contract/engines/test_engines.py`:
 
@@ -36,7 +36,7 @@ _MAX_SEED = 2**63 - 1
 
 
 class EngineError(Exception):
-    """An engine cannot do what it was asked."""
+    """An engine cannot do what was requested."""
 
 
 class EngineStoppedError(EngineError):
@@ -44,20 +44,20 @@ class EngineStoppedError(EngineError):
 
 
 class EngineHungError(EngineError):
-    """The engine owes tokens, or weights, and brings none."""
+    """The engine owes tokens, or an installation, and makes no progress."""
 
 
 class RequestRefusedError(EngineError):
-    """The request can never be decoded by this engine: too long, an unknown token, or an id that is in use."""
+    """This engine can never decode the request: too long, an unknown token, or an id that is in use."""
 
 
 class UpdateMode(StrEnum):
-    """What happens to samples under way when a version is taken."""
+    """What happens to samples under way when a version is installed."""
 
     KEEP = "keep"
-    """They go on at once, over the KV cache of the old weights (PipelineRL, arXiv 2509.19128)."""
+    """They continue at once, over the KV cache of the old weights (PipelineRL, arXiv 2509.19128)."""
     RECOMPUTE = "recompute"
-    """They go on once their KV cache is computed again under the new weights (AReaL, arXiv 2505.24298)."""
+    """They continue once their KV cache is recomputed under the new weights (AReaL, arXiv 2505.24298)."""
     DRAIN = "drain"
     """They end under the old weights first, so each sample has one version."""
 
@@ -91,7 +91,7 @@ class SamplingSettings:
     """A sample ends after any of these."""
 
     def __post_init__(self) -> None:
-        """Refuses what no engine could honour."""
+        """Refuse what no engine could honour."""
         if not 0.0 <= self.temperature <= 100.0:
             raise ValueError(f"temperature must be in [0, 100], not {self.temperature}")
         if not 0.0 < self.top_p <= 1.0:
@@ -125,7 +125,7 @@ class GenerateRequest:
     """How to draw."""
 
     def __post_init__(self) -> None:
-        """Refuses what no engine could decode."""
+        """Refuse what no engine could decode."""
         if not 0 < len(self.request_id) <= MAX_REQUEST_ID_CHARACTERS:
             raise ValueError(f"request_id must have 1 to {MAX_REQUEST_ID_CHARACTERS} characters")
         if not self.prompt_token_ids:
@@ -158,34 +158,34 @@ class TokenSpan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightUpdate:
-    """A version to take, as a file on this machine."""
+    """A version to install, as a file on this machine."""
 
     policy_version: int
     """The version."""
     path: Path
     """One safetensors file with Hugging Face names; must not change until the update returns."""
     tensors: Sequence[TensorDigest]
-    """What the file must hold, and what the engine must hold afterwards."""
+    """The tensors that the file, and afterwards the engine, must hold."""
     digest: str
     """`penstock.model.digests.manifest_digest` of the tensors."""
     adapter: AdapterSpec | None = None
-    """How the file is applied where it holds a LoRA adapter."""
+    """How the file is applied if it is a LoRA adapter."""
     is_recomputing: bool = False
-    """Whether samples under way compute their KV cache again under these weights, or keep it."""
+    """Whether samples under way recompute their KV cache under these weights, or keep it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UpdateReport:
-    """What an update did."""
+    """The result of an update."""
 
     policy_version: int
     """The version the engine samples with from now on."""
     digest: str
-    """Digest of what the engine holds, established by reading it back."""
+    """Digest of the engine's weights, read back from it."""
     pause_s: float
-    """How long no token was sampled; where KV is computed again, up to the first token after that."""
+    """How long no token was sampled; with recomputation, up to the first token after it."""
     num_recomputed_tokens: int = 0
-    """Prompt and completion tokens whose KV was computed again."""
+    """Prompt and completion tokens whose KV was recomputed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -199,18 +199,18 @@ class EngineStats:
     kv_cache_usage: float
     """Used part of the KV cache, 0 to 1."""
     num_preemptions: int
-    """Times a running sample lost its KV cache for want of room; recomputing for an update is none."""
+    """Times a running sample lost its KV cache for lack of space; recomputing for an update does not count."""
     tokens_generated: int
     """Tokens yielded."""
     tokens_sampled: int
-    """Tokens sampled, yielded or not: grows as long as the engine works, whoever does not take them."""
+    """Tokens sampled, yielded or not: grows as long as the engine works, even if they are not consumed."""
     install_signs: int | None = None
-    """Changes as long as an installation of weights gets on; None while there is none."""
+    """Changes while an installation of weights makes progress; None without one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineProfile:
-    """What an engine knows of its own speed and room, for dispatch; None where it does not know.
+    """An engine's own speed and capacity, for dispatch; None where unknown.
 
     A decode step of n samples with k KV tokens takes step_base_s + n * step_per_sample_s + k * step_per_kv_token_s.
     """
@@ -218,11 +218,11 @@ class EngineProfile:
     max_concurrent_samples: int
     """Most samples decoded at once."""
     kv_capacity_tokens: int | None = None
-    """KV room, tokens."""
+    """KV capacity, tokens."""
     kv_block_tokens: int = 1
-    """A sample's KV cache grows by so many tokens at once."""
+    """A sample's KV cache grows by this many tokens at a time."""
     step_base_s: float | None = None
-    """Time of a decode step that does not depend on how many samples share it."""
+    """The part of a decode step's time that is independent of the number of samples."""
     step_per_sample_s: float | None = None
     """Time each sample adds to a step."""
     step_per_kv_token_s: float | None = None
@@ -232,7 +232,7 @@ class EngineProfile:
 
 
 class Engine(Protocol):
-    """Decodes samples and takes weights in flight. All methods belong to one event loop."""
+    """Decodes samples and installs weights in flight. All methods belong to one event loop."""
 
     @property
     def policy_version(self) -> int:
@@ -259,7 +259,7 @@ class Engine(Protocol):
         """Ends a sample: its iteration yields a last span ABORTED. An unknown id is no error: it may have finished."""
 
     async def update_weights(self, update: WeightUpdate) -> UpdateReport:
-        """Takes a version while samples go on; one update at a time, a second waits for the first.
+        """Installs a version while samples continue; one update at a time, a second waits for the first.
 
         Raises:
             WeightsMismatchError: The file is not what the digests state, or not this model's tensors: the engine goes
@@ -270,7 +270,7 @@ class Engine(Protocol):
         """
 
     def profile(self) -> EngineProfile:
-        """Speed and room; known once started."""
+        """Speed and capacity; known once started."""
 
     def stats(self) -> EngineStats:
         """The load now; never waits."""
@@ -280,7 +280,7 @@ class Engine(Protocol):
 
 
 def check_request(request: GenerateRequest, *, max_model_len: int, vocab_size: int) -> None:
-    """Raises RequestRefusedError where a model of this size cannot decode the request."""
+    """Raise RequestRefusedError if a model of this size cannot decode the request."""
     num_tokens = len(request.prompt_token_ids) + len(request.prefix_token_ids)
     if num_tokens >= max_model_len:
         raise RequestRefusedError(f"prompt and prefix have {num_tokens} tokens, the context holds {max_model_len}")
@@ -290,7 +290,7 @@ def check_request(request: GenerateRequest, *, max_model_len: int, vocab_size: i
 
 
 def finished_by_prefix(request: GenerateRequest) -> FinishReason | None:
-    """Why nothing is left to decode after the prefix, if so."""
+    """Why nothing is left to decode after the prefix; None if something is."""
     prefix = request.prefix_token_ids
     if prefix and prefix[-1] in request.sampling.stop_token_ids:
         return FinishReason.STOP
@@ -300,7 +300,7 @@ def finished_by_prefix(request: GenerateRequest) -> FinishReason | None:
 
 
 def max_tokens_left(request: GenerateRequest, *, max_model_len: int) -> int:
-    """How many tokens may follow the prefix: the request's own limit or what the context still holds."""
+    """Tokens that may follow the prefix: the request's limit, or the remaining context."""
     num_prefix = len(request.prefix_token_ids)
     room = max_model_len - len(request.prompt_token_ids) - num_prefix
     return min(request.sampling.max_new_tokens - num_prefix, room)

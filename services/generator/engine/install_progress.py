@@ -1,7 +1,7 @@
-"""Signs of life of an installation of weights: a large model takes minutes, a hung engine for ever.
+"""Signals progress of an installation of weights: a large model takes minutes, a hung engine for ever.
 
-Whoever installs gives a sign at every tensor. Workers in processes of their own give it by the time of a file beside
-the weights, which the generator looks at. Must import without torch.
+The installer signals every tensor. Workers in processes of their own touch a file beside the weights, which the
+generator watches. Must import without torch.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ _SUFFIX = ".installing"
 
 
 class InstallSigns:
-    """The engine's side: what a watch compares to see whether an installation gets on."""
+    """The engine's side: a value that changes while an installation makes progress."""
 
     def __init__(self) -> None:
         self._num_signs = 0
@@ -24,7 +24,7 @@ class InstallSigns:
 
     @property
     def current(self) -> int | None:
-        """Changes with every sign; None while nothing is installed."""
+        """Changes with every signal; None while nothing is being installed."""
         if not self._is_active:
             return None
         with suppress(OSError):
@@ -33,12 +33,12 @@ class InstallSigns:
         return self._num_signs
 
     def give(self) -> None:
-        """A tensor was installed, or a stage is done."""
+        """Signal that a tensor was installed, or a stage is done."""
         self._num_signs += 1
 
     @contextmanager
     def installing(self, weights: Path | None = None) -> Iterator[None]:
-        """Inside, weights are installed: from this file by other processes, or by this one where it is None."""
+        """Inside, weights are installed: from this file by other processes, or by this one if it is None."""
         file = None if weights is None else signs_file(weights)
         if file is not None:
             file.touch()
@@ -53,11 +53,11 @@ class InstallSigns:
 
 
 def signs_file(weights: Path) -> Path:
-    """Where the workers that install a file give their signs."""
+    """The file that workers touch to signal progress."""
     return weights.with_name(weights.name + _SUFFIX)
 
 
 def give_sign(weights: str) -> None:
-    """A worker installed, or read back, a tensor of this file; nothing where nobody looks."""
+    """Signal from a worker that a tensor was installed or read back; a no-op if it is not watched."""
     with suppress(OSError):
         os.utime(signs_file(Path(weights)))

@@ -1,4 +1,4 @@
-"""What every engine that decodes with LoRA adapters refuses, before it touches what it holds."""
+"""Checks by which every engine refuses an unsuitable LoRA adapter before it touches its weights."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ class AdapterBase:
     layout: Mapping[str, tuple[int, ...]]
     """Its tensors, Hugging Face names to shapes."""
     max_rank: int
-    """Highest rank the engine has room for."""
+    """Highest rank that the engine supports."""
 
 
 def check_update(update: WeightUpdate, base: AdapterBase | None) -> None:
-    """Refuse what this engine was not started for; `base` is None where it takes whole models.
+    """Refuse what this engine was not started for; `base` is None if it takes whole models.
 
     Raises:
         EngineError: An adapter for an engine that was started for whole models, or the other way round, or its rank

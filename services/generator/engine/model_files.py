@@ -1,6 +1,6 @@
-"""What only a generator reads from the model's folder: the ids that end a text, and tokenizers of any kind.
+"""Reads the generator's part of the model's folder: end-of-sequence ids, and tokenizers of any kind.
 
-Needs `tokenizers` only where the folder has a tokenizer.json, and `transformers` only where it has another kind.
+Needs `tokenizers` only if the folder has a tokenizer.json, and `transformers` only for another kind.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class _HuggingFaceTokenizer:
 
 
 def load_text_decoder(model_path: Path, *, is_tokenizer_needed: bool) -> TextDecoder:
-    """The decoder of the model's own tokenizer; IdText where there is none and none is needed.
+    """The decoder of the model's own tokenizer; IdText if there is none and none is needed.
 
     Raises:
         OSError: The tokenizer is needed and cannot be read.
@@ -51,7 +51,7 @@ def end_token_ids(model_path: Path) -> tuple[int, ...]:
     """The model's own end-of-sequence ids, from generation_config.json and config.json together; sorted.
 
     Raises:
-        ValueError: A file is there and is not what it should be.
+        ValueError: A file exists but is malformed.
     """
     found: set[int] = set()
     for name in ("generation_config.json", "config.json"):

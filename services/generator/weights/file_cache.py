@@ -1,14 +1,14 @@
-"""Brings a version's file into this generator's cache by the fewest bytes that lead there.
+"""Brings a version's file into this generator's cache with the fewest bytes transferred.
 
-    the version's file is there, or one of the same digest   -> nothing is fetched
-    an older file is there, and the store offers deltas      -> they are fetched and applied to a copy of it
-    otherwise, and whenever a delta does not do              -> the full content is fetched
+    the version's file is cached, or one of its digest       -> nothing is fetched
+    an older file is cached, and the store offers deltas     -> they are fetched and applied to a copy of it
+    otherwise, and whenever a delta fails                    -> the full content is fetched
 
 Promises:
 
-- The file that `fetch` names has been checked: chunk by chunk where it came whole, tensor by tensor where it was there
-  or was made by deltas. An engine checks the tensors once more, before it loads them.
-- Deltas never make a version fail: what is wrong with them or their base is counted, and the full content is fetched.
+- The file that `fetch` names has been checked: chunk by chunk if it was fetched whole, tensor by tensor if it was
+  cached or made by deltas. An engine checks the tensors once more, before it loads them.
+- Deltas never make a version fail: faults of deltas or their base are counted, and the full content is fetched.
 - The cache folder belongs to this generator alone; `clean` keeps the newest MAX_KEPT_FILES versions and MAX_KEPT_DELTAS
   deltas.
 """
@@ -42,7 +42,7 @@ _log = structlog.get_logger()
 
 
 class Way(StrEnum):
-    """How a version came into the cache."""
+    """How a version got into the cache."""
 
     CACHE = "cache"
     DELTA = "delta"
@@ -56,11 +56,11 @@ class Fetched:
     path: Path
     """The file."""
     way: Way
-    """How it came."""
+    """How it got there."""
     fetched_bytes: int
-    """Bytes that came over the network for it; those of a delta that was given up are not known."""
+    """Bytes received over the network for it; those of an abandoned delta are not known."""
     origin_bytes: int
-    """Those of them that came from the origin, not from a relay of the site."""
+    """Those that came from the origin, not from a relay of the site."""
 
 
 class WeightFetcher:
@@ -70,8 +70,8 @@ class WeightFetcher:
         client: The weight store.
         downloader: Fetches contents; entered already.
         cache_dir: Folder of this generator's weight files.
-        metrics: Counts bytes, ways and fall-backs.
-        on_refused: Told each time something is not what its manifest states.
+        metrics: Counts bytes, paths and fall-backs.
+        on_refused: Called each time something does not match its manifest.
     """
 
     def __init__(
@@ -101,7 +101,7 @@ class WeightFetcher:
         bytes_before, origin_bytes_before = self._fetched_bytes, self._origin_bytes
         way = None if path.exists() else await self._make_from_older(manifest, path)
         if way is None:
-            # Also where the file is there: it is checked, and fetched anew where it is damaged.
+            # Also if the file is cached: it is checked, and fetched again if damaged.
             way = Way.FULL if await self._download(manifest, path) else Way.CACHE
         self._metrics.weight_fetches.labels(way).inc()
         return Fetched(
@@ -123,7 +123,7 @@ class WeightFetcher:
                 path.unlink(missing_ok=True)
 
     async def _make_from_older(self, manifest: weights_pb2.WeightsManifest, path: Path) -> Way | None:
-        """Make the version of what is in the cache; None where that cannot be done."""
+        """Make the version from what is in the cache; None if that is impossible."""
         older = await asyncio.to_thread(self._newest_file)
         if older is None:
             return None
@@ -160,7 +160,7 @@ class WeightFetcher:
         return self._cache_dir / f"v{manifest.policy_version:08d}-{manifest.digest}{suffix}"
 
     def _newest_file(self) -> tuple[Path, VersionName] | None:
-        """The version that came last; not proved, its file may have been damaged since."""
+        """The version that arrived last; unverified, since its file may have been damaged since."""
         for path in sorted(self._cache_dir.glob("v*.safetensors"), key=_arrival, reverse=True):
             if named := _FILE_NAME.fullmatch(path.name):
                 return path, VersionName(int(named[1]), named[2])

@@ -1,4 +1,4 @@
-"""Takes published weights in flight: watch, fetch, install, prove, report.
+"""Installs published weights in flight: watch, fetch, install, attest, report.
 
     manifest -> file in the cache -> engine -> attested -> reported to the store
                    |  digest wrong      |  digest wrong
@@ -6,13 +6,13 @@
 
 Promises:
 
-- A version is held (and so named in beats) only after the digest the engine read back equals the published one.
+- A version counts as loaded (and is named in heartbeats) only once the digest read back by the engine equals the
+  published one.
 - Only the newest version is wanted: while one is being installed, those in between are skipped.
-- No install takes the engine back: what was asked for while a newer version came in is answered with that one.
-- Weights of another run of this id, or of a trainer that another has replaced, are not installed: the broker says who
-  trains the run.
-- One install at a time. Weights that cannot be proved after MAX_ENGINE_MISMATCHES tries end the process, because an
-  engine that does not hold what it was given cannot be reasoned with.
+- No install takes the engine back: a request that a newer version overtakes is answered with that one.
+- Weights of another run of this id, or of a replaced trainer, are not installed: the broker names the run's owner.
+- One install at a time. Weights that cannot be attested after MAX_ENGINE_MISMATCHES attempts end the process, because
+  an engine that does not hold what it was given cannot be trusted.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _log = structlog.get_logger()
 
 @dataclass(slots=True, kw_only=True)
 class PullCounters:
-    """What happened since start."""
+    """Counts since start."""
 
     num_updates: int = 0
     num_refused: int = 0
@@ -59,7 +59,7 @@ class WeightPuller:
         client: The weight store.
         downloader: Fetches contents; entered already.
         engine: Started already when `run` or `pull` is called.
-        held: Told what was attested.
+        held: Receives attested versions.
         drain: For updates that must not meet running samples.
         cache_dir: Folder of this generator's weight files.
         metrics: Counts swaps and refusals.
@@ -90,19 +90,19 @@ class WeightPuller:
         self._wanted: weights_pb2.WeightsManifest | None = None
         self._announced = asyncio.Event()
         self._owner: broker_pb2.RunOwner | None = None
-        """Who trains the run, by the broker's last word; None before the first."""
+        """The run's owner as last reported by the broker; None before that."""
         self._installing = asyncio.Lock()
         self._pulls: set[asyncio.Task[UpdateReport]] = set()
         self._num_engine_mismatches = 0
         self.counters = PullCounters()
 
     def note_owner(self, owner: broker_pb2.RunOwner) -> None:
-        """The broker says who trains the run."""
+        """The broker reports the run's owner."""
         self._owner = owner
         self._announced.set()
 
     async def watch(self) -> None:
-        """Note what the store publishes, until cancelled; raises PenstockError where a retry cannot help."""
+        """Note what the store publishes, until cancelled; raises PenstockError if a retry cannot help."""
         await self._client.watch(self._announce, self._note_refused)
 
     async def run(self) -> None:
@@ -129,18 +129,18 @@ class WeightPuller:
             await asyncio.sleep(next(delays))
 
     async def pull(self, policy_version: int | None, mode: UpdateMode | None = None) -> UpdateReport:
-        """Fetch and install a version (the newest where None) now; where it or a newer one is held, say so at once.
+        """Fetch and install a version (the newest if None) now; returns at once if it or a newer one is loaded.
 
-        Without a mode it happens as it does to announced versions.
+        Without a mode, that of announced versions applies.
 
         Raises:
             UnknownVersionError: Not published.
-            DigestMismatchError: The content or the engine does not hold what the manifest states.
-            FencedError: The trainer that published it is not the run's any more.
+            DigestMismatchError: The content or the engine does not match the manifest.
+            FencedError: The trainer that published it no longer owns the run.
             EngineError: The engine failed.
         """
         manifest = await self._client.get_manifest(policy_version)
-        # Not to be broken off by a caller that goes away: half an update is nobody's version.
+        # Must not be interrupted by a caller that goes away: half an update is no version.
         task = asyncio.create_task(self._install(manifest, mode or self._mode))
         self._pulls.add(task)
         task.add_done_callback(self._pulls.discard)
@@ -190,14 +190,14 @@ class WeightPuller:
             )
 
     def _held_instead(self, manifest: weights_pb2.WeightsManifest) -> Held | None:
-        """What is held where that is the manifest's version, or a newer one that came while this one waited."""
+        """The loaded weights, if they are the manifest's version or a newer one that arrived meanwhile."""
         held, named = self._held.current, _named(manifest)
         if held is None or not self._held.is_trusted or held.instance_id != named.instance_id:
             return None
         return held if held == named or held.order > named.order else None
 
     def _holds_content(self, manifest: weights_pb2.WeightsManifest) -> bool:
-        """Whether the engine holds these very weights under this number, whoever published them."""
+        """Whether the engine holds these very weights under this number, regardless of the publisher."""
         held = self._held.current
         return (
             held is not None
@@ -252,7 +252,7 @@ class WeightPuller:
         return report
 
     async def _report(self, manifest: weights_pb2.WeightsManifest, *, pause_s: float, fetched: Fetched | None) -> None:
-        """Tell the store that the version is held; `fetched` is None where nothing had to be."""
+        """Tell the store that the version is loaded; `fetched` is None if nothing had to be fetched."""
         try:
             await self._client.report_holding(
                 policy_version=manifest.policy_version,
@@ -266,7 +266,7 @@ class WeightPuller:
             self._note_refused(error)
             raise
         except PenstockError as error:
-            # The store is away or has moved on: what is held is proved all the same.
+            # The store is away or has moved on: the loaded weights are attested all the same.
             _log.info("holding not reported", policy_version=manifest.policy_version, error=str(error))
 
     def _give_up_on_engine(self, error: Exception) -> None:
@@ -291,7 +291,7 @@ class WeightPuller:
 
 
 def _named(manifest: weights_pb2.WeightsManifest) -> Held:
-    """The version a manifest describes, as it is held once it is attested."""
+    """The version that a manifest describes, as it is loaded once attested."""
     return Held(
         policy_version=manifest.policy_version,
         history=manifest.history,

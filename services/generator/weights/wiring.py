@@ -1,4 +1,4 @@
-"""How published weights reach this generator: store, broadcasts, relay, downloads and puller, wired together."""
+"""Wires together how published weights reach this generator: store, broadcasts, relay, downloads and puller."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ class WeightIntake:
         config: The generator's.
         generator_id: Its name at the store.
         cache_dir: Folder of its weight files.
-        engine: Takes the versions.
-        held: Told what was attested.
+        engine: Installs the versions.
+        held: Receives attested versions.
         drain: For updates that must not meet running samples.
         metrics: Counts bytes, swaps and refusals.
         security: Credentials of the process.
@@ -76,7 +76,7 @@ class WeightIntake:
         """Keeps the engine on the newest version."""
 
     async def __aenter__(self) -> Self:
-        """Open what must be closed again."""
+        """Open the connections."""
         await self._resources.enter_async_context(self._store)
         if self._relay is not None:
             await self._resources.enter_async_context(self._relay)

@@ -1,1 +1,1 @@
-"""What can score: the built-in rules, one a file, a user's function, and a model behind gRPC."""
+"""The reward models: the built-in rules, one per file, a user's function, and a model behind gRPC."""

@@ -1,4 +1,4 @@
-"""From the configured name to the reward model."""
+"""Builds the reward model that a configured name stands for."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ BUILT_IN: dict[str, Callable[[], BatchReward]] = {
     "numeric": lambda: InlineReward(numeric, name="numeric"),
     "math": MathReward,
 }
-"""A new one is a file beside this one and a line here."""
+"""The built-in rules by name; a new one is a file beside this one and a line here."""
 _ADDRESS = re.compile(r"grpc://(?:\[[0-9A-Fa-f:.]+\]|[^\s:/]+):(\d{1,5})")
 
 

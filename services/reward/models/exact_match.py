@@ -1,4 +1,4 @@
-"""1 when the completion's final answer is the reference answer, 0 when it is another one or there is none."""
+"""1 when the completion's final answer is the reference answer, 0 when it is different or missing."""
 
 from __future__ import annotations
 

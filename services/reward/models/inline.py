@@ -1,4 +1,4 @@
-"""A reward of a function so fast that a thread would cost more than the call."""
+"""Rewards of functions so fast that a thread would cost more than the call."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A reward model behind gRPC, in any language: whatever serves `penstock.v1.RewardService`."""
+"""A reward model behind gRPC, in any language: any server of `penstock.v1.RewardService`."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from penstock.security import NO_SECURITY, Security
 from penstock.v1 import reward_pb2, reward_pb2_grpc, types_pb2
 
 PROBE_TIMEOUT_S = 5.0
-# Far below the 4 MiB that gRPC servers accept when nobody configured them.
+# Far below the 4 MiB that gRPC servers accept by default.
 MAX_REQUEST_BYTES = 1024 * 1024
 
 
 class RemoteModel:
-    """Calls a RewardService. Its limits and wishes are asked for by every probe, since it may have been replaced."""
+    """Calls a RewardService. Every probe asks for its limits and preferences, since it may have been replaced."""
 
     def __init__(self, address: str, *, security: Security = NO_SECURITY) -> None:
         """`address` is grpc://host:port; `security` a third party's, never the cluster's own."""
@@ -42,7 +42,7 @@ class RemoteModel:
         return (self._description.name if self._description is not None else "") or self._address
 
     async def probe(self) -> None:
-        """Ask it to describe itself. Raises ModelAwayError when it is not there or refuses to talk."""
+        """Ask it to describe itself. Raises ModelAwayError if it is away or refuses the connection."""
         request = reward_pb2.GetRewardModelRequest()
         try:
             self._description = await call(
@@ -60,7 +60,7 @@ class RemoteModel:
             self._description = reward_pb2.GetRewardModelResponse()
 
     async def describe(self) -> reward_pb2.GetRewardModelResponse:
-        """What it said of itself when it was last probed."""
+        """Its own description at the last probe."""
         if self._description is None:
             await self.probe()
         assert self._description is not None
@@ -84,7 +84,7 @@ class RemoteModel:
         try:
             response = await call(self._stub.Score, request, peer=self._address, timeout_s=timeout_s)
         except (NotOfferedError, BadTokenError) as error:
-            # Not a reward model, or not for us: no fault of the samples, and somebody has to mend it.
+            # Not a reward model, or not for us: not the samples' fault, and an operator has to fix it.
             raise ModelAwayError(f"reward model {error}") from error
         if len(response.scores) != len(items):
             raise InternalError(f"{self._address} answered {len(response.scores)} scores for {len(items)} items")
