@@ -1,1 +1,30 @@
-"""Measurements of the services against stated targets; see docs/benchmarks.md."""
+"""Measurements of the services; docs/benchmarks.md says what each measures and what came out.
+
+`penstock bench NAME` runs `main` of the module `benchmarks.NAME`, or of its `__main__` if that is a folder. A suite
+owns its options, its targets and its table, and may drive other systems for comparison. Only tests import what lives
+here, and it is not part of the installed package.
+"""
+
+SUITES = {
+    "broker": "throughput, latency and memory of a broker, and its token streams",
+    "broker.large_groups": "memory that one very large group takes",
+    "broker.reload": "a restarted broker that loads a large run",
+    "dispatch": "dispatch policies on simulated fleets",
+    "dispatch.depth": "dispatch decisions with a long queue",
+    "e2e": "a whole run next to TRL and to the ideal overlap",
+    "e2e.mutual_tls": "a run under mutual TLS and in plain text",
+    "fleet": "dispatch over emulated GPUs through real services",
+    "generator": "in-flight updates and concurrency of a vLLM engine",
+    "ranker": "forecasts of completion lengths",
+    "scheduler.calibration": "the cost models next to published measurements",
+    "scheduler.deployed": "a deployed plan next to its prediction",
+    "scheduler.instances": "plans and simulations of given problems",
+    "scheduler.results": "the papers' comparisons, for docs/results.md",
+    "scheduler.validation": "the simulators next to real services",
+    "trainer.convergence": "learning from samples of a stated age",
+    "trainer.throughput": "the trainer's step next to a bare PyTorch loop",
+    "weights": "publishing, fetching and installing weights",
+    "weights.broadcast": "a gloo broadcast of weights next to HTTP",
+    "weights.delta": "size and time of a delta between two versions",
+}
+"""Each suite's name and what it measures, as `penstock bench --help` lists them."""

@@ -1,6 +1,6 @@
 """What one very large group takes of memory, put as agents put it and pulled as a trainer pulls it, over a real Redis.
 
-python -m benchmarks.broker.large_groups
+penstock bench broker.large_groups
 
 Peaks are of resident memory, in bytes per byte of the group, above what the process held when it had nothing to do. The
 producer's holds the message itself, which is 1 of them, and the consumer's the message that it is left with.

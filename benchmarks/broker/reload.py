@@ -1,6 +1,6 @@
 """Loading a large run's copy, as a broker does that was restarted: what it costs and how long it holds others up.
 
-python -m benchmarks.broker.reload [--steps 64] [--repetitions 5] [--parcels]
+penstock bench broker.reload [--steps 64] [--repetitions 5] [--parcels]
 """
 
 from __future__ import annotations

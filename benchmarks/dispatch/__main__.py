@@ -1,6 +1,6 @@
 """Play every scenario of the grid under every policy and print a table.
 
-python -m benchmarks.dispatch [--fresh] [--groups N] [--group-size N] [--only WORD] [--seeds N] [--first-seed N]
+penstock bench dispatch [--fresh] [--groups N] [--group-size N] [--only WORD] [--seeds N] [--first-seed N]
     [--json]
 
 Times are of the simulator's virtual clock and say how policies compare, not how fast a fleet is. Each cell is the sum
@@ -119,7 +119,7 @@ def _row(cell: Cell) -> str:
 
 
 def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.dispatch", description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--fresh", action="store_true", help="the scenarios on which nothing was tuned")
     parser.add_argument("--groups", type=int, default=32, help="prompts of the step, of the grid")
     parser.add_argument("--group-size", type=int, default=8, help="samples a prompt, of the grid")

@@ -1,6 +1,6 @@
 """What a dispatch decision and its leases cost with a long queue against a short one, without sockets or a store.
 
-python -m benchmarks.dispatch.depth [--samples N] [--repetitions N] [--json]
+penstock bench dispatch.depth [--samples N] [--repetitions N] [--json]
 
 Times are medians over decisions of eight leases each, for a generator among eight, deep and short queue in turn;
 `review` is the time of one review of the deep queue, which the broker runs in a thread: under `auto` a look ahead.
@@ -155,7 +155,7 @@ def main() -> int:
 
 
 def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.dispatch.depth", description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--samples", type=int, default=1_000_000)
     parser.add_argument("--repetitions", type=int, default=9)
     parser.add_argument("--json", action="store_true")

@@ -1,6 +1,6 @@
 """Samples/s of a run under mutual TLS and of the same in plain text, by turns.
 
-    python -m benchmarks.e2e.mutual_tls runs/quickstart/current [ROUNDS]
+    penstock bench e2e.mutual_tls runs/quickstart/current [ROUNDS]
 
 Both train the quick start's model with one generator; the first steps, in which everything warms up, do not count for
 samples/s. Processor seconds are of all processes and steps, start included: they say more where the machine is shared.
@@ -8,6 +8,7 @@ samples/s. Processor seconds are of all processes and steps, start included: the
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import resource
@@ -66,8 +67,13 @@ def measured(task: Path, folder: Path, env: Mapping[str, str]) -> tuple[float, f
     return (len(steps) - NUM_WARM) * PROMPTS * GROUP_SIZE / taken_s, processor_s
 
 
-def main(task: Path, rounds: int) -> None:
+def main() -> None:
     """Print each round, and the medians."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("task", type=Path, help="what `penstock quickstart` made: runs/quickstart/current")
+    parser.add_argument("rounds", type=int, nargs="?", default=ROUNDS)
+    options = parser.parse_args()
+    task, rounds = options.task.resolve(), options.rounds
     found: dict[str, list[tuple[float, float]]] = {"plain": [], "mutual TLS": []}
     with scratch_folder() as scratch:
         tls = certificates(scratch / "authority")
@@ -85,4 +91,4 @@ def main(task: Path, rounds: int) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]).resolve(), int(sys.argv[2]) if len(sys.argv) > 2 else ROUNDS)
+    main()

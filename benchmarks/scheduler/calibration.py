@@ -1,6 +1,6 @@
 """What the cost models say of published measurements, row by row, and the fit of the calibrated one's constants.
 
-python -m benchmarks.scheduler.calibration [--fit] [--json]
+penstock bench scheduler.calibration [--fit] [--json]
 """
 
 from __future__ import annotations

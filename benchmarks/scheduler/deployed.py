@@ -1,6 +1,6 @@
 """Does a deployed plan reach what was predicted? `penstock plan --deploy` and `penstock run` of what it wrote.
 
-python -m benchmarks.scheduler.deployed QUICKSTART [--only NAME,...] [--problem P.yaml] [--time-scale X] [--steps N]
+penstock bench scheduler.deployed QUICKSTART [--only NAME,...] [--problem P.yaml] [--time-scale X] [--steps N]
 
 Unlike pretend machines behind a real scheduler, broker and trainer; generation limits the plan, so that the trainer, a
 small model on a CPU, need only keep up. Samples per second over the steps after the first few, in pretended time, next

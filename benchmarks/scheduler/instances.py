@@ -1,6 +1,6 @@
 """`penstock plan` and `penstock simulate` on every problem given: do they answer, with all that they promise?
 
-python -m benchmarks.scheduler.instances PROBLEM... [--budget-s S] [--bounds "python3 plan_bound.py"]
+penstock bench scheduler.instances PROBLEM... [--budget-s S] [--bounds "python3 plan_bound.py"]
 
 Of each problem a plan as JSON (all keys there), its picture and deployment, the plan explained in words, and that plan
 simulated with a picture. With `--bounds`, the command of a program that knows nothing of this project

@@ -1,6 +1,6 @@
 """Simulates the papers' comparisons and writes docs/results.md and its picture: `make results`.
 
-python -m benchmarks.scheduler.results [--only WORD] [--out FOLDER]
+penstock bench scheduler.results [--only WORD] [--out FOLDER]
 """
 
 from __future__ import annotations

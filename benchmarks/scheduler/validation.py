@@ -1,6 +1,6 @@
 """Is the simulator to be believed? The same samples through real services and through both simulators.
 
-python -m benchmarks.scheduler.validation [--only WORD] [--samples N] [--length-scale X] [--time-scale X]
+penstock bench scheduler.validation [--only WORD] [--samples N] [--length-scale X] [--time-scale X]
 
 Real: Redis, a broker and eight pretend GPUs in real time, from submission to the last token (`benchmarks/fleet`).
 `dispatch` is `benchmarks/dispatch`, which runs the broker's dispatch policies and moves; `run` is

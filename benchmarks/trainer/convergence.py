@@ -1,6 +1,6 @@
 """Does it learn as a plain synchronous loop does, with samples that are 0, 1, 4, 8 versions old?
 
-python -m benchmarks.trainer.convergence PREPARED --out results.jsonl [--lags 0 1 4 8] [--corrections none truncated]
+penstock bench trainer.convergence PREPARED --out results.jsonl [--lags 0 1 4 8] [--corrections none truncated]
     [--seeds 0 1 2] [--minibatches 4] [--steps 40] [--prompts 16] [--group 8] [--max-prompt-tokens 128]
     [--max-new-tokens 256] [--algorithm dr_grpo] [--plot plot.png]
 

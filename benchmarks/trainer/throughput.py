@@ -1,4 +1,4 @@
-"""The trainer's step beside the bare loop over the same samples: `python -m benchmarks.trainer.throughput MODEL_DIR`.
+"""The trainer's step beside the bare loop over the same samples: `penstock bench trainer.throughput MODEL_DIR`.
 
 Both train in this process on one thread, by turns, on made samples as the quick start has them. The trainer gets them
 as they arrive, two groups at a time, and does all it does (checks, credit, packing, correction, report); the bare loop

@@ -1,6 +1,6 @@
 """Bringing a full content to receivers of one site: a gloo broadcast against HTTP, interleaved, all on loopback.
 
-    python -m benchmarks.weights.broadcast [--mb 200] [--receivers 2] [--repetitions 5]
+    penstock bench weights.broadcast [--mb 200] [--receivers 2] [--repetitions 5]
 
 Sender and receivers are in one process and share its event loop, threads and cores: the figure compares two ways
 of bringing the same bytes, checked and written alike, and says nothing about a real network. HTTP is what

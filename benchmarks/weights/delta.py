@@ -1,6 +1,6 @@
 """Bytes and time of a delta: written by the trainer, applied and checked by a receiver, each on one core.
 
-    python -m benchmarks.weights.delta --size-mib 256
+    penstock bench weights.delta --size-mib 256
 
 Changes are made up, each in the way its name says; how many values a step of training moves depends on model, learning
 rate and type.

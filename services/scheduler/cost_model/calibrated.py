@@ -2,7 +2,7 @@
 
 Added: attention runs slower than matrix products, each layer, each sequence and each all-reduce of a decode step costs
 something whatever the GPU, and each sample costs the trainer time that more GPUs do not shorten.
-`python -m benchmarks.scheduler.calibration --fit` fits the constants again and prints the error on every row.
+`penstock bench scheduler.calibration --fit` fits the constants again and prints the error on every row.
 """
 
 from __future__ import annotations
