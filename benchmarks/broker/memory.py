@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import suppress
 from typing import Any
 
 import redis.asyncio
@@ -11,6 +12,7 @@ from benchmarks.broker.processes import Stage
 from benchmarks.broker.workload import SHORT
 from penstock.clients.broker import BrokerClient
 from penstock.clients.trajectories import TrajectorySession
+from penstock.errors import RunClosedError
 from penstock.process.tasks import end
 
 MAX_QUEUED_GROUPS = 2_048
@@ -26,14 +28,16 @@ async def measure(stage: Stage, *, duration_s: float, run_id: str) -> dict[str, 
         await broker.open_run(run_id, limits=limits, policy_version=0)
         idle_bytes = await _used_bytes(client)
         samples: list[int] = []
-        async with TrajectorySession(broker, run_id=run_id, producer_id="p0") as session:
-            pushing = asyncio.create_task(_push(session))
-            for _ in range(max(4, round(duration_s / 0.5))):
-                await asyncio.sleep(0.5)
-                samples.append(await _used_bytes(client))
-            await end(pushing)
-        books = await broker.audit(run_id)
-        await broker.close_run(run_id)
+        # Leaving the session flushes it, which ends only because the run is closed.
+        with suppress(RunClosedError):
+            async with TrajectorySession(broker, run_id=run_id, producer_id="p0") as session:
+                pushing = asyncio.create_task(_push(session))
+                for _ in range(max(4, round(duration_s / 0.5))):
+                    await asyncio.sleep(0.5)
+                    samples.append(await _used_bytes(client))
+                await end(pushing)
+                books = await broker.audit(run_id)
+                await broker.close_run(run_id)
     await client.aclose()
     half = len(samples) // 2
     return {
