@@ -96,6 +96,8 @@ class Reconnecting:
                 self.is_up = True
                 self.outage.answered()
                 handle(response)
+                # Megabytes, perhaps: not kept while the next one is awaited.
+                del response
         except grpc.aio.AioRpcError as error:
             raise await explained(error, peer=self.peer) from error
         finally:
