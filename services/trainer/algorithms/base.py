@@ -89,9 +89,9 @@ class Algorithm:
     """From the rewards float64[G] of one group to float32[G]; None where `step_advantages` is set."""
     step_advantages: Callable[[Rewards], Advantages] | None = None
     """From the rewards float64[B] of the whole step to float32[B]. The step's forward passes then begin when its last
-    group has come, because the credit of a sample depends on all."""
+    group has come, because the advantage of a sample depends on all."""
     has_critic: bool = False
-    """Each token's credit comes from a critic that is trained beside the policy; takes the place of the other two."""
+    """Each token's advantage comes from a critic that is trained beside the policy; replaces the other two."""
     is_kl_in_reward: bool = False
     """The KL to the reference is taken off the rewards, of single tokens where there is a critic, instead of being a
     term of the loss."""

@@ -21,7 +21,7 @@ class AlgorithmConfig(StrictModel):
     """What is optimised."""
 
     name: Annotated[str, AfterValidator(_known_algorithm)] = "grpo"
-    """How samples are credited, and how far the policy may move on them: services/trainer/algorithms."""
+    """How advantages are computed, and how far the policy may move on them: services/trainer/algorithms."""
     normalization: Normalization | None = None
     """What the loss is averaged over: tokens of the step, a sample's tokens and then samples, samples (sequences), or
     max_tokens and samples; the algorithm's own when unset."""
@@ -48,7 +48,7 @@ class AlgorithmConfig(StrictModel):
     """Of tba: groups of earlier steps that each step trains on again, recent and well rewarded ones, of those that
     policy.num_retained_steps keeps."""
     gae_lambda: float = Field(default=1.0, ge=0, le=1)
-    """Of ppo: 1 credits tokens by rewards alone, 0 by the critic's next value alone."""
+    """Of ppo: 1 takes advantages from rewards alone, 0 by the critic's next value alone."""
     critic_learning_rate: float | None = Field(default=None, gt=0)
     """Of ppo: peak learning rate of the critic; when unset optimizer.learning_rate, or up to ten times that where it
     stays below 1e-5."""

@@ -1,4 +1,4 @@
-"""GRPO: a sample's credit is its reward against its group's, in units of the group's standard deviation."""
+"""GRPO: a sample's advantage is its reward against its group's, in units of the group's standard deviation."""
 
 from __future__ import annotations
 

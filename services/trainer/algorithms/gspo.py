@@ -1,4 +1,4 @@
-"""GSPO: the ratio, its clip and its credit belong to the whole completion, as the reward does."""
+"""GSPO: the ratio, its clip and its advantage belong to the whole completion, as the reward does."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""PPO with a critic: every token's credit is what its completion brought beyond what the critic expected there."""
+"""PPO with a critic: every token's advantage is what its completion brought beyond what the critic expected there."""
 
 from __future__ import annotations
 

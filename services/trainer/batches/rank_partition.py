@@ -21,7 +21,7 @@ import numpy.typing as npt
 from services.trainer.batches.packing import Pack, Trajectory, join, pack_trajectories, part_of
 
 
-def deal(
+def partition(
     trajectories: Sequence[Trajectory], *, max_pack_tokens: int, shares: Sequence[float]
 ) -> list[tuple[Pack | None, ...]]:
     """As few rounds as the greedy placement finds.

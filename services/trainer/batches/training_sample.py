@@ -56,14 +56,14 @@ def is_well_formed(sample: TrainingSample, vocab_size: int) -> bool:
     return is_finite and (sample.reward is None or bool(np.isfinite(sample.reward)))
 
 
-def trajectory_of(sample: TrainingSample, credit: float) -> Trajectory:
-    """The training view of a well-formed sample: `credit` on every completion token unless it brings advantages."""
+def trajectory_of(sample: TrainingSample, advantage: float) -> Trajectory:
+    """The training view of a well-formed sample: `advantage` on every completion token unless it brings advantages."""
     num_prompt, num_completion = sample.prompt_token_ids.size, sample.completion_token_ids.size
     nothing = np.zeros(num_prompt, dtype=np.float32)
     mask = np.ones(num_completion, dtype=np.bool_) if sample.loss_mask is None else sample.loss_mask
     advantages = sample.advantages
     if advantages is None:
-        advantages = np.full(num_completion, credit, dtype=np.float32)
+        advantages = np.full(num_completion, advantage, dtype=np.float32)
     return Trajectory(
         token_ids=np.concatenate([sample.prompt_token_ids, sample.completion_token_ids]),
         loss_mask=np.concatenate([nothing.astype(np.bool_), mask.astype(np.bool_)]),

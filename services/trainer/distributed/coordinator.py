@@ -12,9 +12,9 @@ from services.trainer.distributed.sharded_backend import ShardedBackend
 from services.trainer.model.backend import Backend, UnsupportedModelError
 
 if TYPE_CHECKING:
-    from services.trainer.model.ranks import Peers
+    from services.trainer.model.ranks import Ranks
 
-Build = Callable[[TrainingConfig, "Peers | None"], Backend]
+Build = Callable[[TrainingConfig, "Ranks | None"], Backend]
 
 
 def lead(

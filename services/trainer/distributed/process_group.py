@@ -33,7 +33,7 @@ Arrays = dict[str, npt.NDArray[Any]]
 
 
 class RankGroup:
-    """The `Peers` of a process among several; one a process at a time.
+    """The `Ranks` of a process among several; one a process at a time.
 
     Args:
         store: Where the processes find each other.

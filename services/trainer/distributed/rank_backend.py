@@ -1,4 +1,4 @@
-"""One process' part of the backend: a Hugging Face causal LM with AdamW, whole, or a shard of it (`Peers`).
+"""One process' part of the backend: a Hugging Face causal LM with AdamW, whole, or a shard of it (`Ranks`).
 
 Invariants:
 - One process and many run the same code; alone, what concerns the others does nothing.
@@ -27,7 +27,7 @@ from services.trainer.algorithms.loss import LossFunction, LossInputs, LossOutpu
 from services.trainer.batches.packing import Pack, Trajectory, join
 from services.trainer.config import OptimizerConfig
 from services.trainer.model.attention import packed_inputs, register_packed_attention
-from services.trainer.model.auxiliary_models import Companions, read_companions, write_companions
+from services.trainer.model.auxiliary_models import AuxiliaryModels, read_auxiliary_models, write_auxiliary_models
 from services.trainer.model.backend import (
     LossTotals,
     NonFiniteGradientError,
@@ -38,7 +38,7 @@ from services.trainer.model.backend import (
 from services.trainer.model.critic import Critic
 from services.trainer.model.model_loading import ModelSettings, load_trained
 from services.trainer.model.precision import compute_dtype, computing_in
-from services.trainer.model.ranks import Alone, Peers
+from services.trainer.model.ranks import Ranks, SingleRank
 from services.trainer.model.tokenizer_files import copy_tokenizer
 from services.trainer.model_state.dcp import write_resume
 from services.trainer.model_state.optimizer_state import TrainingState
@@ -59,9 +59,9 @@ class RankBackend:
         optimizer: OptimizerConfig,
         loss: LossFunction,
         seed: int,
-        peers: Peers | None = None,
+        ranks: Ranks | None = None,
     ) -> None:
-        """Loads the model; with `peers` in all processes at once.
+        """Loads the model; with `ranks` in all processes at once.
 
         Raises:
             UnsupportedModelError: packed rows would not train the model on its own function.
@@ -73,15 +73,15 @@ class RankBackend:
         self._settings = model
         self._optimizer_config = optimizer
         self._loss = loss
-        self._peers: Peers = peers or Alone()
-        self._device = self._peers.device(model.device)
+        self._ranks: Ranks = ranks or SingleRank()
+        self._device = self._ranks.device(model.device)
         self._dtype = compute_dtype(model.dtype, path=model.path, device=self._device)
         self._trained = load_trained(model, self._device)
         for network in self._trained.networks:
-            self._peers.shard(network)
-        if self._peers.rank > 0:
+            self._ranks.shard(network)
+        if self._ranks.rank > 0:
             # The same numbers made the same weights; from here on, each process draws its own.
-            torch.manual_seed(seed + self._peers.rank)
+            torch.manual_seed(seed + self._ranks.rank)
         self._model = self._trained.network
         named = self._model.named_parameters()
         self._parameters = {name: parameter for name, parameter in named if parameter.requires_grad}
@@ -97,14 +97,14 @@ class RankBackend:
             weights=self._trained.state_tensors(),
             parameters=self._parameters,
             optimizer=self._optimizer,
-            rank=self._peers.rank,
+            rank=self._ranks.rank,
         )
         self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         for parameter in self._parameters.values():
             parameter.grad = torch.zeros_like(parameter)
         self._idle_pack = join([_idle_trajectory(self.vocab_size)], [0])
         self._critic = self._make_critic()
-        self._companions = Companions(critic=self._critic, trained=self._trained, peers=self._peers)
+        self._auxiliary = AuxiliaryModels(critic=self._critic, trained=self._trained, ranks=self._ranks)
 
     @property
     def adapter(self) -> AdapterSpec | None:
@@ -125,7 +125,7 @@ class RankBackend:
         """Adds the gradient of this process' own pack, the only one in `packs`."""
         (given,) = packs
         is_idle = given is None or given.num_loss_tokens == 0
-        if is_idle and self._peers.num_ranks == 1:
+        if is_idle and self._ranks.num_ranks == 1:
             return LossTotals()
         # The others' passes need this process' shards: without work of its own it makes them with a gradient of zero.
         pack = self._idle_pack if given is None or is_idle else given
@@ -143,7 +143,7 @@ class RankBackend:
         )
         loss, totals = _totals(outputs, num_tokens=pack.num_loss_tokens)
         is_finite = math.isfinite(loss)
-        if not self._peers.agree(is_finite):
+        if not self._ranks.agree(is_finite):
             where = "another process" if is_finite else f"a pack of {pack.num_loss_tokens} loss tokens"
             raise NonFiniteLossError(f"the loss of {where} is {'not finite' if is_finite else loss}")
         if self._critic is not None and pack.returns is not None:
@@ -179,14 +179,14 @@ class RankBackend:
     def refresh_reference(self) -> None:
         """Copies the weights to the reference, if one is kept."""
         if self._settings.keep_reference:
-            self._companions.refresh_reference()
+            self._auxiliary.refresh_reference()
 
     def optimizer_step(self, *, divisor: int, is_last: bool = True) -> StepMetrics:
         """One step of AdamW, and of the critic's optimiser, at the scheduled learning rate."""
         if divisor < 1:
             raise ValueError(f"a step needs at least one token or sample, not {divisor}")
         gradients = self._gradients()
-        norm = float(self._peers.total(torch.nn.utils.get_total_norm(gradients))) / divisor
+        norm = float(self._ranks.total(torch.nn.utils.get_total_norm(gradients))) / divisor
         critic_norm = 0.0 if self._critic is None else self._critic.gradient_norm()
         if not math.isfinite(norm + critic_norm):
             self.discard_gradients()
@@ -214,7 +214,7 @@ class RankBackend:
         """The trained weights in the type in which they are published, whole in process 0."""
         dtype = self._trained.published_dtype
         return {
-            name: self._peers.whole(tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor)
+            name: self._ranks.whole(tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor)
             for name, tensor in self._trained.state_tensors().items()
         }
 
@@ -226,31 +226,31 @@ class RankBackend:
         """Copies this process' part; a thread of its own writes it."""
         export = _copied(self.state_tensors())
         resume = _copied(self._state.collect(num_batches=self._num_batches))
-        companions = _copied(self._companions.tensors())
-        return self._writer.submit(self._write, directory, export, resume, companions)
+        auxiliary = _copied(self._auxiliary.tensors())
+        return self._writer.submit(self._write, directory, export, resume, auxiliary)
 
     def load(self, directory: Path) -> None:
         """Reads and checks everything before it changes anything."""
         self._trained.check_saved(directory)
-        companions = read_companions(directory)
-        self._companions.check(companions)
-        self._num_batches = self._state.restore(directory, group=self._peers.checkpoint_group)
-        self._companions.take(companions)
+        auxiliary = read_auxiliary_models(directory)
+        self._auxiliary.check(auxiliary)
+        self._num_batches = self._state.restore(directory, group=self._ranks.checkpoint_group)
+        self._auxiliary.take(auxiliary)
         self.discard_gradients()
 
     def _write(
-        self, directory: Path, export: dict[str, Tensor], resume: dict[str, Tensor], companions: dict[str, Tensor]
+        self, directory: Path, export: dict[str, Tensor], resume: dict[str, Tensor], auxiliary: dict[str, Tensor]
     ) -> None:
         # First what all processes write: a disk that refuses one of them is then known to all.
-        write_resume(resume, directory, group=self._peers.checkpoint_group)
-        if self._peers.rank > 0:
+        write_resume(resume, directory, group=self._ranks.checkpoint_group)
+        if self._ranks.rank > 0:
             return
         try:
             self._trained.save(directory, export)
         except SafetensorError as error:
             raise OSError(f"{directory}: {error}") from error
         copy_tokenizer(self._settings.path, directory)
-        write_companions(companions, directory)
+        write_auxiliary_models(auxiliary, directory)
 
     def _make_critic(self) -> Critic | None:
         rate = self._settings.critic_learning_rate
@@ -260,7 +260,7 @@ class RankBackend:
             self._settings.path,
             dtype=self._dtype,
             device=self._device,
-            peers=self._peers,
+            ranks=self._ranks,
             learning_rate=rate,
             optimizer=self._optimizer_config,
         )

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from services.trainer.model.backend import CheckpointMismatchError
 from services.trainer.model.critic import Critic
-from services.trainer.model.ranks import Peers
+from services.trainer.model.ranks import Ranks
 from services.trainer.model.tensor_names import below, check_layout, placed
 from services.trainer.model.trained_model import TrainedModel
 
@@ -24,19 +24,19 @@ FOLDER = "companions"
 _FILE = "model.safetensors"
 
 
-class Companions:
+class AuxiliaryModels:
     """Those of one policy.
 
     Args:
         critic: None where there is none.
         trained: The policy, which keeps the reference.
-        peers: The processes over which all of them are sharded.
+        ranks: The processes over which all of them are sharded.
     """
 
-    def __init__(self, *, critic: Critic | None, trained: TrainedModel, peers: Peers) -> None:
+    def __init__(self, *, critic: Critic | None, trained: TrainedModel, ranks: Ranks) -> None:
         self.critic = critic
         self._trained = trained
-        self._peers = peers
+        self._ranks = ranks
         self._is_reference_refreshed = False
 
     def refresh_reference(self) -> None:
@@ -45,14 +45,14 @@ class Companions:
         self._is_reference_refreshed = True
 
     def tensors(self) -> dict[str, Tensor]:
-        """What is saved, by name; live views, or gathered as `Peers.whole` does."""
+        """What is saved, by name; live views, or gathered as `Ranks.whole` does."""
         critic = {} if self.critic is None else self.critic.saved_tensors()
         reference = self._trained.reference_tensors() if self._is_reference_refreshed else {}
         tensors = placed(critic, "critic") | placed(reference, "reference")
-        return {name: self._peers.whole(tensor) for name, tensor in tensors.items()}
+        return {name: self._ranks.whole(tensor) for name, tensor in tensors.items()}
 
     def check(self, saved: Mapping[str, Tensor]) -> None:
-        """Raises CheckpointMismatchError where `saved` is not of such companions."""
+        """Raises CheckpointMismatchError where `saved` is not of such models."""
         if self.critic is not None:
             self.critic.check_saved(below(saved, "critic"))
         reference = below(saved, "reference")
@@ -66,11 +66,11 @@ class Companions:
         reference = below(saved, "reference")
         for name, tensor in self._trained.reference_tensors().items():
             if reference:
-                tensor.copy_(self._peers.part(reference[name], tensor))
+                tensor.copy_(self._ranks.part(reference[name], tensor))
         self._is_reference_refreshed = bool(reference)
 
 
-def write_companions(tensors: Mapping[str, Tensor], directory: Path) -> None:
+def write_auxiliary_models(tensors: Mapping[str, Tensor], directory: Path) -> None:
     """Writes them below a checkpoint's directory; nothing where there are none. Raises OSError."""
     if not tensors:
         return
@@ -81,8 +81,8 @@ def write_companions(tensors: Mapping[str, Tensor], directory: Path) -> None:
         raise OSError(f"{directory}: {error}") from error
 
 
-def read_companions(directory: Path) -> dict[str, Tensor]:
-    """What `write_companions` wrote; empty where it wrote nothing. Raises CheckpointMismatchError."""
+def read_auxiliary_models(directory: Path) -> dict[str, Tensor]:
+    """What `write_auxiliary_models` wrote; empty where it wrote nothing. Raises CheckpointMismatchError."""
     path = directory / FOLDER / _FILE
     if not path.is_file():
         return {}

@@ -109,7 +109,7 @@ class LossTotals:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenScores:
-    """What credit needs beyond rewards, for the loss tokens of a pack."""
+    """What advantages need beyond rewards, for the loss tokens of a pack."""
 
     values: npt.NDArray[np.float32] | None
     """float32[N], the critic's, of the state in which each token was sampled; None without a critic."""

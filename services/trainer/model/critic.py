@@ -26,7 +26,7 @@ from services.trainer.config import OptimizerConfig
 from services.trainer.model.attention import PACKED_ATTENTION, packed_inputs
 from services.trainer.model.backend import NonFiniteLossError
 from services.trainer.model.precision import MASTER, computing_in
-from services.trainer.model.ranks import Peers
+from services.trainer.model.ranks import Ranks
 from services.trainer.model.tensor_names import below, check_layout, placed
 
 
@@ -37,7 +37,7 @@ class Critic:
         path: The policy's directory.
         dtype: Element type in which the network computes; its weights, and the head, are float32.
         device: Where it computes.
-        peers: The processes over which it is sharded.
+        ranks: The processes over which it is sharded.
         learning_rate: Its peak rate; it falls and warms up as the policy's does.
         optimizer: The policy's other settings.
     """
@@ -48,7 +48,7 @@ class Critic:
         *,
         dtype: torch.dtype,
         device: torch.device,
-        peers: Peers,
+        ranks: Ranks,
         learning_rate: float,
         optimizer: OptimizerConfig,
     ) -> None:
@@ -60,9 +60,9 @@ class Critic:
         self._head: Any = nn.Linear(self._network.config.get_text_config().hidden_size, 1, device=device)
         nn.init.zeros_(self._head.weight)
         nn.init.zeros_(self._head.bias)
-        self._peers = peers
+        self._ranks = ranks
         for module in (self._network, self._head):
-            peers.shard(module)
+            ranks.shard(module)
         self._parameters: dict[str, Tensor] = {
             f"{module}.{name}": parameter
             for module, holder in (("network", self._network), ("head", self._head))
@@ -102,7 +102,7 @@ class Critic:
         losses = value_losses(self.values(pack), self._tensor(pack.values), self._tensor(pack.returns))
         total = float(losses.detach().sum())
         is_finite = math.isfinite(total)
-        if not self._peers.agree(is_finite):
+        if not self._ranks.agree(is_finite):
             where = f"a pack of {pack.num_loss_tokens} loss tokens" if not is_finite else "another process"
             raise NonFiniteLossError(f"the critic's loss of {where} is {'not finite' if is_finite else total}")
         (losses.sum() * 0.0 if is_idle else losses.sum()).backward()
@@ -111,13 +111,13 @@ class Critic:
 
     def gradient_norm(self) -> float:
         """Of the mean over the tokens so far, of all processes."""
-        norm = float(self._peers.total(torch.nn.utils.get_total_norm(self._gradients())))
-        return norm / max(1, self._peers.added_up(self._num_tokens))
+        norm = float(self._ranks.total(torch.nn.utils.get_total_norm(self._gradients())))
+        return norm / max(1, self._ranks.added_up(self._num_tokens))
 
     def step(self, *, rate_factor: float) -> None:
         """Takes the optimiser step; `rate_factor` is what the schedule makes of the learning rate."""
         clip = min(1.0, self._max_grad_norm / (self.gradient_norm() + 1e-6))
-        num_tokens = self._peers.added_up(self._num_tokens)
+        num_tokens = self._ranks.added_up(self._num_tokens)
         if num_tokens:
             torch._foreach_mul_(self._gradients(), clip / num_tokens)
             for group in self._optimizer.param_groups:
@@ -155,9 +155,9 @@ class Critic:
         weights, moments = below(saved, "weights"), below(saved, "optimizer")
         with torch.no_grad():
             for name, parameter in self._parameters.items():
-                parameter.copy_(self._peers.part(weights[name], parameter))
+                parameter.copy_(self._ranks.part(weights[name], parameter))
                 self._optimizer.state[parameter] = {
-                    which: tensor.to(parameter.device) if which == "step" else self._peers.part(tensor, parameter)
+                    which: tensor.to(parameter.device) if which == "step" else self._ranks.part(tensor, parameter)
                     for which, tensor in below(moments, name).items()
                 }
         self.discard_gradients()

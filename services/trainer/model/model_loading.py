@@ -32,9 +32,9 @@ class ModelSettings:
     lora: LoraSection | None = None
     """Train an adapter over the model; unset trains all weights."""
     keep_reference: bool = False
-    """Keep the model as loaded from `path`, for a loss or a credit that needs reference log-probs."""
+    """Keep the model as loaded from `path`, for a loss or advantages that need reference log-probs."""
     loss_reads_reference: bool = True
-    """Whether the loss finds them in the pass of each pack; else they come with the pack, or only credit needs them."""
+    """Whether the loss finds them in each pack's pass; else they come with the pack, or advantages alone need them."""
     critic_learning_rate: float | None = None
     """Train a critic beside the model, at this rate; None has none."""
     gradient_checkpointing: bool = False

@@ -1,4 +1,4 @@
-"""What a backend's part in one process needs of the processes it trains with: `Peers`, and `Alone`, who has none."""
+"""What a backend's part in one process needs of the others: `Ranks`, or `SingleRank` where there is one process."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 
-class Peers(Protocol):
+class Ranks(Protocol):
     """All processes call `shard`, `whole`, `total`, `added_up` and `agree` in one order: each waits for the others."""
 
     @property
@@ -48,7 +48,7 @@ class Peers(Protocol):
         """Whether it is so in every process."""
 
 
-class Alone:
+class SingleRank:
     """One process."""
 
     rank = 0

@@ -41,7 +41,7 @@ from penstock.errors import NotOfferedError, ServiceUnavailableError, UnknownVer
 from penstock.process.tasks import end
 from penstock.transfer.chunks import chunk_bytes_for
 from penstock.v1 import weights_pb2
-from services.trainer.publishing.membership import Attendance
+from services.trainer.publishing.membership import BroadcastMembership
 
 MAX_MEMBERS = 1000
 MAX_CONTENTS_REMEMBERED = 256
@@ -100,7 +100,7 @@ class Broadcasts:
         self._settings = settings
         self._listener = listener
         self._find_content = find_content
-        self._attendance = Attendance()
+        self._attendance = BroadcastMembership()
         self._gatherings: dict[_Name, _Gathering] = {}
         self._begun: OrderedDict[_Name, None] = OrderedDict()
         self._changed = asyncio.Event()

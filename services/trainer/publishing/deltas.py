@@ -31,7 +31,7 @@ class PublishedDelta:
     """Its content, complete."""
 
 
-class DeltaShelf:
+class PublishedDeltas:
     """The deltas of the run under way; starts empty."""
 
     def __init__(self, *, max_kept: int = MAX_KEPT_DELTAS) -> None:

@@ -1,10 +1,11 @@
-"""Whom a broadcast waits for, and whom it does without.
+"""Broadcast membership: which receivers are expected, and which are left out for now.
 
 Promises:
 
-- Expected is who watches the versions, said that it joins, came to the last broadcast it could, and is not left out.
-- Whoever a broadcast broke off at is left out for a while, twice as long each time in a row; where nobody can be told
-  from the others, that is all of them. They fetch meanwhile.
+- A receiver is expected if it watches the versions, said that it joins, came to the last broadcast it could, and is not
+  left out.
+- A receiver at which a broadcast broke off is left out for a while, twice as long each time in a row; where it cannot
+  be told apart from the others, all of them are. They fetch meanwhile.
 
 Pure bookkeeping: the caller brings the time.
 """
@@ -22,7 +23,7 @@ LEFT = "left"
 """Word of a member that broke off for reasons of its own."""
 
 
-class Attendance:
+class BroadcastMembership:
     """The receivers of one weight store; starts empty."""
 
     def __init__(self) -> None:

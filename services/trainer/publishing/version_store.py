@@ -33,7 +33,7 @@ from penstock.errors import (
 from penstock.security.addresses import MAX_URL_CHARACTERS, OwnAddresses, Peer, check_url
 from penstock.v1 import weights_pb2, weights_pb2_grpc
 from services.trainer.publishing.broadcasts import Broadcasts
-from services.trainer.publishing.deltas import DeltaShelf, PublishedDelta
+from services.trainer.publishing.deltas import PublishedDelta, PublishedDeltas
 from services.trainer.publishing.relay_tree import SiteRelays
 from services.trainer.publishing.source_failures import SourceFailures
 
@@ -79,7 +79,7 @@ class WeightStore:
         self._max_kept = max_kept
         self._run_id = ""
         self._kept: OrderedDict[str, PublishedVersion] = OrderedDict()
-        self._deltas = DeltaShelf()
+        self._deltas = PublishedDeltas()
         self._names: OrderedDict[str, str] = OrderedDict()
         self._digests: OrderedDict[int, str] = OrderedDict()
         self._grown = asyncio.Event()

@@ -3,7 +3,7 @@
 Promises:
 
 - `policy_version` is that of the weights in memory; it advances with the optimiser step, `acked_version` with the
-  broker's receipt. A crash between the two is healed by re-opening the run with the ledger.
+  broker's receipt. A crash between the two is healed by re-opening the run with the step log.
 - `outstanding` names every training group that may be in the broker's hands: submitted or about to be, and neither
   trained nor dropped by this trainer. Submitting is idempotent, so a resumed run submits them again.
 """
@@ -20,17 +20,17 @@ from penstock.wire.codec import index_mask
 from services.trainer.checkpoints.checkpoint import CheckpointFormatError, ResumeState
 from services.trainer.reporting.overlap import OverlapTotals
 
-MAX_LEDGER_STEPS = 64
+MAX_LOGGED_STEPS = 64
 """Steps whose groups are remembered: more than a broker's store can lose between two of its writes to disk."""
 MAX_SAMPLE_INDEX = 1_023
 """The largest that the broker gives a sample of a prompt."""
 MAX_RECORD_BYTES = 4 * 1024 * 1024
-"""Of the ledger in one OpenRun, which goes out every few seconds: a message holds 16 MiB, the largest step included."""
+"""Of the step log in one OpenRun, sent every few seconds: a message holds 16 MiB, the largest step included."""
 _EXTRA_KEY = "progress"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LedgerStep:
+class LoggedStep:
     """The groups of one optimiser step."""
 
     policy_version: int
@@ -55,7 +55,7 @@ class Progress:
     """Training prompts taken from the data so far."""
     outstanding: dict[str, None] = field(default_factory=dict)
     """Group ids, oldest first."""
-    ledger: deque[LedgerStep] = field(default_factory=lambda: deque(maxlen=MAX_LEDGER_STEPS))
+    step_log: deque[LoggedStep] = field(default_factory=lambda: deque(maxlen=MAX_LOGGED_STEPS))
     num_trained_groups: int = 0
     num_dropped_groups: int = 0
     num_samples: int = 0
@@ -71,20 +71,20 @@ class Progress:
     def record_step(self, groups: Mapping[str, Iterable[int]]) -> None:
         """An optimiser step was taken on these samples: their indices by group id."""
         self.policy_version += 1
-        step = LedgerStep(
+        step = LoggedStep(
             policy_version=self.policy_version,
             group_ids=tuple(groups),
             trained_samples=tuple(_mask(indices) for indices in groups.values()),
         )
-        self.ledger.append(step)
+        self.step_log.append(step)
         self.num_trained_groups += len(groups)
         for group_id in groups:
             self.outstanding.pop(group_id, None)
 
     def step_records(self, *, max_bytes: int = MAX_RECORD_BYTES) -> list[broker_pb2.StepRecord]:
-        """The end of the ledger as OpenRun takes it, newest last: as many steps as fit, and the newest one always."""
+        """The end of the step log as OpenRun takes it, newest last: as many steps as fit, and the newest one always."""
         records: deque[broker_pb2.StepRecord] = deque()
-        for step in reversed(self.ledger):
+        for step in reversed(self.step_log):
             record = broker_pb2.StepRecord(
                 policy_version=step.policy_version, group_ids=step.group_ids, trained_samples=step.trained_samples
             )
@@ -102,7 +102,7 @@ class Progress:
             "outstanding": list(self.outstanding),
             "ledger": [
                 asdict(step) | {"trained_samples": [mask.hex() for mask in step.trained_samples]}
-                for step in self.ledger
+                for step in self.step_log
             ],
             "num_trained_groups": self.num_trained_groups,
             "num_dropped_groups": self.num_dropped_groups,
@@ -116,7 +116,7 @@ class Progress:
             policy_version=self.policy_version,
             num_steps=self.policy_version,
             data_position=self.position,
-            trained_group_ids=self.ledger[-1].group_ids if self.ledger else (),
+            trained_group_ids=self.step_log[-1].group_ids if self.step_log else (),
             extra={_EXTRA_KEY: json.dumps(document)},
         )
 
@@ -126,7 +126,7 @@ class Progress:
         try:
             document = json.loads(state.extra[_EXTRA_KEY])
             steps = [
-                LedgerStep(
+                LoggedStep(
                     policy_version=int(step["policy_version"]),
                     group_ids=tuple(step["group_ids"]),
                     trained_samples=tuple(bytes.fromhex(mask) for mask in step.get("trained_samples", ())),
@@ -141,7 +141,7 @@ class Progress:
                 acked_version=state.policy_version,
                 position=state.data_position,
                 outstanding=dict.fromkeys(document["outstanding"]),
-                ledger=deque(steps, maxlen=MAX_LEDGER_STEPS),
+                step_log=deque(steps, maxlen=MAX_LOGGED_STEPS),
                 num_trained_groups=int(document["num_trained_groups"]),
                 num_dropped_groups=int(document["num_dropped_groups"]),
                 num_samples=int(document["num_samples"]),

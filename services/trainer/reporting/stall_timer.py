@@ -22,7 +22,7 @@ class Cause(StrEnum):
     """A checkpoint, as far as it is not written beside training."""
 
 
-class WaitMeter:
+class StallTimer:
     """Adds up waits between two steps."""
 
     def __init__(self, clock: Clock) -> None:

@@ -109,7 +109,7 @@ class RunContext:
             )
 
     async def open_run(self, policy_version: int, *, takes_over: bool = False) -> broker_pb2.OpenRunResponse:
-        """Tell the broker the ledger, and hear how the run stands; call with `version_lock` held.
+        """Send the broker the step log and return how the run stands; call with `version_lock` held.
 
         Args:
             policy_version: The trainer's version.

@@ -27,7 +27,7 @@ from services.trainer.reporting.events import RunEvents
 from services.trainer.reporting.metrics import JsonLines
 from services.trainer.run.context import RunContext
 from services.trainer.run.prompt_feeder import PromptSubmitter
-from services.trainer.run.stall_watch import Silence
+from services.trainer.run.stall_watch import StallWatch
 
 CONSUMER_ID = "trainer-0-evaluation"
 LEAST_SILENCE_S = 900.0
@@ -58,7 +58,7 @@ class Evaluator:
     ) -> None:
         self._context = context
         self._config = context.config
-        self._silence = Silence(
+        self._stall = StallWatch(
             context,
             setting="trainer.max_evaluation_silence_s",
             configured_s=context.config.trainer.max_evaluation_silence_s,
@@ -174,7 +174,7 @@ class Evaluator:
                 owner=self._client.owner,
             ),
         )
-        self._silence.restart()
+        self._stall.restart()
         async with session:
             while len(scores) < len(groups):
                 if sending.done():
@@ -187,8 +187,8 @@ class Evaluator:
                     await self._forget_strays([i for i in ids if i not in groups])
                     session.release(ids)
                 if len(scores) > num_before or session.is_away:
-                    self._silence.restart()
-                elif (limit := await self._silence.exceeded()) is not None:
+                    self._stall.restart()
+                elif (limit := await self._stall.exceeded()) is not None:
                     raise DeadlineError(
                         f"evaluation: {len(groups) - len(scores)} of {len(groups)} held-out completions did not come "
                         f"within {limit}; last word: {session.waiting_reason}"

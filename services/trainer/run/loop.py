@@ -5,10 +5,10 @@
 
 Promises:
 
-- A group is trained on in exactly one step of the surviving history: one that the ledger knows is never trained again.
+- A group is trained on in exactly one step of the surviving history: one in the step log is never trained again.
 - The optimiser step and the progress that records it are one: a stop falls before or after both.
 - AckStep comes before the weights are published, because the broker refuses tokens of versions it has not heard of. A
-  crash in between is harmless: the broker is the truth of the version, and the ledger tells it of steps it missed.
+  crash in between is harmless: the broker decides what the version is, and the step log brings it the steps it missed.
 - A group of which no sample can be trained on is dropped at the broker with its reason, and another takes its place. So
   are those that made a loss or gradient not finite, as far as the configuration allows it: the step then begins again
   with the others, from the same weights, and is exactly a step that those groups were never part of.
@@ -41,10 +41,10 @@ from services.trainer.model.backend import Backend, NonFiniteError
 from services.trainer.publishing.publisher import WeightPublisher
 from services.trainer.reporting.events import RunEvents
 from services.trainer.reporting.metrics import SKIPPED_STEPS, JsonLines, Line, StepTimes, count_step, step_line
-from services.trainer.reporting.stall_timer import Cause, WaitMeter
+from services.trainer.reporting.stall_timer import Cause, StallTimer
 from services.trainer.run.context import RunContext
 from services.trainer.run.replay_feed import ReplayFeed
-from services.trainer.run.stall_watch import Silence
+from services.trainer.run.stall_watch import StallWatch
 from services.trainer.step.sample_filter import SkipReason
 from services.trainer.step.step import MicrobatchReport, TrainingStep
 from services.trainer.step.step_report import StepReport
@@ -100,8 +100,8 @@ class StepLoop:
         self._metrics = metrics
         self._replay = replay
         self._received: deque[types_pb2.TrajectoryGroup] = deque()
-        self.waits = WaitMeter(context.clock)
-        self._silence = Silence(
+        self.waits = StallTimer(context.clock)
+        self._stall = StallWatch(
             context,
             setting="trainer.max_silence_s",
             configured_s=context.config.trainer.max_silence_s,
@@ -245,7 +245,7 @@ class StepLoop:
             )
         except (VersionConflictError, LeaseLostError, UnknownSampleError) as error:
             # A broker whose Redis lost its last moment is behind, by a version or only by the delivery of these groups;
-            # the ledger, this step included, brings it up.
+            # the step log, this step included, brings it up.
             _log.warning("the broker has another picture and is told the last steps", error=str(error))
             await self._context.open_run(version)
         self._context.progress.acked_version = version
@@ -253,7 +253,7 @@ class StepLoop:
 
     async def _next_groups(self, max_groups: int) -> list[types_pb2.TrajectoryGroup]:
         """At least one and at most `max_groups` groups, none of which was trained on."""
-        self._silence.restart()
+        self._stall.restart()
         stated_s = self._context.clock.monotonic_s()
         while not self._received:
             microbatch = await self.session.next(timeout_s=POLL_S)
@@ -261,8 +261,8 @@ class StepLoop:
                 self._received.extend(await self._without_trained(list(microbatch.groups)))
                 continue
             if self.session.is_away:
-                self._silence.restart()
-            elif (limit := await self._silence.exceeded()) is not None:
+                self._stall.restart()
+            elif (limit := await self._stall.exceeded()) is not None:
                 raise DeadlineError(f"no sample group came for {limit}; last word: {self.session.waiting_reason}")
             elif self._context.clock.monotonic_s() - stated_s > RESTATE_S:
                 await self._restate_steps()
@@ -271,7 +271,7 @@ class StepLoop:
         return [self._received.popleft() for _ in range(min(max_groups, len(self._received)))]
 
     async def _without_trained(self, groups: list[types_pb2.TrajectoryGroup]) -> list[types_pb2.TrajectoryGroup]:
-        trained = {group_id for step in self._context.progress.ledger for group_id in step.group_ids}
+        trained = {group_id for step in self._context.progress.step_log for group_id in step.group_ids}
         again = [group.prompt.group_id for group in groups if group.prompt.group_id in trained]
         if again:
             _log.warning("trained groups were handed out again: the broker lost a step", group_ids=again[:5])

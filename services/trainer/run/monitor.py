@@ -11,7 +11,7 @@ from penstock.v1 import broker_pb2
 from penstock.wire.timestamps import unix_s
 from services.trainer.reporting.overlap import OverlapMeter
 from services.trainer.run.context import RunContext
-from services.trainer.run.prompt_feeder import TrainingFeeder
+from services.trainer.run.prompt_feeder import PromptFeeder
 
 POLL_S = 1.0
 LOOK_BACK_S = 10.0
@@ -23,7 +23,7 @@ _log = structlog.get_logger()
 class RunMonitor:
     """Feeds the overlap meter; a broker that is away costs nothing but detail."""
 
-    def __init__(self, *, context: RunContext, meter: OverlapMeter, feeder: TrainingFeeder | None) -> None:
+    def __init__(self, *, context: RunContext, meter: OverlapMeter, feeder: PromptFeeder | None) -> None:
         self._context = context
         self._meter = meter
         self._feeder = feeder

@@ -17,7 +17,7 @@ from services.trainer.distributed.launch import TorchrunRuns
 from services.trainer.distributed.rank_backend import RankBackend
 from services.trainer.model.backend import Backend
 from services.trainer.model.model_loading import ModelSettings
-from services.trainer.model.ranks import Peers
+from services.trainer.model.ranks import Ranks
 from services.trainer.run.context import Policy
 from services.trainer.step.step_settings import is_reference_early
 
@@ -56,7 +56,7 @@ def _backend(config: TrainingConfig, torchrun: TorchrunRuns | None) -> Backend:
     return lead(config, build=local_backend, torchrun=torchrun)
 
 
-def local_backend(config: TrainingConfig, peers: Peers | None = None) -> Backend:
+def local_backend(config: TrainingConfig, ranks: Ranks | None = None) -> Backend:
     """The backend, or this process' part of it; raises OSError, BackendError."""
     algorithm = config.algorithm.definition
     return RankBackend(
@@ -74,7 +74,7 @@ def local_backend(config: TrainingConfig, peers: Peers | None = None) -> Backend
         optimizer=config.optimizer,
         loss=partial(policy_loss, algorithm=algorithm, settings=loss_settings(config)),
         seed=config.run.seed,
-        peers=peers,
+        ranks=ranks,
     )
 
 

@@ -54,7 +54,7 @@ class PromptSubmitter:
             await submit_all(partial(self._client.submit_prompts, self._run_id), prompts)
 
 
-class TrainingFeeder:
+class PromptFeeder:
     """Submits training groups ahead of the trainer, as far as the broker's queue takes them."""
 
     def __init__(
@@ -131,7 +131,7 @@ class TrainingFeeder:
 
 def training_feeder(
     context: RunContext, submitter: PromptSubmitter, prompts: Sequence[EncodedPrompt]
-) -> TrainingFeeder | None:
+) -> PromptFeeder | None:
     """That of a run; None where others put its groups."""
     if not prompts:
         return None
@@ -139,4 +139,4 @@ def training_feeder(
     stream = PromptStream(
         prompts, seed=config.run.seed, shuffle=config.data.shuffle, position=context.progress.position
     )
-    return TrainingFeeder(context=context, submitter=submitter, stream=stream)
+    return PromptFeeder(context=context, submitter=submitter, stream=stream)

@@ -11,7 +11,7 @@ LONG_CALL_S = 5.0
 """A broker that took longer to answer was away."""
 
 
-class Silence:
+class StallWatch:
     """Time without news.
 
     Args:

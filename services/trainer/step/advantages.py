@@ -1,10 +1,10 @@
-"""From rewards to the credit of each token: by group, by step, or by a critic.
+"""From rewards to the advantage of each token: by group, by step, or by a critic.
 
 Invariants:
-- Credit uses exactly the samples that are trained on; which groups came together changes nothing but rounding.
-- Where credit needs more than rewards (a critic's values, a KL to the reference), one forward pass without gradient is
-  made over samples as they come. Where it waits for the whole step, so are the passes that the later gradient compares
-  with (`prior_logprobs`).
+- Advantages use exactly the samples that are trained on; which groups came together changes nothing but rounding.
+- Where they need more than rewards (a critic's values, a KL to the reference), a forward pass without gradient is made
+  over samples as they come. Where they wait for the whole step, so are the passes that the later gradient compares with
+  (`prior_logprobs`).
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from services.trainer.step.prior_logprobs import PriorLogprobs
 from services.trainer.step.step_settings import StepSettings
 
 DISCOUNT = 1.0
-"""Gamma of a critic's credit: an answer is worth the same however long it took."""
+"""Gamma of a critic's advantages: an answer is worth the same however long it took."""
 Floats = npt.NDArray[np.float64]
 
 
-class CreditedSample(NamedTuple):
+class TrainableSample(NamedTuple):
     """A sample that can be trained on."""
 
     sample: TrainingSample
@@ -39,11 +39,11 @@ class CreditedSample(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Scored:
-    """A sample before its credit; L loss tokens."""
+    """A sample before its advantages; L loss tokens."""
 
     sample: TrainingSample
     blank: Trajectory
-    """Without credit, but for the advantages that the sample itself brought."""
+    """Without advantages, unless the sample brought its own."""
     reward: float
     token_kl: Floats
     """float64[L], coefficient times log-ratio to the reference, to be taken off the rewards."""
@@ -65,38 +65,38 @@ class AdvantageEstimator:
         """Their prior log-probs wait for a full pack."""
         self._held: list[_Scored] = []
         self.num_zero_advantage_groups = 0
-        """Groups whose credit was zero throughout, as far as credit is given by groups."""
+        """Groups whose advantages were all zero, where they are computed by group."""
 
-    def add(self, groups: Sequence[Sequence[TrainingSample]]) -> list[CreditedSample]:
-        """Takes the samples of whole groups, none empty; returns those whose credit does not wait for the step's end.
+    def add(self, groups: Sequence[Sequence[TrainingSample]]) -> list[TrainableSample]:
+        """Takes the samples of whole groups, none empty; returns those whose advantages do not wait for the rest.
 
         Raises:
             BackendError: the model or the critic failed.
         """
         estimate = self._settings.algorithm.group_advantages
         scored = iter(self._scored([sample for group in groups for sample in group]))
-        credited: list[CreditedSample] = []
+        ready: list[TrainableSample] = []
         for group in groups:
             siblings = [next(scored) for _ in group]
             if estimate is None:
                 self._arrived += siblings
                 continue
-            credits = estimate(_penalised(siblings))
-            self.num_zero_advantage_groups += not credits.any()
-            credited += _with_credits(siblings, credits)
+            advantages = estimate(_penalised(siblings))
+            self.num_zero_advantage_groups += not advantages.any()
+            ready += _with_advantages(siblings, advantages)
         if self._arrived:
             self._score_prior(is_last=False)
-        return credited
+        return ready
 
-    def rest(self) -> list[CreditedSample]:
-        """The samples whose credit depends on the whole step."""
+    def rest(self) -> list[TrainableSample]:
+        """The samples whose advantages depend on the whole step."""
         self._score_prior(is_last=True)
         held, self._held = self._held, []
         algorithm = self._settings.algorithm
         if not held:
             return []
         if algorithm.step_advantages is not None:
-            return _with_credits(held, algorithm.step_advantages(_penalised(held)))
+            return _with_advantages(held, algorithm.step_advantages(_penalised(held)))
         return self._by_critic(held)
 
     def _score_prior(self, *, is_last: bool) -> None:
@@ -145,7 +145,7 @@ class AdvantageEstimator:
                     token_kl[member] = coefficient * of_member.astype(np.float64)
         return values, token_kl
 
-    def _by_critic(self, held: Sequence[_Scored]) -> list[CreditedSample]:
+    def _by_critic(self, held: Sequence[_Scored]) -> list[TrainableSample]:
         """Generalised advantages of every token, normalised over the step, and what the critic is to learn.
 
         A sample without loss tokens counts and teaches nothing, as elsewhere.
@@ -154,7 +154,7 @@ class AdvantageEstimator:
         every = np.concatenate(raw)
         whole = np.split(normalized(every) if every.size else every, np.cumsum([each.size for each in raw])[:-1])
         return [
-            CreditedSample(scored.sample, _by_token(scored, advantages, returns=each + scored.values))
+            TrainableSample(scored.sample, _by_token(scored, advantages, returns=each + scored.values))
             for scored, advantages, each in zip(held, whole, raw, strict=True)
         ]
 
@@ -170,21 +170,18 @@ def _penalised(samples: Sequence[_Scored]) -> Rewards:
     return np.array([scored.reward - scored.token_kl.sum() for scored in samples], dtype=np.float64)
 
 
-def _with_credits(samples: Sequence[_Scored], credits: npt.NDArray[np.float32]) -> list[CreditedSample]:
+def _with_advantages(samples: Sequence[_Scored], advantages: npt.NDArray[np.float32]) -> list[TrainableSample]:
+    """Each sample's advantage on all of its tokens, unless it brought its own."""
     return [
-        CreditedSample(scored.sample, _with_credit(scored, credit))
-        for scored, credit in zip(samples, credits.tolist(), strict=True)
+        TrainableSample(
+            scored.sample, replace(scored.blank, advantages=trajectory_of(scored.sample, advantage).advantages)
+        )
+        for scored, advantage in zip(samples, advantages.tolist(), strict=True)
     ]
 
 
-def _with_credit(scored: _Scored, credit: float) -> Trajectory:
-    """The trajectory with the same credit on each token, unless the sample brought its own."""
-    blank = scored.blank
-    return replace(blank, advantages=trajectory_of(scored.sample, credit).advantages)
-
-
 def _by_token(scored: _Scored, advantages: Floats, *, returns: Floats) -> Trajectory:
-    """The trajectory with credit for each token, unless the sample brought its own."""
+    """The trajectory with an advantage for each token, unless the sample brought its own."""
     blank = scored.blank
     own = scored.sample.advantages is not None
     return replace(

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from services.trainer.batches.packing import Pack, Trajectory
-from services.trainer.batches.rank_partition import deal, tokens_of_a_round
+from services.trainer.batches.rank_partition import partition, tokens_of_a_round
 from services.trainer.model.backend import Backend, LossTotals, NonFiniteLossError
 
 
@@ -51,7 +51,7 @@ class Passes:
             NonFiniteLossError: It names the groups of the pass.
         """
         trajectories = trajectories_of(items)
-        rounds = deal(trajectories, max_pack_tokens=self._max_pack_tokens, shares=self._backend.shares)
+        rounds = partition(trajectories, max_pack_tokens=self._max_pack_tokens, shares=self._backend.shares)
         for packs in rounds:
             if may_stop:
                 self._check()

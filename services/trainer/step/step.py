@@ -42,7 +42,7 @@ from services.trainer.model.backend import (
     PartialStepError,
     StepMetrics,
 )
-from services.trainer.step.advantages import AdvantageEstimator, CreditedSample
+from services.trainer.step.advantages import AdvantageEstimator, TrainableSample
 from services.trainer.step.passes import LossItem, Passes, split, trajectories_of
 from services.trainer.step.prior_logprobs import PriorLogprobs
 from services.trainer.step.sample_filter import SampleFilter, SkippedSample
@@ -181,10 +181,10 @@ class TrainingStep:
                 skipped=tuple(self._filter.skipped[num_skipped:]),
             )
 
-    def _loss_items(self, credited: Sequence[CreditedSample], *, is_replayed: bool) -> list[LossItem]:
-        """Counts credited samples for the report; returns them as the optimiser sees them."""
+    def _loss_items(self, samples: Sequence[TrainableSample], *, is_replayed: bool) -> list[LossItem]:
+        """Counts samples for the report; returns their contributions to the loss."""
         items: list[LossItem] = []
-        for sample, trajectory in credited:
+        for sample, trajectory in samples:
             self._counts.add(sample, trajectory, is_replayed=is_replayed)
             used = trajectory.advantages[trajectory.loss_mask]
             has_gradient = bool(used.size and (used.any() or not self._settings.skip_zero_advantages))

@@ -38,7 +38,7 @@ class StepSettings:
     reward_kl_coefficient: float = 0.0
     """Weight of the KL that is taken off the rewards; 0 where there is none, or where it is a term of the loss."""
     gae_lambda: float = 1.0
-    """Of credit by a critic: 1 trusts rewards alone, 0 its next value alone."""
+    """Of advantages by a critic: 1 trusts rewards alone, 0 its next value alone."""
 
 
 def is_reference_early(settings: AlgorithmConfig) -> bool:

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from services.trainer.batches.rank_partition import deal
+from services.trainer.batches.rank_partition import partition
 from services.trainer.model.backend import CheckpointMismatchError, NonFiniteLossError
 from services.trainer.step.step import TrainingStep
 from services.trainer.step.step_settings import step_settings
@@ -35,7 +35,7 @@ def train(backend, seed):
     """A step as the trainer takes it; returns what was reported."""
     trajectories = random_trajectories(seed)
     totals = [
-        backend.forward_backward(*packs) for packs in deal(trajectories, max_pack_tokens=48, shares=backend.shares)
+        backend.forward_backward(*packs) for packs in partition(trajectories, max_pack_tokens=48, shares=backend.shares)
     ]
     merged = totals[0]
     for other in totals[1:]:
@@ -71,7 +71,7 @@ def test_two_processes_train_as_one_and_each_reads_the_other_s_checkpoint(model,
         (tmp_path / name).mkdir()
     with two_processes(model, **changes) as two:
         assert_close(weights(two), weights(one))
-        (pack,) = next(iter(deal(random_trajectories(9), max_pack_tokens=1000, shares=(1.0,))))
+        (pack,) = next(iter(partition(random_trajectories(9), max_pack_tokens=1000, shares=(1.0,))))
         np.testing.assert_allclose(two.forward_logprobs(pack), one.forward_logprobs(pack), atol=1e-5)
         for seed in (1, 2):
             assert train(two, seed) == pytest.approx(train(one, seed), rel=1e-4, abs=1e-5)
@@ -99,7 +99,7 @@ def assert_refuses_what_goes_wrong_in_one_process(two, folder):
         two.load(folder / "saved")
     poisoned = random_trajectories(1, count=2)
     poisoned[1].advantages[:] = np.nan
-    (packs,) = deal(poisoned, max_pack_tokens=64, shares=(1.0, 1.0))
+    (packs,) = partition(poisoned, max_pack_tokens=64, shares=(1.0, 1.0))
     assert all(pack is not None for pack in packs)
     with pytest.raises(NonFiniteLossError):
         two.forward_backward(*packs)

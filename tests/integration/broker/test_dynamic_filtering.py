@@ -16,7 +16,7 @@ from services.trainer.reporting.overlap import OverlapMeter
 from services.trainer.reporting.progress import Progress
 from services.trainer.run.context import RunContext, RunSpec
 from services.trainer.run.monitor import RunMonitor
-from services.trainer.run.prompt_feeder import PromptSubmitter, TrainingFeeder
+from services.trainer.run.prompt_feeder import PromptFeeder, PromptSubmitter
 from tests.helpers.brokers.broker import RUN, Generator, Trainer, Worker, chunk, eventually, result, serving
 from tests.helpers.stores.redis_server import free_port
 
@@ -75,7 +75,7 @@ async def test_filtered_groups_are_replaced_until_the_last_step_is_full(tmp_path
         context = _context(tmp_path, client)
         await context.open_run(0)
         rows = [EncodedPrompt(row=Row(prompt="p", answer="a", metadata_json="{}"), token_ids=(1, 2, 3))]
-        feeder = TrainingFeeder(
+        feeder = PromptFeeder(
             context=context,
             submitter=PromptSubmitter(client, RUN),
             stream=PromptStream(rows, seed=0, shuffle=False),
@@ -96,7 +96,7 @@ async def test_filtered_groups_are_replaced_until_the_last_step_is_full(tmp_path
         assert {type(outcome) for outcome in outcomes} == {asyncio.CancelledError}
         books = await broker.audit()
         assert books.trained == NUM_STEPS * GROUPS_PER_STEP * GROUP_SIZE
-        trained = [int(name.removeprefix("t")) for step in context.progress.ledger for name in step.group_ids]
+        trained = [int(name.removeprefix("t")) for step in context.progress.step_log for name in step.group_ids]
         assert all(position % 2 for position in trained)
         assert len(trained) == NUM_STEPS * GROUPS_PER_STEP
         assert books.dropped["zero_variance"] >= GROUP_SIZE * (len(trained) - 1), "as many easy groups went before"
@@ -113,7 +113,7 @@ async def test_groups_that_are_gone_without_news_are_replaced_too(tmp_path: Path
         rows = [EncodedPrompt(row=Row(prompt="p", answer="a", metadata_json="{}"), token_ids=(1, 2, 3))]
         stream = PromptStream(rows, seed=0, shuffle=False)
         submitter = PromptSubmitter(client, RUN)
-        feeder = TrainingFeeder(context=context, submitter=submitter, stream=stream, check_lost_s=0.05)
+        feeder = PromptFeeder(context=context, submitter=submitter, stream=stream, check_lost_s=0.05)
         feeding = asyncio.create_task(feeder.run())
 
         async def num_in_flight() -> int:

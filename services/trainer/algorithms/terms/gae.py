@@ -1,4 +1,4 @@
-"""Generalised advantage estimation: credit for each token from rewards and a critic's values."""
+"""Generalised advantage estimation: an advantage for each token from rewards and a critic's values."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.trainer.batches.packing import join, pack_trajectories
-from services.trainer.batches.rank_partition import deal, place, share_out
+from services.trainer.batches.rank_partition import partition, place, share_out
 from tests.unit.trainer.builders import build_trajectory
 
 LENGTHS = st.lists(st.integers(2, 90), max_size=40)
@@ -24,7 +24,7 @@ def trajectories(lengths):
 @settings(deadline=None)
 @given(lengths=LENGTHS, shares=SHARES)
 def test_each_is_dealt_once_and_packs_keep_to_their_shares(lengths, shares):
-    rounds = deal(trajectories(lengths), max_pack_tokens=64, shares=shares)
+    rounds = partition(trajectories(lengths), max_pack_tokens=64, shares=shares)
     dealt = [length for packs in rounds for pack in packs if pack is not None for length in pack.segment_lengths]
     assert sorted(dealt) == sorted(lengths)
     for packs in rounds:
@@ -38,14 +38,14 @@ def test_each_is_dealt_once_and_packs_keep_to_their_shares(lengths, shares):
 def test_one_process_gets_the_packs_of_always():
     items = trajectories([9, 30, 4, 17, 25])
     expected = pack_trajectories(items, max_pack_tokens=40)
-    found = [pack for (pack,) in deal(items, max_pack_tokens=40, shares=(5.0,))]
+    found = [pack for (pack,) in partition(items, max_pack_tokens=40, shares=(5.0,))]
     assert [pack.segment_lengths for pack in found] == [pack.segment_lengths for pack in expected]
 
 
 @pytest.mark.parametrize("shares", [(1.0, 1.0), (1.0, 3.0), (2.0, 1.0, 1.0)])
 def test_rounds_are_balanced_by_share_and_the_longest_go_to_the_strongest(shares):
     lengths = np.random.default_rng(1).integers(10, 200, 200).tolist()
-    rounds = deal(trajectories(lengths), max_pack_tokens=4096, shares=shares)
+    rounds = partition(trajectories(lengths), max_pack_tokens=4096, shares=shares)
     totals = [sum(pack.num_tokens for pack in column if pack is not None) for column in zip(*rounds, strict=True)]
     speeds = [total / share for total, share in zip(totals, shares, strict=True)]
     assert max(speeds) / min(speeds) < 1.05
@@ -54,15 +54,15 @@ def test_rounds_are_balanced_by_share_and_the_longest_go_to_the_strongest(shares
 
 
 def test_one_far_longer_than_all_packs_of_a_round_is_dealt_too():
-    ((pack, nothing),) = deal(trajectories([500]), max_pack_tokens=64, shares=(1.0, 1.0))
+    ((pack, nothing),) = partition(trajectories([500]), max_pack_tokens=64, shares=(1.0, 1.0))
     assert (pack.segment_lengths, nothing) == ((500,), None)
 
 
 def test_what_does_not_fit_needs_another_round():
     assert place([60, 60, 60], num_rounds=1, max_pack_tokens=64, shares=(1.0, 1.0)) is None
-    assert len(deal(trajectories([39, 90]), max_pack_tokens=64, shares=(1.0, 1.0))) == 1
-    assert len(deal(trajectories([60, 60, 60]), max_pack_tokens=64, shares=(1.0, 1.0))) == 2
-    assert deal([], max_pack_tokens=64, shares=(1.0, 1.0)) == []
+    assert len(partition(trajectories([39, 90]), max_pack_tokens=64, shares=(1.0, 1.0))) == 1
+    assert len(partition(trajectories([60, 60, 60]), max_pack_tokens=64, shares=(1.0, 1.0))) == 2
+    assert partition([], max_pack_tokens=64, shares=(1.0, 1.0)) == []
 
 
 @settings(deadline=None)

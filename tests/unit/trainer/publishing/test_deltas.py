@@ -7,17 +7,17 @@ from pathlib import Path
 import pytest
 
 from penstock.v1 import weights_pb2
-from services.trainer.publishing.deltas import DeltaShelf, PublishedDelta
+from services.trainer.publishing.deltas import PublishedDelta, PublishedDeltas
 
 
 def full(version: int, *, size_bytes: int = 1000) -> weights_pb2.WeightsManifest:
     return weights_pb2.WeightsManifest(policy_version=version, digest=f"d{version}", size_bytes=size_bytes)
 
 
-def shelf_of(folder: Path, versions: list[int], *, size_bytes: int = 100, max_kept: int = 8) -> DeltaShelf:
+def shelf_of(folder: Path, versions: list[int], *, size_bytes: int = 100, max_kept: int = 8) -> PublishedDeltas:
     """A shelf with the delta to each of `versions` from the version before it."""
     folder.mkdir(exist_ok=True)
-    shelf = DeltaShelf(max_kept=max_kept)
+    shelf = PublishedDeltas(max_kept=max_kept)
     for version in versions:
         path = folder / f"v{version}.delta"
         path.touch()

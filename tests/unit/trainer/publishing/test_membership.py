@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from services.trainer.publishing.membership import FIRST_LEFT_OUT_S, LEFT, MAX_LEFT_OUT_S, OK, Attendance
+from services.trainer.publishing.membership import FIRST_LEFT_OUT_S, LEFT, MAX_LEFT_OUT_S, OK, BroadcastMembership
 
 
-def watched_by(*receiver_ids: str) -> Attendance:
-    attendance = Attendance()
+def watched_by(*receiver_ids: str) -> BroadcastMembership:
+    attendance = BroadcastMembership()
     for receiver_id in receiver_ids:
         attendance.arrive(receiver_id)
     return attendance

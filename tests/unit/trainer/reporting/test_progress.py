@@ -9,7 +9,7 @@ from penstock.network.rpc import MAX_MESSAGE_BYTES
 from penstock.wire.codec import masked_indices
 from services.trainer.checkpoints.checkpoint import CheckpointFormatError
 from services.trainer.reporting.overlap import OverlapTotals
-from services.trainer.reporting.progress import MAX_LEDGER_STEPS, MAX_RECORD_BYTES, Progress
+from services.trainer.reporting.progress import MAX_LOGGED_STEPS, MAX_RECORD_BYTES, Progress
 
 
 def test_progress_survives_a_checkpoint():
@@ -43,17 +43,17 @@ def test_a_group_whose_samples_others_numbered_counts_them():
 
 def test_the_ledger_keeps_the_newest_steps():
     progress = Progress()
-    for step in range(MAX_LEDGER_STEPS + 5):
+    for step in range(MAX_LOGGED_STEPS + 5):
         progress.record_step({f"t{step}": [0]})
     records = progress.step_records()
-    assert len(records) == MAX_LEDGER_STEPS
-    assert records[-1].policy_version == progress.policy_version == MAX_LEDGER_STEPS + 5
+    assert len(records) == MAX_LOGGED_STEPS
+    assert records[-1].policy_version == progress.policy_version == MAX_LOGGED_STEPS + 5
 
 
 def test_the_ledger_of_large_steps_fits_one_message():
     """20,000 groups a step for 64 steps used to pass what a message holds, and with it every call to open the run."""
     progress = Progress()
-    for step in range(MAX_LEDGER_STEPS):
+    for step in range(MAX_LOGGED_STEPS):
         progress.record_step({f"agent-3f9c2a41-{step * 20_000 + number}-task": (0, 1) for number in range(20_000)})
     records = progress.step_records()
     assert records[-1].policy_version == progress.policy_version

@@ -3,12 +3,12 @@
 import pytest
 
 from penstock.clock import ManualClock
-from services.trainer.reporting.stall_timer import Cause, WaitMeter
+from services.trainer.reporting.stall_timer import Cause, StallTimer
 
 
 def test_waits_of_a_cause_add_up_until_they_are_taken():
     clock = ManualClock()
-    meter = WaitMeter(clock)
+    meter = StallTimer(clock)
     for seconds in (2.0, 3.0):
         with meter.waiting(Cause.SAMPLES):
             clock.advance(seconds)
@@ -28,7 +28,7 @@ def test_waits_of_a_cause_add_up_until_they_are_taken():
 
 def test_a_wait_that_fails_counts_too():
     clock = ManualClock()
-    meter = WaitMeter(clock)
+    meter = StallTimer(clock)
 
     def fail() -> None:
         with meter.waiting(Cause.CHECKPOINTING):

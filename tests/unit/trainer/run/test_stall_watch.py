@@ -7,11 +7,11 @@ from typing import Any
 
 from penstock.clock import ManualClock
 from penstock.v1 import broker_pb2
-from services.trainer.run.stall_watch import Silence
+from services.trainer.run.stall_watch import StallWatch
 
 
 class _Run:
-    """What `Silence` needs of a RunContext."""
+    """What `StallWatch` needs of a RunContext."""
 
     def __init__(self, *, max_new_tokens: int, tokens_per_second: float) -> None:
         self.time_s, self.call_s, self.num_calls = 0.0, 0.0, 0
@@ -29,8 +29,8 @@ class _Run:
         return broker_pb2.GetRunResponse(generators=[view])
 
 
-def silence(run: Any, configured_s: float | None = None) -> Silence:
-    return Silence(run, setting="trainer.max_silence_s", configured_s=configured_s, least_s=1800.0)
+def silence(run: Any, configured_s: float | None = None) -> StallWatch:
+    return StallWatch(run, setting="trainer.max_silence_s", configured_s=configured_s, least_s=1800.0)
 
 
 async def test_long_completions_are_waited_for_and_others_are_not() -> None:
