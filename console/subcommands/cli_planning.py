@@ -1,6 +1,6 @@
 """The commands that plan: names, options and help. Imports nothing but typer until one runs."""
 
-# ruff: noqa: D301 - a backspace is click's mark for a paragraph that is not wrapped anew, so no docstring here is raw.
+# ruff: noqa: D301 - a backspace is click's mark for a paragraph that is not rewrapped, so no docstring here is raw.
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def plan(  # noqa: PLR0913, PLR0917 - a command's options are its signature
 ) -> None:
     """Plan who generates and who trains on unlike machines, and say what that would achieve.
 
-    Nothing is started. Exit status 1 when no plan can run; the reason is told.
+    Nothing is started. Exit status 1 when no plan can run; the reason is shown.
 
     \b
     Examples:

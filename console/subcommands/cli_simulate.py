@@ -1,6 +1,6 @@
 """The command that simulates a plan: name, options and help. Imports nothing but typer until it runs."""
 
-# ruff: noqa: D301 - a backspace is click's mark for a paragraph that is not wrapped anew, so no docstring here is raw.
+# ruff: noqa: D301 - a backspace is click's mark for a paragraph that is not rewrapped, so no docstring here is raw.
 
 from __future__ import annotations
 

@@ -22,8 +22,8 @@ from services.scheduler.planning.machine_registry import MAX_NODES, Inventory
 from services.scheduler.planning.plan_wire import checked_problem, plan_problem
 from services.scheduler.problem.plan_document import PlanDocument
 from services.scheduler.problem.problem import Problem
-from services.scheduler.replanning.live_problem import Live, told_problem
-from services.scheduler.replanning.replanner import LOOK_EVERY_S, LivePlans, document_of, running_plan
+from services.scheduler.replanning.live_problem import Live, running_problem
+from services.scheduler.replanning.replanner import LOOK_EVERY_S, Replanner, document_of, running_plan
 from services.scheduler.solvers.interface import TimeLeft
 
 MAX_QUERIES = 1024
@@ -40,7 +40,7 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
-    """Answers from memory; machines register again after a restart, and plans are made anew."""
+    """Answers from memory; machines register again after a restart, and plans are made again."""
 
     def __init__(
         self, *, clock: Clock, heartbeat_interval_s: float, lengths: LengthForecaster, cost_model: str = RM1
@@ -55,7 +55,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         self._num_solving = 0
         self._left: set[str] = set()
         self._cost_model = cost_model
-        self._live = LivePlans(heartbeat_interval_s=heartbeat_interval_s, cost_model=cost_model)
+        self._replanner = Replanner(heartbeat_interval_s=heartbeat_interval_s, cost_model=cost_model)
 
     async def RegisterNode(self, request: pb.RegisterNodeRequest, context: Context) -> pb.RegisterNodeResponse:
         """Add or replace a machine."""
@@ -85,24 +85,24 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         _check_plan_request(request)
         if request.problem_json:
             problem, solver = checked_problem(request.problem_json, request.solver, cost_model=self._cost_model)
-            told = running_plan(request.running_plan) if request.HasField("running_plan") else None
-            plan = await self._solved(problem, solver, request, told)
-            self._live.follow(
+            running = running_plan(request.running_plan) if request.HasField("running_plan") else None
+            plan = await self._solved(problem, solver, request, running)
+            self._replanner.follow(
                 problem,
                 solver,
                 plan,
                 keeps_trainers=request.keeps_trainers,
-                told=told,
+                running=running,
                 now_s=self._clock.monotonic_s(),
             )
         else:
-            self._live.forget(request.run_id)
+            self._replanner.forget(request.run_id)
             plan = first_fit(self._views(), run_id=request.run_id, num_generators=request.num_generators)
         self._put_in_force(plan)
         return pb.CreatePlanResponse(plan=plan)
 
     async def revise(self) -> None:
-        """Look again at every plan that was solved for, and put better ones in force."""
+        """Reconsider every plan that was solved for, and put better ones in force."""
         if self._num_solving >= MAX_SOLVING:
             return
 
@@ -113,14 +113,16 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         now_s, views = self._clock.monotonic_s(), self._views()
         self._num_solving += 1
         try:
-            plans = await self._live.revise(views, left=frozenset(self._left), now_s=now_s, make_budget=make_budget)
+            plans = await self._replanner.revise(
+                views, left=frozenset(self._left), now_s=now_s, make_budget=make_budget
+            )
         finally:
             self._num_solving -= 1
         for plan in plans:
             self._put_in_force(plan)
 
     async def revise_forever(self) -> None:
-        """Look again every few seconds."""
+        """Reconsider the plans every few seconds."""
         while True:
             await asyncio.sleep(min(LOOK_EVERY_S, self._heartbeat_interval_s))
             await self.revise()
@@ -148,7 +150,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         """Learn from completions that were seen."""
         check_run_id(request.run_id)
         _check_count("observations", len(request.observations), MAX_OBSERVATIONS)
-        self._live.saw(request.run_id, [each.num_completion_tokens for each in request.observations])
+        self._replanner.observe_lengths(request.run_id, [each.num_completion_tokens for each in request.observations])
         await self.lengths.observe(request.run_id, request.observations)
         return pb.ReportLengthsResponse()
 
@@ -163,7 +165,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         if plan.run_id not in self._plans and len(self._plans) >= MAX_PLANS:
             oldest = next(iter(self._plans))
             self._plans.pop(oldest)
-            self._live.forget(oldest)
+            self._replanner.forget(oldest)
         plan.revision = self._plans[plan.run_id].revision + 1 if plan.run_id in self._plans else 1
         plan.create_time.FromMilliseconds(int(self._clock.now_s() * 1000))
         self._plans[plan.run_id] = plan
@@ -171,7 +173,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         self._plan_changed = asyncio.Event()
 
     async def _solved(
-        self, problem: Problem, solver: str, request: pb.CreatePlanRequest, told: PlanDocument | None
+        self, problem: Problem, solver: str, request: pb.CreatePlanRequest, running: PlanDocument | None
     ) -> pb.Plan:
         if self._num_solving >= MAX_SOLVING:
             raise QueueFullError(f"{MAX_SOLVING} problems are being solved; ask again later", queue="plans")
@@ -182,13 +184,12 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
             return 0.0 if self.stopping.is_set() else end_s - time.monotonic()
 
         live = Live(problem, {})
-        begin, running = None, None
-        if told is not None:
-            live = told_problem(problem, told, self._views(), left=frozenset(self._left))
-            begin = live.from_real(told)
-            running = begin if request.keeps_trainers else None
-        elif (in_force := self._live.plan_of(request.run_id)) is not None:
-            begin = document_of(in_force)
+        start = None
+        if running is not None:
+            live = running_problem(problem, running, self._views(), left=frozenset(self._left))
+            start = live.from_real(running)
+        elif (in_force := self._replanner.plan_of(request.run_id)) is not None:
+            start = document_of(in_force)
         self._num_solving += 1
         solving = asyncio.create_task(
             asyncio.to_thread(
@@ -198,11 +199,11 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
                 run_id=request.run_id,
                 solver=solver,
                 time_left=time_left,
-                starts=() if begin is None else (begin,),
-                running=running,
+                starts=() if start is None else (start,),
+                running=start if running is not None and request.keeps_trainers else None,
             )
         )
-        # The thread goes on until its time is over though nobody waits for it any more; until then its place is taken.
+        # The thread runs until its time is over even when the caller has left, and counts as solving until then.
         solving.add_done_callback(self._solving_ended)
         plan = await asyncio.shield(solving)
         live.to_real(plan)

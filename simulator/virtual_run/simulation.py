@@ -142,7 +142,7 @@ def _seen_before(workload: Workload, options: Options) -> SeenLengths:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimulationReport:
-    """What is known of a simulated run; docs/planning.md describes the keys of its JSON, which are these."""
+    """A simulated run, as its JSON shows it; docs/planning.md describes the keys."""
 
     problem: str
     cost_model: str

@@ -85,7 +85,7 @@ class CostModel:
 
     Args:
         problem: With the constants to use.
-        name: What answers call it: who puts other constants in the problem's place says so.
+        name: Of the constants in the problem, one of COST_MODELS; reports show it.
     """
 
     def __init__(self, problem: Problem, *, name: str = RM1) -> None:
@@ -192,7 +192,7 @@ class _Scoring:
         self._samples_per_step = demand.samples_per_step
         self._versions = model.problem.workload.staleness + 1.0
         """Policy versions within which a sample is of use."""
-        # Machines of an entry are alike, and so are their replicas of one degree: they are reckoned together.
+        # Machines of an entry are alike, and so are their replicas of one degree: they are computed together.
         counts: dict[tuple[str, int], int] = {}
         for replicas in plan.gen:
             key = (model.nodes[replicas.node].name, replicas.tp)

@@ -71,11 +71,11 @@ class ReplicaModel:
 
     @property
     def prefill_token_s(self) -> float:
-        """Of each token of context that is computed anew."""
+        """Of each token of context that is computed again."""
         return self._demand.flops_per_token / self._prefill_flops_per_second
 
     def step_s(self, batch: float) -> float:
-        """One decode step of so many sequences with the mean context."""
+        """One decode step of a batch with the mean context."""
         demand = self._demand
         read_per_sequence = demand.kv_read_bytes / demand.completion_tokens
         read_s = (demand.weight_bytes + self._kv_copies * batch * read_per_sequence) / self._read_bytes_per_second
@@ -84,7 +84,7 @@ class ReplicaModel:
         return max(read_s, compute_s) + self._step_overhead_s + batch * self._overhead_s_per_sequence
 
     def samples_per_second(self, batch: float) -> float:
-        """Of so many sequences, while it is not paused."""
+        """Of a batch, while it is not paused."""
         if self._measured_samples_per_second is not None:
             return self._measured_samples_per_second * batch / math.floor(self.max_batch)
         return 1 / (self._demand.completion_tokens * self.step_s(batch) / batch + self.prefill_s)
@@ -98,7 +98,7 @@ class ReplicaModel:
         return math.floor(self.max_batch * share)
 
     def at(self, batch: int) -> ReplicaState | None:
-        """The replica with so many sequences; None when that is not one."""
+        """The replica with this many sequences; None when that is less than one."""
         if batch < 1:
             return None
         demand = self._demand

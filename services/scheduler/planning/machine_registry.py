@@ -85,7 +85,7 @@ class Inventory:
             del self._records[node_id]
 
     def views(self, *, now_s: float, unix_s: float) -> list[pb.NodeView]:
-        """Every machine, by name; `unix_s` is the same moment on the wall clock, for the times that people read."""
+        """Every machine, by name; `unix_s` is the same moment on the wall clock, for the times shown."""
         views = []
         for _, record in sorted(self._records.items()):
             age_s = now_s - record.reported_at_s

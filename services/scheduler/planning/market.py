@@ -17,7 +17,7 @@ from services.scheduler.solvers.partition import PartitionSolver
 from services.scheduler.solvers.streamrl_allocation import StreamRlSolver
 
 _MAX_PURCHASES = 12
-"""Offers that are looked at."""
+"""Offers to try."""
 _MAX_ALTERNATIVES = 12
 _STEPS_TO_NOTHING = 8
 """An entry with more machines than this loses several at once on the way to cheaper clusters."""

@@ -1,4 +1,4 @@
-"""What is known of a plan: throughput, cost, bottleneck, simulation and advice; for text, for the wire, and as JSON."""
+"""A plan's report: throughput, cost, bottleneck, simulation and advice, and its JSON."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from services.scheduler.solvers.interface import Solution
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanReport:
-    """What a search came to."""
+    """The outcome of a search."""
 
     model: CostModel
     solution: Solution
@@ -84,7 +84,7 @@ class FeasiblePlan(PlanReport):
 
 
 def report_of(model: CostModel, solution: Solution, *, solve_s: float) -> PlanReport:
-    """What a solution comes to, before it is simulated and without advice."""
+    """The report of a solution, not simulated and without advice yet."""
     if solution.plan is None or not isinstance(solution.score, Score):
         return PlanReport(model=model, solution=solution, solve_s=solve_s)
     return FeasiblePlan(model=model, solution=solution, solve_s=solve_s, plan=solution.plan, score=solution.score)
@@ -114,7 +114,7 @@ def bottleneck(score: Score) -> str:
 
 
 def report_json(report: PlanReport) -> str:
-    """For programs; docs/planning.md describes the keys. What is unknown is null."""
+    """As JSON; docs/planning.md describes the keys. Unknown values are null."""
     solution = report.solution
     document: dict[str, object] = {
         "problem": report.model.problem.id,

@@ -1,7 +1,7 @@
 """Whether machines can run a plan, judged from the problem alone.
 
 Solvers and the cost model know these rules too; this is a second statement of them that shares no code with either, so
-that a mistake in one does not hide itself. Every solver's plan passes here before anybody sees it.
+that a mistake in one does not hide itself. Every solver's plan passes here before it is returned.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ MAX_GPUS = 1024
 SCHEMA = "rl-sched-instance/1"
 
 MAX_NUMBER = 1e15
-"""Of any quantity: more than anybody has of it, and little enough to be reckoned with."""
+"""Upper bound of any quantity; keeps the arithmetic finite."""
 
 Positive = Annotated[float, Field(gt=0, le=MAX_NUMBER)]
 NotNegative = Annotated[float, Field(ge=0, le=MAX_NUMBER)]
@@ -175,7 +175,7 @@ class CostConstants(StrictModel):
     sync_pause_s: NotNegative = 1.0
     """How long a weight update stops a replica."""
     kv_recompute_on_update: bool = False
-    """An update drops the cache, which is then computed anew."""
+    """An update drops the cache, which is then computed again."""
     dp_overlap: float = Field(default=0.8, ge=0, le=1)
     """Share of a step's computation behind which its all-reduce hides."""
     train_overhead_s: NotNegative = 0.0

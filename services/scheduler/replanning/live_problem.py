@@ -50,14 +50,16 @@ class Live:
 
 
 def never_came(planned: Problem, in_force: PlanDocument, views: Sequence[pb.NodeView]) -> frozenset[str]:
-    """Machines of the problem that have not registered, but for those that train: who only trains does not."""
+    """Machines of the problem that have not registered, except those that train: trainers do not register."""
     known = {view.node.node_id for view in views} | {share.node for share in in_force.train}
     return frozenset(node_classes(planned)) - known
 
 
-def told_problem(planned: Problem, told: PlanDocument, views: Sequence[pb.NodeView], *, left: frozenset[str]) -> Live:
-    """The problem as a run that goes on finds it: with the machines of its plan, and those that have registered."""
-    missing = never_came(planned, told, views) - machines_of(told)
+def running_problem(
+    planned: Problem, running: PlanDocument, views: Sequence[pb.NodeView], *, left: frozenset[str]
+) -> Live:
+    """The problem of a run in progress: the machines of its plan and those that have registered."""
+    missing = never_came(planned, running, views) - machines_of(running)
     return live_problem(planned, views, left=left, missing=missing, growth=1.0, slow_before={})
 
 

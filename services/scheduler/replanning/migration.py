@@ -11,7 +11,7 @@ from services.scheduler.cost_model.demand import demand_of
 from services.scheduler.problem.problem import Problem
 
 LIKE_WITHIN = 0.25
-"""A generator goes on when what it should decode at once changes by no more than this share; else it is restarted."""
+"""A generator restarts when its number of concurrent samples changes by more than this share."""
 
 _Part = tuple[str, int, int]
 """Machine, role, tensor-parallel degree."""
@@ -31,7 +31,7 @@ def stopped_share(before: pb.Plan, after: pb.Plan) -> float:
 
 
 def is_like(num_held: int, num_wanted: int) -> bool:
-    """Whether a generator that decodes so many samples at once can go on as one that should decode so many others."""
+    """Whether a generator with one number of concurrent samples can keep running with another."""
     return abs(num_held - num_wanted) <= LIKE_WITHIN * num_wanted
 
 

@@ -21,7 +21,7 @@ HORIZON_S = 1800.0
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """Whether to revise, and why, for people."""
+    """Whether to revise, and why in words."""
 
     is_revised: bool
     reason: str
@@ -68,7 +68,7 @@ def judge(offer: Offer, *, rested_s: float, cool_down_s: float) -> Verdict:
 
 
 def cost_of(offer: Offer) -> str:
-    """What the change costs, for people."""
+    """What the change costs, in words."""
     return f"the change stops {offer.moved_share:.0%} of the generators for {offer.migration_s:.0f} s"
 
 

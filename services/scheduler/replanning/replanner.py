@@ -1,6 +1,6 @@
-"""Plans of runs that go on: looked at again whenever machines or lengths changed, revised where that pays.
+"""Plans of runs in progress: reconsidered whenever machines or lengths change, revised where that pays.
 
-A look costs nothing while nothing changed. Solving happens in a thread and takes a few seconds of one core.
+Checking costs nothing while nothing changes. Solving happens in a thread and takes a few seconds of one core.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from services.scheduler.solvers.interface import TimeLeft
 
 LOOK_EVERY_S = 5.0
 GRACE_INTERVALS = 60
-"""Reports for which a machine that has not registered counts as there: 5 min where they come every 5 s. People start
+"""Reports for which a machine that has not registered counts as present: 5 min at one report every 5 s. Operators start
 machines site by site, and images may have to be fetched first."""
 MIN_LENGTHS = 256
-"""Completions that were seen before their lengths say anything."""
+"""Completions to observe before their lengths count."""
 _RECENT = 2048
 _MAX_NAMED = 8
 
@@ -48,14 +48,14 @@ class _Run:
     begun_s: float
     """When it was first planned."""
     awaited: frozenset[str]
-    """Machines that count as there for a while though they have not registered."""
+    """Machines that count as present for a while although they have not registered."""
     revised_s: float
     slow: Mapping[str, float] = field(default_factory=dict)
-    """Machines that are planned for as slower ones, as of Live."""
+    """Machines planned for as slower ones, as in Live."""
     num_lengths: int = 0
     mean_tokens: float = 0.0
     looked_at: Problem | None = field(default=None)
-    """The live problem that the plan in force was last compared on."""
+    """The live problem that the plan in force was last judged on."""
 
     @property
     def growth(self) -> float:
@@ -65,12 +65,12 @@ class _Run:
         return max(0.1, round(self.mean_tokens / demand_of(self.problem).completion_tokens, 1))
 
 
-class LivePlans:
-    """See the module.
+class Replanner:
+    """Keeps the plan of each run current; see the module.
 
     Args:
         heartbeat_interval_s: How often machines report.
-        cost_model: Name of the one whose constants the problems have.
+        cost_model: Name of the model whose constants the problems carry.
     """
 
     def __init__(self, *, heartbeat_interval_s: float, cost_model: str) -> None:
@@ -86,31 +86,31 @@ class LivePlans:
         plan: pb.Plan,
         *,
         keeps_trainers: bool,
-        told: PlanDocument | None = None,
+        running: PlanDocument | None = None,
         now_s: float,
     ) -> None:
-        """A run has a plan that was solved for; the one it had before is forgotten.
+        """Follow a run whose plan was solved for; its former plan is forgotten.
 
-        One that was `told` was in force before this scheduler knew it: its machines are awaited and no others, and
-        those that joined since are used at once.
+        A `running` plan was in force before this scheduler knew it: only its machines are awaited, and those that
+        joined since are used at once.
         """
-        awaited = frozenset(node_classes(problem)) if told is None else machines_of(told)
-        revised_s = now_s if told is None else now_s - self._cool_down_s
+        awaited = frozenset(node_classes(problem)) if running is None else machines_of(running)
+        revised_s = now_s if running is None else now_s - self._cool_down_s
         run = _Run(problem, solver, plan, keeps_trainers, now_s, awaited, revised_s)
-        run.looked_at = problem if told is None else None
+        run.looked_at = problem if running is None else None
         self._runs[plan.run_id] = run
 
     def plan_of(self, run_id: str) -> pb.Plan | None:
-        """The plan in force that was solved for; None where there is none."""
+        """The plan in force, where it was solved for."""
         run = self._runs.get(run_id)
         return run.plan if run is not None else None
 
     def forget(self, run_id: str) -> None:
-        """The run's plan is not solved for any more."""
+        """Stop following a run."""
         self._runs.pop(run_id, None)
 
-    def saw(self, run_id: str, lengths: Sequence[int]) -> None:
-        """Completions of these many tokens."""
+    def observe_lengths(self, run_id: str, lengths: Sequence[int]) -> None:
+        """Take in the lengths of completions, in tokens."""
         if (run := self._runs.get(run_id)) is not None:
             for length in lengths:
                 run.num_lengths += 1
@@ -119,7 +119,7 @@ class LivePlans:
     async def revise(
         self, views: Sequence[pb.NodeView], *, left: frozenset[str], now_s: float, make_budget: Callable[[], TimeLeft]
     ) -> list[pb.Plan]:
-        """The plans that take over now, without revision number and time."""
+        """The revised plans that take effect now, without revision number and time."""
         revised = []
         for run_id, run in list(self._runs.items()):
             live = live_problem(
@@ -166,7 +166,7 @@ class LivePlans:
                 running=running,
             )
         except PenstockError as error:
-            # Until something changes: solving the same again would take a core for nothing.
+            # Until something changes: solving the same problem again would waste a core.
             run.looked_at = problem
             _log.warning("the plan cannot be revised", run_id=run_id, reason=str(error))
             return None
@@ -197,7 +197,7 @@ class LivePlans:
         return found
 
     def _loss(self, gone: frozenset[str], missing: frozenset[str]) -> str:
-        """Why machines of the plan in force are not there."""
+        """Why machines of the plan in force are gone."""
         reasons = {
             "not there any more": gone - missing,
             f"not registered within {self._grace_s:.0f} s": gone & missing,
@@ -206,7 +206,7 @@ class LivePlans:
 
 
 def running_plan(plan: pb.Plan) -> PlanDocument:
-    """A plan as a client says that its run follows it. Raises InvalidFieldError."""
+    """The plan that a client says its run follows. Raises InvalidFieldError."""
     try:
         return document_of(plan)
     except ValidationError as error:
@@ -217,7 +217,7 @@ def running_plan(plan: pb.Plan) -> PlanDocument:
 
 
 def document_of(plan: pb.Plan) -> PlanDocument:
-    """Generators and trainers of a plan that was solved for."""
+    """The generators and trainers of a plan on the wire."""
     gen = [
         Replicas(node=each.node_id, tp=each.tensor_parallel or 1, count=each.num_replicas or 1)
         for each in plan.assignments

@@ -2,8 +2,8 @@
 
 A machine's speed is the time between tokens that the cost model expects of its replicas, over the one that it
 measured: 1 is as fast as expected, whatever it has to do. It is held against machines with the same GPUs; where there
-are too few, against all that measured, but never against more than the cost model expects. Machines that tell tokens
-per second alone are compared with others of as many GPUs, for that says as much of what there is to do as of speed.
+are too few, against all that measured, but never against more than the cost model expects. Machines that report only
+tokens per second are compared with others of as many GPUs, for that says as much of what there is to do as of speed.
 """
 
 from __future__ import annotations
@@ -17,18 +17,16 @@ from services.scheduler.cost_model.replica import ReplicaModel, tensor_parallel_
 from services.scheduler.problem.problem import NodeClass, Problem
 
 NUM_ALIKE = 3
-"""So many measurements have a median that one bad machine does not move."""
+"""This many measurements have a median that one bad machine does not move."""
 SLOW_BELOW = 0.7
 """Of the median of machines alike: below, a machine is planned for as a slower one."""
 FEW_SLOW_BELOW = 0.5
 """The same where fewer are alike. The cost model's decoding is up to 1.65 times too fast (docs/planning.md): a machine
 that reaches 0.6 of it may be as fast as it can be."""
 RECOVERED_BY = 0.1
-"""So much above the limit a machine counts as slow no more."""
+"""How far above the limit a slow machine must be to count as recovered."""
 CHANGED_BY = 0.15
-"""Of its share, by which a slow machine must change to be planned for anew."""
-
-_Speeds = Mapping[str, float]
+"""By how much a slow machine's share must change to be planned for again."""
 
 
 def slow_machines(
@@ -44,7 +42,7 @@ def slow_machines(
     """
     there = [view for view in views if view.is_alive and view.node.node_id in nodes]
     modelled: dict[str, float] = {}
-    told: dict[str, float] = {}
+    reported: dict[str, float] = {}
     for view in there:
         name = view.node.node_id
         rates = [rate for rate in view.rates if rate.role == pb.ROLE_GENERATOR]
@@ -52,7 +50,7 @@ def slow_machines(
         if speeds:
             modelled[name] = median(speeds)
         elif (tokens := sum(rate.tokens_per_second for rate in rates)) > 0:
-            told[name] = tokens
+            reported[name] = tokens
     usual = min(1.0, median(modelled.values())) if len(modelled) >= NUM_ALIKE else 1.0
     found: dict[str, float] = {}
     for name, speed in modelled.items():
@@ -60,9 +58,9 @@ def slow_machines(
         is_enough = len(alike) >= NUM_ALIKE
         share = speed / (median(alike) if is_enough else usual)
         found |= _judged(name, share, SLOW_BELOW if is_enough else FEW_SLOW_BELOW, before.get(name))
-    for name, tokens in told.items():
+    for name, tokens in reported.items():
         kind = (nodes[name].gpu, nodes[name].gpus)
-        alike = [told[other] for other in told if (nodes[other].gpu, nodes[other].gpus) == kind]
+        alike = [reported[other] for other in reported if (nodes[other].gpu, nodes[other].gpus) == kind]
         if len(alike) >= NUM_ALIKE:
             found |= _judged(name, tokens / median(alike), SLOW_BELOW, before.get(name))
     return found

@@ -74,7 +74,7 @@ def _filled(degrees: tuple[int, ...], gpus: int) -> Iterator[tuple[int, ...]]:
 
 
 def best_split(model: CostModel, node: NodeClass, train_gpus: int, *, most_degree: int | None = None) -> Split:
-    """The split with so many GPUs in the pool whose replicas make most at their largest batch.
+    """The split with this many GPUs in the pool whose replicas make most at their largest batch.
 
     A knapsack over replicas of one machine, small enough to look at each filling; `most_degree` bounds their degrees.
     """
@@ -87,7 +87,7 @@ def best_split(model: CostModel, node: NodeClass, train_gpus: int, *, most_degre
 
 
 def packed(node: NodeClass, train_gpus: int) -> Iterator[int]:
-    """How many GPUs of each machine train when so many of the entry do, on as few machines as can be."""
+    """How many GPUs of each machine train when this many of the entry do, on as few machines as possible."""
     for _ in range(node.count):
         here = min(train_gpus, node.gpus)
         train_gpus -= here

@@ -1,4 +1,4 @@
-"""Evolution inside one arm: a few plans that train on so many GPUs of one place, bred and changed, the worst replaced.
+"""Evolution inside one arm: a few plans with the same training GPUs in one place; crossed, mutated, the worst replaced.
 
 Source: HetRL, section 4.2 (swaps between task groups and inside them, evaluated by the cost model, the worst individual
 replaced), on the operators of DT-FM (crossover with repair of the sizes).

@@ -38,7 +38,7 @@ class Solver(Protocol):
 
     @property
     def name(self) -> str:
-        """What people call it."""
+        """Its name in the registry."""
 
     def solve(self, model: CostModel, *, time_left: TimeLeft, seed: int, starts: Plans = ()) -> Solution:
         """The best plan it finds until its time is over, never worse than one it starts from.

@@ -1,8 +1,8 @@
 """An integer program, then a local search: for clusters too large to look at every plan.
 
 The program (`columns`) gives a first plan and an upper bound. It does not see slow links, all-reduce and the staleness
-bound, so the search goes on under the true score, from its plans and from plain divisions: whole entries or single
-machines are divided anew; from the best, random changes of two machines begin again. Ends when those stop helping.
+bound, so the search continues under the true score, from its plans and from plain divisions: whole entries or single
+machines are divided differently, then random changes of two machines restart it from the best, until they stop helping.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class MilpSolver:
 
     name: str = "milp"
     has_programs: bool = True
-    """Without, the search goes on from the plans that it begins with; it then has no bound."""
+    """Without them the search starts from the given plans only, and has no bound."""
 
     def solve(self, model: CostModel, *, time_left: TimeLeft, seed: int, starts: Plans = ()) -> Solution:
         """A good plan, and an upper bound where every integer program proved one."""
@@ -90,7 +90,7 @@ class _Search:
         self.scored = Scored(model)
 
     def climb(self, parts: Parts) -> None:
-        """Go to better neighbours until there is none, or no time; the first plans of all are looked at in any case."""
+        """Go to better neighbours until there is none, or no time; the very first plans are tried in any case."""
         if self.scored.best is not None and self._time_left() <= 0:
             return
         climb(self.scored, parts, self._neighbours, time_left=self._time_left)

@@ -72,7 +72,7 @@ class _Tournament:
                 self._arm(home, sum(part.train_gpus for part in training)).add(parts)
 
     def is_over(self) -> bool:
-        """Whether time or candidates have run out; the very first candidate is looked at in any case."""
+        """Whether time or candidates have run out; the very first candidate is tried in any case."""
         most = self._solver.max_candidates
         is_spent = most is not None and self._num_candidates >= most
         return is_spent or (self._num_candidates > 0 and self._time_left() <= 0)

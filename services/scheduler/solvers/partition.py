@@ -22,7 +22,7 @@ from services.scheduler.solvers.interface import Plans, Solution, TimeLeft
 from services.scheduler.solvers.scored import Parts, Scored, homes_of, ordered_nodes
 
 MAX_CUTS = 5_000
-"""Cuts that are looked at one by one; where there are more, moves are made from a greedy cut."""
+"""Cuts that are tried one by one; where there are more, moves are made from a greedy cut."""
 _ROUNDS = 20
 """Bisections of gamma."""
 

@@ -2,7 +2,7 @@
 
 AReaL-Hex's alternation and StreamRL's allocation take an instant and end by themselves; exhaustive search proves small
 problems in a moment, all the sooner as it begins with their plans. Where it proved nothing, HetRL's search and the
-integer programs have a turn each. Then that of both goes on which gained more, the other one when it gains nothing,
+integer programs have a turn each. Then the one that gained more continues, the other one when it gains nothing,
 until both have ended or time is over. Each begins with the best so far, so what comes out is never worse than anything
 a member found in there.
 """
@@ -19,7 +19,7 @@ from services.scheduler.solvers.multilevel import MultilevelSolver
 from services.scheduler.solvers.registry import AUTO, SOLVERS, make_solver
 
 _RIVALS: tuple[Solver, Solver] = (MultilevelSolver(), MilpSolver(has_programs=False))
-"""Which go on, one of them at a time."""
+"""They continue afterwards, one at a time."""
 _TURN = 0.5
 """Share of the time that is left, for each further turn."""
 _NUM_TURNS = 8
@@ -62,7 +62,7 @@ class _Turns:
         """Whether the last member ended before its time did."""
 
     def take(self, member: Solver, share: float) -> float:
-        """Let a member go on for a share of the time that is left; by what share that made the plan better."""
+        """Run a member for a share of the time left; returns by what share the plan got better."""
         if self.best is not None and (self.best.is_optimal or self._time_left() <= 0):
             return 0.0
         kept_s = (1 - share) * self._time_left()

@@ -1,4 +1,4 @@
-"""Other generators around a training pool that stays where it is: what a run that goes on can change.
+"""Other generators around a training pool that stays where it is: what a run in progress can change.
 
 Every machine keeps the GPUs that train; what its others do is changed, for all machines alike and for one alone, as
 long as that makes the plan better. Machines without which generation keeps up with training are then given up, the

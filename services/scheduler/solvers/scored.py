@@ -27,7 +27,7 @@ class Scored:
         self.best_rate = 0.0
         """Samples per second of the best."""
         self.answer: Score | Infeasible = Infeasible("no plan was found in this time")
-        """Of the best, or why the first that was looked at cannot run."""
+        """Of the best, or why the first one tried cannot run."""
         self.num_evaluated = 0
         for start in starts:
             self.rate(parts_of(model, start))

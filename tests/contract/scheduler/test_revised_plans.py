@@ -125,7 +125,7 @@ async def test_lengths_that_grow_are_generated_by_more_gpus_once_enough_were_see
 async def test_lengths_that_differ_a_little_change_nothing(fleet):
     await see_lengths(fleet, 1.1)
     assert (await fleet.pass_time(2 * COOL_DOWN_S)).revision == 1
-    assert fleet.servicer._live._runs["r"].looked_at == problem("tiny_02")
+    assert fleet.servicer._replanner._runs["r"].looked_at == problem("tiny_02")
 
 
 async def test_generators_that_shorter_lengths_make_needless_are_given_up_after_a_time_of_rest(fleet):
@@ -162,7 +162,7 @@ async def test_revisions_keep_the_cost_model_of_the_scheduler():
         await fleet.join("h20-new", "H20")
         revised = await fleet.pass_time(2 * COOL_DOWN_S)
         await fleet.pass_time(2 * COOL_DOWN_S, rates={"h20-0": measured(20.0)})
-        constants = fleet.servicer._live._runs["r"].looked_at.cost_model
+        constants = fleet.servicer._replanner._runs["r"].looked_at.cost_model
 
     stated = document("tiny_02")
     next(node for node in stated["nodes"] if node["gpu"] == "H20")["count"] = 2
@@ -178,7 +178,7 @@ async def test_revisions_keep_the_cost_model_of_the_scheduler():
 
 
 def slow_machines(fleet):
-    return fleet.servicer._live._runs["r"].slow
+    return fleet.servicer._replanner._runs["r"].slow
 
 
 async def test_a_machine_that_slows_is_planned_for_as_a_slower_one_and_the_revision_says_so(fleet):
@@ -224,7 +224,7 @@ async def test_machines_that_tell_tokens_per_second_alone_are_compared_with_othe
     rates = {name: pb.MeasuredRate(role=pb.ROLE_GENERATOR, tokens_per_second=rate) for name, rate in told.items()}
     await fleet.pass_time(2 * COOL_DOWN_S, rates=rates)
 
-    assert "H20 at 10%" in fleet.servicer._live._runs["r"].looked_at.gpu_types
+    assert "H20 at 10%" in fleet.servicer._replanner._runs["r"].looked_at.gpu_types
 
 
 async def test_a_machine_that_never_registers_is_waited_for_and_then_done_without(unregistered):

@@ -5,13 +5,45 @@ import pytest
 from typer.testing import CliRunner
 
 from console.cli import app
+from console.plan.plan_text import print_plan
 from services.scheduler.cost_model.reference import CostModel
+from services.scheduler.planning.plan_report import report_of
 from services.scheduler.problem.plan_document import PlanDocument
 from services.scheduler.problem.problem import read_problem
+from services.scheduler.solvers.interface import Solution
 from tests.helpers.console import ROOT
-from tests.helpers.plans.problems import INSTANCES, document
+from tests.helpers.plans.problems import INSTANCES, document, problem
+from tests.helpers.plans.problems import plan as candidate
 
 EXAMPLE = str(ROOT / "examples" / "two_sites.yaml")
+KEYS = [
+    "problem",
+    "cost_model",
+    "solver",
+    "solve_s",
+    "num_evaluated",
+    "is_feasible",
+    "is_optimal",
+    "reason",
+    "samples_per_second",
+    "upper_bound_samples_per_second",
+    "gap",
+]
+FEASIBLE_KEYS = [
+    "step_s",
+    "tokens_per_second",
+    "usd_per_hour",
+    "usd_per_million_tokens",
+    "limit",
+    "bottleneck",
+    "generation_idle",
+    "training_idle",
+    "training",
+    "generation",
+    "simulated_samples_per_second",
+]
+GENERATION_KEYS = ["node", "tp", "count", "batch", "decode_step_s", "samples_per_second", "duty"]
+ADVICE_KEYS = ["next_purchases", "alternatives"]
 
 
 def plan(*arguments):
@@ -50,6 +82,8 @@ def test_programs_get_the_plan_and_its_numbers():
     assert answer["gap"] == 0
     assert answer["is_optimal"]
     assert answer["upper_bound_samples_per_second"] == answer["samples_per_second"]
+    assert list(answer) == [*KEYS, "rm1_plan", *FEASIBLE_KEYS, *ADVICE_KEYS]
+    assert all(list(each) == GENERATION_KEYS for each in answer["generation"])
 
 
 def test_a_cluster_that_is_too_small_ends_with_status_1_and_the_reason(tmp_path):
@@ -61,6 +95,7 @@ def test_a_cluster_that_is_too_small_ends_with_status_1_and_the_reason(tmp_path)
     assert "training needs 960 GB" in told.output
     answer = json.loads(plan(str(path), "--json").output)
     assert (answer["is_feasible"], answer["rm1_plan"]) == (False, None)
+    assert list(answer) == [*KEYS, "rm1_plan", *ADVICE_KEYS]
     assert "training needs 960 GB" in answer["reason"]
 
 
@@ -101,6 +136,18 @@ def test_the_bottleneck_the_next_purchase_and_cheaper_clusters_are_told():
     assert costs == sorted(costs, reverse=True)
     assert rates == sorted(rates, reverse=True)
     assert all(each["gain"] > 0 for each in answer["next_purchases"])
+
+
+def test_each_kind_of_replica_of_a_machine_is_explained(capsys):
+    model = CostModel(problem("tiny_02"))
+    mixed = candidate([("h20-0", 1, 4), ("h20-0", 2, 2)], [("h800-0", 8)])
+    solution = Solution(mixed, model.score(mixed), None, False, 1, "by hand")
+
+    print_plan(report_of(model, solution, solve_s=0.0), is_explained=True)
+    output = capsys.readouterr().out
+    for degree in (1, 2):
+        batch = model.replica(model.nodes["h20-0"], degree).batch
+        assert f"h20, tensor parallel {degree}: {batch} sequences" in output, output
 
 
 def test_the_picture_draws_each_machine_and_both_stages(tmp_path):
