@@ -4,8 +4,6 @@ Imports nothing but typer until a command runs, so that `--help` answers at once
 line each on stderr, with exit status 2 and no traceback.
 """
 
-# ruff: noqa: D301 - a backspace is click's mark for a paragraph that is not wrapped anew, so no docstring here is raw.
-
 from __future__ import annotations
 
 from pathlib import Path
@@ -13,16 +11,18 @@ from typing import Annotated
 
 import typer
 
-from console.subcommands.cli_bench import register as register_bench
-from console.subcommands.cli_certs import register as register_certs
-from console.subcommands.cli_common import Broker, RunArgument, RunsDir, exit_with
-from console.subcommands.cli_merge import register as register_merge
-from console.subcommands.cli_node import register as register_node
-from console.subcommands.cli_openai import register as register_openai
-from console.subcommands.cli_planning import register as register_planning
-from console.subcommands.cli_recording import register as register_recording
-from console.subcommands.cli_runs import register as register_runs
-from console.subcommands.cli_simulate import register as register_simulate
+from console.subcommands import (
+    cli_bench,
+    cli_certs,
+    cli_merge,
+    cli_node,
+    cli_openai,
+    cli_planning,
+    cli_recording,
+    cli_runs,
+    cli_simulate,
+)
+from console.subcommands.cli_common import Broker, Json, RunArgument, RunDir, RunsDir, command
 
 app = typer.Typer(
     name="penstock",
@@ -33,14 +33,18 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 reward_app = typer.Typer(
-    help="Serve and check reward models.", no_args_is_help=True, rich_markup_mode=None, pretty_exceptions_enable=False
+    name="reward",
+    help="Serve and check reward models.",
+    no_args_is_help=True,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
 )
-app.add_typer(reward_app, name="reward")
+app.add_typer(reward_app)
 
 _Overrides = Annotated[list[str] | None, typer.Argument(metavar="[KEY.SUBKEY=VALUE]...", help="Settings, as YAML.")]
 
 
-@app.command()
+@command(app)
 def run(
     arguments: Annotated[
         list[str] | None,
@@ -59,55 +63,45 @@ def run(
         typer.Option(
             "--resume-or-start",
             help="Continue the run with this run.id if it was begun before, else begin it; one that completed is "
-            "left as it is. For whoever starts this again and again: a container, a service manager.",
+            "left as it is. For containers and service managers, which start it again and again.",
         ),
     ] = False,
-) -> None:
+) -> int:
     """Train: start what the config says is local, attach to the rest, follow the run to its end.
 
     Exit status: 0 completed, 1 failed, 2 a mistake in what was asked for, 130 interrupted (continue with --resume).
 
-    \b
     Examples:
       penstock run examples/quickstart.yaml
       penstock run my.yaml run.num_steps=200 generator.engine=transformers
       penstock run my.yaml --dry-run
       penstock run --resume runs/run-20260101-120000
     """
+    from console.run.run_commands import run_command
 
-    def work() -> int:
-        from console.run.run_commands import run_command
-
-        return run_command(arguments or [], dry_run=dry_run, resume=resume, resume_or_start=resume_or_start)
-
-    exit_with(work)
+    return run_command(arguments or [], dry_run=dry_run, resume=resume, resume_or_start=resume_or_start)
 
 
-@app.command()
+@command(app)
 def quickstart(
     overrides: _Overrides = None,
     seed: Annotated[int, typer.Option("--seed", min=0, help="Seed of the task, the model and the run.")] = 0,
     directory: RunsDir = Path("runs"),
     prepare_only: Annotated[bool, typer.Option("--prepare-only", help="Make model and data, then end.")] = False,
-) -> None:
+) -> int:
     """Make a tiny model and an arithmetic task, and train it on this machine in minutes.
 
-    \b
     Examples:
       penstock quickstart
       penstock quickstart --seed 1 run.num_steps=20
       penstock quickstart generator.engine=transformers
     """
+    from console.run.run_commands import quickstart_command
 
-    def work() -> int:
-        from console.run.run_commands import quickstart_command
-
-        return quickstart_command(overrides or [], seed=seed, directory=directory, prepare_only=prepare_only)
-
-    exit_with(work)
+    return quickstart_command(overrides or [], seed=seed, directory=directory, prepare_only=prepare_only)
 
 
-@app.command()
+@command(app)
 def serve(
     kind: Annotated[str, typer.Argument(metavar="SERVICE", help="broker, generator, reward, trainer or scheduler.")],
     overrides: _Overrides = None,
@@ -123,24 +117,18 @@ def serve(
 
     A trainer takes run folders, models and data below allowed_roots only; unless set, below the working directory.
 
-    \b
     Examples:
       penstock serve broker redis_url=redis://redis:6379/0 --listen 0.0.0.0:7301
       penstock serve trainer --listen 0.0.0.0:7304 weights_listen=0.0.0.0:7305 weights_url=trainer:7305
       penstock serve generator --config generator.yaml generator_id=gen-3
       penstock serve reward run_id=my-run broker=broker:7301 tokenizer_path=models/mine reward.model=exact_match
     """
+    from console.serve.serve import serve_command
 
-    def work() -> int:
-        from console.serve.serve import serve_command
-
-        serve_command(kind, config, overrides or [], listen=listen, name=name, level=log_level, log_format=log_format)
-        return 0
-
-    exit_with(work)
+    serve_command(kind, config, overrides or [], listen=listen, name=name, level=log_level, log_format=log_format)
 
 
-@reward_app.command("serve")
+@command(reward_app, "serve")
 def reward_serve(
     target: Annotated[str, typer.Argument(metavar="MODULE:FUNCTION", help="Looked up in the current folder too.")],
     listen: Annotated[
@@ -149,80 +137,59 @@ def reward_serve(
 ) -> None:
     """Serve a Python function as a reward model; a run uses it as reward.model=grpc://HOST:PORT.
 
-    \b
     Example:
       penstock reward serve my_rewards:exact --listen 0.0.0.0:7310
     """
+    from console.serve.rewards import serve_reward
 
-    def work() -> int:
-        from console.serve.rewards import serve_reward
-
-        serve_reward(target, listen=listen)
-        return 0
-
-    exit_with(work)
+    serve_reward(target, listen=listen)
 
 
-@reward_app.command("check")
+@command(reward_app, "check")
 def reward_check(
     target: Annotated[str, typer.Argument(metavar="HOST:PORT", help="A running reward model, in any language.")],
-) -> None:
+) -> int:
     """Say whether a reward model keeps the contract; exit status 1 when it does not.
 
-    \b
     Example:
       penstock reward check 127.0.0.1:7310
     """
+    from console.serve.rewards import check_reward
 
-    def work() -> int:
-        from console.serve.rewards import check_reward
-
-        return check_reward(target)
-
-    exit_with(work)
+    return check_reward(target)
 
 
-@reward_app.command("resolve", hidden=True)
+@command(reward_app, "resolve", hidden=True)
 def reward_resolve(model: Annotated[str, typer.Argument(metavar="MODEL")]) -> None:
     """Say whether a reward model's name can be loaded here; `penstock run` asks before it starts anything."""
+    from console.serve.rewards import resolve_reward
 
-    def work() -> int:
-        from console.serve.rewards import resolve_reward
-
-        resolve_reward(model)
-        return 0
-
-    exit_with(work)
+    resolve_reward(model)
 
 
-@app.command()
+@command(app)
 def status(
     run: RunArgument = None,
     broker: Broker = None,
     directory: RunsDir = Path("runs"),
     watch: Annotated[bool, typer.Option("--watch", "-w", help="Go on, every second, until Ctrl-C.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON document, with --watch one a line.")] = False,
-) -> None:
+) -> int:
     """Show a run: its queues, its generators, and of every stall who is waited for, since when and why.
 
     Exit status 1 when the broker does not answer.
 
-    \b
     Examples:
       penstock status
       penstock status runs/run-20260101-120000
       penstock status my-run --broker broker:7301 --watch
     """
+    from console.inspect.status import status_command
 
-    def work() -> int:
-        from console.inspect.status import status_command
-
-        return status_command(run, broker=broker, runs_dir=directory, is_watched=watch, as_json=as_json)
-
-    exit_with(work)
+    return status_command(run, broker=broker, runs_dir=directory, is_watched=watch, as_json=as_json)
 
 
-@app.command()
+@command(app)
 def audit(
     run: RunArgument = None,
     broker: Broker = None,
@@ -230,127 +197,91 @@ def audit(
     by_version: Annotated[
         bool, typer.Option("--by-version", help="A line for each version under which samples were submitted.")
     ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Everything, as one JSON document.")] = False,
-) -> None:
+    as_json: Json = False,
+) -> int:
     """Check submitted = trained + dropped + in flight, live or afterwards; exit status 1 when it does not hold.
 
     The table says what was trained and what was dropped by completion length: where the share lost grows with the
     length, the run prefers short samples.
 
-    \b
     Examples:
       penstock audit runs/run-20260101-120000
       penstock audit my-run --broker broker:7301 --by-version
     """
+    from console.inspect.audit_report import audit_command
 
-    def work() -> int:
-        from console.inspect.audit_report import audit_command
-
-        return audit_command(run, broker=broker, runs_dir=directory, by_version=by_version, as_json=as_json)
-
-    exit_with(work)
+    return audit_command(run, broker=broker, runs_dir=directory, by_version=by_version, as_json=as_json)
 
 
-register_recording(app)
-register_planning(app)
-register_node(app)
-register_openai(app)
-register_simulate(app)
-register_merge(app)
-register_runs(app)
-register_certs(app)
-register_bench(app)
-
-
-@app.command()
-def report(run_dir: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="A run folder.")]) -> None:
+@command(app)
+def report(run_dir: RunDir) -> int:
     """Make report.html of a run again, also while the run is under way.
 
-    \b
     Example:
       penstock report runs/run-20260101-120000
     """
+    from console.run.run_commands import report_command
 
-    def work() -> int:
-        from console.run.run_commands import report_command
-
-        return report_command(run_dir)
-
-    exit_with(work)
+    return report_command(run_dir)
 
 
-@app.command()
-def ps(directory: RunsDir = Path("runs")) -> None:
+@command(app)
+def ps(directory: RunsDir = Path("runs")) -> int:
     """List the processes of local runs.
 
-    \b
     Example:
       penstock ps
     """
+    from console.inspect.local_runs import ps_command
 
-    def work() -> int:
-        from console.inspect.local_runs import ps_command
-
-        return ps_command(directory)
-
-    exit_with(work)
+    return ps_command(directory)
 
 
-@app.command()
+@command(app)
 def logs(
-    run_dir: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="A run folder.")],
+    run_dir: RunDir,
     service: Annotated[str | None, typer.Argument(metavar="[SERVICE]", help="One service; all without.")] = None,
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on as lines are written.")] = False,
     lines: Annotated[int, typer.Option("--lines", "-n", min=1, help="Last lines of each.")] = 20,
-) -> None:
+) -> int:
     """Show the logs of a local run's services.
 
-    \b
     Examples:
       penstock logs runs/run-20260101-120000
       penstock logs runs/run-20260101-120000 generator-0 -f
     """
+    from console.inspect.local_runs import logs_command
 
-    def work() -> int:
-        from console.inspect.local_runs import logs_command
-
-        return logs_command(run_dir, service, follow=follow, num_lines=lines)
-
-    exit_with(work)
+    return logs_command(run_dir, service, follow=follow, num_lines=lines)
 
 
-@app.command()
-def stop(run_dir: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="A run folder.")]) -> None:
+@command(app)
+def stop(run_dir: RunDir) -> int:
     """Stop a local run as Ctrl-C does: after a checkpoint; continue it with `penstock run --resume`.
 
-    \b
     Example:
       penstock stop runs/run-20260101-120000
     """
+    from console.inspect.local_runs import stop_command
 
-    def work() -> int:
-        from console.inspect.local_runs import stop_command
-
-        return stop_command(run_dir)
-
-    exit_with(work)
+    return stop_command(run_dir)
 
 
-@app.command()
-def doctor() -> None:
+@command(app)
+def doctor() -> int:
     """Say what this machine has for a run, and what is missing; exit status 1 when a run cannot be made.
 
-    \b
     Example:
       penstock doctor
     """
+    from console.inspect.doctor import doctor_command
 
-    def work() -> int:
-        from console.inspect.doctor import doctor_command
+    return doctor_command()
 
-        return doctor_command()
 
-    exit_with(work)
+_PARTS = (cli_recording, cli_planning, cli_simulate, cli_node, cli_merge, cli_bench, cli_runs, cli_openai, cli_certs)
+for part in _PARTS:
+    app.add_typer(part.app)
 
 
 def main() -> None:

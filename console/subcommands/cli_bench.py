@@ -1,7 +1,5 @@
 """`penstock bench NAME`: runs a suite of `benchmarks/`, which owns its options, its targets and its table."""
 
-# ruff: noqa: D301 - a backspace is click's mark for a paragraph that is not wrapped anew, so no docstring here is raw.
-
 from __future__ import annotations
 
 import importlib
@@ -13,57 +11,53 @@ from typing import Annotated
 
 import typer
 
-from console.subcommands.cli_common import end_by_sigterm, exit_with
+from console.subcommands.cli_common import command, end_by_sigterm
 
 _SOURCE = Path(__file__).resolve().parents[2]
 _NOT_INSTALLED = "bench: the suites are not part of the installed package; run `penstock bench` from a source checkout"
 
-
-def register(app: typer.Typer) -> None:
-    """Add `bench` to the command."""
-    listed = "\n".join(f"  {name:<23}{what}" for name, what in _suites().items())
-    settings = {"ignore_unknown_options": True, "allow_interspersed_args": False}
-    app.command(context_settings=settings, epilog=f"\b\nSuites:\n{listed or _NOT_INSTALLED}")(bench)
-
-
-def bench(
-    arguments: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="NAME [OPTIONS]", help="A suite and its options; `penstock bench NAME --help`."),
-    ] = None,
-) -> None:
-    """Measure a part of Penstock on this machine, with processes of its own; minutes.
-
-    \b
-    Examples:
-      penstock bench broker
-      penstock bench broker --peers --json
-      penstock bench e2e --quick
-      penstock bench weights --engine vllm
-    """
-
-    def work() -> int:
-        from penstock.config import ConfigError
-
-        suites, words = _suites(), arguments or []
-        if not suites:
-            raise ConfigError(_NOT_INSTALLED)
-        # Options may also come before the name.
-        name = next((word for word in words if word in suites), None)
-        if name is None:
-            asked = next((f"{word!r} is not known" for word in words if not word.startswith("-")), "name a suite")
-            raise ConfigError(f"bench: {asked}; there is: {', '.join(suites)}")
-        words.remove(name)
-        end_by_sigterm()
-        return _run(name, words)
-
-    exit_with(work)
+app = typer.Typer()
 
 
 def _suites() -> dict[str, str]:
     """What `benchmarks` lists; nothing if it does not stand beside this package."""
     listed = _SOURCE / "benchmarks" / "__init__.py"
     return dict(runpy.run_path(str(listed))["SUITES"]) if listed.is_file() else {}
+
+
+def _listed() -> str:
+    lines = [f"  {name:<23}{what}" for name, what in _suites().items()]
+    return "\n".join(("\b", "Suites:", *lines)) if lines else _NOT_INSTALLED
+
+
+@command(app, epilog=_listed(), context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
+def bench(
+    arguments: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="NAME [OPTIONS]", help="A suite and its options; `penstock bench NAME --help`."),
+    ] = None,
+) -> int:
+    """Measure a part of Penstock on this machine, with processes of its own; minutes.
+
+    Examples:
+      penstock bench broker
+      penstock bench broker --peers --json
+      penstock bench e2e --quick
+      penstock bench weights --engine vllm
+    """
+    from penstock.config import ConfigError
+
+    suites, words = _suites(), arguments or []
+    if not suites:
+        raise ConfigError(_NOT_INSTALLED)
+    # Options may also come before the name.
+    name = next((word for word in words if word in suites), None)
+    if name is None:
+        asked = next((f"{word!r} is not known" for word in words if not word.startswith("-")), "name a suite")
+        raise ConfigError(f"bench: {asked}; there is: {', '.join(suites)}")
+    words.remove(name)
+    end_by_sigterm()
+    return _run(name, words)
 
 
 def _run(name: str, words: list[str]) -> int:

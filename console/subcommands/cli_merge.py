@@ -1,7 +1,5 @@
 """The command that merges a trained adapter into its base. Imports nothing but typer until it runs."""
 
-# ruff: noqa: D301 - a backspace is click's mark for a paragraph that is not wrapped anew, so no docstring here is raw.
-
 from __future__ import annotations
 
 from pathlib import Path
@@ -9,38 +7,31 @@ from typing import Annotated
 
 import typer
 
-from console.subcommands.cli_common import exit_with
+from console.subcommands.cli_common import command
+
+app = typer.Typer()
 
 
-def register(app: typer.Typer) -> None:
-    """Add the command."""
-    app.command()(merge)
-
-
+@command(app)
 def merge(
     checkpoint: Annotated[Path, typer.Argument(metavar="CHECKPOINT", help="checkpoints/step_N of a run with `lora`.")],
     out: Annotated[Path, typer.Option("--out", metavar="DIR", help="Hugging Face directory to write.")],
     model: Annotated[
         Path | None, typer.Option("--model", metavar="DIR", help="The base; the one that was trained over when unset.")
     ] = None,
-) -> None:
+) -> int:
     """Fold a trained LoRA adapter into its base: an ordinary Hugging Face directory. Exit status 1 if they do not fit.
 
-    \b
     Examples:
       penstock merge runs/my-run/checkpoints/step_200 --out models/my-model-200
     """
+    from services.trainer.model.backend import CheckpointMismatchError
+    from services.trainer.model.merging import merge_adapter
 
-    def work() -> int:
-        from services.trainer.model.backend import CheckpointMismatchError
-        from services.trainer.model.merging import merge_adapter
-
-        try:
-            base = merge_adapter(checkpoint, out=out, base=model)
-        except (CheckpointMismatchError, OSError, ValueError) as error:
-            typer.echo(f"penstock: {error}", err=True)
-            return 1
-        typer.echo(f"{out}: {base} with the adapter of {checkpoint}")
-        return 0
-
-    exit_with(work)
+    try:
+        base = merge_adapter(checkpoint, out=out, base=model)
+    except (CheckpointMismatchError, OSError, ValueError) as error:
+        typer.echo(f"penstock: {error}", err=True)
+        return 1
+    typer.echo(f"{out}: {base} with the adapter of {checkpoint}")
+    return 0

@@ -1,7 +1,5 @@
 """The commands that plan: names, options and help. Imports nothing but typer until one runs."""
 
-# ruff: noqa: D301 - a backspace is click's mark for a paragraph that is not rewrapped, so no docstring here is raw.
-
 from __future__ import annotations
 
 from pathlib import Path
@@ -9,24 +7,20 @@ from typing import Annotated
 
 import typer
 
-from console.subcommands.cli_common import exit_with
+from console.subcommands.cli_common import CostModel, PlanJson, Problem, command
 from services.scheduler.solvers.registry import AUTO, SOLVERS
 
-
-def register(app: typer.Typer) -> None:
-    """Add the commands."""
-    app.command()(plan)
+app = typer.Typer()
 
 
+@command(app)
 def plan(  # noqa: PLR0913, PLR0917 - a command's options are its signature
-    problem: Annotated[Path, typer.Argument(metavar="PROBLEM", help="Cluster, model and workload: .yaml or .json.")],
+    problem: Problem,
     solver: Annotated[str, typer.Option("--solver", help=f"One of {', '.join(SOLVERS)}.")] = AUTO,
-    cost_model: Annotated[
-        str, typer.Option("--cost-model", help="rm1 (reference) or calibrated (fitted to published runs).")
-    ] = "rm1",
+    cost_model: CostModel = "rm1",
     budget_s: Annotated[float, typer.Option("--budget-s", min=0.1, max=86_400, help="Time to search, seconds.")] = 30,
     seed: Annotated[int, typer.Option("--seed", min=0, help="Of the search.")] = 0,
-    json_output: Annotated[bool, typer.Option("--json", help="Print JSON; docs/planning.md describes it.")] = False,
+    json_output: PlanJson = False,
     explain: Annotated[bool, typer.Option("--explain", help="Say where the time goes, and every offer.")] = False,
     start: Annotated[
         Path | None, typer.Option("--start", metavar="PLAN", help="A plan to begin with, such as the running one.")
@@ -45,30 +39,25 @@ def plan(  # noqa: PLR0913, PLR0917 - a command's options are its signature
     address: Annotated[
         str | None, typer.Option("--address", help="With --deploy: of all machines, to try it on one.")
     ] = None,
-) -> None:
+) -> int:
     """Plan who generates and who trains on unlike machines, and say what that would achieve.
 
-    Nothing is started. Exit status 1 when no plan can run; the reason is shown.
+    Nothing is started. Exit status 1 when no plan can run; the reason is printed.
 
-    \b
     Examples:
       penstock plan examples/two_sites.yaml
       penstock plan examples/two_sites.yaml --solver exhaustive --json
       penstock plan examples/two_sites.yaml --explain --picture plan.svg
     """
+    from console.plan.plan_command import deploy as write
+    from console.plan.plan_command import plan_file, show
+    from console.plan.plan_picture import plan_picture
+    from services.scheduler.planning.plan_report import FeasiblePlan
 
-    def work() -> int:
-        from console.plan.plan_command import deploy as write
-        from console.plan.plan_command import plan_file, show
-        from console.plan.plan_picture import plan_picture
-        from services.scheduler.planning.plan_report import FeasiblePlan
-
-        report = plan_file(problem, solver=solver, cost_model=cost_model, budget_s=budget_s, seed=seed, start=start)
-        if isinstance(report, FeasiblePlan):
-            if picture is not None:
-                picture.write_text(plan_picture(report), encoding="utf-8")
-            if deploy is not None:
-                write(deploy, report, run=run, address=address)
-        return show(report, is_json=json_output, is_explained=explain)
-
-    exit_with(work)
+    report = plan_file(problem, solver=solver, cost_model=cost_model, budget_s=budget_s, seed=seed, start=start)
+    if isinstance(report, FeasiblePlan):
+        if picture is not None:
+            picture.write_text(plan_picture(report), encoding="utf-8")
+        if deploy is not None:
+            write(deploy, report, run=run, address=address)
+    return show(report, is_json=json_output, is_explained=explain)

@@ -1,7 +1,5 @@
 """The command that simulates a plan: name, options and help. Imports nothing but typer until it runs."""
 
-# ruff: noqa: D301 - a backspace is click's mark for a paragraph that is not rewrapped, so no docstring here is raw.
-
 from __future__ import annotations
 
 from pathlib import Path
@@ -9,25 +7,21 @@ from typing import Annotated
 
 import typer
 
-from console.subcommands.cli_common import exit_with
+from console.subcommands.cli_common import CostModel, PlanJson, Problem, command
+
+app = typer.Typer()
 
 
-def register(app: typer.Typer) -> None:
-    """Add the command."""
-    app.command()(simulate)
-
-
+@command(app)
 def simulate(  # noqa: PLR0913, PLR0917 - one argument for each option
-    problem: Annotated[Path, typer.Argument(metavar="PROBLEM", help="Cluster, model and workload: .yaml or .json.")],
+    problem: Problem,
     plan: Annotated[
         Path | None, typer.Option("--plan", help="A plan, or what `plan --json` printed. Default: planned now.")
     ] = None,
     mode: Annotated[
         str, typer.Option("--mode", help="colocated_sync, disaggregated_sync, streaming, one_step or async.")
     ] = "async",
-    cost_model: Annotated[
-        str, typer.Option("--cost-model", help="rm1 (reference) or calibrated (fitted to published runs).")
-    ] = "calibrated",
+    cost_model: CostModel = "calibrated",
     steps: Annotated[int, typer.Option("--steps", min=2, max=100_000, help="Training steps.")] = 10,
     growth: Annotated[
         float, typer.Option("--growth", min=0, max=10, help="Lengths grow by this share of the first ones each step.")
@@ -42,34 +36,29 @@ def simulate(  # noqa: PLR0913, PLR0917 - one argument for each option
     ] = None,
     picture: Annotated[Path | None, typer.Option("--picture", help="Write the timeline there, as SVG.")] = None,
     seed: Annotated[int, typer.Option("--seed", min=0, max=1_000_000, help="Of the lengths drawn.")] = 0,
-    json_output: Annotated[bool, typer.Option("--json", help="Print JSON; docs/planning.md describes it.")] = False,
-) -> None:
+    json_output: PlanJson = False,
+) -> int:
     """Simulate a plan event by event on a virtual clock: what is made, trained, waited for and lost.
 
     Nothing is started. The broker's own rules admit and batch; the scheduler's cost model says how long things take.
 
-    \b
     Examples:
       penstock simulate examples/two_sites.yaml
       penstock simulate examples/two_sites.yaml --mode streaming --picture timeline.svg
       penstock simulate examples/two_sites.yaml --fail l40s-1@200 --slow l40s-0@100:2
     """
+    from console.plan.simulate_command import change_of, simulate_command
 
-    def work() -> int:
-        from console.plan.simulate_command import change_of, simulate_command
-
-        named = (("fail", fail), ("join", join), ("slow", slow))
-        return simulate_command(
-            problem,
-            plan_path=plan,
-            cost_model=cost_model,
-            mode=mode,
-            num_steps=steps,
-            growth=growth,
-            seed=seed,
-            changes=[change_of(text, kind) for kind, texts in named for text in texts or ()],
-            picture=picture,
-            is_json=json_output,
-        )
-
-    exit_with(work)
+    named = (("fail", fail), ("join", join), ("slow", slow))
+    return simulate_command(
+        problem,
+        plan_path=plan,
+        cost_model=cost_model,
+        mode=mode,
+        num_steps=steps,
+        growth=growth,
+        seed=seed,
+        changes=[change_of(text, kind) for kind, texts in named for text in texts or ()],
+        picture=picture,
+        is_json=json_output,
+    )

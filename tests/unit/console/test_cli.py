@@ -22,13 +22,11 @@ HEAVY = ("torch", "vllm", "transformers", "grpc", "pydantic", "redis", "rich")
 def names(group: typer.Typer, *prefix: str) -> list[tuple[str, ...]]:
     """Every command that is shown, as the words that call it."""
     shown = [command for command in group.registered_commands if not command.hidden]
-    own = [(*prefix, command.name or getattr(command.callback, "__name__", "")) for command in shown]
-    return own + [
-        name
-        for sub in group.registered_groups
-        if sub.typer_instance
-        for name in names(sub.typer_instance, str(sub.name))
-    ]
+    found = [(*prefix, command.name or getattr(command.callback, "__name__", "")) for command in shown]
+    for sub in (each.typer_instance for each in group.registered_groups if each.typer_instance):
+        word = sub.info.name
+        found += names(sub, *prefix, *([word] if isinstance(word, str) else []))
+    return found
 
 
 @pytest.mark.parametrize("name", names(app), ids=" ".join)
