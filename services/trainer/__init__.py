@@ -1,5 +1,5 @@
-"""The trainer: pulls microbatches, steps, acknowledges, publishes the next policy version.
+"""The trainer: steps over scored groups, each of which makes a policy version.
 
-The root holds the processes, their settings and the gRPC service; `run` is the life of one run, the other folders its
-parts. Modules below `run` know neither the service nor the server.
+Calls go down four storeys: `run.training_run` (a run's life), `run.loop` (its steps, exactly once each), `step.step`
+(one step), and a `model.backend.Backend` (passes and optimiser). The gRPC service above starts and stops runs.
 """

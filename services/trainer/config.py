@@ -55,7 +55,7 @@ class TrainerConfig(MeasuredConfig):
     max_weights_bytes_per_second: float | None = Field(default=None, gt=0)
     """Most bytes of weights that server sends a second, to all receivers together; no limit when unset."""
     weights_transport: Transport = Transport.HTTP
-    """Whether weights are broadcast to generators on this machine's own fast network that are told the same: gloo
+    """Whether weights are broadcast to generators on this machine's own fast network that are configured likewise: gloo
     between processors, nccl between GPUs. Neither is encrypted."""
     broadcast_listen: str | None = None
     """Address at which members of a broadcast find each other, host:port; unset: the host of `weights_listen`, any free
@@ -89,7 +89,7 @@ class RunSettings(StrictModel):
     num_eval_prompts: int = Field(default=256, ge=0, le=100_000)
     """Held-out prompts measured at start and end, once sampled and once greedy; 0 measures none."""
     eval_every_steps: int = Field(default=0, ge=0)
-    """Measure also every so many steps, while training goes on; 0 measures at start and end only."""
+    """Steps between further measurements, made while training goes on; 0 measures at start and end only."""
     checkpoint_every_steps: int = Field(default=20, ge=1)
     """Steps between checkpoints; one is written at the end in any case."""
     keep_checkpoints: int = Field(default=2, ge=1)
@@ -188,7 +188,7 @@ class SamplePolicyConfig(StrictModel):
 
     stale: PolicyName = "wait"
     """Samples that would lag more than algorithm.max_staleness: wait holds them back, and the trainer waits for slow
-    ones; drop lets nobody wait and begins them anew; continue lets the trainer wait and begins anew what is late."""
+    ones; drop waits for none and starts them again; continue lets the trainer wait and starts again what is late."""
     partial_groups: Literal["wait", "drop", "shrink"] = "shrink"
     """Groups that lost a sample: wait for another one in its place, drop the group, or shrink it."""
     drops_zero_variance: bool = False
@@ -198,7 +198,7 @@ class SamplePolicyConfig(StrictModel):
     num_retained_steps: int = Field(default=64, ge=1, le=1024)
     """Steps whose samples are kept after training, for resuming and export."""
     dispatch: Literal["fifo", "least_loaded", "lpt", "streamrl", "auto"] = "auto"
-    """In which order, and to whom, samples are handed out."""
+    """In which order, and to which generator, samples are handed out."""
 
 
 class OptimizerConfig(StrictModel):
@@ -243,7 +243,7 @@ class ComputeConfig(StrictModel):
     """A lease under which no token came for so long ends though its generator renews it; unset: 300 s or more."""
     max_skips_in_a_row: int = Field(default=0, ge=0, le=1000)
     """A step whose loss or gradient is not finite is begun again without the groups that may be at fault, which are
-    dropped, at most so often in a row; then the run stops. 0 stops it at once."""
+    dropped, at most this often in a row; then the run stops. 0 stops it at once."""
 
     @property
     def shares(self) -> tuple[float, ...]:

@@ -32,7 +32,7 @@ from services.trainer.service import SERVICE_NAME, TrainerService
 async def serve(config: TrainerConfig) -> None:
     """Serve until SIGTERM or SIGINT; a run under way writes a checkpoint before the server ends.
 
-    It is kept in `state_dir`, and gone on with when a trainer is started there again.
+    It is kept in `state_dir` and resumed when a trainer is started there again.
 
     Under torchrun the first process serves; the others do their parts of its runs until it ends.
 

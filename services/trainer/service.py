@@ -54,9 +54,9 @@ class TrainerService(trainer_pb2_grpc.TrainerServiceServicer):
         roots: Roots | None = None,
     ) -> None:
         self.stopping = asyncio.Event()
-        """Set when the server drains; whoever builds the server puts its own event here."""
+        """Set when the server drains; replaced by the event of the server that is built."""
         self.warnings: Callable[[], Sequence[str]] = lambda: ()
-        """What somebody has to mend; set by whoever knows."""
+        """What needs an operator; set by the server."""
         self._make_run = make_run
         self._weights_url = weights_url
         self._kept = kept or KeptRun()
@@ -83,7 +83,7 @@ class TrainerService(trainer_pb2_grpc.TrainerServiceServicer):
         spec = read_spec(request, self._roots)
         self._roots.make_run_dir(spec.run_dir)
         if self._is_delayed and self._run is not None and self._task is not None:
-            # Somebody may have put right what made it fail: it is begun at once, as is asked for now.
+            # What made it fail may have been put right: it is begun at once, as is asked for now.
             self._task.cancel()
             self._run.events.finish(
                 trainer_pb2.RUN_OUTCOME_FAILED, message="begun again by StartRun", summary_json="", retry_delay_s=0.0
@@ -198,7 +198,7 @@ class TrainerService(trainer_pb2_grpc.TrainerServiceServicer):
         )
 
     async def stop(self, *, timeout_s: float) -> None:
-        """Let the run under way write a checkpoint, to be gone on with by a later process, at most `timeout_s` s."""
+        """Let the run under way write a checkpoint, for a later process to resume, within `timeout_s` s."""
         if self._run is None or self._task is None:
             return
         self._run.request_stop(is_drain=True)
@@ -213,7 +213,7 @@ class TrainerService(trainer_pb2_grpc.TrainerServiceServicer):
 
 
 def _resumed(spec: RunSpec, kept: Kept) -> RunSpec:
-    """The run as this trainer resumes it when nobody asks for it."""
+    """The run as this trainer resumes it by itself."""
     return replace(spec, resume=True, resumes=broker_pb2.RunOwner(owner_id=kept.owner_id, epoch=kept.epoch))
 
 

@@ -43,7 +43,7 @@ class AlgorithmConfig(StrictModel):
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
     """How that KL is estimated from sampled tokens (Schulman)."""
     reference_refresh_steps: int = Field(default=0, ge=0)
-    """Every so many steps the weights of that moment become what the KL is taken against; 0 keeps the initial model."""
+    """Steps after which the current weights become the reference of the KL, each time; 0 keeps the initial model."""
     num_replayed_groups: int = Field(default=0, ge=0, le=100_000)
     """Of tba: groups of earlier steps that each step trains on again, recent and well rewarded ones, of those that
     policy.num_retained_steps keeps."""
@@ -53,7 +53,7 @@ class AlgorithmConfig(StrictModel):
     """Of ppo: peak learning rate of the critic; when unset optimizer.learning_rate, or up to ten times that where it
     stays below 1e-5."""
     overlong_buffer_tokens: int = Field(default=0, ge=0)
-    """The reward falls linearly by up to 1 over the last so many of sampling.max_new_tokens (DAPO); 0 is off."""
+    """The reward falls linearly by up to 1 over this many last tokens of sampling.max_new_tokens (DAPO); 0 is off."""
     correction: Literal["none", "decoupled", "truncated", "masked"] = "truncated"
     """Correction for samples of older versions: none, importance weights (decoupled), weights cut at
     max_importance_weight (truncated), or tokens beyond it left out (masked)."""

@@ -1,7 +1,7 @@
 """The loss of a pack: an algorithm's surrogate, weighed for staleness, with a KL term, and normalised.
 
 Invariants:
-- A loss is a *sum*. Whoever takes the optimiser step divides the accumulated gradient by `base.divisor` of the whole
+- A loss is a *sum*. The optimiser step divides the accumulated gradient by `base.divisor` of the whole
   step, so microbatches of any split give the gradient of the whole batch although its totals are unknown until its end.
 - Reported values are sums and maxima, so that they merge over microbatches without weighting.
 

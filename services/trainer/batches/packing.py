@@ -54,7 +54,7 @@ class Trajectory:
     temperature: float = 1.0
     """At which the loss tokens were sampled, > 0: log-probs are of logits / temperature."""
     group_id: str = ""
-    """Of the sample group; read only to say whose numbers went astray."""
+    """Of the sample group; read only to name the group whose numbers are not finite."""
 
     def __post_init__(self) -> None:
         """Refuses arrays that do not line up.

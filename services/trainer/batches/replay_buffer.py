@@ -67,7 +67,7 @@ class ReplayBuffer:
         self._groups = {name: held for name, held in self._groups.items() if name not in group_ids}
 
     def draw(self, num_groups: int, *, policy_version: int) -> list[list[TrainingSample]]:
-        """At most so many groups for the step from `policy_version`: half of them recent ones, half good ones.
+        """At most `num_groups` groups for the step from `policy_version`: half of them recent ones, half good ones.
 
         The first half is drawn evenly from the newest half of those steps, the others by `exp((r - mean) / std)` of
         their mean rewards, from all that are left.

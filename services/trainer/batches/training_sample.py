@@ -33,7 +33,7 @@ class TrainingSample:
     loss_mask: npt.NDArray[np.bool_] | None = None
     """bool[C], true where trained on; None trains on all."""
     advantages: npt.NDArray[np.float32] | None = None
-    """float32[C], when whoever sent the sample already computed them; None computes them from the group's rewards."""
+    """float32[C], when the sender of the sample computed them; None computes them from the group's rewards."""
 
 
 def is_well_formed(sample: TrainingSample, vocab_size: int) -> bool:

@@ -30,7 +30,7 @@ _log = structlog.get_logger()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kept:
-    """What StartRun asked for, and what became of it."""
+    """What StartRun asked for, and how its attempts ended."""
 
     run_id: str
     """Names the run."""
@@ -110,7 +110,7 @@ class KeptRun:
             self._path.unlink(missing_ok=True)
 
     def delay_s(self, num_begins: int) -> float:
-        """How long to wait before a run is begun again that was begun so often since its last step; 0 for none."""
+        """How long to wait before a run is begun again, by how often it was since its last step; 0 for none."""
         if num_begins <= 0:
             return 0.0
         return float(min(MOST_RETRY_S, self._first_retry_s * 2 ** min(num_begins - 1, 32)))
@@ -119,7 +119,7 @@ class KeptRun:
 def kept_path(state_dir: Path | None, listen: str) -> Path | None:
     """The file of the trainer that listens there; None where nothing is to be kept.
 
-    A port that the system chooses is another one after a restart, so what such a trainer kept would be found by nobody.
+    A port that the system chooses is another one after a restart, so what such a trainer kept would never be found.
     """
     port = listen.rpartition(":")[2]
     return None if state_dir is None or port in ("", "0") else state_dir.expanduser() / f"trainer-{port}.json"

@@ -38,7 +38,7 @@ def new_instance() -> RunInstance:
 
 
 def new_owner_id() -> str:
-    """Names a trainer process' work on one run, for the broker and for people: host, process, and what is random."""
+    """Names a trainer process' work on one run, readably: host, process, random part."""
     return f"{socket.gethostname()[:64]}-{os.getpid()}-{secrets.token_hex(4)}"
 
 

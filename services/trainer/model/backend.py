@@ -3,8 +3,8 @@
 BackendError
 +-- UnsupportedModelError      the model cannot be trained on packed rows
 +-- CheckpointMismatchError    a checkpoint does not fit the model
-+-- PartialStepError           so many optimiser steps of a batch were taken and one could not be
-+-- NonFiniteError             numbers went astray; nothing of the policy was changed
++-- PartialStepError           some optimiser steps of a batch were taken, the next one failed
++-- NonFiniteError             numbers are not finite; the policy is unchanged
     +-- NonFiniteLossError     a loss is NaN or infinite; nothing was accumulated from that pack
     +-- NonFiniteGradientError the accumulated gradient is; no step was taken, the gradient is gone
 """
@@ -52,7 +52,7 @@ class NonFiniteError(BackendError):
 
     Args:
         message: Which.
-        group_ids: Of the sample groups that may be at fault, where whoever raises knows them.
+        group_ids: Of the sample groups that may be at fault, where the raising code knows them.
     """
 
     reason: ClassVar[str]

@@ -123,7 +123,7 @@ class WholeModel:
     def save(self, directory: Path, tensors: dict[str, Tensor]) -> None:
         """Writes a directory that `from_pretrained` reads."""
         self.network.save_pretrained(directory, state_dict=tensors)
-        # It names the type of the weights that are trained; whoever loads these is to read their own.
+        # It names the type of the weights that are trained; loading these must read their own.
         config = deepcopy(self.network.config)
         config.dtype = self.published_dtype
         config.save_pretrained(directory)

@@ -28,7 +28,7 @@ async def broadcasting(
 
     Raises:
         PortUnavailableError: `broadcast_listen` cannot be listened on.
-        ConfigError: It is reached from other machines, and nobody says that the network is to be trusted.
+        ConfigError: It is reached from other machines, and the configuration does not trust the network.
     """
     if config.weights_transport is Transport.HTTP:
         yield None

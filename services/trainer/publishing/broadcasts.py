@@ -2,14 +2,14 @@
 
     receiver asks for a place -> gathered with others that want the same content -> group -> broadcast -> word of each
                                    until all expected asked, or `gather_s`             |
-                              the same group as before where the members are the same -+- else formed anew
+                              the same group as before where the members are the same -+- else formed again
 
 Promises:
 
-- Nobody waits for a receiver longer than `gather_s`, and for a piece of a broadcast longer than `stall_s`; who was
+- No receiver is waited for longer than `gather_s`, and for a piece of a broadcast longer than `stall_s`; who was
   waited for in vain is not waited for again (`attendance`).
 - A broadcast that breaks off costs its members nothing but the time: they fetch what is missing. The next one is of a
-  new group. So receivers join, leave and die without anybody rebuilding anything by hand.
+  new group. So receivers join, leave and die without manual work.
 - One broadcast at a time; each content once. Sending happens in a thread: neither the trainer's steps nor its server
   wait for it.
 

@@ -6,8 +6,8 @@ them all. Promises:
 
 - At most `max_kept` deltas are kept, the oldest go first; a chain is never longer. Those that together take as many
   bytes as the full content are of no use and go before, but for the MIN_KEPT_DELTAS newest: they may be on their way.
-- A chain is offered only to whom holds its very base, by version and digest, and only where it takes fewer bytes than
-  the full content.
+- A chain is offered only to a receiver that holds its very base, by version and digest, and only where it takes fewer
+  bytes than the full content.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class PublishedDeltas:
         self._kept: OrderedDict[int, PublishedDelta] = OrderedDict()
 
     def clear(self) -> None:
-        """Offer nothing; the files are left to whoever wrote them."""
+        """Offer nothing; the files are left to their writer."""
         self._kept.clear()
 
     def add(self, delta: PublishedDelta, *, full_bytes: int) -> None:

@@ -83,7 +83,7 @@ class WeightPublisher:
         """Write, digest and offer a version; returns the seconds it took.
 
         Args:
-            tensors: Hugging Face names (an adapter's: those of PEFT) to CPU tensors that nobody changes meanwhile.
+            tensors: Hugging Face names (an adapter's: those of PEFT) to CPU tensors that do not change meanwhile.
             policy_version: The version they are.
             history: The run's history counter.
             adapter: How the tensors are applied where they are an adapter.

@@ -1,11 +1,11 @@
-"""Who of a site fetches a content across the link between sites, and who is served by whom.
+"""Which receivers of a site fetch a content across the link between sites, and which relay serves which receiver.
 
 Promises:
 
 - Of the receivers of one site that can relay, one at a time is sent to the origin for a content: the first that asked
-  of those that nobody has found wanting. It serves the next FANOUT, each of those the next FANOUT, and so on.
-- A relay that somebody could not fetch from is passed over from then on, until it asks again itself. So a receiver that
-  reports truly or wrongly costs its site at most one more copy, and nobody waits for a relay that is gone.
+  of those that no receiver has reported. It serves the next FANOUT, each of those the next FANOUT, and so on.
+- A relay that a receiver could not fetch from is passed over from then on, until it asks again itself. So a report,
+  true or wrong, costs its site at most one more copy, and no receiver waits for a relay that is gone.
 - At most MAX_CONTENTS contents are remembered, the least recently asked for go first, with MAX_RELAYS relays each.
 
 Pure bookkeeping: no clock, no socket.
@@ -39,7 +39,7 @@ class SiteRelays:
         """Addresses of relays for a receiver, best first; none: it fetches from the origin.
 
         Args:
-            site: The receiver's; nobody relays where it is empty.
+            site: The receiver's; there are no relays where it is empty.
             content_id: What it is about to fetch.
             receiver_id: Who asks.
             relay_url: Where it will serve this content itself; empty if it will not.
@@ -52,7 +52,7 @@ class SiteRelays:
             del relays[relay_id]
         if relay_url and (receiver_id in relays or len(relays) < MAX_RELAYS):
             relays[receiver_id] = relay_url
-        # Who asks is served by one that asked before it: nobody waits in a circle.
+        # A receiver is served by one that asked before it, so none waits in a circle.
         order = list(relays)
         place = order.index(receiver_id) if receiver_id in relays else len(order)
         return [relays[order[(place - 1) // FANOUT]]] if place else []

@@ -1,6 +1,6 @@
-"""What receivers cannot fetch weights from, and why, as they tell it; for whoever asks the trainer how it goes.
+"""The sources that receivers could not fetch weights from, and why; shown in the trainer's status.
 
-At most MAX_FAILURES are kept, each for FORGET_S after it was last told: a receiver repeats itself while it lasts.
+At most MAX_FAILURES are kept, each for FORGET_S after it was last reported: a receiver repeats itself while it lasts.
 """
 
 from __future__ import annotations

@@ -216,7 +216,7 @@ class WeightStoreService(weights_pb2_grpc.WeightStoreServiceServicer):
         self, store: WeightStore, *, broadcasts: Broadcasts | None = None, own_addresses: OwnAddresses | None = None
     ) -> None:
         self.stopping = asyncio.Event()
-        """Set when the server drains; whoever builds the server puts its own event here."""
+        """Set when the server drains; replaced by the event of the server that is built."""
         self.failures = SourceFailures()
         """What receivers cannot fetch from."""
         self._store = store
@@ -298,7 +298,7 @@ class WeightStoreService(weights_pb2_grpc.WeightStoreServiceServicer):
         """Check and record what a receiver holds."""
         _check_receiver(request.receiver_id)
         if request.relay_url:
-            # Nobody is told it; relays are found by FindSources.
+            # Not sent to receivers; relays are found by FindSources.
             check_url("relay_url", request.relay_url)
         holding = Holding(
             policy_version=request.policy_version,

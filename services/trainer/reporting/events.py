@@ -1,4 +1,4 @@
-"""What happened in a run, in order: kept in memory, replayed to whoever asks, then followed live.
+"""What happened in a run, in order: kept in memory, replayed to each reader, then followed live.
 
 Promises:
 

@@ -8,7 +8,7 @@ Over the training phase (evaluation at start and end excluded):
     generator_idle_ratio = 1 - time in which at least one generator was decoding / length of the phase
 
 The trainer's spans are those of its compute thread. Generators' spans come by way of the broker, which moves them to
-the run's clock by their age; whoever adds them knows how far that is ahead of the trainer's. What a message takes on
+the run's clock by their age; the caller knows how far that is ahead of the trainer's. What a message takes on
 its way blurs them, clocks that differ or are set do not. Pure: takes no clock, times are of the trainer's monotonic.
 """
 
@@ -80,9 +80,9 @@ class OverlapMeter:
         self._trainer.append((start_s, end_s))
 
     def add_generator_spans(self, generator_id: str, spans: Iterable[Span], *, ahead_s: float = 0.0) -> None:
-        """A generator decoded; what was told before is recognised and not added twice.
+        """A generator decoded; what was reported before is recognised and not added twice.
 
-        The clock of the spans is ahead of the trainer's by so many seconds.
+        The clock of the spans is `ahead_s` seconds ahead of the trainer's.
         """
         last_end = self._last_ends.get(generator_id, 0.0)
         for start_s, end_s in sorted(spans):
@@ -92,7 +92,7 @@ class OverlapMeter:
         self._last_ends[generator_id] = last_end
 
     def totals(self, now_s: float) -> OverlapTotals:
-        """Everything up to `now_s`, with what was told so far."""
+        """Everything up to `now_s`, with what was reported so far."""
         return self._added_up(now_s)
 
     def settle(self, now_s: float) -> None:

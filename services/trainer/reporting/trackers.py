@@ -61,7 +61,7 @@ class TensorBoard:
 class WeightsAndBiases:
     """A run of the same id at W&B, or, offline, in a folder that `wandb sync` uploads.
 
-    A resumed run goes on in the same one; W&B keeps what it has of steps that are trained anew.
+    A resumed run goes on in the same one; W&B keeps what it has of steps that are trained again.
     """
 
     def __init__(self, directory: Path, *, run_id: str, is_offline: bool, document: Mapping[str, Any]) -> None:
@@ -122,10 +122,10 @@ def open_trackers(
 ) -> Trackers:
     """Begin all of `names` for a run that stands at `policy_version`; blocks for seconds where one is online.
 
-    None is shown any credential of Penstock's. With `allows_plain` one may be told its own key in plain text.
+    None is shown any credential of Penstock's. With `allows_plain` one may be sent its own key in plain text.
 
     Raises:
-        ConfigError: One is not installed, could not begin, or would be told its key in plain text.
+        ConfigError: One is not installed, could not begin, or would be sent its key in plain text.
     """
     if "wandb" in names and not allows_plain:
         _check_address(_WANDB_ADDRESS)

@@ -41,8 +41,8 @@ class RunSpec:
     run_dir: Path
     resume: bool
     resumes: broker_pb2.RunOwner | None = None
-    """Where the trainer resumes by itself, the last owner it knows of: it takes the run over only if nobody else has
-    since. None when somebody asked for the run."""
+    """Where the trainer resumes by itself, the last owner it knows of: it takes the run over only if no other trainer
+    has since. None when the run was asked for."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,7 +53,7 @@ class RunContext:
     client: BrokerClient
     progress: Progress
     version_lock: asyncio.Lock
-    """Held by whoever changes or states the run's version at the broker: stating an old one would rewind the run."""
+    """Held while the run's version is changed or stated at the broker: stating an old one would rewind the run."""
     clock: Clock
     owner: broker_pb2.RunOwner = field(default_factory=broker_pb2.RunOwner)
     """In whose name this trainer calls the broker; its epoch is 0 until it has taken the run over."""
@@ -71,7 +71,7 @@ class RunContext:
         return self.spec.run_id
 
     async def take_over(self) -> broker_pb2.OpenRunResponse:
-        """Create the run or become its trainer: whoever trained it before is fenced from now on.
+        """Create the run or become its trainer: its previous trainer is fenced from now on.
 
         The client's calls say from now on in whose name they are made. Call with `version_lock` held. Raises what
         `BrokerClient.open_run` does, and OSError.

@@ -55,8 +55,8 @@ LEAST_SILENCE_S = 1800.0
 """Without any new group for this long, or longer where completions are (`penstock.stall_limits`), the run fails."""
 POLL_S = 0.5
 RESTATE_S = 15.0
-"""Without a group for so long the broker is told the last steps again: one whose Redis lost some holds back generators
-that are ahead of it, and no group would ever come that could show the loss."""
+"""Without a group for this long the broker is sent the last steps again: one whose Redis lost some holds back
+generators that are ahead of it, and no group would ever come that could show the loss."""
 
 _log = structlog.get_logger()
 Groups = dict[str, list[TrainingSample]]
@@ -246,7 +246,7 @@ class StepLoop:
         except (VersionConflictError, LeaseLostError, UnknownSampleError) as error:
             # A broker whose Redis lost its last moment is behind, by a version or only by the delivery of these groups;
             # the step log, this step included, brings it up.
-            _log.warning("the broker has another picture and is told the last steps", error=str(error))
+            _log.warning("the broker is behind and is sent the last steps again", error=str(error))
             await self._context.open_run(version)
         self._context.progress.acked_version = version
         self.session.release(group_ids)

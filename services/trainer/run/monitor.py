@@ -15,7 +15,7 @@ from services.trainer.run.prompt_feeder import PromptFeeder
 
 POLL_S = 1.0
 LOOK_BACK_S = 10.0
-"""Spans are asked for again for this long: a generator's beat may bring them late, and the meter knows them by then."""
+"""Spans are asked for again for this long: a heartbeat may bring them late, and the meter recognises them."""
 
 _log = structlog.get_logger()
 

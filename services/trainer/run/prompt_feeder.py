@@ -74,7 +74,7 @@ class PromptFeeder:
         self._is_drop_news = asyncio.Event()
 
     def note_dropped_samples(self, num_samples: int) -> None:
-        """The broker's books show so many dropped samples in all; new ones may call for replacement groups."""
+        """The broker's counters show `num_samples` dropped samples in all; new ones may call for replacement groups."""
         if num_samples > self._num_dropped_samples:
             self._num_dropped_samples = num_samples
             self._is_drop_news.set()

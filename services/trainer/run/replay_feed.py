@@ -3,7 +3,7 @@
 Promises:
 - After a restart the buffer holds again what the broker retains: nothing of it is the trainer's own.
 - A step draws when everything it may draw from has come, so that a step taken again draws the same.
-- A group that cannot be read is left out and told of; a feed that fell behind goes on with what is still retained.
+- A group that cannot be read is left out and logged; a feed that fell behind goes on with what is still retained.
 - Replaying changes no book: a replayed group was trained and acknowledged once, and is neither leased nor
   acknowledged again.
 """

@@ -247,7 +247,7 @@ class TrainingRun:
         )
 
     async def _name_run(self, known: RunInstance | None) -> None:
-        """Settle which run this is, in its folder first: the broker is told only what will be found again."""
+        """Settle which run this is, in its folder first: the broker learns only what will be found again."""
         progress = self._progress
         if known is not None and known.instance_id == progress.instance_id:
             progress.epoch = max(progress.epoch, known.epoch)

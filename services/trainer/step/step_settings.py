@@ -26,7 +26,7 @@ class StepSettings:
     max_new_tokens: int = 1
     """Most completion tokens that sampling allows; read where `overlong_buffer_tokens` is set."""
     overlong_buffer_tokens: int = 0
-    """The reward falls over the last so many of them; 0 punishes no length."""
+    """The reward falls over this many of the last ones; 0 punishes no length."""
     num_minibatches: int = 1
     """Optimiser steps of a batch, each on whole groups of its own."""
     needs_proximal: bool = False
