@@ -17,11 +17,11 @@ class LengthsConfig(StrictModel):
     """Forecasts of completion lengths; see docs/lengths.md."""
 
     model_path: Path | None = None
-    """Folder of a small Hugging Face model that is fine-tuned to forecast; ridge regression alone when null."""
+    """Folder of a small Hugging Face model to fine-tune for forecasts; null uses ridge regression alone."""
     pairs_file: Path | None = None
-    """JSON lines of prompts and lengths that a new run begins with, a recording of an earlier run for example."""
+    """JSON lines of prompts and lengths that a new run starts from, for example a recording of an earlier run."""
     state_dir: Path | None = None
-    """Where what was learned is kept over restarts; nowhere when null."""
+    """Folder that keeps what was learned across restarts; null keeps nothing."""
 
     @model_validator(mode="after")
     def _models_have_a_place(self) -> Self:
@@ -31,13 +31,13 @@ class LengthsConfig(StrictModel):
 
 
 class SchedulerConfig(MeasuredConfig):
-    """Where it listens."""
+    """The address it listens on."""
 
     listen: str = "127.0.0.1:7306"
     """Address, host:port."""
     heartbeat_interval_s: float = Field(default=5.0, gt=0, le=300)
-    """How often machines report; three missed reports make a machine count as gone."""
+    """How often machines report; a machine that misses three reports counts as gone."""
     cost_model: CostModelName = "rm1"
-    """What plans are made with, as of `penstock plan --cost-model`."""
+    """Cost model of the plans, as in `penstock plan --cost-model`."""
     lengths: LengthsConfig = LengthsConfig()
     """Forecasts of completion lengths."""

@@ -1,4 +1,4 @@
-"""What a plan would achieve.
+"""Computes what a plan would achieve.
 
 Pure functions of a problem and a plan; nothing is searched here.
 """

@@ -1,8 +1,8 @@
-"""The calibrated cost model: RM-1's equations with terms it leaves out, and constants fitted to published measurements.
+"""The calibrated cost model: RM-1's equations with the terms it omits, and constants fitted to published measurements.
 
 Added: attention runs slower than matrix products, each layer, each sequence and each all-reduce of a decode step costs
-something whatever the GPU, and each sample costs the trainer time that more GPUs do not shorten.
-`penstock bench scheduler.calibration --fit` fits the constants again and prints the error on every row.
+a fixed time on any GPU, and each sample costs the trainer time that more GPUs do not shorten. `penstock bench
+scheduler.calibration --fit` refits the constants and prints the error on every row.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ BENCHMARK_MFU: Mapping[str, float] = {
 }
 """Matrix products in pretraining, share of the peak. H100 and A100: means over llm-foundry's models of 1B to 70B with
 attention taken out; H800 as H100 (AReaL's trainer: 0.39 to 0.46); H20 from AReaL-Hex's costs, 0.11 of an H800's rate;
-the rest is RM-1's assumption, as much higher as the H100's is."""
+the rest is RM-1's assumption, scaled up as the H100's is."""
 TRAINER_DUTY = 0.82
-"""Share of that which RL trainers reach: uneven lengths, small batches, waits."""
+"""Share of that efficiency that RL trainers reach, given uneven lengths, small batches and waits."""
 SAMPLE_OVERHEAD_S = 0.0074
-"""Time of the trainer for each sample beside the GPUs' work, whatever their number: 61 s for 8,192 samples (verl, whose
-step times on 16, 32 and 64 GPUs fit a / n + b)."""
+"""Trainer time per sample beside the GPUs' work, independent of their number: 61 s for 8,192 samples (verl, whose step
+times on 16, 32 and 64 GPUs fit a / n + b)."""
 DECODING: Mapping[str, float] = {
     "eta_bw": 0.82,
     "step_overhead_s": 0.0024,
@@ -44,15 +44,15 @@ DECODING: Mapping[str, float] = {
     "sequence_overhead_s": 22e-6,
 }
 ALLREDUCE_OVERHEAD_S = 54e-6
-"""Of each all-reduce of a decode step, whatever the GPUs: StreamRL's 32B and 72B on 40 and 80 H800."""
+"""Fixed time of each all-reduce in a decode step, on any GPU: StreamRL's 32B and 72B on 40 and 80 H800."""
 ATTENTION_EFFICIENCY = 0.29
 
 
 def calibrated(problem: Problem) -> Problem:
     """The problem with the fitted constants in place of its own.
 
-    Memory, batch limits and what an update costs stay as the problem has them: they say how a run is set up. Measured
-    rates go on replacing what is computed.
+    Memory, batch limits and the cost of an update keep the problem's values: they describe how a run is set up.
+    Measured rates still replace computed ones.
     """
     workload = problem.workload
     fitted: dict[str, Any] = {
@@ -66,13 +66,13 @@ def calibrated(problem: Problem) -> Problem:
 
 
 def trainer_mfu(benchmark: Mapping[str, float], duty: float) -> dict[str, dict[str, float]]:
-    """Both efficiencies of a trainer that reaches this share of a pretraining benchmark."""
+    """Both training efficiencies of a trainer that reaches this share of a pretraining benchmark."""
     shares = {gpu: share * duty for gpu, share in benchmark.items()}
     return {"mfu_train": shares, "mfu_infer": shares}
 
 
 def with_constants(problem: Problem, cost_model: str) -> Problem:
-    """The problem with the constants of a cost model, one of COST_MODELS."""
+    """The problem with the constants of the named cost model, one of COST_MODELS."""
     return calibrated(problem) if cost_model == CALIBRATED else problem
 
 

@@ -1,4 +1,4 @@
-"""What one sample asks of the machines: bytes read, operations, memory. Fixed by model and workload, whatever the plan.
+"""Computes a sample's cost in bytes read, operations and memory, from model and workload alone, whatever the plan.
 
 Source: RM-1 and the conservation laws under its bounds; docs/planning.md gives the formulas.
 """
@@ -13,44 +13,44 @@ from services.scheduler.problem.problem import Problem
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """Work on a sample that is not generation."""
+    """Work on a sample other than generation."""
 
     name: str
     kind: Literal["train", "infer"]
     flops: float
-    """Per sample, as matrix products that take as long."""
+    """FLOPs per sample, as matrix products that take equally long."""
 
 
 @dataclass(frozen=True, slots=True)
 class Demand:
-    """Expectations over prompt and completion lengths, per sample where nothing else is said."""
+    """Expectations over prompt and completion lengths, per sample unless stated otherwise."""
 
     samples_per_step: float
     weight_bytes: float
-    """Of one copy of the weights."""
+    """Bytes of one copy of the weights."""
     completion_tokens: float
     trained_tokens: float
-    """Prompt and completion."""
+    """Tokens of prompt and completion."""
     longest_completion_tokens: float
     kv_bytes_per_token: float
     kv_read_bytes: float
     """Keys and values read, summed over the decode steps of a sample."""
     kv_resident_bytes: float
-    """Keys and values held, summed over the decode steps of a sample; a shared prompt counts once a group."""
+    """Keys and values kept, summed over the decode steps of a sample; a shared prompt counts once per group."""
     flops_per_token: float
-    """Of a forward pass, without attention over the context."""
+    """FLOPs of a forward pass, without attention over the context."""
     flops_per_kv_byte: float
-    """Of attention, per byte of keys and values read."""
+    """FLOPs of attention, per byte of keys and values read."""
     prefill_flops: float
     tasks: tuple[Task, ...]
     gradient_bytes: float
-    """What a step's all-reduce sums up."""
+    """Bytes that a step's all-reduce sums."""
     training_state_bytes: float
-    """Weights, gradients and optimiser state of everything that the training pool holds."""
+    """Weights, gradients and optimiser state of everything that the training pool stores."""
 
 
 def demand_of(problem: Problem) -> Demand:
-    """What the problem's model and workload ask for."""
+    """The demand of the problem's model and workload."""
     model, workload, constants = problem.model, problem.workload, problem.cost_model
     mean, mean_square = workload.output_len.moments()
     prompt = workload.prompt_len

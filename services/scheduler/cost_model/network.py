@@ -1,4 +1,4 @@
-"""Links between regions."""
+"""Computes transfer times over the links between regions."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from services.scheduler.problem.problem import Link
 
 
 class Network:
-    """Bandwidth and latency between regions, the same in both directions; nothing where there is no link."""
+    """Bandwidth and latency between regions, the same in both directions; unlinked pairs are missing."""
 
     def __init__(self, links: Iterable[Link]) -> None:
         self._links: dict[frozenset[str], tuple[float, float]] = {
@@ -16,11 +16,11 @@ class Network:
         }
 
     def bytes_per_second(self, one: str, other: str) -> float:
-        """Each way; 0 when they are not connected."""
+        """Bandwidth in each direction; 0 if they are not connected."""
         return self._links.get(frozenset((one, other)), (0.0, 0.0))[0]
 
     def transfer_s(self, sources: Iterable[str], target: str, num_bytes: float) -> float | None:
-        """Seconds to bring bytes to a region from the source with the fastest link; None when there is none."""
+        """Seconds to copy bytes to a region from the source with the fastest link; None if no source is linked."""
         bytes_per_second, latency_s = max(
             (self._links.get(frozenset((source, target)), (0.0, 0.0)) for source in sources), default=(0.0, 0.0)
         )

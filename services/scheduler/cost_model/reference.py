@@ -1,9 +1,9 @@
 """RM-1, the reference cost model: what a plan achieves in steady state, samples per second.
 
-Throughput is the smaller of what the generators make and what the trainers take. What generators make falls with the
-throughput itself: each step's weight update pauses every replica, and a replica behind a slow link holds weights that
-are behind by the steps that pass while they travel. So it is the fixed point of a falling function, found by bisection.
-Staleness bounds the samples under way, and thereby the batches. Source: RM-1; docs/planning.md gives the formulas.
+Throughput is the smaller of the generators' and the trainers' rates. The generators' rate falls with the throughput
+itself: each step's weight update pauses every replica, and a replica behind a slow link holds weights that lag by the
+steps that pass during the transfer. So it is the fixed point of a decreasing function, found by bisection. Staleness
+bounds the samples under way, and so the batches. Source: RM-1; docs/planning.md gives the formulas.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ RM1 = "rm1"
 _BISECTIONS = 60
 _TAIL_SHRINKS_BY = 0.9
 _SMALLEST_BATCH_SHARE = 0.02
-"""Where the longest sample limits, smaller batches are tried in these steps, down to this share of the largest."""
+"""If the longest sample limits a plan, smaller batches are tried in these steps, down to this share of the largest."""
 
 
 class Limit(StrEnum):
-    """What bounds a plan's throughput."""
+    """The limit of a plan's throughput."""
 
     GENERATION = "generation"
     TRAINING = "training"
@@ -38,22 +38,22 @@ class Limit(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Generation:
-    """Equal replicas of one machine at work."""
+    """Equal replicas of one active machine."""
 
     replicas: Replicas
     state: ReplicaState | None
-    """One replica; None when the staleness bound leaves it not one sequence."""
+    """One replica; None if the staleness bound leaves it less than one sequence."""
     duty: float
     """Share of its samples that are fresh enough to be trained on, 0 to 1."""
 
     @property
     def samples_per_second(self) -> float:
-        """What all of them make between weight updates, fresh or not."""
+        """Samples per second that all of them make between weight updates, fresh or not."""
         return self.replicas.count * self.state.samples_per_second if self.state is not None else 0.0
 
     @property
     def fresh_samples_per_second(self) -> float:
-        """The part of it that is fresh enough to be trained on."""
+        """The part of that rate that is fresh enough to be trained on."""
         return self.samples_per_second * self.duty
 
 
@@ -68,7 +68,7 @@ class Score:
 
     @property
     def generated_samples_per_second(self) -> float:
-        """Fresh samples that all generators make between weight updates."""
+        """Fresh samples per second of all generators between weight updates."""
         return sum(each.fresh_samples_per_second for each in self.generation)
 
 
@@ -81,11 +81,11 @@ class Infeasible:
 
 
 class CostModel:
-    """The cost model of one problem. Keeps what it computed of replicas, so score many plans with one.
+    """The cost model of one problem. Caches its results per replica, so score many plans with one model.
 
     Args:
-        problem: With the constants to use.
-        name: Of the constants in the problem, one of COST_MODELS; reports show it.
+        problem: Problem with the constants to use.
+        name: Name that answers report; pass another one for a problem with other constants.
     """
 
     def __init__(self, problem: Problem, *, name: str = RM1) -> None:
@@ -98,11 +98,11 @@ class CostModel:
         self.degrees = {node.name: tensor_parallel_degrees(problem, self.demand, node) for node in problem.nodes}
         """Tensor-parallel degrees that fit, by node entry."""
         self.usable_bytes = {node.name: usable_bytes(problem, node) for node in problem.nodes}
-        """Of each GPU, by node entry."""
+        """Usable memory of each GPU, by node entry."""
         self.gpu_training_rate = {
             node.name: gpu_samples_per_second(problem, self.demand, node) for node in problem.nodes
         }
-        """Samples per second of one GPU that trains, by node entry."""
+        """Samples per second of one training GPU, by node entry."""
         self._models = {
             (node.name, tp): ReplicaModel(problem, self.demand, node, tp)
             for node in problem.nodes
@@ -111,11 +111,11 @@ class CostModel:
         self._states: dict[tuple[str, int, int], ReplicaState | None] = {}
 
     def over(self, problem: Problem) -> CostModel:
-        """The same for another problem."""
+        """The same cost model for another problem."""
         return CostModel(problem, name=self.name)
 
     def replica(self, node: NodeClass, tp: int, batch_share: float = 1.0) -> ReplicaState | None:
-        """A replica at this share of its largest batch; None when not one sequence is left. `tp` is one that fits."""
+        """A replica at this share of its largest batch; None if less than one sequence is left. `tp` must fit."""
         model = self._models[node.name, tp]
         key = (node.name, tp, model.batch(batch_share))
         if key not in self._states:
@@ -123,7 +123,7 @@ class CostModel:
         return self._states[key]
 
     def largest_batch(self, node: NodeClass, tp: int) -> float:
-        """Sequences that a replica could decode at once, not rounded."""
+        """Sequences that a replica could decode concurrently, not rounded."""
         return self._models[node.name, tp].max_batch
 
     def score(self, plan: PlanDocument) -> Score | Infeasible:
@@ -169,29 +169,29 @@ class CostModel:
 
 
 _States = list[ReplicaState | None]
-"""Of each kind of replica; None where the batch leaves it not one sequence."""
+"""State of each kind of replica; None if the batch leaves it less than one sequence."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Kind:
-    """Replicas of one degree on machines of one entry."""
+    """Replicas of one degree on the machines of one entry."""
 
     node: NodeClass
     tp: int
     count: int
     transfer_s: float | None
-    """How long new weights travel to them; None where they cannot."""
+    """Transfer time of new weights to them; None if they are unreachable."""
 
 
 class _Scoring:
-    """One plan's fixed point."""
+    """Computes one plan's fixed point."""
 
     def __init__(self, model: CostModel, plan: PlanDocument, homes: frozenset[str], step: TrainingStep) -> None:
         demand = model.demand
         self._model, self._plan, self._step = model, plan, step
         self._samples_per_step = demand.samples_per_step
         self._versions = model.problem.workload.staleness + 1.0
-        """Policy versions within which a sample is of use."""
+        """Policy versions within which a sample is usable."""
         # Machines of an entry are alike, and so are their replicas of one degree: they are computed together.
         counts: dict[tuple[str, int], int] = {}
         for replicas in plan.gen:
@@ -205,16 +205,16 @@ class _Scoring:
         self._batches = [
             (kind.count, model.largest_batch(kind.node, kind.tp)) for kind in self._kinds if kind.transfer_s is not None
         ]
-        """Of those that weights reach: replicas, and the largest batch of one."""
+        """Number of replicas that weights reach, and the largest batch of one."""
 
     def _transfer_s(self, node: NodeClass, homes: frozenset[str]) -> float | None:
-        """How long new weights travel to a machine; None where they cannot."""
+        """Transfer time of new weights to a machine; None if it is unreachable."""
         if node.region in homes:
             return 0.0
         return self._model.network.transfer_s(sorted(homes), node.region, self._model.demand.weight_bytes)
 
     def best(self) -> Score:
-        """The best over the batch sizes worth trying: smaller ones than allowed help only against the tail."""
+        """The best over the batch sizes worth trying: batches below the limit help only against the tail."""
         most = self._versions * self._samples_per_step
         share = 1.0
         if self._samples_under_way(share) > most:
@@ -237,13 +237,13 @@ class _Scoring:
             throughput = upper
             limit = Limit.TRAINING if upper == trained else Limit.TAIL if upper == ceiling else Limit.GENERATION
         else:
-            # Only weights that travel make less be generated when more is trained.
+            # Only the transfer of weights makes generation fall as training speeds up.
             throughput = _largest(lambda candidate: self._generated(states, candidate) >= candidate, upper=upper)
             limit = Limit.GENERATION
         return Score(throughput, limit, self._step, self._generation(states, throughput))
 
     def _generation(self, states: _States, throughput: float) -> tuple[Generation, ...]:
-        """What each machine's replicas do, in the order of the plan."""
+        """The generation of each machine's replicas, in the order of the plan."""
         found = {
             (kind.node.name, kind.tp): (state, self._duty(kind.transfer_s, throughput))
             for kind, state in zip(self._kinds, states, strict=True)
@@ -258,7 +258,7 @@ class _Scoring:
         return sum(count * math.floor(largest * share) for count, largest in self._batches)
 
     def _generated(self, states: _States, throughput: float) -> float:
-        """Fresh samples per second that the replicas make when training goes on at `throughput`."""
+        """Fresh samples per second that the replicas make while training runs at `throughput`."""
         made, paused = 0.0, 0.0
         for kind, state in zip(self._kinds, states, strict=True):
             if state is not None:
@@ -274,7 +274,7 @@ class _Scoring:
         return max(0.0, min(1.0, (self._versions - lag_versions) / max(1.0, lag_versions)))
 
     def _tail(self, states: _States) -> float:
-        """Throughput at which the longest sample, on the fastest replica, is just fresh enough."""
+        """Throughput at which the longest sample, on the fastest replica, is only just fresh enough."""
         steps_s = [state.step_s for state in states if state is not None]
         if not self._model.problem.constraints.tail_blocking or not steps_s:
             return math.inf
@@ -283,7 +283,7 @@ class _Scoring:
 
 
 def _largest(holds: Callable[[float], bool], *, upper: float) -> float:
-    """Largest number below `upper` up to which something holds that holds at 0 and, once false, stays false."""
+    """Largest number up to `upper` at which a predicate holds that is true at 0 and, once false, stays false."""
     lower = 0.0
     for _ in range(_BISECTIONS):
         middle = 0.5 * (lower + upper)

@@ -1,7 +1,7 @@
-"""One generation replica in steady state: how many sequences it decodes at once, and how fast.
+"""Computes the steady state of one generation replica: its concurrent sequences and its speed.
 
-A decode step reads the weights and the cache of the whole batch, or computes, whichever takes longer; then come a fixed
-overhead and, with tensor parallelism, two all-reduces a layer. Source: RM-1, "Decode" and "Replica rate".
+A decode step reads the weights and the cache of the whole batch, or computes, whichever takes longer, plus a fixed
+overhead and, with tensor parallelism, two all-reduces per layer. Source: RM-1, "Decode" and "Replica rate".
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from services.scheduler.problem.problem import NodeClass, Problem
 
 MAX_TENSOR_PARALLEL = 16
 _WEIGHTS_HEADROOM = 1.02
-"""Below 2 % of room beside the weights there is no cache worth the name."""
+"""With less than 2 % of headroom beside the weights there is no useful cache."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,13 +22,13 @@ class ReplicaState:
     """A replica at a batch size."""
 
     batch: int
-    """Sequences decoded at once."""
+    """Sequences decoded concurrently."""
     step_s: float
-    """Of one decode step, a token for each sequence."""
+    """Seconds of one decode step, which adds a token to each sequence."""
     samples_per_second: float
-    """While it is not paused."""
+    """Rate while it is not paused."""
     pause_s: float
-    """How long a weight update stops it."""
+    """Seconds for which a weight update pauses it."""
 
 
 class ReplicaModel:
@@ -41,7 +41,7 @@ class ReplicaModel:
         self._read_bytes_per_second = tp * gpu.hbm_GBps * 1e9 * constants.eta_bw
         self._decode_flops_per_second = peak * constants.eta_fl
         self._prefill_flops_per_second = peak * constants.eta_prefill
-        # More GPUs than KV heads hold copies of some.
+        # With more GPUs than KV heads, some heads are duplicated.
         self._kv_copies = max(1.0, tp / model.kv_heads)
         self._step_overhead_s = constants.step_overhead_s + model.layers * constants.layer_overhead_s
         self._overhead_s_per_sequence = constants.sequence_overhead_s
@@ -62,20 +62,20 @@ class ReplicaModel:
         free_bytes = tp * usable_bytes(problem, node) - demand.weight_bytes
         resident_bytes = self._kv_copies * demand.kv_resident_bytes / demand.completion_tokens
         self.max_batch = min(free_bytes / resident_bytes, float(constants.max_num_seqs))
-        """Sequences that fit, not rounded."""
+        """Sequences that fit in memory, not rounded."""
 
     @property
     def prefill_s(self) -> float:
-        """Of one sample, where nothing else is done; a prompt that a group shares counts once."""
+        """Prefill time of one sample, with nothing else running; a prompt that a group shares counts once."""
         return self._demand.prefill_flops / self._prefill_flops_per_second
 
     @property
     def prefill_token_s(self) -> float:
-        """Of each token of context that is computed again."""
+        """Prefill time per context token that is recomputed."""
         return self._demand.flops_per_token / self._prefill_flops_per_second
 
     def step_s(self, batch: float) -> float:
-        """One decode step of a batch with the mean context."""
+        """Time of one decode step of this many sequences with the mean context."""
         demand = self._demand
         read_per_sequence = demand.kv_read_bytes / demand.completion_tokens
         read_s = (demand.weight_bytes + self._kv_copies * batch * read_per_sequence) / self._read_bytes_per_second
@@ -84,21 +84,21 @@ class ReplicaModel:
         return max(read_s, compute_s) + self._step_overhead_s + batch * self._overhead_s_per_sequence
 
     def samples_per_second(self, batch: float) -> float:
-        """Of a batch, while it is not paused."""
+        """Rate with this many sequences, while it is not paused."""
         if self._measured_samples_per_second is not None:
             return self._measured_samples_per_second * batch / math.floor(self.max_batch)
         return 1 / (self._demand.completion_tokens * self.step_s(batch) / batch + self.prefill_s)
 
     def token_s(self, batch: float) -> float:
-        """From one token of a sequence to its next, with the prefill of others in between."""
+        """Time from one token of a sequence to its next, with the prefill of others in between."""
         return batch / (self._demand.completion_tokens * self.samples_per_second(batch))
 
     def batch(self, share: float = 1.0) -> int:
-        """Sequences decoded at once at this share of its largest batch."""
+        """Sequences decoded concurrently at this share of its largest batch."""
         return math.floor(self.max_batch * share)
 
     def at(self, batch: int) -> ReplicaState | None:
-        """The replica with this many sequences; None when that is less than one."""
+        """The replica with this many sequences; None below one."""
         if batch < 1:
             return None
         demand = self._demand
@@ -110,13 +110,13 @@ class ReplicaModel:
 
 
 def usable_bytes(problem: Problem, node: NodeClass) -> float:
-    """Memory of one GPU that weights, cache and training state may take."""
+    """Memory of one GPU available to weights, cache and training state."""
     constants = problem.cost_model
     return (problem.gpu_types[node.gpu].hbm_GB * constants.mem_util - constants.reserve_GB) * 1e9
 
 
 def tensor_parallel_degrees(problem: Problem, demand: Demand, node: NodeClass) -> tuple[int, ...]:
-    """Degrees that replicas can have: powers of two that divide the machine and the query heads and hold the model."""
+    """Possible degrees of replicas: powers of two that divide the machine and the query heads and fit the model."""
     most = min(node.gpus, problem.constraints.max_tp, MAX_TENSOR_PARALLEL)
     return tuple(
         tp

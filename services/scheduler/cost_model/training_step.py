@@ -1,4 +1,4 @@
-"""A step of the training pool: everything that is not generation, shared out in proportion to speed.
+"""Computes a step of the training pool: everything but generation, divided in proportion to speed.
 
 Source: RM-1, "Other tasks" and "Training step".
 """
@@ -15,7 +15,7 @@ from services.scheduler.cost_model.network import Network
 from services.scheduler.problem.problem import NodeClass, Problem
 
 Pool = Sequence[tuple[NodeClass, int]]
-"""Machines of the pool, each with how many of its GPUs are in it."""
+"""Machines of the pool, each with the number of its GPUs that are in it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,19 +24,19 @@ class TrainingStep:
 
     compute_s: float
     allreduce_s: float
-    """All of it, hidden or not; infinite when regions of the pool are not connected."""
+    """Whole all-reduce, hidden or not; infinite if regions of the pool are not connected."""
     exposed_allreduce_s: float
-    """What computation does not hide."""
+    """The part that computation does not hide."""
     overhead_s: float
 
     @property
     def step_s(self) -> float:
-        """The whole step."""
+        """Time of the whole step."""
         return self.compute_s + self.exposed_allreduce_s + self.overhead_s
 
 
 def gpu_samples_per_second(problem: Problem, demand: Demand, node: NodeClass) -> float:
-    """What one GPU gets through when it does every task that is not generation."""
+    """Rate of one GPU that does every task other than generation."""
     for rate in problem.measured_rates:
         if rate.role == "trainer" and rate.gpu == node.gpu:
             return rate.tokens_per_second / demand.trained_tokens
@@ -59,7 +59,7 @@ def training_step(problem: Problem, demand: Demand, network: Network, pool: Pool
 
 
 def _allreduce_s(problem: Problem, demand: Demand, network: Network, pool: Pool) -> float:
-    """A ring over the GPUs of one machine, over the NICs of several, over the slowest link of several regions."""
+    """A ring over the GPUs of one machine, over the NICs of several, or over the slowest link of several regions."""
     if len(pool) == 1:
         node, gpus = pool[0]
         members, bytes_per_second = gpus, problem.gpu_types[node.gpu].ar_bus_GBps * 1e9

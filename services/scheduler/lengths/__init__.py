@@ -1,4 +1,4 @@
-"""Forecasts of completion lengths: what was seen, the models fitted to it, and how good their forecasts are.
+"""Forecasts completion lengths: keeps observed lengths, fits models to them and measures how good the forecasts are.
 
-Knows nothing of plans. torch is imported only in the child process `transformer_worker`.
+Independent of plans. torch is imported only in the child process `transformer_worker`.
 """

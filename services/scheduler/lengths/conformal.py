@@ -1,8 +1,8 @@
-"""How wrong forecasts of log lengths are, and what that makes of a forecast in tokens. Pure.
+"""Measures errors of forecast log lengths and turns a forecast into tokens. Pure.
 
-A sample's log length is taken as the model's forecast plus the prompt's own deviation (variance `between`) plus the
-sample's (variance `within`). Own lengths of a prompt correct the first by Bayes' rule for normal variables. The shape
-of the sum is not taken to be normal: its quantiles are those seen on prompts that the model was not fitted to (split
+A sample's log length is modelled as the model's forecast plus the prompt's own deviation (variance `between`) plus the
+sample's (variance `within`). The prompt's own lengths correct the former deviation by Bayes' rule for normal variables.
+The sum is not assumed to be normal: its quantiles are those observed on prompts that the model was not fitted to (split
 conformal prediction, Lei et al. 2018), and the mean in tokens is smeared over them (Duan 1983).
 """
 
@@ -21,7 +21,7 @@ from services.scheduler.lengths.quality import INTERVAL_SHARE
 NUM_QUANTILES = 64
 _MIN_WITHIN = 1e-3
 _MAX_LOG = 17.0
-"""Longer than 2^24 tokens is believed of nobody."""
+"""No forecast is longer than 2^24 tokens."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,7 +36,7 @@ class TokenForecast:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Spread:
-    """Errors of some forecasts."""
+    """Errors of a set of forecasts."""
 
     residuals: Floats
     """Log length of each sample less its forecast."""
@@ -48,7 +48,7 @@ class Spread:
 
     @classmethod
     def of(cls, pairs: Sequence[PromptLengths], logs: Floats) -> Spread:
-        """The errors of these forecasts, one a prompt; at least one prompt."""
+        """The errors of these forecasts, one per prompt; needs at least one prompt."""
         sizes = np.array([len(pair.logs) for pair in pairs])
         means = np.array([np.mean(pair.logs) for pair in pairs])
         sums = float(sum(len(pair.logs) * np.var(pair.logs) for pair in pairs))
@@ -59,7 +59,7 @@ class Spread:
         return cls(residuals=residuals, between=between, within=within, num_prompts=len(pairs))
 
     def joined(self, other: Spread) -> Spread:
-        """Both together."""
+        """The spread of both sets together."""
         share = self.num_prompts / (self.num_prompts + other.num_prompts)
         return Spread(
             residuals=np.concatenate([self.residuals, other.residuals]),
@@ -69,7 +69,7 @@ class Spread:
         )
 
     def shape(self) -> ErrorShape:
-        """What forecasts need of it."""
+        """The error distribution that forecasts need."""
         middles = (np.arange(NUM_QUANTILES) + 0.5) / NUM_QUANTILES
         tail = (1.0 - INTERVAL_SHARE) / 2.0
         return ErrorShape(
@@ -86,7 +86,7 @@ class ErrorShape:
     """The distribution of a forecast's error, in nats."""
 
     quantiles: Floats
-    """At the middles of NUM_QUANTILES equal shares."""
+    """Quantiles at the middles of NUM_QUANTILES equal shares."""
     low: float
     high: float
     """Ends of the interval of INTERVAL_SHARE."""
@@ -94,7 +94,7 @@ class ErrorShape:
     within: float
 
     def forecast(self, log: float, own_logs: Sequence[float] = ()) -> TokenForecast:
-        """From a model's forecast, and the prompt's own log lengths so far, to tokens."""
+        """Turn a model's forecast and the prompt's own log lengths so far into tokens."""
         between = self.between
         if own_logs:
             own_weight = len(own_logs) * between / (len(own_logs) * between + self.within)
@@ -111,7 +111,7 @@ class ErrorShape:
         )
 
     def arrays(self) -> Arrays:
-        """What `from_arrays` needs."""
+        """The arrays that `from_arrays` needs."""
         return {
             "error_quantiles": self.quantiles,
             "error_scalars": np.array([self.low, self.high, self.between, self.within]),
@@ -119,7 +119,7 @@ class ErrorShape:
 
     @classmethod
     def from_arrays(cls, arrays: Arrays) -> ErrorShape:
-        """One that was saved. Raises KeyError, ValueError."""
+        """Restore a saved distribution. Raises KeyError, ValueError."""
         low, high, between, within = (float(each) for each in arrays["error_scalars"])
         quantiles = arrays["error_quantiles"].astype(np.float64)
         if quantiles.shape != (NUM_QUANTILES,):

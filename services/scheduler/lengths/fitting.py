@@ -1,8 +1,9 @@
-"""Fits a model to a run's prompts and lengths, and finds out how wrong it is. Pure but for the learner.
+"""Fits a model to a run's prompts and lengths, and measures its error. Pure but for the learner.
 
-Prompts are split 7:1:2 by their key, as StreamRL section 5.2 does: fitted to, chosen with, tested on. The test's
-numbers are those of a model that saw 70 %. A learner that has a choice is then fitted to everything for use; one that
-has none is slow, and what was tested is used. Newer prompts weigh more: the policy that makes the lengths changes.
+Prompts are split 7:1:2 by their key into fit, selection and test sets, as in StreamRL section 5.2. The test's numbers
+are those of a model that saw 70 %. A learner with several strengths is then refitted to everything for use; one with a
+single strength is slow, so the tested model is used. Newer prompts weigh more: the policy that makes the lengths
+changes.
 """
 
 from __future__ import annotations
@@ -22,26 +23,26 @@ from services.scheduler.lengths.quality import measure
 from services.scheduler.lengths.ridge import BASELINE
 
 MIN_PROMPTS = 64
-"""Fewer are not fitted to: seven prompts would choose a model and thirteen test it."""
+"""With fewer prompts no model is fitted: seven would choose it and thirteen test it."""
 HALF_LIFE_PROMPTS = 2048
-"""A prompt that was seen so many prompts before the newest weighs half."""
+"""A prompt seen this many prompts before the newest has half its weight."""
 _VALIDATION, _TEST = (7,), (8, 9)
 """Tenths of the prompts, by their keys."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fit:
-    """A model in use, with what forecasts need beside it."""
+    """A model in use, with what its forecasts need."""
 
     model: LengthModel
     baseline: LengthModel
     shape: ErrorShape
     qualities: tuple[pb.LengthQuality, ...]
-    """On held-out prompts: the model's, then the baseline's."""
+    """Quality on held-out prompts: the model's, then the baseline's."""
 
 
 def fit_lengths(pairs: Sequence[PromptLengths], learner: Learner) -> Fit:
-    """Choose, test and fit. `pairs` are oldest first, at least MIN_PROMPTS. Raises FitFailedError."""
+    """Choose, test and fit. `pairs` come oldest first, at least MIN_PROMPTS. Raises FitFailedError."""
     prompts = [pair.prompt for pair in pairs]
     targets = np.array([float(np.mean(pair.logs)) for pair in pairs])
     weights = 0.5 ** (np.arange(len(pairs))[::-1] / HALF_LIFE_PROMPTS)

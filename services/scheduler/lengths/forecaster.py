@@ -1,8 +1,8 @@
-"""Forecasts for every run: answers calls at once from what is known, and fits models beside.
+"""Forecasts lengths for every run: answers calls immediately from what is known, and fits models in the background.
 
-A call never waits for a fit: fits run in a thread, one at a time, and what they give is installed when it is whole. The
-last of the learners is the light one, whose model answers in milliseconds; a model before it is asked first and has
-SLOW_TIMEOUT_S. Runs beyond MAX_RUNS are forgotten, the one used longest ago first.
+A call never waits for a fit: fits run in a thread, one at a time, and their result is installed once complete. The last
+learner is the light one, whose model answers in milliseconds; models before it are tried first, for SLOW_TIMEOUT_S.
+Beyond MAX_RUNS, the least recently used run is forgotten.
 """
 
 from __future__ import annotations
@@ -28,22 +28,22 @@ from services.scheduler.lengths.state_files import StateFiles
 
 MAX_RUNS = 16
 SLOW_TIMEOUT_S = 0.3
-"""A broker waits half a second for forecasts, the way there and back included."""
+"""A broker waits half a second for forecasts, including the round trip."""
 MAX_BYTES_AT_ONCE = 65_536
 
 _log = structlog.get_logger()
 
 
 class LengthForecaster:
-    """See the module.
+    """Keeps, fits and serves the forecasts of every run; see the module.
 
     Args:
         learners: The preferred one first; the last is the light one.
-        first_pairs: What a run that is not known begins with.
-        files: Where what was learned is kept; nowhere when None.
-        clock: For the times of fits.
-        metrics: What is counted.
-        refresh_interval_s: How often it is looked whether a fit is due.
+        first_pairs: The pairs that a new run starts from.
+        files: The files that keep what was learned; None keeps nothing.
+        clock: Clock for the times of fits.
+        metrics: Metrics to update.
+        refresh_interval_s: How often to check whether a fit is due.
     """
 
     def __init__(
@@ -65,14 +65,14 @@ class LengthForecaster:
         self._keeps_text = any(learner.needs_text for learner in learners)
         self._runs: OrderedDict[str, RunLengths] = OrderedDict()
         self._late: asyncio.Future[Floats] | None = None
-        """A slow model's answer that nobody waits for any more."""
+        """A slow model's answer that no call waits for any longer."""
         for saved in reversed(files.load_all() if files is not None else []):
             self._run(saved.run_id, first_pairs=()).restore(saved)
 
     async def forecast(
         self, run_id: str, queries: Sequence[pb.LengthQuery]
     ) -> tuple[list[pb.LengthForecast], RunLengths]:
-        """One forecast a query, in order, and the run. Raises InvalidFieldError."""
+        """One forecast per query, in order, and the run. Raises InvalidFieldError."""
         run = self._run(run_id)
         read = await self._read(queries)
         prompts = [run.known(query.group_id, prompt) for query, prompt in zip(queries, read, strict=True)]
@@ -82,7 +82,7 @@ class LengthForecaster:
         return run.forecast([query.group_id for query in queries], prompts, predicted), run
 
     async def observe(self, run_id: str, observations: Sequence[pb.LengthObservation]) -> None:
-        """Learn from completions that were seen. Raises InvalidFieldError, and then learns from none of them."""
+        """Learn from observed completions. Raises InvalidFieldError, and then learns from none of them."""
         for index, observation in enumerate(observations):
             if observation.num_completion_tokens > MAX_LENGTH_TOKENS:
                 raise InvalidFieldError(
@@ -97,20 +97,20 @@ class LengthForecaster:
         self._metrics.count_observations(len(observations))
 
     def describe(self, run_id: str) -> pb.GetLengthModelResponse:
-        """What forecasts a run's lengths. Raises UnknownRunError."""
+        """Describe the model that forecasts a run's lengths. Raises UnknownRunError."""
         run = self._runs.get(run_id)
         if run is None:
             raise UnknownRunError(f"run_id: no length of {run_id!r} was asked for or reported", run_id=run_id)
         return run.describe()
 
     async def refresh_forever(self, learner: Learner) -> None:
-        """Fit what is due with one of the learners, until cancelled; a slow one does not keep the light one waiting."""
+        """Run due fits with one of the learners until cancelled; a slow learner does not delay the light one."""
         while True:
             await asyncio.sleep(self._refresh_interval_s)
             await self._refresh_with(learner)
 
     async def refresh(self) -> None:
-        """Fit what is due with every learner, the light one first."""
+        """Run due fits with every learner, the light one first."""
         for learner in reversed(self.learners):
             await self._refresh_with(learner)
 
@@ -121,7 +121,7 @@ class LengthForecaster:
             await self._save(run)
 
     async def close(self) -> None:
-        """Keep what was learned since the last fit; learners' processes end."""
+        """Save what was learned since the last fit and end the learners' processes."""
         for learner in self.learners:
             learner.close()
         for run in self._runs.values():
@@ -158,7 +158,7 @@ class LengthForecaster:
             _log.warning("lengths were not saved", run_id=run.run_id, error=str(error))
 
     async def _read(self, queries: Sequence[pb.LengthQuery]) -> list[PromptView]:
-        """The prompts; of much content in a thread, since millions of characters take seconds to read."""
+        """The prompts; read in a thread if long, since millions of characters take seconds."""
         num_bytes = sum(len(query.prompt_token_ids) + len(query.prompt_text) for query in queries)
         if num_bytes > MAX_BYTES_AT_ONCE:
             return await asyncio.to_thread(self._read_all, queries)
@@ -181,7 +181,7 @@ class LengthForecaster:
         return run
 
     async def _predicted(self, fits: Sequence[Fit], prompts: Sequence[PromptView]) -> Predicted | None:
-        """What the first fit says that answers in time; None where there is none."""
+        """The prediction of the first fit that answers in time; None if there is none."""
         for fit in fits:
             logs = await self._answer(fit, prompts, is_slow=fit.model.name != self.learners[-1].name)
             if logs is not None:
@@ -191,7 +191,7 @@ class LengthForecaster:
 
     async def _answer(self, fit: Fit, prompts: Sequence[PromptView], *, is_slow: bool) -> Floats | None:
         if is_slow and self._late is not None and not self._late.done():
-            # One thread at most waits for a slow model; the light one must always find one.
+            # At most one thread waits for a slow model; one must always be free for the light model.
             return None
         answer = asyncio.ensure_future(asyncio.to_thread(fit.model.predict, prompts))
         await asyncio.wait([answer], timeout=SLOW_TIMEOUT_S if is_slow else None)
@@ -207,6 +207,6 @@ class LengthForecaster:
 
 
 def _forget(answer: asyncio.Future[Floats]) -> None:
-    """Retrieved, so that an error nobody looked at any more is not reported as lost."""
+    """Retrieve the error, so that an abandoned one is not reported as lost."""
     if not answer.cancelled():
         answer.exception()

@@ -1,4 +1,4 @@
-"""What a model of lengths is: something fitted to prompts and the logarithms of their lengths."""
+"""Defines a model of lengths: something fitted to prompts and the logarithms of their lengths."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Arrays = Mapping[str, npt.NDArray[Any]]
 
 
 class FitFailedError(Exception):
-    """A model could not be fitted, or does not answer; the message says why. Forecasts go on without it."""
+    """A model could not be fitted or does not answer; the message says why. Forecasts continue without it."""
 
 
 class LengthModel(Protocol):
@@ -23,7 +23,7 @@ class LengthModel(Protocol):
 
     @property
     def name(self) -> str:
-        """Names its kind: ridge, prompt_length, transformer."""
+        """Name of its kind: ridge, prompt_length, transformer."""
         ...
 
     def predict(self, prompts: Sequence[PromptView]) -> Floats:
@@ -36,12 +36,12 @@ class Learner(Protocol):
 
     @property
     def name(self) -> str:
-        """The name of its models."""
+        """Name of its models."""
         ...
 
     @property
     def needs_text(self) -> bool:
-        """Whether it makes use of prompts' text where their token ids are known."""
+        """Whether it uses prompts' text even if their token ids are known."""
         ...
 
     def fit(self, prompts: Sequence[PromptView], targets: Floats, weights: Floats, *, strength: float) -> LengthModel:
@@ -54,14 +54,14 @@ class Learner(Protocol):
 
     @property
     def strengths(self) -> Sequence[float]:
-        """What to try; the best on prompts that were not fitted to is taken."""
+        """Strengths to try; the one that does best on prompts outside the fit is used."""
         ...
 
     def close(self) -> None:
-        """Let go of what it holds; a fit under way fails. Idempotent."""
+        """Release its resources; a fit under way fails. Idempotent."""
         ...
 
 
 def log_tokens(num_tokens: float) -> float:
-    """The logarithm that models work with; an empty completion counts as one token."""
+    """The logarithm used by models; an empty completion counts as one token."""
     return float(np.log(max(1.0, num_tokens)))

@@ -1,4 +1,4 @@
-"""Numbers of length forecasts for Prometheus."""
+"""Prometheus metrics of length forecasts."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _LABELS = ["run", "forecaster", "test"]
 
 
 class LengthMetrics:
-    """The metrics in one registry; those of a run go when it is forgotten."""
+    """The metrics in one registry; those of a run are removed when the run is forgotten."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self._fits = Counter("penstock_scheduler_length_fits", "Fits, by outcome", ["outcome"], registry=registry)
@@ -46,15 +46,15 @@ class LengthMetrics:
         )
 
     def count_fit(self, outcome: str) -> None:
-        """A fit ended: installed or failed."""
+        """Count a fit that was installed or failed."""
         self._fits.labels(outcome).inc()
 
     def count_observations(self, count: int) -> None:
-        """Lengths came in."""
+        """Count reported lengths."""
         self._observations.inc(count)
 
     def count_forecasts(self, forecaster: str, count: int) -> None:
-        """Prompts were answered by this forecaster; `means` while there is no model."""
+        """Count prompts answered by this forecaster; `means` while there is no model."""
         self._forecasts.labels(forecaster).inc(count)
 
     def observe(self, run_id: str, described: pb.GetLengthModelResponse) -> None:
@@ -73,6 +73,6 @@ class LengthMetrics:
                 self._coverage.labels(*labels).set(quality.interval_coverage)
 
     def forget(self, run_id: str) -> None:
-        """Take a run's gauges away."""
+        """Remove a run's gauges."""
         for gauge in (self._version, self._fit_s, self._recall, self._spearman, self._error, self._coverage):
             gauge.remove_by_labels({"run": run_id})

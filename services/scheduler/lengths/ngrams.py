@@ -1,8 +1,8 @@
-"""Hashed n-grams of prompts: which single words and pairs of neighbours occur, and how often. Pure.
+"""Hashes n-grams of prompts: which words and pairs of neighbours occur, and how often. Pure.
 
-Source: Weinberger et al. 2009, "Feature Hashing for Large Scale Multitask Learning"; without their sign, because a
-model keeps few of the buckets and drops the rest. Values are log(1 + count). Buckets are part of saved models:
-FORMAT changes when the hash does.
+Source: Weinberger et al. 2009, "Feature Hashing for Large Scale Multitask Learning"; without its sign, because a model
+keeps only a few buckets. Values are log(1 + count). Buckets are part of saved models: FORMAT changes when the hash
+does.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Floats = npt.NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ngrams:
-    """Prompts as a sparse matrix of one row a prompt, entries [num_entries] in order of their rows."""
+    """Prompts as a sparse matrix with one row per prompt, entries [num_entries] in row order."""
 
     num_rows: int
     rows: _Ints
@@ -56,7 +56,7 @@ def ngrams(prompts: Sequence[PromptView]) -> Ngrams:
 
 
 def _mixed(values: _Hashes) -> _Hashes:
-    """The finaliser of SplitMix64 (Steele et al. 2014); overflow is meant."""
+    """The finaliser of SplitMix64 (Steele et al. 2014); overflow is intended."""
     values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return values ^ (values >> np.uint64(31))

@@ -1,7 +1,7 @@
-"""Prompts and lengths from a file, to begin a run with: JSON lines, for example a recording of an earlier run.
+"""Reads prompts and lengths that a run starts from: JSON lines, for example a recording of an earlier run.
 
-A row has `prompt_token_ids` (list of int) or `prompt` (text), and `num_completion_tokens`, or `token_ids` whose number
-counts. Other columns are left alone. Of a longer file the last MAX_ROWS rows are used.
+A row has `prompt_token_ids` (list of int) or `prompt` (text), and `num_completion_tokens`, or `token_ids`, which are
+counted. Other columns are ignored. Only the last MAX_ROWS rows are used.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Row = tuple[PromptView, float]
 
 
 def read_pairs(path: Path) -> list[Row]:
-    """Prompts and log lengths in order of the file. Blocks; raises ConfigError naming the line and what is wrong."""
+    """Prompts and log lengths in file order. Blocks; raises ConfigError naming the line and the problem."""
     rows: deque[Row] = deque(maxlen=MAX_ROWS)
     try:
         with path.open("rb") as file:

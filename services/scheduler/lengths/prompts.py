@@ -1,4 +1,4 @@
-"""A prompt as forecasts see it: its token ids or, where there are none, its words, cut in the middle. Pure."""
+"""Reduces a prompt to what forecasts see: its token ids or else its words, cut in the middle. Pure."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from penstock.v1 import scheduler_pb2 as pb
 
 MAX_END_TOKENS = 512
 MAX_END_CHARACTERS = 1024
-"""Of each end that are used: a task stands at the beginning or the end of its prompt, examples between."""
+"""Used length of each end: a task comes at the beginning or the end of its prompt, examples in between."""
 MAX_GROUP_ID_CHARACTERS = 256
 _WORD = re.compile(r"\d|[^\W\d]+|[^\w\s]")
 
@@ -24,16 +24,16 @@ Words = npt.NDArray[np.uint32]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptView:
-    """What is known of a prompt."""
+    """The known part of a prompt."""
 
     key: bytes
-    """Equal for equal prompts; a prompt of which nothing but its group's name is known is equal to nothing else."""
+    """Equal for equal prompts; unique for a prompt of which only the group's name is known."""
     words: Words
     """Token ids or, without any, hashes of the text's words; [num_words], at most 2 * MAX_END_TOKENS."""
     num_tokens: int
-    """Length of the whole prompt, tokens (words where that is not known)."""
+    """Length of the whole prompt in tokens (in words if tokens are not known)."""
     text: str
-    """Both ends of the text; empty when it is not known."""
+    """Both ends of the text; empty if it is not known."""
 
     @property
     def has_content(self) -> bool:
@@ -67,11 +67,11 @@ def read_prompt(query: pb.LengthQuery) -> PromptView:
 
 
 def make_prompt(token_ids: Words, text: str, *, num_tokens: int = 0, group_id: str = "") -> PromptView:
-    """A prompt of these ids, or else of this text; with neither it is known by its group's name only."""
+    """A prompt of these ids or else of this text; without either it is known by its group's name only."""
     text = _cut(text)
     words = _cut_ids(token_ids) if len(token_ids) else _hashed_words(text)
     num_tokens = num_tokens or len(token_ids) or len(words)
-    # Ids and hashes of words never stand for the same prompt.
+    # Ids and hashes of words never denote the same prompt.
     kind = b"ids" if len(token_ids) else b"words" if len(words) else b"group" + group_id.encode()
     digest = hashlib.blake2b(kind + num_tokens.to_bytes(8, "little") + words.tobytes(), digest_size=16)
     return PromptView(key=digest.digest(), words=words, num_tokens=num_tokens, text=text)

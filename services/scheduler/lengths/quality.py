@@ -1,4 +1,4 @@
-"""How good forecasts of lengths were: recall of the longest, rank correlation, error, calibration. Pure."""
+"""Measures forecasts of lengths: recall of the longest, rank correlation, error, calibration. Pure."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ from penstock.v1 import scheduler_pb2 as pb
 from services.scheduler.lengths.ngrams import Floats
 
 INTERVAL_SHARE = 0.8
-"""Share of samples that a stated interval promises to hold."""
+"""Share of samples that a stated interval promises to contain."""
 NUM_BUCKETS = 5
 
 
 def recall_of_longest(lengths: Floats, forecasts: Floats, share: float) -> float:
     """Share of the longest `share` of the samples that is among those with the longest forecasts, 0 to 1.
 
-    StreamRL (Zhong et al. 2025), Table 4. Where equals are cut apart the expectation over which of them are taken is
-    given: siblings share a forecast, and forecasting the same for all finds `share` of the longest.
+    StreamRL (Zhong et al. 2025), Table 4. If the cut falls among ties, the expectation over the tied ones is given:
+    siblings share a forecast, and a constant forecast finds `share` of the longest.
     """
     num_longest = max(1, round(share * len(lengths)))
     return float(_membership(lengths, num_longest) @ _membership(forecasts, num_longest) / num_longest)
 
 
 def _membership(values: Floats, num_longest: int) -> Floats:
-    """The chance of each to be among the longest when ties are broken at random."""
+    """The chance of each to be among the longest if ties are broken at random."""
     border = np.partition(values, len(values) - num_longest)[len(values) - num_longest]
     num_above = int((values > border).sum())
     chance = (num_longest - num_above) / int((values == border).sum())
@@ -32,7 +32,7 @@ def _membership(values: Floats, num_longest: int) -> Floats:
 
 
 def spearman(lengths: Floats, forecasts: Floats) -> float | None:
-    """Spearman's rank correlation with mean ranks for ties; None when all values of one are equal."""
+    """Spearman's rank correlation with mean ranks for ties; None if all values of one side are equal."""
     first, second = _ranks(lengths), _ranks(forecasts)
     first, second = first - first.mean(), second - second.mean()
     scale = float(np.sqrt((first @ first) * (second @ second)))
@@ -54,7 +54,7 @@ def measure(
     test: pb.LengthTest.ValueType,
     intervals: npt.NDArray[np.float64] | None = None,
 ) -> pb.LengthQuality:
-    """All numbers of one forecaster on at least one sample; `intervals` is [num_samples, 2], low and high in tokens."""
+    """All metrics of one forecaster on at least one sample; `intervals` is [num_samples, 2], low and high in tokens."""
     quality = pb.LengthQuality(
         forecaster=forecaster,
         test=test,

@@ -1,10 +1,10 @@
-"""The light model: ridge regression of log lengths on hashed n-grams and the prompt's length.
+"""Implements the light model: ridge regression of log lengths on hashed n-grams and the prompt's length.
 
-The n-grams that each explain the fitted lengths best are kept (Fan and Lv 2008, sure independence screening), then
-ridge weights are solved for several times, each n-gram penalised the more the smaller its last weight was (Frommlet and
-Nuel 2016, adaptive ridge, with a floor): words that only happened to be in long prompts fade, those that matter are not
-shrunk. 8,192 prompts take a second or two of one core. numpy alone: scikit-learn takes 1.7 s and 97 MiB to import and
-hashes n-grams six times slower, and its Ridge has one penalty for all columns.
+The n-grams that individually explain the fitted lengths best are kept (Fan and Lv 2008, sure independence screening),
+then the ridge weights are solved repeatedly, penalising n-grams with smaller previous weights more (Frommlet and Nuel
+2016, adaptive ridge, with a floor): words that were in long prompts by chance fade, those that matter are not shrunk.
+8,192 prompts take a second or two on one core. numpy alone: scikit-learn takes 1.7 s and 97 MiB to import and hashes
+n-grams six times slower, and its Ridge has one penalty for all columns.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ MAX_NGRAMS = 768
 MIN_PROMPTS_PER_NGRAM = 3
 _NUM_REWEIGHTINGS = 2
 _WEIGHT_FLOOR = 0.05
-"""Share of the mean squared weight below which a weight is punished no harder."""
+"""Share of the mean squared weight below which the penalty no longer grows."""
 _LENGTH_PENALTY = 1e-3
 _NUM_LENGTH_TERMS = 3
 
@@ -39,21 +39,21 @@ class RidgeModel:
     weights: Floats
     """Nats per unit of log(1 + count), [num_kept]."""
     length_weights: Floats
-    """Of the powers of the prompt's log length, the first constant, [_NUM_LENGTH_TERMS]."""
+    """Weights of the powers of the prompt's log length, the constant first, [_NUM_LENGTH_TERMS]."""
 
     def predict(self, prompts: Sequence[PromptView]) -> Floats:
-        """See `LengthModel`."""
+        """Implements `LengthModel`."""
         entries = ngrams(prompts)
         result: Floats = _dense(self.kept, entries) @ self.weights
         return result + _length_terms(entries.lengths) @ self.length_weights
 
     def arrays(self) -> Arrays:
-        """What `from_arrays` needs."""
+        """The arrays that `from_arrays` needs."""
         return {"kept": self.kept, "weights": self.weights, "length_weights": self.length_weights}
 
     @classmethod
     def from_arrays(cls, name: str, arrays: Arrays) -> RidgeModel:
-        """A model that was saved. Raises KeyError, ValueError."""
+        """Restore a saved model. Raises KeyError, ValueError."""
         model = cls(
             name=name,
             kept=arrays["kept"].astype(np.int64),
@@ -67,7 +67,7 @@ class RidgeModel:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RidgeLearner:
-    """Fits `RidgeModel`s; with `max_ngrams` 0 one of the prompt's length alone, the baseline."""
+    """Fits `RidgeModel`s; with `max_ngrams` 0 the baseline, which uses the prompt's length alone."""
 
     name: str = RIDGE
     max_ngrams: int = MAX_NGRAMS
@@ -75,11 +75,11 @@ class RidgeLearner:
 
     @property
     def strengths(self) -> Sequence[float]:
-        """Penalties; the length alone needs none."""
+        """The penalties to try; the length alone needs none."""
         return (3.0, 10.0, 30.0) if self.max_ngrams else (0.0,)
 
     def fit(self, prompts: Sequence[PromptView], targets: Floats, weights: Floats, *, strength: float) -> LengthModel:
-        """See `Learner`."""
+        """Implements `Learner`."""
         entries = ngrams(prompts)
         kept = _screened(entries, targets, weights, self.max_ngrams)
         terms = _length_terms(entries.lengths)
@@ -90,7 +90,7 @@ class RidgeLearner:
         )
 
     def close(self) -> None:
-        """Holds nothing."""
+        """Nothing to release."""
 
 
 BASELINE = RidgeLearner(name=PROMPT_LENGTH, max_ngrams=0)
@@ -132,7 +132,7 @@ def _screened(entries: Ngrams, targets: Floats, weights: Floats, max_ngrams: int
 def _adaptive_ridge(
     design: npt.NDArray[np.float32], targets: Floats, weights: Floats, *, num_ngrams: int, strength: float
 ) -> Floats:
-    """Weights of the columns, of which the first `num_ngrams` are penalised."""
+    """Weights of the columns, the first `num_ngrams` of which are penalised."""
     scaled = design * np.sqrt(weights, dtype=np.float64).astype(np.float32)[:, None]
     gram = (scaled.T @ scaled).astype(np.float64)
     products = scaled.T.astype(np.float64) @ (targets * np.sqrt(weights))

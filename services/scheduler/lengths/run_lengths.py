@@ -1,10 +1,10 @@
-"""The lengths of one run: what was forecast, what came of it, and what the next model is fitted to. Pure.
+"""Keeps the lengths of one run: forecasts, actual lengths, and the data for the next fit. Pure.
 
-    ForecastLengths --> known groups (prompt, forecast) --+--> ledger: forecast and length, for the prequential test
+    ForecastLengths --> known groups (prompt, forecast) --+--> log: forecast and length, for the prequential test
     ReportLengths ------------------------- length -------+--> prompts with their newest lengths --> next fit
 
-A sample is tested by the forecast that its group got first, before any of its lengths was known. Everything is bounded;
-what was used longest ago is forgotten first.
+A sample is tested against its group's first forecast, made before any of its lengths was known. Everything is bounded;
+the least recently used entries are forgotten first.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ MAX_OWN_LENGTHS = 16
 MAX_TESTED = 2_048
 MIN_NEW_LENGTHS = 64
 NEW_SHARE = 0.1
-"""A fit is due when so many new lengths came for each prompt that it would use."""
+"""A fit is due after this many new lengths per prompt that it would use."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Predicted:
-    """What a fit says of some prompts, [num_prompts] each, natural logarithms."""
+    """A fit's predictions for some prompts, [num_prompts] each, natural logarithms."""
 
     fit: Fit
     logs: Floats
@@ -88,14 +88,14 @@ class _Seen:
 
 
 class RunLengths:
-    """See the module. Lives on the event loop; fits are made elsewhere from `pairs`."""
+    """The lengths of one run; see the module. Lives on the event loop; fits are made elsewhere from `pairs`."""
 
     def __init__(self, run_id: str) -> None:
         self.run_id = run_id
         self.num_observations = 0
         self.model_version = 0
         self.fits: tuple[Fit, ...] = ()
-        """At most one of each learner, the preferred one first; the last answers at once."""
+        """At most one fit of each learner, the preferred one first; the last answers immediately."""
         self.fit_time_s = 0.0
         self.fit_duration_s = 0.0
         self.fit_problem = ""
@@ -105,19 +105,19 @@ class RunLengths:
         self._tested: deque[tuple[_Forecast, float]] = deque(maxlen=MAX_TESTED)
         self._num_learned = 0
         self._num_learned_at_fit: dict[str, int] = {}
-        """When the newest fit of each learner was begun."""
+        """Lengths learned when the newest fit of each learner began."""
 
     # -- forecasts -----------------------------------------------------------------------------------------------------
 
     def known(self, group_id: str, prompt: PromptView) -> PromptView:
-        """The prompt, or the one that the group is known by where only its name was given."""
+        """The prompt, or the known prompt of a group that was given by name only."""
         group = self._groups.get(group_id)
         return group.prompt if group is not None and not prompt.has_content else prompt
 
     def forecast(
         self, group_ids: Sequence[str], prompts: Sequence[PromptView], predicted: Predicted | None
     ) -> list[pb.LengthForecast]:
-        """One forecast a prompt; without a model from means: the prompt's own, else the run's."""
+        """One forecast per prompt; without a model from means: the prompt's own, else the run's."""
         forecasts = []
         for index, (group_id, prompt) in enumerate(zip(group_ids, prompts, strict=True)):
             made = None
@@ -167,7 +167,7 @@ class RunLengths:
     # -- lengths -------------------------------------------------------------------------------------------------------
 
     def observe(self, group_id: str, prompt: PromptView, num_tokens: int) -> None:
-        """A sample of this group, or of this prompt, came out so long."""
+        """Record the length of a sample of this group, or of this prompt."""
         self.num_observations += 1
         self._overall.add(num_tokens)
         group = self._groups.get(group_id)
@@ -176,7 +176,7 @@ class RunLengths:
         self.learn(self.known(group_id, prompt), log_tokens(num_tokens))
 
     def learn(self, prompt: PromptView, log: float) -> None:
-        """A prompt's sample had this log length; nothing that was forecast is tested by it."""
+        """Record a sample's log length for its prompt, without testing a forecast."""
         seen = self._seen.setdefault(prompt.key, _Seen(prompt=prompt))
         seen.logs.append(log)
         self._seen.move_to_end(prompt.key)
@@ -187,7 +187,7 @@ class RunLengths:
     # -- fits ----------------------------------------------------------------------------------------------------------
 
     def pairs(self) -> list[PromptLengths]:
-        """What a fit learns from, the prompt seen last at the end."""
+        """The data of a fit, the most recently seen prompt last."""
         return [
             PromptLengths(prompt=seen.prompt, logs=tuple(seen.logs))
             for seen in self._seen.values()
@@ -195,25 +195,25 @@ class RunLengths:
         ]
 
     def is_fit_due(self, learner: str) -> bool:
-        """Whether enough has come since this learner's last fit was begun."""
+        """Whether enough lengths arrived since this learner's last fit began."""
         num_prompts = len(self._seen)
         num_new = self._num_learned - self._num_learned_at_fit.get(learner, 0)
         return num_prompts >= MIN_PROMPTS and num_new >= max(MIN_NEW_LENGTHS, NEW_SHARE * num_prompts)
 
     def begin_fit(self, learner: str) -> list[PromptLengths]:
-        """`pairs`, after which a fit is due only when more has come, whether this one succeeds or not."""
+        """`pairs`, and mark a fit as begun, whether or not it succeeds: the next is due after more lengths only."""
         self._num_learned_at_fit[learner] = self._num_learned
         return self.pairs()
 
     def install(self, fit: Fit, *, preference: Sequence[str], now_s: float, duration_s: float) -> None:
-        """Use this fit from now on, in place of the last one of its kind; `preference` names the kinds in order."""
+        """Use this fit from now on, replacing the last one of its kind; `preference` names the kinds in order."""
         kept = [other for other in self.fits if other.model.name != fit.model.name]
         self.fits = tuple(sorted([*kept, fit], key=lambda each: preference.index(each.model.name)))
         self.model_version += 1
         self.fit_time_s, self.fit_duration_s, self.fit_problem = now_s, duration_s, ""
 
     def saved(self) -> SavedLengths:
-        """What is kept of it on the disk."""
+        """The state kept on disk."""
         return SavedLengths(
             run_id=self.run_id,
             model_version=self.model_version,
@@ -225,7 +225,7 @@ class RunLengths:
         )
 
     def restore(self, saved: SavedLengths) -> None:
-        """Go on from what was kept."""
+        """Continue from saved state."""
         for pair in saved.pairs:
             for log in pair.logs:
                 self.learn(pair.prompt, log)
@@ -238,7 +238,7 @@ class RunLengths:
     # -- quality -------------------------------------------------------------------------------------------------------
 
     def prequential(self) -> list[pb.LengthQuality]:
-        """How good forecasts were that came before the length: each forecaster's, then the baseline's."""
+        """Quality of forecasts that preceded the lengths: each forecaster's, then the baseline's."""
         qualities = []
         names = dict.fromkeys(forecast.forecaster for forecast, _ in self._tested)
         for name in names:
@@ -264,7 +264,7 @@ class RunLengths:
         return qualities
 
     def describe(self) -> pb.GetLengthModelResponse:
-        """What forecasts now, and how well."""
+        """Describe the current forecaster and its quality."""
         held_out: dict[str, pb.LengthQuality] = {}
         for fit in self.fits:
             for quality in fit.qualities:

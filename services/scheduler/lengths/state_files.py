@@ -1,7 +1,7 @@
-"""What was learned, on the disk: one file a run, written whole or not at all, read again when the scheduler starts.
+"""Keeps what was learned on disk: one file per run, written atomically and read when the scheduler starts.
 
-A file holds numpy arrays and one JSON text; nothing in it is executed. One that cannot be used (damaged, of another
-format) is left out with a warning: the run learns anew. Files of the MAX_FILES runs written last are kept.
+A file holds numpy arrays and one JSON text; nothing in it is executed. An unusable file (damaged, or of another format)
+is skipped with a warning, and the run learns from scratch. Only the MAX_FILES most recently written files are kept.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _UNUSABLE = (
     *(OSError, EOFError, ValueError, KeyError, TypeError, OverflowError),
     *(zipfile.BadZipFile, zlib.error, json_format.ParseError),
 )
-"""What reading a damaged file may raise."""
+"""Errors of reading a damaged file."""
 
 _log = structlog.get_logger()
 _Arrays = dict[str, npt.NDArray[Any]]
@@ -45,7 +45,7 @@ _Arrays = dict[str, npt.NDArray[Any]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SavedLengths:
-    """What is kept of a run."""
+    """Saved state of a run."""
 
     run_id: str
     model_version: int
@@ -54,7 +54,7 @@ class SavedLengths:
     fit_duration_s: float
     pairs: tuple[PromptLengths, ...]
     fit: Fit | None
-    """The light one; slower models are fitted anew."""
+    """The light model's fit; slower models are fitted again."""
 
 
 class StateFiles:
@@ -76,7 +76,7 @@ class StateFiles:
             old.unlink(missing_ok=True)
 
     def load_all(self) -> list[SavedLengths]:
-        """Every run that can be read, the one written last first. Blocks."""
+        """Every readable run, the most recently written first. Blocks."""
         found = []
         for path in self._paths()[:MAX_FILES]:
             try:

@@ -1,11 +1,12 @@
-"""The heavy model: a small transformer fine-tuned to log lengths, as StreamRL section 5.2 does. No torch in here.
+"""Implements the heavy model: a small transformer fine-tuned to log lengths (StreamRL section 5.2). Imports no torch.
 
-torch lives in child processes (`transformer_worker`): one for each fit, which leaves a model's folder behind, and one
-that stays and scores. Both can be killed, so a call that hangs costs a deadline and not the scheduler. Scores are kept
-by prompt: a prompt that comes again, in the next epoch say, is answered at once, as is one whose score came too late.
+torch lives in child processes (`transformer_worker`): one per fit, which writes a model's folder and exits, and a
+permanent one that scores. Both can be killed, so a call that hangs costs a deadline, not the scheduler. Scores are
+cached by prompt: a repeated prompt, for example in the next pass, is answered immediately, as is one whose score came
+too late.
 
 Differences from the paper: a regression head on the last token instead of a length in words, since only a number is
-wanted; the head predicts log tokens; each fit goes on from the last one's weights.
+needed; the head predicts log tokens; each fit continues from the last one's weights.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from services.scheduler.lengths.prompts import PromptView
 TRANSFORMER = "transformer"
 MAX_FIT_S = 1800.0
 SCORE_TIMEOUT_S = 120.0
-"""For BATCH_PROMPTS prompts, the loading of the model included."""
+"""Deadline for BATCH_PROMPTS prompts, including loading the model."""
 BATCH_PROMPTS = 64
 MAX_SCORES = 65_536
 NUM_KEPT_MODELS = 4
@@ -42,7 +43,7 @@ _MODULE = "services.scheduler.lengths.transformer_worker"
 
 
 class TransformerLearner:
-    """Fits one model after the other into folders below `directory`, beginning with the one at `model_path`."""
+    """Fits successive models into folders below `directory`, starting from the one at `model_path`."""
 
     name = TRANSFORMER
     needs_text = True
@@ -58,7 +59,7 @@ class TransformerLearner:
         self._is_closed = False
 
     def fit(self, prompts: Sequence[PromptView], targets: Floats, weights: Floats, *, strength: float) -> LengthModel:
-        """See `Learner`; there is nothing to regularise."""
+        """Implements `Learner`; there is nothing to regularise."""
         self._num_fits += 1
         folder = self._directory / f"fit-{self._num_fits}"
         shutil.rmtree(folder, ignore_errors=True)
@@ -85,7 +86,7 @@ class TransformerLearner:
                 process = self._process = _spawn("fit", errors=errors)
             assert process.stdin is not None
             with process.stdin as pipe:
-                # Kept open until it is done: its end would tell the child that this process died.
+                # Kept open until the fit is done: the child takes end of file for the death of this process.
                 pipe.write(request + "\n")
                 pipe.flush()
                 status = process.wait(MAX_FIT_S)
@@ -115,7 +116,7 @@ class TransformerLearner:
 
 
 class TransformerModel:
-    """A fitted model in a folder, and the scores that it has given."""
+    """A fitted model in a folder, and a cache of its scores."""
 
     name = TRANSFORMER
 
@@ -125,7 +126,7 @@ class TransformerModel:
         self._scores: OrderedDict[bytes, float] = OrderedDict()
 
     def predict(self, prompts: Sequence[PromptView]) -> Floats:
-        """See `LengthModel`."""
+        """Implements `LengthModel`."""
         scores = {prompt.key: self._scores.get(prompt.key) for prompt in prompts}
         missing = list({prompt.key: prompt for prompt in prompts if scores[prompt.key] is None}.values())
         for start in range(0, len(missing), BATCH_PROMPTS):
@@ -139,7 +140,7 @@ class TransformerModel:
 
 
 class _Scorer:
-    """The child that scores; started when first needed and again after it failed. Threads take turns."""
+    """The child that scores; started on demand and restarted after a failure. Threads take turns."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -187,7 +188,7 @@ class _Scorer:
 
 
 def _read_line(descriptor: int, *, timeout_s: float) -> bytes:
-    """One line; raises TimeoutError, ValueError when it is too long or the other side is gone."""
+    """Read one line; raises TimeoutError, or ValueError if it is too long or the other side closed the pipe."""
     deadline_s = time.monotonic() + timeout_s
     parts = b""
     with selectors.DefaultSelector() as selector:

@@ -1,11 +1,11 @@
-"""Child process of the transformer that forecasts lengths: everything that needs torch.
+"""Runs the transformer that forecasts lengths in a child process: everything that needs torch.
 
     fit     one JSON request, a line on stdin; fine-tunes, leaves a Hugging Face folder with lengths.json in it, exits
     score   one JSON request a line on stdin, one answer a line on stdout
 
-Both end when stdin does: the parent died. A prompt is `{"text": ...}`, read by the model's own tokenizer, or
-`{"ids": [...]}`, taken as the model's own ids. One that the model cannot read (ids beyond its vocabulary, text without
-a tokenizer) is given the mean.
+Both exit at the end of stdin, when the parent died. A prompt is `{"text": ...}`, tokenized by the model's own
+tokenizer, or `{"ids": [...]}`, taken as the model's own ids. A prompt that the model cannot read (ids beyond its
+vocabulary, text without a tokenizer) is given the mean.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ MAX_TOKENS = 512
 MAX_BATCH_TOKENS, MAX_BATCH_PROMPTS = 4096, 16
 LEARNING_RATE = 1e-4
 HEAD_LEARNING_RATE = 1e-3
-"""The head is new, the rest is not."""
+"""The head is new; the rest is pretrained."""
 _FACTS = "lengths.json"
 _NUM_LOADED = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ranker:
-    """A model with what turns its output into log tokens."""
+    """A model with the scaling of its output to log tokens."""
 
     model: Any
     tokenizer: Any
@@ -51,7 +51,7 @@ def main() -> None:
     logging.disable(logging.CRITICAL)
     answers, sys.stdout = sys.stdout, sys.stderr
     if "OMP_NUM_THREADS" not in os.environ:
-        # More threads than free cores wait for each other; whoever has cores to spare says how many.
+        # More threads than free cores wait for each other; set the number explicitly if cores are free.
         torch.set_num_threads(1)
     if sys.argv[1] == "fit":
         request = json.loads(sys.stdin.readline())
@@ -77,7 +77,7 @@ def fit(
     weights: list[float],
     num_epochs: int,
 ) -> None:
-    """Fine-tune to `targets`, log tokens, each as important as its weight."""
+    """Fine-tune to `targets`, log tokens, each weighted by its importance."""
     mean, deviation = _moments(targets)
     ranker = _load(model_path, mean=mean, deviation=deviation)
     ids = [_encode(ranker, prompt) for prompt in prompts]
@@ -104,7 +104,7 @@ def fit(
 
 
 def score_forever(answers: TextIO) -> None:
-    """Answer requests until stdin ends, which it does when the parent dies."""
+    """Answer requests until stdin ends, which means that the parent died."""
     loaded: OrderedDict[str, Ranker] = OrderedDict()
     for line in sys.stdin:
         request = json.loads(line)
@@ -124,7 +124,7 @@ def score_forever(answers: TextIO) -> None:
 
 
 def score(ranker: Ranker, prompts: Sequence[dict[str, Any]]) -> list[float]:
-    """Log tokens of each."""
+    """Log tokens of each prompt."""
     ranker.model.eval()
     ids = [_encode(ranker, prompt) for prompt in prompts]
     logs = [ranker.mean] * len(prompts)
@@ -158,7 +158,7 @@ def _load(path: str, *, mean: float, deviation: float) -> Ranker:
 
 
 def _encode(ranker: Ranker, prompt: dict[str, Any]) -> list[int]:
-    """Token ids, the last MAX_TOKENS; empty when the model cannot read the prompt."""
+    """Token ids, the last MAX_TOKENS; empty if the model cannot read the prompt."""
     if "text" in prompt:
         ids = [] if ranker.tokenizer is None else ranker.tokenizer.encode(prompt["text"], add_special_tokens=False)
     else:
@@ -168,7 +168,7 @@ def _encode(ranker: Ranker, prompt: dict[str, Any]) -> list[int]:
 
 
 def _batches(ids: Sequence[Sequence[int]], order: Sequence[int]) -> Iterator[list[int]]:
-    """Indices in that order; no batch has more than MAX_BATCH_PROMPTS prompts and MAX_BATCH_TOKENS padded tokens."""
+    """Indices in that order, in batches of at most MAX_BATCH_PROMPTS prompts and MAX_BATCH_TOKENS padded tokens."""
     batch: list[int] = []
     longest = 0
     for index in order:
@@ -194,7 +194,7 @@ def _outputs(ranker: Ranker, ids: Sequence[Sequence[int]]) -> torch.Tensor:
 
 
 def _save(ranker: Ranker, folder: Path) -> None:
-    """Write it whole or not at all."""
+    """Write the file atomically."""
     temporary = folder.with_name(folder.name + ".tmp")
     ranker.model.save_pretrained(temporary)
     if ranker.tokenizer is not None:
