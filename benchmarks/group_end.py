@@ -6,29 +6,10 @@ import asyncio
 import os
 import signal
 import sys
-import threading
-import time
-
-_WATCH_POLL_S = 0.2
-
-
-def end_group_with_parent() -> None:
-    """Watch this process's parent, and kill this process's whole group when it is gone.
-
-    To be called by the leader of a group of its own.
-    """
-    parent_pid = os.getppid()
-
-    def watch() -> None:
-        while os.getppid() == parent_pid:
-            time.sleep(_WATCH_POLL_S)
-        os.killpg(os.getpgrp(), signal.SIGKILL)
-
-    threading.Thread(target=watch, name="parent-watch", daemon=True).start()
 
 
 async def run_group(module: str, *arguments: str, timeout_s: float) -> None:
-    """Run a module, which is to call `end_group_with_parent`, as the leader of a group of its own, to its end.
+    """Run a module, which calls `end_group_with_parent`, as the leader of a group of its own, to its end.
 
     Raises:
         RuntimeError: It failed; with the last of what it printed.

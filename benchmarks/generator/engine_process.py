@@ -24,8 +24,8 @@ import numpy as np
 
 from benchmarks.broker.processes import cpu_s
 from benchmarks.generator.model import VOCAB_SIZE
-from benchmarks.group_end import end_group_with_parent
 from penstock.model.digests import manifest_digest, safetensors_digests
+from penstock.process.bound_child import end_group_with_parent
 from services.generator.engine.engine import GenerateRequest, SamplingSettings, UpdateMode, WeightUpdate
 from services.generator.engines.vllm.process_setup import VllmSettings
 from services.generator.engines.vllm.vllm_engine import VllmEngine
@@ -175,6 +175,6 @@ async def run(model_path: Path, plan: EnginePlan) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    end_group_with_parent()
+    end_group_with_parent(os.getppid(), grace_s=0)
     document = asyncio.run(run(Path(sys.argv[1]), EnginePlan(**json.loads(sys.argv[3]))))
     Path(sys.argv[2]).write_text(json.dumps(document), encoding="utf-8")

@@ -24,7 +24,7 @@ import numpy as np
 from benchmarks.broker.processes import cpu_s
 from benchmarks.generator.concurrency import BEAT_S, MAX_SAMPLES, WARM_UP_SHARE
 from benchmarks.generator.model import VOCAB_SIZE
-from benchmarks.group_end import end_group_with_parent
+from penstock.process.bound_child import end_group_with_parent
 from services.generator.decoding.kv_headroom import HeldSample
 from services.generator.decoding.lease_headroom import Credit
 from services.generator.engine.engine import EngineProfile, EngineStats, GenerateRequest, SamplingSettings
@@ -213,7 +213,7 @@ async def run(model_path: Path, plan: PressurePlan) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    end_group_with_parent()
+    end_group_with_parent(os.getppid(), grace_s=0)
     settings = json.loads(sys.argv[3])
     settings["fixed_settings"] = tuple(settings["fixed_settings"])
     document = asyncio.run(run(Path(sys.argv[1]), PressurePlan(**settings)))

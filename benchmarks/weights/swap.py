@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import sys
 from contextlib import aclosing
 from pathlib import Path
 from typing import Any
 
-from benchmarks.group_end import end_group_with_parent, run_group
+from benchmarks.group_end import run_group
 from benchmarks.weights.contents import median_and_spread
 from penstock.model.digests import manifest_digest, safetensors_digests
+from penstock.process.bound_child import end_group_with_parent
 from penstock.process.tasks import end
 from services.generator.engine.engine import Engine, GenerateRequest, SamplingSettings, WeightUpdate
 
@@ -104,6 +106,6 @@ def _make_model(folder: Path, hidden_size: int, num_layers: int) -> None:
 
 
 if __name__ == "__main__":
-    end_group_with_parent()
+    end_group_with_parent(os.getppid(), grace_s=0)
     document = asyncio.run(swap(Path(sys.argv[1]), engine_name=sys.argv[2], num_updates=int(sys.argv[3])))
     Path(sys.argv[4]).write_text(json.dumps(document), encoding="utf-8")

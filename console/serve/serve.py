@@ -7,6 +7,7 @@ import sys
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from enum import StrEnum
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any, Literal, get_args
 
 import uvloop
@@ -84,50 +85,14 @@ async def _awaited(serve: Callable[[Any], Awaitable[None]], config: StrictModel)
     await serve(config)
 
 
+# Each service is imported only in its own process: most of them must run where torch is not installed.
+
+
 def _config_model(kind: ServiceKind) -> type[StrictModel]:
-    match kind:
-        case ServiceKind.BROKER:
-            from services.broker.config import BrokerConfig
-
-            return BrokerConfig
-        case ServiceKind.GENERATOR:
-            from services.generator.config import GeneratorConfig
-
-            return GeneratorConfig
-        case ServiceKind.REWARD:
-            from services.reward.config import RewardConfig
-
-            return RewardConfig
-        case ServiceKind.TRAINER:
-            from services.trainer.config import TrainerConfig
-
-            return TrainerConfig
-        case ServiceKind.SCHEDULER:
-            from services.scheduler.config import SchedulerConfig
-
-            return SchedulerConfig
+    model: type[StrictModel] = resolve_name(f"services.{kind}.config:{kind.title()}Config")
+    return model
 
 
 def _entry(kind: ServiceKind) -> Callable[[Any], Awaitable[None]]:
-    # Each service is imported only in its own process: most of them must run where torch is not installed.
-    match kind:
-        case ServiceKind.BROKER:
-            from services.broker import server as broker
-
-            return broker.serve
-        case ServiceKind.GENERATOR:
-            from services.generator import server as generator
-
-            return generator.serve
-        case ServiceKind.REWARD:
-            from services.reward import server as reward
-
-            return reward.serve
-        case ServiceKind.TRAINER:
-            from services.trainer import server as trainer
-
-            return trainer.serve
-        case ServiceKind.SCHEDULER:
-            from services.scheduler import server as scheduler
-
-            return scheduler.serve
+    serve: Callable[[Any], Awaitable[None]] = resolve_name(f"services.{kind}.server:serve")
+    return serve

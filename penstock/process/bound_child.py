@@ -3,7 +3,7 @@
 `python -m penstock.process.bound_child PARENT_PID SIGNAL COMMAND...` runs a command that ends with its parent, for
 programs that are not ours: on Linux the kernel is asked to send the signal when the parent dies, which survives exec;
 elsewhere the command just runs. `end_with_parent` does the same for a process of `multiprocessing` that another
-library started.
+library started, `end_group_with_parent` for a program of ours and all that it starts.
 """
 
 from __future__ import annotations
@@ -14,8 +14,10 @@ import os
 import signal
 import sys
 import threading
+import time
 
 _PR_SET_PDEATHSIG = 1
+_POLL_S = 0.5
 
 
 def bound(*command: str, ends_by: signal.Signals) -> tuple[str, ...]:
@@ -37,6 +39,23 @@ def end_with_parent() -> None:
         os._exit(1)
 
     threading.Thread(target=wait, name="parent-watch", daemon=True).start()
+
+
+def end_group_with_parent(parent_pid: int, *, grace_s: float) -> None:
+    """Watch the parent of this process, the leader of a process group.
+
+    Once the parent is gone this process gets SIGTERM, and after the grace its whole group SIGKILL.
+    """
+
+    def watch() -> None:
+        while os.getppid() == parent_pid:
+            time.sleep(_POLL_S)
+        if grace_s > 0:
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(grace_s)
+        os.killpg(os.getpgrp(), signal.SIGKILL)
+
+    threading.Thread(target=watch, name="parent-watch", daemon=True).start()
 
 
 def main(arguments: list[str]) -> None:
