@@ -1,6 +1,6 @@
 """Loading a large run's copy, as a broker does that was restarted: what it costs and how long it holds others up.
 
-penstock bench broker.reload [--steps 64] [--repetitions 5] [--parcels]
+penstock bench broker.reload [--steps 64] [--repetitions 5] [--puts]
 """
 
 from __future__ import annotations
@@ -21,9 +21,8 @@ from penstock.clock import SystemClock
 from penstock.v1 import broker_pb2, types_pb2
 from services.broker.operations.lifecycle import create_run
 from services.broker.records.store import Delta, Store
-from services.broker.records_pb2 import GroupRecord, ParcelRecord, SampleRecord
+from services.broker.records_pb2 import GroupRecord, PutColumns, SampleRecord
 from services.broker.runtime.run_replica import RunHub
-from services.broker.state.batch_index import parcel_name
 from services.broker.state.run_state import RunState
 from services.broker.storage.memory_store import MemoryStore
 from services.broker.storage.redis.redis_store import RedisStore
@@ -77,22 +76,26 @@ def group(sequence: int, trained_version: int | None) -> GroupRecord:
     return record
 
 
-def parcel(sequence: int, trained_version: int) -> ParcelRecord:
+def put(sequence: int, trained_version: int) -> GroupRecord:
     """A trained put."""
     num_samples = GROUPS_PER_PUT * GROUP_SIZE
-    return ParcelRecord(
+    return GroupRecord(
+        group_id=f"t{sequence}",
         sequence=sequence,
-        payload_id=f"payload-{sequence}",
-        group_bytes=[8 * 13_500] * GROUPS_PER_PUT,
-        group_ids=[f"t{sequence + number}" for number in range(GROUPS_PER_PUT)],
-        num_samples=[GROUP_SIZE] * GROUPS_PER_PUT,
-        num_tokens=[10_000] * GROUPS_PER_PUT,
-        sample_tokens=[1_024] * num_samples,
-        sample_min_versions=[5] * num_samples,
-        sample_max_versions=[6] * num_samples,
+        purpose=types_pb2.PURPOSE_TRAIN,
         submit_version=5,
         submit_s=NOW_S,
         trained_version=trained_version,
+        put=PutColumns(
+            payload_id=f"payload-{sequence}",
+            group_bytes=[8 * 13_500] * GROUPS_PER_PUT,
+            group_ids=[f"t{sequence + number}" for number in range(GROUPS_PER_PUT)],
+            num_samples=[GROUP_SIZE] * GROUPS_PER_PUT,
+            num_tokens=[10_000] * GROUPS_PER_PUT,
+            sample_tokens=[1_024] * num_samples,
+            sample_min_versions=[5] * num_samples,
+            sample_max_versions=[6] * num_samples,
+        ),
     )
 
 
@@ -113,7 +116,7 @@ async def fill(store: Store, *, num_steps: int, is_put: bool) -> int:
             if not is_put or trained_version is None:
                 groups[f"t{sequence}"] = group(sequence, trained_version).SerializeToString()
             elif sequence % GROUPS_PER_PUT == 1:
-                groups[parcel_name(sequence)] = parcel(sequence, trained_version).SerializeToString()
+                groups[f"t{sequence}"] = put(sequence, trained_version).SerializeToString()
         num_bytes += sum(len(record or b"") for record in groups.values())
         mark = await store.commit(RUN, mark, Delta(run=run, groups=groups))
     return num_bytes
@@ -138,7 +141,7 @@ async def load(store: Store) -> dict[str, float]:
     beating = asyncio.create_task(beat())
     await asyncio.sleep(0)
     start_s, start_cpu_s = time.perf_counter(), time.process_time()
-    num_groups = await hub.transact(lambda state: len(state.live) + sum(map(len, state.trained.values())))
+    num_groups = await hub.transact(lambda state: len(state.index.live) + sum(map(len, state.index.trained.values())))
     took = {"wall_s": time.perf_counter() - start_s, "cpu_s": time.process_time() - start_cpu_s}
     # A stall counts once it is over.
     await asyncio.sleep(2 * BEAT_S)
@@ -172,9 +175,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=64, help=f"retained steps of {GROUPS_PER_STEP} groups")
     parser.add_argument("--repetitions", type=int, default=5)
-    parser.add_argument("--parcels", action="store_true", help="the groups came by PutTrajectories")
+    parser.add_argument("--puts", action="store_true", help="the groups came by PutTrajectories")
     options = parser.parse_args()
-    found = asyncio.run(measure(num_steps=options.steps, num_repetitions=options.repetitions, is_put=options.parcels))
+    found = asyncio.run(measure(num_steps=options.steps, num_repetitions=options.repetitions, is_put=options.puts))
     print(json.dumps(found, indent=2))
 
 

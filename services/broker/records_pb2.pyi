@@ -90,7 +90,7 @@ class SampleRecord(_message.Message):
     lease_s: _builtins.float
     """When the current lease of a generator was given."""
     attempt: _builtins.int
-    """How often it was begun anew, its tokens thrown away."""
+    """How often it was restarted, its tokens thrown away."""
     predicted_tokens: _builtins.float
     """Forecast of its completion's length, tokens; unset when there is none."""
     last_chunk_s: _builtins.float
@@ -212,7 +212,9 @@ Global___RewindRecord: _TypeAlias = RewindRecord  # noqa: Y015
 
 @_typing.final
 class GroupRecord(_message.Message):
-    """A sample group."""
+    """Groups that go one way together: one that was submitted as a prompt, with its samples, or some that came finished in
+    one put, in columns.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -226,14 +228,15 @@ class GroupRecord(_message.Message):
     CONSUMER_ID_FIELD_NUMBER: _builtins.int
     TRAINED_VERSION_FIELD_NUMBER: _builtins.int
     SUBMIT_VERSION_FIELD_NUMBER: _builtins.int
+    PUT_FIELD_NUMBER: _builtins.int
     group_id: _builtins.str
-    """Its name."""
+    """Its name among the run's records: the id of its group, or of the first where they came in a put."""
     sequence: _builtins.int
-    """Counts the submissions of the run from 1."""
+    """Counts the submissions of the run from 1; that of the first group, and the others follow without a gap."""
     purpose: _types_pb2.Purpose.ValueType
     """What it is for."""
     num_prompt_tokens: _builtins.int
-    """Length of the prompt in tokens."""
+    """Length of the prompt in tokens; 0 of a put."""
     prompt_min_version: _builtins.int
     """Least version a generator must hold, as its prompt says."""
     submit_s: _builtins.float
@@ -246,7 +249,11 @@ class GroupRecord(_message.Message):
     """The run's policy version when it was accepted."""
     @_builtins.property
     def samples(self) -> _containers.RepeatedCompositeFieldContainer[Global___SampleRecord]:
-        """Its samples, by index."""
+        """Its samples, by index; none of a put."""
+
+    @_builtins.property
+    def put(self) -> Global___PutColumns:
+        """Of groups that came finished; unset for one that was submitted as a prompt."""
 
     def __init__(
         self,
@@ -261,10 +268,11 @@ class GroupRecord(_message.Message):
         consumer_id: _builtins.str = ...,
         trained_version: _builtins.int | None = ...,
         submit_version: _builtins.int = ...,
+        put: Global___PutColumns | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_prompt_min_version", b"_prompt_min_version", "_trained_version", b"_trained_version", "prompt_min_version", b"prompt_min_version", "trained_version", b"trained_version"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_prompt_min_version", b"_prompt_min_version", "_trained_version", b"_trained_version", "prompt_min_version", b"prompt_min_version", "put", b"put", "trained_version", b"trained_version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_prompt_min_version", b"_prompt_min_version", "_trained_version", b"_trained_version", "consumer_id", b"consumer_id", "group_id", b"group_id", "num_prompt_tokens", b"num_prompt_tokens", "prompt_min_version", b"prompt_min_version", "purpose", b"purpose", "samples", b"samples", "sequence", b"sequence", "submit_s", b"submit_s", "submit_version", b"submit_version", "trained_version", b"trained_version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_prompt_min_version", b"_prompt_min_version", "_trained_version", b"_trained_version", "consumer_id", b"consumer_id", "group_id", b"group_id", "num_prompt_tokens", b"num_prompt_tokens", "prompt_min_version", b"prompt_min_version", "purpose", b"purpose", "put", b"put", "samples", b"samples", "sequence", b"sequence", "submit_s", b"submit_s", "submit_version", b"submit_version", "trained_version", b"trained_version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__prompt_min_version: _TypeAlias = _typing.Literal["prompt_min_version"]  # noqa: Y015
     _WhichOneofArgType__prompt_min_version: _TypeAlias = _typing.Literal["_prompt_min_version", b"_prompt_min_version"]  # noqa: Y015
@@ -285,36 +293,44 @@ class GroupHead(_message.Message):
 
     SEQUENCE_FIELD_NUMBER: _builtins.int
     TRAINED_VERSION_FIELD_NUMBER: _builtins.int
+    PUT_FIELD_NUMBER: _builtins.int
     sequence: _builtins.int
-    """Counts the submissions of the run from 1."""
+    """Counts the submissions of the run from 1. 0 shows that the record is a ParcelRecord."""
     trained_version: _builtins.int
     """The step that trained it; unset until then."""
+    put: _builtins.bytes
+    """Of groups that came finished, unread."""
     def __init__(
         self,
         *,
         sequence: _builtins.int = ...,
         trained_version: _builtins.int | None = ...,
+        put: _builtins.bytes | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_trained_version", b"_trained_version", "trained_version", b"trained_version"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_put", b"_put", "_trained_version", b"_trained_version", "put", b"put", "trained_version", b"trained_version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_trained_version", b"_trained_version", "sequence", b"sequence", "trained_version", b"trained_version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_put", b"_put", "_trained_version", b"_trained_version", "put", b"put", "sequence", b"sequence", "trained_version", b"trained_version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__put: _TypeAlias = _typing.Literal["put"]  # noqa: Y015
+    _WhichOneofArgType__put: _TypeAlias = _typing.Literal["_put", b"_put"]  # noqa: Y015
     _WhichOneofReturnType__trained_version: _TypeAlias = _typing.Literal["trained_version"]  # noqa: Y015
     _WhichOneofArgType__trained_version: _TypeAlias = _typing.Literal["_trained_version", b"_trained_version"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__put) -> _WhichOneofReturnType__put | None: ...
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__trained_version) -> _WhichOneofReturnType__trained_version | None: ...
 
 Global___GroupHead: _TypeAlias = GroupHead  # noqa: Y015
 
 @_typing.final
-class ParcelRecord(_message.Message):
-    """Groups that came finished in one put and share one piece of payload. Each group's trajectories are scored; they are
-    handed out, trained and dropped without being read again. A parcel of which a part goes its own way is cut in two; the
-    payload stays as it is, and goes with its last parcel.
+class PutColumns(_message.Message):
+    """Groups that came finished in one put, or some of them. Their trajectories are scored, and rest in one piece of payload;
+    they are handed out, trained and dropped without being read again. Where some of the groups go another way than the
+    rest, the record is cut in two; the payload stays as it is, and goes with its last record.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
 
-    SEQUENCE_FIELD_NUMBER: _builtins.int
     PAYLOAD_ID_FIELD_NUMBER: _builtins.int
     PAYLOAD_START_FIELD_NUMBER: _builtins.int
     GROUP_BYTES_FIELD_NUMBER: _builtins.int
@@ -324,31 +340,17 @@ class ParcelRecord(_message.Message):
     SAMPLE_TOKENS_FIELD_NUMBER: _builtins.int
     SAMPLE_MIN_VERSIONS_FIELD_NUMBER: _builtins.int
     SAMPLE_MAX_VERSIONS_FIELD_NUMBER: _builtins.int
-    SUBMIT_VERSION_FIELD_NUMBER: _builtins.int
-    SUBMIT_S_FIELD_NUMBER: _builtins.int
-    CONSUMER_ID_FIELD_NUMBER: _builtins.int
-    TRAINED_VERSION_FIELD_NUMBER: _builtins.int
-    sequence: _builtins.int
-    """Sequence of its first group; the others follow without a gap."""
     payload_id: _builtins.str
     """Names the payload: a serialized TrajectoryGroups."""
     payload_start: _builtins.int
-    """Where the parcel's part of the payload begins, bytes."""
-    submit_version: _builtins.int
-    """The run's policy version when it was put."""
-    submit_s: _builtins.float
-    """When it was put."""
-    consumer_id: _builtins.str
-    """The consumer that holds it; empty when none does."""
-    trained_version: _builtins.int
-    """The step that trained it; unset until then."""
+    """Where the groups' part of the payload begins, bytes."""
     @_builtins.property
     def group_bytes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Length of each group's part of it, bytes."""
 
     @_builtins.property
     def group_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Names of its groups."""
+        """Names of the groups."""
 
     @_builtins.property
     def num_samples(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
@@ -369,6 +371,89 @@ class ParcelRecord(_message.Message):
     @_builtins.property
     def sample_max_versions(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Newest policy version of each sample."""
+
+    def __init__(
+        self,
+        *,
+        payload_id: _builtins.str = ...,
+        payload_start: _builtins.int = ...,
+        group_bytes: _abc.Iterable[_builtins.int] | None = ...,
+        group_ids: _abc.Iterable[_builtins.str] | None = ...,
+        num_samples: _abc.Iterable[_builtins.int] | None = ...,
+        num_tokens: _abc.Iterable[_builtins.int] | None = ...,
+        sample_tokens: _abc.Iterable[_builtins.int] | None = ...,
+        sample_min_versions: _abc.Iterable[_builtins.int] | None = ...,
+        sample_max_versions: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["group_bytes", b"group_bytes", "group_ids", b"group_ids", "num_samples", b"num_samples", "num_tokens", b"num_tokens", "payload_id", b"payload_id", "payload_start", b"payload_start", "sample_max_versions", b"sample_max_versions", "sample_min_versions", b"sample_min_versions", "sample_tokens", b"sample_tokens"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PutColumns: _TypeAlias = PutColumns  # noqa: Y015
+
+@_typing.final
+class ParcelRecord(_message.Message):
+    """How format 1 kept the groups of a put; read, and never written. See GroupRecord and PutColumns for the fields."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SEQUENCE_FIELD_NUMBER: _builtins.int
+    PAYLOAD_ID_FIELD_NUMBER: _builtins.int
+    PAYLOAD_START_FIELD_NUMBER: _builtins.int
+    GROUP_BYTES_FIELD_NUMBER: _builtins.int
+    GROUP_IDS_FIELD_NUMBER: _builtins.int
+    NUM_SAMPLES_FIELD_NUMBER: _builtins.int
+    NUM_TOKENS_FIELD_NUMBER: _builtins.int
+    SAMPLE_TOKENS_FIELD_NUMBER: _builtins.int
+    SAMPLE_MIN_VERSIONS_FIELD_NUMBER: _builtins.int
+    SAMPLE_MAX_VERSIONS_FIELD_NUMBER: _builtins.int
+    SUBMIT_VERSION_FIELD_NUMBER: _builtins.int
+    SUBMIT_S_FIELD_NUMBER: _builtins.int
+    CONSUMER_ID_FIELD_NUMBER: _builtins.int
+    TRAINED_VERSION_FIELD_NUMBER: _builtins.int
+    sequence: _builtins.int
+    """Sequence of its first group."""
+    payload_id: _builtins.str
+    """See PutColumns."""
+    payload_start: _builtins.int
+    """See PutColumns."""
+    submit_version: _builtins.int
+    """See GroupRecord."""
+    submit_s: _builtins.float
+    """See GroupRecord."""
+    consumer_id: _builtins.str
+    """See GroupRecord."""
+    trained_version: _builtins.int
+    """See GroupRecord."""
+    @_builtins.property
+    def group_bytes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """See PutColumns."""
+
+    @_builtins.property
+    def group_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """See PutColumns."""
+
+    @_builtins.property
+    def num_samples(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """See PutColumns."""
+
+    @_builtins.property
+    def num_tokens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """See PutColumns."""
+
+    @_builtins.property
+    def sample_tokens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """See PutColumns."""
+
+    @_builtins.property
+    def sample_min_versions(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """See PutColumns."""
+
+    @_builtins.property
+    def sample_max_versions(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """See PutColumns."""
 
     def __init__(
         self,

@@ -101,7 +101,7 @@ class BrokerService(broker_pb2_grpc.BrokerServiceServicer):
             errors = submission.submit(
                 state, request.prompts, retired=retired, now_s=hub.clock.now_s(), forecasts=forecasts
             )
-            num_queued = sum(state.num_waiting(purpose) for purpose in state.ready)
+            num_queued = sum(state.num_waiting(purpose) for purpose in state.index.ready)
             is_full = any(error.reason == "QUEUE_FULL" for error in errors)
             response = broker_pb2.SubmitPromptsResponse(
                 errors=errors, num_queued_groups=num_queued, retry_delay=RETRY_DELAY if is_full else None

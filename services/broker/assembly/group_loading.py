@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from copy import deepcopy
 from functools import partial
-from typing import TypeVar
 
 import structlog
 
@@ -13,17 +12,28 @@ from penstock.v1 import types_pb2
 from penstock.wire.codec import Packed
 from services.broker.assembly.messages import kept_indices, trajectory_group
 from services.broker.operations import drops
-from services.broker.records_pb2 import GroupRecord, ParcelRecord
+from services.broker.records_pb2 import GroupRecord
 from services.broker.runtime.run_replica import RunHub
-from services.broker.state.batch_index import slice_of
+from services.broker.state.batches import slice_of
 
 _log = structlog.get_logger()
 
 
-async def load_groups(
-    hub: RunHub, groups: Sequence[GroupRecord], *, has_text: bool = False
+async def load_records(
+    hub: RunHub, records: Sequence[GroupRecord], *, has_text: bool = False
+) -> tuple[dict[str, types_pb2.TrajectoryGroup], dict[str, Packed]]:
+    """Groups that were submitted, with the completions' text if asked for, and those of puts, packed; by record.
+
+    Submitted ones that were given up meanwhile are left out. A put whose payload is lost is given up, and empty.
+    """
+    groups = await _load_submitted(hub, [record for record in records if not record.HasField("put")], has_text=has_text)
+    packed = await _load_puts(hub, [record for record in records if record.HasField("put")])
+    return {group.prompt.group_id: group for group in groups}, packed
+
+
+async def _load_submitted(
+    hub: RunHub, groups: Sequence[GroupRecord], *, has_text: bool
 ) -> list[types_pb2.TrajectoryGroup]:
-    """Groups with their payload, the completions' text if asked for; those given up meanwhile are left out."""
     prompts = await hub.prompts([group.group_id for group in groups])
     samples = [(group.group_id, index) for group in groups for index in kept_indices(group)]
     stored = dict(zip(samples, await hub.store.chunks(hub.run_id, samples), strict=True))
@@ -35,27 +45,23 @@ async def load_groups(
     return loaded
 
 
-async def load_parcels(hub: RunHub, parcels: Sequence[ParcelRecord]) -> dict[int, Packed]:
-    """The groups of parcels, packed, by the parcel's sequence; empty where the payload is lost, and given up then."""
-    slices = [slice_of(parcel) for parcel in parcels]
-    loaded: dict[int, Packed] = {}
-    for parcel, part, packed in zip(parcels, slices, await hub.payloads.load(slices), strict=True):
-        loaded[parcel.sequence] = packed
+async def _load_puts(hub: RunHub, records: Sequence[GroupRecord]) -> dict[str, Packed]:
+    slices = [slice_of(record) for record in records]
+    loaded: dict[str, Packed] = {}
+    for record, part, packed in zip(records, slices, await hub.payloads.load(slices), strict=True):
+        loaded[record.group_id] = packed
         if len(packed) < part.size_bytes:
-            loaded[parcel.sequence] = b""
-            await give_up(hub, parcel)
+            loaded[record.group_id] = b""
+            await give_up(hub, record)
     return loaded
 
 
-async def give_up(hub: RunHub, parcel: ParcelRecord) -> None:
-    """Drop a parcel whose payload the store has lost."""
-    _log.error("payload is lost", run_id=hub.run_id, payload_id=parcel.payload_id)
-    await hub.transact(partial(drops.drop_groups, group_ids=list(parcel.group_ids), reason=drops.PAYLOAD_LOST))
+async def give_up(hub: RunHub, record: GroupRecord) -> None:
+    """Drop the groups of a put whose payload the store has lost."""
+    _log.error("payload is lost", run_id=hub.run_id, payload_id=record.put.payload_id)
+    await hub.transact(partial(drops.drop_groups, group_ids=list(record.put.group_ids), reason=drops.PAYLOAD_LOST))
 
 
-_Record = TypeVar("_Record", bound=GroupRecord | ParcelRecord)
-
-
-def copy_of(record: _Record) -> _Record:
+def copy_of(record: GroupRecord) -> GroupRecord:
     """A copy that later transactions do not change."""
     return deepcopy(record)

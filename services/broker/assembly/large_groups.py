@@ -16,59 +16,54 @@ from penstock.wire.codec import Packed, prefix_size
 from penstock.wire.pieces import MAX_WHOLE_BYTES, PIECE_BYTES, spans
 from services.broker.assembly.group_loading import give_up
 from services.broker.assembly.messages import kept_indices, trajectory
-from services.broker.operations.batches import cut_at
 from services.broker.records.store import PayloadSlice
-from services.broker.records_pb2 import GroupRecord, ParcelRecord
+from services.broker.records_pb2 import GroupRecord
 from services.broker.rules.staleness import group_version
 from services.broker.runtime.run_replica import RunHub
-from services.broker.state.batch_index import slice_of
+from services.broker.state.batches import cut_at, num_groups, payload_bytes, slice_of
 
 BYTES_PER_TOKEN = 8
 """Of a completion as it is stored: id and log-prob. The text, and versions that change often, come on top."""
 READ_BYTES = 1024 * 1024
 """Read from the store at once; larger where one sample is."""
 
-Record = GroupRecord | ParcelRecord
-
 
 class GivenUpError(ServiceUnavailableError):
-    """A group was given up while it was sent; whoever reads it has to begin again."""
+    """A group was given up while it was sent; its reader has to begin again."""
 
 
-def size_bytes(record: Record) -> int:
+def size_bytes(record: GroupRecord) -> int:
     """About how large the groups of a record are in a message."""
-    if isinstance(record, ParcelRecord):
-        return sum(record.group_bytes)
+    if record.HasField("put"):
+        return payload_bytes(record)
     return BYTES_PER_TOKEN * sum(sample.num_tokens for sample in record.samples)
 
 
-def is_large(record: Record) -> bool:
+def is_large(record: GroupRecord) -> bool:
     """Whether a record, of those that `portions` gives, is one group that should travel in pieces."""
     return size_bytes(record) > MAX_WHOLE_BYTES
 
 
-def portions(record: Record) -> list[Record]:
-    """The record itself; of a large parcel copies, each with groups of at most MAX_WHOLE_BYTES or with a single one."""
-    if isinstance(record, GroupRecord) or len(record.group_ids) == 1 or not is_large(record):
+def portions(record: GroupRecord) -> list[GroupRecord]:
+    """The record itself; of a large put copies, each with groups of at most MAX_WHOLE_BYTES or with a single one."""
+    if num_groups(record) == 1 or not is_large(record):
         return [record]
     cuts, total_bytes = [0], 0
-    for position, group_bytes in enumerate(record.group_bytes):
+    for position, group_bytes in enumerate(record.put.group_bytes):
         if total_bytes and total_bytes + group_bytes > MAX_WHOLE_BYTES:
             cuts.append(position)
             total_bytes = 0
         total_bytes += group_bytes
-    return [piece for _start, piece in cut_at(record, [*cuts, len(record.group_ids)])]
+    return cut_at(record, [*cuts, num_groups(record)])
 
 
-def single_groups(record: Record) -> list[Record]:
+def single_groups(record: GroupRecord) -> list[GroupRecord]:
     """A record for each of its groups."""
-    if isinstance(record, GroupRecord):
-        return [record]
-    return [piece for _start, piece in cut_at(record, range(len(record.group_ids) + 1))]
+    return [record] if num_groups(record) == 1 else cut_at(record, range(num_groups(record) + 1))
 
 
 async def read_pieces(
-    hub: RunHub, record: Record, *, has_text: bool = False, left_out: Counter[str] | None = None
+    hub: RunHub, record: GroupRecord, *, has_text: bool = False, left_out: Counter[str] | None = None
 ) -> AsyncGenerator[types_pb2.GroupPiece, None]:
     """The one group of a record in pieces of PIECE_BYTES, the last one at most so large.
 
@@ -82,8 +77,8 @@ async def read_pieces(
     Raises:
         GivenUpError: The group was given up meanwhile, or, without `left_out`, payload of it is lost.
     """
-    if isinstance(record, ParcelRecord):
-        parts = _parcel_parts(hub, record, left_out)
+    if record.HasField("put"):
+        parts = _put_parts(hub, record, left_out)
     else:
         parts = _group_parts(hub, record, has_text, left_out)
     waiting: bytearray | None = None
@@ -142,20 +137,20 @@ def _batches(group: GroupRecord) -> Iterator[Sequence[int]]:
         yield batch
 
 
-async def _parcel_parts(hub: RunHub, parcel: ParcelRecord, left_out: Counter[str] | None) -> AsyncIterator[Packed]:
+async def _put_parts(hub: RunHub, record: GroupRecord, left_out: Counter[str] | None) -> AsyncIterator[Packed]:
     """The bytes of the group itself, without the tag and the length that precede it in the payload."""
-    whole = slice_of(parcel)
+    whole = slice_of(record)
     # The end first: what is stored whole is there whole or not at all.
     if not await _load(hub, whole.payload_id, whole.end - 1, whole.end):
         if left_out is None:
-            await give_up(hub, parcel)
-        _note_lost(parcel.group_ids[0], len(parcel.sample_tokens), left_out)
+            await give_up(hub, record)
+        _note_lost(record.put.group_ids[0], len(record.put.sample_tokens), left_out)
         return
     for start in range(whole.start, whole.end, READ_BYTES):
         end = min(whole.end, start + READ_BYTES)
         data = await _load(hub, whole.payload_id, start, end)
         if len(data) < end - start:
-            raise _given_up(parcel.group_ids[0])
+            raise _given_up(record.put.group_ids[0])
         yield data[prefix_size(data) :] if start == whole.start else data
 
 

@@ -14,10 +14,10 @@ from penstock.network.rpc import MAX_MESSAGE_BYTES
 from penstock.v1 import broker_pb2, types_pb2
 from penstock.wire.codec import Packed
 from penstock.wire.pieces import MAX_WHOLE_BYTES
-from services.broker.assembly.group_loading import load_groups, load_parcels
-from services.broker.assembly.large_groups import Record, cut_group, is_large, read_pieces, size_bytes
+from services.broker.assembly.group_loading import load_records
+from services.broker.assembly.large_groups import cut_group, is_large, read_pieces, size_bytes
 from services.broker.assembly.microbatch_frames import Frames
-from services.broker.records_pb2 import GroupRecord, ParcelRecord
+from services.broker.records_pb2 import GroupRecord
 from services.broker.runtime.run_replica import RunHub
 
 MAX_READ_AHEAD_BYTES = 8 * 1024 * 1024
@@ -26,7 +26,7 @@ ENVELOPE_BYTES = 4096
 
 
 async def load_frames(
-    hub: RunHub, hello: broker_pb2.TrainerHello, microbatches: Sequence[Sequence[Record]], *, policy_version: int
+    hub: RunHub, hello: broker_pb2.TrainerHello, microbatches: Sequence[Sequence[GroupRecord]], *, policy_version: int
 ) -> AsyncGenerator[bytes, None]:
     """Serialized StreamMicrobatchesResponses with all groups whose payload is there.
 
@@ -45,9 +45,7 @@ async def load_frames(
                         yield frame
             continue
         records = [record for _microbatch, record in batch]
-        groups = await load_groups(hub, [record for record in records if isinstance(record, GroupRecord)])
-        by_id = {group.prompt.group_id: group for group in groups}
-        packed = await load_parcels(hub, [record for record in records if isinstance(record, ParcelRecord)])
+        by_id, packed = await load_records(hub, records)
         for microbatch, record in batch:
             if microbatch != number:
                 frames.close()
@@ -57,9 +55,9 @@ async def load_frames(
             yield frame
 
 
-def _batches(microbatches: Sequence[Sequence[Record]]) -> Iterator[list[tuple[int, Record]]]:
+def _batches(microbatches: Sequence[Sequence[GroupRecord]]) -> Iterator[list[tuple[int, GroupRecord]]]:
     """Records that are loaded together, each with the number of its microbatch; a large one is alone."""
-    batch: list[tuple[int, Record]] = []
+    batch: list[tuple[int, GroupRecord]] = []
     total_bytes = 0
     for number, members in enumerate(microbatches):
         for record in members:
@@ -79,18 +77,20 @@ def _batches(microbatches: Sequence[Sequence[Record]]) -> Iterator[list[tuple[in
 def _add(
     frames: Frames,
     hello: broker_pb2.TrainerHello,
-    record: Record,
+    record: GroupRecord,
     groups: Mapping[str, types_pb2.TrajectoryGroup],
-    packed: Mapping[int, Packed],
+    packed: Mapping[str, Packed],
 ) -> None:
     """Add a record's groups to the frame being filled; those whose payload is gone are left out."""
-    if isinstance(record, GroupRecord):
+    if not record.HasField("put"):
         if record.group_id in groups:
             _add_group(frames, hello, groups[record.group_id])
-    elif hello.accepts_packed_groups and len(packed[record.sequence]) <= MAX_MESSAGE_BYTES - ENVELOPE_BYTES:
-        frames.add_packed(packed[record.sequence])
+        return
+    data = packed[record.group_id]
+    if hello.accepts_packed_groups and len(data) <= MAX_MESSAGE_BYTES - ENVELOPE_BYTES:
+        frames.add_packed(data)
     else:
-        for group in types_pb2.TrajectoryGroups.FromString(bytes(packed[record.sequence])).groups:
+        for group in types_pb2.TrajectoryGroups.FromString(bytes(data)).groups:
             _add_group(frames, hello, group)
 
 

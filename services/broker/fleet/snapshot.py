@@ -56,7 +56,7 @@ class SeenLengths:
 
 
 class Fleet:
-    """Keeps the loads between one lease decision and the next; a hint, made anew from the records at any time.
+    """Keeps the loads between one lease decision and the next; a hint that the records can rebuild at any time.
 
     Args:
         seen: What is known of lengths before anything has ended.
@@ -76,10 +76,12 @@ class Fleet:
 
     def measure(self, state: RunState) -> None:
         """Learn from the newest trained step; before the first from what is ready, which favours short samples."""
-        if state.trained:
-            self._seen = seen_lengths(state, state.trained[max(state.trained)]) or self._seen
+        index = state.index
+        if trained := [name for name in index.trained.get(max(index.trained, default=0), ()) if not index.is_put(name)]:
+            self._seen = seen_lengths(state, trained) or self._seen
         elif self._seen is None:
-            self._seen = seen_lengths(state, state.ready[types_pb2.PURPOSE_TRAIN])
+            ready = (name for _oldest, _sequence, name in index.ready[types_pb2.PURPOSE_TRAIN])
+            self._seen = seen_lengths(state, (name for name in ready if not index.is_put(name)))
 
     def situation(
         self, state: RunState, statuses: Mapping[str, GeneratorStatus], asking: str, now_s: float

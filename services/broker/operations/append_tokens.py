@@ -49,7 +49,7 @@ class _Acceptance:
     def add(self, group_id: str, chunks: Sequence[ChunkFacts]) -> None:
         """Chunks of one group. Where none is stored the record stays as it is: who sends nonsense costs no write."""
         group = self._state.groups.get(group_id)
-        if group is None:
+        if group is None or group.HasField("put"):
             for chunk in chunks:
                 self._refuse(chunk, "UNKNOWN_SAMPLE", 0, "no such group, or it was dropped")
             return

@@ -16,16 +16,15 @@ from itertools import groupby
 from google.rpc import code_pb2
 
 from penstock.errors import InvalidFieldError, RunClosedError, StaleError
-from penstock.v1 import broker_pb2, types_pb2
+from penstock.v1 import types_pb2
 from penstock.wire.codec import Packed
 from services.broker.ingest.trajectory_columns import PutGroup, PutGroups
 from services.broker.operations import drops
-from services.broker.records_pb2 import ParcelRecord
+from services.broker.records_pb2 import GroupRecord
 from services.broker.rules.staleness import deadline
 from services.broker.state import counters
 from services.broker.state.run_state import RunState
 
-_SCORED = broker_pb2.SAMPLE_STATE_SCORED
 MAX_WAITING_BYTES = 512 * 1024 * 1024
 """Payload of a run that waits for its trainer; more is refused."""
 
@@ -74,7 +73,7 @@ def put(state: RunState, request: Put, now_s: float) -> PutOutcome:
     if is_full(state, len(fresh), len(request.payload)):
         return PutOutcome(is_full=True)
     for start, end in _runs(is_stored):
-        state.add_parcel(_record(state, request, start, end, now_s))
+        state.add(_record(state, request, start, end, now_s))
     if any(is_stored):
         state.pending.payloads[request.payload_id] = b"" if request.is_stored_ahead else request.payload
     outcome.num_samples = _enter(state, request.groups, fresh, is_stored)
@@ -152,7 +151,7 @@ def _is_idle(state: RunState, rewards: Sequence[float]) -> bool:
 
 def is_full(state: RunState, num_groups: int, size_bytes: int) -> bool:
     """Whether what waits leaves no room; a request is never too large for a run in which nothing waits."""
-    num_waiting, waiting_bytes = state.shelf.num_groups[_SCORED], state.shelf.waiting_bytes
+    num_waiting, waiting_bytes = state.index.num_ready_puts, state.index.ready_bytes
     if not num_groups or not num_waiting:
         return False
     return num_waiting + num_groups > state.limits.max_queued_groups or waiting_bytes + size_bytes > MAX_WAITING_BYTES
@@ -186,27 +185,33 @@ def _runs(flags: Sequence[bool]) -> list[tuple[int, int]]:
     return found
 
 
-def _record(state: RunState, request: Put, start: int, end: int, now_s: float) -> ParcelRecord:
+def _record(state: RunState, request: Put, start: int, end: int, now_s: float) -> GroupRecord:
     groups, members = request.groups, slice(start, end)
     sample_slices = groups.sample_slices()[members]
     samples = slice(sample_slices[0][0], sample_slices[-1][1])
     prompts = groups.num_prompt_tokens[members]
-    record = ParcelRecord(
+    record = GroupRecord(
+        group_id=groups.group_ids[start],
         sequence=state.run.last_sequence + 1,
-        payload_id=request.payload_id,
-        payload_start=groups.slices[start][0],
+        purpose=types_pb2.PURPOSE_TRAIN,
         submit_version=state.run.policy_version,
         submit_s=now_s,
-        group_ids=groups.group_ids[members],
-        group_bytes=[after - before for before, after in groups.slices[members]],
-        num_samples=groups.num_samples[members],
-        num_tokens=[
+    )
+    # Filled where they stay: a message that is given to another one is copied.
+    columns = record.put
+    columns.payload_id = request.payload_id
+    columns.payload_start = groups.slices[start][0]
+    columns.group_ids.extend(groups.group_ids[members])
+    columns.group_bytes.extend([after - before for before, after in groups.slices[members]])
+    columns.num_samples.extend(groups.num_samples[members])
+    columns.num_tokens.extend(
+        [
             sum(groups.sample_tokens[first:last]) + num_prompt_tokens * (last - first)
             for (first, last), num_prompt_tokens in zip(sample_slices, prompts, strict=True)
-        ],
-        sample_tokens=groups.sample_tokens[samples],
-        sample_min_versions=groups.min_versions[samples],
-        sample_max_versions=groups.max_versions[samples],
+        ]
     )
+    columns.sample_tokens.extend(groups.sample_tokens[samples])
+    columns.sample_min_versions.extend(groups.min_versions[samples])
+    columns.sample_max_versions.extend(groups.max_versions[samples])
     state.run.last_sequence += end - start
     return record

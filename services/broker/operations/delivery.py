@@ -19,17 +19,18 @@ from penstock.errors import (
     VersionConflictError,
 )
 from penstock.v1 import broker_pb2, types_pb2
-from services.broker.operations import batches, drops
-from services.broker.records_pb2 import GroupRecord, SampleRecord
+from services.broker.operations import drops
+from services.broker.records_pb2 import GroupRecord
 from services.broker.rules.batching import ReadyGroup, StepView, choose
-from services.broker.rules.staleness import deadline, trained_staleness
-from services.broker.state import counters, tallies
-from services.broker.state.batch_index import is_parcel
+from services.broker.rules.staleness import deadline, staleness
+from services.broker.state import batches, counters, tallies
 from services.broker.state.run_state import RunState
 
 _SCORED, _DELIVERED = broker_pb2.SAMPLE_STATE_SCORED, broker_pb2.SAMPLE_STATE_DELIVERED
 _TRAINED = broker_pb2.SAMPLE_STATE_TRAINED
 MAX_CONSUMERS = 256
+MAX_TRAINED_BYTES = 256 * 1024 * 1024
+"""Payload of a run's puts that is retained after training; of older steps not even the records stay."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,17 +64,15 @@ def attach(state: RunState, consumer: Consumer, *, held: Collection[str]) -> Con
         raise InvalidFieldError(f"hello.consumer_id: the run has {MAX_CONSUMERS} consumers", field="hello.consumer_id")
     consumer = replace(consumer, number=_number(state, consumer) + 1)
     state.run.streams[consumer.key] = consumer.mark
-    lost = [
-        group_id
-        for group_id in state.delivered[consumer.purpose]
-        if state.groups[group_id].consumer_id == consumer.consumer_id and group_id not in held
-    ]
-    for group_id in lost:
-        hand_back(state, group_id)
-    for group_id in state.ready[consumer.purpose].intersection(held):
-        _hand_over(state, group_id, consumer.consumer_id)
-    if consumer.purpose == types_pb2.PURPOSE_TRAIN:
-        batches.attach(state, consumer.consumer_id, held)
+    for name in list(state.index.delivered[consumer.purpose]):
+        record = state.groups[name]
+        if record.consumer_id == consumer.consumer_id:
+            for lost in state.carve(name, [group_id for group_id in batches.ids(record) if group_id not in held]):
+                hand_back(state, lost)
+    for name, group_ids in state.records_of(held).items():
+        if state.index.is_ready(name, consumer.purpose):
+            for piece in state.carve(name, group_ids):
+                _hand_over(state, piece, consumer.consumer_id)
     return consumer
 
 
@@ -83,7 +82,7 @@ def check_attached(state: RunState, consumer: Consumer) -> None:
     Raises:
         LeaseLostError: a newer stream has taken over: what this one sent would be lost.
         ServiceUnavailableError: the store lost its last commits, the stream's beginning among them. The consumer must
-            say hello again, with what it holds; nobody else knows.
+            say hello again, with what it holds, which only it knows.
     """
     if state.run.streams.get(consumer.key) == consumer.mark:
         return
@@ -99,7 +98,7 @@ def _number(state: RunState, consumer: Consumer) -> int:
 
 
 def deliver(state: RunState, consumer: Consumer, *, max_groups: int, target_tokens: int) -> list[str]:
-    """Hand ready groups to a consumer; returns what was chosen, in order: ids of groups, and names of parcels.
+    """Hand ready groups to a consumer; returns the names of their records, in order.
 
     Too stale groups are dropped instead. Raises what `check_attached` raises.
     """
@@ -107,18 +106,16 @@ def deliver(state: RunState, consumer: Consumer, *, max_groups: int, target_toke
     check_attached(state, consumer)
     if purpose == types_pb2.PURPOSE_TRAIN:
         drops.drop_stale(state)
-    ready = [_ready_group(state, state.groups[group_id]) for group_id in state.ready[purpose]]
-    if purpose == types_pb2.PURPOSE_EVALUATE:
-        ready.sort(key=lambda group: group.sequence)
-        chosen = [(group.group_id, 1) for group in ready[:max_groups]]
-    else:
-        ready += batches.ready_groups(state, max_groups)
-        chosen = choose(ready, step_view(state), max_groups=max_groups, target_tokens=target_tokens) if ready else []
+    names = state.index.first_ready(purpose, max_groups)
+    chosen = [(name, 1) for name in names]
+    if purpose == types_pb2.PURPOSE_TRAIN and names:
+        ready = [_ready_group(state, name) for name in names]
+        chosen = choose(ready, step_view(state), max_groups=max_groups, target_tokens=target_tokens)
     for name, num_groups in chosen:
-        if is_parcel(name):
-            batches.hand_over(state, name, consumer.consumer_id, num_groups=num_groups)
-        else:
-            _hand_over(state, name, consumer.consumer_id)
+        record = state.groups[name]
+        if num_groups < batches.num_groups(record):
+            state.carve(name, batches.ids(record)[:num_groups])
+        _hand_over(state, name, consumer.consumer_id)
     return [name for name, _num_groups in chosen]
 
 
@@ -127,39 +124,32 @@ def step_view(state: RunState) -> StepView:
     return StepView(
         limits=state.limits,
         policy_version=state.run.policy_version,
-        num_delivered=len(state.delivered[types_pb2.PURPOSE_TRAIN]) + state.shelf.num_groups[_DELIVERED],
-        num_due=_num_due(state) if state.policy.stale.keeps_places else 0,
+        num_delivered=state.index.num_delivered,
+        num_due=state.index.num_due(oldest_due(state)) if state.policy.stale.keeps_places else 0,
     )
 
 
-def _num_due(state: RunState) -> int:
-    """Training groups that are started, not handed out, and must be in the step that is being filled."""
-    version, bound = state.run.policy_version, state.limits.max_staleness
-    delivered = state.delivered[types_pb2.PURPOSE_TRAIN]
-    num_due = sum(
-        deadline(version=oldest, max_staleness=bound) <= version
-        for group_id, oldest in state.versions.items()
-        if group_id not in delivered
-    )
-    return num_due + batches.num_due(state)
+def oldest_due(state: RunState) -> int:
+    """Groups of this version, or an older one, must be in the step that is being filled."""
+    return state.run.policy_version - state.limits.max_staleness
 
 
-def _ready_group(state: RunState, group: GroupRecord) -> ReadyGroup:
-    oldest = state.versions.get(group.group_id, state.run.policy_version)
-    kept = [sample.num_tokens for sample in group.samples if sample.state == _SCORED]
+def _ready_group(state: RunState, name: str) -> ReadyGroup:
+    record = state.groups[name]
+    oldest = state.index.versions.get(name, state.run.policy_version)
     return ReadyGroup(
-        group_id=group.group_id,
+        group_id=name,
         deadline=deadline(version=oldest, max_staleness=state.limits.max_staleness),
-        sequence=group.sequence,
-        num_groups=1,
-        num_tokens=sum(kept) + group.num_prompt_tokens * len(kept),
+        sequence=record.sequence,
+        num_groups=batches.num_groups(record),
+        num_tokens=batches.num_tokens(record),
     )
 
 
-def _hand_over(state: RunState, group_id: str, consumer_id: str) -> None:
-    with state.edit(group_id) as group:
-        group.consumer_id = consumer_id
-        _move_samples(group, _SCORED, _DELIVERED)
+def _hand_over(state: RunState, name: str, consumer_id: str) -> None:
+    with state.edit(name) as record:
+        record.consumer_id = consumer_id
+        _move_samples(record, _SCORED, _DELIVERED)
 
 
 def _move_samples(
@@ -170,20 +160,18 @@ def _move_samples(
             sample.state = after
 
 
-def hand_back(state: RunState, group_id: str) -> None:
-    """Make a delivered group ready again."""
-    with state.edit(group_id) as group:
-        group.consumer_id = ""
-        _move_samples(group, _DELIVERED, _SCORED)
+def hand_back(state: RunState, name: str) -> None:
+    """Make a delivered record ready again."""
+    with state.edit(name) as record:
+        record.consumer_id = ""
+        _move_samples(record, _DELIVERED, _SCORED)
 
 
 def hand_all_back(state: RunState) -> None:
-    """Make all delivered groups ready again: whoever held them is not the run's trainer any more."""
-    for group_ids in state.delivered.values():
-        for group_id in sorted(group_ids):
-            hand_back(state, group_id)
-    for name in sorted(state.shelf.delivered):
-        batches.hand_back(state, name)
+    """Make all delivered groups ready again: their consumer is not the run's trainer any more."""
+    for names in state.index.delivered.values():
+        for name in sorted(names):
+            hand_back(state, name)
 
 
 def acknowledge(
@@ -202,80 +190,76 @@ def acknowledge(
     if not group_ids or len(set(group_ids)) != len(group_ids):
         raise InvalidFieldError("group_ids: at least one, each once", field="group_ids")
     if policy_version <= version and state.trained_ids(policy_version) == set(group_ids):
-        return _receipt(state, group_ids, policy_version)
+        return _receipt(state, policy_version)
     if policy_version != version + 1:
         raise VersionConflictError(
             f"policy_version: {policy_version} does not follow the run's {version}", policy_version=version
         )
+    records = state.records_of(group_ids)
+    known = {group_id for members in records.values() for group_id in members}
     for group_id in group_ids:
-        if group_id not in state.shelf.name_of:
-            _check_held(state, group_id, consumer_id)
-    batches.check_held(state, group_ids, consumer_id)
-    for group_id in group_ids:
-        if group_id in state.groups:
-            train(state, group_id, policy_version)
-    batches.train(state, group_ids, policy_version)
+        if group_id not in known:
+            raise UnknownSampleError(f"group {group_id!r} is not known, or was dropped", group_id=group_id)
+    for name, members in records.items():
+        _check_held(state, name, members, consumer_id)
+    for name, members in records.items():
+        train(state, name, members, policy_version)
     advance(state, policy_version, now_s)
-    return _receipt(state, group_ids, policy_version)
+    return _receipt(state, policy_version)
 
 
-def _check_held(state: RunState, group_id: str, consumer_id: str) -> None:
-    group = state.groups.get(group_id)
-    if group is None:
-        raise UnknownSampleError(f"group {group_id!r} is not known, or was dropped", group_id=group_id)
-    if group_id not in state.delivered[types_pb2.PURPOSE_TRAIN] or group.consumer_id != consumer_id:
-        raise LeaseLostError(f"group {group_id!r} is not in the hands of {consumer_id!r}", group_id=group_id)
-    if drops.is_too_stale(state, group):
-        raise StaleError(
-            f"group {group_id!r} is more than {state.limits.max_staleness} versions old; drop it",
-            group_id=group_id,
-        )
+def _check_held(state: RunState, name: str, members: Sequence[str], consumer_id: str) -> None:
+    record = state.groups[name]
+    if name not in state.index.delivered[types_pb2.PURPOSE_TRAIN] or record.consumer_id != consumer_id:
+        raise LeaseLostError(f"group {members[0]!r} is not in the hands of {consumer_id!r}", group_id=members[0])
+    if state.index.versions.get(name, state.run.policy_version) >= oldest_due(state):
+        return
+    for group_id in batches.older_than(record, oldest_due(state)):
+        if group_id in members:
+            raise StaleError(
+                f"group {group_id!r} is more than {state.limits.max_staleness} versions old; drop it",
+                group_id=group_id,
+            )
 
 
-def train(state: RunState, group_id: str, policy_version: int) -> None:
-    """Mark a group's usable samples trained by the step that made `policy_version`."""
-    with state.edit(group_id) as group:
-        group.trained_version = policy_version
-        group.consumer_id = ""
-        for sample in group.samples:
-            if sample.state != broker_pb2.SAMPLE_STATE_DROPPED:
-                sample.state = _TRAINED
-                count_sample_trained(state, group, sample, policy_version)
-
-
-def count_sample_trained(
-    state: RunState, group: GroupRecord, sample: SampleRecord, trained_version: int, *, num_samples: int = 1
-) -> None:
-    """Put a sample of the step that made `trained_version` into the books, or with -1 take it out."""
-    counters.count_trained(
-        state,
-        version=group.submit_version,
-        num_tokens=sample.num_tokens,
-        staleness=trained_staleness(sample, trained_version),
-        num_samples=num_samples,
-    )
+def train(state: RunState, name: str, group_ids: Collection[str], policy_version: int) -> None:
+    """Mark groups of a live record trained by the step that made `policy_version`: the samples that are not dropped."""
+    for piece in state.carve(name, group_ids):
+        with state.edit(piece) as record:
+            record.trained_version, record.consumer_id = policy_version, ""
+            for sample in record.samples:
+                if sample.state != broker_pb2.SAMPLE_STATE_DROPPED:
+                    sample.state = _TRAINED
+        counters.count_record_trained(state, record)
 
 
 def advance(state: RunState, policy_version: int, now_s: float) -> None:
     """Move the run to a later version: forget steps and rows too old to keep, give up what became too stale."""
     state.run.policy_version, state.run.version_s = policy_version, now_s
-    oldest_kept = max(policy_version - state.policy.num_retained_steps + 1, batches.oldest_affordable(state))
-    for version in sorted(version for version in state.trained_versions if version < oldest_kept):
+    oldest_kept = max(policy_version - state.policy.num_retained_steps + 1, _oldest_affordable(state))
+    for version in sorted(version for version in state.index.trained if version < oldest_kept):
         tallies.forget_step(state, version)
     counters.fold(state)
     drops.drop_stale(state)
 
 
-def _receipt(state: RunState, group_ids: Sequence[str], policy_version: int) -> broker_pb2.AckStepResponse:
-    counts = Counter(
-        trained_staleness(sample, policy_version)
-        for group_id in group_ids
-        if group_id in state.groups
-        for sample in state.groups[group_id].samples
-        if sample.state == _TRAINED
-    )
-    for name in state.shelf.trained.get(policy_version, ()):
-        counts += batches.staleness_counts(state.shelf.records[name], policy_version)
+def _oldest_affordable(state: RunState) -> int:
+    """The oldest step that may be retained: puts' payload is at most MAX_TRAINED_BYTES, or that of the newest step."""
+    size_bytes, oldest = 0, 0
+    for version in sorted(state.index.trained_bytes, reverse=True):
+        size_bytes += state.index.trained_bytes[version]
+        if oldest and size_bytes > MAX_TRAINED_BYTES:
+            return oldest
+        oldest = version
+    return 0
+
+
+def _receipt(state: RunState, policy_version: int) -> broker_pb2.AckStepResponse:
+    counts: Counter[int] = Counter()
+    for name in state.index.trained.get(policy_version, ()):
+        _num_tokens, versions = batches.kept_samples(state.groups[name])
+        for oldest, count in Counter(versions).items():
+            counts[staleness(policy_version=policy_version - 1, version=oldest)] += count
     return broker_pb2.AckStepResponse(
         policy_version=state.run.policy_version,
         num_samples=counts.total(),

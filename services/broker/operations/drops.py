@@ -15,10 +15,8 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 
 from penstock.v1 import broker_pb2, types_pb2
-from services.broker.operations import batches
 from services.broker.records_pb2 import GroupRecord, SampleRecord
-from services.broker.rules.staleness import deadline, group_version
-from services.broker.state import counters
+from services.broker.state import batches, counters
 from services.broker.state.run_state import RunState
 
 STALE = "stale"
@@ -53,13 +51,12 @@ def lose_sample(state: RunState, group: GroupRecord, index: int, reason: str) ->
 
 def close_group(state: RunState, group: GroupRecord) -> None:
     """After samples changed, inside an `edit`: give up what a training group cannot use."""
-    if group.purpose != types_pb2.PURPOSE_TRAIN:
+    if group.purpose != types_pb2.PURPOSE_TRAIN or group.HasField("put"):
         return
     _abort_extra_samples(state, group)
     reason = _fault(state, group)
     if reason:
-        _drop_kept(state, group, reason)
-        state.retire(group.group_id)
+        drop(state, group.group_id, reason)
 
 
 def num_kept(group: GroupRecord) -> int:
@@ -91,26 +88,26 @@ def _fault(state: RunState, group: GroupRecord) -> str:
     return ""
 
 
-def drop_group(state: RunState, group_id: str, reason: str) -> int:
-    """Give a live group up; returns its number of samples that were not dropped before. Trained groups stay: 0."""
-    if group_id not in state.live:
-        return 0
-    num_samples = _drop_kept(state, state.groups[group_id], reason)
-    state.retire(group_id)
+def drop(state: RunState, name: str, reason: str) -> int:
+    """Give a live record up, all of it; returns its number of samples that were not dropped before."""
+    num_samples = counters.count_record_dropped(state, state.groups[name], reason)
+    state.retire(name)
     return num_samples
 
 
 def drop_groups(state: RunState, group_ids: Iterable[str], reason: str) -> int:
-    """Give live groups up, those in parcels too; returns the number of samples."""
-    group_ids = list(group_ids)
-    num_samples = sum(drop_group(state, group_id, reason) for group_id in group_ids)
-    return num_samples + batches.drop(state, group_ids, reason)
+    """Give up those of the groups that are live; returns the number of samples."""
+    return sum(
+        drop(state, piece, reason)
+        for name, members in state.records_of(group_ids).items()
+        if name in state.index.live
+        for piece in state.carve(name, members)
+    )
 
 
 def drop_all(state: RunState, reason: str) -> int:
-    """Give up whatever is in flight, put groups included; returns the number of samples."""
-    put = [group_id for _name, record in state.shelf.live() for group_id in record.group_ids]
-    return drop_groups(state, [*state.live, *put], reason)
+    """Give up everything in flight; returns the number of samples."""
+    return sum(drop(state, name, reason) for name in list(state.index.live))
 
 
 def drop_stale(state: RunState) -> None:
@@ -118,26 +115,21 @@ def drop_stale(state: RunState) -> None:
 
     Under WAIT admission and delivery keep this from happening while generators report their versions truthfully and
     steps are whole. A group in a consumer's hands is given up for good: acknowledgements name groups, and a late one of
-    the old samples must not count for new ones.
+    the old samples must not count for new ones. So is one that was put: the broker has no prompt to make it from.
     """
-    version, bound = state.run.policy_version, state.limits.max_staleness
-    late = [
-        group_id
-        for group_id, oldest in state.versions.items()
-        if deadline(version=oldest, max_staleness=bound) < version
-    ]
-    for group_id in late:
-        if state.policy.stale.restarts_stale and not state.groups[group_id].consumer_id:
-            _restart(state, group_id, STALE)
+    oldest_allowed = state.run.policy_version - state.limits.max_staleness
+    for name in state.index.older_than(oldest_allowed):
+        record = state.groups[name]
+        if record.HasField("put") or record.consumer_id or not state.policy.stale.restarts_stale:
+            drop_groups(state, batches.older_than(record, oldest_allowed), STALE)
         else:
-            drop_group(state, group_id, STALE)
-    batches.drop(state, batches.stale_ids(state, version - bound), STALE)
+            _restart(state, name, STALE)
 
 
 def _restart(state: RunState, group_id: str, reason: str) -> None:
     """Drop a training group's samples and queue its prompt as another attempt."""
     with state.edit(group_id) as group:
-        _drop_kept(state, group, reason)
+        counters.count_record_dropped(state, group, reason)
         group.submit_version = state.run.policy_version
         counters.count_submitted(state, version=group.submit_version, num_samples=len(group.samples))
         for index in range(len(group.samples)):
@@ -170,23 +162,6 @@ def _drop_sample(state: RunState, group: GroupRecord, index: int, reason: str) -
     _count(state, group, group.samples[index], reason)
 
 
-def _drop_kept(state: RunState, group: GroupRecord, reason: str) -> int:
-    """Count the samples of a group that goes as dropped; returns how many they are."""
-    kept = [sample for sample in group.samples if sample.state != _DROPPED]
-    for sample in kept:
-        _count(state, group, sample, reason)
-    return len(kept)
-
-
 def _count(state: RunState, group: GroupRecord, sample: SampleRecord, reason: str) -> None:
     if group.purpose == types_pb2.PURPOSE_TRAIN:
         counters.count_dropped(state, version=group.submit_version, num_tokens=sample.num_tokens, reason=reason)
-
-
-def is_too_stale(state: RunState, group: GroupRecord) -> bool:
-    """Whether the run's next step may no longer train on the group."""
-    oldest = group_version(group)
-    return (
-        oldest is not None
-        and deadline(version=oldest, max_staleness=state.limits.max_staleness) < state.run.policy_version
-    )

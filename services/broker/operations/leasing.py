@@ -64,7 +64,7 @@ class Grant:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Grants:
-    """Leases given, and when there are none, why, for people."""
+    """Leases given, and where there are none, a readable reason."""
 
     grants: list[Grant]
     reason: str
@@ -112,10 +112,10 @@ def lease(
         group = state.groups.at(rank[-1])
         if group is None:
             continue
-        oldest = state.versions.get(group.group_id)
+        oldest = state.index.versions.get(group.group_id)
         num_context_tokens = _num_context_tokens(group)
         if generator.longest_context_tokens is not None and num_context_tokens > generator.longest_context_tokens:
-            drops.drop_group(state, group.group_id, drops.CONTEXT_TOO_LONG)
+            drops.drop(state, group.group_id, drops.CONTEXT_TOO_LONG)
             continue
         is_start = oldest is None and group.purpose == types_pb2.PURPOSE_TRAIN
         verdict = start
@@ -232,7 +232,7 @@ def lease_sample(
 def may_take(state: RunState, generator: GeneratorFacts, group: GroupRecord, index: int) -> bool:
     """Whether a generator may go on with a sample that another one holds."""
     num_context_tokens = group.num_prompt_tokens + group.samples[index].num_tokens + 1
-    oldest = state.versions.get(group.group_id)
+    oldest = state.index.versions.get(group.group_id)
     return _judge(state.admission(), generator, group, oldest, num_context_tokens).is_allowed
 
 

@@ -17,17 +17,18 @@ from google.protobuf.message import Message
 from penstock.errors import InvalidFieldError, RunClosedError, RunConflictError, VersionConflictError
 from penstock.v1 import broker_pb2, types_pb2
 from penstock.wire.codec import masked_indices
-from services.broker.operations import batches, delivery, drops, ownership
+from services.broker.operations import delivery, drops, ownership
 from services.broker.records_pb2 import GroupRecord, RunRecord
 from services.broker.rules.limits import MAX_GROUP_SIZE, Limits
 from services.broker.rules.sample_policy import Policy
 from services.broker.rules.staleness import trained_staleness
-from services.broker.state import tallies
+from services.broker.state import batches, counters, tallies
 from services.broker.state.run_state import FORMAT, RunState
 
 _QUEUED, _LEASED = broker_pb2.SAMPLE_STATE_QUEUED, broker_pb2.SAMPLE_STATE_LEASED
+ABANDONED_VERSION = "abandoned_version"
 MAX_REWINDS_KEPT = 16
-"""Rewinds remembered for whoever follows the run's steps; one who missed more begins with the oldest step retained."""
+"""Rewinds remembered for followers of the run's steps; one that missed more begins with the oldest step retained."""
 _DONE_STATES = frozenset((broker_pb2.SAMPLE_STATE_DROPPED, broker_pb2.SAMPLE_STATE_TRAINED))
 
 
@@ -91,8 +92,11 @@ def reopen_run(state: RunState, request: broker_pb2.OpenRunRequest, now_s: float
         num_groups_rewound=num_rewound,
         num_samples_abandoned=num_abandoned,
         history=run.history,
-        num_groups_in_flight=state.shelf.num_live_groups
-        + sum(state.groups[group_id].purpose == types_pb2.PURPOSE_TRAIN for group_id in state.live),
+        num_groups_in_flight=sum(
+            batches.num_groups(state.groups[name])
+            for name in state.index.live
+            if state.groups[name].purpose == types_pb2.PURPOSE_TRAIN
+        ),
         epoch=run.owner.epoch,
     )
 
@@ -176,41 +180,37 @@ def _rewind(state: RunState, policy_version: int, now_s: float) -> tuple[int, in
     if policy_version < oldest:
         raise VersionConflictError(
             f"policy_version: {policy_version}; the run is at {run.policy_version} and can be taken back to {oldest} "
-            f"at most: resume from a newer checkpoint, or begin anew after `penstock runs delete {run.run_id}`",
+            f"at most: resume from a newer checkpoint, or start again after `penstock runs delete {run.run_id}`",
             policy_version=run.policy_version,
         )
     run.policy_version, run.version_s = policy_version, now_s
     run.history += 1
     run.rewinds.add(history=run.history, policy_version=policy_version)
     del run.rewinds[:-MAX_REWINDS_KEPT]
-    undone = [
-        group_id
-        for version in [version for version in state.trained if version > policy_version]
-        for group_id in sorted(state.trained[version])
-    ]
-    for group_id in undone:
-        _untrain(state, group_id)
-    for group_id in sorted(state.live):
-        _forget_future(state, group_id, policy_version)
-    num_undone = len(undone) + batches.untrain(state, policy_version)
+    undone = [name for version, names in state.index.trained.items() if version > policy_version for name in names]
+    num_undone = sum(_untrain(state, name) for name in sorted(undone))
+    for name in sorted(state.index.live):
+        if state.index.is_put(name):
+            drops.drop_groups(state, batches.newer_than(state.groups[name], policy_version), ABANDONED_VERSION)
+        else:
+            _forget_future(state, name, policy_version)
     num_abandoned = tallies.abandon_after(state, policy_version)
-    batches.drop_abandoned(state, policy_version)
     drops.drop_stale(state)
     return num_undone, num_abandoned
 
 
-def _untrain(state: RunState, group_id: str) -> None:
-    """Make a trained group ready again; samples whose payload the store had lost are queued anew."""
-    with state.edit(group_id) as group:
-        trained_version = group.trained_version
+def _untrain(state: RunState, name: str) -> int:
+    """Make a trained record ready again, and samples whose payload the store had lost queued; returns its groups."""
+    with state.edit(name) as group:
+        counters.count_record_trained(state, group, -1)
         group.ClearField("trained_version")
         for index, sample in enumerate(group.samples):
             if sample.state == broker_pb2.SAMPLE_STATE_TRAINED:
-                delivery.count_sample_trained(state, group, sample, trained_version, num_samples=-1)
                 sample.state = broker_pb2.SAMPLE_STATE_SCORED
                 if not sample.HasField("score"):
                     drops.reset_sample(state, group, index)
         drops.close_group(state, group)
+    return batches.num_groups(group)
 
 
 def _forget_future(state: RunState, group_id: str, policy_version: int) -> None:
@@ -247,12 +247,14 @@ def _catch_up(state: RunState, steps: Sequence[broker_pb2.StepRecord], policy_ve
     for step in steps:
         if step.policy_version <= run.policy_version:
             continue
-        batches.train(state, step.group_ids, step.policy_version)
-        for group_id, indices in _trained_samples(step):
-            if group_id in state.live:
-                _forget_unfinished(state, group_id, step.policy_version, indices)
-                delivery.train(state, group_id, step.policy_version)
-            elif not state.knows(group_id):
+        samples = dict(_trained_samples(step))
+        for name, group_ids in state.records_of(samples).items():
+            if name in state.index.live:
+                if not state.index.is_put(name):
+                    _forget_unfinished(state, name, step.policy_version, samples[name])
+                delivery.train(state, name, group_ids, step.policy_version)
+        for group_id, indices in samples.items():
+            if not state.knows(group_id):
                 # Even its submission is lost. It was trained on, so both sides of the books get it, without tokens.
                 state.pending.retired.add(group_id)
                 num_samples = state.limits.group_size if indices is None else len(indices)

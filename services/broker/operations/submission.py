@@ -31,7 +31,7 @@ def submit(
     """
     if state.run.is_closed:
         raise RunClosedError(f"run {state.run.run_id!r} is closed", run_id=state.run.run_id)
-    num_waiting = {purpose: state.num_waiting(purpose) for purpose in state.ready}
+    num_waiting = {purpose: state.num_waiting(purpose) for purpose in state.index.ready}
     errors: list[types_pb2.ItemError] = []
     for index, prompt in enumerate(prompts):
         if state.knows(prompt.group_id) or prompt.group_id in retired:

@@ -47,7 +47,7 @@ class Mark:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PayloadSlice:
-    """A part of a parcel's payload."""
+    """A part of a put's payload."""
 
     payload_id: str
     start: int
@@ -69,7 +69,7 @@ class Snapshot:
     run: bytes
     """RunRecord."""
     groups: Mapping[str, bytes | None]
-    """GroupRecord by group id, ParcelRecord by the parcel's name; None where it is gone."""
+    """Records by name; None where it is gone."""
     clock: Reading | None = None
     """The run's clock when this was read."""
 
@@ -91,7 +91,7 @@ class Delta:
 
     run: bytes
     groups: dict[str, bytes | None] = field(default_factory=dict)
-    """Records by group id or parcel's name; None removes one."""
+    """Records by name; None removes one."""
     prompts: dict[str, bytes | None] = field(default_factory=dict)
     """Prompts by group id; None removes one."""
     cleared: set[SampleId] = field(default_factory=set)
@@ -107,7 +107,7 @@ class Delta:
     fresh: list[str] = field(default_factory=list)
     """Ids taken for new: the change is refused where one of them is retired."""
     payloads: dict[str, Packed] = field(default_factory=dict)
-    """Payload of parcels by payload id; empty where `put_payload` brought it ahead."""
+    """Payload of puts by payload id; empty where `put_payload` brought it ahead."""
     dropped_payloads: set[str] = field(default_factory=set)
     """Payload ids to delete."""
 
@@ -128,7 +128,7 @@ class Delta:
         self.dropped_payloads |= later.dropped_payloads
 
     def keep_payloads(self, is_used: Callable[[str], bool]) -> None:
-        """Leave out payload that nobody uses any more, and delete none that somebody does."""
+        """Leave out payload that no record uses any more, and delete none that one does."""
         self.dropped_payloads = {payload_id for payload_id in self.dropped_payloads if not is_used(payload_id)}
         self.payloads = {payload_id: data for payload_id, data in self.payloads.items() if is_used(payload_id)}
 

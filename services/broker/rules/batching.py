@@ -17,16 +17,16 @@ from services.broker.rules.limits import Limits
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReadyGroup:
-    """A group whose samples are all scored or dropped, or a parcel of such groups, which can be cut."""
+    """A record whose samples are all scored or dropped; that of a put can be cut."""
 
     group_id: str
-    """Or the parcel's name."""
+    """The record's name."""
     deadline: int
     """Last policy version that may train on it."""
     sequence: int
     """Order of submission."""
     num_groups: int
-    """1, or the number of groups in the parcel."""
+    """In the record."""
     num_tokens: int
     """Prompts and completions, of all groups."""
 
@@ -55,7 +55,7 @@ def choose(
     Stops once the chosen ones hold about `target_tokens` tokens; 0 means no aim.
 
     Returns:
-        Ids of groups and names of parcels, each with how many of its groups are chosen: the first ones.
+        Names of records, each with how many of its groups are chosen: the first ones.
     """
     chosen: list[tuple[str, int]] = []
     num_chosen, num_due, num_tokens = 0, step.num_due, 0

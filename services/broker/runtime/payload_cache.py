@@ -1,4 +1,4 @@
-"""Payload of parcels on its way through this process.
+"""Payload of puts on its way through this process.
 
 It is kept from the put until it is handed out, so that it is not read back from the store. What is kept is bounded, and
 what is not here is loaded.

@@ -6,11 +6,9 @@ from collections.abc import Iterator
 
 from penstock.v1 import broker_pb2
 from penstock.wire.timestamps import timestamp
-from services.broker.operations import batches
-from services.broker.operations.delivery import step_view
+from services.broker.operations.delivery import oldest_due, step_view
 from services.broker.operations.leasing import NOTHING_QUEUED
 from services.broker.rules.batching import StepView
-from services.broker.rules.staleness import deadline
 from services.broker.stalls.causes import (
     EVALUATE,
     SUBMITTER,
@@ -44,15 +42,17 @@ def _num_training(state: RunState, group_ids: set[str]) -> int:
 
 
 def waits(state: RunState, present: Present, now_s: float) -> list[broker_pb2.Wait]:
-    """Everybody who waits now, one entry a cause."""
+    """Every wait at this moment, one entry per cause."""
     wrong = stalls(state, present, now_s)
     trainer = trainer_wait(state, wrong, now_s)
     found = [trainer, *(cause for cause in wrong if not trainer.text.endswith(cause.text))]
     evaluation = progress(state, EVALUATE, now_s)
     if evaluation is not None:
         found.append(evaluation.of("evaluation", ""))
-    elif state.ready[EVALUATE]:
-        text = f"{counted(len(state.ready[EVALUATE]), 'group', 'is', 'are')} ready: the trainer's stream takes none"
+    elif state.index.ready[EVALUATE]:
+        text = (
+            f"{counted(len(state.index.ready[EVALUATE]), 'group', 'is', 'are')} ready: the trainer's stream takes none"
+        )
         found.append(Cause(waiter="evaluation", owner=TRAINER, text=text, since_s=state.run.version_s))
     found += _idle_generators(state, present.speaking(now_s))
     return [_message(cause) for cause in found]
@@ -87,16 +87,12 @@ def _missing(number: int, per_step: int) -> str:
 
 
 def _num_ready(state: RunState) -> int:
-    return len(state.ready[TRAIN]) + state.shelf.num_groups[broker_pb2.SAMPLE_STATE_SCORED]
+    return state.index.num_ready
 
 
 def _num_due_before_ready(state: RunState, step: StepView) -> int:
     """Groups that the ready ones have to wait for, since the step has no room for both; 0 when there are none."""
-    version, bound = step.policy_version, step.limits.max_staleness
-    num_ready_due = batches.num_due(state) + sum(
-        deadline(version=state.versions.get(group_id, version), max_staleness=bound) <= version
-        for group_id in state.ready[TRAIN]
-    )
+    num_ready_due = state.index.num_ready_due(oldest_due(state))
     is_full = step.num_delivered + step.num_due >= step.limits.groups_per_step
     return max(0, step.num_due - num_ready_due) if _num_ready(state) and not num_ready_due and is_full else 0
 

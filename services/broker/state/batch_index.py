@@ -1,205 +1,230 @@
-"""The parcels of a run: their records and the queues derived from them. Pure.
+"""Where each record of a run stands between its start and its training, and the counts that follow from it. Pure.
 
-It is for parcels what RunState is for single groups.
+Here: ready, delivered and trained records, how old live ones are, and which groups and payload a put's record has.
+Not here: what generators and reward workers still work on (`run_state`).
 
-Invariants: the queues are a function of the records; a parcel is ready, delivered or trained; a group is in one parcel.
+Invariants: everything here is a function of the records; a live record is ready, delivered or under way; a group is in
+one record.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Set
 from dataclasses import dataclass
-from itertools import accumulate, takewhile
+from itertools import takewhile
+from typing import TypeVar
 
 from sortedcontainers import SortedList
 
-from penstock.v1 import broker_pb2
-from services.broker.records.store import PayloadSlice
-from services.broker.records_pb2 import ParcelRecord
+from penstock.v1 import broker_pb2, types_pb2
+from services.broker.records_pb2 import GroupRecord
+from services.broker.state.batches import num_groups, oldest_version, payload_bytes, sample_states
 
-_SCORED, _DELIVERED = broker_pb2.SAMPLE_STATE_SCORED, broker_pb2.SAMPLE_STATE_DELIVERED
-_MARK = "\n"
-"""Parcels' names begin with it; a group id cannot, for it is not printable."""
+_TRAIN, _EVALUATE = types_pb2.PURPOSE_TRAIN, types_pb2.PURPOSE_EVALUATE
+_READY_STATES = frozenset((broker_pb2.SAMPLE_STATE_SCORED, broker_pb2.SAMPLE_STATE_DROPPED))
 
-ReadyKey = tuple[int, int]
-"""Oldest version, sequence of the first group."""
-
-
-def parcel_name(sequence: int) -> str:
-    """What the record of the parcel whose first group is number `sequence` is called among a run's records."""
-    return f"{_MARK}{sequence}"
+_Key = TypeVar("_Key", int, str)
+ReadyKey = tuple[int, int, str]
+"""Oldest version (0 of an evaluation), sequence of the first group, record's name."""
 
 
-def is_parcel(name: str) -> bool:
-    """Whether a record's name is a parcel's; else it is a group id."""
-    return name.startswith(_MARK)
+@dataclass(slots=True)
+class _Place:
+    """What a live record adds to the counts, so that it can be taken out again."""
 
-
-def slice_of(parcel: ParcelRecord) -> PayloadSlice:
-    """Where a parcel's groups are."""
-    start = parcel.payload_start
-    return PayloadSlice(payload_id=parcel.payload_id, start=start, end=start + sum(parcel.group_bytes))
-
-
-def by_group(parcel: ParcelRecord, values: Sequence[int], reduce: Callable[[Sequence[int]], int]) -> list[int]:
-    """Values of samples reduced to one a group."""
-    ends = accumulate(parcel.num_samples)
-    return [reduce(values[end - count : end]) for end, count in zip(ends, parcel.num_samples, strict=True)]
-
-
-@dataclass(slots=True, kw_only=True)
-class _Entry:
-    """What a parcel adds to the queues, so that it can be taken out again."""
-
-    oldest: int
+    purpose: int
+    oldest: int | None
+    """Oldest version; None before the start."""
     num_groups: int
-    num_samples: int
-    size_bytes: int
-    trained_version: int | None
-    is_delivered: bool
+    states: list[tuple[broker_pb2.SampleState.ValueType, int]]
+    ready: ReadyKey | None = None
+    is_delivered: bool = False
 
 
-class ParcelShelf:
-    """See the module. Fields are read freely by the operations; RunState alone calls `index` and `unindex`."""
+class BatchIndex:
+    """See the module. Fields are read freely by the operations; RunState alone calls what changes them."""
 
     def __init__(self) -> None:
-        self.records: dict[str, ParcelRecord] = {}
-        self.name_of: dict[str, str] = {}
-        """Parcel by group id."""
-        self.ready: SortedList[ReadyKey] = SortedList()
-        self.delivered: set[str] = set()
+        self.ready: dict[int, SortedList[ReadyKey]] = {_TRAIN: SortedList(), _EVALUATE: SortedList()}
+        self.delivered: dict[int, set[str]] = {_TRAIN: set(), _EVALUATE: set()}
         self.trained: dict[int, set[str]] = {}
+        """By step."""
+        self.versions: dict[str, int] = {}
+        """Oldest version of each live training record that is started."""
+        self.record_of: dict[str, str] = {}
+        """Record by id of each group that was put."""
         self.num_samples: Counter[broker_pb2.SampleState.ValueType] = Counter()
-        """Live samples by state."""
-        self.num_groups: Counter[broker_pb2.SampleState.ValueType] = Counter()
-        """Live groups by state of their samples."""
-        self.num_ready_by_version: Counter[int] = Counter()
-        """Groups that wait for the trainer, by the oldest version of their parcel."""
-        self._num_delivered_by_version: Counter[int] = Counter()
-        """Delivered parcels by their oldest version."""
-        self.waiting_bytes = 0
-        """Payload that waits for the trainer."""
+        """Live training samples by state."""
+        self.num_started = self.num_ready = self.num_delivered = 0
+        """Live training groups."""
+        self.num_ready_puts = self.ready_bytes = 0
+        """Those of `num_ready` that were put, and their payload."""
         self.trained_bytes: Counter[int] = Counter()
-        """Retained payload by the step that trained it."""
+        """Payload of puts by the step that trained it."""
+        self._num_started_by_version: Counter[int] = Counter()
+        self._num_delivered_by_version: Counter[int] = Counter()
+        self._trained_by: dict[str, int] = {}
+        """Step by trained record."""
+        self._places: dict[str, _Place] = {}
+        self._payload_bytes: dict[str, int] = {}
+        """By record of a put."""
         self._num_uses: Counter[str] = Counter()
-        self._entries: dict[str, _Entry] = {}
+        """Records by payload id."""
+
+    # -- reading -------------------------------------------------------------------------------------------------------
 
     @property
-    def num_live_groups(self) -> int:
-        """Groups that are neither trained nor dropped."""
-        return self.num_groups[_SCORED] + self.num_groups[_DELIVERED]
+    def live(self) -> Set[str]:
+        """Records that are neither trained nor dropped."""
+        return self._places.keys()
+
+    def is_put(self, name: str) -> bool:
+        """Whether a record's groups came finished."""
+        return name in self._payload_bytes
 
     def is_used(self, payload_id: str) -> bool:
-        """Whether any parcel has a part of the payload."""
+        """Whether any record has a part of the payload."""
         return self._num_uses[payload_id] > 0
 
-    def names(self, group_ids: Iterable[str]) -> dict[str, list[str]]:
-        """Those of the groups that are in parcels, by parcel."""
-        found: dict[str, list[str]] = {}
-        for group_id in group_ids:
-            name = self.name_of.get(group_id)
-            if name is not None:
-                found.setdefault(name, []).append(group_id)
-        return found
+    def is_trained(self, name: str) -> bool:
+        """Whether a step trained on the record."""
+        return name in self._trained_by
 
-    def live(self) -> Iterator[tuple[str, ParcelRecord]]:
-        """Parcels that are neither trained nor dropped."""
-        return ((name, record) for name, record in self.records.items() if not record.HasField("trained_version"))
+    def is_started(self, name: str) -> bool:
+        """Whether any version worked, or is about to work, on a live record."""
+        return self._places[name].oldest is not None
 
-    def first_ready(self, num_groups: int) -> list[str]:
-        """The parcels that wait longest for the trainer, with `num_groups` groups or more: oldest version first."""
+    def is_ready(self, name: str, purpose: int) -> bool:
+        """Whether a record of that purpose waits for the trainer."""
+        place = self._places.get(name)
+        return place is not None and place.ready is not None and place.purpose == purpose
+
+    def first_ready(self, purpose: int, count: int) -> list[str]:
+        """The records whose turn is next: enough of them for `count` groups, or all."""
         found: list[str] = []
-        for _oldest, sequence in self.ready:
-            if num_groups <= 0:
+        for _oldest, _sequence, name in self.ready[purpose]:
+            if count <= 0:
                 break
-            found.append(parcel_name(sequence))
-            num_groups -= len(self.records[found[-1]].group_ids)
+            found.append(name)
+            count -= self._places[name].num_groups
         return found
-
-    def oldest_version(self, name: str) -> int:
-        """The oldest policy version among a parcel's samples."""
-        return self._entries[name].oldest
 
     def older_than(self, version: int) -> list[str]:
-        """Live parcels with samples of an older version."""
-        ready = [parcel_name(sequence) for _oldest, sequence in takewhile(lambda key: key[0] < version, self.ready)]
-        if not any(oldest < version for oldest in self._num_delivered_by_version):
-            # As nearly always: asked with every delivery, while a whole step may be in the trainer's hands.
-            return ready
-        return ready + [name for name in self.delivered if self.oldest_version(name) < version]
+        """Live training records with samples of an older version; nearly always none, which is seen at once."""
+        if not any(oldest < version for oldest in self._num_started_by_version):
+            return []
+        return [name for name, oldest in self.versions.items() if oldest < version]
 
-    def add(self, name: str, record: ParcelRecord) -> None:
-        """Take a parcel in, or another record of the same name in its place."""
-        self.remove(name)
-        self.records[name] = record
-        self._num_uses[record.payload_id] += 1
-        self.name_of.update(dict.fromkeys(record.group_ids, name))
-        self.index(name)
+    def num_due(self, version: int) -> int:
+        """Started training groups of records as old as `version`, or older, that no consumer holds."""
+        return sum(
+            count - self._num_delivered_by_version[oldest]
+            for oldest, count in self._num_started_by_version.items()
+            if oldest <= version
+        )
+
+    def num_ready_due(self, version: int) -> int:
+        """Those of them that are ready."""
+        due: Iterator[ReadyKey] = takewhile(lambda key: key[0] <= version, self.ready[_TRAIN])
+        return sum(self._places[name].num_groups for _oldest, _sequence, name in due)
+
+    # -- changing ------------------------------------------------------------------------------------------------------
+
+    def enter(self, record: GroupRecord) -> None:
+        """A record is new: note which groups and payload of a put it has."""
+        if record.HasField("put"):
+            self._payload_bytes[record.group_id] = payload_bytes(record)
+            self._num_uses[record.put.payload_id] += 1
+            self.record_of.update(dict.fromkeys(record.put.group_ids, record.group_id))
+
+    def leave(self, record: GroupRecord) -> None:
+        """A record goes."""
+        if not record.HasField("put"):
+            return
+        del self._payload_bytes[record.group_id]
+        _add(self._num_uses, record.put.payload_id, -1)
+        for group_id in record.put.group_ids:
+            # A part that was cut off may have it already.
+            if self.record_of.get(group_id) == record.group_id:
+                del self.record_of[group_id]
+
+    def add(self, record: GroupRecord) -> bool:
+        """Count a record where it stands; returns whether samples of it are still under way."""
+        name, purpose = record.group_id, record.purpose
+        if record.HasField("trained_version"):
+            self.add_trained(name, record.trained_version)
+            return False
+        oldest, states = oldest_version(record), sample_states(record)
+        place = self._places[name] = _Place(purpose, oldest, num_groups(record), states)
+        if oldest is not None and purpose == _TRAIN:
+            self.versions[name] = oldest
+        if record.consumer_id:
+            place.is_delivered = True
+            self.delivered[purpose].add(name)
+        elif all(state in _READY_STATES for state, _count in states):
+            place.ready = (self.versions.get(name, 0), record.sequence, name)
+            self.ready[purpose].add(place.ready)
+        if purpose == _TRAIN:
+            self._count(name, place, 1)
+        return not place.is_delivered and place.ready is None
+
+    def add_trained(self, name: str, version: int) -> None:
+        """Count a trained record."""
+        self._trained_by[name] = version
+        self.trained.setdefault(version, set()).add(name)
+        if self.is_put(name):
+            _add(self.trained_bytes, version, self._payload_bytes[name])
 
     def remove(self, name: str) -> None:
-        """Forget a parcel, if it is there."""
-        record = self.records.get(name)
-        if record is None:
+        """Take a record out of the counts, if it is there."""
+        version = self._trained_by.pop(name, None)
+        if version is not None:
+            self.trained[version].discard(name)
+            if not self.trained[version]:
+                del self.trained[version]
+            if self.is_put(name):
+                _add(self.trained_bytes, version, -self._payload_bytes[name])
+        place = self._places.pop(name, None)
+        if place is None:
             return
-        self.unindex(name)
-        del self.records[name]
-        self._num_uses[record.payload_id] -= 1
-        if not self._num_uses[record.payload_id]:
-            del self._num_uses[record.payload_id]
-        for group_id in record.group_ids:
-            if self.name_of.get(group_id) == name:
-                del self.name_of[group_id]
+        if place.purpose == _TRAIN:
+            self._count(name, place, -1)
+        self.versions.pop(name, None)
+        if place.ready is not None:
+            self.ready[place.purpose].remove(place.ready)
+        elif place.is_delivered:
+            self.delivered[place.purpose].discard(name)
 
-    def index(self, name: str) -> None:
-        """Enter a parcel into the queues."""
-        record = self.records[name]
-        entry = self._entries[name] = _Entry(
-            oldest=min(record.sample_min_versions),
-            num_groups=len(record.group_ids),
-            num_samples=len(record.sample_tokens),
-            size_bytes=sum(record.group_bytes),
-            trained_version=record.trained_version if record.HasField("trained_version") else None,
-            is_delivered=bool(record.consumer_id),
-        )
-        if entry.trained_version is not None:
-            self.trained.setdefault(entry.trained_version, set()).add(name)
-        elif entry.is_delivered:
-            self.delivered.add(name)
-        else:
-            self.ready.add((entry.oldest, record.sequence))
-        self._count(entry, 1)
+    def lower_version(self, name: str, version: int) -> None:
+        """A record that is counted has tokens of `version`."""
+        if version < self.versions.get(name, version):
+            place = self._places[name]
+            self._count(name, place, -1)
+            self.versions[name] = place.oldest = version
+            self._count(name, place, 1)
 
-    def unindex(self, name: str) -> None:
-        """Take a parcel out of the queues."""
-        entry = self._entries.pop(name)
-        if entry.trained_version is not None:
-            trained = self.trained[entry.trained_version]
-            trained.discard(name)
-            if not trained:
-                del self.trained[entry.trained_version]
-        elif entry.is_delivered:
-            self.delivered.discard(name)
-        else:
-            self.ready.discard((entry.oldest, self.records[name].sequence))
-        self._count(entry, -1)
-
-    def _count(self, entry: _Entry, sign: int) -> None:
-        if entry.trained_version is not None:
-            _add(self.trained_bytes, entry.trained_version, sign * entry.size_bytes)
+    def _count(self, name: str, place: _Place, sign: int) -> None:
+        for state, count in place.states:
+            self.num_samples[state] += sign * count
+        if place.oldest is None:
             return
-        state = _DELIVERED if entry.is_delivered else _SCORED
-        self.num_samples[state] += sign * entry.num_samples
-        self.num_groups[state] += sign * entry.num_groups
-        if entry.is_delivered:
-            _add(self._num_delivered_by_version, entry.oldest, sign)
-        else:
-            _add(self.num_ready_by_version, entry.oldest, sign * entry.num_groups)
-            self.waiting_bytes += sign * entry.size_bytes
+        count = sign * place.num_groups
+        self.num_started += count
+        _add(self._num_started_by_version, place.oldest, count)
+        if place.is_delivered:
+            self.num_delivered += count
+            _add(self._num_delivered_by_version, place.oldest, count)
+        elif place.ready is not None:
+            self.num_ready += count
+            if self.is_put(name):
+                self.num_ready_puts += count
+                self.ready_bytes += sign * self._payload_bytes[name]
 
 
-def _add(counter: Counter[int], key: int, amount: int) -> None:
+def _add(counter: Counter[_Key], key: _Key, amount: int) -> None:
     """Count; a key at zero goes, so that the counter stays small."""
-    counter[key] += amount
-    if not counter[key]:
+    if count := counter[key] + amount:
+        counter[key] = count
+    else:
         del counter[key]

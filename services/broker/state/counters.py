@@ -5,7 +5,7 @@ submitted and by length would make that record grow, so they are counters of the
 changed in the same commits and read only by an audit. A counter is named `version|max_tokens|kind`.
 
 Bounded: lengths fall into buckets of powers of two, and versions long past into one, see `fold`. A sample counts under
-the version at which its group was submitted or begun anew, with the tokens it has when it is counted; one of a later
+the version at which its group was submitted or restarted, with the tokens it has when it is counted; one of a later
 attempt whose siblings went on keeps the version of its group.
 
 Invariant: for every version, submitted = trained + dropped + in flight, and the counters add up to the totals.
@@ -13,15 +13,20 @@ Invariant: for every version, submitted = trained + dropped + in flight, and the
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+from penstock.v1 import types_pb2
+from services.broker.records_pb2 import GroupRecord
+from services.broker.rules.staleness import staleness as lag_of
+from services.broker.state import batches
 from services.broker.state.run_state import RunState
 
 NUM_VERSIONS = 64
 """Newest versions whose samples are counted apart; at most FOLD_EVERY more."""
 FOLD_EVERY = 16
-"""Folding looks at every counter, so it is done once in so many versions."""
+"""Folding looks at every counter, so it runs once every FOLD_EVERY versions."""
 
 SUBMITTED, TRAINED, DROPPED = "submitted", "trained", "dropped"
 
@@ -63,7 +68,7 @@ def row_version(state: RunState, version: int) -> int:
 
 
 def count_submitted(state: RunState, *, version: int, num_samples: int) -> None:
-    """Training samples accepted, or begun anew."""
+    """Training samples accepted, or restarted."""
     state.run.submitted += num_samples
     _count(state, Entry(row_version(state, version), 0, SUBMITTED), num_samples)
 
@@ -79,6 +84,32 @@ def count_dropped(state: RunState, *, version: int, num_tokens: int, reason: str
     """Training samples given up."""
     state.run.dropped[reason] += num_samples
     _count(state, Entry(row_version(state, version), length_bucket(num_tokens), DROPPED, reason), num_samples)
+
+
+def trained_rows(record: GroupRecord) -> Counter[tuple[int, int]]:
+    """Samples of a trained record by length bucket and staleness in its step."""
+    found: Counter[tuple[int, int]] = Counter()
+    for (num_tokens, oldest), count in Counter(zip(*batches.kept_samples(record), strict=True)).items():
+        lag = lag_of(policy_version=record.trained_version - 1, version=oldest)
+        found[length_bucket(num_tokens), lag] += count
+    return found
+
+
+def count_record_trained(state: RunState, record: GroupRecord, sign: int = 1) -> None:
+    """Count the samples of a trained record as such, or with -1 take them back."""
+    for (max_tokens, lag), count in trained_rows(record).items():
+        count_trained(
+            state, version=record.submit_version, num_tokens=max_tokens, staleness=lag, num_samples=sign * count
+        )
+
+
+def count_record_dropped(state: RunState, record: GroupRecord, reason: str) -> int:
+    """Count the samples of a training record that were not dropped before; returns how many they are."""
+    num_tokens, _versions = batches.kept_samples(record)
+    if record.purpose == types_pb2.PURPOSE_TRAIN:
+        for max_tokens, count in Counter(map(length_bucket, num_tokens)).items():
+            count_dropped(state, version=record.submit_version, num_tokens=max_tokens, reason=reason, num_samples=count)
+    return len(num_tokens)
 
 
 def _count(state: RunState, entry: Entry, num_samples: int) -> None:

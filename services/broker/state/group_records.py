@@ -1,4 +1,4 @@
-"""The group records of a run; those of trained groups rest as bytes.
+"""The records of a run's groups; those of groups that were submitted and trained rest as bytes.
 
 They are most of a run that retains steps, and hardly anything reads them: exports, rewinds, repeated acknowledgements.
 As bytes they cost no parsing when a run is loaded, a third of the memory, and no work of the garbage collector.
@@ -9,16 +9,12 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping
 from itertools import chain
 
-from services.broker.records_pb2 import GroupHead, GroupRecord
-
-
-def head_of(record: bytes) -> GroupHead:
-    """What is known of a GroupRecord without reading its samples."""
-    return GroupHead.FromString(record)
+from services.broker.records_pb2 import GroupRecord
+from services.broker.state.batches import head_of
 
 
 class GroupRecords(Mapping[str, GroupRecord]):
-    """Records by group id. What is read of a packed one is a copy; only `RunState` changes anything here."""
+    """Records by name. What is read of a packed one is a copy; only `RunState` changes anything here."""
 
     def __init__(self) -> None:
         self._open: dict[str, GroupRecord] = {}
@@ -38,6 +34,10 @@ class GroupRecords(Mapping[str, GroupRecord]):
 
     def __len__(self) -> int:
         return len(self._open) + len(self._packed)
+
+    def is_open(self, name: str) -> bool:
+        """Whether a record is here and not packed."""
+        return name in self._open
 
     def has_any(self, group_ids: Collection[str]) -> bool:
         """Whether any of the groups is here."""

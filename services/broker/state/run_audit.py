@@ -11,10 +11,9 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 
 from penstock.v1 import broker_pb2, types_pb2
+from services.broker.state import batches
 from services.broker.state.counters import SUBMITTED, TRAINED, Entry, length_bucket, row_version
 from services.broker.state.run_state import RunState
-
-_SCORED, _DELIVERED = broker_pb2.SAMPLE_STATE_SCORED, broker_pb2.SAMPLE_STATE_DELIVERED
 
 
 def state_name(state: broker_pb2.SampleState.ValueType) -> str:
@@ -23,13 +22,13 @@ def state_name(state: broker_pb2.SampleState.ValueType) -> str:
 
 
 def audit(state: RunState) -> broker_pb2.Audit:
-    """The totals now, in samples of purpose TRAIN, every sample in flight counted anew."""
+    """The totals now, in samples of purpose TRAIN, every sample in flight counted one by one."""
     return _totals(state, Counter(sample_state for sample_state, _version, _num_tokens in _in_flight(state)))
 
 
 def totals(state: RunState) -> broker_pb2.Audit:
     """The same by the counts that the queues keep, for those who look often: its time does not grow with the run."""
-    counted = state.num_samples + state.shelf.num_samples
+    counted = +state.index.num_samples
     del counted[broker_pb2.SAMPLE_STATE_DROPPED]
     return _totals(state, counted)
 
@@ -114,13 +113,8 @@ def _is_sum(books: broker_pb2.Audit) -> bool:
 
 def _in_flight(state: RunState) -> Iterator[tuple[broker_pb2.SampleState.ValueType, int, int]]:
     """State, submission version and tokens of every training sample that is neither trained nor dropped."""
-    for group_id in state.live:
-        group = state.groups[group_id]
-        if group.purpose == types_pb2.PURPOSE_TRAIN:
-            for sample in group.samples:
-                if sample.state != broker_pb2.SAMPLE_STATE_DROPPED:
-                    yield sample.state, group.submit_version, sample.num_tokens
-    for _name, record in state.shelf.live():
-        sample_state = _DELIVERED if record.consumer_id else _SCORED
-        for num_tokens in record.sample_tokens:
-            yield sample_state, record.submit_version, num_tokens
+    for name in state.index.live:
+        record = state.groups[name]
+        if record.purpose == types_pb2.PURPOSE_TRAIN:
+            for sample_state, num_tokens in batches.in_flight(record):
+                yield sample_state, record.submit_version, num_tokens

@@ -4,15 +4,14 @@ Pure: no clock, no I/O. Every change of a group happens inside `edit`, which kee
 and remembers how to undo it. After each operation the owner calls `keep`, or `undo` where it failed; after any number
 of operations it takes the `delta`, commits it, and calls either `settle` (stored) or `rollback` (not stored).
 
-Invariants: the queues are a function of the records; a group is live until it is trained or retired; the counters of
-the run change together with the records they count. Trained groups are in no queue: of their records, which are most of
-a run, loading reads no more than the heads.
+Invariants: the queues and the index are a function of the records; a record is live until it is trained or retired; the
+counters of the run change together with the records they count. Trained groups are in no queue: of the records of those
+that were submitted, which are most of a run, loading reads no more than the heads.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -23,21 +22,20 @@ from penstock.v1 import broker_pb2, types_pb2
 from services.broker.dispatch.length_histogram import LengthCounts
 from services.broker.dispatch.situation import Order, QueuedGroup, Rank
 from services.broker.records.store import Delta, SampleId, Snapshot
-from services.broker.records_pb2 import GroupRecord, ParcelRecord, RunRecord, SampleRecord, StepTally
+from services.broker.records_pb2 import GroupRecord, RunRecord, SampleRecord, StepTally
 from services.broker.rules.admission import AdmissionRule
 from services.broker.rules.limits import Limits
 from services.broker.rules.sample_policy import Policy
-from services.broker.rules.staleness import group_version
-from services.broker.state.batch_index import ParcelShelf, is_parcel, parcel_name
-from services.broker.state.group_records import GroupRecords, head_of
+from services.broker.state.batch_index import BatchIndex
+from services.broker.state.batches import cut_at, cuts_between, head_of, ids, num_groups, read_record
+from services.broker.state.group_records import GroupRecords
 from services.broker.state.tally_names import is_tally, tally_name, tally_version
 
 _QUEUED, _LEASED = broker_pb2.SAMPLE_STATE_QUEUED, broker_pb2.SAMPLE_STATE_LEASED
 _FINISHED, _SCORING = broker_pb2.SAMPLE_STATE_FINISHED, broker_pb2.SAMPLE_STATE_SCORING
-_READY_STATES = frozenset((broker_pb2.SAMPLE_STATE_SCORED, broker_pb2.SAMPLE_STATE_DROPPED))
 
-FORMAT = 1
-"""Version of the records that this code writes; it reads those of every older one."""
+FORMAT = 2
+"""Version of the records that this code writes; it reads those of every older one. 2: see `ParcelRecord`."""
 Leases = dict[str, dict[str, SampleId]]
 """Sample by lease id, by holder."""
 SLICE_BYTES = 128 * 1024
@@ -48,7 +46,7 @@ FinishedKey = tuple[int, int, int]
 
 @dataclass(slots=True)
 class _Entry:
-    """Where a group stands in the queues, so that it can be taken out again."""
+    """Where a group that is under way stands in the queues, so that it can be taken out again."""
 
     ranks: dict[Order, Rank] = field(default_factory=dict)
     queued_length: float = 0.0
@@ -56,7 +54,6 @@ class _Entry:
     finished: list[FinishedKey] = field(default_factory=list)
     generation: list[tuple[str, str]] = field(default_factory=list)
     scoring: list[tuple[str, str]] = field(default_factory=list)
-    states: Counter[broker_pb2.SampleState.ValueType] = field(default_factory=Counter)
 
 
 class RunState:
@@ -79,29 +76,16 @@ class RunState:
     def _reset(self, run: RunRecord) -> None:
         self.run = run
         self.groups = GroupRecords()
-        self.shelf = ParcelShelf()
-        self.live: set[str] = set()
+        self.index = BatchIndex()
         self.queues: dict[Order, SortedList[Rank]] = {order: SortedList() for order in Order}
         self.queued_lengths = LengthCounts()
         """Forecast lengths of the queued samples."""
         self.finished: SortedList[FinishedKey] = SortedList()
         self.generation_leases: Leases = {}
         self.scoring_leases: Leases = {}
-        self.ready: dict[int, set[str]] = {types_pb2.PURPOSE_TRAIN: set(), types_pb2.PURPOSE_EVALUATE: set()}
-        self.delivered: dict[int, set[str]] = {
-            types_pb2.PURPOSE_TRAIN: set(),
-            types_pb2.PURPOSE_EVALUATE: set(),
-        }
         self._waiting: dict[int, set[str]] = {types_pb2.PURPOSE_TRAIN: set(), types_pb2.PURPOSE_EVALUATE: set()}
-        self.trained: dict[int, set[str]] = {}
         self.tallies: dict[int, StepTally] = {}
         """By step: what is known of its groups that have no record any more."""
-        self.num_samples: Counter[broker_pb2.SampleState.ValueType] = Counter()
-        """Samples of live training groups by state, as their records say; parcels count their own."""
-        self.versions: dict[str, int] = {}
-        """Oldest version of each live training group that is started."""
-        self._trained_by: dict[str, int] = {}
-        """Step by trained group."""
         self._entries: dict[str, _Entry] = {}
         self._forget(run.SerializeToString(deterministic=True))
 
@@ -118,25 +102,28 @@ class RunState:
 
     def knows(self, group_id: str) -> bool:
         """Whether the id is taken: its group is in the run, or was."""
-        return group_id in self.groups or group_id in self.shelf.name_of or group_id in self.known_retired
+        return group_id in self.groups or group_id in self.index.record_of or group_id in self.known_retired
 
     def knows_any(self, group_ids: Collection[str]) -> bool:
         """Whether any of the ids is taken."""
         return not (
             not self.groups.has_any(group_ids)
-            and self.shelf.name_of.keys().isdisjoint(group_ids)
+            and self.index.record_of.keys().isdisjoint(group_ids)
             and self.known_retired.isdisjoint(group_ids)
         )
 
-    @property
-    def trained_versions(self) -> set[int]:
-        """Steps whose groups are retained."""
-        return self.trained.keys() | self.shelf.trained.keys()
+    def records_of(self, group_ids: Iterable[str]) -> dict[str, list[str]]:
+        """Those of the groups that the run has, by the name of their record."""
+        found: dict[str, list[str]] = {}
+        for group_id in group_ids:
+            name = self.index.record_of.get(group_id, group_id)
+            if name in self.groups:
+                found.setdefault(name, []).append(group_id)
+        return found
 
     def trained_ids(self, version: int) -> set[str]:
         """The groups of a retained step."""
-        parcels = (self.shelf.records[name].group_ids for name in self.shelf.trained.get(version, ()))
-        return self.trained.get(version, set()).union(*parcels)
+        return {group_id for name in self.index.trained.get(version, ()) for group_id in ids(self.groups[name])}
 
     def admission(self) -> AdmissionRule:
         """The admission rule now."""
@@ -144,7 +131,7 @@ class RunState:
             limits=self.limits,
             policy=self.policy,
             policy_version=self.run.policy_version,
-            num_started=len(self.versions) + self.shelf.num_live_groups,
+            num_started=self.index.num_started,
         )
 
     def num_waiting(self, purpose: int) -> int:
@@ -159,17 +146,19 @@ class RunState:
         self._run_committed = b""
         self._read_limits()
 
-    def add(self, group: GroupRecord, prompt: bytes) -> None:
-        """Take in a new group."""
+    def add(self, record: GroupRecord, prompt: bytes | None = None) -> None:
+        """Take in a new record, with the prompt of a group that was submitted."""
         self._is_turned = True
-        self._undo[group.group_id] = None
-        self.groups.put(group)
-        self.pending.prompts[group.group_id] = prompt
-        self._index(group)
+        self._undo.setdefault(record.group_id, None)
+        if prompt is None:
+            self.run.format = FORMAT
+        else:
+            self.pending.prompts[record.group_id] = prompt
+        self._take_in(record)
 
     @contextmanager
     def edit(self, group_id: str) -> Iterator[GroupRecord]:
-        """The group's record, to be changed inside the block."""
+        """A record, to be changed inside the block; the columns of a put stay as they are."""
         self._is_turned = True
         group = self._noted(group_id)
         self._unindex(group_id)
@@ -189,33 +178,22 @@ class RunState:
 
     def lower_version(self, group_id: str, version: int) -> None:
         """A sample of the group has tokens of `version`. Inside an `edit` it is not needed and does nothing."""
-        if version < self.versions.get(group_id, version):
-            self.versions[group_id] = version
+        self.index.lower_version(group_id, version)
 
-    def add_parcel(self, record: ParcelRecord) -> str:
-        """Take in a parcel, or put another record in the place of the one that begins with the same group."""
-        name = parcel_name(record.sequence)
-        self._note_parcel(name)
-        self.shelf.add(name, record)
-        return name
-
-    @contextmanager
-    def edit_parcel(self, name: str) -> Iterator[ParcelRecord]:
-        """A parcel's record, its state to be changed inside the block; its groups stay."""
-        self._note_parcel(name)
-        self.shelf.unindex(name)
-        try:
-            yield self.shelf.records[name]
-        finally:
-            self.shelf.index(name)
-
-    def retire_parcel(self, name: str) -> None:
-        """Forget a parcel, but never accept its ids again; its payload goes with its last parcel."""
-        record = self.shelf.records[name]
-        self._note_parcel(name)
-        self.shelf.remove(name)
-        self.pending.dropped_payloads.add(record.payload_id)
-        self.pending.retired.update(record.group_ids)
+    def carve(self, name: str, wanted: Collection[str]) -> list[str]:
+        """Cut a record where wanted groups meet others; names of the records that hold exactly the wanted ones."""
+        record, wanted = self.groups[name], frozenset(wanted)
+        cuts = cuts_between(record, wanted)
+        if not cuts:
+            return [name] if ids(record)[0] in wanted else []
+        self._is_turned = True
+        self._noted(name)
+        self._take_out(name)
+        pieces = cut_at(record, [0, *cuts, num_groups(record)])
+        for piece in pieces:
+            self._undo.setdefault(piece.group_id, None)
+            self._take_in(piece)
+        return [piece.group_id for piece in pieces if piece.put.group_ids[0] in wanted]
 
     def set_tally(self, version: int, tally: StepTally | None) -> None:
         """Keep another tally of a step, or none."""
@@ -233,13 +211,9 @@ class RunState:
         """The group, whose record is about to change."""
         if group_id not in self._undo:
             self._undo[group_id] = self.groups.serialized(group_id)
+        if self.index.is_put(group_id):
+            self.run.format = FORMAT
         return self.groups.opened(group_id)
-
-    def _note_parcel(self, name: str) -> None:
-        self._is_turned = True
-        if name not in self._undo:
-            record = self.shelf.records.get(name)
-            self._undo[name] = None if record is None else record.SerializeToString()
 
     def append(self, sample: SampleId, chunk: bytes) -> None:
         """Store a chunk with the next commit."""
@@ -250,16 +224,18 @@ class RunState:
         self.pending.cleared.add(sample)
         self.pending.chunks = [item for item in self.pending.chunks if item[0] != sample]
 
-    def retire(self, group_id: str) -> None:
-        """Forget a group and its payload, but never accept its id again."""
+    def retire(self, name: str) -> None:
+        """Forget a record and its payload, that of a put with its last record; never accept its ids again."""
         self._is_turned = True
-        group = self._noted(group_id)
-        self._unindex(group_id)
-        self.groups.remove(group_id)
-        self.pending.prompts[group_id] = None
-        for index in range(len(group.samples)):
-            self.clear((group_id, index))
-        self.pending.retired.add(group_id)
+        record = self._noted(name)
+        self._take_out(name)
+        self.pending.retired.update(ids(record))
+        if record.HasField("put"):
+            self.pending.dropped_payloads.add(record.put.payload_id)
+            return
+        self.pending.prompts[name] = None
+        for index in range(len(record.samples)):
+            self.clear((name, index))
 
     # -- committing ----------------------------------------------------------------------------------------------------
 
@@ -294,21 +270,21 @@ class RunState:
         self._kept.run = self._run_kept
         for name in self._kept_undo:
             self._kept.groups[name] = self._serialized(name)
-        self._kept.keep_payloads(self.shelf.is_used)
+        self._kept.keep_payloads(self.index.is_used)
         return self._kept
 
     def _serialized(self, name: str) -> bytes | None:
         """The record of that name as it is now; None where there is none."""
-        if not is_parcel(name) and not is_tally(name):
+        if not is_tally(name):
             return self.groups.serialized(name) if name in self.groups else None
-        record = self.shelf.records.get(name) if is_parcel(name) else self.tallies.get(tally_version(name))
-        return None if record is None else record.SerializeToString()
+        tally = self.tallies.get(tally_version(name))
+        return None if tally is None else tally.SerializeToString()
 
     def settle(self) -> None:
         """The delta is stored."""
         self.keep()
         for name, record in self._kept.groups.items():
-            if record is not None and name in self._trained_by:
+            if record is not None and self.index.is_trained(name) and not self.index.is_put(name):
                 self.groups.pack(name, record)
         self._run_committed = self._run_kept
         self._kept_undo, self._kept, self._is_turned = {}, Delta(run=b""), False
@@ -360,72 +336,51 @@ class RunState:
             self.limits = Limits.from_proto(self.run.limits)
             self.policy = Policy.from_proto(self.run.policy, self.limits)
 
-    def _replace(self, name: str, record: bytes | None) -> None:
-        if is_parcel(name):
-            self.shelf.remove(name)
-            if record is not None:
-                self.shelf.add(name, ParcelRecord.FromString(record))
-        elif is_tally(name):
+    def _replace(self, name: str, data: bytes | None) -> None:
+        if is_tally(name):
             self.tallies.pop(tally_version(name), None)
-            if record is not None:
-                self.tallies[tally_version(name)] = StepTally.FromString(record)
-        else:
-            self._replace_group(name, record)
-
-    def _replace_group(self, group_id: str, record: bytes | None) -> None:
-        self._unindex(group_id)
-        self.groups.remove(group_id)
-        if record is None:
+            if data is not None:
+                self.tallies[tally_version(name)] = StepTally.FromString(data)
             return
-        head = head_of(record)
-        if head.HasField("trained_version"):
-            self.groups.pack(group_id, record)
-            self._index_trained(group_id, head.trained_version)
+        self._take_out(name)
+        if data is None:
+            return
+        head = head_of(data)
+        if head.HasField("trained_version") and not head.HasField("put"):
+            self.groups.pack(name, data)
+            self.index.add_trained(name, head.trained_version)
         else:
-            group = GroupRecord.FromString(record)
-            self.groups.put(group)
-            self._index(group)
+            self._take_in(read_record(name, data, head))
+
+    def _take_in(self, record: GroupRecord) -> None:
+        self.groups.put(record)
+        self.index.enter(record)
+        self._index(record)
+
+    def _take_out(self, name: str) -> None:
+        """Forget a record, if it is here."""
+        self._unindex(name)
+        if self.groups.is_open(name):
+            self.index.leave(self.groups[name])
+        self.groups.remove(name)
 
     # -- the queues ----------------------------------------------------------------------------------------------------
 
     def _index(self, group: GroupRecord) -> None:
+        if not self.index.add(group):
+            return
         group_id = group.group_id
-        if group.HasField("trained_version"):
-            self._index_trained(group_id, group.trained_version)
-            return
         entry = self._entries[group_id] = _Entry()
-        self.live.add(group_id)
-        is_training = group.purpose == types_pb2.PURPOSE_TRAIN
-        entry.states = _states(group)
-        self._count(entry, 1)
-        version = group_version(group)
-        if is_training and version is not None:
-            self.versions[group_id] = version
-        if group.consumer_id:
-            self.delivered[group.purpose].add(group_id)
-            return
-        num_queued, num_ready = 0, 0
+        num_queued = 0
         for index, sample in enumerate(group.samples):
             if sample.state == _QUEUED:
                 num_queued += 1
-            elif sample.state in _READY_STATES:
-                num_ready += 1
             else:
                 self._index_sample(entry, group, index, sample)
         if num_queued:
-            self._queue(entry, group, num_queued, is_started=version is not None)
+            self._queue(entry, group, num_queued, is_started=self.index.is_started(group_id))
             if not any(sample.num_leases for sample in group.samples):
                 self._waiting[group.purpose].add(group_id)
-        elif num_ready == len(group.samples):
-            self.ready[group.purpose].add(group_id)
-
-    def _index_trained(self, group_id: str, version: int) -> None:
-        self._trained_by[group_id] = version
-        self.trained.setdefault(version, set()).add(group_id)
-
-    def _count(self, entry: _Entry, sign: int) -> None:
-        for sample_state, count in entry.states.items():
-            self.num_samples[sample_state] += sign * count
 
     def _queue(self, entry: _Entry, group: GroupRecord, num_queued: int, *, is_started: bool) -> None:
         """Place a group in the queues; by length only where the run's dispatch looks at lengths."""
@@ -456,13 +411,9 @@ class RunState:
             self.finished.add(finished)
             entry.finished.append(finished)
 
-    def _unindex(self, group_id: str) -> None:
-        version = self._trained_by.pop(group_id, None)
-        if version is not None:
-            self.trained[version].discard(group_id)
-            if not self.trained[version]:
-                del self.trained[version]
-        entry = self._entries.pop(group_id, None)
+    def _unindex(self, name: str) -> None:
+        self.index.remove(name)
+        entry = self._entries.pop(name, None)
         if entry is None:
             return
         for order, rank in entry.ranks.items():
@@ -473,17 +424,8 @@ class RunState:
             self.finished.discard(finished)
         _remove(self.generation_leases, entry.generation)
         _remove(self.scoring_leases, entry.scoring)
-        self._count(entry, -1)
-        self.live.discard(group_id)
-        self.versions.pop(group_id, None)
-        for groups in (*self.ready.values(), *self.delivered.values(), *self._waiting.values()):
-            groups.discard(group_id)
-
-
-def _states(group: GroupRecord) -> Counter[broker_pb2.SampleState.ValueType]:
-    """Samples by state; none of an evaluation, which is on no books."""
-    is_training = group.purpose == types_pb2.PURPOSE_TRAIN
-    return Counter([sample.state for sample in group.samples] if is_training else ())
+        for groups in self._waiting.values():
+            groups.discard(name)
 
 
 def _predicted(group: GroupRecord) -> float:

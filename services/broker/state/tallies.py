@@ -8,13 +8,9 @@ takes such a step back moves its samples from trained to dropped, with reason `a
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
 
-from penstock.v1 import broker_pb2
-from services.broker.records_pb2 import GroupRecord, ParcelRecord, StepTally, TallyRow
-from services.broker.rules.staleness import staleness, trained_staleness
-from services.broker.state import counters
-from services.broker.state.counters import length_bucket
+from services.broker.records_pb2 import StepTally, TallyRow
+from services.broker.state import batches, counters
 from services.broker.state.run_state import RunState
 
 ABANDONED_STEP = "abandoned_step"
@@ -27,18 +23,13 @@ _Row = tuple[int, int, int]
 
 def forget_step(state: RunState, version: int) -> None:
     """Let go of a trained step's records and payload, keeping its tally; its ids are never accepted again."""
-    group_ids = list(state.trained.get(version, ()))
-    names = list(state.shelf.trained.get(version, ()))
-    samples: Counter[_Row] = Counter()
-    for group_id in group_ids:
-        samples.update(_rows_of_group(state.groups[group_id], version))
-        state.retire(group_id)
-    num_groups = len(group_ids)
-    for name in names:
-        record = state.shelf.records[name]
-        num_groups += len(record.group_ids)
-        samples.update(_rows_of_parcel(record, version))
-        state.retire_parcel(name)
+    num_groups, samples = 0, Counter[_Row]()
+    for name in list(state.index.trained.get(version, ())):
+        record = state.groups[name]
+        num_groups += batches.num_groups(record)
+        for (max_tokens, lag), count in counters.trained_rows(record).items():
+            samples[record.submit_version, max_tokens, lag] += count
+        state.retire(name)
     _add(state, version, num_groups, samples)
     state.run.forgotten_version = version
     for old in sorted(_forgotten(state))[:-MAX_TALLIES]:
@@ -105,16 +96,3 @@ def _add(state: RunState, version: int, num_groups: int, samples: Counter[_Row])
     ]
     tally = StepTally(policy_version=version, num_groups=old.num_groups + num_groups, rows=rows)
     state.set_tally(version, tally)
-
-
-def _rows_of_group(group: GroupRecord, trained_version: int) -> Iterator[_Row]:
-    for sample in group.samples:
-        if sample.state == broker_pb2.SAMPLE_STATE_TRAINED:
-            lag = trained_staleness(sample, trained_version)
-            yield group.submit_version, length_bucket(sample.num_tokens), lag
-
-
-def _rows_of_parcel(record: ParcelRecord, trained_version: int) -> Iterator[_Row]:
-    for num_tokens, oldest in zip(record.sample_tokens, record.sample_min_versions, strict=True):
-        lag = staleness(policy_version=trained_version - 1, version=oldest)
-        yield record.submit_version, length_bucket(num_tokens), lag

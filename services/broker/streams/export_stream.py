@@ -1,7 +1,7 @@
 """Trained groups on their way out: retained steps, oldest first, and with `follow` each step as it is acknowledged.
 
 Promises: no step is left out silently: one that is no longer retained ends the stream with NotRetainedError, and
-samples that Redis lost are counted at the end of their step. Steps trained anew after a rewind are sent again; what is
+samples that Redis lost are counted at the end of their step. Steps trained again after a rewind are sent again; what is
 read ahead is bounded, so a client that stops reading costs no memory; a follower hears something at least every
 SIGN_OF_LIFE_S.
 """
@@ -21,15 +21,14 @@ import structlog
 from penstock.errors import InvalidFieldError, NotRetainedError
 from penstock.network.rpc import MAX_MESSAGE_BYTES
 from penstock.v1 import broker_pb2, types_pb2
-from services.broker.assembly.group_loading import copy_of, load_groups, load_parcels
-from services.broker.assembly.large_groups import Record, is_large, read_pieces, single_groups
+from services.broker.assembly.group_loading import copy_of, load_records
+from services.broker.assembly.large_groups import is_large, read_pieces, single_groups
 from services.broker.assembly.messages import kept_indices
 from services.broker.assembly.microbatch_reader import ENVELOPE_BYTES, too_large
-from services.broker.records_pb2 import GroupRecord, ParcelRecord
+from services.broker.records_pb2 import GroupRecord
 from services.broker.runtime.run_registry import Hubs
 from services.broker.runtime.run_replica import RunHub
 from services.broker.state import tallies
-from services.broker.state.batch_index import is_parcel
 from services.broker.state.run_state import RunState
 from services.broker.streams.request_reader import wait_for_event
 
@@ -61,7 +60,7 @@ class Plan:
     history: int
     """The run's history counter."""
     names: tuple[str, ...]
-    """Its groups and parcels in order of submission; empty when the step is not done yet."""
+    """Its records in order of submission; empty when the step is not done yet."""
     num_lost: int
     """Samples of the step of which not even a record is left."""
     is_closed: bool
@@ -84,7 +83,7 @@ def cursor_of(request: broker_pb2.ExportTrajectoriesRequest) -> Cursor:
 def plan(state: RunState, cursor: Cursor) -> Plan:
     """The step that comes next. Raises NotRetainedError when it was trained, but is forgotten."""
     run = state.run
-    version = _version_after_rewinds(state, cursor) or min(state.trained_versions, default=run.policy_version + 1)
+    version = _version_after_rewinds(state, cursor) or min(state.index.trained, default=run.policy_version + 1)
     if run.payload_gone and cursor.next_version <= run.policy_version:
         raise NotRetainedError(
             f"no step of run {run.run_id!r} is retained any more: its payload is gone ({run.payload_gone})",
@@ -94,7 +93,7 @@ def plan(state: RunState, cursor: Cursor) -> Plan:
     names = _names(state, version)
     num_lost = tallies.num_lost_samples(state, version) if version > run.forgotten_version else 0
     if not names and not num_lost and version <= run.policy_version:
-        oldest = min((kept for kept in state.trained_versions if kept > version), default=run.policy_version + 1)
+        oldest = min((kept for kept in state.index.trained if kept > version), default=run.policy_version + 1)
         raise NotRetainedError(
             f"step {version} of run {run.run_id!r} is no longer retained; the first that is, or will be, is {oldest}",
             policy_version=version,
@@ -104,9 +103,8 @@ def plan(state: RunState, cursor: Cursor) -> Plan:
 
 
 def _names(state: RunState, version: int) -> tuple[str, ...]:
-    records: list[tuple[int, str]] = [(state.groups.sequence(name), name) for name in state.trained.get(version, ())]
-    records += [(state.shelf.records[name].sequence, name) for name in state.shelf.trained.get(version, ())]
-    return tuple(name for _sequence, name in sorted(records))
+    records = sorted((state.groups.sequence(name), name) for name in state.index.trained.get(version, ()))
+    return tuple(name for _sequence, name in records)
 
 
 def _version_after_rewinds(state: RunState, cursor: Cursor) -> int:
@@ -160,14 +158,14 @@ async def export(hubs: Hubs, request: broker_pb2.ExportTrajectoriesRequest) -> A
             await _wait_for_news(hubs, hub, cursor, wake, spoke_s + SIGN_OF_LIFE_S)
 
 
-def _records(state: RunState, *, planned: Plan, start: int) -> list[Record]:
+def _records(state: RunState, *, planned: Plan, start: int) -> list[GroupRecord]:
     """Copies of the step's records from position `start` on, not many; none when the step is no longer the same."""
     if state.run.history != planned.history or _names(state, planned.version) != planned.names:
         return []
-    records: list[Record] = []
+    records: list[GroupRecord] = []
     num_tokens = 0
     for name in planned.names[start : start + MAX_BATCH_RECORDS]:
-        record: Record = state.shelf.records[name] if is_parcel(name) else state.groups[name]
+        record = state.groups[name]
         num_tokens += _num_tokens(record)
         if records and (num_tokens > MAX_BATCH_TOKENS or is_large(record)):
             break
@@ -175,9 +173,9 @@ def _records(state: RunState, *, planned: Plan, start: int) -> list[Record]:
     return records
 
 
-def _num_tokens(record: Record) -> int:
-    if isinstance(record, ParcelRecord):
-        return sum(record.num_tokens)
+def _num_tokens(record: GroupRecord) -> int:
+    if record.HasField("put"):
+        return sum(record.put.num_tokens)
     return record.num_prompt_tokens + sum(sample.num_tokens for sample in record.samples)
 
 
@@ -189,10 +187,10 @@ def _whole(group: types_pb2.TrajectoryGroup, planned: Plan) -> _Response:
 
 
 async def _pieces(
-    hub: RunHub, planned: Plan, record: Record, left_out: Counter[str]
+    hub: RunHub, planned: Plan, record: GroupRecord, left_out: Counter[str]
 ) -> AsyncGenerator[_Response, None]:
     """A record whose groups are too many or too large for one message, each in pieces; samples lost are counted."""
-    if isinstance(record, GroupRecord):
+    if not record.HasField("put"):
         left_out[record.group_id] += _leave_out_lost(record)
     for portion in single_groups(record):
         async with aclosing(read_pieces(hub, portion, has_text=True, left_out=left_out)) as pieces:
@@ -200,18 +198,15 @@ async def _pieces(
                 yield _Response(piece=piece, policy_version=planned.version, history=planned.history)
 
 
-async def _load(hub: RunHub, records: list[Record]) -> tuple[list[types_pb2.TrajectoryGroup], int]:
+async def _load(hub: RunHub, records: list[GroupRecord]) -> tuple[list[types_pb2.TrajectoryGroup], int]:
     """The groups of the records with their payload, and how many samples have none."""
-    single = [record for record in records if isinstance(record, GroupRecord)]
-    num_without = sum(_leave_out_lost(record) for record in single)
-    by_id = {group.prompt.group_id: group for group in await load_groups(hub, single, has_text=True)}
-    packed = await load_parcels(hub, [record for record in records if isinstance(record, ParcelRecord)])
+    num_without = sum(_leave_out_lost(record) for record in records)
+    by_id, packed = await load_records(hub, records, has_text=True)
     groups: list[types_pb2.TrajectoryGroup] = []
     for record in records:
-        if isinstance(record, ParcelRecord) and packed[record.sequence]:
-            groups += types_pb2.TrajectoryGroups.FromString(bytes(packed[record.sequence])).groups
-        elif isinstance(record, ParcelRecord):
-            num_without += len(record.sample_tokens)
+        if record.group_id in packed:
+            groups += types_pb2.TrajectoryGroups.FromString(bytes(packed[record.group_id])).groups
+            num_without += 0 if packed[record.group_id] else len(record.put.sample_tokens)
         elif record.group_id not in by_id:
             num_without += len(kept_indices(record))
         elif by_id[record.group_id].trajectories:

@@ -17,10 +17,10 @@ from services.broker.assembly.microbatch_reader import load_frames
 from services.broker.ingest.validation import MAX_GROUP_IDS, check_count, check_id
 from services.broker.operations import delivery, ownership
 from services.broker.operations.delivery import Consumer
-from services.broker.records_pb2 import GroupRecord, ParcelRecord
+from services.broker.records_pb2 import GroupRecord
 from services.broker.runtime.run_registry import Hubs
 from services.broker.stalls import stall_report
-from services.broker.state.batch_index import is_parcel
+from services.broker.state.batches import num_groups
 from services.broker.state.run_state import RunState
 from services.broker.streams.request_reader import Intake, first_request, wait_for_event
 
@@ -36,12 +36,12 @@ _Frame = _Response | bytes
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Delivery:
-    microbatches: list[list[GroupRecord | ParcelRecord]]
+    microbatches: list[list[GroupRecord]]
     """Copies of the records of each, in the order of delivery."""
     policy_version: int
 
     @property
-    def chosen(self) -> list[GroupRecord | ParcelRecord]:
+    def chosen(self) -> list[GroupRecord]:
         return [record for members in self.microbatches for record in members]
 
     @property
@@ -49,8 +49,8 @@ class _Delivery:
         return _num_groups(self.chosen)
 
 
-def _num_groups(records: Sequence[GroupRecord | ParcelRecord]) -> int:
-    return sum(len(record.group_ids) if isinstance(record, ParcelRecord) else 1 for record in records)
+def _num_groups(records: Sequence[GroupRecord]) -> int:
+    return sum(map(num_groups, records))
 
 
 class MicrobatchStream:
@@ -125,8 +125,7 @@ class MicrobatchStream:
         self._credit_total = request.credit_total or self._credit_total
 
     def _has_ready(self, state: RunState) -> bool:
-        purpose = self._consumer.purpose
-        return bool(state.ready[purpose]) or (purpose == types_pb2.PURPOSE_TRAIN and bool(state.shelf.ready))
+        return bool(state.index.ready[self._consumer.purpose])
 
     def _next_delivery(self, state: RunState) -> Callable[[RunState], _Delivery] | None:
         """The hand-over of what is ready, where there is credit for it."""
@@ -147,21 +146,13 @@ class MicrobatchStream:
                 )
                 if not names:
                     break
-                found.microbatches.append(
-                    [
-                        part
-                        for name in names
-                        for part in portions(
-                            copy_of(state.shelf.records[name]) if is_parcel(name) else copy_of(state.groups[name])
-                        )
-                    ]
-                )
+                found.microbatches.append([part for name in names for part in portions(copy_of(state.groups[name]))])
             return found
 
         return operation
 
     def _follow(self, state: RunState) -> Callable[[RunState], _Delivery] | None:
-        """See `RunHub.following`: what somebody else's call makes ready is handed over by the same commit."""
+        """See `RunHub.following`: what another call makes ready is handed over by the same commit."""
         operation = None if self._is_delivering else self._next_delivery(state)
         self._is_delivering = self._is_delivering or operation is not None
         return operation
@@ -194,7 +185,7 @@ class MicrobatchStream:
     def _counted(self, handed_over: _Delivery) -> _Delivery:
         self._num_sent += handed_over.num_groups
         if handed_over.chosen:
-            # There may be more, and nobody else's commit need ever come to say so.
+            # There may be more, and no other commit may ever come to say so.
             self._wake.set()
         return handed_over
 

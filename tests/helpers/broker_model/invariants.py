@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 from penstock.v1 import broker_pb2, types_pb2
-from services.broker.rules import staleness as ages
+from services.broker.state import batches as records
 from services.broker.state.run_state import RunState
 from tests.helpers.broker_model.trainer import ModelTrainer
 from tests.helpers.broker_model.world import MAX_TRIES, RUN, World, settle
@@ -33,8 +33,8 @@ def staleness(world: World, books: broker_pb2.Audit, state: RunState) -> None:
     bound = world.limits.max_staleness
     assert books.max_staleness_seen <= bound
     assert all(versions <= bound for versions in books.trained_by_staleness)
-    for group_id in state.delivered[types_pb2.PURPOSE_TRAIN]:
-        oldest = ages.group_version(state.groups[group_id])
+    for name in state.index.delivered[types_pb2.PURPOSE_TRAIN]:
+        oldest = records.oldest_version(state.groups[name])
         assert oldest is not None
         assert state.run.policy_version - oldest <= bound
 
@@ -70,7 +70,8 @@ def no_token_twice_none_lost(world: World, state: RunState) -> None:
     assert counted <= samples
     known = {(group_id, index) for group_id, group in state.groups.items() for index in range(len(group.samples))}
     assert samples <= known, "chunks of groups that are gone are still stored"
-    assert prompts == set(state.groups), "prompts and groups differ"
+    submitted = {name for name, group in state.groups.items() if not group.HasField("put")}
+    assert prompts == submitted, "prompts and groups differ"
 
 
 def attested(state: RunState) -> None:
@@ -129,10 +130,10 @@ def bounded(world: World, state: RunState) -> None:
     waiting = Counter(
         group.purpose
         for group in state.groups.values()
-        if not any(sample.num_leases or sample.attempt for sample in group.samples)
+        if not group.HasField("put") and not any(sample.num_leases or sample.attempt for sample in group.samples)
     )
     assert all(count <= limits.max_queued_groups for count in waiting.values()), waiting
-    assert len(state.delivered[types_pb2.PURPOSE_TRAIN]) <= limits.groups_per_step
+    assert state.index.num_delivered <= limits.groups_per_step
     for group in state.groups.values():
         assert all(sample.num_tokens <= limits.max_completion_tokens for sample in group.samples)
 

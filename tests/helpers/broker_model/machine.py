@@ -137,7 +137,7 @@ class BrokerMachine(RuleBasedStateMachine):
         before, state = await self.world.audit(), await self.world.state()
         version = self.trainer.memory.version
         # A run that went back may stand at a step that is no longer retained, and is not recognised.
-        if self.trainer.memory.ledger and before.policy_version == version and version in state.trained_versions:
+        if self.trainer.memory.ledger and before.policy_version == version and version in state.index.trained:
             await self.trainer.acknowledge()
             assert await self.world.audit() == before
 
@@ -542,7 +542,7 @@ class BrokerMachine(RuleBasedStateMachine):
         wanted = set(self.trainer.memory.outstanding)
         for _ in range(60):
             state = await self.world.state()
-            live = {name for name in wanted if name in state.live}
+            live = {name for name in wanted if name in state.index.live}
             if not live:
                 break
             await self.trainer.submit(2)

@@ -10,8 +10,7 @@ from google.protobuf.message import DecodeError
 from redis.asyncio import Redis
 
 from services.broker.records.store import ConflictError, Mark
-from services.broker.records_pb2 import GroupRecord, ParcelRecord
-from services.broker.state.batch_index import is_parcel
+from services.broker.state.batches import head_of, read_record
 from services.broker.state.tally_names import is_tally
 from services.broker.storage.redis.connection import RedisConnection, Script
 from services.broker.storage.redis.keys import RUNS, RunKeys
@@ -81,8 +80,9 @@ def _keys(keys: RunKeys, name: str, record: bytes) -> list[str]:
     try:
         if is_tally(name):
             return []
-        if is_parcel(name):
-            return [keys.payload(ParcelRecord.FromString(record).payload_id)]
-        return [keys.chunks((name, index)) for index in range(len(GroupRecord.FromString(record).samples))]
+        group = read_record(name, record, head_of(record))
+        if group.HasField("put"):
+            return [keys.payload(group.put.payload_id)]
+        return [keys.chunks((name, index)) for index in range(len(group.samples))]
     except DecodeError:
         return []

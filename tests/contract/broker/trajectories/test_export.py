@@ -134,15 +134,15 @@ async def test_a_follower_that_falls_behind_is_told(forgetful: RunningBroker, mo
     monkeypatch.setattr(export_stream, "MAX_BATCH_RECORDS", 1)
     await train_step(broker, "a", "b")
     loaded, resume = asyncio.Event(), asyncio.Event()
-    load_groups = export_stream.load_groups
+    load_records = export_stream.load_records
 
     async def slowly(*arguments: Any, **options: Any) -> Any:
         if loaded.is_set():
             await resume.wait()
         loaded.set()
-        return await load_groups(*arguments, **options)
+        return await load_records(*arguments, **options)
 
-    monkeypatch.setattr(export_stream, "load_groups", slowly)
+    monkeypatch.setattr(export_stream, "load_records", slowly)
     follower = _Follower(broker)
     assert (await follower.read()).group.prompt.group_id == "a"
     await train_step(broker, "c", "d", version=1)
@@ -169,12 +169,13 @@ async def test_payload_that_is_lost_is_counted_at_the_end_of_its_step(
     broker: RunningBroker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await train_step(broker, "a", "b")
-    load_groups = export_stream.load_groups
+    load_records = export_stream.load_records
 
-    async def without_the_first(*arguments: Any, **options: Any) -> list[Any]:
-        return (await load_groups(*arguments, **options))[1:]
+    async def without_the_first(*arguments: Any, **options: Any) -> Any:
+        groups, packed = await load_records(*arguments, **options)
+        return {name: group for name, group in groups.items() if name != "a"}, packed
 
-    monkeypatch.setattr(export_stream, "load_groups", without_the_first)
+    monkeypatch.setattr(export_stream, "load_records", without_the_first)
     follower = _Follower(broker, follow=False)
     assert (await follower.read()).group.prompt.group_id == "b"
     end = await follower.read()
@@ -205,14 +206,14 @@ async def test_groups_that_were_put_are_exported_with_the_others(broker: Running
 
 async def test_a_client_that_stops_reading_is_not_read_ahead_for(monkeypatch: pytest.MonkeyPatch) -> None:
     loaded: list[int] = []
-    load_parcels = export_stream.load_parcels
+    load_records = export_stream.load_records
 
-    async def counting(*arguments: Any) -> Any:
-        found = await load_parcels(*arguments)
-        loaded.append(sum(map(len, found.values())))
+    async def counting(*arguments: Any, **options: Any) -> Any:
+        found = await load_records(*arguments, **options)
+        loaded.append(sum(map(len, found[1].values())))
         return found
 
-    monkeypatch.setattr(export_stream, "load_parcels", counting)
+    monkeypatch.setattr(export_stream, "load_records", counting)
     async with serving(MemoryStore()) as running:
         await running.open(groups_per_step=48, max_completion_tokens=50_000, max_queued_groups=100)
         names = [f"g{number}" for number in range(48)]

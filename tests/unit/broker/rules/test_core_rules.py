@@ -118,21 +118,21 @@ def test_a_microbatch_of_exactly_the_tokens_asked_for_is_full() -> None:
     assert _chosen(ready, step, max_groups=9, target_tokens=11) == ["a", "b"]
 
 
-def _parcel(name: str, num_groups: int, tokens: int, sequence: int = 0) -> ReadyGroup:
+def _put(name: str, num_groups: int, tokens: int, sequence: int = 0) -> ReadyGroup:
     return ReadyGroup(group_id=name, deadline=4, sequence=sequence, num_groups=num_groups, num_tokens=tokens)
 
 
 @pytest.mark.parametrize(
     ("ready", "target_tokens", "chosen"),
     [
-        ([_parcel("p", 2, 20)], 10, [("p", 1)]),
-        ([_ready("a", 4), _parcel("p", 4, 40, 1)], 30, [("a", 1), ("p", 2)]),
-        ([_parcel("p", 2, 20), _ready("a", 4, 1)], 20, [("p", 2)]),
-        ([_parcel("p", 2, 20), _ready("a", 4, 1)], 21, [("p", 2), ("a", 1)]),
+        ([_put("p", 2, 20)], 10, [("p", 1)]),
+        ([_ready("a", 4), _put("p", 4, 40, 1)], 30, [("a", 1), ("p", 2)]),
+        ([_put("p", 2, 20), _ready("a", 4, 1)], 20, [("p", 2)]),
+        ([_put("p", 2, 20), _ready("a", 4, 1)], 21, [("p", 2), ("a", 1)]),
     ],
     ids=["cut", "cut after a group", "whole and full", "whole and not full"],
 )
-def test_of_a_parcel_as_many_groups_are_chosen_as_hold_the_tokens(
+def test_of_a_put_as_many_groups_are_chosen_as_hold_the_tokens(
     ready: list[ReadyGroup], target_tokens: int, chosen: list[tuple[str, int]]
 ) -> None:
     assert choose(ready, _step(4, due=9, groups=9), max_groups=9, target_tokens=target_tokens) == chosen

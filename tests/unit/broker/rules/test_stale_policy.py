@@ -222,7 +222,7 @@ def test_as_many_steps_are_retained_as_the_policy_says() -> None:
     for version in range(4):
         make_ready(state, f"g{version}", version=version)
         acknowledge(state, deliver(state), version + 1)
-    assert sorted(state.trained) == [3, 4]
+    assert sorted(state.index.trained) == [3, 4]
     request = broker_pb2.OpenRunRequest(
         run_id="run-1", limits=limits(), policy=state.policy.to_proto(), takes_over=True
     )

@@ -61,7 +61,7 @@ async def stored(store: MemoryStore, num_groups: int) -> None:
     """Store a run of many live groups of about 1 kB each."""
     state = open_state(group_size=8, max_queued_groups=num_groups + 10)
     submit(state, *(f"{number}-{'x' * 100}" for number in range(num_groups)))
-    for group_id in list(state.live):
+    for group_id in list(state.index.live):
         with state.edit(group_id) as group:
             for sample in group.samples:
                 sample.generator_id = "g" * 100
@@ -183,13 +183,16 @@ def test_a_copy_whose_trained_groups_were_not_read_does_what_one_does_that_has_r
     assert same(lambda state: acknowledge(state, ["g4"], 5)).num_samples == 2
     assert same(audit).balanced
     assert same(rewound).num_groups_in_flight == 4
-    assert same(lambda state: sorted(state.trained)) == [1, 2]
+    assert same(lambda state: sorted(state.index.trained)) == [1, 2]
     assert same(audit).balanced
     for state in states:
         state.policy = replace(state.policy, num_retained_steps=1)
     assert sorted(same(deliver)) == ["g2"]
     same(lambda state: acknowledge(state, ["g2"], 3))
-    assert same(lambda state: (sorted(state.trained), sorted(state.groups))) == ([3], ["g2", "g3", "g4", "waiting"])
+    assert same(lambda state: (sorted(state.index.trained), sorted(state.groups))) == (
+        [3],
+        ["g2", "g3", "g4", "waiting"],
+    )
 
 
 def test_a_failed_rewind_leaves_no_trace_in_a_copy_that_was_not_read() -> None:
@@ -197,8 +200,8 @@ def test_a_failed_rewind_leaves_no_trace_in_a_copy_that_was_not_read() -> None:
     state = loaded(trained_state(3, records).run.SerializeToString(), records)
     request = broker_pb2.OpenRunRequest(run_id=RUN, limits=limits(groups_per_step=1), policy_version=1, takes_over=True)
     reopen_run(state, request, 7.0)
-    assert sorted(state.trained) == [1]
+    assert sorted(state.index.trained) == [1]
     state.rollback()
-    assert sorted(state.trained) == [1, 2, 3]
+    assert sorted(state.index.trained) == [1, 2, 3]
     assert {name: state.groups.serialized(name) for name in state.groups} == records
     assert not state.is_changed

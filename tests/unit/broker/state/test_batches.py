@@ -1,4 +1,4 @@
-"""Parcels: finished groups from the put to the optimiser step, and every way they may leave it."""
+"""Finished groups from the put to the optimiser step, and every way they may leave it."""
 
 from __future__ import annotations
 
@@ -11,13 +11,15 @@ from penstock.errors import InvalidFieldError, LeaseLostError, RunClosedError, V
 from penstock.v1 import broker_pb2, types_pb2
 from penstock.wire.codec import group_slices
 from services.broker.ingest.trajectory_decoder import read_put
-from services.broker.operations import append_trajectories, batches, delivery, drops
+from services.broker.operations import append_trajectories, delivery, drops
 from services.broker.operations.append_trajectories import Put, PutOutcome
 from services.broker.operations.lifecycle import reopen_run
 from services.broker.records.store import Mark, Snapshot
-from services.broker.state.batch_index import is_parcel, slice_of
+from services.broker.records_pb2 import ParcelRecord
+from services.broker.state import batches
+from services.broker.state.batches import slice_of
 from services.broker.state.run_audit import audit, totals
-from services.broker.state.run_state import RunState
+from services.broker.state.run_state import FORMAT, RunState
 from tests.helpers.brokers.trajectories import group, groups, pack_groups
 from tests.unit.broker.builders import CONSUMER, acknowledge, deliver, lease, make_ready, open_state, submit
 
@@ -39,20 +41,21 @@ def check(state: RunState) -> None:
     assert totals(state) == books
     again = RunState()
     records: dict[str, bytes | None] = {name: record.SerializeToString() for name, record in state.groups.items()}
-    records |= {name: record.SerializeToString() for name, record in state.shelf.records.items()}
     snapshot = Snapshot(mark=Mark(1, "m"), is_full=True, run=state.run.SerializeToString(), groups=records)
     assert list(again.take_over(snapshot)) == []
-    for field in ("delivered", "trained", "name_of", "waiting_bytes", "trained_bytes", "num_ready_by_version"):
-        assert getattr(state.shelf, field) == getattr(again.shelf, field), field
-    assert list(state.shelf.ready) == list(again.shelf.ready)
-    assert (+state.shelf.num_groups, +state.shelf.num_samples) == (+again.shelf.num_groups, +again.shelf.num_samples)
+    queues = ("live", "ready", "delivered", "trained", "versions", "record_of", "trained_bytes", "ready_bytes")
+    counts = ("num_started", "num_ready", "num_delivered", "num_ready_puts")
+    for field in (*queues, *counts):
+        assert getattr(state.index, field) == getattr(again.index, field), field
+    assert +state.index.num_samples == +again.index.num_samples
+    for version in range(-1, state.run.policy_version + 2):
+        numbers = [(index.num_due(version), index.num_ready_due(version)) for index in (state.index, again.index)]
+        assert numbers[0] == numbers[1]
 
 
 def held(state: RunState, names: Iterable[str]) -> list[str]:
     """Group ids of what `deliver` chose."""
-    return [
-        group_id for name in names for group_id in (state.shelf.records[name].group_ids if is_parcel(name) else [name])
-    ]
+    return [group_id for name in names for group_id in batches.ids(state.groups[name])]
 
 
 def attach(state: RunState, group_ids: Iterable[str] = ()) -> None:
@@ -90,9 +93,9 @@ def test_groups_welcome_together_are_stored_as_those_looked_at_one_by_one(monkey
     monkeypatch.setattr(append_trajectories, "_are_all_welcome", lambda _state, _groups: False)
     outcomes.append(append_trajectories.put(states[1], request, 1.0))
     assert outcomes[0] == outcomes[1] == PutOutcome(num_samples=5)
-    records = [state.shelf.records["\n1"] for state in states]
+    records = [state.groups["a"] for state in states]
     assert records[0] == records[1]
-    assert (list(records[0].num_tokens), list(records[0].sample_tokens)) == ([16, 6, 12], [5, 5, 3, 3, 3])
+    assert (list(records[0].put.num_tokens), list(records[0].put.sample_tokens)) == ([16, 6, 12], [5, 5, 3, 3, 3])
     assert states[0].delta() == states[1].delta()
     check(states[0])
 
@@ -107,7 +110,7 @@ def test_groups_the_run_knows_are_accepted_again_without_effect() -> None:
     state.known_retired.add("old")
     assert put(state, *groups("old")).num_samples == 0
     submit(state, "a")
-    assert list(state.groups) == ["prompt"]
+    assert [name for name, record in state.groups.items() if not record.HasField("put")] == ["prompt"]
     assert audit(state).submitted == 8
 
 
@@ -129,7 +132,7 @@ def test_what_does_not_fit_the_run_is_refused_and_the_rest_is_stored(
     assert [(error.index, error.reason) for error in outcome.errors] == [(1, reason)]
     assert words in outcome.errors[0].message
     assert outcome.num_samples == 4
-    assert sorted(state.shelf.name_of) == ["a", "b"]
+    assert sorted(state.index.record_of) == ["a", "b"]
     assert held(state, deliver(state)) == ["a", "b"]
 
 
@@ -151,10 +154,10 @@ def test_of_two_groups_the_one_that_is_too_many_is_refused() -> None:
     put(state, *groups("a", "b", "c"))
     outcome = put(state, *groups("d", "e"))
     assert [(error.index, error.reason) for error in outcome.errors] == [(1, "STALE")]
-    assert sorted(state.shelf.name_of) == ["a", "b", "c", "d"]
+    assert sorted(state.index.record_of) == ["a", "b", "c", "d"]
 
 
-def test_generators_start_nothing_that_parcels_leave_no_room_for() -> None:
+def test_generators_start_nothing_that_puts_leave_no_room_for() -> None:
     state = opened(max_staleness=0)
     put(state, *groups("a", "b", "c"))
     submit(state, "p", "q")
@@ -181,7 +184,7 @@ def test_a_request_of_more_groups_than_a_step_or_to_a_closed_run_is_refused() ->
         put(state, *groups("a"))
 
 
-def test_a_parcel_is_cut_where_a_microbatch_or_a_step_ends() -> None:
+def test_a_record_is_cut_where_a_microbatch_or_a_step_ends() -> None:
     state = opened()
     put(state, *groups("a", "b", "c"))
     put(state, *groups("d", "e", "f"))
@@ -194,21 +197,21 @@ def test_a_parcel_is_cut_where_a_microbatch_or_a_step_ends() -> None:
     assert audit(state).trained == 12
 
 
-def test_pieces_of_a_parcel_find_their_bytes() -> None:
+def test_pieces_of_a_record_find_their_bytes() -> None:
     state = opened()
     made = groups("a", "b", "c", "d")
     packed = pack_groups(made)
     put(state, *made)
-    (name,) = state.shelf.records
-    assert batches.carve(state, name, {"b", "d"}) == [state.shelf.name_of["b"], state.shelf.name_of["d"]]
+    (name,) = state.groups
+    assert state.carve(name, {"b", "d"}) == [state.index.record_of["b"], state.index.record_of["d"]]
     check(state)
     for number, (start, end) in enumerate(group_slices(packed)):
-        piece = slice_of(state.shelf.records[state.shelf.name_of["abcd"[number]]])
+        piece = slice_of(state.groups[state.index.record_of["abcd"[number]]])
         assert (piece.start, piece.end) == (start, end)
         assert types_pb2.TrajectoryGroups.FromString(packed[piece.start : piece.end]).groups[0] == made[number]
 
 
-def test_parcels_and_single_groups_go_by_deadline_then_by_submission() -> None:
+def test_puts_and_leased_groups_go_by_deadline_then_by_submission() -> None:
     state = opened(version=1)
     make_ready(state, "made", version=1)
     put(state, *groups("young", version=1))
@@ -216,7 +219,7 @@ def test_parcels_and_single_groups_go_by_deadline_then_by_submission() -> None:
     assert held(state, deliver(state)) == ["old", "made", "young"]
 
 
-def test_a_microbatch_aims_at_tokens_inside_a_parcel_too() -> None:
+def test_a_microbatch_aims_at_tokens_inside_a_put_too() -> None:
     state = opened()
     put(state, *groups("a", "b", "c", "d", num_tokens=7))
     chosen = delivery.deliver(state, CONSUMER, max_groups=9, target_tokens=30)
@@ -258,10 +261,10 @@ def test_only_what_a_consumer_holds_can_be_acknowledged() -> None:
         acknowledge(state, ["b"], 1)
 
 
-def test_some_groups_of_a_parcel_may_be_dropped() -> None:
+def test_some_groups_of_a_put_may_be_dropped() -> None:
     state = opened()
     put(state, *groups("a", "b", "c"))
-    payload_id = next(iter(state.shelf.records.values())).payload_id
+    payload_id = next(iter(state.groups.values())).put.payload_id
     assert drops.drop_groups(state, ["b", "nobody"], "poisoned") == 2
     check(state)
     assert (dict(audit(state).dropped), state.pending.retired) == ({"poisoned": 2}, {"b"})
@@ -269,10 +272,10 @@ def test_some_groups_of_a_parcel_may_be_dropped() -> None:
     state.settle()
     assert step(state, 1) == ["a", "c"]
     assert drops.drop_groups(state, ["a"], "late") == 0
-    assert state.shelf.is_used(payload_id)
+    assert state.index.is_used(payload_id)
 
 
-def test_payload_goes_with_its_last_parcel() -> None:
+def test_payload_goes_with_its_last_record() -> None:
     state = opened()
     put(state, *groups("a", "b"))
     state.settle()
@@ -295,7 +298,7 @@ def test_groups_without_a_gradient_are_counted_and_not_kept() -> None:
     assert held(state, deliver(state)) == ["a", "b"]
 
 
-def test_what_became_too_stale_is_dropped_and_the_rest_of_its_parcel_stays() -> None:
+def test_what_became_too_stale_is_dropped_and_the_rest_of_its_put_stays() -> None:
     state = opened(max_staleness=1, policy=broker_pb2.RunPolicy(stale=broker_pb2.STALE_POLICY_DROP), version=1)
     put(state, group("old", version=0), group("new", version=1))
     make_ready(state, "x", version=1)
@@ -305,7 +308,7 @@ def test_what_became_too_stale_is_dropped_and_the_rest_of_its_parcel_stays() -> 
     check(state)
 
 
-def test_a_rewind_hands_trained_parcels_out_again() -> None:
+def test_a_rewind_hands_trained_puts_out_again() -> None:
     state = opened()
     put(state, *groups("a", "b"))
     put(state, *groups("c"))
@@ -336,7 +339,7 @@ def test_a_rewind_gives_up_what_abandoned_weights_sampled() -> None:
     assert sorted(step(state, 2)) == ["early", "gone", "kept"]
 
 
-def test_a_broker_that_lost_the_last_second_catches_up_with_parcels_too() -> None:
+def test_a_broker_that_lost_the_last_second_catches_up_with_puts_too() -> None:
     state = opened()
     put(state, *groups("a", "b", "c"))
     deliver(state, 2)
@@ -348,24 +351,24 @@ def test_a_broker_that_lost_the_last_second_catches_up_with_parcels_too() -> Non
     assert (books.submitted, books.trained, books.in_flight) == (6, 4, 2)
 
 
-def test_parcels_are_retired_with_their_step() -> None:
+def test_puts_are_retired_with_their_step() -> None:
     state = opened(policy=broker_pb2.RunPolicy(num_retained_steps=2))
     for version in range(4):
         put(state, group(f"g{version}", version=version))
         step(state, version + 1)
-    assert sorted(state.trained_versions) == [3, 4]
+    assert sorted(state.index.trained) == [3, 4]
     assert state.run.forgotten_version == 2
-    assert sorted(state.shelf.name_of) == ["g2", "g3"]
+    assert sorted(state.index.record_of) == ["g2", "g3"]
 
 
 def test_older_steps_go_when_their_payload_is_more_than_is_retained(monkeypatch: pytest.MonkeyPatch) -> None:
     state = opened()
     size_bytes = len(pack_groups([group("g1", version=1)]))
-    monkeypatch.setattr(batches, "MAX_TRAINED_BYTES", 2 * size_bytes)
+    monkeypatch.setattr(delivery, "MAX_TRAINED_BYTES", 2 * size_bytes)
     for version in range(4):
         put(state, group(f"g{version}", version=version))
         step(state, version + 1)
-    assert sorted(state.trained_versions) == [3, 4]
+    assert sorted(state.index.trained) == [3, 4]
     request = broker_pb2.OpenRunRequest(
         run_id="run-1", limits=state.limits.to_proto(), policy_version=1, takes_over=True
     )
@@ -377,16 +380,71 @@ def test_older_steps_go_when_their_payload_is_more_than_is_retained(monkeypatch:
     assert (books.trained, dict(books.dropped)) == (2, {"abandoned_step": 2, "abandoned_version": 4})
 
 
-def test_an_operation_undone_leaves_parcels_as_they_were() -> None:
+def test_an_operation_undone_leaves_records_as_they_were() -> None:
     state = opened()
     put(state, *groups("a", "b", "c"))
     state.keep()
-    before = {name: record.SerializeToString() for name, record in state.shelf.records.items()}
+    before = {name: record.SerializeToString() for name, record in state.groups.items()}
     drops.drop_groups(state, ["b"], "x")
     deliver(state)
     state.undo()
     check(state)
-    assert {name: record.SerializeToString() for name, record in state.shelf.records.items()} == before
+    assert {name: record.SerializeToString() for name, record in state.groups.items()} == before
     assert state.delta().dropped_payloads == set()
     state.rollback()
-    assert state.shelf.records == {}
+    assert dict(state.groups) == {}
+
+
+def _as_format_1(state: RunState) -> dict[str, bytes | None]:
+    """The records as format 1 kept them: those of puts under a name of their own kind."""
+    kept: dict[str, bytes | None] = {}
+    for name, record in state.groups.items():
+        if not record.HasField("put"):
+            kept[name] = record.SerializeToString()
+            continue
+        columns = {field.name: value for field, value in record.put.ListFields()}
+        old = ParcelRecord(
+            **columns,
+            sequence=record.sequence,
+            submit_version=record.submit_version,
+            submit_s=record.submit_s,
+            consumer_id=record.consumer_id,
+        )
+        if record.HasField("trained_version"):
+            old.trained_version = record.trained_version
+        kept[f"\n{record.sequence}"] = old.SerializeToString()
+    return kept
+
+
+def _load(run: bytes, records: dict[str, bytes | None]) -> RunState:
+    state = RunState()
+    assert list(state.take_over(Snapshot(mark=Mark(1, "m"), is_full=True, run=run, groups=records))) == []
+    return state
+
+
+def test_a_run_of_format_1_is_read_and_becomes_one_of_today_with_its_first_put_that_changes() -> None:
+    old = opened()
+    put(old, *groups("a", "b", "c", "d", version=0))
+    make_ready(old, "leased")
+    put(old, *groups("e", "f", "g"))
+    assert (step(old, 1, 2), step(old, 2, 2)) == (["a", "b"], ["c", "d"])
+    assert held(old, deliver(old, 2)) == ["leased", "e"]
+    old.run.format = 1
+    records = _as_format_1(old)
+    state = _load(old.run.SerializeToString(), records)
+    assert not state.is_changed
+    assert audit(state) == audit(old)
+    assert held(state, deliver(state)) == ["f", "g"]
+    check(state)
+    acknowledge(state, ["f", "leased", "e"], 3)
+    delta = state.delta()
+    records |= delta.groups
+    state = _load(delta.run, {name: record for name, record in records.items() if record is not None})
+    check(state)
+    assert state.run.format == FORMAT
+    assert [state.trained_ids(version) for version in (1, 2, 3)] == [{"a", "b"}, {"c", "d"}, {"leased", "e", "f"}]
+    request = broker_pb2.OpenRunRequest(run_id="run-1", limits=state.limits.to_proto(), takes_over=True)
+    assert reopen_run(state, request, 2.0).num_groups_rewound == 7
+    check(state)
+    attach(state)
+    assert sorted(step(state, 1)) == ["a", "b", "c", "d"]

@@ -1,4 +1,4 @@
-"""Who gets which groups: streams that replace one another, other consumers, evaluation, parcels beside groups."""
+"""Who gets which groups: streams that replace one another, other consumers, evaluation, puts beside leased groups."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_a_consumer_that_comes_back_takes_nothing_from_another() -> None:
     make_ready(state, "a", "b")
     deliver(state, 1)
     delivery.attach(state, _consumer("rank-1"), held=())
-    assert (state.delivered[TRAIN], state.ready[TRAIN]) == ({"a"}, {"b"})
+    assert (state.index.delivered[TRAIN], state.index.first_ready(TRAIN, 9)) == ({"a"}, ["b"])
     assert state.groups["a"].consumer_id == "rank-0"
 
 
@@ -77,7 +77,7 @@ def test_all_that_is_out_can_be_handed_back_for_another_trainer() -> None:
     out = deliver(state)
     assert len(out) == 3
     delivery.hand_all_back(state)
-    assert (state.delivered[TRAIN], state.shelf.delivered) == (set(), set())
+    assert state.index.delivered[TRAIN] == set()
     assert {group.consumer_id for group in state.groups.values()} == {""}
     assert deliver(state) == out
 
@@ -113,7 +113,7 @@ def test_samples_that_were_dropped_do_not_count_as_tokens_of_a_microbatch() -> N
     assert chosen == ["a", "b"]
 
 
-def test_due_parcels_take_no_place_from_a_due_group_that_is_not_ready() -> None:
+def test_due_puts_take_no_place_from_a_due_group_that_is_not_ready() -> None:
     state = open_state(groups_per_step=2, max_staleness=1)
     submit(state, "slow")
     slow = lease(state, 2)
@@ -121,8 +121,8 @@ def test_due_parcels_take_no_place_from_a_due_group_that_is_not_ready() -> None:
     put(state, *groups("due"))
     acknowledge(state, deliver(state), 1)
     make_ready(state, "young", version=1)
-    [parcel] = deliver(state)
-    assert list(state.shelf.records[parcel].group_ids) == ["due"]
+    [name] = deliver(state)
+    assert list(state.groups[name].put.group_ids) == ["due"]
     assert deliver(state) == []
     finish(state, slow)
     for grant in lease_scoring(state, 9):
@@ -130,7 +130,7 @@ def test_due_parcels_take_no_place_from_a_due_group_that_is_not_ready() -> None:
     assert deliver(state) == ["slow"]
 
 
-def test_a_receipt_counts_samples_of_groups_and_of_parcels() -> None:
+def test_a_receipt_counts_samples_of_leased_groups_and_of_puts() -> None:
     state = open_state(groups_per_step=4, max_staleness=1, policy=broker_pb2.RunPolicy())
     make_ready(state, "a")
     put(state, *groups("p", "q"))

@@ -60,7 +60,7 @@ def test_rows_show_what_was_dropped_by_version_and_length() -> None:
     assert put(state, grants[0], [1, 2, 3, 4, 5]) == []
     acknowledge(state, deliver(state), 1)
     submit(state, "later")
-    assert drops.drop_group(state, "cut", "poisoned") == 2
+    assert drops.drop_groups(state, ["cut"], "poisoned") == 2
     assert _rows(state) == [
         (0, 0, 0, {"poisoned": 1}, 2),
         (0, 2, 2, {}, 0),
@@ -114,7 +114,7 @@ def test_versions_long_past_become_one_row_a_bucket() -> None:
     assert rows[1] == (16, 2, 2 * 17, {}, 0)
     assert [row[0] for row in rows[2:]] == list(range(17, num_steps))
     assert _submitted(state)[16] == 2 * 17 + 2
-    assert drops.drop_group(state, "early", "poisoned") == 2
+    assert drops.drop_groups(state, ["early"], "poisoned") == 2
     assert _rows(state)[0] == (16, 0, 0, {"poisoned": 2}, 0)
 
 
@@ -134,7 +134,7 @@ def test_a_counter_that_is_wrong_shows(name: str, error: int) -> None:
     make_ready(state, "a")
     submit(state, "b")
     acknowledge(state, deliver(state), 1)
-    drops.drop_group(state, "b", "poisoned")
+    drops.drop_groups(state, ["b"], "poisoned")
     counts = _counts(state)
     assert audit_rows(state, counts).balanced
     assert not audit_rows(state, counts | {name: counts[name] + error}).balanced
@@ -166,7 +166,7 @@ def test_metrics_show_lengths_of_what_was_trained_and_dropped() -> None:
     make_ready(state, "a")
     acknowledge(state, deliver(state), 1)
     submit(state, "b")
-    drops.drop_group(state, "b", "poisoned")
+    drops.drop_groups(state, ["b"], "poisoned")
     BrokerMetrics(registry).observe_books("run-1", _counts(state))
     dropped = {"run": "run-1", "reason": "poisoned", "max_tokens": "0"}
     assert registry.get_sample_value("penstock_broker_samples_dropped", dropped) == 2

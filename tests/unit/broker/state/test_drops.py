@@ -1,4 +1,4 @@
-"""Giving up: single groups and parcels by name, everything, and what a sample begun anew keeps."""
+"""Giving up: leased groups and puts by name, everything, and what a restarted sample keeps."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from tests.unit.broker.builders import (
 from tests.unit.broker.state.test_batches import check, put
 
 
-def test_groups_and_groups_in_parcels_are_dropped_by_name_and_counted_once() -> None:
+def test_leased_groups_and_those_of_puts_are_dropped_by_name_and_counted_once() -> None:
     state = open_state(groups_per_step=8)
     make_ready(state, "a", "b")
     put(state, *groups("p", "q"))
     assert drops.drop_groups(state, ["a", "q", "nobody"], "poisoned") == 4
     assert audit(state).dropped == {"poisoned": 4}
-    assert (set(state.groups), set(state.shelf.name_of)) == ({"b"}, {"p"})
+    assert (set(state.groups), set(state.index.record_of)) == ({"b", "p"}, {"p"})
     assert drops.drop_groups(state, ["a", "q"], "poisoned") == 0
     check(state)
 
@@ -47,7 +47,7 @@ def test_everything_in_flight_is_given_up_and_what_was_trained_stays() -> None:
     submit(state, "queued")
     submit(state, "evaluation", purpose=types_pb2.PURPOSE_EVALUATE)
     assert drops.drop_all(state, "run closed") == 8
-    assert state.live == set()
+    assert state.index.live == set()
     assert state.trained_ids(1) == {"trained", "put-trained"}
     # Evaluation is never in the books.
     assert audit(state).dropped == {"run closed": 6}

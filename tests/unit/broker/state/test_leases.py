@@ -269,13 +269,13 @@ def test_tokens_of_older_weights_than_the_lease_make_their_group_older_at_once()
     submit(state, "a", group_size=2)
     first, second = lease(state, 2, 3)
     assert put(state, first, [1, 2], version=3) == []
-    assert state.versions == {"a": 3}
+    assert state.index.versions == {"a": 3}
     assert put(state, second, [1, 2], version=1) == []
     assert put(state, first, [3], offset=2, version=2) == []
-    assert state.versions == {"a": 1}
+    assert state.index.versions == {"a": 1}
     with state.edit("a"):
         pass  # Afterwards it is what the whole record says.
-    assert state.versions == {"a": 1}
+    assert state.index.versions == {"a": 1}
 
 
 def test_a_chunk_that_comes_twice_in_a_request_is_stored_once() -> None:

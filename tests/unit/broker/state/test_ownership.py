@@ -102,7 +102,7 @@ def test_what_the_former_owner_held_is_ready_for_the_new_one_whatever_it_calls_i
     make_ready(state, "t0", "t1", "t2", "t3")
     assert delivery.deliver(state, _attach(state, "a"), max_groups=2, target_tokens=0)
     _take_over(state, "b")
-    assert not state.delivered[types_pb2.PURPOSE_TRAIN]
+    assert not state.index.delivered[types_pb2.PURPOSE_TRAIN]
     consumer = Consumer(consumer_id="another-name", purpose=types_pb2.PURPOSE_TRAIN, stream_id="b")
     got = delivery.deliver(state, delivery.attach(state, consumer, held=()), max_groups=2, target_tokens=0)
     assert got == ["t0", "t1"]

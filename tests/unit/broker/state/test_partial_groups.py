@@ -132,7 +132,7 @@ def test_evaluation_groups_keep_what_they_have_under_every_policy(
     first, second = lease_scoring(state, 2)
     score_one(state, first, FAILED)
     score_one(state, second)
-    assert state.ready[types_pb2.PURPOSE_EVALUATE] == {"e"}
+    assert state.index.first_ready(types_pb2.PURPOSE_EVALUATE, 9) == ["e"]
     assert _books(state) == (0, 0, {}, 0)
 
 

@@ -64,7 +64,7 @@ def test_a_group_left_with_one_sample_is_dropped_whole() -> None:
     score(state, first)
     score(state, second, types_pb2.SCORE_STATUS_FAILED)
     assert audit(state).dropped == {"reward_failed": 1, "group_too_small": 1}
-    assert (deliver(state), state.versions) == ([], {})
+    assert (deliver(state), state.index.versions) == ([], {})
 
 
 def test_an_evaluation_group_is_delivered_even_when_nothing_is_left_of_it() -> None:
@@ -75,7 +75,7 @@ def test_an_evaluation_group_is_delivered_even_when_nothing_is_left_of_it() -> N
     consumer = Consumer(consumer_id="rank-0", purpose=EVALUATE, stream_id="e")
     consumer = delivery.attach(state, consumer, held=())
     assert delivery.deliver(state, consumer, max_groups=9, target_tokens=0) == ["e"]
-    assert drops.drop_group(state, "e", "evaluated") == 0
+    assert drops.drop_groups(state, ["e"], "evaluated") == 0
     assert (audit(state).submitted, audit(state).dropped, state.groups) == (0, {}, {})
 
 
@@ -171,7 +171,7 @@ def test_what_a_reconnected_trainer_does_not_hold_is_handed_out_again() -> None:
     assert set(deliver(state)) == {"a", "b"}
     newer = Consumer(consumer_id="rank-0", purpose=CONSUMER.purpose, stream_id="newer")
     newer = delivery.attach(state, newer, held=["a"])
-    assert state.ready[CONSUMER.purpose] == {"b"}
+    assert state.index.first_ready(CONSUMER.purpose, 9) == ["b"]
     assert delivery.deliver(state, newer, max_groups=9, target_tokens=0) == ["b"]
     with pytest.raises(LeaseLostError):
         deliver(state)
@@ -227,7 +227,7 @@ def test_steps_older_than_the_retention_are_forgotten_but_their_ids_are_not() ->
     for version in range(DEFAULT_RETAINED_STEPS + 1):
         make_ready(state, f"g{version}", version=version)
         acknowledge(state, deliver(state), version + 1)
-    assert sorted(state.trained) == list(range(2, DEFAULT_RETAINED_STEPS + 2))
+    assert sorted(state.index.trained) == list(range(2, DEFAULT_RETAINED_STEPS + 2))
     assert state.pending.retired == {"g0"}
     assert (audit(state).trained, audit(state).balanced) == (2 * (DEFAULT_RETAINED_STEPS + 1), True)
 
@@ -236,10 +236,10 @@ def test_dropping_groups_is_idempotent_and_leaves_trained_ones() -> None:
     state = open_state()
     make_ready(state, "a", "b")
     deliver(state)
-    assert drops.drop_group(state, "b", "poisoned") == 2
-    assert drops.drop_group(state, "b", "poisoned") == 0
+    assert drops.drop_groups(state, ["b"], "poisoned") == 2
+    assert drops.drop_groups(state, ["b"], "poisoned") == 0
     acknowledge(state, ["a"], 1)
-    assert drops.drop_group(state, "a", "poisoned") == 0
+    assert drops.drop_groups(state, ["a"], "poisoned") == 0
     assert audit(state).dropped == {"poisoned": 2}
 
 
