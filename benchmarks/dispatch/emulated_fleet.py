@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import heapq
-import math
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
+from penstock.batching.batched_engine import BatchedEngine, Running
 from services.broker.dispatch.latency import LatencyModel
 from services.broker.operations.leasing import Grant
 from services.broker.records.store import SampleId
-
-_SAME_STEP = 1e-6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,7 +22,7 @@ class EmulatedGenerator:
     """Whether its profile says so; else the broker measures it."""
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class _Sample:
     grant: Grant
     context_tokens: int
@@ -33,31 +30,25 @@ class _Sample:
     """True length of the completion."""
     delay_s: float
     """Before its first token, beside prefill."""
-    begin_step: float = 0.0
-    """Step at which its first token of all would have come."""
-
-
-@dataclass(slots=True)
-class Engine:
-    """Decodes what it is given; samples that find no slot or no KV room wait in turn.
-
-    All running samples take part in every step, so a sample's end is a step number and only the next end matters. KV
-    room is reserved to the sample's end, which stands for an engine that never preempts.
-    """
-
-    model: LatencyModel
-    clock_s: float = 0.0
-    num_steps: float = 0.0
-    busy_s: float = 0.0
-    kv_reserved: float = 0.0
-    _running: dict[str, _Sample] = field(default_factory=dict)
-    _ends: list[tuple[float, str]] = field(default_factory=list)
-    _waiting: deque[_Sample] = field(default_factory=deque)
 
     @property
-    def num_running(self) -> int:
-        """Samples being decoded."""
-        return len(self._running)
+    def kv_tokens(self) -> int:
+        """At its end."""
+        return self.context_tokens + self.length
+
+
+class Engine:
+    """Decodes what it is given; samples that find no slot or no place in the KV cache wait in turn.
+
+    The KV cache is reserved to a sample's end, which stands for an engine that never preempts; KV reads are counted at
+    the middle of what is left of a sample.
+    """
+
+    def __init__(self, model: LatencyModel) -> None:
+        self.model = model
+        self.batch = BatchedEngine[_Sample](model.step_s, kv_growth=0.5)
+        self._running: dict[str, Running[_Sample]] = {}
+        self._waiting: deque[_Sample] = deque()
 
     @property
     def num_waiting(self) -> int:
@@ -67,7 +58,7 @@ class Engine:
     @property
     def num_held(self) -> int:
         """Samples in its hands."""
-        return self.num_running + self.num_waiting
+        return self.batch.num_running + self.num_waiting
 
     def begin(self, grant: Grant, *, context_tokens: int, length: int, delay_s: float = 0.0) -> None:
         """Take a sample of this true length; its prefix is not decoded again."""
@@ -76,68 +67,46 @@ class Engine:
 
     def abort(self, sample_id: SampleId) -> None:
         """Let go of a sample, if it has it."""
-        for lease_id, sample in list(self._running.items()):
-            if sample.grant.sample == sample_id:
-                del self._running[lease_id]
-                self.kv_reserved -= sample.context_tokens + sample.length
+        for lease_id, running in list(self._running.items()):
+            if running.item.grant.sample == sample_id:
+                self.batch.remove(self._running.pop(lease_id))
         self._waiting = deque(sample for sample in self._waiting if sample.grant.sample != sample_id)
         self._fill()
 
-    def num_tokens(self, lease_id: str) -> int:
-        """Completion tokens of a running sample now, its prefix included."""
-        sample = self._running[lease_id]
-        return min(sample.length, max(sample.grant.num_prefix_tokens, int(self.num_steps - sample.begin_step)))
-
-    @property
-    def running(self) -> list[Grant]:
-        """The leases being decoded."""
-        return [sample.grant for sample in self._running.values()]
-
-    @property
-    def next_end_s(self) -> float:
-        """When its next sample ends; infinite when it holds none."""
-        while self._ends and self._ends[0][1] not in self._running:
-            heapq.heappop(self._ends)
-        if not self._ends:
-            return math.inf
-        return self.clock_s + max(0.0, self._ends[0][0] - self.num_steps) * self.step_s
-
-    @property
-    def step_s(self) -> float:
-        """Time of a decode step now; KV reads are counted at the middle of what is left."""
-        num_kv = 0.0
-        if self.model.per_kv_token_s:
-            for sample in self._running.values():
-                done = self.num_steps - sample.begin_step
-                num_kv += sample.context_tokens + (done + sample.length) / 2
-        return self.model.step_s(self.num_running, num_kv)
+    def progress(self) -> list[tuple[Grant, int]]:
+        """The leases being decoded, and the completion tokens that each has, its prefix included."""
+        return [(running.item.grant, self._num_tokens(running)) for running in self._running.values()]
 
     def advance(self, now_s: float) -> list[Grant]:
-        """Decode until then, which must not be past `next_end_s`; returns the samples that ended."""
-        if self._running:
-            self.num_steps += (now_s - self.clock_s) / self.step_s
-            self.busy_s += now_s - self.clock_s
-        self.clock_s = now_s
-        ended: list[Grant] = []
-        while self.next_end_s < math.inf and self._ends[0][0] <= self.num_steps + _SAME_STEP:
-            sample = self._running.pop(heapq.heappop(self._ends)[1])
-            self.kv_reserved -= sample.context_tokens + sample.length
-            ended.append(sample.grant)
+        """Decode until then, which must not be past the batch's next end; returns the samples that ended."""
+        self.batch.advance(now_s)
+        ended = [sample.grant for sample in self.batch.pop_ended()]
+        for grant in ended:
+            del self._running[grant.lease_id]
         if ended:
             self._fill()
         return ended
 
+    def _num_tokens(self, running: Running[_Sample]) -> int:
+        sample = running.item
+        return min(sample.length, max(sample.grant.num_prefix_tokens, int(self.batch.position(running))))
+
     def _fill(self) -> None:
-        while self._waiting and self.num_running < self.model.max_samples:
+        model, batch = self.model, self.batch
+        while self._waiting and batch.num_running < model.max_samples:
             sample = self._waiting[0]
-            needed = sample.context_tokens + sample.length
-            room = self.model.kv_capacity_tokens
-            if room is not None and self._running and self.kv_reserved + needed > room:
-                return
+            if model.kv_capacity_tokens is not None and self._running:
+                reserved = sum(running.item.kv_tokens for running in self._running.values())
+                if reserved + sample.kv_tokens > model.kv_capacity_tokens:
+                    return
             self._waiting.popleft()
             prefix = sample.grant.num_prefix_tokens
-            wait_s = sample.delay_s + self.model.prefill_s(sample.context_tokens + prefix)
-            sample.begin_step = self.num_steps - prefix + wait_s / self.model.step_s(self.num_running + 1)
-            self.kv_reserved += needed
-            self._running[sample.grant.lease_id] = sample
-            heapq.heappush(self._ends, (sample.begin_step + sample.length, sample.grant.lease_id))
+            wait_s = sample.delay_s + model.prefill_s(sample.context_tokens + prefix)
+            # Not the batch's own delay: what a step reads of the KV cache is left out of it.
+            wait_steps = wait_s / model.step_s(batch.num_running + 1)
+            self._running[sample.grant.lease_id] = batch.begin(
+                sample,
+                length=sample.length,
+                position=prefix - wait_steps,
+                kv_tokens=sample.context_tokens + sample.length / 2,
+            )

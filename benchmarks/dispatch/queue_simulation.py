@@ -107,14 +107,14 @@ class _Simulation:
                 self._move(now_s)
                 next_tick_s = now_s + self._scenario.tick_s
             self._lease(now_s)
-            end_s = min(engine.next_end_s for engine in self._engines.values())
+            end_s = min(engine.batch.next_end_s for engine in self._engines.values())
             if end_s == math.inf and not self._state.queue:
                 break
             if end_s == math.inf and now_s > self._last_end_s + GIVE_UP_S:
                 raise RuntimeError(f"{self._policy.name} left {len(self._state.queue)} groups in the queue for ever")
             now_s = min(end_s, next_tick_s)
             self._advance(now_s)
-        busy_s = sum(engine.busy_s for engine in self._engines.values())
+        busy_s = sum(engine.batch.busy_s for engine in self._engines.values())
         return Report(
             makespan_s=self._last_end_s,
             busy_share=busy_s / (self._last_end_s * len(self._engines)),
@@ -145,8 +145,7 @@ class _Simulation:
 
     def _flush(self, now_s: float) -> None:
         for name, engine in self._engines.items():
-            tokens = [(grant, engine.num_tokens(grant.lease_id)) for grant in engine.running]
-            self._accept(name, tokens, now_s, finish_reason=types_pb2.FINISH_REASON_UNSPECIFIED)
+            self._accept(name, engine.progress(), now_s, finish_reason=types_pb2.FINISH_REASON_UNSPECIFIED)
 
     def _accept(
         self,
@@ -225,7 +224,7 @@ class _Simulation:
                 model=item.model if item.is_stated else self._measured(self._engines[item.generator_id]),
                 num_free=item.model.max_samples - self._engines[item.generator_id].num_held,
                 max_context_tokens=_MAX_CONTEXT_TOKENS,
-                is_speed_known=item.is_stated or self._engines[item.generator_id].num_steps > 0,
+                is_speed_known=item.is_stated or self._engines[item.generator_id].batch.num_steps > 0,
             )
             for item in self._scenario.generators
         }
@@ -233,9 +232,8 @@ class _Simulation:
     def _measured(self, engine: Engine) -> LatencyModel:
         """What a broker makes of the rates of a generator that states nothing: the default curve, scaled."""
         default = LatencyModel(max_samples=engine.model.max_samples)
-        if not engine.num_running:
-            return default
-        return default.scaled(engine.step_s / default.step_s(engine.num_running))
+        num_running = engine.batch.num_running
+        return default.scaled(engine.batch.step_s / default.step_s(num_running)) if num_running else default
 
     def _suffix(self) -> str:
         return f"{next(self._numbers):06x}"

@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.fleet.workload import MAX_NEW_TOKENS, NUM_PROMPT_TOKENS
+from penstock.batching.step_times import STREAMRL_TABLE, TableSteps
 from services.generator.emulation.hardware import GPUS, MODELS
-from services.generator.emulation.step_times import STREAMRL_TABLE, Roofline, TableSteps
+from services.generator.emulation.roofline import Roofline
 
 FLEETS: dict[str, Sequence[str]] = {
     "alike": ("H800",) * 8,

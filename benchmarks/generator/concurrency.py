@@ -15,10 +15,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from services.generator.decoding.kv_headroom import HeldSample, KvRoom
-from services.generator.emulation.continuous_batch import Batch, BatchSample
+from services.generator.emulation.continuous_batch import BatchSample, ContinuousBatch
 from services.generator.emulation.hardware import GPUS, MODELS
 from services.generator.emulation.length_law import HistogramLengths, LengthLaw, LogNormalLengths
-from services.generator.emulation.step_times import Roofline
+from services.generator.emulation.roofline import Roofline
 
 BEAT_S = 0.05
 """A generator asks for leases this often while samples end."""
@@ -110,7 +110,7 @@ SMALL_WORKLOAD = Workload(
 def simulate(workload: Workload, *, fixed: int | None, seed: int = 0) -> Outcome:
     """Decode the whole workload; with so many samples at once, or as the KV room says where None."""
     steps = Roofline(gpu=GPUS["H800"], model=MODELS["qwen2.5-7b"])
-    batch = Batch(steps, max_samples=MAX_SAMPLES, kv_capacity_tokens=workload.kv_capacity_tokens)
+    batch = ContinuousBatch(steps, max_samples=MAX_SAMPLES, kv_capacity_tokens=workload.kv_capacity_tokens)
     queue, room = _samples(workload, seed), KvRoom(workload.kv_capacity_tokens)
     held: list[BatchSample] = []
     num_begun, num_ended, ended_tokens, sum_held = 0, 0, 0, 0
@@ -121,7 +121,8 @@ def simulate(workload: Workload, *, fixed: int | None, seed: int = 0) -> Outcome
             held.append(sample)
             batch.add(sample)
             num_begun += 1
-        for sample in batch.advance(BEAT_S):
+        batch.elapse(BEAT_S)
+        for sample in batch.pop_ended():
             held.remove(sample)
             room.note_finished(sample.length)
             num_ended, ended_tokens = num_ended + 1, ended_tokens + sample.length
@@ -143,7 +144,7 @@ def _samples(workload: Workload, seed: int) -> Iterator[BatchSample]:
         yield BatchSample(context_tokens=workload.prompt_tokens, length=length, position=0)
 
 
-def _num_more(workload: Workload, room: KvRoom, batch: Batch, held: Sequence[BatchSample]) -> int:
+def _num_more(workload: Workload, room: KvRoom, batch: ContinuousBatch, held: Sequence[BatchSample]) -> int:
     views = [
         HeldSample(
             num_prompt_tokens=workload.prompt_tokens,

@@ -26,11 +26,11 @@ from benchmarks.fleet.generation import Pace, measure_undisturbed
 from benchmarks.fleet.machines import Machine, machines
 from benchmarks.fleet.surroundings import staged
 from benchmarks.fleet.workload import NUM_PROMPT_TOKENS, Workload, make_workload
+from penstock.batching.step_times import STREAMRL_TABLE, TableSteps
 from penstock.v1 import broker_pb2
 from services.broker.dispatch.latency import DEFAULT_BASE_S, DEFAULT_PER_SAMPLE_S, LatencyModel
 from services.broker.fleet.snapshot import lengths_seen
 from services.broker.rules.limits import Limits
-from services.generator.emulation.step_times import STREAMRL_TABLE, TableSteps
 from simulator.virtual_run.build_run import Setup, TrainerSpec
 from simulator.virtual_run.event_loop import Run
 from simulator.virtual_run.ledger import Ledger

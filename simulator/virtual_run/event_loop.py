@@ -25,7 +25,6 @@ LEASE_S = 15.0
 """Until the samples of a machine that fell silent go to others."""
 MICROBATCHES = 16
 """A trainer that streams begins when this part of a step is ready: enough to fill its GPUs."""
-_SAME_TIME = 1e-9
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,12 +171,12 @@ class Run:
         """Give a generator what it may have, and foretell its next end. Its clock is now."""
         if engine.num_free:
             for sample in self._taken(engine):
-                engine.begin(sample)
+                engine.take(sample)
         if self._mover is not None and engine.num_free and not self._is_move_due:
             self._is_move_due = True
             self._at(max(self._now_s, self._move_due_s), self._move)
         engine.epoch += 1
-        if (end_s := engine.next_end_s()) < math.inf:
+        if (end_s := engine.next_end_s) < math.inf:
             self._at(end_s, partial(self._ended, engine, engine.epoch))
 
     def _taken(self, engine: Engine) -> list[Sample]:
@@ -210,7 +209,7 @@ class Run:
             for engine in free:
                 taken = self._ledger.take(engine.version, 1)
                 for sample in taken:
-                    engine.begin(sample)
+                    engine.take(sample)
                 if taken and engine.num_free:
                     again.append(engine)
             free = again
@@ -236,9 +235,8 @@ class Run:
         if engine.epoch != epoch:
             return
         engine.advance(self._now_s)
-        self._ledger.finish(engine.pop_ended())
-        while engine.num_running and engine.next_end_s() <= self._now_s + _SAME_TIME:
-            self._ledger.finish(engine.pop_ended())
+        for sample in engine.pop_ended():
+            self._ledger.finish(sample)
         self._fill(engine)
         self._renew_drained()
         self._train()
@@ -314,7 +312,7 @@ class Run:
         for engine in self._members(change.node):
             engine.advance(self._now_s)
             if change.kind == "slow":
-                engine.slowdown = change.factor
+                engine.slow_down(change.factor)
             elif change.kind == "join":
                 engine.is_alive, engine.version = True, self._sent[engine.spec.region]
             else:

@@ -1,16 +1,11 @@
-"""A generator on the virtual clock: continuous batching as the scheduler's cost model has it.
-
-All samples that run take part in every decode step, so a sample's end is a step number, only the next end is an event,
-and a sample costs the simulator two operations on a heap.
-"""
+"""A generator on the virtual clock: continuous batching with the step times of the scheduler's cost model."""
 
 from __future__ import annotations
 
-import heapq
-import math
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
+from penstock.batching.batched_engine import BatchedEngine, Running
 from simulator.virtual_run.ledger import Sample
 
 
@@ -37,93 +32,66 @@ class GeneratorSpec:
         return len(self.steps_s) - 1
 
 
-@dataclass(slots=True)
-class Engine:
+class Engine(BatchedEngine[Sample]):
     """What a generator holds now."""
 
-    spec: GeneratorSpec
-    version: int = 0
-    """Of its weights."""
-    next_version: int | None = None
-    """Where weights are not exchanged under samples: those that wait until it holds none; it takes none meanwhile."""
-    is_alive: bool = True
-    clock_s: float = 0.0
-    busy_s: float = 0.0
-    epoch: int = 0
-    """Counts changes: an end that was foretold before the last one is void."""
-    slowdown: float = 1.0
-    _num_steps: float = 0.0
-    _stall_s: float = 0.0
-    """Time before it decodes again: prefill, or a weight update."""
-    _ends: list[tuple[float, int, Sample]] = field(default_factory=list)
-    _number: int = 0
-
-    @property
-    def num_running(self) -> int:
-        """Samples in its hands."""
-        return len(self._ends)
+    def __init__(self, spec: GeneratorSpec) -> None:
+        super().__init__(self._time_of_step)
+        self.spec, self._steps_s, self._max_samples = spec, spec.steps_s, spec.max_samples
+        self.version = 0
+        """Of its weights."""
+        self.next_version: int | None = None
+        """Weights that wait until it holds no sample; it takes none meanwhile. None where they need not wait."""
+        self.is_alive = True
+        self.epoch = 0
+        """Counts changes: an end that was foretold before the last one is void."""
+        self.slowdown = 1.0
 
     @property
     def num_free(self) -> int:
         """Samples it could take."""
         is_open = self.is_alive and self.next_version is None
-        return self.spec.max_samples - len(self._ends) if is_open else 0
+        return self._max_samples - len(self._heap) if is_open else 0
 
-    def begin(self, sample: Sample) -> None:
-        """Take a sample."""
-        self._number += 1
-        self._stall_s += self.spec.prefill_s * self.slowdown
-        heapq.heappush(self._ends, (self._num_steps + sample.remaining_tokens, self._number, sample))
+    def take(self, sample: Sample) -> None:
+        """Begin a sample."""
+        self.stall(self.spec.prefill_s * self.slowdown)
+        self.begin(sample, length=sample.remaining_tokens)
 
     def take_over(self, sample: Sample, *, context_tokens: float, delay_s: float) -> None:
         """Take a sample that was begun elsewhere; the delay is its own, the prefill of its context everybody's."""
-        self._number += 1
-        self._stall_s += self.spec.prefill_token_s * context_tokens * self.slowdown
-        delay = delay_s / (self.spec.steps_s[len(self._ends) + 1] * self.slowdown)
-        heapq.heappush(self._ends, (self._num_steps + delay + sample.remaining_tokens, self._number, sample))
+        self.stall(self.spec.prefill_token_s * context_tokens * self.slowdown)
+        self.begin(sample, length=sample.remaining_tokens, delay_s=delay_s)
 
     def let_go(self, sample: Sample, now_s: float) -> Sample:
         """Hand a sample to another generator, as far as it got."""
-        index = next(index for index, (_, _, held) in enumerate(self._ends) if held is sample)
-        end = self._ends.pop(index)[0]
-        heapq.heapify(self._ends)
-        return sample.after(sample.remaining_tokens - (end - self._num_steps), moved_s=now_s)
+        running = next(each for each in self.running if each.item is sample)
+        self.remove(running)
+        return sample.after(self._num_decoded(running), moved_s=now_s)
 
     def held(self) -> Iterator[tuple[Sample, float]]:
         """Its samples, each with the tokens of its completion that are decoded."""
-        for end, _, sample in self._ends:
-            yield sample, sample.num_done + max(0.0, sample.remaining_tokens - (end - self._num_steps))
+        for running in self.running:
+            sample = running.item
+            num_decoded = sample.remaining_tokens - (running.end_step - self.num_steps)
+            yield sample, sample.num_done + num_decoded if num_decoded > 0 else sample.num_done
 
-    def stall(self, seconds: float) -> None:
-        """Decode nothing for so long, after what holds it up now."""
-        self._stall_s += seconds
-
-    def next_end_s(self) -> float:
-        """When its next sample ends; infinite when it holds none."""
-        if not self._ends:
-            return math.inf
-        steps = max(0.0, self._ends[0][0] - self._num_steps)
-        return self.clock_s + self._stall_s + steps * self.spec.steps_s[len(self._ends)] * self.slowdown
-
-    def advance(self, now_s: float) -> None:
-        """Decode until then, which must not be past `next_end_s`."""
-        passed_s = now_s - self.clock_s
-        self.clock_s = now_s
-        stalled_s = min(self._stall_s, passed_s)
-        self._stall_s -= stalled_s
-        if self._ends:
-            self.busy_s += passed_s
-            self._num_steps += (passed_s - stalled_s) / (self.spec.steps_s[len(self._ends)] * self.slowdown)
-
-    def pop_ended(self) -> Sample:
-        """The sample whose end was foretold, at its end."""
-        self._num_steps = max(self._num_steps, self._ends[0][0])
-        return heapq.heappop(self._ends)[2]
+    def slow_down(self, factor: float) -> None:
+        """Let steps take that many times as long as specified from now on."""
+        self.slowdown = factor
+        self._steps_s = tuple(step_s * factor for step_s in self.spec.steps_s)
+        self._is_changed = True
 
     def lose_all(self) -> list[Sample]:
         """It is gone: what it held, as far as it got."""
-        lost = [sample.after(sample.remaining_tokens - (end - self._num_steps)) for end, _, sample in self._ends]
-        self._ends.clear()
-        self._stall_s = 0.0
+        lost = [each.item.after(self._num_decoded(each)) for each in self.running]
+        self.clear()
         self.is_alive = False
         return lost
+
+    def _num_decoded(self, running: Running[Sample]) -> float:
+        """Tokens that it has decoded here; below 0 before a delayed beginning."""
+        return running.item.remaining_tokens - (running.end_step - self.num_steps)
+
+    def _time_of_step(self, num_samples: int, _kv_tokens: float) -> float:
+        return self._steps_s[num_samples]

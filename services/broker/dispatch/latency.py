@@ -20,8 +20,9 @@ reads added. Difference: Eq. (2) multiplies the mean length by whole rounds; her
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
+from penstock.batching.step_times import LinearSteps
 from penstock.v1 import broker_pb2
 
 DEFAULT_BASE_S = 0.0085
@@ -31,18 +32,15 @@ UNKNOWN_MAX_SAMPLES = 128
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LatencyModel:
-    """One generator's speed and room."""
+class LatencyModel(LinearSteps):
+    """One generator's speed and how much it holds."""
 
     base_s: float = DEFAULT_BASE_S
     per_sample_s: float = DEFAULT_PER_SAMPLE_S
-    per_kv_token_s: float = 0.0
-    prefill_tokens_per_second: float | None = None
-    """None when prefill costs next to nothing, or is unknown."""
     max_samples: int = UNKNOWN_MAX_SAMPLES
     """Most samples decoded at once."""
     kv_capacity_tokens: int | None = None
-    """None when KV room does not bound it, or is unknown."""
+    """None when the KV cache does not bound it, or is unknown."""
 
     @classmethod
     def from_profile(cls, profile: broker_pb2.GeneratorProfile) -> LatencyModel:
@@ -56,23 +54,6 @@ class LatencyModel:
             max_samples=profile.max_concurrent_samples or UNKNOWN_MAX_SAMPLES,
             kv_capacity_tokens=profile.kv_capacity_tokens or None,
         )
-
-    def step_s(self, num_samples: int, kv_tokens: float = 0.0) -> float:
-        """Time of one decode step."""
-        return self.base_s + num_samples * self.per_sample_s + kv_tokens * self.per_kv_token_s
-
-    def scaled(self, factor: float) -> LatencyModel:
-        """The same shape, every step `factor` times as long: how a measured rate corrects a stated profile."""
-        return replace(
-            self,
-            base_s=self.base_s * factor,
-            per_sample_s=self.per_sample_s * factor,
-            per_kv_token_s=self.per_kv_token_s * factor,
-        )
-
-    def prefill_s(self, num_tokens: float) -> float:
-        """Time until a sample with this much prompt and prefix decodes its next token."""
-        return num_tokens / self.prefill_tokens_per_second if self.prefill_tokens_per_second else 0.0
 
     def max_batch(self, tokens_per_sample: float) -> int:
         """Most samples of this many tokens (context and completion) decoded at once, at least 1."""

@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from statistics import NormalDist
+from typing import NamedTuple
 
 from services.broker.dispatch.calibration import Outlook
 from services.broker.dispatch.latency import Load
@@ -27,8 +28,7 @@ _LAST = 1 - 1e-9
 """Of the samples, those that end before one that is as long as any."""
 
 
-@dataclass(slots=True, kw_only=True)
-class Item:
+class Item(NamedTuple):
     """A sample."""
 
     predicted: float
@@ -37,8 +37,7 @@ class Item:
     tokens: float
     """As long as it turns out."""
     num_done: float = 0.0
-    """When a generator began it."""
-    begin_step: float = 0.0
+    """Tokens that it has when a generator begins it."""
     moved_s: float = -math.inf
     """When it moved last."""
 

@@ -6,10 +6,10 @@ Plays a draw of true lengths (`draws`). The policy under test sees forecasts onl
 
 from __future__ import annotations
 
-import heapq
 import math
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
+from penstock.batching.batched_engine import SAME_TIME_S, BatchedEngine, Running
 from services.broker.dispatch.latency import Load
 from services.broker.dispatch.length_draws import Draw, Item
 from services.broker.dispatch.length_histogram import LengthCounts, remaining_tokens
@@ -47,96 +47,51 @@ class _Group:
         )
 
 
-@dataclass(slots=True)
-class _Generator:
-    """One generator on the virtual clock. Steps count from its start: a sample begun at step s ends at s + length."""
+class _Generator(BatchedEngine[Item]):
+    """One generator on the virtual clock. It is brought up to now only when it is looked at."""
 
-    load: Load
-    """Model and room; what it holds is below."""
-    step: float = 0.0
-    clock_s: float = 0.0
-    num_samples: int = 0
-    kv_tokens: float = 0.0
-    """Of what it holds, each at the middle of its life."""
-    step_s: float = 0.0
-    """Time of a decode step with what it holds."""
-    ask_again_s: float = 0.0
-    """After it was left without work."""
-    running: dict[int, Item] = field(default_factory=dict)
-    cached: Load = field(init=False)
-    cached_s: float = -math.inf
-    longest_at_s: float | None = None
-    """When `longest_number` was found, if nothing came or went since: every generator that may take asks for it."""
-    longest_number: int | None = None
-    ends: list[tuple[float, int]] = field(default_factory=list)
-    """Heap of end step and number; what moved away is still in it."""
+    def __init__(self, load: Load) -> None:
+        super().__init__(load.model.step_s)
+        self.load = load
+        """Model and room; the batch is what it holds."""
+        self.ask_again_s = 0.0
+        """After it was left without work."""
+        self._seen, self._seen_s = self._measured(), -math.inf
+        self._longest: tuple[tuple[float, int, int], Running[Item] | None] | None = None
+        """When it was found, and with which batch: every generator that may take asks for it."""
 
-    def __post_init__(self) -> None:
-        self.cached = self._measured()
+    def take(self, item: Item, now_s: float, *, delay_s: float = 0.0) -> None:
+        """Begin an item, which holds on average half of its KV tokens."""
+        self.advance(now_s)
+        self.begin(item, length=item.tokens, position=item.num_done, kv_tokens=item.tokens / 2, delay_s=delay_s)
 
-    def begin(self, number: int, item: Item, *, delay_s: float = 0.0) -> None:
-        """Take an item."""
-        self._hold(1, item)
-        delay = delay_s / self.step_s if delay_s else 0.0
-        mine = replace(item, begin_step=self.step + delay - item.num_done)
-        self.running[number] = mine
-        heapq.heappush(self.ends, (mine.begin_step + item.tokens, number))
-
-    def remove(self, number: int) -> Item:
-        """Let go of an item."""
-        item = self.running.pop(number)
-        self._hold(-1, item)
-        return item
-
-    def _hold(self, count: int, item: Item) -> None:
-        self.longest_at_s = None
-        self.num_samples += count
-        self.kv_tokens += count * item.tokens / 2
-        self.step_s = self.load.model.step_s(self.num_samples, self.kv_tokens)
-
-    @property
-    def next_end_s(self) -> float:
-        """When its next sample ends; infinite when it holds none."""
-        while self.ends and self.ends[0][1] not in self.running:
-            heapq.heappop(self.ends)
-        return self.clock_s + max(0.0, self.ends[0][0] - self.step) * self.step_s if self.ends else math.inf
-
-    def advance(self, now_s: float) -> list[Item]:
-        """Decode until then, and let go of what is done."""
-        if self.running:
-            self.step += (now_s - self.clock_s) / self.step_s
-        self.clock_s = now_s
-        ended: list[Item] = []
-        while self.next_end_s <= now_s + 1e-9:
-            ended.append(self.remove(heapq.heappop(self.ends)[1]))
-        return ended
-
-    def to_go(self, item: Item) -> float:
+    def to_go(self, running: Running[Item]) -> float:
         """Tokens an item is expected to decode still."""
-        return remaining_tokens(item.expected, max(0.0, self.step - item.begin_step))
+        return remaining_tokens(running.item.expected, self.position(running))
 
-    def longest(self, *, moved_before_s: float) -> int | None:
-        """Number of the item with most to go among those that did not move since then."""
-        if self.longest_at_s != self.clock_s:
-            self.longest_at_s = self.clock_s
-            numbers = [number for number, item in self.running.items() if item.moved_s <= moved_before_s]
-            self.longest_number = max(numbers, key=lambda number: self.to_go(self.running[number]), default=None)
-        return self.longest_number
+    def longest(self, now_s: float, *, moved_before_s: float) -> Running[Item] | None:
+        """The item with most to go among those that did not move since then."""
+        key = (now_s, self.num_begun, self.num_running)
+        if self._longest is None or self._longest[0] != key:
+            self.advance(now_s)
+            may_move = [running for running in self.running if running.item.moved_s <= moved_before_s]
+            found = max(may_move, key=lambda running: (self.to_go(running), -running.number), default=None)
+            self._longest = key, found
+        return self._longest[1]
 
-    def seen(self, max_age_s: float = 0.0) -> Load:
+    def seen(self, now_s: float, max_age_s: float = 0.0) -> Load:
         """Its load by the forecasts; lengths may be older, numbers not, as `Fleet` has it."""
-        if self.cached.num_samples != self.num_samples or self.clock_s - self.cached_s > max_age_s:
-            self.cached = self._measured()
-            self.cached_s = self.clock_s
-        return self.cached.copy()
+        if self._seen.num_samples != self.num_running or now_s - self._seen_s > max_age_s:
+            self.advance(now_s)
+            self._seen, self._seen_s = self._measured(), now_s
+        return self._seen.copy()
 
     def _measured(self) -> Load:
         load = Load(model=self.load.model, max_samples=self.load.max_samples, max_leases=0)
         load.max_context_tokens = self.load.max_context_tokens
-        for item in self.running.values():
-            num_done = max(0.0, self.step - item.begin_step)
-            load.add(remaining_tokens(item.expected, num_done), num_done)
-        load.max_leases = self.load.max_samples - self.num_samples
+        for running in self.running:
+            load.add(self.to_go(running), self.position(running))
+        load.max_leases = self.load.max_samples - self.num_running
         return load
 
 
@@ -169,7 +124,6 @@ class _Run:
     def __init__(self, policy: DispatchPolicy, situation: Situation, draw: Draw) -> None:
         self._policy = policy
         self._situation = situation
-        self._number = 0
         self._num_ended, self._sum_ends_s = 0, 0.0
         self._now_s = 0.0
         self._queue = [_Group(list(reversed(prompt.waiting)), prompt.step, prompt.is_begun) for prompt in draw.queued]
@@ -202,10 +156,15 @@ class _Run:
                 return math.inf if self._queue else self._now_s
             self._now_s = min(end_s, next_tick_s)
             for generator in generators:
-                for item in generator.advance(self._now_s):
-                    self._under_way.add(item.predicted, -1)
-                    self._num_ended += 1
-                    self._sum_ends_s += self._now_s
+                if generator.next_end_s <= self._now_s + SAME_TIME_S:
+                    self._end(generator)
+
+    def _end(self, generator: _Generator) -> None:
+        generator.advance(self._now_s)
+        for item in generator.pop_ended():
+            self._under_way.add(item.predicted, -1)
+            self._num_ended += 1
+            self._sum_ends_s += self._now_s
 
     @property
     def mean_end_s(self) -> float:
@@ -225,7 +184,7 @@ class _Run:
         if self._queue:
             self._policy.review(self._seen(next(iter(self._generators))))
         elif self._now_s:
-            loads = {name: generator.seen() for name, generator in self._generators.items()}
+            loads = {name: generator.seen(self._now_s) for name, generator in self._generators.items()}
             for name in self._generators:
                 num_moves = 0
                 while num_moves < MAX_MOVES and self._take_over(name, loads):
@@ -235,11 +194,11 @@ class _Run:
         for name, generator in self._generators.items():
             if not self._queue:
                 return
-            if generator.num_samples < generator.load.max_samples and generator.ask_again_s <= self._now_s:
+            if generator.num_running < generator.load.max_samples and generator.ask_again_s <= self._now_s:
                 self._lease_to(name, generator)
 
     def _lease_to(self, name: str, generator: _Generator) -> None:
-        room = room_before = generator.load.max_samples - generator.num_samples
+        room = room_before = generator.load.max_samples - generator.num_running
         decision = self._policy.decide(self._seen(name))
         is_other_order = False
         for group in self._queue:
@@ -268,12 +227,14 @@ class _Run:
             self._queue.sort(key=lambda group: not group.is_begun)
 
     def _begin(self, generator: _Generator, item: Item) -> None:
-        self._number += 1
         self._under_way.add(item.predicted)
-        generator.begin(self._number, item)
+        generator.take(item, self._now_s)
 
     def _seen(self, asking: str) -> Situation:
-        loads = {name: generator.seen(MAX_LOAD_AGE * self._tick_s) for name, generator in self._generators.items()}
+        loads = {
+            name: generator.seen(self._now_s, MAX_LOAD_AGE * self._tick_s)
+            for name, generator in self._generators.items()
+        }
         return replace(self._situation, asking=asking, loads=loads, queue=self._lengths, under_way=self._under_way)
 
     def _take_over(self, name: str, loads: dict[str, Load]) -> bool:
@@ -284,21 +245,18 @@ class _Run:
         donors = {other: load for other, load in loads.items() if other != name and load.num_samples}
         for donor in late_generators(here, donors, length_error=self._situation.length_error):
             there = self._generators[donor]
-            number = there.longest(moved_before_s=self._now_s - MIN_STAY_S)
-            if number is None:
+            running = there.longest(self._now_s, moved_before_s=self._now_s - MIN_STAY_S)
+            if running is None:
                 continue
-            item = there.running[number]
-            num_done = max(0.0, there.step - item.begin_step)
-            if is_worth_moving(here, there.to_go(item), num_done, there_s=loads[donor].finish_s()):
-                self._move(there, number, self._generators[name], num_done)
-                loads[donor], loads[name] = there.seen(), self._generators[name].seen()
+            num_done = there.position(running)
+            if is_worth_moving(here, there.to_go(running), num_done, there_s=loads[donor].finish_s()):
+                taker = self._generators[name]
+                self._move(there, running, taker, num_done)
+                loads[donor], loads[name] = there.seen(self._now_s), taker.seen(self._now_s)
                 return True
         return False
 
-    def _move(self, donor: _Generator, number: int, taker: _Generator, num_done: float) -> None:
-        item = donor.remove(number)
-        item.moved_s = self._now_s
-        item.num_done = num_done
-        self._number += 1
+    def _move(self, donor: _Generator, running: Running[Item], taker: _Generator, num_done: float) -> None:
+        item = donor.remove(running)._replace(moved_s=self._now_s, num_done=num_done)
         delay_s = MOVE_COST_S + taker.load.model.prefill_s(num_done)
-        taker.begin(self._number, item, delay_s=delay_s)
+        taker.take(item, self._now_s, delay_s=delay_s)

@@ -51,19 +51,19 @@ def simulated(mode: Mode, *, seed: int = 1, given=None, num_steps: int = 8, **op
 def test_a_generator_decodes_as_fast_as_its_steps_say():
     spec = GeneratorSpec(name="g", node="n", region="r", steps_s=(0.0, 0.010, 0.012), prefill_s=0.5, pause_s=0.0)
     engine = Engine(spec)
-    engine.begin(Sample(Group(1, [100.0], 0.0), 100.0))
-    engine.begin(Sample(Group(2, [300.0], 0.0), 300.0))
+    engine.take(Sample(Group(1, [100.0], 0.0), 100.0))
+    engine.take(Sample(Group(2, [300.0], 0.0), 300.0))
 
-    assert engine.next_end_s() == pytest.approx(2 * 0.5 + 100 * 0.012)
-    engine.advance(engine.next_end_s())
-    assert engine.pop_ended().group.sequence == 1
-    assert engine.next_end_s() == pytest.approx(2.2 + 200 * 0.010)
+    assert engine.next_end_s == pytest.approx(2 * 0.5 + 100 * 0.012)
+    engine.advance(engine.next_end_s)
+    assert [sample.group.sequence for sample in engine.pop_ended()] == [1]
+    assert engine.next_end_s == pytest.approx(2.2 + 200 * 0.010)
 
 
 def test_a_lost_generator_gives_back_what_is_left_of_its_samples():
     spec = GeneratorSpec(name="g", node="n", region="r", steps_s=(0.0, 0.01), prefill_s=0.0, pause_s=0.0)
     engine = Engine(spec)
-    engine.begin(Sample(Group(1, [100.0], 0.0), 100.0))
+    engine.take(Sample(Group(1, [100.0], 0.0), 100.0))
     engine.advance(0.4)
 
     (left,) = engine.lose_all()
@@ -77,7 +77,7 @@ def test_a_sample_that_moves_brings_its_tokens_and_has_its_context_computed_anew
     spec = GeneratorSpec(name="g", node="n", region="r", steps_s=steps_s, prefill_s=0.0, pause_s=0.0)
     slow, quick = Engine(spec), Engine(replace(spec, steps_s=(0.0, 0.005), prefill_token_s=0.001))
     sample = Sample(Group(1, [100.0], 0.0), 100.0)
-    slow.begin(sample)
+    slow.take(sample)
     for engine in (slow, quick):
         engine.advance(0.4)
 
@@ -86,7 +86,7 @@ def test_a_sample_that_moves_brings_its_tokens_and_has_its_context_computed_anew
 
     assert (moved.num_done, moved.remaining_tokens) == pytest.approx((40.0, 60.0))
     assert slow.num_running == 0
-    assert quick.next_end_s() == pytest.approx(0.4 + 50 * 0.001 + 0.3 + 60 * 0.005)
+    assert quick.next_end_s == pytest.approx(0.4 + 50 * 0.001 + 0.3 + 60 * 0.005)
     assert [(held.group.sequence, done) for held, done in quick.held()] == [(1, pytest.approx(40.0))]
 
 

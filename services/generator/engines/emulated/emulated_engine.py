@@ -21,10 +21,10 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
+from penstock.batching.step_times import LinearSteps, StepTimes, line_through
 from penstock.model.digests import verify_safetensors
-from services.generator.emulation.continuous_batch import Batch, BatchSample
+from services.generator.emulation.continuous_batch import BatchSample, ContinuousBatch
 from services.generator.emulation.length_law import LengthLaw, LogNormalLengths
-from services.generator.emulation.step_times import LinearSteps, StepTimes, line_through
 from services.generator.engine.engine import (
     EngineProfile,
     EngineStats,
@@ -120,7 +120,7 @@ class EmulatedEngine:
     def __init__(self, spec: EmulatedSpec) -> None:
         self._spec = spec
         self._policy_version = spec.policy_version
-        self._batch = Batch(
+        self._batch = ContinuousBatch(
             spec.step_times(), max_samples=spec.max_num_seqs, kv_capacity_tokens=spec.kv_capacity_tokens
         )
         self._samples: dict[str, _Sample] = {}
@@ -282,10 +282,7 @@ class EmulatedEngine:
 
     def _sleep_s(self) -> float:
         """Until the next sample ends, a tick at most."""
-        next_end_s = self._batch.next_end_s
-        if next_end_s is None:
-            return self._spec.tick_s
-        return max(MIN_SLEEP_S, min(self._spec.tick_s, next_end_s / self._spec.time_scale))
+        return max(MIN_SLEEP_S, min(self._spec.tick_s, self._batch.time_to_end_s / self._spec.time_scale))
 
     def _catch_up(self) -> None:
         """Brings the batch up to now; what happens from here on happens now."""
@@ -296,7 +293,8 @@ class EmulatedEngine:
 
     def _advance(self, elapsed_s: float) -> None:
         """Decodes for so much pretended time, and yields the ends of samples."""
-        ended = {id(in_batch) for in_batch in self._batch.advance(elapsed_s)}
+        self._batch.elapse(elapsed_s)
+        ended = {id(in_batch) for in_batch in self._batch.pop_ended()}
         if not ended:
             return
         for request_id, sample in list(self._samples.items()):
@@ -324,7 +322,7 @@ class EmulatedEngine:
     def _forget(self, request_id: str, sample: _Sample) -> None:
         if self._samples.get(request_id) is sample:
             del self._samples[request_id]
-            self._batch.remove(sample.in_batch)
+            self._batch.discard(sample.in_batch)
 
 
 def script_of(spec: EmulatedSpec, request: GenerateRequest) -> npt.NDArray[np.int32]:

@@ -6,10 +6,11 @@ import difflib
 from collections.abc import Mapping
 from typing import TypeVar
 
+from penstock.batching.step_times import STREAMRL_TABLE, LinearSteps, StepTimes, TableSteps
 from services.generator.emulation.config import EmulatedConfig
 from services.generator.emulation.hardware import GPUS, MODELS
 from services.generator.emulation.length_law import HistogramLengths, LengthLaw, LogNormalLengths, read_lengths
-from services.generator.emulation.step_times import STREAMRL_TABLE, LinearSteps, Roofline, StepTimes, TableSteps
+from services.generator.emulation.roofline import Roofline
 from services.generator.engines.emulated.config import EmulatedEngineConfig
 from services.generator.engines.emulated.emulated_engine import EmulatedSpec
 

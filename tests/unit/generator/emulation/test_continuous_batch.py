@@ -3,57 +3,75 @@
 from __future__ import annotations
 
 import random
+from typing import ClassVar
 
 import pytest
 
-from services.generator.emulation.continuous_batch import Batch, BatchSample
+from penstock.batching.step_times import LinearSteps
+from services.generator.emulation.continuous_batch import BatchSample, ContinuousBatch
 from services.generator.emulation.hardware import GPUS, MODELS
-from services.generator.emulation.step_times import LinearSteps, Roofline
+from services.generator.emulation.roofline import Roofline
+
+
+class WatchedSteps(LinearSteps):
+    """Notes every prefill."""
+
+    prefilled: ClassVar[list[int]]
+
+    def prefill_s(self, num_tokens: float) -> float:
+        self.prefilled.append(int(num_tokens))
+        return 0.001 * num_tokens
 
 
 def sample(length: int, *, context: int = 0, position: int = 0) -> BatchSample:
     return BatchSample(context_tokens=context, length=length, position=position)
 
 
-def batch_of(*samples: BatchSample, steps: object = None, slots: int = 64, room: int | None = None) -> Batch:
-    batch = Batch(steps or LinearSteps(base_s=0.01, per_sample_s=0.001), max_samples=slots, kv_capacity_tokens=room)
+def batch_of(*samples: BatchSample, steps: object = None, slots: int = 64, room: int | None = None) -> ContinuousBatch:
+    batch = ContinuousBatch(
+        steps or LinearSteps(base_s=0.01, per_sample_s=0.001), max_samples=slots, kv_capacity_tokens=room
+    )
     for item in samples:
         batch.add(item)
     return batch
 
 
-def run_to_the_end(batch: Batch) -> float:
-    took_s = 0.0
-    while (next_end_s := batch.next_end_s) is not None:
-        took_s += next_end_s + 1e-9
-        batch.advance(next_end_s + 1e-9)
-    return took_s
+def advance(batch: ContinuousBatch, elapsed_s: float) -> list[BatchSample]:
+    batch.elapse(elapsed_s)
+    return batch.pop_ended()
+
+
+def run_to_the_end(batch: ContinuousBatch) -> float:
+    began_s = batch.clock_s
+    while batch.num_running:
+        batch.advance(batch.next_end_s + 1e-9)
+    return batch.clock_s - began_s
 
 
 def test_more_samples_share_a_step_at_its_stated_cost() -> None:
     samples = [sample(100) for _ in range(10)]
     batch = batch_of(*samples)
-    batch.advance(0.02 * 30 + 0.019)
+    advance(batch, 0.02 * 30 + 0.019)
     assert {item.position for item in samples} == {30}
     # What was left of the time is not lost.
-    batch.advance(0.0011)
+    advance(batch, 0.0011)
     assert {item.position for item in samples} == {31}
 
 
 def test_a_finished_sample_makes_the_others_faster_at_once() -> None:
     short, long = sample(1), sample(100)
     batch = batch_of(short, long, steps=LinearSteps(per_sample_s=0.001))
-    assert batch.advance(0.002 + 0.0101) == [short]
+    assert advance(batch, 0.002 + 0.0101) == [short]
     assert (short.position, long.position) == (1, 11)
 
 
 def test_no_more_than_the_slots_are_decoded_and_the_rest_begins_in_turn() -> None:
     samples = [sample(2) for _ in range(5)]
     batch = batch_of(*samples, steps=LinearSteps(per_sample_s=0.001), slots=2)
-    batch.advance(0.0021)
+    advance(batch, 0.0021)
     assert [item.position for item in samples] == [1, 1, 0, 0, 0]
     assert (batch.num_running, batch.num_waiting) == (2, 3)
-    assert batch.advance(0.0020) == samples[:2]
+    assert advance(batch, 0.0020) == samples[:2]
     assert (batch.num_running, batch.num_waiting) == (2, 1)
 
 
@@ -66,16 +84,16 @@ def test_time_in_pieces_is_worth_as_much_as_in_one() -> None:
     while pieces.num_running:
         piece_s = rng.uniform(0.0, 0.4)
         spent_s += piece_s
-        pieces.advance(piece_s)
+        advance(pieces, piece_s)
     assert spent_s == pytest.approx(total_s, abs=0.45)
 
 
 def test_idle_time_is_not_saved_up() -> None:
     batch = batch_of()
-    batch.advance(1000.0)
+    advance(batch, 1000.0)
     late = sample(10)
     batch.add(late)
-    batch.advance(0.011 * 3.5)
+    advance(batch, 0.011 * 3.5)
     assert late.position == 3
 
 
@@ -83,35 +101,41 @@ def test_a_prefill_stops_everybody_and_a_prefix_is_prefilled_too() -> None:
     steps = Roofline(gpu=GPUS["H800"], model=MODELS["qwen2.5-7b"])
     running = sample(10_000, context=100)
     batch = batch_of(running, steps=steps)
-    batch.advance(1.0)
+    advance(batch, 1.0)
     before = running.position
     batch.add(sample(9_000, context=1_000, position=7_000))
-    batch.advance(steps.prefill_s(8_000) * 0.99)
+    advance(batch, steps.prefill_s(8_000) * 0.99)
     assert running.position == before
-    batch.advance(steps.prefill_s(8_000) * 0.01 + steps.step_s(2, 10_000) * 5)
+    advance(batch, steps.prefill_s(8_000) * 0.01 + steps.step_s(2, 10_000) * 5)
     assert running.position > before
 
 
 def test_a_full_cache_sends_the_newest_back_and_nothing_is_decoded_twice() -> None:
-    steps = Roofline(gpu=GPUS["H800"], model=MODELS["qwen2.5-7b"])
+    WatchedSteps.prefilled = []
     samples = [sample(400, context=10) for _ in range(4)]
-    batch = batch_of(*samples, steps=steps, room=1_000)
+    batch = batch_of(*samples, steps=WatchedSteps(base_s=0.005), room=1_000)
     ends: list[BatchSample] = []
     while batch.num_running:
         before = [item.position for item in samples]
-        ends += batch.advance(0.3)
+        ends += advance(batch, 0.3)
         assert all(item.position >= old for item, old in zip(samples, before, strict=True))
         assert batch.kv_tokens <= 1_000 or batch.num_running == 1
     assert ends == samples
     assert batch.num_preemptions >= 2
-    assert batch.num_recomputed_tokens >= batch.num_preemptions * 11
+    # The cache of what was sent back is computed again, with the tokens that it had.
+    first, again = WatchedSteps.prefilled[:4], WatchedSteps.prefilled[4:]
+    assert first == [10] * 4
+    assert len(again) == batch.num_preemptions
+    assert min(again) >= 11
     assert batch.kv_tokens == 0
 
 
 def test_a_cache_with_room_for_all_preempts_nobody() -> None:
-    batch = batch_of(*(sample(400, context=10) for _ in range(4)), room=4 * 410)
+    WatchedSteps.prefilled = []
+    batch = batch_of(*(sample(400, context=10) for _ in range(4)), steps=WatchedSteps(base_s=0.005), room=4 * 410)
     run_to_the_end(batch)
-    assert (batch.num_preemptions, batch.num_recomputed_tokens) == (0, 0)
+    assert batch.num_preemptions == 0
+    assert WatchedSteps.prefilled == [10] * 4
 
 
 def test_a_sample_alone_may_be_larger_than_the_room() -> None:
@@ -131,10 +155,10 @@ def test_recomputing_costs_the_prefill_of_all_that_is_held() -> None:
 def test_what_is_removed_makes_room() -> None:
     first, second = sample(10), sample(10)
     batch = batch_of(first, second, slots=1)
-    batch.remove(first)
+    batch.discard(first)
     assert (batch.num_running, batch.num_waiting, batch.kv_tokens) == (1, 0, 0)
-    batch.remove(first)
-    batch.advance(1.0)
+    batch.discard(first)
+    advance(batch, 1.0)
     assert (first.position, second.position) == (0, 10)
 
 
@@ -142,10 +166,10 @@ def test_who_was_sent_back_begins_again_before_those_that_never_began() -> None:
     first, second, third, fourth = (sample(400, context=10) for _ in range(4))
     batch = batch_of(first, second, third, fourth, slots=2, room=480)
     while first.position < first.length:
-        batch.advance(0.1)
+        advance(batch, 0.1)
     assert batch.num_preemptions == 1
     assert 200 < second.position < 260
     stood = second.position
-    batch.advance(0.1)
+    advance(batch, 0.1)
     assert second.position > stood
     assert third.position > fourth.position == 0

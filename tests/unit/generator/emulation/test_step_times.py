@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from penstock.batching.step_times import STREAMRL_TABLE, LinearSteps, TableSteps, line_through
 from services.generator.emulation.hardware import GPUS, MODELS
-from services.generator.emulation.step_times import STREAMRL_TABLE, LinearSteps, Roofline, TableSteps, line_through
+from services.generator.emulation.roofline import Roofline
 
 SEVEN = MODELS["qwen2.5-7b"]
 

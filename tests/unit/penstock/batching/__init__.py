@@ -1,0 +1,1 @@
+"""Continuous batching in simulated time, by hand and against closed forms."""
