@@ -282,18 +282,13 @@ class TrainingConfig(StrictModel):
         return checked_addresses(value)
 
     @model_validator(mode="after")
-    def _stale_data_needs_a_correction(self) -> Self:
+    def _check_algorithm(self) -> Self:
         algorithm = self.algorithm
         if algorithm.max_staleness > 0 and algorithm.correction == "none" and not algorithm.allow_uncorrected:
             raise ValueError(
                 "algorithm.correction: 'none' is refused with max_staleness > 0, where samples come from older "
                 "versions; choose truncated, masked or decoupled, set max_staleness to 0, or say allow_uncorrected"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _the_reference_can_be_kept(self) -> Self:
-        algorithm = self.algorithm
         if algorithm.definition.needs_kl and algorithm.kl_coefficient == 0:
             raise ValueError(
                 f"algorithm.kl_coefficient: {algorithm.name} balances reward and KL; set it, for example to 0.01"
@@ -304,57 +299,42 @@ class TrainingConfig(StrictModel):
             raise ValueError(
                 "algorithm.reference_refresh_steps: with lora the reference is the model itself; leave it 0"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _every_minibatch_has_a_group(self) -> Self:
-        if self.algorithm.num_minibatches > self.algorithm.prompts_per_step:
+        if algorithm.num_minibatches > algorithm.prompts_per_step:
             raise ValueError(
-                f"algorithm.num_minibatches: {self.algorithm.num_minibatches} is more than "
-                f"algorithm.prompts_per_step ({self.algorithm.prompts_per_step}); lower it"
+                f"algorithm.num_minibatches: {algorithm.num_minibatches} is more than "
+                f"algorithm.prompts_per_step ({algorithm.prompts_per_step}); lower it"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _only_off_policy_algorithms_replay(self) -> Self:
-        if self.algorithm.num_replayed_groups and not self.algorithm.definition.is_off_policy:
+        if algorithm.num_replayed_groups and not algorithm.definition.is_off_policy:
             others = ", ".join(name for name, each in ALGORITHMS.items() if each.is_off_policy)
             raise ValueError(
-                f"algorithm.num_replayed_groups: {self.algorithm.name} trains once on a sample; choose {others} or 0"
+                f"algorithm.num_replayed_groups: {algorithm.name} trains once on a sample; choose {others} or 0"
             )
         return self
 
     @model_validator(mode="after")
-    def _the_overlong_buffer_fits(self) -> Self:
-        if self.algorithm.overlong_buffer_tokens > self.sampling.max_new_tokens:
+    def _check_groups(self) -> Self:
+        algorithm = self.algorithm
+        if algorithm.overlong_buffer_tokens > self.sampling.max_new_tokens:
             raise ValueError(
-                f"algorithm.overlong_buffer_tokens: {self.algorithm.overlong_buffer_tokens} is more than "
+                f"algorithm.overlong_buffer_tokens: {algorithm.overlong_buffer_tokens} is more than "
                 f"sampling.max_new_tokens ({self.sampling.max_new_tokens}); lower it"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _samples_have_something_to_compare_with(self) -> Self:
-        has_critic = self.algorithm.definition.has_critic
-        if self.algorithm.group_size == 1 and (not has_critic or self.policy.drops_zero_variance):
+        has_critic = algorithm.definition.has_critic
+        if algorithm.group_size == 1 and (not has_critic or self.policy.drops_zero_variance):
             raise ValueError(
-                f"algorithm.group_size: 1 leaves {self.algorithm.name} nothing to compare a sample with; set 2 or "
+                f"algorithm.group_size: 1 leaves {algorithm.name} nothing to compare a sample with; set 2 or "
                 "more, or algorithm.name to ppo without policy.drops_zero_variance"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _groups_are_not_too_large(self) -> Self:
-        num_samples = self.algorithm.group_size + self.policy.num_extra_samples
+        num_samples = algorithm.group_size + self.policy.num_extra_samples
         if num_samples > MAX_SAMPLES_PER_GROUP:
             raise ValueError(
                 f"policy.num_extra_samples: makes groups of {num_samples} samples with algorithm.group_size; "
                 f"at most {MAX_SAMPLES_PER_GROUP} are allowed"
             )
-        num_tokens = self.algorithm.group_size * self.sampling.max_new_tokens
+        num_tokens = algorithm.group_size * self.sampling.max_new_tokens
         if num_tokens > MAX_GROUP_TOKENS:
             raise ValueError(
-                f"sampling.max_new_tokens: groups of {self.algorithm.group_size} samples (algorithm.group_size) of "
+                f"sampling.max_new_tokens: groups of {algorithm.group_size} samples (algorithm.group_size) of "
                 f"{self.sampling.max_new_tokens} tokens are {num_tokens} tokens, and at most {MAX_GROUP_TOKENS} can be "
                 "delivered at once; lower one of the two"
             )

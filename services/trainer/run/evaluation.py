@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import structlog
 
@@ -36,12 +35,6 @@ GROUPS_PER_MICROBATCH = 32
 POLL_S = 0.5
 
 _log = structlog.get_logger()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Kind:
-    is_greedy: bool
-    sampling: types_pb2.SamplingParams
 
 
 class Evaluator:
@@ -128,35 +121,32 @@ class Evaluator:
             scores = await self._collect(groups, sending, on_waiting)
         finally:
             await end(sending)
-        measured = self._line(policy_version, scores)
+        measured = self._line(policy_version, groups, scores)
         self._record.append(measured)
         await self._client.drop_groups(self._run_id, list(groups), reason="evaluated")
         return measured
 
     def _groups(self, policy_version: int, history: int) -> dict[str, types_pb2.Prompt]:
         prompts: dict[str, types_pb2.Prompt] = {}
-        for kind in self._kinds():
+        for is_greedy, temperature in ((False, self._config.sampling.temperature), (True, 0.0)):
             for index, encoded in enumerate(self._prompts):
                 group_id = evaluation_group_id(
-                    policy_version=policy_version, history=history, is_greedy=kind.is_greedy, index=index
+                    policy_version=policy_version, history=history, is_greedy=is_greedy, index=index
                 )
-                # The same seeds at every version: differences come from the policy.
-                kind.sampling.seed = sampling_seed(self._config.run.seed, index)
                 prompts[group_id] = build_prompt(
                     encoded,
                     group_id=group_id,
                     group_size=1,
-                    sampling=kind.sampling,
+                    sampling=types_pb2.SamplingParams(
+                        temperature=temperature,
+                        max_new_tokens=self._config.sampling.max_new_tokens,
+                        # The same seeds at every version: differences come from the policy.
+                        seed=sampling_seed(self._config.run.seed, index),
+                    ),
                     purpose=types_pb2.PURPOSE_EVALUATE,
                 )
                 prompts[group_id].min_policy_version = policy_version
         return prompts
-
-    def _kinds(self) -> tuple[_Kind, _Kind]:
-        sampling = self._config.sampling
-        sampled = types_pb2.SamplingParams(temperature=sampling.temperature, max_new_tokens=sampling.max_new_tokens)
-        greedy = types_pb2.SamplingParams(temperature=0.0, max_new_tokens=sampling.max_new_tokens)
-        return _Kind(is_greedy=False, sampling=sampled), _Kind(is_greedy=True, sampling=greedy)
 
     async def _collect(
         self, groups: dict[str, types_pb2.Prompt], sending: asyncio.Task[None], on_waiting: Callable[[str], None]
@@ -202,21 +192,19 @@ class Evaluator:
         if group_ids:
             await self._client.drop_groups(self._run_id, group_ids, reason="evaluated")
 
-    def _line(self, policy_version: int, scores: dict[str, float | None]) -> dict[str, object]:
+    def _line(
+        self, policy_version: int, groups: dict[str, types_pb2.Prompt], scores: dict[str, float | None]
+    ) -> dict[str, object]:
         means: dict[str, float | None] = {}
-        history = self._context.progress.history
         for name, is_greedy in (("sampled_accuracy", False), ("greedy_accuracy", True)):
-            ids = [
-                evaluation_group_id(policy_version=policy_version, history=history, is_greedy=is_greedy, index=index)
-                for index in range(len(self._prompts))
-            ]
+            ids = [group_id for group_id, prompt in groups.items() if (prompt.sampling.temperature == 0) == is_greedy]
             values = [score for group_id in ids if (score := scores.get(group_id)) is not None]
             means[name] = sum(values) / len(values) if values else None
             if len(values) < len(ids):
                 _log.warning("held-out completions without a score", kind=name, num_missing=len(ids) - len(values))
         return {
             "policy_version": policy_version,
-            "history": history,
+            "history": self._context.progress.history,
             "time": self._clock.now_s(),
             "num_prompts": len(self._prompts),
             **means,
