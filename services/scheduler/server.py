@@ -25,13 +25,13 @@ from services.scheduler.service import SchedulerServicer
 
 SERVICE_NAME = "penstock.v1.SchedulerService"
 REFRESH_EVERY_S = 10.0
-"""How often it is looked whether there is enough new to fit a model of lengths again."""
+"""How often to check whether there is enough new data to refit a model of lengths."""
 
 _log = structlog.get_logger()
 
 
 def make_forecaster(config: LengthsConfig, *, clock: Clock, registry: CollectorRegistry) -> LengthForecaster:
-    """The forecaster of a scheduler. Raises ConfigError when its file of pairs cannot be used."""
+    """The forecaster of a scheduler. Raises ConfigError if its file of pairs cannot be used."""
     learners: list[Learner] = [RidgeLearner()]
     if config.model_path is not None:
         assert config.state_dir is not None

@@ -1,4 +1,4 @@
-"""The scheduler's gRPC face: decode, ask the core, encode."""
+"""Implements the scheduler's gRPC service: decode, call the core, encode."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ MAX_OBSERVATIONS = 4096
 MAX_GENERATORS = 10_000
 MAX_PLANS = 1_000
 MAX_SOLVING = 2
-"""Problems that are solved at once; each takes a core."""
+"""Concurrent solves; each takes a core."""
 REVISE_BUDGET_S = 5.0
 DEFAULT_BUDGET_S, MAX_BUDGET_S = 10.0, 600.0
 _SOLVERS = ("", "auto", SOLVER)
@@ -40,7 +40,7 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
-    """Answers from memory; machines register again after a restart, and plans are made again."""
+    """Answers from memory; after a restart machines register again, and plans are recomputed."""
 
     def __init__(
         self, *, clock: Clock, heartbeat_interval_s: float, lengths: LengthForecaster, cost_model: str = RM1
@@ -66,7 +66,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         return response
 
     async def ReportNode(self, request: pb.ReportNodeRequest, context: Context) -> pb.ReportNodeResponse:
-        """Note a sign of life and measured rates."""
+        """Record a heartbeat and measured rates."""
         self._inventory.report(request, now_s=self._clock.monotonic_s())
         if request.is_leaving and len(self._left) < MAX_NODES:
             self._left.add(request.node_id)
@@ -81,7 +81,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         return pb.GetPlanResponse(plan=self._plan_of(request.run_id))
 
     async def CreatePlan(self, request: pb.CreatePlanRequest, context: Context) -> pb.CreatePlanResponse:
-        """Plan a run: over the machines of its problem, or first fit over those that are alive."""
+        """Plan a run: over the machines of its problem, or by first fit over the live ones."""
         _check_plan_request(request)
         if request.problem_json:
             problem, solver = checked_problem(request.problem_json, request.solver, cost_model=self._cost_model)
@@ -102,7 +102,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         return pb.CreatePlanResponse(plan=plan)
 
     async def revise(self) -> None:
-        """Reconsider every plan that was solved for, and put better ones in force."""
+        """Reconsider every solved plan, and put better ones in force."""
         if self._num_solving >= MAX_SOLVING:
             return
 
@@ -147,7 +147,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         return pb.ForecastLengthsResponse(forecasts=forecasts, model_version=run.model_version)
 
     async def ReportLengths(self, request: pb.ReportLengthsRequest, context: Context) -> pb.ReportLengthsResponse:
-        """Learn from completions that were seen."""
+        """Learn from observed completions."""
         check_run_id(request.run_id)
         _check_count("observations", len(request.observations), MAX_OBSERVATIONS)
         self._replanner.observe_lengths(request.run_id, [each.num_completion_tokens for each in request.observations])
@@ -155,7 +155,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         return pb.ReportLengthsResponse()
 
     async def GetLengthModel(self, request: pb.GetLengthModelRequest, context: Context) -> pb.GetLengthModelResponse:
-        """What forecasts lengths now."""
+        """Describe the current forecaster of lengths."""
         return self.lengths.describe(request.run_id)
 
     def _views(self) -> list[pb.NodeView]:

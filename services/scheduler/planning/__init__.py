@@ -1,4 +1,4 @@
-"""A plan for a problem: choice of a solver, the plan's report, the market around it, and the first-fit plan.
+"""Plans a problem: chooses a solver, reports the plan and its market, and falls back to first fit.
 
 From a problem or an inventory to a plan. Runs in progress are in `replanning`.
 """

@@ -1,8 +1,8 @@
-"""First-fit plan: every role on a machine that is alive and may play it.
+"""Makes the first-fit plan: every role on a live machine that allows it.
 
 One trainer, one reward worker and one broker on the strongest machines that allow the role (by total stated FLOP/s,
 then by cores), and `num_generators` generators spread evenly, the strongest machines first; shares follow measured
-rates where there are any. It states no expected throughput, because it computes none.
+rates if there are any. It states no expected throughput because it computes none.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ _SINGLE_ROLES = (pb.ROLE_BROKER, pb.ROLE_TRAINER, pb.ROLE_REWARD)
 
 
 class InfeasiblePlanError(PenstockError):
-    """No machine can play a part that is needed."""
+    """No machine can take a required role."""
 
     code, reason = 9, "INFEASIBLE"
 
 
 def first_fit(views: list[pb.NodeView], *, run_id: str, num_generators: int) -> pb.Plan:
-    """A plan for one run; `num_generators` 0 puts one generator on each machine that may generate.
+    """A plan for one run; `num_generators` 0 puts one generator on each machine that allows the role.
 
     Raises InfeasiblePlanError naming the role and what was offered.
     """

@@ -1,8 +1,8 @@
-"""Who has which hardware: machines as they state themselves, their links and measured rates.
+"""Keeps the inventory: machines as they describe themselves, their links and measured rates.
 
-Pure bookkeeping over the times it is handed, those of a monotonic clock: a wall clock that is set declares no machine
-dead. A machine counts as gone after three missed reports, and is forgotten only when it says that it leaves, so that a
-plan can name what is missing.
+Pure bookkeeping over times passed in from a monotonic clock: setting the wall clock declares no machine dead. A machine
+counts as gone after three missed reports, and is forgotten only when it announces that it leaves, so that a plan can
+name what is missing.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ MAX_RATES = 32
 MAX_PER_SECOND = 1e12
 MAX_START_S = 1e6
 TOKEN_S = (1e-6, 1e4)
-"""Least and most; what a machine measures is inside, and what is computed from it stays finite."""
+"""Least and most seconds per token; measurements stay within, and values computed from them stay finite."""
 CONCURRENT_SAMPLES = (1e-2, 1e6)
-"""Least and most of a replica."""
+"""Least and most concurrent samples of a replica."""
 MISSED_REPORTS = 3
 
 
@@ -37,12 +37,12 @@ class _Record:
     node: pb.Node
     reported_at_s: float
     rates: dict[int, list[pb.MeasuredRate]] = field(default_factory=dict)
-    """Of the newest report that had any, by role."""
+    """Rates of the newest report that had any, by role."""
     generator_start_s: float | None = None
 
 
 class Inventory:
-    """The machines and links known now."""
+    """The currently known machines and links."""
 
     def __init__(self, *, heartbeat_interval_s: float) -> None:
         self._lifetime_s = MISSED_REPORTS * heartbeat_interval_s
@@ -50,7 +50,7 @@ class Inventory:
         self._links: dict[tuple[str, str], pb.Link] = {}
 
     def register(self, node: pb.Node, links: list[pb.Link], *, now_s: float) -> None:
-        """Add a machine, or replace what it stated before. Raises InvalidFieldError, QueueFullError."""
+        """Add a machine, or replace its description. Raises InvalidFieldError, QueueFullError."""
         check_node(node)
         if node.node_id not in self._records and len(self._records) >= MAX_NODES:
             raise QueueFullError(f"{MAX_NODES} machines are registered; retire some", queue="nodes")
@@ -63,7 +63,7 @@ class Inventory:
             self._links[(link.from_site, link.to_site)] = link
 
     def report(self, request: pb.ReportNodeRequest, *, now_s: float) -> None:
-        """Note a sign of life and what it measured. Raises UnknownNodeError, InvalidFieldError."""
+        """Record a heartbeat and its measurements. Raises UnknownNodeError, InvalidFieldError."""
         node_id, rates = request.node_id, list(request.rates)
         record = self._records.get(node_id)
         if record is None:
@@ -98,12 +98,12 @@ class Inventory:
         return views
 
     def links(self) -> list[pb.Link]:
-        """Every link."""
+        """All links."""
         return list(self._links.values())
 
 
 def check_node(node: pb.Node) -> None:
-    """Refuse a machine that cannot be true. Raises InvalidFieldError."""
+    """Refuse an impossible machine. Raises InvalidFieldError."""
     if not 1 <= len(node.node_id) <= MAX_NAME_CHARACTERS:
         raise InvalidFieldError(f"node.node_id: must have 1 to {MAX_NAME_CHARACTERS} characters", field="node.node_id")
     _check_name("node.site", node.site)

@@ -1,6 +1,6 @@
-"""What a cluster's next dollar would buy, and what fewer dollars would: plans for slightly larger and smaller clusters.
+"""Computes what a cluster's next dollar would buy: plans for slightly larger and smaller clusters.
 
-Found by quick searches that begin with the plan at hand, so that a gain is one that is sure, and maybe not the largest.
+Found by quick searches that start from the current plan, so that a gain is certain but may not be the largest.
 """
 
 from __future__ import annotations
@@ -20,23 +20,23 @@ _MAX_PURCHASES = 12
 """Offers to try."""
 _MAX_ALTERNATIVES = 12
 _STEPS_TO_NOTHING = 8
-"""An entry with more machines than this loses several at once on the way to cheaper clusters."""
+"""An entry with more machines than this loses several at a time on the way to cheaper clusters."""
 _QUICK: tuple[Solver, ...] = (StreamRlSolver(), PartitionSolver(), MultilevelSolver(max_candidates=150))
 
 
 @dataclass(frozen=True, slots=True)
 class Purchase:
-    """GPUs that are not there yet, in one more machine."""
+    """GPUs to add, in one more machine."""
 
     num_gpus: int
     gpu: str
     region: str
     usd_per_hour: float
-    """What they would cost."""
+    """Their price."""
     samples_per_second: float
-    """Of the cluster with them."""
+    """Throughput of the cluster with them."""
     gain: float
-    """Over the plan at hand: 0.11 is eleven percent more samples per second."""
+    """Gain over the current plan: 0.11 is eleven percent more samples per second."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,17 +46,17 @@ class Alternative:
     usd_per_hour: float
     samples_per_second: float
     machines: Mapping[str, int]
-    """How many of each entry are kept."""
+    """Number of machines kept, by entry."""
     plan: PlanDocument
 
 
 def usd_per_hour(problem: Problem) -> float:
-    """What the whole cluster costs: idle GPUs are paid for too."""
+    """Price of the whole cluster: idle GPUs are paid for too."""
     return sum(node.price_per_gpu_hour * node.gpus * node.count for node in problem.nodes)
 
 
 def purchases(model: CostModel, solution: Solution, *, time_left: TimeLeft, seed: int) -> list[Purchase]:
-    """Offers that make the plan faster: most gain a dollar first, or most gain where prices are not stated."""
+    """Offers that make the plan faster, by gain per dollar, or by gain if prices are not stated."""
     assert solution.plan is not None
     offers = list(_offers(model.problem))[:_MAX_PURCHASES]
     found = []
@@ -73,9 +73,9 @@ def purchases(model: CostModel, solution: Solution, *, time_left: TimeLeft, seed
 
 
 def alternatives(model: CostModel, solution: Solution, *, time_left: TimeLeft, seed: int) -> list[Alternative]:
-    """The front of cost and throughput from the whole cluster down, dearest first; only that where nothing has a price.
+    """The front of cost and throughput from the whole cluster down, dearest first; unpriced, only the whole cluster.
 
-    The whole cluster is not on it where fewer machines are as fast.
+    The whole cluster is not on it if fewer machines are as fast.
 
     Each step gives up the machines that cost least throughput for each dollar they save.
     """
@@ -125,7 +125,7 @@ def _with_machines(problem: Problem, machines: Mapping[str, int]) -> Problem | N
 
 
 def _offers(problem: Problem) -> Iterator[NodeClass]:
-    """One more machine like each that there is: whole, and with a quarter of its GPUs."""
+    """One more machine of each kind: whole, and with a quarter of its GPUs."""
     seen = set()
     for node in problem.nodes:
         for gpus in sorted({max(1, node.gpus // 4), node.gpus}):
@@ -137,7 +137,7 @@ def _offers(problem: Problem) -> Iterator[NodeClass]:
 def _quickly(
     model: CostModel, start: PlanDocument, time_left: TimeLeft, seed: int
 ) -> tuple[float, PlanDocument] | None:
-    """Samples per second and plan, not worse than the one to start from; None when nothing can run."""
+    """Samples per second and plan, no worse than the starting one; None if nothing can run."""
     if infeasibility(model) is not None:
         return None
     for solver in _QUICK:
@@ -149,6 +149,6 @@ def _quickly(
 
 
 def _share(time_left: TimeLeft, parts: int) -> TimeLeft:
-    """One part of the time that is left now."""
+    """One of `parts` equal shares of the time left now."""
     kept_s = time_left() * (1 - 1 / parts)
     return lambda: time_left() - kept_s

@@ -27,41 +27,41 @@ class PlanReport:
 
     @property
     def gap(self) -> float | None:
-        """How far the plan is below the solver's upper bound, as a share of it; None without a bound."""
+        """The plan's gap to the solver's upper bound, as a share of the bound; None without a bound."""
         bound = self.solution.upper_bound_samples_per_second
         return 1 - self.solution.score.samples_per_second / bound if bound else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FeasiblePlan(PlanReport):
-    """A plan that can run."""
+    """A feasible plan."""
 
     plan: PlanDocument
     score: Score
     simulated_samples_per_second: float | None = None
-    """What a run reaches in the simulator; None where it was not simulated, gets stuck, or the time was too short."""
+    """Rate of a simulated run; None if it was not simulated, got stuck, or time was too short."""
     next_purchases: Sequence[Purchase] = ()
     alternatives: Sequence[Alternative] = ()
     """Cheaper clusters."""
 
     @property
     def tokens_per_second(self) -> float:
-        """Completion tokens that are trained."""
+        """Completion tokens trained on."""
         return self.score.samples_per_second * self.model.demand.completion_tokens
 
     @property
     def step_s(self) -> float:
-        """Time of a training step, waits included."""
+        """Time of a training step, including waits."""
         return self.model.demand.samples_per_step / self.score.samples_per_second
 
     @property
     def usd_per_hour(self) -> float:
-        """Of the whole cluster."""
+        """Price of the whole cluster."""
         return usd_per_hour(self.model.problem)
 
     @property
     def usd_per_million_tokens(self) -> float:
-        """What a million trained tokens cost."""
+        """Price of a million trained tokens."""
         return self._usd_per_million(self.usd_per_hour, self.score.samples_per_second)
 
     @property
@@ -91,7 +91,7 @@ def report_of(model: CostModel, solution: Solution, *, solve_s: float) -> PlanRe
 
 
 def bottleneck(score: Score) -> str:
-    """What to make faster first, in a few words."""
+    """What to speed up first, in a few words."""
     if score.limit is Limit.TAIL:
         return "the longest samples: they must finish inside their staleness window"
     if score.limit is Limit.TRAINING:

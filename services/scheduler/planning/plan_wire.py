@@ -1,4 +1,4 @@
-"""A planning problem that comes over the wire, answered with a plan in the contract's form."""
+"""Answers a planning problem from the wire with a plan in the contract's form."""
 
 from __future__ import annotations
 
@@ -44,11 +44,11 @@ def plan_problem(
     starts: Plans = (),
     running: PlanDocument | None = None,
 ) -> pb.Plan:
-    """A plan over the problem's own machines, its generators and its training pool; arguments as of make_plan.
+    """A plan over the problem's own machines, its generators and its training pool; arguments as in make_plan.
 
-    The constants of `cost_model` are the problem's already: machines that became slow have some of their own.
+    The problem already carries the constants of `cost_model`: slow machines have their own.
 
-    Raises InvalidFieldError when the solver cannot treat a problem of this size, InfeasiblePlanError when none can run.
+    Raises InvalidFieldError if the solver cannot treat a problem of this size, InfeasiblePlanError if no plan can run.
     """
     try:
         model = CostModel(problem, name=cost_model)

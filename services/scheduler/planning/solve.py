@@ -1,6 +1,6 @@
-"""The planning pipeline: from a problem's cost model to a checked plan and its report.
+"""Implements the planning pipeline: from a problem's cost model to a checked plan and its report.
 
-The command line and the service both plan here. It owns no clock: callers say how much time is left.
+The command line and the service both plan here. It has no clock: callers say how much time is left.
 """
 
 from __future__ import annotations
@@ -19,17 +19,18 @@ from services.scheduler.solvers.registry import SOLVERS, make_solver
 
 _SOLVE_SHARE = 0.8
 _SIMULATED_SHARE = 0.9
-"""Of the time, until when the plan is sought and then simulated; the rest looks for what to buy or give up next."""
+"""Share of the time after which the search, then the simulation, ends; the rest looks for what to buy or give up
+next."""
 
 for _name in SOLVERS:
-    make_solver(_name)  # Its imports take no time of a search.
+    make_solver(_name)  # Imported here so that importing does not take search time.
 
 
 class Simulate(Protocol):
-    """Plays a run of a plan."""
+    """Simulates a run of a plan."""
 
     def __call__(self, model: CostModel, plan: PlanDocument, *, time_left: TimeLeft, seed: int) -> float | None:
-        """Samples per second that it reaches; None where it gets stuck, or time is too short."""
+        """Samples per second of the run; None if it gets stuck, or time is too short."""
 
 
 def make_plan(
@@ -44,12 +45,12 @@ def make_plan(
     """A checked plan and what it achieves. Raises ProblemTooLargeError.
 
     Args:
-        model: Of the problem.
+        model: Cost model of the problem.
         solver: Its name, one of SOLVERS.
-        time_left: Of the search.
-        seed: Of the search.
-        starts: Plans to begin with, as of Solver.
-        running: A plan in force whose training pool stays: only generators are planned, in one way for every solver.
+        time_left: Time left for the search.
+        seed: Seed of the search.
+        starts: Initial plans, as in Solver.
+        running: A plan in force whose training pool is kept: only generators are planned, whichever the solver.
     """
     budget_s = time_left()
     if running is None:
@@ -68,7 +69,7 @@ def make_advised_plan(
     seed: int = 0,
     starts: Plans = (),
 ) -> PlanReport:
-    """A plan, what a run of it reaches by simulation, and what to buy or give up next; arguments as of make_plan."""
+    """A plan, its simulated rate, and what to buy or give up next; arguments as in make_plan."""
     budget_s = time_left()
 
     def until(share: float) -> TimeLeft:
@@ -88,7 +89,7 @@ def make_advised_plan(
 
 
 def solve(model: CostModel, solver: str, *, time_left: TimeLeft, seed: int = 0, starts: Plans = ()) -> Solution:
-    """The plan of a solver by its name in SOLVERS, checked; `starts` as of Solver. Raises ProblemTooLargeError."""
+    """The checked plan of the named solver in SOLVERS; `starts` as in Solver. Raises ProblemTooLargeError."""
     if (reason := infeasibility(model)) is not None:
         return Solution(None, Infeasible(reason), 0.0, True, 0, solver)
     return _checked(model, make_solver(solver).solve(model, time_left=time_left, seed=seed, starts=starts))
@@ -104,9 +105,9 @@ def _checked(model: CostModel, solution: Solution) -> Solution:
 
 
 def _without_idlers(model: CostModel, solution: Solution, plan: PlanDocument) -> Solution:
-    """The solution without replicas that add nothing: out of the weights' reach, or left with not one sequence.
+    """The solution without useless replicas: those that weights cannot reach, or with less than one sequence.
 
-    Where it is slower without them, they stay if they may.
+    If it is slower without them, they stay if allowed.
     """
     if not isinstance(solution.score, Score):
         return solution
@@ -118,6 +119,7 @@ def _without_idlers(model: CostModel, solution: Solution, plan: PlanDocument) ->
     if score.samples_per_second < solution.score.samples_per_second * (1 - 1e-9) and not violations(
         model.problem, plan
     ):
-        # Their share of the samples under way makes the others' batches smaller, which tails or slow links may want.
+        # Their share of the samples under way makes the others' batches smaller, which can help with tails or slow
+        # links.
         return solution
     return replace(solution, plan=smaller, score=score)

@@ -1,4 +1,4 @@
-"""A planning problem and a plan as checked documents, and whether one fits the other.
+"""Defines planning problems and plans as checked documents, and checks whether they fit each other.
 
 Types and their checks only: nothing is estimated or searched here.
 """

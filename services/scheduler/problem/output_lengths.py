@@ -1,4 +1,4 @@
-"""Distributions of completion lengths, as problems state them: their first two moments and the longest, tokens."""
+"""Distributions of completion lengths as problems state them: their first two moments and maximum, in tokens."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Tokens = Annotated[float, Field(gt=0, le=MAX_TOKENS)]
 
 
 class LognormalLengths(StrictModel):
-    """Lognormal, clipped at `max`: what would be longer counts as `max`."""
+    """Lognormal, clipped at `max`: longer lengths count as `max`."""
 
     type: Literal["lognormal"]
     median: Tokens
@@ -38,18 +38,18 @@ class LognormalLengths(StrictModel):
 
     @property
     def longest(self) -> float:
-        """Longest completion there is, tokens."""
+        """Longest possible completion, tokens."""
         return self.max
 
 
 class HistogramLengths(StrictModel):
-    """Bins of one width from `start` on, uniform inside a bin."""
+    """Bins of equal width from `start`, uniform inside a bin."""
 
     type: Literal["histogram"]
     start: float = Field(ge=0, le=MAX_TOKENS)
     width: Tokens
     fractions: tuple[Annotated[float, Field(ge=0)], ...] = Field(min_length=1, max_length=MAX_VALUES)
-    """Weight of each bin; they need not add up to 1."""
+    """Weight of each bin; they need not sum to 1."""
     max: Tokens
 
     @model_validator(mode="after")
@@ -69,7 +69,7 @@ class HistogramLengths(StrictModel):
 
     @property
     def longest(self) -> float:
-        """Longest completion there is, tokens."""
+        """Longest possible completion, tokens."""
         return self.max
 
 
@@ -86,12 +86,12 @@ class FixedLengths(StrictModel):
 
     @property
     def longest(self) -> float:
-        """Longest completion there is, tokens."""
+        """Longest possible completion, tokens."""
         return self.max or self.length
 
 
 class EmpiricalLengths(StrictModel):
-    """Lengths that were seen."""
+    """Observed lengths."""
 
     type: Literal["empirical"]
     values: tuple[Tokens, ...] = Field(min_length=1, max_length=MAX_VALUES)
@@ -103,7 +103,7 @@ class EmpiricalLengths(StrictModel):
 
     @property
     def longest(self) -> float:
-        """Longest completion there is, tokens."""
+        """Longest possible completion, tokens."""
         return self.max or max(self.values)
 
 
@@ -115,7 +115,7 @@ OutputLengths = Annotated[
 def scaled(
     lengths: LognormalLengths | HistogramLengths | FixedLengths | EmpiricalLengths, factor: float
 ) -> LognormalLengths | HistogramLengths | FixedLengths | EmpiricalLengths:
-    """The same shape with lengths times `factor`; what bounds them stays, but never below what is there."""
+    """The same shape with lengths times `factor`; its bounds stay, but never below the existing lengths."""
     if isinstance(lengths, LognormalLengths):
         return lengths.model_copy(update={"median": lengths.median * factor})
     if isinstance(lengths, HistogramLengths):

@@ -1,7 +1,7 @@
-"""Whether machines can run a plan, judged from the problem alone.
+"""Checks whether machines can run a plan, from the problem alone.
 
-Solvers and the cost model know these rules too; this is a second statement of them that shares no code with either, so
-that a mistake in one does not hide itself. Every solver's plan passes here before it is returned.
+Solvers and the cost model apply these rules too; this is a second implementation that shares no code with either, so
+that a mistake in one is caught. Every solver's plan passes here before it is returned.
 """
 
 from __future__ import annotations
@@ -15,21 +15,21 @@ from services.scheduler.problem.problem import NodeClass, Problem
 
 _MAX_DEGREE = 16
 _WEIGHTS_HEADROOM = 1.02
-"""A replica needs this much of its weights' bytes, so that there is room for a cache. Source: RM-1, "Space"."""
+"""A replica needs this multiple of its weights' bytes, which leaves headroom for a cache. Source: RM-1, "Space"."""
 
 
 class InvalidPlanError(InternalError):
-    """A solver answered with a plan that machines cannot run: a fault of the solver, never of the problem."""
+    """A solver returned a plan that machines cannot run: a fault of the solver, never of the problem."""
 
 
 def check_plan(problem: Problem, plan: PlanDocument, *, solver: str) -> None:
-    """Raises InvalidPlanError with everything that is wrong."""
+    """Raise InvalidPlanError listing all violations."""
     if found := violations(problem, plan):
         raise InvalidPlanError(f"solver {solver} made a plan that cannot run: {'; '.join(found[:8])}")
 
 
 def violations(problem: Problem, plan: PlanDocument) -> list[str]:
-    """All that is wrong, each beginning with its field; empty when the plan can run."""
+    """All violations, each starting with its field; empty if the plan can run."""
     machines = {f"{node.name}-{index}": node for node in problem.nodes for index in range(node.count)}
     unknown = [f"{field}: there is no machine {name!r}" for field, name in _named(plan) if name not in machines]
     if unknown:

@@ -1,4 +1,4 @@
-"""The plan document: who generates with which parallelism, and who trains.
+"""Defines the plan document: which machines generate, with which parallelism, and which train.
 
     {"gen":   [{"node": "h20-0", "tp": 1, "count": 8}],
      "train": [{"node": "h800-0", "gpus": 8}]}
@@ -37,14 +37,14 @@ class TrainShare(StrictModel):
 
 
 class PlanDocument(StrictModel):
-    """Who does what; all that the cost model judges."""
+    """Roles of all machines; the cost model judges nothing else."""
 
     gen: tuple[Replicas, ...] = Field(default=(), max_length=8 * MAX_NODES)
     train: tuple[TrainShare, ...] = Field(default=(), max_length=MAX_NODES)
 
 
 def read_plan(path: Path) -> PlanDocument:
-    """A plan from a file: a plan alone, or all that `penstock plan --json` prints. Raises ConfigError."""
+    """A plan from a file: a bare plan, or the output of `penstock plan --json`. Raises ConfigError."""
     found = read_document(path)
     return validate(PlanDocument, found["rm1_plan"] or {} if "rm1_plan" in found else found, source=str(path))
 
@@ -55,9 +55,9 @@ def node_classes(problem: Problem) -> dict[str, NodeClass]:
 
 
 def placement_error(plan: PlanDocument, nodes: dict[str, NodeClass]) -> str | None:
-    """Why machines cannot hold the plan, naming the field; None when they can.
+    """Why the machines cannot fit the plan, naming the field; None if they can.
 
-    Whether the model fits the memory is the cost model's to say.
+    The cost model checks whether the model fits into memory.
     """
     used: Counter[str] = Counter()
     trainers: set[str] = set()

@@ -1,11 +1,11 @@
-"""A planning problem: cluster, network, model, workload and the cost model's constants, checked.
+"""Defines a checked planning problem: cluster, network, model, workload and the cost model's constants.
 
 Schema `rl-sched-instance/1`, described in docs/planning.md. Keys carry their units: `*_GB` and `*_GBps` are 10^9 bytes
 (per second), `*_Gbps` 10^9 bits per second, `*_ms`, `*_us` and `*_s` times. A node entry with `count` 3 stands for
 three equal machines, `name-0` to `name-2`.
 """
 
-# ruff: noqa: N815 - the schema's keys carry units as they are written.
+# ruff: noqa: N815 - the schema's keys carry units as written.
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from services.scheduler.problem.output_lengths import OutputLengths
 
 MAX_NODES = 10_000
 MAX_GPUS = 1024
-"""Of a machine."""
+"""Most GPUs of a machine."""
 SCHEMA = "rl-sched-instance/1"
 
 MAX_NUMBER = 1e15
@@ -34,16 +34,16 @@ Count = Annotated[int, Field(ge=1, le=1_000_000)]
 
 
 class GpuType(StrictModel):
-    """What one GPU of a type can do."""
+    """Capabilities of one GPU of a type."""
 
     tflops_bf16: Positive
-    """Dense rate, 10^12 FLOP/s; fp16 where there is no bf16."""
+    """Dense rate, 10^12 FLOP/s; fp16 if it has no bf16."""
     hbm_GB: Positive
     hbm_GBps: Positive
     ar_bus_GBps: Positive
-    """Effective all-reduce bus bandwidth of each GPU inside a machine."""
+    """Effective all-reduce bus bandwidth of each GPU within a machine."""
     ar_latency_us: NotNegative = 0.0
-    """Of one small all-reduce inside a machine."""
+    """Latency of one small all-reduce within a machine."""
 
 
 class NodeClass(StrictModel):
@@ -57,13 +57,13 @@ class NodeClass(StrictModel):
     region: Name = "default"
     """Machines of one region share a fast network: only their NICs count."""
     nic_Gbps: Positive = 100.0
-    """Of each machine."""
+    """NIC bandwidth of each machine."""
     price_per_gpu_hour: NotNegative = 0.0
-    """US dollars."""
+    """Price in US dollars."""
 
 
 class Link(StrictModel):
-    """The network between two regions, the same in both directions. A pair without one is not connected."""
+    """The network between two regions, the same in both directions. Pairs without an entry are not connected."""
 
     a: Name
     b: Name
@@ -72,7 +72,7 @@ class Link(StrictModel):
 
 
 class Model(StrictModel):
-    """The model that is trained."""
+    """The model to train."""
 
     name: str = ""
     params: Positive
@@ -85,13 +85,13 @@ class Model(StrictModel):
     vocab: Count
     tied_embeddings: bool = False
     weight_bytes: Positive = 2.0
-    """Per parameter, in generation."""
+    """Bytes per parameter, in generation."""
     kv_bytes: Positive = 2.0
-    """Per element of the KV cache."""
+    """Bytes per element of the KV cache."""
 
     @model_validator(mode="after")
     def _is_more_than_its_embedding(self) -> Self:
-        # The rest is what a token is multiplied with: without it, costs would be negative.
+        # The rest is multiplied with each token: without it, costs would be negative.
         embedding = self.vocab * self.hidden
         if self.params <= embedding and not self.tied_embeddings:
             raise ValueError(
@@ -101,27 +101,27 @@ class Model(StrictModel):
 
 
 class TrainTask(StrictModel):
-    """Work on each sample that is not generation: a forward pass, or training (three times that)."""
+    """Work on each sample other than generation: a forward pass, or training (three times that)."""
 
     name: Name
     kind: Literal["train", "infer"]
     scale: Positive = 1.0
-    """Size of its model over the actor's."""
+    """Model size relative to the actor's."""
     epochs: Positive = 1.0
     shares_weights: bool = False
-    """True when its weights are in memory for another task already."""
+    """True if its weights are already in memory for another task."""
 
 
 class Workload(StrictModel):
-    """What a training step consumes."""
+    """The data that a training step consumes."""
 
     algorithm: str = ""
-    """A label; `train_tasks` and `staleness` say what is computed."""
+    """A label; `train_tasks` and `staleness` decide what is computed."""
     prompts_per_step: Count
     group_size: Count = 1
-    """Responses to each prompt."""
+    """Responses per prompt."""
     prompt_len: Positive
-    """Mean, tokens."""
+    """Mean prompt length, tokens."""
     output_len: OutputLengths
     staleness: int = Field(ge=0, le=1_000_000)
     """Policy versions a sample may be behind when it is trained on; 0 is synchronous."""
@@ -144,42 +144,43 @@ _MFU_INFER = {"default": 0.45, "H20": 0.40, "L4": 0.40}
 
 
 class CostConstants(StrictModel):
-    """Constants of the cost model; the defaults are RM-1's. Terms that RM-1 does not have are off by default."""
+    """Constants of the cost model; the defaults are RM-1's. Terms that RM-1 lacks are off by default."""
 
     eta_bw: Share = 0.75
-    """Share of the memory bandwidth that decoding reaches."""
+    """Share of the memory bandwidth that decoding achieves."""
     eta_fl: Share = 0.60
-    """Share of the arithmetic peak that decoding reaches."""
+    """Share of the arithmetic peak that decoding achieves."""
     eta_prefill: Share = 0.65
     mfu_train: Share | dict[str, Share] = _MFU_TRAIN
-    """Share of the peak in training: one for all, or by GPU type with `default`."""
+    """Share of the peak in training: one for all GPUs, or by GPU type with `default`."""
     mfu_infer: Share | dict[str, Share] = _MFU_INFER
-    """The same in forward passes that are not generation."""
+    """Share of the peak in forward passes other than generation."""
     step_overhead_s: NotNegative = 0.002
-    """Of each decode step."""
+    """Fixed time of each decode step."""
     layer_overhead_s: NotNegative = 0.0
-    """Of each layer in a decode step: kernels begin and end."""
+    """Fixed time of each layer in a decode step: kernel start and end."""
     allreduce_overhead_s: NotNegative = 0.0
-    """Of each all-reduce in a decode step, two a layer, beside its latency: launches, waiting for the last GPU."""
+    """Time of each all-reduce in a decode step, two per layer, beyond its latency: launches, waiting for the last
+    GPU."""
     sequence_overhead_s: NotNegative = 0.0
-    """Of each sequence in a decode step: sampling, book-keeping."""
+    """Time per sequence in a decode step: sampling, bookkeeping."""
     attention_efficiency: Share = 1.0
-    """Rate of attention over the rate of matrix products, in what is not generation."""
+    """Rate of attention over the rate of matrix products, outside generation."""
     mem_util: Share = 0.9
     reserve_GB: NotNegative = 2.0
-    """Of each GPU, for what is neither weights nor cache."""
+    """Memory of each GPU for everything but weights and cache."""
     max_num_seqs: Count = 1024
-    """Sequences that a replica decodes at once, at most."""
+    """Maximum sequences that a replica decodes concurrently."""
     prefix_sharing: bool = True
-    """A group's prompt is prefilled and kept once."""
+    """Prefill and keep the prompt of a group once."""
     sync_pause_s: NotNegative = 1.0
-    """How long a weight update stops a replica."""
+    """Seconds for which a weight update pauses a replica."""
     kv_recompute_on_update: bool = False
     """An update drops the cache, which is then computed again."""
     dp_overlap: float = Field(default=0.8, ge=0, le=1)
-    """Share of a step's computation behind which its all-reduce hides."""
+    """Share of a step's computation that can hide its all-reduce."""
     train_overhead_s: NotNegative = 0.0
-    """Of each training step."""
+    """Fixed time of each training step."""
     train_bytes_per_param: Positive = 16.0
 
     @field_validator("mfu_train", "mfu_infer")
@@ -196,30 +197,30 @@ class CostConstants(StrictModel):
 
 
 class Constraints(StrictModel):
-    """What plans must keep to."""
+    """Constraints on plans."""
 
     max_tp: int = Field(default=16, ge=1, le=1024)
     train_single_region: bool = True
-    """The training pool sits in one region."""
+    """The training pool must be in one region."""
     gen_pp: Literal[1] = 1
-    """Pipeline stages of a generation replica; only 1 is offered."""
+    """Pipeline stages of a generation replica; only 1 is supported."""
     tail_blocking: bool = False
-    """The longest sample must finish inside its staleness window."""
+    """The longest sample must finish within its staleness window."""
 
 
 class MeasuredRate(StrictModel):
-    """A speed that was measured; it replaces what the cost model would compute."""
+    """A measured speed; it replaces the one that the cost model would compute."""
 
     gpu: Name
     role: Literal["generator", "trainer"]
     tp: int = Field(default=1, ge=1)
-    """Tensor-parallel degree it was measured at; generators only."""
+    """Tensor-parallel degree of the measurement; generators only."""
     tokens_per_second: Positive
-    """Completion tokens of a replica, or trained tokens (prompt and completion) of one GPU."""
+    """Rate of completion tokens of a replica, or of trained tokens (prompt and completion) of one GPU."""
 
 
 class Problem(StrictModel):
-    """Everything a plan is computed from."""
+    """The complete input of a plan."""
 
     id: Name = "problem"
     schema_: Literal["rl-sched-instance/1"] = Field(default="rl-sched-instance/1", alias="schema")
@@ -235,7 +236,7 @@ class Problem(StrictModel):
     constraints: Constraints = Constraints()
     measured_rates: tuple[MeasuredRate, ...] = Field(default=(), max_length=MAX_NODES)
     measured: Any = None
-    """Published results of a real run; never used."""
+    """Published results of a real run; not used."""
     published: Any = None
     """See `measured`."""
 
@@ -265,7 +266,7 @@ class Problem(StrictModel):
 
 
 def read_problem(path: Path) -> Problem:
-    """The problem in a JSON or YAML file. Raises ConfigError, one line for each thing that is wrong."""
+    """The problem in a JSON or YAML file. Raises ConfigError with one line per problem found."""
     if path.suffix != ".json":
         return validate(Problem, read_document(path), source=str(path))
     try:
@@ -278,7 +279,7 @@ def read_problem(path: Path) -> Problem:
 
 
 def parse_problem(text: str, *, source: str) -> Problem:
-    """The problem in a JSON text. Raises ConfigError, one line for each thing that is wrong."""
+    """The problem in a JSON text. Raises ConfigError with one line per problem found."""
     try:
         document = json.loads(text)
     except (ValueError, RecursionError) as error:

@@ -1,4 +1,4 @@
-"""Plans of runs in progress: the problem as it is now, stragglers, cost of a change, and when to change.
+"""Revises plans of runs in progress: the current problem, stragglers, cost of a change, and when to change.
 
-Plans are made in `planning`; this decides whether another one is worth its cost.
+Plans are made in `planning`; this package decides whether a new one is worth its cost.
 """

@@ -1,8 +1,7 @@
-"""The problem as it is now: machines that joined, left or slowed, and lengths that changed. Pure.
+"""Derives the current problem: machines that joined, left or slowed, and lengths that changed. Pure.
 
-A machine of the problem counts as there until it has registered once, though not for ever; from then on its heartbeats
-decide. A machine that the problem does not name is added when its accelerators are of a type that the problem
-describes.
+A machine of the problem counts as present for a limited time until it first registers; from then on its heartbeats
+decide. A machine that the problem does not name is added if the problem describes its type of accelerator.
 """
 
 from __future__ import annotations
@@ -23,26 +22,26 @@ LENGTHS_CHANGED_BY = 0.1
 
 @dataclass(frozen=True, slots=True)
 class Live:
-    """A problem over the machines that are there, and what its machines are really called."""
+    """A problem over the present machines, and their real names."""
 
     problem: Problem | None
-    """None when no machine is left."""
+    """None if no machine is left."""
     node_ids: Mapping[str, str]
-    """By the problem's id of a machine; one that is not here is called that."""
+    """Real names by the problem's machine id; a machine that is not listed has its id as name."""
     missing: frozenset[str] = frozenset()
-    """Machines of the problem that never came."""
+    """Machines of the problem that never registered."""
     migration_s: float = 0.0
-    """How long a generator that changes does nothing."""
+    """How long a generator that changes is idle."""
     slow: Mapping[str, float] = field(default_factory=dict)
-    """Machines that are planned for as slower ones: their share of the speed that they should have."""
+    """Machines planned as slower ones: their share of the speed that they should have."""
 
     def to_real(self, plan: pb.Plan) -> None:
-        """Call machines of a plan over this problem what they are really called."""
+        """Rename machines of a plan over this problem to their real names."""
         for assignment in plan.assignments:
             assignment.node_id = self.node_ids.get(assignment.node_id, assignment.node_id)
 
     def from_real(self, plan: PlanDocument) -> PlanDocument:
-        """A plan over real machines under the problem's names, without the machines that are gone."""
+        """A plan over real machines in the problem's names, without the machines that are gone."""
         back = {real: name for name, real in self.node_ids.items()}
         gen = [each.model_copy(update={"node": back[each.node]}) for each in plan.gen if each.node in back]
         train = [each.model_copy(update={"node": back[each.node]}) for each in plan.train if each.node in back]
@@ -64,7 +63,7 @@ def running_problem(
 
 
 def machines_of(plan: PlanDocument) -> frozenset[str]:
-    """All that generate or train."""
+    """All machines that generate or train."""
     return frozenset(each.node for each in plan.gen) | {each.node for each in plan.train}
 
 
@@ -77,15 +76,15 @@ def live_problem(
     growth: float,
     slow_before: Mapping[str, float],
 ) -> Live:
-    """The problem as it is.
+    """The current problem.
 
     Args:
-        planned: As it was stated.
+        planned: The problem as stated.
         views: The inventory.
-        left: Machines that said that they leave.
-        missing: Machines that never came.
-        growth: Mean length seen over the stated one.
-        slow_before: Machines that were planned for as slower ones.
+        left: Machines that announced that they leave.
+        missing: Machines that never registered.
+        growth: Observed mean length over the stated one.
+        slow_before: Machines that were planned as slower ones.
     """
     stated = node_classes(planned)
     known = {view.node.node_id: view for view in views}
@@ -120,7 +119,7 @@ def _with_lengths(planned: Problem, growth: float) -> Problem:
 
 
 def _with_slower(problem: Problem, gpu: str, share: float) -> tuple[Problem, str]:
-    """The problem with a GPU type that is like this one but for its speed, and the new type's name."""
+    """The problem with a copy of a GPU type that differs only in speed, and the new type's name."""
     name = f"{gpu} at {share:.0%}"
     if name in problem.gpu_types:
         return problem, name
@@ -145,7 +144,7 @@ def _with_slower(problem: Problem, gpu: str, share: float) -> tuple[Problem, str
 
 
 def _joined(planned: Problem, node: pb.Node) -> NodeClass | None:
-    """A machine that the problem does not name, as an entry of it; None where its GPUs are not described."""
+    """An entry for a machine that the problem does not name; None if its GPUs are not described."""
     counts: Counter[str] = Counter()
     for each in node.accelerators:
         counts[each.kind] += each.count

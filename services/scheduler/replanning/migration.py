@@ -1,4 +1,4 @@
-"""What it costs to put a revised plan in place: how many generators stand still, and for how long. Pure."""
+"""Computes the cost of putting a revised plan in force: how many generators are idle, and for how long. Pure."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ _Part = tuple[str, int, int]
 
 
 def stopped_share(before: pb.Plan, after: pb.Plan) -> float:
-    """Part of the generating GPUs of a plan that stand still while it is put in the place of another, 0 to 1.
+    """Share of a plan's generating GPUs that are idle while it replaces another plan, 0 to 1.
 
-    Those did something else before, or the same in a process that has to be restarted. Where trainers change, all wait.
+    These had another role, or the same in a process that must restart. If trainers change, all wait.
     """
     if _gpus(before, pb.ROLE_TRAINER) != _gpus(after, pb.ROLE_TRAINER):
         return 1.0
@@ -36,7 +36,7 @@ def is_like(num_held: int, num_wanted: int) -> bool:
 
 
 def stands_still_s(problem: Problem, views: Sequence[pb.NodeView]) -> float:
-    """How long a generator that changes does nothing: it starts, as the machines measured it, and loads weights."""
+    """How long a generator that changes is idle: it starts, taking the measured time, and loads weights."""
     starts_s = [view.generator_start_s for view in views if view.is_alive and view.HasField("generator_start_s")]
     start_s = median(starts_s) if starts_s else 0.0
     slowest_nic = min(node.nic_Gbps for node in problem.nodes) * 1e9 / 8

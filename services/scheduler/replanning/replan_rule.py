@@ -1,8 +1,8 @@
-"""When a plan in force gives way to another. Pure: it is handed rates and times.
+"""Decides when a plan in force is replaced. Pure: rates and times are passed in.
 
-StreamRL (Zhong et al. 2025), section 4.3, adds a unit when what generation lags behind training is what one more unit
-would save. Here any other plan counts by what it gains in all, with three brakes the paper does not have: a smallest
-gain, so that noise changes nothing; a time of rest; and the change itself must be earned back.
+StreamRL (Zhong et al. 2025), section 4.3, adds a unit when generation lags behind training by the time that one more
+unit would save. Here any other plan counts by its total gain, with three brakes that the paper does not have: a minimum
+gain, so that noise changes nothing; a cool-down; and the cost of the change must be recovered.
 """
 
 from __future__ import annotations
@@ -10,18 +10,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 MIN_GAIN = 0.05
-"""Of throughput."""
+"""Least gain of throughput."""
 MAX_LOSS = 0.01
-"""Of throughput, at which machines that are not needed are given up."""
+"""Largest loss of throughput at which unneeded machines are given up."""
 COOL_DOWN_INTERVALS = 12
-"""Reports of its machines that a plan is in force for, at least: 60 s where they report every 5 s."""
+"""Reports of its machines for which a plan stays in force, at least: 60 s at one report every 5 s."""
 HORIZON_S = 1800.0
-"""A revision must pay for itself in this time."""
+"""A revision must pay for itself within this time."""
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """Whether to revise, and why in words."""
+    """Whether to revise, and why, in words."""
 
     is_revised: bool
     reason: str
@@ -29,27 +29,27 @@ class Verdict:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Offer:
-    """A plan against the one in force, both scored over the machines that are there now."""
+    """A plan against the one in force, both scored over the machines present now."""
 
     rate: float
-    """Samples per second of the new one."""
+    """Samples per second of the new plan."""
     kept_rate: float
-    """Of the one in force; 0 when it cannot run any more."""
+    """Samples per second of the plan in force; 0 if it can no longer run."""
     num_gpus: int
-    """Of the new one."""
+    """GPUs of the new plan."""
     num_kept_gpus: int
     migration_s: float
-    """How long generators that change do nothing: they start and load weights."""
+    """How long generators that change are idle: they start and load weights."""
     moved_share: float
-    """Part of the generators that changes."""
+    """Share of the generators that change."""
 
 
 def judge(offer: Offer, *, rested_s: float, cool_down_s: float) -> Verdict:
-    """Whether the new plan takes over.
+    """Whether the new plan replaces the old one.
 
     Args:
         offer: Both plans.
-        rested_s: How long the plan in force has been.
+        rested_s: How long the plan has been in force.
         cool_down_s: How long it must have been.
     """
     if offer.rate <= 0:
@@ -68,12 +68,12 @@ def judge(offer: Offer, *, rested_s: float, cool_down_s: float) -> Verdict:
 
 
 def cost_of(offer: Offer) -> str:
-    """What the change costs, in words."""
+    """The cost of the change, in words."""
     return f"the change stops {offer.moved_share:.0%} of the generators for {offer.migration_s:.0f} s"
 
 
 def _earned(offer: Offer, gain: float) -> Verdict:
-    """Whether a faster plan makes up for the time in which it is put in place."""
+    """Whether a faster plan makes up for the time that putting it in force takes."""
     lost = offer.migration_s * offer.moved_share * offer.kept_rate
     won = (offer.rate - offer.kept_rate) * (HORIZON_S - offer.migration_s)
     cost = cost_of(offer)

@@ -1,4 +1,4 @@
-"""Plans of runs in progress: reconsidered whenever machines or lengths change, revised where that pays.
+"""Revises plans of runs in progress: reconsidered when machines or lengths change, changed if that pays.
 
 Checking costs nothing while nothing changes. Solving happens in a thread and takes a few seconds of one core.
 """
@@ -38,20 +38,20 @@ _log = structlog.get_logger()
 
 @dataclass(slots=True)
 class _Run:
-    """What a run's plan was made from."""
+    """The inputs of a run's plan."""
 
     problem: Problem
     solver: str
     plan: pb.Plan
     keeps_trainers: bool
-    """Until one of their machines is gone."""
+    """Whether trainers stay, which they do until one of their machines is gone."""
     begun_s: float
-    """When it was first planned."""
+    """When the run was first planned."""
     awaited: frozenset[str]
     """Machines that count as present for a while although they have not registered."""
     revised_s: float
     slow: Mapping[str, float] = field(default_factory=dict)
-    """Machines planned for as slower ones, as in Live."""
+    """Machines planned as slower ones, as in Live."""
     num_lengths: int = 0
     mean_tokens: float = 0.0
     looked_at: Problem | None = field(default=None)
@@ -59,7 +59,7 @@ class _Run:
 
     @property
     def growth(self) -> float:
-        """Mean length seen over the stated one, in tenths."""
+        """Observed mean length over the stated one, in tenths."""
         if self.num_lengths < MIN_LENGTHS:
             return 1.0
         return max(0.1, round(self.mean_tokens / demand_of(self.problem).completion_tokens, 1))
@@ -101,7 +101,7 @@ class Replanner:
         self._runs[plan.run_id] = run
 
     def plan_of(self, run_id: str) -> pb.Plan | None:
-        """The plan in force, where it was solved for."""
+        """The plan in force, if a solver made it."""
         run = self._runs.get(run_id)
         return run.plan if run is not None else None
 

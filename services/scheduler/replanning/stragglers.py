@@ -1,9 +1,9 @@
-"""Which machines generate slower than they should, by what they measured. Pure.
+"""Finds machines that generate more slowly than they should, from their measurements. Pure.
 
-A machine's speed is the time between tokens that the cost model expects of its replicas, over the one that it
-measured: 1 is as fast as expected, whatever it has to do. It is held against machines with the same GPUs; where there
-are too few, against all that measured, but never against more than the cost model expects. Machines that report only
-tokens per second are compared with others of as many GPUs, for that says as much of what there is to do as of speed.
+A machine's speed is the time between tokens that the cost model expects of its replicas, over the measured one: 1 is as
+fast as expected, whatever its load. It is compared with machines with the same GPUs; if there are too few, with all
+that measured, but never with more than the cost model expects. Machines that report only tokens per second are compared
+with others of as many GPUs, since that rate depends on load as much as on speed.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from services.scheduler.cost_model.replica import ReplicaModel, tensor_parallel_
 from services.scheduler.problem.problem import NodeClass, Problem
 
 NUM_ALIKE = 3
-"""This many measurements have a median that one bad machine does not move."""
+"""The median of this many measurements is not moved by one bad machine."""
 SLOW_BELOW = 0.7
-"""Of the median of machines alike: below, a machine is planned for as a slower one."""
+"""Share of the median of similar machines below which a machine is planned as a slower one."""
 FEW_SLOW_BELOW = 0.5
-"""The same where fewer are alike. The cost model's decoding is up to 1.65 times too fast (docs/planning.md): a machine
-that reaches 0.6 of it may be as fast as it can be."""
+"""The same limit with fewer similar machines. The cost model's decoding is up to 1.65 times too fast
+(docs/planning.md): a machine that reaches 0.6 of it may be at its maximum speed."""
 RECOVERED_BY = 0.1
 """How far above the limit a slow machine must be to count as recovered."""
 CHANGED_BY = 0.15
@@ -32,13 +32,13 @@ CHANGED_BY = 0.15
 def slow_machines(
     problem: Problem, nodes: Mapping[str, NodeClass], views: Sequence[pb.NodeView], *, before: Mapping[str, float]
 ) -> dict[str, float]:
-    """Machines far slower than they should be, with their share of that speed in tenths, 0.1 to 0.9.
+    """Machines far slower than they should be, with their share of the expected speed in tenths, 0.1 to 0.9.
 
     Args:
-        problem: With the lengths that there are now.
-        nodes: The machines that are there, by name.
+        problem: The problem with current lengths.
+        nodes: The machines present, by name.
         views: The inventory.
-        before: What this said the last time.
+        before: The previous result.
     """
     there = [view for view in views if view.is_alive and view.node.node_id in nodes]
     modelled: dict[str, float] = {}
@@ -75,7 +75,7 @@ def _judged(name: str, share: float, limit: float, before: float | None) -> dict
 
 
 def _speed(problem: Problem, node: NodeClass, rate: pb.MeasuredRate) -> float | None:
-    """Expected over measured time between tokens; None where there is nothing to expect it from."""
+    """Expected over measured time between tokens; None if nothing can be expected."""
     if not rate.HasField("token_s"):
         return None
     demand = demand_of(problem)
