@@ -1,4 +1,4 @@
-"""Solvers: from a problem's cost model to a plan. One file each, the same interface.
+"""Solvers turn a problem's cost model into a plan. One file each, behind the same interface.
 
-They know no clock, wire or service. Helpers that several solvers share stand beside them.
+They use no clock, wire or service. Helpers that several solvers share are beside them.
 """

@@ -1,8 +1,8 @@
-"""The integer program over columns: how many machines of each entry are divided in which way.
+"""Solves the integer program over columns: how many machines of each entry are divided in which way.
 
-It maximises the smaller of what generators make and what trainers take. Pauses and the fixed time of a training step
-make both concave in the sums of rates; tangents bound them from above, so the solver's own bound bounds every plan.
-Slow links to generators, all-reduce inside a region and the staleness bound, which only take away, are left out.
+It maximises the smaller of the generators' and the trainers' rates. Pauses and the fixed time of a training step make
+both concave in the sums of rates; tangents bound them from above, so the solver's own bound bounds every plan. Slow
+links to generators, all-reduce inside a region and the staleness bound, which only take away, are left out.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ _GAP = 1e-4
 
 @dataclass(frozen=True, slots=True)
 class ColumnSolution:
-    """What the program answers for one place of training."""
+    """The program's answer for one training site."""
 
     parts: list[Division] | None
-    """None when time ended before anything was found, or nothing fits."""
+    """None if time ended before anything was found, or nothing fits."""
     upper_bound: float | None
-    """Samples per second that no plan exceeds which trains there; None when the solver proved none."""
+    """Samples per second that no plan training there exceeds; None if the solver proved no bound."""
 
 
 def solve_columns(
     model: CostModel, columns: Mapping[str, Sequence[Split]], home: str | None, *, limit_s: float, seed: int
 ) -> ColumnSolution:
-    """The best sums of rates with training in region `home` only, or spanning regions when it is None."""
+    """The best sums of rates with training in region `home` only, or across regions if it is None."""
     problem, demand = model.problem, model.demand
     program = mathopt.Model(name="columns")
     counts: list[tuple[NodeClass, list[tuple[Split, mathopt.Variable]]]] = []
@@ -51,7 +51,7 @@ def solve_columns(
         for node, chosen in counts
         for split, count in chosen
     )
-    # In GB, beside rates of like size.
+    # In GB, to be of a similar magnitude to the rates.
     memory = mathopt.fast_sum(
         split.train_gpus * model.usable_bytes[node.name] / 1e9 * count
         for node, chosen in counts
@@ -69,7 +69,7 @@ def solve_columns(
     parameters = mathopt.SolveParameters(
         time_limit=timedelta(seconds=limit_s), relative_gap_tolerance=_GAP, random_seed=seed % 2**31
     )
-    # Not HiGHS: it prints a line of its own to the standard output now and then, where JSON is expected.
+    # Not HiGHS: it sometimes prints a line of its own to the standard output, where JSON is expected.
     result = mathopt.solve(program, mathopt.SolverType.GSCIP, params=parameters)
     bound = result.termination.objective_bounds.dual_bound
     parts = None
@@ -92,7 +92,7 @@ def made_by(model: CostModel, node: NodeClass, split: Split) -> float:
 
 
 def _spanning_ceiling(model: CostModel) -> float:
-    """Samples per second of a pool that spans regions: gradients cross the fastest link once a step, at least."""
+    """Samples per second of a pool that spans regions: gradients cross the fastest link at least once per step."""
     links = [link.bw_Gbps * 1e9 / 8 for link in model.problem.links if link.a != link.b]
     allreduce_s = model.demand.gradient_bytes / max(links)
     return model.demand.samples_per_step / (allreduce_s + model.problem.cost_model.train_overhead_s)
@@ -109,7 +109,7 @@ def _most_trained(model: CostModel) -> float:
 
 
 def _tangents(most: float, lost_per_sample_s: float) -> list[tuple[float, float, float]]:
-    """Of rate / (1 + lost rate) at rates up to `most`: value, slope and where; one line where nothing is lost."""
+    """Tangents of rate / (1 + lost rate) at rates up to `most`: value, slope and where; one line if nothing is lost."""
     num_tangents = _NUM_TANGENTS if lost_per_sample_s > 0 else 1
     points = [most * index / num_tangents for index in range(num_tangents)]
     kept = [1 / (1 + lost_per_sample_s * point) for point in points]

@@ -1,7 +1,7 @@
-"""How equal machines can be divided between replicas and the training pool.
+"""Enumerates the ways to divide equal machines between replicas and the training pool.
 
-Machines of one entry are alike and stand in one region, so a plan's score depends on the sums over them only: replicas
-of each degree, GPUs that train, and how many machines they are spread over. Divisions with equal sums are one.
+Machines of one entry are alike and in one region, so a plan's score depends only on the sums over them: replicas of
+each degree, GPUs that train, and how many machines they are spread over. Divisions with equal sums count as one.
 """
 
 from __future__ import annotations
@@ -18,23 +18,23 @@ from services.scheduler.solvers.interface import TimeLeft
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """What one machine does."""
+    """The use of one machine."""
 
     replicas: tuple[int, ...]
-    """How many replicas of each of the entry's tensor-parallel degrees."""
+    """Number of replicas of each of the entry's tensor-parallel degrees."""
     train_gpus: int
 
 
 @dataclass(frozen=True, slots=True)
 class Division:
-    """What the machines of one entry do, machine by machine."""
+    """The use of an entry's machines, machine by machine."""
 
     node: NodeClass
     splits: tuple[Split, ...]
 
     @property
     def sums(self) -> tuple[int, ...]:
-        """What of it the score depends on: replicas of each degree, GPUs that train, machines with one of those."""
+        """The sums that the score depends on: replicas of each degree, GPUs that train, machines with one of those."""
         replicas = (sum(counts) for counts in zip(*(split.replicas for split in self.splits), strict=True))
         return (*replicas, self.train_gpus, self.train_nodes)
 
@@ -50,9 +50,9 @@ class Division:
 
 
 def machine_splits(model: CostModel, node: NodeClass) -> Iterator[Split]:
-    """Every way to divide one machine that leaves no room for one more replica, and to leave it idle.
+    """Every division of one machine without space for another replica, and the idle machine.
 
-    It may be better idle: where staleness bounds the samples under way, a slow machine takes some from faster ones.
+    Idle may be better: if staleness bounds the samples under way, a slow machine takes some from faster ones.
     """
     if model.degrees[node.name]:
         yield Split((0,) * len(model.degrees[node.name]), 0)
@@ -62,7 +62,7 @@ def machine_splits(model: CostModel, node: NodeClass) -> Iterator[Split]:
 
 
 def _filled(degrees: tuple[int, ...], gpus: int) -> Iterator[tuple[int, ...]]:
-    """Replicas of each degree, ascending, that leave fewer GPUs idle than the smallest takes."""
+    """Replicas of each degree, ascending, that leave fewer GPUs idle than the smallest replica needs."""
     if not degrees:
         yield ()
     elif len(degrees) == 1:
@@ -76,7 +76,7 @@ def _filled(degrees: tuple[int, ...], gpus: int) -> Iterator[tuple[int, ...]]:
 def best_split(model: CostModel, node: NodeClass, train_gpus: int, *, most_degree: int | None = None) -> Split:
     """The split with this many GPUs in the pool whose replicas make most at their largest batch.
 
-    A knapsack over replicas of one machine, small enough to look at each filling; `most_degree` bounds their degrees.
+    A knapsack over replicas of one machine, small enough to try each filling; `most_degree` bounds their degrees.
     """
     degrees = model.degrees[node.name]
     allowed = degrees if most_degree is None else tuple(degree for degree in degrees if degree <= most_degree)
@@ -95,7 +95,7 @@ def packed(node: NodeClass, train_gpus: int) -> Iterator[int]:
 
 
 def divisions(model: CostModel, node: NodeClass, *, most: int, time_left: TimeLeft) -> list[Division] | None:
-    """Every division of an entry's machines, one for each sum; None when they are more than `most`, or time is over."""
+    """Every division of an entry's machines, one per sum; None if there are more than `most`, or time is over."""
     splits = list(islice(machine_splits(model, node), most + 1))
     found: dict[tuple[int, ...], tuple[Split, ...]] = {(): ()}
     for _ in range(node.count):
@@ -112,7 +112,7 @@ def divisions(model: CostModel, node: NodeClass, *, most: int, time_left: TimeLe
 
 
 def plan_of(model: CostModel, parts: Sequence[Division]) -> PlanDocument:
-    """The plan in which each entry's machines are divided so."""
+    """The plan with each entry's machines divided like this."""
     return PlanDocument(gen=tuple(_gen(model, parts)), train=tuple(_train(parts)))
 
 

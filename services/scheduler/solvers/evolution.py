@@ -15,7 +15,7 @@ _BREEDS = 0.25
 
 
 class Evolution:
-    """One arm's population."""
+    """The population of one arm."""
 
     def __init__(self, placement: Placement, scored: Scored, home: frozenset[str], num_training: int) -> None:
         self._placement, self._scored = placement, scored
@@ -25,15 +25,15 @@ class Evolution:
 
     @property
     def best_rate(self) -> float:
-        """Samples per second of the best member; 0 before there is one that can run."""
+        """Samples per second of the best member; 0 while none can run."""
         return max((rate for rate, _ in self._members), default=0.0)
 
     def step(self) -> None:
-        """One more candidate."""
+        """Breed and score one more candidate."""
         self.add(next(self._first, ()) or self._child())
 
     def add(self, parts: Parts) -> None:
-        """Take a plan in; where there is no more room, in place of the worst if it is not worse."""
+        """Add a plan; once full, it replaces the worst if it is no worse."""
         rate = self._scored.rate(parts)
         if any(parts == other for _, other in self._members):
             return
@@ -46,7 +46,7 @@ class Evolution:
 
     def _child(self) -> Parts:
         random = self._placement.random
-        # Of two drawn the better is the parent, so that the best breed more and all breed.
+        # The better of two drawn members is the parent, so that the best breed more and all can breed.
         parent = max(random.choice(self._members), random.choice(self._members), key=lambda member: member[0])[1]
         if random.random() < _BREEDS:
             other = random.choice(self._members)[1]

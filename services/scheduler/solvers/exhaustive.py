@@ -1,8 +1,8 @@
-"""Exhaustive search: the truth on small problems.
+"""Searches exhaustively: the truth on small problems.
 
-Every plan that differs from others in what the cost model sees gets an upper bound from sums that are cheap to add up;
-plans are scored from the highest bound down, until the next bound is not above the best score. What is left then cannot
-be better, so the best is optimal.
+Every plan that the cost model can tell apart gets an upper bound from sums that are cheap to compute; plans are scored
+from the highest bound down, until the next bound is not above the best score. The rest cannot be better, so the best is
+optimal.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from services.scheduler.solvers.interface import Plans, ProblemTooLargeError, So
 from services.scheduler.solvers.scored import parts_of
 
 MAX_PLANS = 6_000_000
-"""Plans that are bounded; each takes some 50 bytes at the peak."""
+"""Most plans to bound; each takes some 50 bytes at the peak."""
 _MAX_DIVISIONS = 100_000
 
 _Array = npt.NDArray[np.float64]
 
 
 class ExhaustiveSolver:
-    """Looks at every plan."""
+    """Scores every plan that may be optimal."""
 
     name = "exhaustive"
 
     def solve(self, model: CostModel, *, time_left: TimeLeft, seed: int, starts: Plans = ()) -> Solution:
-        """The best plan there is; or, when time runs out, the best so far and a bound on the rest."""
+        """The best plan; or, if time runs out, the best so far and a bound on the rest."""
         choices = _choices(model, time_left)
         bounds = _upper_bounds(model, choices)
         candidates = np.flatnonzero(bounds > 0)
@@ -58,7 +58,8 @@ class ExhaustiveSolver:
 
 
 def _choices(model: CostModel, time_left: TimeLeft) -> list[list[Division]]:
-    # Already by how many GPUs of each entry train, plans differ: what is far too large is known without a list.
+    # The choice of training GPUs per entry alone distinguishes plans: far too large problems are recognised without a
+    # list.
     least_plans = math.prod(node.gpus * node.count + 1 for node in model.problem.nodes)
     choices, num_plans = [], 1
     for node in model.problem.nodes:
@@ -75,9 +76,9 @@ def _choices(model: CostModel, time_left: TimeLeft) -> list[list[Division]]:
 
 
 def _upper_bounds(model: CostModel, choices: list[list[Division]]) -> _Array:
-    """Throughput that no plan exceeds, flat in row-major order of the choices; 0 where it cannot run.
+    """Throughput that no plan exceeds, flat in row-major order of the choices; 0 if it cannot run.
 
-    Batches as large as memory allows, every sample fresh, the shortest pause, the fastest NIC.
+    Assumes the largest batches that memory allows, only fresh samples, the shortest pause and the fastest NIC.
     """
     problem, demand = model.problem, model.demand
     made = _sums([[_made(model, part) for part in options] for options in choices])
@@ -102,7 +103,7 @@ def _upper_bounds(model: CostModel, choices: list[list[Division]]) -> _Array:
             for region in regions
         ]
         bounds[np.sum(trains_in, axis=0) > 1] = 0
-    # Sums in another order than the score's may round below it.
+    # Summed in another order than the score, they may round below it.
     return bounds * (1 + 1e-12)
 
 

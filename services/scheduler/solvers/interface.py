@@ -1,7 +1,7 @@
-"""What every solver takes and gives.
+"""Defines the interface of every solver.
 
-A solver is deterministic in its seed where its time does not run out. It owns no clock: it asks how much time is left,
-and when none is, it answers with the best it has. Infeasible is an answer.
+A solver is deterministic in its seed unless its time runs out. It has no clock: it asks how much time is left, and
+returns its best plan once none is. Infeasible is an answer.
 """
 
 from __future__ import annotations
@@ -15,45 +15,45 @@ from services.scheduler.problem.plan_document import PlanDocument
 
 Plans = Sequence[PlanDocument]
 TimeLeft = Callable[[], float]
-"""Seconds left; not above 0 when the time is over."""
+"""Seconds left; 0 or less once the time is over."""
 
 
 @dataclass(frozen=True, slots=True)
 class Solution:
-    """The best plan that was found; `plan` is None when there is none, and `score` then says why."""
+    """The best plan found; if `plan` is None, `score` says why there is none."""
 
     plan: PlanDocument | None
     score: Score | Infeasible
     upper_bound_samples_per_second: float | None
-    """No plan of the solver's space achieves more; None when it has no such bound."""
+    """No plan of the solver's space achieves more; None if it has no such bound."""
     is_optimal: bool
-    """Nothing in the solver's space is better."""
+    """Whether the plan is proved to be the best in the solver's space."""
     num_evaluated: int
-    """Plans that were scored."""
+    """Number of scored plans."""
     solver: str
 
 
 class Solver(Protocol):
-    """A way to find a good plan."""
+    """A search for a good plan."""
 
     @property
     def name(self) -> str:
         """Its name in the registry."""
 
     def solve(self, model: CostModel, *, time_left: TimeLeft, seed: int, starts: Plans = ()) -> Solution:
-        """The best plan it finds until its time is over, never worse than one it starts from.
+        """The best plan found within the time, never worse than a starting one.
 
-        Called only where memory allows a plan. `starts` are plans to begin with: of a run that is under way, or of
-        other solvers. Raises ProblemTooLargeError.
+        Called only if memory allows a plan. `starts` are initial plans, from a run in progress or other solvers. Raises
+        ProblemTooLargeError.
         """
 
 
 class ProblemTooLargeError(Exception):
-    """The solver cannot treat a problem of this size; the message says which can."""
+    """The solver cannot treat a problem of this size; the message names one that can."""
 
 
 def infeasibility(model: CostModel) -> str | None:
-    """Why no plan at all can run on this cluster; None when memory alone does not forbid one."""
+    """Why no plan at all can run on this cluster; None if memory alone does not rule out all plans."""
     problem, demand = model.problem, model.demand
     if not any(model.degrees.values()):
         widest = max(problem.nodes, key=lambda node: node.gpus * model.usable_bytes[node.name])

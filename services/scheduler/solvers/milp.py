@@ -1,4 +1,4 @@
-"""An integer program, then a local search: for clusters too large to look at every plan.
+"""Solves an integer program, then searches locally: for clusters too large for exhaustive search.
 
 The program (`columns`) gives a first plan and an upper bound. It does not see slow links, all-reduce and the staleness
 bound, so the search continues under the true score, from its plans and from plain divisions: whole entries or single
@@ -22,25 +22,25 @@ from services.scheduler.solvers.interface import Plans, ProblemTooLargeError, So
 from services.scheduler.solvers.scored import BETTER, Parts, Scored, climb, ordered_nodes, parts_of
 
 MAX_COLUMNS = 20_000
-"""Ways to divide one machine of each entry, in all."""
+"""Most ways to divide one machine of each entry, in total."""
 _PROGRAM_SHARE = 0.3
-"""Of the time, for the integer programs."""
+"""Share of the time for the integer programs."""
 MAX_KICKS = 40
-"""Random changes in a row that did not help, after which the search ends."""
+"""Unsuccessful random changes in a row after which the search ends."""
 _GOAL_GAP = 1e-4
-"""A plan this near its bound is the best."""
+"""A plan this close to its bound counts as the best."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MilpSolver:
-    """Columns, then local search."""
+    """Implements the search: columns, then local search."""
 
     name: str = "milp"
     has_programs: bool = True
     """Without them the search starts from the given plans only, and has no bound."""
 
     def solve(self, model: CostModel, *, time_left: TimeLeft, seed: int, starts: Plans = ()) -> Solution:
-        """A good plan, and an upper bound where every integer program proved one."""
+        """A good plan, and an upper bound if every integer program proved one."""
         columns = {
             node.name: list(islice(machine_splits(model, node), MAX_COLUMNS)) for node in ordered_nodes(model.problem)
         }
@@ -65,7 +65,7 @@ class MilpSolver:
     def _programs(
         model: CostModel, columns: dict[str, list[Split]], time_left: TimeLeft, seed: int
     ) -> tuple[float | None, list[Parts]]:
-        """The bound over all places of training, None when one proved none; and each program's plan."""
+        """The bound over all training sites, None if one proved none; and each program's plan."""
         homes: list[str | None] = [*dict.fromkeys(node.region for node in ordered_nodes(model.problem))]
         if not model.problem.constraints.train_single_region and any(link.a != link.b for link in model.problem.links):
             homes.append(None)
@@ -83,7 +83,7 @@ class MilpSolver:
 
 
 class _Search:
-    """The best plan so far, and the ways to a better one."""
+    """The best plan so far, and the moves to better ones."""
 
     def __init__(self, model: CostModel, columns: dict[str, list[Split]], time_left: TimeLeft, random: Random) -> None:
         self._model, self._columns, self._time_left, self._random = model, columns, time_left, random
@@ -96,7 +96,7 @@ class _Search:
         climb(self.scored, parts, self._neighbours, time_left=self._time_left)
 
     def kick(self) -> None:
-        """Change two machines of the best at random and climb, until that stopped helping."""
+        """Change two machines of the best plan at random and climb, until that stops helping."""
         fruitless = 0
         while self.scored.best is not None and fruitless < MAX_KICKS and self._time_left() > 0:
             before, kicked = self.scored.best_rate, self.scored.best
@@ -106,7 +106,7 @@ class _Search:
             fruitless = 0 if self.scored.best_rate > before * BETTER else fruitless + 1
 
     def plain_starts(self) -> Iterator[Parts]:
-        """Each place of training: a share of its machines' GPUs, or whole entries, train; others generate or idle."""
+        """For each training site, part of its machines' GPUs or whole entries train; others generate or idle."""
         nodes = ordered_nodes(self._model.problem)
         for home in dict.fromkeys(node.region for node in nodes):
             for share in (0.25, 0.5, 0.75, 1.0):
@@ -143,7 +143,7 @@ class _Search:
         return Division(node, (Split((0,) * len(self._model.degrees[node.name]), 0),) * node.count)
 
     def _uniform(self, node: NodeClass, train_gpus: int, degree: int) -> Division:
-        """Machines train in order until `train_gpus` do; the rest generates at one degree, smaller where it must."""
+        """Machines train in order until `train_gpus` GPUs do; the rest generates at one degree, or smaller."""
         splits, left = [], train_gpus
         degrees = self._model.degrees[node.name]
         for _ in range(node.count):

@@ -1,11 +1,11 @@
-"""HetRL's search: nested successive halving over where and how many GPUs train, evolutionary placement inside each arm.
+"""Implements HetRL's search: nested successive halving over training sites and GPU counts, evolution inside each arm.
 
 Its five levels in this plan space. Level 1, task grouping: everything but generation shares the training pool, so
-groupings differ in the regions the pool stands in. Level 2: how many GPUs train. Level 3: which, by swaps across the
-two groups. Level 4: tensor-parallel degrees. Level 5: which GPUs of a machine form a replica, by changes inside a
-group. Batches are balanced by the cost model, which shares work out in proportion to speed; there are no pipeline
-stages to balance. Source: HetRL, sections 4.1 and 4.2, whose Algorithm 1 was not to be had: halving is the standard
-one, nested as described there.
+groupings differ in the regions of the pool. Level 2: how many GPUs train. Level 3: which, by swaps across the two
+groups. Level 4: tensor-parallel degrees. Level 5: which GPUs of a machine form a replica, by changes inside a group.
+The cost model balances batches, dividing work in proportion to speed; there are no pipeline stages to balance. Source:
+HetRL, sections 4.1 and 4.2, whose Algorithm 1 was not available: halving is the standard one, nested as described
+there.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from services.scheduler.solvers.scored import Parts, Scored, homes_of, parts_of
 _FIRST_BUDGET = 256
 """Candidates of the first tournament; each further one has twice as many."""
 _MAX_ARMS = 16
-"""Counts of training GPUs that a tournament tries in each place."""
+"""Counts of training GPUs that a tournament tries in each training site."""
 _FRUITLESS = 3
-"""Tournaments in a row that brought nothing, after which the search ends."""
+"""Unsuccessful tournaments in a row after which the search ends."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MultilevelSolver:
-    """Tournaments of arms, each evolved, until time is over or they bring nothing more."""
+    """Plays tournaments of arms, each evolved, until time is over or they stop helping."""
 
     name: str = "multilevel"
     max_candidates: int | None = None
-    """Candidates in all; None for as many as time allows."""
+    """Candidates in total; None tries as many as time allows."""
 
     def solve(self, model: CostModel, *, time_left: TimeLeft, seed: int, starts: Plans = ()) -> Solution:
         """The best plan of all arms."""
@@ -53,7 +53,7 @@ class MultilevelSolver:
 
 
 class _Tournament:
-    """Arms that live on from one tournament to the next, with their populations."""
+    """Arms that survive from one tournament to the next, with their populations."""
 
     def __init__(self, solver: MultilevelSolver, placement: Placement, scored: Scored, time_left: TimeLeft) -> None:
         self._solver, self._placement, self._scored, self._time_left = solver, placement, scored, time_left
@@ -62,7 +62,7 @@ class _Tournament:
         self._num_candidates = 0
 
     def add(self, starts: Sequence[Parts]) -> None:
-        """Begin the arms of these plans with them."""
+        """Start the arms of these plans with them."""
         for parts in starts:
             self._scored.rate(parts)
             training = [part for part in parts if part.train_gpus]
@@ -106,7 +106,7 @@ class _Tournament:
             self._num_candidates += 1
 
     def _counts(self, home: frozenset[str]) -> list[int]:
-        """Counts of training GPUs to try: evenly over all, and closely around the best one so far."""
+        """Counts of training GPUs to try: evenly over the range, and close to the best one so far."""
         least, most = self._placement.training_range(home)
         if least > most:
             return []

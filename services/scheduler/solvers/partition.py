@@ -1,11 +1,11 @@
-"""AReaL-Hex's alternation: cut the GPUs into those that train and those that generate, plan both sides, move the cut.
+"""Implements AReaL-Hex's alternation: cut the GPUs into training and generation, plan both sides, move the cut.
 
-The cut keeps fast links inside the training side and memory bandwidth on the generating side, at a share `gamma` of
+The cut keeps fast links inside the training side and memory bandwidth on the generating side, with a share `gamma` of
 all arithmetic on the training side; `gamma` is bisected until both sides take the same time. The rollout side is the
-integer knapsack that the printed bilinear program comes to when its makespan is eliminated. Source: AReaL-Hex,
+integer knapsack that results from eliminating the makespan of the printed bilinear program. Source: AReaL-Hex,
 Algorithm 1, equation 2 and the repartition phase of its section on scheduling. The paper names no solver for the cut:
-it is exact here where there are few cuts, else moves of one GPU or one machine (Fiduccia and Mattheyses) from a
-greedy one.
+here it is exact if there are few cuts; otherwise single GPUs or machines move from a greedy cut (Fiduccia and
+Mattheyses).
 """
 
 from __future__ import annotations
@@ -22,25 +22,26 @@ from services.scheduler.solvers.interface import Plans, Solution, TimeLeft
 from services.scheduler.solvers.scored import Parts, Scored, homes_of, ordered_nodes
 
 MAX_CUTS = 5_000
-"""Cuts that are tried one by one; where there are more, moves are made from a greedy cut."""
+"""Most cuts to try one by one; beyond that, moves start from a greedy cut."""
 _ROUNDS = 20
 """Bisections of gamma."""
 
 _LINK_WEIGHTS = (1.0, 0.0)
-"""Of the links in the cut's objective. It is 1 as printed, and then GPUs with fast links train though their memory is
-wanted for generation (48 H20 beside 8 H800, say); so the alternation is run once more for memory bandwidth alone."""
+"""Weights of the links in the cut's objective. As printed it is 1, which makes GPUs with fast links train even if their
+memory is wanted for generation (48 H20 beside 8 H800, say); so the alternation runs again for memory bandwidth
+alone."""
 
 _Cut = tuple[int, ...]
 """GPUs that train, by entry."""
 
 
 class PartitionSolver:
-    """Graph partition and rollout knapsack in turn."""
+    """Alternates graph partition and rollout knapsack."""
 
     name = "partition"
 
     def solve(self, model: CostModel, *, time_left: TimeLeft, seed: int, starts: Plans = ()) -> Solution:
-        """The best plan that the alternation passes, for each place of training."""
+        """The best plan of the alternation, for each training site."""
         scored = Scored(model, starts)
         for home, weight in product(homes_of(model.problem), _LINK_WEIGHTS):
             _alternate(model, scored, _Graph(model, home, weight), time_left)
@@ -74,14 +75,14 @@ def _planned(model: CostModel, nodes: Sequence[NodeClass], cut: _Cut) -> Parts:
 
 @dataclass(frozen=True, slots=True)
 class _Weights:
-    """Of one GPU of an entry, each as a share of the whole cluster's."""
+    """Weights of one GPU of an entry, each as a share of the whole cluster's."""
 
     compute: float
     bandwidth: float
 
 
 class _Graph:
-    """The complete graph over GPUs, folded to entries: GPUs of one train on as few machines as they can."""
+    """The complete graph over GPUs, folded to entries: GPUs of an entry train on as few machines as possible."""
 
     def __init__(self, model: CostModel, home: frozenset[str], link_weight: float) -> None:
         problem = model.problem
@@ -98,9 +99,9 @@ class _Graph:
         self._all_edges = self._edges(tuple(node.gpus * node.count for node in self.nodes)) or 1.0
 
     def best_cut(self, gamma: float, *, band: float) -> _Cut | None:
-        """The cut of the highest objective whose share of the arithmetic is within `band` around gamma, or near that.
+        """The cut of the highest objective whose share of the arithmetic is within `band` of gamma, or closest to it.
 
-        None when no machine may train.
+        None if no machine may train.
         """
         if not any(self._most):
             return None
@@ -110,7 +111,7 @@ class _Graph:
         return self._moved(self._greedy(gamma), gamma, band)
 
     def _greedy(self, gamma: float) -> _Cut:
-        """Entries with the most arithmetic per memory bandwidth train first."""
+        """Greedy cut: entries with the most arithmetic per memory bandwidth train first."""
         order = sorted(
             range(len(self.nodes)), key=lambda index: -self._weights[index].compute / self._weights[index].bandwidth
         )
@@ -136,12 +137,12 @@ class _Graph:
             cut, value = best, found
 
     def _objective(self, cut: _Cut, gamma: float, band: float) -> float:
-        """Links on the training side and memory bandwidth on the other, less what lies out of the band around gamma."""
+        """Links on the training side and memory bandwidth on the other, minus the excess over the band around gamma."""
         shares = list(zip(cut, self._weights, strict=True))
         compute = sum(count * weights.compute for count, weights in shares)
         outside = max(0.0, abs(compute - gamma) - band / 2)
         generating = 1 - sum(count * weights.bandwidth for count, weights in shares)
-        # Both terms are at most 1, so that a cut in the band always beats one outside it by as little as this.
+        # Both terms are at most 1, so that a cut in the band always beats one just outside it.
         links = self._link_weight * self._edges(cut) / self._all_edges if self._link_weight else 0.0
         return links + generating - 1e3 * outside
 

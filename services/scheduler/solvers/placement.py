@@ -1,4 +1,4 @@
-"""Plans at random and random changes of plans: what an evolutionary search draws from."""
+"""Draws random plans and random changes of plans for an evolutionary search."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from services.scheduler.solvers.divisions import Division, Split, best_split, ma
 from services.scheduler.solvers.scored import Parts, ordered_nodes
 
 _MAX_SPLITS = 2_000
-"""Splits of a machine that changes draw from; where there are more, the first of them."""
+"""Splits of a machine that changes draw from; of more, only the first ones."""
 
 
 class Placement:
-    """Draws for one problem."""
+    """Draws plans and changes for one problem."""
 
     def __init__(self, model: CostModel, random: Random) -> None:
         self.random = random
@@ -27,7 +27,7 @@ class Placement:
         self._best_split = cache(partial(best_split, model))
 
     def training_range(self, home: frozenset[str]) -> tuple[int, int]:
-        """Fewest and most GPUs of a place that can train; more than most where its memory does not suffice."""
+        """Least and most GPUs of a training site that can train; least exceeds most if memory is too small."""
         here = [node for node in self._nodes if node.region in home]
         most = sum(node.gpus * node.count for node in here)
         needed, least = self._model.demand.training_state_bytes, 0
@@ -39,7 +39,7 @@ class Placement:
         return (max(1, least), most) if needed <= 0 else (most + 1, most)
 
     def first_plans(self, home: frozenset[str], num_training: int) -> Iterator[Parts]:
-        """Of GPUs that train rather than generate: those best at it, those worst at generation, in any order."""
+        """First plans: they train on the GPUs best at training, worst at generation, or random ones."""
         rates = {node.name: self._generation_rate(node) for node in self._nodes}
         training = self._model.gpu_training_rate
         orders = [
@@ -58,7 +58,7 @@ class Placement:
             yield tuple(self._division(node, list(packed(node, trains.get(node.name, 0)))) for node in self._nodes)
 
     def crossed(self, one: Parts, other: Parts, home: frozenset[str], num_training: int) -> Parts:
-        """Each entry from either parent; then GPUs of random machines change sides until as many train as should."""
+        """Take each entry from either parent, then move GPUs of random machines to get the number that train."""
         parts = tuple(self.random.choice(pair) for pair in zip(one, other, strict=True))
         surplus = sum(part.train_gpus for part in parts) - num_training
         while surplus:
@@ -73,13 +73,13 @@ class Placement:
         return parts
 
     def changed(self, parts: Parts, home: frozenset[str]) -> Parts:
-        """One of the moves that keep the number of GPUs that train."""
+        """One of the moves that keep the number of training GPUs."""
         moves = [self._resplit, self._uniform, self._idled]
         moves += [lambda parts: self._swapped(parts, home)] * 2
         return self.random.choice(moves)(parts)
 
     def _swapped(self, parts: Parts, home: frozenset[str]) -> Parts:
-        """GPUs of one machine leave the pool, as many of another enter it. Level 3."""
+        """Move GPUs of one machine out of the pool, and as many of another into it. Level 3."""
         giver = self._machine(parts, home, trains=True)
         taker = self._machine(parts, home, trains=False)
         if giver is None or taker is None or giver == taker:
@@ -91,14 +91,14 @@ class Placement:
         return self._with_training(self._with_training(parts, *giver, gives - moved), *taker, takes + moved)
 
     def _resplit(self, parts: Parts) -> Parts:
-        """Other replicas on one machine. Level 5."""
+        """Change the replicas on one machine. Level 5."""
         index = self.random.randrange(len(parts))
         position = self.random.randrange(parts[index].node.count)
         old = parts[index].splits[position]
         return _replaced(parts, index, position, self.random.choice(self._alike(parts[index].node, old.train_gpus)))
 
     def _uniform(self, parts: Parts) -> Parts:
-        """All machines of an entry at one degree. Level 4."""
+        """Set all machines of an entry to one degree. Level 4."""
         index = self.random.randrange(len(parts))
         part = parts[index]
         degrees = self._model.degrees[part.node.name]
@@ -109,7 +109,7 @@ class Placement:
         return (*parts[:index], Division(part.node, tuple(splits)), *parts[index + 1 :])
 
     def _idled(self, parts: Parts) -> Parts:
-        """All machines of an entry stop generating, or begin."""
+        """Let all machines of an entry stop generating, or start."""
         index = self.random.randrange(len(parts))
         part = parts[index]
         none = (0,) * len(self._model.degrees[part.node.name])
@@ -121,7 +121,7 @@ class Placement:
         return (*parts[:index], Division(part.node, tuple(splits)), *parts[index + 1 :])
 
     def _machine(self, parts: Parts, home: frozenset[str], *, trains: bool) -> tuple[int, int] | None:
-        """A machine of the place with a GPU that trains, or with one that does not; entry and position."""
+        """A machine of the site with a GPU that trains, or with one that does not; entry and position."""
         found = [
             (index, position)
             for index, part in enumerate(parts)
@@ -151,7 +151,7 @@ class Placement:
         return Division(node, tuple(self._best_split(node, gpus) for gpus in trains))
 
     def _generation_rate(self, node: NodeClass) -> float:
-        """Samples per second of one GPU of it at the best degree."""
+        """Samples per second of one of its GPUs at the best degree."""
         split = self._best_split(node, 0)
         states = [self._model.replica(node, degree) for degree in self._model.degrees[node.name]]
         rates = [state.samples_per_second if state is not None else 0.0 for state in states]

@@ -1,10 +1,9 @@
-"""A portfolio: the truth where the problem is small, else each solver's best idea as the next one's beginning.
+"""Runs a portfolio: exact search on small problems, else each solver's best plan as the next one's start.
 
-AReaL-Hex's alternation and StreamRL's allocation take an instant and end by themselves; exhaustive search proves small
-problems in a moment, all the sooner as it begins with their plans. Where it proved nothing, HetRL's search and the
-integer programs have a turn each. Then the one that gained more continues, the other one when it gains nothing,
-until both have ended or time is over. Each begins with the best so far, so what comes out is never worse than anything
-a member found in there.
+AReaL-Hex's alternation and StreamRL's allocation take an instant and end by themselves; exhaustive search solves small
+problems in a moment, sooner still as it starts from their plans. If it proved nothing, HetRL's search and the integer
+programs have a turn each. Then the one that gained more continues, the other one when it gains nothing, until both have
+ended or time is over. Each starts from the best so far, so the result is never worse than any plan a member found.
 """
 
 from __future__ import annotations
@@ -21,18 +20,18 @@ from services.scheduler.solvers.registry import AUTO, SOLVERS, make_solver
 _RIVALS: tuple[Solver, Solver] = (MultilevelSolver(), MilpSolver(has_programs=False))
 """They continue afterwards, one at a time."""
 _TURN = 0.5
-"""Share of the time that is left, for each further turn."""
+"""Share of the time left for each further turn."""
 _NUM_TURNS = 8
-"""At most; the last takes all that is left."""
+"""Most further turns; the last takes all the time left."""
 
 
 class AutoSolver:
-    """The members in turn."""
+    """Runs the members in turn."""
 
     name = AUTO
 
     def solve(self, model: CostModel, *, time_left: TimeLeft, seed: int, starts: Plans = ()) -> Solution:
-        """The best plan of all members, the lowest bound of any."""
+        """The best plan of all members, and the lowest bound of any."""
         turns = _Turns(model, time_left, seed, starts)
         gains = {
             name: turns.take(make_solver(name), entry.auto_share)
@@ -53,7 +52,7 @@ class AutoSolver:
 
 
 class _Turns:
-    """Members one after the other, each from the best so far, until one proves its plan to be the best there is."""
+    """Runs members one after the other, each from the best so far, until one proves its plan optimal."""
 
     def __init__(self, model: CostModel, time_left: TimeLeft, seed: int, starts: Plans) -> None:
         self._model, self._time_left, self._seed, self._starts = model, time_left, seed, starts
@@ -83,7 +82,7 @@ class _Turns:
 
 
 def _better(one: Solution, other: Solution) -> Solution:
-    """The better of both, the first where they are equal, with what both know."""
+    """The better of both, the first on a tie, with the bounds of both."""
     best = max((one, other), key=lambda each: each.score.samples_per_second)
     bounds = [
         each.upper_bound_samples_per_second for each in (one, other) if each.upper_bound_samples_per_second is not None

@@ -1,7 +1,7 @@
-"""Other generators around a training pool that stays where it is: what a run in progress can change.
+"""Replans the generators around a training pool that stays: what a run in progress can change.
 
-Every machine keeps the GPUs that train; what its others do is changed, for all machines alike and for one alone, as
-long as that makes the plan better. Machines without which generation keeps up with training are then given up, the
+Every machine keeps its training GPUs; the use of the others is changed, for all machines of an entry or for one, as
+long as the plan improves. Machines that generation does not need to keep up with training are then given up, the
 dearest first: StreamRL (Zhong et al. 2025, section 4.3) adds units only.
 """
 
@@ -18,11 +18,11 @@ from services.scheduler.solvers.scored import BETTER, Parts, Scored, climb, part
 
 NAME = "regeneration"
 MIN_SPARE = 0.1
-"""Of what trainers take, that generators could make beyond it, for a machine to be needless."""
+"""Excess of generation over training, as a share of the latter, at which a machine is unneeded."""
 
 
 def regenerate(model: CostModel, running: PlanDocument, *, time_left: TimeLeft) -> Solution:
-    """The best plan found that trains where `running` does, without what is needless; never slower than it."""
+    """The best plan found that trains where `running` does, without unneeded machines; never slower than it."""
     scored = Scored(model)
     kept = parts_of(model, running)
     around = _Neighbourhood(model)
@@ -36,7 +36,7 @@ def regenerate(model: CostModel, running: PlanDocument, *, time_left: TimeLeft) 
 
 
 def _leaner(model: CostModel, scored: Scored, parts: Parts) -> Parts | None:
-    """The plan without the dearest machine that is needless; None where each is needed."""
+    """The plan without the dearest unneeded machine; None if all are needed."""
     offers: list[tuple[float, Parts]] = []
     for index, part in enumerate(parts):
         for split in dict.fromkeys(part.splits):
@@ -51,27 +51,27 @@ def _leaner(model: CostModel, scored: Scored, parts: Parts) -> Parts | None:
 
 
 def _spare(model: CostModel, parts: Parts) -> float:
-    """What generators could make beyond what is trained, as a share of that."""
+    """Excess of possible generation over training, as a share of the latter."""
     score = model.score(plan_of(model, parts))
     assert isinstance(score, Score)
     return score.generated_samples_per_second / score.samples_per_second - 1
 
 
 def _filled(model: CostModel, part: Division) -> Division:
-    """All GPUs that do not train generate, as each machine does best alone."""
+    """Let all GPUs that do not train generate, in the best way for each machine alone."""
     splits = (best_split(model, part.node, split.train_gpus) for split in part.splits)
     return Division(part.node, tuple(splits))
 
 
 class _Neighbourhood:
-    """Plans that differ in what one entry's machines do beside training."""
+    """Plans that differ in the use of one entry's machines beside training."""
 
     def __init__(self, model: CostModel) -> None:
         self._model = model
         self._splits = {node.name: list(machine_splits(model, node)) for node in model.problem.nodes}
 
     def neighbours(self, parts: Parts) -> Iterator[Parts]:
-        """Of these."""
+        """The neighbours of these parts."""
         for index, part in enumerate(parts):
             for old in dict.fromkeys(part.splits):
                 position = part.splits.index(old)
@@ -82,7 +82,7 @@ class _Neighbourhood:
                         yield (*parts[:index], Division(part.node, splits), *parts[index + 1 :])
 
     def _alike(self, node: NodeClass, old: Split) -> Iterator[Split]:
-        """Other divisions of a machine with as many GPUs that train; none of the others working is one."""
+        """Other divisions of a machine with as many training GPUs, including the one with all others idle."""
         idle = Split((0,) * len(self._model.degrees[node.name]), old.train_gpus)
         for split in dict.fromkeys((*self._splits[node.name], idle)):
             if split.train_gpus == old.train_gpus and split != old:

@@ -1,6 +1,6 @@
-"""The solvers by the names that `--solver` takes. A new one is a file beside this one and a line here.
+"""Lists the solvers by the names that `--solver` takes. A new one is a file beside this one and a line here.
 
-Nothing is imported before a solver is asked for, so that the command line lists the names at no cost.
+Solvers are imported on first use, so that the command line lists the names at no cost.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ AUTO = "auto"
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One solver."""
+    """A registered solver."""
 
     path: str
-    """`module:class`, whose objects are made without arguments."""
+    """`module:class`; the class is constructed without arguments."""
     auto_share: float | None = None
-    """What it may take of the time that is left when its turn in `auto` comes; None where `auto` does without it."""
+    """Share of the time left that it may take in its turn of `auto`; None if `auto` does not use it."""
 
 
 SOLVERS: dict[str, Entry] = {
@@ -33,10 +33,10 @@ SOLVERS: dict[str, Entry] = {
     "multilevel": Entry("services.scheduler.solvers.multilevel:MultilevelSolver", auto_share=0.6),
     "milp": Entry("services.scheduler.solvers.milp:MilpSolver", auto_share=0.6),
 }
-"""`auto` asks in this order."""
+"""The order in which `auto` runs them."""
 
 
 def make_solver(name: str) -> Solver:
-    """The solver of that name, one of SOLVERS."""
+    """The named solver, one of SOLVERS."""
     solver: Solver = resolve_name(SOLVERS[name].path)()
     return solver

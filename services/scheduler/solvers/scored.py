@@ -1,4 +1,4 @@
-"""Plans that were scored, each once, and the best of them: what every search keeps."""
+"""Scores plans, each once, and keeps the best: the state of every search."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from services.scheduler.solvers.divisions import Division, Split, plan_of
 from services.scheduler.solvers.interface import Solution, TimeLeft
 
 Parts = tuple[Division, ...]
-"""What the machines of each entry do, one division an entry."""
+"""The use of the machines of each entry, one division per entry."""
 BETTER = 1 + 1e-9
-"""A rate this many times another is better, and not the same sum in another order."""
+"""Ratio above which a rate is better than another, and not the same sum in another order."""
 
 
 class Scored:
-    """Scores plans and remembers."""
+    """Scores plans and caches the results."""
 
     def __init__(self, model: CostModel, starts: Iterable[PlanDocument] = ()) -> None:
         """`starts` are scored first."""
@@ -25,7 +25,7 @@ class Scored:
         self._known: dict[tuple[tuple[str, tuple[int, ...]], ...], tuple[float, Limit | None]] = {}
         self.best: Parts | None = None
         self.best_rate = 0.0
-        """Samples per second of the best."""
+        """Samples per second of the best plan."""
         self.answer: Score | Infeasible = Infeasible("no plan was found in this time")
         """Of the best, or why the first one tried cannot run."""
         self.num_evaluated = 0
@@ -33,11 +33,11 @@ class Scored:
             self.rate(parts_of(model, start))
 
     def rate(self, parts: Parts) -> float:
-        """Samples per second; 0 when it cannot run."""
+        """Samples per second; 0 if it cannot run."""
         return self.look_at(parts)[0]
 
     def look_at(self, parts: Parts) -> tuple[float, Limit | None]:
-        """Samples per second and what limits them; 0 and None when it cannot run."""
+        """Samples per second and their limit; 0 and None if it cannot run."""
         key = tuple((part.node.name, part.sums) for part in parts)
         if key not in self._known:
             self.num_evaluated += 1
@@ -50,17 +50,17 @@ class Scored:
         return self._known[key]
 
     def settle_for(self, parts: Parts) -> None:
-        """Take this for the best: as fast as it, and preferable."""
+        """Make this the best: equally fast, and preferable."""
         self.best, self.answer = parts, self._model.score(plan_of(self._model, parts))
 
     def solution(self, solver: str, *, bound: float | None = None, is_optimal: bool = False) -> Solution:
-        """The best so far as a solver's answer."""
+        """The best so far as a solver's result."""
         plan = plan_of(self._model, self.best) if self.best is not None else None
         return Solution(plan, self.answer, bound, is_optimal and plan is not None, self.num_evaluated, solver)
 
 
 def climb(scored: Scored, parts: Parts, neighbours: Callable[[Parts], Iterator[Parts]], *, time_left: TimeLeft) -> None:
-    """Go to the first better neighbour until there is none, or no time."""
+    """Move to the first better neighbour until there is none, or no time."""
     rate = scored.rate(parts)
     is_better = True
     while is_better:
@@ -74,7 +74,7 @@ def climb(scored: Scored, parts: Parts, neighbours: Callable[[Parts], Iterator[P
 
 
 def homes_of(problem: Problem) -> list[frozenset[str]]:
-    """Regions, or sets of them, in which training can stand: each alone, and all where pools may span regions."""
+    """Training sites: each region alone, and all regions if pools may span them."""
     regions = list(dict.fromkeys(node.region for node in ordered_nodes(problem)))
     homes = [frozenset((region,)) for region in regions]
     if len(regions) > 1 and not problem.constraints.train_single_region:
@@ -83,7 +83,7 @@ def homes_of(problem: Problem) -> list[frozenset[str]]:
 
 
 def parts_of(model: CostModel, plan: PlanDocument) -> Parts:
-    """The plan on this problem's machines; machines it does not name idle, and what does not fit here is left out."""
+    """The plan on this problem's machines; unnamed machines idle, and what does not fit is left out."""
     parts = []
     for node in ordered_nodes(model.problem):
         splits = [_split_of(model, node, f"{node.name}-{index}", plan) for index in range(node.count)]
@@ -106,9 +106,9 @@ def _split_of(model: CostModel, node: NodeClass, machine: str, plan: PlanDocumen
 
 
 def ordered_nodes(problem: Problem) -> list[NodeClass]:
-    """The machines' entries in an order that neither their names nor the order in the file decide.
+    """The machines' entries in an order independent of their names and their order in the file.
 
-    Searches that draw at random walk through entries in it, so that renaming or reordering changes nothing.
+    Random searches visit entries in this order, so that renaming or reordering changes nothing.
     """
     alike = {node.name: _character(problem, node) for node in problem.nodes}
     regions = {

@@ -1,9 +1,8 @@
-"""StreamRL's resource allocation: two groups of equal GPUs, sized by a profiler so that neither stage waits.
+"""Implements StreamRL's resource allocation: two groups of equal GPUs, sized by a profiler so that neither stage waits.
 
 In one site: every split of the GPUs of one type, each side at its best parallelism. Across sites, or between types:
-both stages at their full budget, then the faster one shrinks to the size at which the two times are nearest. The cost
-model is the profiler. Machines of other types stay idle, as the method knows two groups only. Source: StreamRL,
-Algorithm 1.
+both stages at their full budget, then the faster one shrinks until the two times are closest. The cost model is the
+profiler. Machines of other types stay idle, since the method has only two groups. Source: StreamRL, Algorithm 1.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ class StreamRlSolver:
     name = "streamrl"
 
     def solve(self, model: CostModel, *, time_left: TimeLeft, seed: int, starts: Plans = ()) -> Solution:
-        """The best of all pairs of groups."""
+        """Finds the best of all pairs of groups."""
         scored = Scored(model, starts)
         groups = _groups(ordered_nodes(model.problem))
         for generating, training in product(groups, groups):
@@ -58,21 +57,21 @@ def _num_gpus(group: _Group) -> int:
 
 
 class _Allocation:
-    """One pair of groups at one tensor-parallel degree."""
+    """Sizes one pair of groups at one tensor-parallel degree."""
 
     def __init__(self, model: CostModel, scored: Scored, generating: _Group, training: _Group, degree: int) -> None:
         self._model, self._scored, self._degree = model, scored, degree
         self._generating, self._training = generating, training
 
     def split_one_site(self, time_left: TimeLeft) -> None:
-        """Every (x, y) with x + y = n, until time is over."""
+        """Try every (x, y) with x + y = n, until time is over."""
         for num_training in range(1, _num_gpus(self._training)):
             if self._scored.num_evaluated and time_left() <= 0:
                 return
             self._limit(_num_gpus(self._generating), num_training)
 
     def shrink_the_faster(self) -> None:
-        """Both at full size; then the faster one as small as it may be without becoming the slower, or one less."""
+        """Start at full size, then shrink the faster to the least size that is not slower, or one less."""
         most_generating, most_training = _num_gpus(self._generating), _num_gpus(self._training)
         if self._limit(most_generating, most_training) is Limit.TRAINING:
             smallest = _smallest(most_generating, lambda count: self._limit(count, most_training) is Limit.TRAINING)
@@ -87,7 +86,7 @@ class _Allocation:
         return self._scored.look_at(self._parts(num_generating, num_training))[1]
 
     def _parts(self, num_generating: int, num_training: int) -> Parts:
-        """GPUs train from the first machine on; of the others the first `num_generating` generate; the rest idles."""
+        """GPUs train from the first machine on; of the rest, the first `num_generating` generate."""
         parts = []
         for node in ordered_nodes(self._model.problem):
             trains = min(num_training, node.gpus * node.count) if node in self._training else 0
@@ -108,13 +107,13 @@ class _Allocation:
 
 
 def _replicas(degrees: Sequence[int], gpus: int, most_degree: int) -> Iterator[int]:
-    """Replicas of each degree, ascending: as many of `most_degree` as there is room for, and no other."""
+    """Replicas of each degree, ascending: as many of `most_degree` as fit, and no other."""
     for degree in degrees:
         yield gpus // degree if degree == most_degree else 0
 
 
 def _smallest(most: int, holds: Callable[[int], bool]) -> int:
-    """The smallest count up to `most` at which something holds that holds at `most` and, once true, stays true."""
+    """The smallest count up to `most` at which a predicate holds that is true at `most` and, once true, stays true."""
     low, high = 0, most
     while high - low > 1:
         middle = (low + high) // 2
