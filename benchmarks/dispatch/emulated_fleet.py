@@ -1,4 +1,4 @@
-"""Pretend generators on a virtual clock: what an engine with continuous batching does, as the latency model has it."""
+"""Emulated generators on a virtual clock: what an engine with continuous batching does, as the latency model has it."""
 
 from __future__ import annotations
 

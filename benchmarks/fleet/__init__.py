@@ -1,1 +1,1 @@
-"""Fleets of pretend GPUs through real services: what dispatch is worth, and what the death of a generator costs."""
+"""Fleets of emulated GPUs through real services: what dispatch is worth, and what the death of a generator costs."""

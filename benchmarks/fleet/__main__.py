@@ -29,7 +29,7 @@ def main() -> int:
 def _show(result: dict[str, Any]) -> None:
     print_table(
         "Generation time over random dealing with FIFO: medians (least, largest)",
-        ("fleet and regime", "dispatch", "ratio", "pretended seconds", "StreamRL: 7B, 32B, 72B"),
+        ("fleet and regime", "dispatch", "ratio", "emulated seconds", "StreamRL: 7B, 32B, 72B"),
         (_rows(name, numbers) for name, numbers in result.items() if name not in _OTHERS),
     )
     for name in _OTHERS:

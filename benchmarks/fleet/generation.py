@@ -44,7 +44,7 @@ class Surroundings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pace:
-    """How fast pretended time passes, and how often tokens come out of the engines and are sent, in real time."""
+    """How fast emulated time passes, and how often tokens come out of the engines and are sent, in real time."""
 
     time_scale: float
     tick_s: float
@@ -52,7 +52,7 @@ class Pace:
 
     @classmethod
     def scaled(cls, time_scale: float) -> Self:
-        """As often as every pretended second, and every five, so that scales differ in nothing else."""
+        """As often as every emulated second, and every five, so that scales differ in nothing else."""
         return cls(time_scale=time_scale, tick_s=1.0 / time_scale, flush_interval_s=5.0 / time_scale)
 
 
@@ -66,9 +66,9 @@ class Step:
 
     wall_s: float
     generation_s: float
-    """Pretended time until the last sample was decoded."""
+    """Emulated time until the last sample was decoded."""
     longest_stall_s: float
-    """Longest time, in pretended seconds, that this process waited for the broker or for a core: other work on the
+    """Longest time, in emulated seconds, that this process waited for the broker or for a core: other work on the
     machine, which would be taken for slow dispatch."""
     is_foreseen: bool
     """Whether the scheduler answered the broker in time, which waits half a second; without forecasts every policy is
@@ -226,7 +226,7 @@ async def measure_undisturbed(
     while len(steps) < MAX_TRIES:
         step = await measure(around, name=f"{name}-{len(steps)}", **arguments)
         steps.append(step)
-        progress(f"{name}: {step.generation_s:.1f} pretended seconds in {step.wall_s:.1f} real ones{step.trouble}")
+        progress(f"{name}: {step.generation_s:.1f} emulated seconds in {step.wall_s:.1f} real ones{step.trouble}")
         if step.is_undisturbed:
             break
     return min(steps, key=lambda step: (not step.is_foreseen, step.longest_stall_s))

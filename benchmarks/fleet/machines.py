@@ -27,7 +27,7 @@ _MODEL = MODELS["qwen2.5-7b"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
-    """One pretend GPU: StreamRL's step times, slower or faster in proportion to memory bandwidth."""
+    """One emulated GPU: StreamRL's step times, slower or faster in proportion to memory bandwidth."""
 
     gpu: str
     max_samples: int

@@ -1,4 +1,4 @@
-"""What stands around the pretend GPUs of a benchmark: Redis, broker, weights, and a scheduler told its forecasts."""
+"""What stands around the emulated GPUs of a benchmark: Redis, broker, weights, and a scheduler told its forecasts."""
 
 from __future__ import annotations
 

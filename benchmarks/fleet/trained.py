@@ -43,7 +43,7 @@ async def compare(
     time_scale: float,
     progress: Callable[[str], None],
 ) -> dict[str, dict[str, list[float]]]:
-    """Pretended seconds by table and arm; the table `recall` has the scheduler's recall of the longest instead."""
+    """Emulated seconds by table and arm; the table `recall` has the scheduler's recall of the longest instead."""
     found: dict[str, dict[str, list[float]]] = {}
     for repetition in range(num_repetitions):
         made = make_set(seed=repetition, num_prompts=NUM_PAIRS + num_samples)

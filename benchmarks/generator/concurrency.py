@@ -1,4 +1,4 @@
-"""Concurrency by measured KV pressure against fixed settings, on a pretend GPU in virtual time.
+"""Concurrency by measured KV pressure against fixed settings, on an emulated GPU in virtual time.
 
 One generator with more work than it can hold decodes the same samples under each setting: a fixed number of samples
 at once, or as many as `services.generator.decoding.kv_headroom` asks for. The emulated GPU

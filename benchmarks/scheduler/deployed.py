@@ -2,8 +2,8 @@
 
 penstock bench scheduler.deployed QUICKSTART [--only NAME,...] [--problem P.yaml] [--time-scale X] [--steps N]
 
-Unlike pretend machines behind a real scheduler, broker and trainer; generation limits the plan, so that the trainer, a
-small model on a CPU, need only keep up. Samples per second over the steps after the first few, in pretended time, next
+Unlike emulated machines behind a real scheduler, broker and trainer; generation limits the plan, so that the trainer, a
+small model on a CPU, need only keep up. Samples per second over the steps after the first few, in emulated time, next
 to the two that `penstock plan` tells: the cost model's, and what the plan reaches by simulation. QUICKSTART is what
 `penstock quickstart --prepare-only` made (`runs/quickstart/current`). Needs a machine on which nobody else computes:
 what the services need to hand samples over does not scale.
@@ -22,7 +22,7 @@ from typing import Any
 
 import yaml
 
-from benchmarks.scheduler.problems.pretended import VARIATIONS, variation
+from benchmarks.scheduler.problems.emulated_machines import VARIATIONS, variation
 from benchmarks.scratch import scratch_folder
 
 NUM_SKIPPED = 8
@@ -35,8 +35,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("quickstart", type=Path)
     parser.add_argument("--only", default=",".join(VARIATIONS), help=f"of {', '.join(VARIATIONS)}; default: all")
-    parser.add_argument("--problem", type=Path, help="another one, of pretend GPUs; generation must limit its plan")
-    parser.add_argument("--time-scale", type=float, default=0.5, help="pretended seconds in a real one")
+    parser.add_argument("--problem", type=Path, help="another one, of emulated GPUs; generation must limit its plan")
+    parser.add_argument("--time-scale", type=float, default=0.5, help="emulated seconds in a real one")
     parser.add_argument("--steps", type=int, default=24)
     options = parser.parse_args()
     if unknown := [name for name in options.only.split(",") if name not in VARIATIONS]:
@@ -48,7 +48,7 @@ def main() -> int:
         problems = {options.problem.stem: yaml.safe_load(options.problem.read_text(encoding="utf-8"))}
     # A child that is left behind would keep the ports: after SIGTERM, too, it is killed, and its services with it.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    print("samples/s in pretended time; how many times the prediction was reached\n")
+    print("samples/s in emulated time; how many times the prediction was reached\n")
     print("| problem | cost model | simulated | measured | trainer waited |\n|---|---|---|---|---|", flush=True)
     for name, problem in problems.items():
         print(_compared(name, problem, options), flush=True)
@@ -62,7 +62,7 @@ def _compared(name: str, problem: dict[str, Any], options: argparse.Namespace) -
         run = _written(folder / "run.yaml", _run(options.quickstart.absolute(), folder, options))
         plan = json.loads(_penstock(folder, "plan", str(stated), "--budget-s", "10", "--json", *_deploy(folder, run)))
         if plan["limit"] != "generation":
-            sys.exit(f"{name}: its plan is limited by {plan['limit']}, which is not pretended here")
+            sys.exit(f"{name}: its plan is limited by {plan['limit']}, which is not emulated here")
         _penstock(folder, "run", str(folder / "out" / "run.yaml"))
         lines = (folder / "runs" / RUN_ID / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     return _row(name, plan, [json.loads(line) for line in lines[NUM_SKIPPED:]], options.time_scale)

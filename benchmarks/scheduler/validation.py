@@ -2,10 +2,10 @@
 
 penstock bench scheduler.validation [--only WORD] [--samples N] [--length-scale X] [--time-scale X]
 
-Real: Redis, a broker and eight pretend GPUs in real time, from submission to the last token (`benchmarks/fleet`).
+Real: Redis, a broker and eight emulated GPUs in real time, from submission to the last token (`benchmarks/fleet`).
 `dispatch` is `benchmarks/dispatch`, which runs the broker's dispatch policies and moves; `run` is
 `simulator/virtual_run`, which serves in order of arrival or longest forecast first, places as `lpt` does and moves what
-was begun. Both simulate real seconds, as the broker's own times do not scale with pretended ones. Needs a machine on
+was begun. Both simulate real seconds, as the broker's own times do not scale with emulated ones. Needs a machine on
 which nobody else computes.
 """
 
@@ -71,7 +71,7 @@ def main() -> int:
     parser.add_argument("--only", default="", help="scenarios whose name has this word")
     parser.add_argument("--samples", type=int, default=1024)
     parser.add_argument("--length-scale", type=float, default=1.0, help="of StreamRL's lengths")
-    parser.add_argument("--time-scale", type=float, default=10.0, help="pretended seconds in a real one")
+    parser.add_argument("--time-scale", type=float, default=10.0, help="emulated seconds in a real one")
     parser.add_argument("--redis", type=Path, default=shutil.which("redis-server"), help="a redis-server")
     options = parser.parse_args()
     if options.redis is None:
@@ -104,7 +104,7 @@ async def _compare(cases: Sequence[Case], workload: Workload, time_scale: float,
 
 
 def _dispatched(case: Case, workload: Workload, time_scale: float) -> float:
-    """Pretended seconds until the last token, by the simulator of dispatch."""
+    """Emulated seconds until the last token, by the simulator of dispatch."""
     order = _order(workload)
     forecasts = workload.forecasts[case.forecast]
     scenario = Scenario(

@@ -25,9 +25,9 @@ from console.deploy.nodes import (
     LENGTHS_FILE,
     Machine,
     drawn_lengths,
+    emulation,
     machines,
     node_document,
-    pretending,
 )
 from console.deploy.readme import readme
 from console.deploy.trainers import TrainingMachine, processes, training_machines
@@ -171,7 +171,7 @@ class _Deployment:
         return {**document, "endpoints": {**document.get("endpoints", {}), **attached}}
 
     def _with_plan(self, folder: PurePath) -> Document:
-        # Machines know what they pretend to be; the run starts no generator of its own.
+        # Machines know what they emulate; the run starts no generator of its own.
         generator = {key: value for key, value in self.config.get("generator", {}).items() if key != "emulated"}
         plan = {"problem": str(folder / "problem.yaml"), "plan": str(folder / "plan.yaml")}
         scheduler = {**self.config.get("scheduler", {}), **plan}
@@ -270,7 +270,7 @@ def _run_config(model: CostModel, plan: PlanDocument, run: Document, *, is_emula
     }
     if is_emulated:
         # The trainer is real, on whatever this machine has: it keeps to what the run says.
-        emulated = pretending(problem, run["generator"].get("emulated", {}))
+        emulated = emulation(problem, run["generator"].get("emulated", {}))
         return {**config, "generator": {**run["generator"], "emulated": emulated}}
     return {**config, "trainer": {**run.get("trainer", {}), "processes": processes(model, plan)}}
 

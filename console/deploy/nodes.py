@@ -1,4 +1,4 @@
-"""The machines of a deployment: a configuration of `penstock node` for each, and what pretend GPUs pretend there."""
+"""The machines of a deployment: a configuration of `penstock node` for each, and what emulated GPUs stand for there."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ FIRST_GENERATOR_PORT = 7400
 MAX_PORT = 65535
 LENGTHS_FILE = "lengths.txt"
 NUM_LENGTHS = 4096
-"""Drawn from the problem's distribution, for pretend GPUs to replay."""
+"""Drawn from the problem's distribution, for emulated GPUs to replay."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,11 +113,11 @@ def node_document(
     }
 
 
-def pretending(problem: Problem, stated: Mapping[str, Any]) -> dict[str, Any]:
-    """The `emulated` section of a run of pretend GPUs, with the model named. Raises ConfigError."""
+def emulation(problem: Problem, stated: Mapping[str, Any]) -> dict[str, Any]:
+    """The `emulated` section of a run of emulated GPUs, with the model named. Raises ConfigError."""
     unknown = sorted({node.gpu for node in problem.nodes} - GPUS.keys())
     if unknown:
-        raise ConfigError(f"gpu_types: nobody can pretend to be {', '.join(unknown)}; there are {', '.join(GPUS)}")
+        raise ConfigError(f"gpu_types: no engine can emulate {', '.join(unknown)}; there are {', '.join(GPUS)}")
     shape = problem.model
     alike = (
         name
@@ -127,7 +127,7 @@ def pretending(problem: Problem, stated: Mapping[str, Any]) -> dict[str, Any]:
     model = stated.get("model") or next(alike, None)
     if model is None:
         raise ConfigError(
-            f"generator.emulated.model: the problem's model is none of {', '.join(MODELS)}; name the one to pretend"
+            f"generator.emulated.model: the problem's model is none of {', '.join(MODELS)}; name the one to emulate"
         )
     section = {**stated, "model": model}
     known = EmulatedConfig.model_fields

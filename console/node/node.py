@@ -85,9 +85,9 @@ class NodeAgent:
         """When it is said again, in the loop's time, that there is no plan."""
         self._ports: dict[str, int] = {}
         """Of what runs: its first one."""
-        pretended = config.generator.engine.is_emulated
-        # A plan over pretend GPUs is made in their time.
-        self._meter = Meter(time_scale=config.generator.emulated.time_scale if pretended else 1.0)
+        is_emulated = config.generator.engine.is_emulated
+        # A plan over emulated GPUs is made in their time.
+        self._meter = Meter(time_scale=config.generator.emulated.time_scale if is_emulated else 1.0)
 
     async def run(self) -> None:
         """Follow the plan until cancelled.

@@ -48,7 +48,7 @@ class Meter:
     """Turns counters of generators into rates. Pure.
 
     Args:
-        time_scale: Pretended seconds in a real one; rates are in pretended ones.
+        time_scale: Emulated seconds in a real one; rates are in emulated ones.
     """
 
     def __init__(self, *, time_scale: float = 1.0) -> None:

@@ -239,7 +239,7 @@ class MeasuredRate(_message.Message):
     """Samples per second."""
     token_s: _builtins.float
     """Generators: mean time from one token of a sample to its next, seconds, prefill of others included; unset when not
-    measured. Pretend GPUs report pretended seconds. It says how fast a machine is whatever it has to do, so it is what
+    measured. Emulated GPUs report emulated seconds. It says how fast a machine is whatever it has to do, so it is what
     machines are compared by where it is set.
     """
     num_concurrent_samples: _builtins.float
@@ -468,7 +468,7 @@ class ReportNodeRequest(_message.Message):
     """True when it is about to leave (a spot notice, a drain)."""
     generator_start_s: _builtins.float
     """How long its newest generator took, seconds, from the revision that asked for it until its engine was built; the end
-    of the one before is included, fetching weights is not. Pretend GPUs report pretended seconds. Unset when none was
+    of the one before is included, fetching weights is not. Emulated GPUs report emulated seconds. Unset when none was
     started. Revisions count on it.
     """
     @_builtins.property

@@ -1,4 +1,4 @@
-"""What pretend GPUs have, and what the models that they pretend to run need.
+"""What emulated GPUs have, and what the models that they would run need.
 
 Sources: vendors' data sheets for rates and memory (dense bf16; T4 and V100 fp16); all-reduce rates of A100 and H100 as
 Vidur measured them, of the others scaled from those or assumed; shapes from the models' own config.json.

@@ -1,4 +1,4 @@
-"""How long pretend completions are, their stop token included: a law to draw from, or lengths to replay. Pure."""
+"""How long emulated completions are, their stop token included: a law to draw from, or lengths to replay. Pure."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ class ServedModel(Protocol):
 
     @property
     def emulated(self) -> EmulatedConfig:
-        """What an emulated engine pretends to be."""
+        """What an emulated engine emulates."""
 
 
 class BaseEngineConfig(StrictModel, ABC):
@@ -45,11 +45,11 @@ class BaseEngineConfig(StrictModel, ABC):
     packages: ClassVar[tuple[str, ...]] = ()
     """Packages it needs, any one of them; imported by the first one's name."""
     is_emulated: ClassVar[bool] = False
-    """Whether it only pretends: it needs no GPU and no tokenizer, and several share a process."""
+    """Whether it only emulates GPUs: it needs neither a GPU nor a tokenizer, and several share a process."""
     has_pipeline_stages: ClassVar[bool] = False
 
     engine: str
-    """vllm; transformers where vllm does not install; emulated for pretend GPUs."""
+    """vllm; transformers where vllm does not install; emulated for emulated GPUs."""
     max_concurrent_samples: int = Field(default=128, ge=1, le=8192)
     """Most samples decoded at once by one generator."""
     max_context_tokens: int | None = Field(default=None, ge=2)

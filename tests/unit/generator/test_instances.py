@@ -59,7 +59,7 @@ def test_what_cannot_share_a_process_is_refused(rest: dict[str, object], complai
         config(**rest)
 
 
-def test_the_example_of_a_pretend_fleet_can_be_built() -> None:
+def test_the_example_of_an_emulated_fleet_can_be_built() -> None:
     path = Path(__file__).parents[3] / "examples" / "pretend_fleet.yaml"
     members = expand(validate(GeneratorConfig, read_document(path), source=str(path)))
     specs = [

@@ -7,7 +7,7 @@ import pytest
 
 from benchmarks.dispatch.emulated_fleet import EmulatedGenerator
 from benchmarks.dispatch.queue_simulation import Scenario, simulate
-from benchmarks.scheduler.problems.pretended import PROBLEM as PRETENDED
+from benchmarks.scheduler.problems.emulated_machines import PROBLEM as EMULATED
 from benchmarks.scheduler.problems.settings import GRPO_TASKS, lognormal, machines, make_problem
 from penstock.v1 import broker_pb2
 from services.broker.dispatch.latency import LatencyModel
@@ -314,16 +314,14 @@ def test_a_sample_is_about_one_event_however_many_generators_there_are():
 UNLIKE = plan([("l40s-0", 1, 2), ("l4-0", 1, 1), ("l4-1", 1, 1)], [("head-0", 2)])
 
 
-def pretended(*, staleness: int) -> CostModel:
+def emulated(*, staleness: int) -> CostModel:
     """Two L40S and two L4 that generate for two A100."""
-    return CostModel(
-        Problem.model_validate({**PRETENDED, "workload": {**PRETENDED["workload"], "staleness": staleness}})
-    )
+    return CostModel(Problem.model_validate({**EMULATED, "workload": {**EMULATED["workload"], "staleness": staleness}}))
 
 
 def test_a_steady_rate_is_what_the_cost_model_expects_where_staleness_leaves_enough_work_and_far_below_where_not():
     def share(staleness: int) -> float:
-        model = pretended(staleness=staleness)
+        model = emulated(staleness=staleness)
         rate = steady_rate(model, UNLIKE, time_left=lambda: math.inf)
         assert rate is not None
         return rate / model.score(UNLIKE).samples_per_second
@@ -334,7 +332,7 @@ def test_a_steady_rate_is_what_the_cost_model_expects_where_staleness_leaves_eno
 
 @pytest.mark.parametrize(("staleness", "places"), [(12, False), (1, True)])
 def test_a_steady_rate_is_that_of_the_dispatch_that_suits_the_fleet(staleness, places):
-    model = pretended(staleness=staleness)
+    model = emulated(staleness=staleness)
 
     def rate(*, places: bool) -> float:
         options = Options(mode=Mode.ASYNC, num_steps=staleness + 51, skip=staleness + 3, places=places)

@@ -1,9 +1,9 @@
-"""The emulated engine: scripted tokens at a stated speed, for tests and for fleets of pretend GPUs.
+"""The emulated engine: scripted tokens at a stated speed, for tests and for fleets of emulated GPUs.
 
 - What a sample says depends only on the seed, the prompt and the sample's own seed (its request id where it has none),
   so a continuation on another emulated engine goes on with the same script.
-- How fast depends only on the step times and the room of its pretend GPU (`services.generator.emulation`), and on
-  `time_scale`: how many pretended seconds pass in a real one.
+- How fast depends only on the step times and the room of its emulated GPU (`services.generator.emulation`), and on
+  `time_scale`: how many emulated seconds pass in a real one.
 - Weight files are checked as any engine checks them; nothing is held, so what is attested is the file.
 
 Imports nothing heavy.
@@ -46,7 +46,7 @@ MIN_SLEEP_S = 0.001
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EmulatedSpec:
-    """A pretend accelerator and the samples it pretends to decode."""
+    """An emulated accelerator and the samples that it seems to decode."""
 
     base_step_s: float = 0.0
     """Without `steps`: time of a decoding step that does not depend on how many samples share it."""
@@ -69,11 +69,11 @@ class EmulatedSpec:
     vocab_size: int = 64
     """Tokens are drawn from [0, vocab_size), stop tokens excepted."""
     update_pause_s: float = 0.0
-    """How long an update keeps samples waiting, in pretended time."""
+    """How long an update keeps samples waiting, in emulated time."""
     tick_s: float = 0.01
     """How often tokens are yielded, in real time; the end of a sample is yielded at once."""
     time_scale: float = 1.0
-    """Pretended seconds in a real one."""
+    """Emulated seconds in a real one."""
     policy_version: int = 0
     """The version it starts with."""
     seed: int = 0
@@ -86,7 +86,7 @@ class EmulatedSpec:
         if self.kv_capacity_tokens is not None and self.kv_capacity_tokens < self.max_model_len:
             raise ValueError(
                 f"KV room of {self.kv_capacity_tokens} tokens is less than the context of {self.max_model_len}; "
-                "lower max_context_tokens, or pretend more or larger GPUs"
+                "lower max_context_tokens, or emulate more or larger GPUs"
             )
         self.step_times()
         self.length_law()
@@ -292,7 +292,7 @@ class EmulatedEngine:
             self._advance(elapsed_s * self._spec.time_scale)
 
     def _advance(self, elapsed_s: float) -> None:
-        """Decodes for so much pretended time, and yields the ends of samples."""
+        """Decodes for so much emulated time, and yields the ends of samples."""
         self._batch.elapse(elapsed_s)
         ended = {id(in_batch) for in_batch in self._batch.pop_ended()}
         if not ended:

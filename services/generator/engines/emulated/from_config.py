@@ -1,4 +1,4 @@
-"""From a configuration to what an emulated engine pretends to be."""
+"""From a configuration to what an emulated engine emulates."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ def build_spec(
     vocab_size: int | None,
     seed: int,
 ) -> EmulatedSpec:
-    """What to pretend. Raises ValueError naming what cannot be; OSError where a file of lengths cannot be read.
+    """What to emulate. Raises ValueError naming what cannot be; OSError where a file of lengths cannot be read.
 
     Args:
         engine: Slots, context, number of GPUs.
-        emulated: What to pretend.
+        emulated: What to emulate.
         model_context_tokens: What the model's folder says of its context, if anything.
         vocab_size: What it says of its vocabulary, if anything.
         seed: Of every script.

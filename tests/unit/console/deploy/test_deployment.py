@@ -147,7 +147,7 @@ def test_a_trainer_of_one_machine_starts_its_processes_itself(model):
     assert "entrypoint" not in files["r0/docker-compose.yml"]["services"]["trainer"]
 
 
-def test_pretend_machines_need_no_gpu_and_all_stand_beside_the_run(model, tmp_path):
+def test_emulated_machines_need_no_gpu_and_all_stand_beside_the_run(model, tmp_path):
     emulated = {"model": "qwen2.5-1.5b", "time_scale": 5}
     run = {**PLAIN_RUN, "generator": {"engine": "emulated", "count": 3, "emulated": emulated}}
     files = deployed(model, run=run, address="127.0.0.1", folder=tmp_path)
@@ -166,7 +166,7 @@ def test_pretend_machines_need_no_gpu_and_all_stand_beside_the_run(model, tmp_pa
         deployed(model, run={**run, "generator": {"engine": "emulated", "emulated": {**emulated, "speed": 2}}})
 
 
-def test_a_model_that_no_pretend_gpu_knows_must_be_named(model):
+def test_a_model_that_no_emulated_gpu_knows_must_be_named(model):
     run = {**PLAIN_RUN, "generator": {"engine": "emulated"}}
     strange = CostModel(problem("tiny_04", "model.layers=7"))
     with pytest.raises(ConfigError, match=r"generator.emulated.model: the problem's model is none of"):

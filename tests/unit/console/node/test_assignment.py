@@ -39,7 +39,7 @@ def test_each_replica_is_a_process_with_its_own_gpus():
     assert {name: one.gpus for name, one in found.items()} == {"gen-2": (2, 3), "gen-4": (4, 5), "gen-6": (6, 7)}
 
 
-def test_pretend_replicas_share_a_process():
+def test_emulated_replicas_share_a_process():
     (one,) = placements(plan(generators(tp=2, count=4)), config("emulated")).values()
     document = generator_config(config("emulated"), one, port=7400)
 

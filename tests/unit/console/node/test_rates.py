@@ -69,7 +69,7 @@ def test_replicas_of_one_degree_are_one_rate_and_others_another():
     assert rates[4].token_s == pytest.approx(0.01, rel=0.01)
 
 
-def test_pretend_gpus_are_measured_in_pretended_seconds():
+def test_emulated_gpus_are_measured_in_emulated_seconds():
     (rate,) = watched(Meter(time_scale=20), (ONE, Counters("a", at_once=10, step_s=0.02)))
 
     assert rate.token_s == pytest.approx(0.4, rel=0.01)

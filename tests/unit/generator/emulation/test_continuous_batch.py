@@ -1,4 +1,4 @@
-"""The batch of a pretend GPU: slots, KV room, preemption, and not a second lost or found."""
+"""The batch of an emulated GPU: slots, KV room, preemption, and not a second lost or found."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From a generator's configuration to what its emulated engine pretends."""
+"""From a generator's configuration to what its emulated engine emulates."""
 
 from __future__ import annotations
 
@@ -54,6 +54,6 @@ def test_lengths_come_from_where_the_configuration_says(tmp_path) -> None:
         ({"kv_capacity_tokens": 10_000}, "lower max_context_tokens"),
     ],
 )
-def test_what_cannot_be_pretended_is_refused_in_a_line(settings: dict[str, object], complaint: str) -> None:
+def test_what_cannot_be_emulated_is_refused_in_a_line(settings: dict[str, object], complaint: str) -> None:
     with pytest.raises(ValueError, match=complaint):
         spec_of(**settings)

@@ -1,4 +1,4 @@
-"""Lengths of pretend completions follow their law or their file."""
+"""Lengths of emulated completions follow their law or their file."""
 
 from __future__ import annotations
 

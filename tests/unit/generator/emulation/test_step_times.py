@@ -1,4 +1,4 @@
-"""Step times of pretend GPUs against published measurements, and against the arithmetic by hand."""
+"""Step times of emulated GPUs against published measurements, and against the arithmetic by hand."""
 
 from __future__ import annotations
 

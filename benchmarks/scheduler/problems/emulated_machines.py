@@ -1,4 +1,4 @@
-"""Problems whose machines can be pretended on one computer, and variations of them."""
+"""Problems whose machines can be emulated on one computer, and variations of them."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ PROBLEM: Problem = {
         "output_len": {"type": "lognormal", "median": 100, "sigma": 0.5, "max": 256},
         "train_tasks": [{"name": "actor", "kind": "train"}],
     },
-    # The pretend machines take weights between two steps, and have a prefix cache for nobody.
+    # The emulated machines take weights between two steps, and have a prefix cache for nobody.
     "cost_model": {"max_num_seqs": 32, "sync_pause_s": 0, "prefix_sharing": False},
 }
 """Two GPUs that can hold the training, and slower ones of three machines of another site, which cannot."""
