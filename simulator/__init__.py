@@ -1,4 +1,4 @@
-"""What `penstock simulate` runs: the services' own pure cores on a virtual clock, without sockets, stores or engines.
+"""Runs the services' own pure cores on a virtual clock, without sockets, stores or engines, for `penstock simulate`.
 
 Studies of a single mechanism, such as dispatch policies over one queue, are in `benchmarks`.
 """

@@ -1,1 +1,1 @@
-"""Whole runs on a virtual clock: generation, training and weight updates of a plan, under the broker's own rules."""
+"""Simulates whole runs on a virtual clock: a plan's generation, training and weight updates, by the broker's rules."""

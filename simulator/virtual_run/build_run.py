@@ -1,4 +1,4 @@
-"""A problem, a plan and a mode become generators and a trainer with speeds of the scheduler's cost model."""
+"""Builds generators and a trainer, with the speeds of the scheduler's cost model, from a problem, a plan and a mode."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ class Mode(StrEnum):
     """How generation and training share time and machines."""
 
     COLOCATED_SYNC = "colocated_sync"
-    """All GPUs generate, then all train, in turn; the plan is not looked at."""
+    """All GPUs generate, then all train, in turn; the plan is ignored."""
     DISAGGREGATED_SYNC = "disaggregated_sync"
-    """The plan's generators make a step's samples, then its trainers take them all."""
+    """The plan's generators make a step's samples, then its trainers train on them all."""
     STREAMING = "streaming"
-    """The same, but trainers begin with the samples that are ready."""
+    """The same, but trainers start on the samples that are ready."""
     ONE_STEP = "one_step"
     """Streaming, one policy version behind."""
     ASYNC = "async"
@@ -32,11 +32,11 @@ class Mode(StrEnum):
 
     @property
     def streams(self) -> bool:
-        """Whether training begins before the step's samples are all there."""
+        """Whether training starts before all of the step's samples are finished."""
         return self not in (Mode.COLOCATED_SYNC, Mode.DISAGGREGATED_SYNC)
 
     def staleness(self, allowed: int) -> int:
-        """Policy versions that a sample may be behind, where the problem allows so many."""
+        """Policy versions that a sample may be behind in this mode, within the problem's bound."""
         return {Mode.ASYNC: allowed, Mode.ONE_STEP: 1}.get(self, 0)
 
 
@@ -45,22 +45,22 @@ class TrainerSpec:
     """The training pool as one machine."""
 
     sample_s: float
-    """Of a sample with the mean number of tokens."""
+    """Time of a sample with the mean number of tokens."""
     mean_tokens: float
-    """Prompt and completion."""
+    """Mean tokens of prompt and completion."""
     prompt_tokens: float
     end_s: float
-    """Of a step's end: what of the all-reduce is not hidden, and fixed costs."""
+    """Time of a step's end: the exposed part of the all-reduce, and fixed costs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setup:
-    """What a run is made of."""
+    """The parts of a run."""
 
     generators: tuple[GeneratorSpec, ...]
     trainer: TrainerSpec
     transfer_s: dict[str, float]
-    """How long new weights travel, by region; infinite where they cannot."""
+    """Transfer time of new weights, by region; infinite if unreachable."""
     staleness: int
 
 
@@ -69,7 +69,7 @@ class SetupError(Exception):
 
 
 def from_plan(model: CostModel, plan: PlanDocument, mode: Mode) -> Setup:
-    """Generators and trainers as the plan has them. Raises SetupError."""
+    """The generators and trainers of the plan. Raises SetupError."""
     allowed = mode.staleness(model.problem.workload.staleness)
     model = with_staleness(model, allowed)
     if (reason := placement_error(plan, model.nodes)) is not None:
@@ -93,12 +93,12 @@ def from_plan(model: CostModel, plan: PlanDocument, mode: Mode) -> Setup:
 
 
 def colocated(model: CostModel, *, is_blind: bool = False, tp: int | None = None) -> Setup:
-    """Every GPU of one place does everything in turn. Raises SetupError.
+    """Every GPU of one site does everything in turn. Raises SetupError.
 
     Args:
         model: The cost model.
-        is_blind: Work is dealt evenly, as if all GPUs were alike, so all wait for the slowest.
-        tp: Tensor-parallel degree of all generators; None: each machine's best.
+        is_blind: Work is divided evenly, as if all GPUs were alike, so all wait for the slowest.
+        tp: Tensor-parallel degree of all generators; None uses each machine's best.
     """
     pool = [(node, node.gpus) for node in model.problem.nodes for _ in range(node.count)]
     specs: list[GeneratorSpec] = []
@@ -128,9 +128,9 @@ def colocated(model: CostModel, *, is_blind: bool = False, tp: int | None = None
 
 
 def with_staleness(model: CostModel, allowed: int) -> CostModel:
-    """The same for another staleness bound; batches are small enough for the longest sample to end in its window.
+    """The model for another staleness bound; batches let the longest sample end in its window.
 
-    Without a window to speak of, smaller batches would only make more rounds of a step.
+    Without a significant window, smaller batches would only add rounds to a step.
     """
     workload = model.problem.workload.model_copy(update={"staleness": allowed})
     constraints = model.problem.constraints.model_copy(update={"tail_blocking": allowed > 0})
@@ -164,7 +164,7 @@ def _limited(spec: GeneratorSpec, max_samples: int) -> GeneratorSpec:
 
 
 def _filled(specs: Iterable[GeneratorSpec], samples: float) -> tuple[GeneratorSpec, ...]:
-    """Samples under way are shared out in proportion to room where all could hold more than there may be."""
+    """Divide samples under way in proportion to capacity if all generators could take more than allowed."""
     specs = tuple(specs)
     share = min(1.0, samples / sum(spec.max_samples for spec in specs))
     return tuple(_limited(spec, math.ceil(spec.max_samples * share)) for spec in specs)

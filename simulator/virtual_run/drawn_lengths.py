@@ -1,4 +1,4 @@
-"""Draws completion lengths from a problem's distribution, and forecasts as wrong as a ranker's."""
+"""Draws completion lengths from a problem's distribution, and forecasts with a ranker's errors."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from services.scheduler.problem.problem import Workload
 _Array = npt.NDArray[np.float64]
 _AT_ONCE = 8192
 RANKER_ERROR = 0.25
-"""Standard deviation of the logarithm of forecast over length; its recall of the longest is about StreamRL's."""
+"""Standard deviation of the logarithm of forecast over length; gives about StreamRL's recall of the longest."""
 
 
 def draw(
     lengths: LognormalLengths | HistogramLengths | FixedLengths | EmpiricalLengths, count: int, seed: int
 ) -> _Array:
-    """So many lengths, tokens, at least 1."""
+    """This many lengths in tokens, each at least 1."""
     random = np.random.default_rng(seed)
     if isinstance(lengths, LognormalLengths):
         drawn = np.minimum(random.lognormal(math.log(lengths.median), lengths.sigma, count), lengths.max)
@@ -42,7 +42,7 @@ def draw(
 
 
 def group_source(workload: Workload, *, seed: int, growth_per_step: float = 0.0) -> Callable[[int], Sequence[float]]:
-    """Makes groups one after the other; their lengths grow by this share of the first ones with each policy version."""
+    """Makes successive groups; their lengths grow by this share of the first ones' with each policy version."""
     size = workload.group_size
     batches = iter(range(seed * 1_000_003, (seed + 1) * 1_000_003))
     pending: list[list[float]] = []
@@ -60,7 +60,7 @@ def group_source(workload: Workload, *, seed: int, growth_per_step: float = 0.0)
 
 
 def forecaster(seed: int, error: float = RANKER_ERROR) -> Callable[[Sequence[float]], float]:
-    """Forecasts a group's mean length, off by this much."""
+    """Forecasts a group's mean length with this error."""
     random = np.random.default_rng(seed)
 
     def forecast(lengths: Sequence[float]) -> float:

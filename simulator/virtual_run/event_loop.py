@@ -1,8 +1,8 @@
-"""A run, event by event, on a virtual clock.
+"""Simulates a run, event by event, on a virtual clock.
 
-Events are: a generator's next sample ends, the trainer is done with a microbatch or a step, new weights arrive in a
-region, a machine fails or joins, generators without work look at what the others hold. Generators take what the
-ledger lets them; the trainer takes what batching hands out.
+Events are: a generator's next sample ends, the trainer finishes a microbatch or a step, new weights arrive in a region,
+a machine fails or joins, idle generators look for work to steal. Generators take what the ledger allows; the trainer
+takes what batching delivers.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ from simulator.virtual_run.stealing import Mover
 from simulator.virtual_run.virtual_generator import Engine
 
 LEASE_S = 15.0
-"""Until the samples of a machine that fell silent go to others."""
+"""Time until the samples of a silent machine go to others."""
 MICROBATCHES = 16
-"""A trainer that streams begins when this part of a step is ready: enough to fill its GPUs."""
+"""A streaming trainer starts once one of this many parts of a step is ready: enough to fill its GPUs."""
 
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """A machine fails, joins (it is away before) or slows down."""
+    """A machine fails, joins (absent before) or slows down."""
 
     at_s: float
     node: str
     kind: str
     """fail, join or slow."""
     factor: float = 1.0
-    """How many times as long its steps take from now on."""
+    """Factor on the duration of its steps from now on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,50 +45,50 @@ class Step:
 
     end_s: float
     busy_s: float
-    """The trainer's work in it."""
+    """Time that the trainer works on it."""
     num_tokens: float
     """Completion tokens trained on."""
 
 
 @dataclass(slots=True)
 class Record:
-    """What became of a run."""
+    """Outcome of a run."""
 
     samples_per_step: int
     steps: list[Step] = field(default_factory=list)
     trained: list[tuple[float, float, int]] = field(default_factory=list)
-    """When the trainer worked: from, to, seconds, and on which step."""
+    """When the trainer worked: from and to in seconds, and on which step."""
     held: list[tuple[float, int]] = field(default_factory=list)
-    """Samples in generators' hands over time, once a look."""
+    """Samples occupied by generators over time, one entry per look."""
     generating_s: float = 0.0
-    """Sum over generators."""
+    """Total over generators."""
     num_generators: int = 0
     num_moves: int = 0
-    """Samples that went on elsewhere, because a generator without work is sooner done with them."""
+    """Samples that moved because an idle generator finishes them sooner."""
     num_events: int = 0
 
     def samples_per_second(self, *, skip: int = 1) -> float:
-        """Over all steps but the first ones, in which nothing is under way yet."""
+        """Rate over all steps but the first ones, in which the pipeline is not yet full."""
         begin_s = self.steps[skip - 1].end_s if skip else 0.0
         return self.samples_per_step * (len(self.steps) - skip) / (self.steps[-1].end_s - begin_s)
 
     def tokens_per_second(self, *, skip: int = 1) -> float:
-        """Completion tokens, the same."""
+        """Rate of completion tokens over the same steps."""
         begin_s = self.steps[skip - 1].end_s if skip else 0.0
         return sum(step.num_tokens for step in self.steps[skip:]) / (self.steps[-1].end_s - begin_s)
 
 
 class Run:
-    """One run; `play` it once.
+    """A run; call `play` once.
 
     Args:
         setup: Generators, trainer, links.
         ledger: The broker's rules over the samples.
         streams: Whether training begins before a step's samples are all there.
-        changes: Machines that fail, join or slow down.
-        look_s: How often the samples under way are noted; None: never.
-        seen: What the broker knows of lengths before the first step; None: samples do not move.
-        drains: Whether all generators end their samples before any takes new weights; else they go on under them.
+        changes: Failures, arrivals and slow-downs of machines.
+        look_s: How often the samples under way are noted; None never does.
+        seen: What the broker knows of lengths before the first step; None moves no samples.
+        drains: Whether all generators finish their samples before any takes new weights, or continue under them.
         places: Whether the longest samples are kept from slow generators, as under `lpt`; needs `seen` and forecasts.
     """
 
@@ -130,18 +130,18 @@ class Run:
 
     @property
     def ledger(self) -> Ledger:
-        """The books."""
+        """The counters."""
         return self._ledger
 
     @property
     def num_held(self) -> int:
-        """Samples in generators' hands."""
+        """Samples occupied by generators."""
         return sum(engine.num_running for engine in self._engines)
 
     def play(
         self, num_steps: int, *, max_s: float = math.inf, time_left: Callable[[], float] = lambda: math.inf
     ) -> Record:
-        """So many training steps, fewer where time is over. Raises RuntimeError where nothing can go on any more."""
+        """Run this many training steps, fewer if time ends. Raises RuntimeError if the run is stuck."""
         self._deal(self._engines)
         if self._look_s is not None:
             self._look()
@@ -161,14 +161,14 @@ class Run:
         return self.record
 
     def _is_stuck(self) -> bool:
-        """Only looks are left to come."""
+        """Whether only looks are left."""
         return self._look_s is not None and len(self._events) == 1 and not self._is_training and not self.num_held
 
     def _at(self, time_s: float, event: Callable[[], None]) -> None:
         heapq.heappush(self._events, (time_s, next(self._numbers), event))
 
     def _fill(self, engine: Engine) -> None:
-        """Give a generator what it may have, and foretell its next end. Its clock is now."""
+        """Give a generator the work it may take, and predict its next end. Its clock is now."""
         if engine.num_free:
             for sample in self._taken(engine):
                 engine.take(sample)
@@ -180,7 +180,7 @@ class Run:
             self._at(end_s, partial(self._ended, engine, engine.epoch))
 
     def _taken(self, engine: Engine) -> list[Sample]:
-        """What a generator is given now. Its clock is now."""
+        """The samples a generator gets now. Its clock is now."""
         ledger = self._ledger
         if self._placer is None:
             return ledger.take(engine.version, engine.num_free)
@@ -194,7 +194,7 @@ class Run:
         return taken
 
     def _ask_again(self) -> None:
-        """Generators that were left without work look again: others may have been given something meanwhile."""
+        """Idle generators look again: others may have received something meanwhile."""
         self._is_ask_due = False
         for engine in self._engines:
             if engine.num_free:
@@ -202,7 +202,7 @@ class Run:
                 self._fill(engine)
 
     def _deal(self, engines: Sequence[Engine]) -> None:
-        """Give several generators what they may have, in turn, so that none gets all the longest samples."""
+        """Give several generators work in turn, so that none gets all the longest samples."""
         free = [engine for engine in engines if engine.num_free and self._placer is None]
         while free:
             again = []
@@ -217,7 +217,7 @@ class Run:
             self._fill(engine)
 
     def _move(self) -> None:
-        """Let generators without work take over what others hold; again after a while as long as there is any."""
+        """Let idle generators steal work from others; again after a while as long as there are any."""
         assert self._mover is not None
         self._move_due_s = self._now_s + self._mover.look_s
         for engine in self._engines:
@@ -242,7 +242,7 @@ class Run:
         self._train()
 
     def _train(self) -> None:
-        """Begin a microbatch if the trainer is free and enough is ready."""
+        """Start a microbatch if the trainer is free and enough is ready."""
         ledger = self._ledger
         if self._is_training or ledger.num_ready < (wanted := min(self._at_least, ledger.num_missing)):
             return
@@ -273,7 +273,7 @@ class Run:
         self._train()
 
     def _send(self, region: str) -> None:
-        """The newest weights to a region, one copy at a time."""
+        """Send the newest weights to a region, one copy at a time."""
         seconds, version = self._setup.transfer_s[region], self._ledger.version
         if region not in self._sending and seconds < math.inf and self._sent[region] < version:
             self._sending.add(region)
@@ -293,7 +293,7 @@ class Run:
         self._send(region)
 
     def _renew_drained(self) -> None:
-        """Where samples end under the weights that began them: new ones for all, once none is under way."""
+        """Update all generators together once no sample is under way, if samples must end under their first weights."""
         if not self._drains or any(engine.num_running for engine in self._engines):
             return
         waiting = [engine for engine in self._engines if engine.next_version is not None]
@@ -303,7 +303,7 @@ class Run:
         self._deal(waiting)
 
     def _renew(self, engine: Engine) -> None:
-        """Exchange its weights."""
+        """Exchange the generator's weights."""
         assert engine.next_version is not None
         engine.version, engine.next_version = engine.next_version, None
         engine.stall(engine.spec.pause_s)

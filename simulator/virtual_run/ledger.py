@@ -1,6 +1,6 @@
-"""The books of a simulated run: which samples may begin, and which groups go to the trainer.
+"""Keeps the records of a simulated run: which samples may start, and which groups go to the trainer.
 
-The rules are the broker's own: `admission` and the staleness policy decide what begins, `batching` what is trained,
+The rules are the broker's own: `admission` and the staleness policy decide what starts, `batching` what is trained on,
 `staleness` until when, and a queued group's rank in which order. Only the bookkeeping around them is lean, so that a
 million samples take seconds.
 """
@@ -22,7 +22,7 @@ from services.broker.rules.sample_policy import Policy
 from services.broker.rules.staleness import deadline, staleness
 
 DrawGroup = Callable[[int], Sequence[float]]
-"""True completion lengths of a new group's samples, tokens, at a policy version."""
+"""True completion lengths of a new group's samples in tokens, at a policy version."""
 Forecast = Callable[[Sequence[float]], float]
 
 
@@ -35,46 +35,46 @@ class Group:
     forecast: float
     min_version: int = 0
     num_open: int = 0
-    """Samples that are not finished."""
+    """Unfinished samples."""
 
     @property
     def num_tokens(self) -> float:
-        """Completion tokens of all."""
+        """Completion tokens of all samples."""
         return sum(self.lengths)
 
 
 @dataclass(slots=True)
 class Sample:
-    """What a generator holds of a group."""
+    """A sample leased to a generator."""
 
     group: Group
     remaining_tokens: float
     num_done: float = 0.0
-    """Tokens that it brought along."""
+    """Tokens decoded before it arrived."""
     moved_s: float = -math.inf
-    """When it last went from one generator to another."""
+    """When it last moved between generators."""
 
     def after(self, num_tokens: float, *, moved_s: float = -math.inf) -> Sample:
-        """What is left when so many tokens more were accepted."""
+        """The rest after this many more accepted tokens."""
         left = max(1.0, self.remaining_tokens - num_tokens)
         return Sample(self.group, left, self.num_done + num_tokens, moved_s)
 
 
 class Choice(Protocol):
-    """What dispatch gives a generator of the queue, which it is shown in its order."""
+    """A dispatch decision for one generator, shown the queue in order."""
 
     def num_taken(self, group: Group, num_samples: int, *, num_done: float, most: int) -> int:
-        """How many of the group's samples, each with so many tokens already, go to it."""
+        """How many of the group's samples, each with this many tokens already, it gets."""
         ...
 
 
 class Ledger:
-    """See the module.
+    """The records of a run; see the module.
 
     Args:
         limits: Groups of a step, samples of a group and staleness bound.
-        draw: Makes groups; prompts never run out.
-        forecast: What is believed of a group's lengths; None serves prompts in their order.
+        draw: Makes groups; the supply of prompts is unlimited.
+        forecast: Forecast of a group's lengths; None serves prompts in order.
     """
 
     def __init__(self, limits: Limits, draw: DrawGroup, forecast: Forecast | None) -> None:
@@ -83,18 +83,18 @@ class Ledger:
         self._draw, self._forecast = draw, forecast
         self.version = 0
         self.num_started = 0
-        """Groups begun and not trained."""
+        """Groups started and not yet trained."""
         self.num_begun = 0
         self.num_trained = 0
         self.staleness: Counter[int] = Counter()
-        """Trained groups by how many versions old they were."""
+        """Trained groups by their age in versions."""
         self.num_returned = 0
-        """Samples that came back from generators that were lost."""
+        """Samples returned from lost generators."""
         self.last_trained: list[Group] = []
-        """Of the newest step."""
+        """Trained groups of the newest step."""
         self._sequence = 0
         self._queue: list[Group] = []
-        """The next one last."""
+        """Waiting groups, the next one last."""
         self._queued_tokens = 0.0
         self._siblings: list[Sample] = []
         self._due: Counter[int] = Counter()
@@ -102,13 +102,13 @@ class Ledger:
         self._delivered: list[Group] = []
 
     def take(self, generator_version: int, most: int) -> list[Sample]:
-        """Up to `most` samples for a generator: what was begun first, then new groups as admission allows."""
+        """Up to `most` samples for a generator: the oldest first, then new groups as admission allows."""
         taken: list[Sample] = []
         while len(taken) < most:
             if not self._siblings and not self._start(generator_version):
                 break
             if not self._may_join(self._siblings[-1].group, generator_version):
-                # Weights older than those that began it would make the group older: left to others.
+                # Weights older than those it started with would make the group older, so it is left to others.
                 break
             count = min(most - len(taken), len(self._siblings))
             taken += reversed(self._siblings[-count:])
@@ -117,11 +117,11 @@ class Ledger:
 
     @property
     def queued_tokens(self) -> float:
-        """Completion tokens, as forecast, of what a generator may be given."""
+        """Forecast completion tokens of everything a generator may take."""
         return self._queued_tokens + sum(sample.group.forecast for sample in self._siblings)
 
     def choose(self, generator_version: int, most: int, choice: Choice) -> list[Sample]:
-        """As `take`, but only what dispatch gives this generator; the rest is left to others."""
+        """As `take`, but only what dispatch gives this generator; the rest stays for others."""
         taken: list[Sample] = []
         for index in reversed(range(len(self._siblings))):
             sample = self._siblings[index]
@@ -141,19 +141,19 @@ class Ledger:
         return taken
 
     def has_work(self, generator_version: int) -> bool:
-        """Whether there is anything that a generator may take; sees to it that what it may begin is queued."""
+        """Whether there is anything that a generator may take; queues what it may start."""
         num_more = self._rule().max_started(self.version) - self.num_started
         if len(self._queue) < min(num_more, self.limits.groups_per_step):
             self._draw_step()
         return bool(self._siblings) or self._may_start(generator_version)
 
     def give_back(self, samples: Sequence[Sample]) -> None:
-        """Samples of a generator that is gone; their tokens stay."""
+        """Requeue the samples of a lost generator; their tokens are kept."""
         self.num_returned += len(samples)
         self._siblings += samples
 
     def finish(self, sample: Sample) -> None:
-        """A sample is decoded to its end."""
+        """Record the end of a sample."""
         group = sample.group
         group.num_open -= 1
         if group.num_open == 0:
@@ -174,7 +174,7 @@ class Ledger:
 
     @property
     def num_delivered(self) -> int:
-        """Groups in the trainer's hands."""
+        """Groups that the trainer works on."""
         return len(self._delivered)
 
     @property
@@ -183,7 +183,7 @@ class Ledger:
         return self.limits.groups_per_step - self.num_delivered
 
     def deliver(self, *, at_least: int) -> list[Group]:
-        """The groups that batching hands out now; none where they are fewer than `at_least`."""
+        """The groups that batching delivers now; none if they are fewer than `at_least`."""
         if len(self._ready) < at_least:
             return []
         view = StepView(
@@ -203,7 +203,7 @@ class Ledger:
         return groups
 
     def acknowledge(self) -> None:
-        """The step is done: its groups are trained, and there is a new policy version."""
+        """Finish the step: its groups are trained, and the policy version rises."""
         self.num_started -= self.num_delivered
         self.num_trained += self.num_delivered
         for group in self._delivered:
@@ -212,7 +212,7 @@ class Ledger:
         self.version += 1
 
     def audit(self) -> dict[str, int | bool]:
-        """Groups begun, trained and in flight, each counted for itself; balanced where none is missing or double."""
+        """Groups started, trained and in flight, counted independently; balanced if none is lost or duplicated."""
         in_flight = sum(self._due.values()) + self.num_delivered
         return {
             "num_begun": self.num_begun,
@@ -222,7 +222,7 @@ class Ledger:
         }
 
     def _start(self, generator_version: int) -> bool:
-        """Begin the group that is next, if admission allows."""
+        """Start the next group, if admission allows."""
         if not self._may_start(generator_version):
             return False
         self._siblings = self._begin(self._next(), generator_version)[::-1]
@@ -256,7 +256,7 @@ class Ledger:
         return self._queue.pop()
 
     def _draw_step(self) -> None:
-        """Prompts of a step, after those that are queued already."""
+        """Prompts of a step, after those already queued."""
         assert self._forecast is not None, "without forecasts prompts begin as they come"
         ranked: list[tuple[Rank, Group]] = []
         for _ in range(self.limits.groups_per_step):

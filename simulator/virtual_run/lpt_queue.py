@@ -1,7 +1,7 @@
-"""Which queued samples a generator takes where generators are unlike: the broker's `lpt` (`services.broker.dispatch`).
+"""Dispatches queued samples to unlike generators as the broker's `lpt` does (`services.broker.dispatch`).
 
-A sample goes to the generator that would be done with it first, so the longest are kept from slow ones. The loads of
-others are as old as the last look, as in a broker; only what one asks for is counted anew.
+A sample goes to the generator that would finish it first, which keeps the longest from slow ones. The loads of others
+are as old as the last look, as in a broker; only the asking generator's is current.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from simulator.virtual_run.stealing import Mover
 from simulator.virtual_run.virtual_generator import Engine
 
 ASK_AGAIN_S = 0.25
-"""After a generator was left without work; as in the broker's lease stream."""
+"""Time before an idle generator asks again, as in the broker's lease stream."""
 
 
 class Choice:
-    """One answer to one generator, shown the queue group by group."""
+    """One reply to one generator, shown the queue group by group."""
 
     def __init__(self, decision: EarliestFinish, *, mean_tokens: float, prompt_tokens: float) -> None:
         self._decision, self._mean_tokens, self._prompt_tokens = decision, mean_tokens, prompt_tokens
 
     def num_taken(self, group: Group, num_samples: int, *, num_done: float, most: int) -> int:
-        """How many of the group's samples, each with so many tokens already, it gets."""
+        """How many of the group's samples, each with this many tokens already, it gets."""
         work = Work(
             num_samples=num_samples,
             context_tokens=self._prompt_tokens + num_done,
@@ -39,12 +39,12 @@ class Choice:
 
 
 class Placer:
-    """Answers generators that ask for work.
+    """Replies to generators that ask for work.
 
     Args:
         engines: All generators.
-        mover: Knows lengths, and what generators hold.
-        prompt_tokens: Of each prompt.
+        mover: Knows lengths, and the loads of generators.
+        prompt_tokens: Length of each prompt.
     """
 
     def __init__(self, engines: Sequence[Engine], mover: Mover, prompt_tokens: float) -> None:
@@ -53,7 +53,7 @@ class Placer:
         self._refreshed_s = -REFRESH_S
 
     def choose(self, engine: Engine, *, queued_tokens: float, now_s: float) -> Choice:
-        """What this generator gets of a queue of so many tokens, as forecast. Its clock is now."""
+        """The share of this generator in a queue of this many forecast tokens. Its clock is now."""
         if now_s - self._refreshed_s >= REFRESH_S:
             self._refreshed_s, self._loads = now_s, {}
             self._mover.learn()
@@ -66,7 +66,7 @@ class Placer:
         return Choice(decision, mean_tokens=seen.mean_tokens, prompt_tokens=self._prompt_tokens)
 
     def _load(self, engine: Engine, now_s: float) -> Load:
-        """As of the last look, but for how many samples it has."""
+        """Its load at the last look, with the current number of samples."""
         load = self._loads.get(id(engine))
         if load is None or load.num_samples != engine.num_running:
             engine.advance(now_s)

@@ -1,4 +1,4 @@
-"""Simulates a plan: a problem, a plan and a mode in, what became of it out."""
+"""Simulates a plan: takes a problem, a plan and a mode, and reports the outcome."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from simulator.virtual_run.ledger import Ledger
 
 STEADY_SAMPLES = 16_384
 STEADY_STEPS = (8, 48)
-"""Least and most, of a rate to be believed: steps that wait for a long sample alternate with others."""
+"""Least and most steps of a reliable rate: steps that wait for a long sample alternate with others."""
 MAX_PLACED = 16
-"""Generators whose placing is simulated for a plan: each looks at every other."""
+"""Most generators whose placing is simulated for a plan: each one looks at all others."""
 
 
 def _no_deadline() -> float:
@@ -31,26 +31,28 @@ def _no_deadline() -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """How to simulate."""
+    """Options of a simulation."""
 
     mode: Mode
     num_steps: int = 10
     skip: int = 2
-    """First steps that rates leave out: nothing is under way yet."""
+    """First steps that rates leave out, in which the pipeline is not yet full."""
     seed: int = 0
     longest_first: bool = True
-    """Whether a step's prompts begin in the order of forecast lengths, as under `lpt`; else as they came."""
+    """Whether a step's prompts start in the order of forecast lengths, as under `lpt`; otherwise in order of
+    arrival."""
     forecast_error: float = RANKER_ERROR
     """Standard deviation of the logarithm of forecast over length."""
     growth_per_step: float = 0.0
-    """How much longer completions get with each step, as a share of the first ones'."""
+    """Growth of completions per step, as a share of the first ones' length."""
     changes: Sequence[Change] = ()
     look_s: float | None = None
-    """How often the samples under way are noted, for a picture."""
+    """How often to record the samples under way, for plots."""
     can_move: bool = True
-    """Whether generators without work take over what others hold."""
+    """Whether idle generators steal work from others."""
     drains: bool = False
-    """Whether all generators end their samples before any takes new weights; else they go on under them."""
+    """Whether all generators finish their samples before any takes new weights; otherwise samples continue under
+    them."""
     places: bool = False
     """Whether the longest samples are kept from slow generators, as under `lpt`; needs `can_move` and forecasts."""
 
@@ -66,24 +68,24 @@ class Outcome:
 
     @property
     def samples_per_second(self) -> float:
-        """Trained, in steady state."""
+        """Samples trained per second in steady state."""
         return self.record.samples_per_second(skip=self.options.skip)
 
 
 def simulate_plan(
     model: CostModel, plan: PlanDocument, options: Options, *, time_left: TimeLeft = _no_deadline
 ) -> Outcome:
-    """A run of this plan. Raises SetupError where it cannot run, RuntimeError where it gets stuck."""
+    """A run of this plan. Raises SetupError if it cannot run, RuntimeError if it gets stuck."""
     if options.mode is Mode.COLOCATED_SYNC:
         return simulate_setup(model, colocated(model), options, time_left=time_left)
     return simulate_setup(model, from_plan(model, plan, options.mode), options, time_left=time_left)
 
 
 def steady_rate(model: CostModel, plan: PlanDocument, *, time_left: TimeLeft, seed: int = 0) -> float | None:
-    """Samples per second that a run of this plan reaches, `async`; None where it gets stuck, or time is too short.
+    """Samples per second that a run of this plan reaches, `async`; None if it gets stuck, or time is too short.
 
-    Runs dispatch by `auto`, which keeps the longest samples from slow generators where that pays: so of a fleet small
-    enough to look at both, the better counts. The first steps, in which the staleness bound lets nothing wait yet, are
+    Runs dispatch by `auto`, which keeps the longest samples from slow generators where that pays: so for a fleet small
+    enough to try both, the better rate counts. The first steps, in which the staleness bound lets nothing wait yet, are
     left out.
     """
     least, most = STEADY_STEPS
@@ -103,9 +105,9 @@ def steady_rate(model: CostModel, plan: PlanDocument, *, time_left: TimeLeft, se
 
 
 def simulate_setup(model: CostModel, setup: Setup, options: Options, *, time_left: TimeLeft = _no_deadline) -> Outcome:
-    """A run of these generators and this trainer. Raises RuntimeError where it gets stuck.
+    """A run of these generators and this trainer. Raises RuntimeError if it gets stuck.
 
-    Where the time is over before the last step, the run ends there.
+    If time ends before the last step, the run ends there.
     """
     workload = model.problem.workload
     limits = Limits.from_proto(
@@ -133,7 +135,7 @@ def simulate_setup(model: CostModel, setup: Setup, options: Options, *, time_lef
 
 
 def _seen_before(workload: Workload, options: Options) -> SeenLengths:
-    """What a broker knows from steps before these."""
+    """What a broker learned from previous steps."""
     seed = options.seed + 1
     draw, forecast = group_source(workload, seed=seed), forecaster(seed, options.forecast_error)
     groups = [draw(0) for _ in range(MAX_GROUPS_MEASURED)]
@@ -160,7 +162,7 @@ class SimulationReport:
     training_idle: float
     max_staleness: int
     staleness: Mapping[int, int]
-    """Samples trained on by age."""
+    """Samples trained on, by age."""
     num_returned: int
     num_moves: int
     audit: Mapping[str, int]
@@ -168,7 +170,7 @@ class SimulationReport:
 
 
 def report_of(model: CostModel, outcome: Outcome, *, predicted: float | None, cpu_s: float = 0.0) -> SimulationReport:
-    """The report; `predicted` is what the cost model expects, None where it says nothing of the mode."""
+    """The report; `predicted` is the cost model's expectation, None if it has none for the mode."""
     record, ledger, skip = outcome.record, outcome.run.ledger, outcome.options.skip
     size = model.problem.workload.group_size
     end_s = record.steps[-1].end_s

@@ -1,7 +1,7 @@
-"""Samples that were begun go on with idle generators, by the broker's rules (`services.broker.dispatch.stealing_rule`).
+"""Moves running samples to idle generators, by the broker's rules (`services.broker.dispatch.stealing_rule`).
 
-A generator with room that the ledger gives nothing takes over what may well be done last of all, if it is done sooner
-there. Generators that are alike need not ask one by one: if the emptiest of them gains nothing, none does.
+A generator with free capacity and nothing to take from the ledger steals the sample likely to finish last, if it
+finishes sooner there. Generators that are alike need not ask one by one: if the emptiest gains nothing, none does.
 """
 
 from __future__ import annotations
@@ -17,43 +17,43 @@ from simulator.virtual_run.ledger import Ledger, Sample
 from simulator.virtual_run.virtual_generator import Engine, GeneratorSpec
 
 LOOK_S = 1.0
-"""How often a generator without work looks, as in the broker's lease stream."""
+"""How often an idle generator looks for work, as in the broker's lease stream."""
 LOOKS_A_LIFE = 16
-"""Looks while a sample of mean length is decoded, where that would be more than one a second: it is a simulation."""
+"""Looks per mean sample's decoding time; limits the simulation's work if one per second would be more."""
 MAX_GENERATORS_A_SECOND = 64
 """Larger fleets look less often, for the same reason."""
 
 Move = tuple[Engine, Engine]
-"""From, to."""
+"""A move from one generator to another."""
 
 
 class Mover:
-    """Looks for moves.
+    """Looks for moves worth making.
 
     Args:
         engines: All generators.
-        ledger: Of the run: newest lengths.
-        seen: What is known of lengths before the first step.
-        prompt_tokens: Of each prompt.
+        ledger: Records of the run, with the newest lengths.
+        seen: Lengths known before the first step.
+        prompt_tokens: Length of each prompt.
     """
 
     def __init__(self, engines: Sequence[Engine], ledger: Ledger, seen: SeenLengths, prompt_tokens: float) -> None:
         self._engines, self._ledger = engines, ledger
         self.seen = seen
-        """Of lengths, from the newest step."""
+        """Observed lengths, from the newest step."""
         self._prompt_tokens = prompt_tokens
         self._version = ledger.version
         kinds: dict[GeneratorSpec, int] = {}
         anonymous = (replace(engine.spec, name="", node="") for engine in engines)
         self._kinds = [kinds.setdefault(spec, len(kinds)) for spec in anonymous]
-        """Of each generator; those of a number are alike."""
+        """Kind of each generator; equal numbers are alike."""
         self._loads: list[Load] = []
         life_s = seen.mean_tokens * min((engine.spec.steps_s[-1] for engine in engines), default=0.0)
         self.look_s = max(LOOK_S, life_s / LOOKS_A_LIFE, len(engines) / MAX_GENERATORS_A_SECOND)
         """Seconds between looks."""
 
     def look(self, now_s: float) -> list[Move]:
-        """Move what is worth it. All clocks are now; the ends of those that are named must be foretold anew."""
+        """Make the moves that pay. All clocks are now; predict the ends of the returned generators again."""
         kinds: dict[tuple[int, int, float], list[int]] = {}
         for index, engine in enumerate(self._engines):
             if engine.num_free:
@@ -65,14 +65,14 @@ class Mover:
         return [move for alike in kinds.values() for move in self._taken_over(alike, now_s)]
 
     def learn(self) -> None:
-        """From the newest step's lengths."""
+        """Learn from the newest step's lengths."""
         if self._version != self._ledger.version:
             self._version = self._ledger.version
             groups = self._ledger.last_trained[:MAX_GROUPS_MEASURED]
             self.seen = lengths_seen([(group.forecast, group.lengths) for group in groups])
 
     def _taken_over(self, alike: Sequence[int], now_s: float) -> Iterator[Move]:
-        """What generators that are alike take over, the emptiest first; each donor is gone through once."""
+        """What similar generators steal, the emptiest first; each donor is considered once."""
         asking = self._emptiest(alike)
         donors = {str(index): load for index, load in enumerate(self._loads) if load.num_samples and index != asking}
         if not donors:
@@ -89,10 +89,10 @@ class Mover:
         return min(alike, key=lambda index: (self._loads[index].num_samples, self._loads[index].sum_tokens))
 
     def _takes(self, asking: int, donor: int, now_s: float) -> bool:
-        """Move the donor's longest sample, if that is worth it."""
+        """Move the donor's longest sample, if that pays."""
         taker, giver = self._engines[asking], self._engines[donor]
         there_s = self._loads[donor].finish_s()
-        # Not worth it even without the prefill of its context: no need to look for it.
+        # Not worth it even without the prefill of its context: no need to search.
         longest = self._loads[donor].longest_tokens
         if not is_worth_moving(self._loads[asking], longest, 0.0, there_s=there_s):
             return False
@@ -104,10 +104,10 @@ class Mover:
         return True
 
     def _longest(self, donor: Engine, version: int, now_s: float) -> tuple[Sample, float, float] | None:
-        """The sample with most to go that may move, its tokens to go as expected, its tokens of context."""
+        """The movable sample with the most expected tokens to go, that number, and its tokens of context."""
         best: tuple[Sample, float, float] | None = None
         for sample, num_done in donor.held():
-            # Older weights than those that began it would make the group older.
+            # Weights older than those it started with would make the group older.
             if now_s - sample.moved_s < MIN_STAY_S or sample.group.min_version > version:
                 continue
             remaining = self._to_go(sample, num_done)
@@ -119,7 +119,7 @@ class Mover:
         return remaining_tokens(sample.group.forecast or self.seen.mean_tokens, num_done)
 
     def load(self, engine: Engine) -> Load:
-        """What a generator holds, by the forecasts."""
+        """The generator's load, by the forecasts."""
         to_go = [self._to_go(sample, num_done) for sample, num_done in engine.held()]
         return Load(
             model=_line(engine.spec.steps_s, engine.spec.prefill_token_s, engine.slowdown),
@@ -133,7 +133,7 @@ class Mover:
 
 
 def _line(steps_s: tuple[float, ...], prefill_token_s: float, slowdown: float) -> LatencyModel:
-    """The straight line that a broker takes a generator's steps for."""
+    """The straight line with which a broker approximates a generator's steps."""
     most = len(steps_s) - 1
     per_sample_s = (steps_s[-1] - steps_s[1]) / (most - 1) if most > 1 else 0.0
     return LatencyModel(
