@@ -16,7 +16,7 @@ from ortools.math_opt.python import mathopt
 
 from services.scheduler.cost_model.reference import CostModel
 from services.scheduler.problem.problem import NodeClass
-from services.scheduler.solvers.divisions import Division, Split
+from services.scheduler.solvers.divisions import Division, Split, made_by
 from services.scheduler.solvers.scored import ordered_nodes
 
 _NUM_TANGENTS = 16
@@ -45,7 +45,9 @@ def solve_columns(
         chosen = [(split, program.add_integer_variable(lb=0, ub=node.count)) for split in allowed]
         counts.append((node, chosen))
         program.add_linear_constraint(mathopt.fast_sum(count for _, count in chosen) == node.count)
-    made = mathopt.fast_sum(made_by(model, node, split) * count for node, chosen in counts for split, count in chosen)
+    made = mathopt.fast_sum(
+        made_by(model, node, (split,)) * count for node, chosen in counts for split, count in chosen
+    )
     trained = mathopt.fast_sum(
         split.train_gpus * model.gpu_training_rate[node.name] * count
         for node, chosen in counts
@@ -84,13 +86,6 @@ def solve_columns(
     return ColumnSolution(parts, bound if math.isfinite(bound) else None)
 
 
-def made_by(model: CostModel, node: NodeClass, split: Split) -> float:
-    """Samples per second of one machine's replicas at their largest batch, all fresh."""
-    states = [model.replica(node, degree) for degree in model.degrees[node.name]]
-    rates = [state.samples_per_second if state is not None else 0.0 for state in states]
-    return sum(count * rate for count, rate in zip(split.replicas, rates, strict=True))
-
-
 def _spanning_ceiling(model: CostModel) -> float:
     """Samples per second of a pool that spans regions: gradients cross the fastest link at least once per step."""
     links = [link.bw_Gbps * 1e9 / 8 for link in model.problem.links if link.a != link.b]
@@ -100,7 +95,7 @@ def _spanning_ceiling(model: CostModel) -> float:
 
 def _most_made(model: CostModel, columns: Mapping[str, Sequence[Split]]) -> float:
     return sum(
-        node.count * max(made_by(model, node, split) for split in columns[node.name]) for node in model.problem.nodes
+        node.count * max(made_by(model, node, (split,)) for split in columns[node.name]) for node in model.problem.nodes
     )
 
 

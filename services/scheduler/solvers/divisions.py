@@ -48,6 +48,10 @@ class Division:
         """Machines with a GPU in the training pool."""
         return sum(split.train_gpus > 0 for split in self.splits)
 
+    def with_split(self, position: int, split: Split) -> Division:
+        """The same with another split of one machine."""
+        return Division(self.node, (*self.splits[:position], split, *self.splits[position + 1 :]))
+
 
 def machine_splits(model: CostModel, node: NodeClass) -> Iterator[Split]:
     """Every division of one machine without space for another replica, and the idle machine.
@@ -80,10 +84,21 @@ def best_split(model: CostModel, node: NodeClass, train_gpus: int, *, most_degre
     """
     degrees = model.degrees[node.name]
     allowed = degrees if most_degree is None else tuple(degree for degree in degrees if degree <= most_degree)
-    states = [model.replica(node, degree) for degree in degrees]
-    rates = [state.samples_per_second if state is not None else 0.0 for state in states]
+    rates = _rates(model, node)
     fillings = ((*filled, *(0 for _ in degrees[len(allowed) :])) for filled in _filled(allowed, node.gpus - train_gpus))
     return Split(max(fillings, key=lambda counts: sum(map(float.__mul__, map(float, counts), rates))), train_gpus)
+
+
+def made_by(model: CostModel, node: NodeClass, splits: Sequence[Split]) -> float:
+    """Samples per second of machines' replicas at their largest batch, all fresh."""
+    rates = _rates(model, node)
+    return sum(count * rate for split in splits for count, rate in zip(split.replicas, rates, strict=True))
+
+
+def _rates(model: CostModel, node: NodeClass) -> list[float]:
+    """Of one replica of each degree at its largest batch."""
+    states = (model.replica(node, degree) for degree in model.degrees[node.name])
+    return [state.samples_per_second if state is not None else 0.0 for state in states]
 
 
 def packed(node: NodeClass, train_gpus: int) -> Iterator[int]:

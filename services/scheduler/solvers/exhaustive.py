@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from services.scheduler.cost_model.reference import CostModel, Infeasible, Score
 from services.scheduler.problem.plan_document import PlanDocument
-from services.scheduler.solvers.divisions import Division, divisions, plan_of
+from services.scheduler.solvers.divisions import Division, divisions, made_by, plan_of
 from services.scheduler.solvers.interface import Plans, ProblemTooLargeError, Solution, TimeLeft
 from services.scheduler.solvers.scored import parts_of
 
@@ -81,7 +81,7 @@ def _upper_bounds(model: CostModel, choices: list[list[Division]]) -> _Array:
     Assumes the largest batches that memory allows, only fresh samples, the shortest pause and the fastest NIC.
     """
     problem, demand = model.problem, model.demand
-    made = _sums([[_made(model, part) for part in options] for options in choices])
+    made = _sums([[made_by(model, part.node, part.splits) for part in options] for options in choices])
     made /= 1 + made * problem.cost_model.sync_pause_s / demand.samples_per_step
     trained = _sums(
         [[part.train_gpus * model.gpu_training_rate[part.node.name] for part in options] for options in choices]
@@ -105,15 +105,6 @@ def _upper_bounds(model: CostModel, choices: list[list[Division]]) -> _Array:
         bounds[np.sum(trains_in, axis=0) > 1] = 0
     # Summed in another order than the score, they may round below it.
     return bounds * (1 + 1e-12)
-
-
-def _made(model: CostModel, part: Division) -> float:
-    total = 0.0
-    for split in part.splits:
-        for degree, count in zip(model.degrees[part.node.name], split.replicas, strict=True):
-            state = model.replica(part.node, degree)
-            total += count * state.samples_per_second if state is not None else 0.0
-    return total
 
 
 def _sums(values: list[list[float]] | list[list[int]]) -> _Array:

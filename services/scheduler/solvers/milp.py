@@ -19,7 +19,7 @@ from services.scheduler.problem.problem import NodeClass
 from services.scheduler.solvers.columns import solve_columns
 from services.scheduler.solvers.divisions import Division, Split, machine_splits
 from services.scheduler.solvers.interface import Plans, ProblemTooLargeError, Solution, TimeLeft
-from services.scheduler.solvers.scored import BETTER, Parts, Scored, climb, ordered_nodes, parts_of
+from services.scheduler.solvers.scored import BETTER, Parts, Scored, climb, ordered_nodes, parts_of, with_part
 
 MAX_COLUMNS = 20_000
 """Most ways to divide one machine of each entry, in total."""
@@ -128,16 +128,17 @@ class _Search:
                 moves += [(index, partial(self._uniform, node, gpus, degree)) for gpus in gpu_counts]
             moves.append((index, partial(self._idle, node)))
             for old in set(part.splits):
+                position = part.splits.index(old)
                 new_splits = (new for new in self._columns[node.name] if new != old)
-                moves += [(index, partial(_replaced, part, old, new)) for new in new_splits]
+                moves += [(index, partial(part.with_split, position, new)) for new in new_splits]
         self._random.shuffle(moves)
-        return (_with(parts, index, divided()) for index, divided in moves)
+        return (with_part(parts, index, divided()) for index, divided in moves)
 
     def _changed(self, parts: Parts) -> Parts:
         index = self._random.randrange(len(parts))
         part = parts[index]
         old, new = self._random.choice(part.splits), self._random.choice(self._columns[part.node.name])
-        return _with(parts, index, _replaced(part, old, new))
+        return with_part(parts, index, part.with_split(part.splits.index(old), new))
 
     def _idle(self, node: NodeClass) -> Division:
         return Division(node, (Split((0,) * len(self._model.degrees[node.name]), 0),) * node.count)
@@ -154,12 +155,3 @@ class _Search:
                 replicas[index], free = divmod(free, degrees[index])
             splits.append(Split(tuple(replicas), trains))
         return Division(node, tuple(splits))
-
-
-def _with(parts: Parts, index: int, part: Division) -> Parts:
-    return (*parts[:index], part, *parts[index + 1 :])
-
-
-def _replaced(part: Division, old: Split, new: Split) -> Division:
-    position = part.splits.index(old)
-    return Division(part.node, (*part.splits[:position], new, *part.splits[position + 1 :]))

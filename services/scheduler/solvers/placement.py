@@ -8,8 +8,8 @@ from random import Random
 
 from services.scheduler.cost_model.reference import CostModel
 from services.scheduler.problem.problem import NodeClass
-from services.scheduler.solvers.divisions import Division, Split, best_split, machine_splits, packed
-from services.scheduler.solvers.scored import Parts, ordered_nodes
+from services.scheduler.solvers.divisions import Division, Split, best_split, machine_splits, made_by, packed
+from services.scheduler.solvers.scored import Parts, ordered_nodes, with_part
 
 _MAX_SPLITS = 2_000
 """Splits of a machine that changes draw from; of more, only the first ones."""
@@ -106,7 +106,7 @@ class Placement:
             return parts
         most = self.random.choice(degrees)
         splits = (self._best_split(part.node, split.train_gpus, most_degree=most) for split in part.splits)
-        return (*parts[:index], Division(part.node, tuple(splits)), *parts[index + 1 :])
+        return with_part(parts, index, Division(part.node, tuple(splits)))
 
     def _idled(self, parts: Parts) -> Parts:
         """Let all machines of an entry stop generating, or start."""
@@ -118,7 +118,7 @@ class Placement:
             self._best_split(part.node, split.train_gpus) if is_idle else Split(none, split.train_gpus)
             for split in part.splits
         )
-        return (*parts[:index], Division(part.node, tuple(splits)), *parts[index + 1 :])
+        return with_part(parts, index, Division(part.node, tuple(splits)))
 
     def _machine(self, parts: Parts, home: frozenset[str], *, trains: bool) -> tuple[int, int] | None:
         """A machine of the site with a GPU that trains, or with one that does not; entry and position."""
@@ -152,13 +152,8 @@ class Placement:
 
     def _generation_rate(self, node: NodeClass) -> float:
         """Samples per second of one of its GPUs at the best degree."""
-        split = self._best_split(node, 0)
-        states = [self._model.replica(node, degree) for degree in self._model.degrees[node.name]]
-        rates = [state.samples_per_second if state is not None else 0.0 for state in states]
-        return sum(map(float.__mul__, map(float, split.replicas), rates)) / node.gpus
+        return made_by(self._model, node, (self._best_split(node, 0),)) / node.gpus
 
 
 def _replaced(parts: Parts, index: int, position: int, split: Split) -> Parts:
-    part = parts[index]
-    splits = (*part.splits[:position], split, *part.splits[position + 1 :])
-    return (*parts[:index], Division(part.node, splits), *parts[index + 1 :])
+    return with_part(parts, index, parts[index].with_split(position, split))

@@ -14,7 +14,7 @@ from services.scheduler.problem.plan_document import PlanDocument
 from services.scheduler.problem.problem import NodeClass
 from services.scheduler.solvers.divisions import Division, Split, best_split, machine_splits, plan_of
 from services.scheduler.solvers.interface import Solution, TimeLeft
-from services.scheduler.solvers.scored import BETTER, Parts, Scored, climb, parts_of
+from services.scheduler.solvers.scored import BETTER, Parts, Scored, climb, parts_of, with_part
 
 NAME = "regeneration"
 MIN_SPARE = 0.1
@@ -42,8 +42,7 @@ def _leaner(model: CostModel, scored: Scored, parts: Parts) -> Parts | None:
         for split in dict.fromkeys(part.splits):
             idle = Split((0,) * len(split.replicas), split.train_gpus)
             position = part.splits.index(split)
-            splits = (*part.splits[:position], idle, *part.splits[position + 1 :])
-            without = (*parts[:index], Division(part.node, splits), *parts[index + 1 :])
+            without = with_part(parts, index, part.with_split(position, idle))
             if split == idle or scored.rate(without) < scored.best_rate / BETTER or _spare(model, without) < MIN_SPARE:
                 continue
             offers.append((part.node.price_per_gpu_hour * (part.node.gpus - split.train_gpus), without))
@@ -77,9 +76,8 @@ class _Neighbourhood:
                 position = part.splits.index(old)
                 for new in self._alike(part.node, old):
                     everywhere = tuple(new if split == old else split for split in part.splits)
-                    once = (*part.splits[:position], new, *part.splits[position + 1 :])
-                    for splits in dict.fromkeys((everywhere, once)):
-                        yield (*parts[:index], Division(part.node, splits), *parts[index + 1 :])
+                    for splits in dict.fromkeys((everywhere, part.with_split(position, new).splits)):
+                        yield with_part(parts, index, Division(part.node, splits))
 
     def _alike(self, node: NodeClass, old: Split) -> Iterator[Split]:
         """Other divisions of a machine with as many training GPUs, including the one with all others idle."""

@@ -73,6 +73,11 @@ def climb(scored: Scored, parts: Parts, neighbours: Callable[[Parts], Iterator[P
                 break
 
 
+def with_part(parts: Parts, index: int, part: Division) -> Parts:
+    """The plan with another division of one entry."""
+    return (*parts[:index], part, *parts[index + 1 :])
+
+
 def homes_of(problem: Problem) -> list[frozenset[str]]:
     """Training sites: each region alone, and all regions if pools may span them."""
     regions = list(dict.fromkeys(node.region for node in ordered_nodes(problem)))
