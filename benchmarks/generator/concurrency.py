@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from services.generator.decoding.kv_headroom import HeldSample, KvRoom
+from services.generator.decoding.kv_headroom import KvHeadroom, RunningSample
 from services.generator.emulation.continuous_batch import BatchSample, ContinuousBatch
 from services.generator.emulation.hardware import GPUS, MODELS
 from services.generator.emulation.length_law import HistogramLengths, LengthLaw, LogNormalLengths
@@ -111,7 +111,7 @@ def simulate(workload: Workload, *, fixed: int | None, seed: int = 0) -> Outcome
     """Decode the whole workload; with so many samples at once, or as the KV room says where None."""
     steps = Roofline(gpu=GPUS["H800"], model=MODELS["qwen2.5-7b"])
     batch = ContinuousBatch(steps, max_samples=MAX_SAMPLES, kv_capacity_tokens=workload.kv_capacity_tokens)
-    queue, room = _samples(workload, seed), KvRoom(workload.kv_capacity_tokens)
+    queue, room = _samples(workload, seed), KvHeadroom(workload.kv_capacity_tokens)
     held: list[BatchSample] = []
     num_begun, num_ended, ended_tokens, sum_held = 0, 0, 0, 0
     marks: list[tuple[int, int]] = []
@@ -144,9 +144,9 @@ def _samples(workload: Workload, seed: int) -> Iterator[BatchSample]:
         yield BatchSample(context_tokens=workload.prompt_tokens, length=length, position=0)
 
 
-def _num_more(workload: Workload, room: KvRoom, batch: ContinuousBatch, held: Sequence[BatchSample]) -> int:
+def _num_more(workload: Workload, room: KvHeadroom, batch: ContinuousBatch, held: Sequence[BatchSample]) -> int:
     views = [
-        HeldSample(
+        RunningSample(
             num_prompt_tokens=workload.prompt_tokens,
             num_new_tokens=sample.position,
             max_new_tokens=workload.max_new_tokens,

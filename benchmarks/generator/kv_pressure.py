@@ -25,7 +25,7 @@ from benchmarks.broker.processes import cpu_s
 from benchmarks.generator.concurrency import BEAT_S, MAX_SAMPLES, WARM_UP_SHARE
 from benchmarks.generator.model import VOCAB_SIZE
 from penstock.process.bound_child import end_group_with_parent
-from services.generator.decoding.kv_headroom import HeldSample
+from services.generator.decoding.kv_headroom import RunningSample
 from services.generator.decoding.lease_headroom import Credit
 from services.generator.engine.engine import EngineProfile, EngineStats, GenerateRequest, SamplingSettings
 from services.generator.engines.vllm.process_setup import VllmSettings
@@ -179,9 +179,9 @@ class PressedEngine:
                 position[0] += len(span.token_ids)
 
 
-def _sample(num_new_tokens: int) -> HeldSample:
+def _sample(num_new_tokens: int) -> RunningSample:
     # Nobody knows how long a sample gets: the limit is that of all.
-    return HeldSample(num_prompt_tokens=PROMPT_TOKENS, num_new_tokens=num_new_tokens, max_new_tokens=MAX_TOKENS)
+    return RunningSample(num_prompt_tokens=PROMPT_TOKENS, num_new_tokens=num_new_tokens, max_new_tokens=MAX_TOKENS)
 
 
 async def run(model_path: Path, plan: PressurePlan) -> dict[str, Any]:

@@ -30,7 +30,7 @@ class Failure(StrEnum):
     KILLED = "killed"
 
 
-class _Book(StrictModel):
+class _Record(StrictModel):
     """The contents of the file."""
 
     counts: dict[Failure, NonNegativeInt] = Field(default_factory=dict)
@@ -49,15 +49,15 @@ class FailureCounts:
     def __init__(self, folder: Path, metric: Counter) -> None:
         self._path = folder / _FILE
         self._metric = metric
-        self._book = _Book()
+        self._record = _Record()
 
     def begin(self) -> None:
         """The process begins: take over the counts of former ones."""
-        self._book = _read(self._path)
+        self._record = _read(self._path)
         for how in Failure:
             # Each from the start, zeros included: Prometheus sees no increase in a series that begins above zero.
-            self._metric.labels(how).inc(self._book.counts.get(how, 0))
-        if self._book.is_running:
+            self._metric.labels(how).inc(self._record.counts.get(how, 0))
+        if self._record.is_running:
             self._add(Failure.KILLED)
         self._write(is_running=True)
 
@@ -72,25 +72,25 @@ class FailureCounts:
 
     def _add(self, how: Failure) -> None:
         self._metric.labels(how).inc()
-        counts = {**self._book.counts, how: self._book.counts.get(how, 0) + 1}
-        self._book = self._book.model_copy(update={"counts": counts})
+        counts = {**self._record.counts, how: self._record.counts.get(how, 0) + 1}
+        self._record = self._record.model_copy(update={"counts": counts})
 
     def _write(self, *, is_running: bool) -> None:
-        self._book = self._book.model_copy(update={"is_running": is_running})
+        self._record = self._record.model_copy(update={"is_running": is_running})
         beside = self._path.with_suffix(f".{os.getpid()}")
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            beside.write_text(self._book.model_dump_json(), encoding="utf-8")
+            beside.write_text(self._record.model_dump_json(), encoding="utf-8")
             beside.replace(self._path)
         except OSError as error:
             _log.warning("failures are not remembered", path=str(self._path), error=str(error))
 
 
-def _read(path: Path) -> _Book:
+def _read(path: Path) -> _Record:
     try:
-        return _Book.model_validate_json(path.read_text(encoding="utf-8"))
+        return _Record.model_validate_json(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        return _Book()
+        return _Record()
     except (OSError, ValidationError, UnicodeDecodeError) as error:
         _log.warning("former failures cannot be read; counting begins at 0", path=str(path), error=str(error))
-        return _Book()
+        return _Record()

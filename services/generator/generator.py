@@ -33,11 +33,11 @@ from penstock.v1 import broker_pb2, generator_pb2
 from services.generator.config import GeneratorConfig
 from services.generator.decoding.busy_time import BusyTracker
 from services.generator.decoding.drain import Drain
-from services.generator.decoding.lease_handler import Holder
+from services.generator.decoding.lease_handler import GeneratorLeaseHandler
 from services.generator.decoding.sample_runner import RolloutParts, Rollouts
 from services.generator.decoding.token_rate import TokenRate
-from services.generator.decoding.unleased import Guests
-from services.generator.engine.attested_weights import HeldWeights
+from services.generator.decoding.unleased import UnleasedSamples
+from services.generator.engine.attested_weights import AttestedWeights
 from services.generator.engine.engine import (
     Engine,
     EngineError,
@@ -106,7 +106,7 @@ class Generator:
         self._start_s = time.monotonic()
         self._busy = BusyTracker(SystemClock())
         self._session: LeaseSession | None = None
-        self._held = HeldWeights(on_change=self._notify)
+        self._held = AttestedWeights(on_change=self._notify)
         self._security = security
         self._broker = Connection(config.broker, security=security)
         self._tokens = TokenSession(
@@ -139,7 +139,7 @@ class Generator:
             security=security,
         )
         self._puller = self._weights.puller
-        self._holder = Holder(
+        self._lease_handler = GeneratorLeaseHandler(
             engine=engine,
             rollouts=self._rollouts,
             held=self._held,
@@ -233,9 +233,9 @@ class Generator:
             profile=_to_message(self._engine.profile(), max_leases=self._config.engine.max_concurrent_samples),
             listens_in_plain_text=bool(self._security.plain_listeners),
         )
-        self._session = LeaseSession(self._broker, hello=hello, handler=self._holder)
+        self._session = LeaseSession(self._broker, hello=hello, handler=self._lease_handler)
         self._leasing = asyncio.create_task(self._session.run())
-        if self._holder.is_draining:
+        if self._lease_handler.is_draining:
             self._leasing.cancel()
         try:
             await asyncio.wait({self._leasing})
@@ -257,7 +257,7 @@ class Generator:
 
     def drain(self, grace_s: float | None) -> bool:
         """Begin to drain; returns whether nothing is held any more. Calling again restarts the grace period."""
-        self._holder.is_draining = True
+        self._lease_handler.is_draining = True
         self._rollouts.stop_accepting()
         if self._rollouts.is_empty:
             return True
@@ -296,11 +296,11 @@ class Generator:
 
     def warn_of(self, warning: Callable[[], str]) -> None:
         """Report to the broker, in each heartbeat, what an operator has to fix; empty if nothing."""
-        self._holder.warning = warning
+        self._lease_handler.warning = warning
 
-    def guests(self) -> Guests:
+    def unleased(self) -> UnleasedSamples:
         """An interface for another part of this process to decode beside the leases."""
-        return Guests(
+        return UnleasedSamples(
             generator_id=self.generator_id,
             engine=self._engine,
             rollouts=self._rollouts,
@@ -342,7 +342,7 @@ class Generator:
         return response
 
     async def _give_back(self, *, grace_s: float) -> None:
-        self._holder.is_draining = True
+        self._lease_handler.is_draining = True
         self._rollouts.stop_accepting()
         await self._rollouts.wait_until_empty(timeout_s=grace_s)
         if self._leasing is not None:
@@ -378,7 +378,7 @@ class Generator:
             return generator_pb2.GENERATOR_STATE_FAILED
         if not self._started.is_set():
             return generator_pb2.GENERATOR_STATE_STARTING
-        if self._holder.is_draining:
+        if self._lease_handler.is_draining:
             is_empty = self._rollouts.is_empty
             return generator_pb2.GENERATOR_STATE_DRAINED if is_empty else generator_pb2.GENERATOR_STATE_DRAINING
         return generator_pb2.GENERATOR_STATE_PAUSED if self._is_paused else generator_pb2.GENERATOR_STATE_SERVING

@@ -143,7 +143,7 @@ def _endpoint(config: GeneratorConfig, generator: Generator, security: Security)
     try:
         return OpenAIEndpoint(
             config,
-            guests=generator.guests(),
+            unleased=generator.unleased(),
             security=security,
             judges=Security.from_environment(JUDGES, insecure=config.insecure),
             metrics=OpenAIMetrics(),

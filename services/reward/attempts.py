@@ -9,7 +9,7 @@ from penstock.errors import PenstockError, ServiceUnavailableError
 UNAVAILABLE_COUNTS_EVERY_S = 60.0
 
 
-class Tries:
+class Attempts:
     """Counts the failures of one batch that are the batch's own.
 
     UNAVAILABLE comes from models that load, drain or are overloaded, and from proxies before them. It counts when calls
@@ -25,7 +25,7 @@ class Tries:
         self._seen_successes: int | None = None
         self._counted_at_s = 0.0
 
-    def are_over_after(self, error: PenstockError) -> bool:
+    def are_exhausted_by(self, error: PenstockError) -> bool:
         """Whether the batch is to be given up after this failure."""
         if not error.is_retryable:
             return True

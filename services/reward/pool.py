@@ -26,7 +26,7 @@ from penstock.rewards import ModelAwayError, RewardModel, ScoreStatus
 from penstock.rewards.outcomes import describe
 from penstock.rewards.wire import failed_score
 from penstock.v1 import broker_pb2, types_pb2
-from services.reward.attempts import Tries
+from services.reward.attempts import Attempts
 from services.reward.breaker import Breaker
 from services.reward.config import RewardModelConfig
 from services.reward.metrics import BATCH_SECONDS, HELD_SAMPLES, IS_HOLDING_BACK, RETRIES, SCORES
@@ -110,7 +110,7 @@ class ScoringPool:
             started_s = self._monotonic_s()
             faults = {} if self._texts is None else await self._texts.read(leases)
             results = [self._unreadable(lease, faults[lease.lease_id]) for lease in leases if lease.lease_id in faults]
-            results += await self._judge([lease for lease in leases if lease.lease_id not in faults], self._tries())
+            results += await self._judge([lease for lease in leases if lease.lease_id not in faults], self._attempts())
             latency_s = self._monotonic_s() - started_s
             for result in results:
                 self._complete(result.score, latency_s)
@@ -118,7 +118,9 @@ class ScoringPool:
             BATCH_SECONDS.labels(self._model.name).observe(latency_s)
             HELD_SAMPLES.set(self._source.num_held)
 
-    async def _judge(self, leases: Sequence[broker_pb2.ScoringLease], tries: Tries) -> list[broker_pb2.ScoreResult]:
+    async def _judge(
+        self, leases: Sequence[broker_pb2.ScoringLease], attempts: Attempts
+    ) -> list[broker_pb2.ScoreResult]:
         for delay_s in backoff_s():
             leases = [lease for lease in leases if self._source.is_held(lease.lease_id)]
             if not leases:
@@ -126,8 +128,8 @@ class ScoringPool:
             answer = await self._try(leases)
             if isinstance(answer, list):
                 return [_result(lease, score) for lease, score in zip(leases, answer, strict=True)]
-            if isinstance(answer, PenstockError) and tries.are_over_after(answer):
-                return await self._settle(leases, answer, tries)
+            if isinstance(answer, PenstockError) and attempts.are_exhausted_by(answer):
+                return await self._settle(leases, answer, attempts)
             RETRIES.labels(self._model.name).inc()
             await asyncio.sleep(delay_s)
         raise AssertionError("unreachable: backoff_s never ends")
@@ -155,22 +157,22 @@ class ScoringPool:
                 IS_HOLDING_BACK.set(self._breaker.is_open)
 
     async def _settle(
-        self, leases: Sequence[broker_pb2.ScoringLease], error: PenstockError, tries: Tries
+        self, leases: Sequence[broker_pb2.ScoringLease], error: PenstockError, attempts: Attempts
     ) -> list[broker_pb2.ScoreResult]:
         if len(leases) > 1:
             middle = len(leases) // 2
-            tries.grant_one_more()
-            first = await self._judge(leases[:middle], tries)
-            tries.grant_one_more()
-            return first + await self._judge(leases[middle:], tries)
+            attempts.grant_one_more()
+            first = await self._judge(leases[:middle], attempts)
+            attempts.grant_one_more()
+            return first + await self._judge(leases[middle:], attempts)
         status = ScoreStatus.TIMEOUT if error.is_retryable else ScoreStatus.FAILED
         return [_result(lease, failed_score(str(error), model=self._model.name, status=status)) for lease in leases]
 
     def _unreadable(self, lease: broker_pb2.ScoringLease, fault: str) -> broker_pb2.ScoreResult:
         return _result(lease, failed_score(fault, model=self._model.name, status=ScoreStatus.INVALID))
 
-    def _tries(self) -> Tries:
-        return Tries(
+    def _attempts(self) -> Attempts:
+        return Attempts(
             max_tries=self._config.max_retries + 1,
             num_successes=lambda: self._breaker.num_successes,
             monotonic_s=self._monotonic_s,

@@ -43,7 +43,7 @@ Floats = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class HeldSample:
+class RunningSample:
     """A sample that has begun."""
 
     num_prompt_tokens: int
@@ -52,7 +52,7 @@ class HeldSample:
     max_new_tokens: int
 
 
-class KvRoom:
+class KvHeadroom:
     """See the module.
 
     Args:
@@ -75,7 +75,7 @@ class KvRoom:
         """Standard deviations kept free."""
         return self._margin
 
-    def note_begun(self, sample: HeldSample) -> None:
+    def note_begun(self, sample: RunningSample) -> None:
         """A sample begins. Recorded here, since short ones may end before `headroom` is next asked."""
         self._learn_limits([sample])
 
@@ -89,7 +89,7 @@ class KvRoom:
         self._move_margin(max(0, num_preemptions - self._num_preemptions))
         self._num_preemptions = num_preemptions
 
-    def note_usage(self, held: Sequence[HeldSample], kv_cache_usage: float) -> None:
+    def note_usage(self, held: Sequence[RunningSample], kv_cache_usage: float) -> None:
         """The tokens that the cache holds of these samples, all being decoded; shows how far prompts are shared."""
         num_prompt_tokens = sum(sample.num_prompt_tokens for sample in held)
         if not num_prompt_tokens:
@@ -99,7 +99,7 @@ class KvRoom:
         share = (num_used - (rounded - num_prompt_tokens)) / num_prompt_tokens
         self._prompt_share += _SHARING_STEP * (min(1.0, max(0.0, share)) - self._prompt_share)
 
-    def num_more(self, held: Sequence[HeldSample], *, most: int) -> int:
+    def num_more(self, held: Sequence[RunningSample], *, most: int) -> int:
         """Samples that may start beside these, at most `most`; at least one if nothing is held."""
         self._learn_limits(held)
         if most <= 0:
@@ -124,7 +124,7 @@ class KvRoom:
                 beyond = middle
         return max(least, 0 if held else 1)
 
-    def _learn_limits(self, held: Sequence[HeldSample]) -> None:
+    def _learn_limits(self, held: Sequence[RunningSample]) -> None:
         if held:
             self._mean_prompt_tokens = sum(sample.num_prompt_tokens for sample in held) / len(held)
             self._max_new_tokens = max(sample.max_new_tokens for sample in held)
@@ -141,7 +141,7 @@ class _Ahead:
 
     def __init__(
         self,
-        held: Sequence[HeldSample],
+        held: Sequence[RunningSample],
         *,
         finished: npt.NDArray[np.int64],
         max_new_tokens: int,

@@ -11,11 +11,11 @@ from penstock.wire.timestamps import timestamp
 from services.generator.decoding.busy_time import BusySpan, BusyTracker
 from services.generator.decoding.sample_runner import Rollouts
 from services.generator.decoding.token_rate import TokenRate
-from services.generator.engine.attested_weights import HeldWeights
+from services.generator.engine.attested_weights import AttestedWeights
 from services.generator.engine.engine import Engine
 
 
-class Holder:
+class GeneratorLeaseHandler:
     """A `penstock.clients.leases.LeaseHandler`."""
 
     def __init__(
@@ -23,7 +23,7 @@ class Holder:
         *,
         engine: Engine,
         rollouts: Rollouts,
-        held: HeldWeights,
+        held: AttestedWeights,
         busy: BusyTracker,
         rate: TokenRate,
         on_owner: Callable[[broker_pb2.RunOwner], None],

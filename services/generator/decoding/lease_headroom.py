@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-from services.generator.decoding.kv_headroom import HeldSample, KvRoom
+from services.generator.decoding.kv_headroom import KvHeadroom, RunningSample
 from services.generator.engine.engine import EngineProfile, EngineStats
 
 
@@ -28,9 +28,9 @@ class Credit:
 
     def __init__(self, engine: MeasuredEngine) -> None:
         self._engine = engine
-        self._room: KvRoom | None = None
+        self._room: KvHeadroom | None = None
 
-    def num_more(self, held: Sequence[HeldSample], *, most: int) -> int:
+    def num_more(self, held: Sequence[RunningSample], *, most: int) -> int:
         """Samples that may start beside these, at most `most`."""
         room = self._known_room()
         if room is None:
@@ -41,7 +41,7 @@ class Credit:
             room.note_usage(held, stats.kv_cache_usage)
         return room.num_more(held, most=most)
 
-    def note_begun(self, sample: HeldSample) -> None:
+    def note_begun(self, sample: RunningSample) -> None:
         """A sample begins."""
         room = self._known_room()
         if room is not None:
@@ -53,9 +53,9 @@ class Credit:
         if room is not None:
             room.note_finished(num_new_tokens)
 
-    def _known_room(self) -> KvRoom | None:
+    def _known_room(self) -> KvHeadroom | None:
         if self._room is None:
             profile = self._engine.profile()
             if profile.kv_capacity_tokens is not None:
-                self._room = KvRoom(profile.kv_capacity_tokens, block_tokens=profile.kv_block_tokens)
+                self._room = KvHeadroom(profile.kv_capacity_tokens, block_tokens=profile.kv_block_tokens)
         return self._room

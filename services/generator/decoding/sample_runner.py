@@ -9,7 +9,7 @@ Promises:
 - No sample is lost by its own error: its lease always ends in a finish chunk, an aborted chunk, or is no longer
   renewed and expires.
 - A lease is renewed until its last chunk is stored; its slot is free as soon as decoding ended.
-- Unleased samples (`guest`) use the same slots and see the same updates.
+- Unleased samples (`unleased`) use the same slots and see the same updates.
 - An engine that fails is reported once through `on_engine_failure`; the process is expected to give everything back and
   to end, so that its supervisor starts a fresh one.
 """
@@ -32,11 +32,11 @@ from penstock.v1 import broker_pb2, types_pb2
 from penstock.wire.codec import Int32, int32_array
 from services.generator.decoding.activity import Decoding
 from services.generator.decoding.busy_time import BusyTracker
-from services.generator.decoding.kv_headroom import HeldSample
+from services.generator.decoding.kv_headroom import RunningSample
 from services.generator.decoding.lease_headroom import Credit
 from services.generator.decoding.lease_request import to_request
 from services.generator.decoding.slots import Slots
-from services.generator.engine.attested_weights import HeldWeights
+from services.generator.engine.attested_weights import AttestedWeights
 from services.generator.engine.engine import Engine, EngineError, EngineStoppedError, FinishReason, RequestRefusedError
 from services.generator.metrics import GeneratorMetrics
 
@@ -58,7 +58,7 @@ class RolloutParts:
 
     engine: Engine
     tokens: TokenSession
-    held: HeldWeights
+    held: AttestedWeights
     text: TextDecoder
     end_token_ids: tuple[int, ...]
     busy: BusyTracker
@@ -241,7 +241,7 @@ class Rollouts:
         return True
 
     @asynccontextmanager
-    async def guest(self, *, timeout_s: float) -> AsyncIterator[None]:
+    async def unleased(self, *, timeout_s: float) -> AsyncIterator[None]:
         """Inside, the caller may decode one unleased sample.
 
         Raises:
@@ -365,10 +365,10 @@ class Rollouts:
             self._empty.set()
 
 
-def _to_held(work: _Work, max_model_len: int) -> HeldSample:
+def _to_held(work: _Work, max_model_len: int) -> RunningSample:
     num_prompt_tokens = len(work.lease.prompt.token_ids) // 4
     limit = min(work.lease.prompt.sampling.max_new_tokens, max_model_len - num_prompt_tokens)
-    return HeldSample(
+    return RunningSample(
         num_prompt_tokens=num_prompt_tokens,
         num_new_tokens=work.stream.num_tokens if work.stream is not None else 0,
         max_new_tokens=max(1, limit),

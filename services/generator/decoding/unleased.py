@@ -7,20 +7,20 @@ from contextlib import aclosing
 from dataclasses import dataclass
 
 from services.generator.decoding.sample_runner import Rollouts
-from services.generator.engine.attested_weights import HeldWeights
+from services.generator.engine.attested_weights import AttestedWeights
 from services.generator.engine.engine import Engine, EngineError, GenerateRequest, RequestRefusedError, TokenSpan
 from services.generator.metrics import GeneratorMetrics
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Guests:
+class UnleasedSamples:
     """What another part of the process needs to decode beside the leases."""
 
     generator_id: str
     """This process' name at the broker."""
     engine: Engine
     rollouts: Rollouts
-    held: HeldWeights
+    held: AttestedWeights
     metrics: GeneratorMetrics
     end_token_ids: tuple[int, ...]
     """The model's own end-of-sequence ids."""
@@ -47,7 +47,7 @@ class Guests:
             RequestRefusedError: The engine can never decode it.
             EngineError: It drains, or failed.
         """
-        async with self.rollouts.guest(timeout_s=wait_s):
+        async with self.rollouts.unleased(timeout_s=wait_s):
             try:
                 async with aclosing(self.engine.generate(request)) as spans:
                     while (span := await self._next(spans)) is not None:

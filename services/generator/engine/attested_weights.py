@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Held:
+class AttestedVersion:
     """An attested version."""
 
     policy_version: int
@@ -28,7 +28,7 @@ class Held:
         return self.epoch, self.history, self.policy_version
 
 
-class HeldWeights:
+class AttestedWeights:
     """The engine's weights. Nothing may be leased while `is_trusted` is false.
 
     Args:
@@ -37,12 +37,12 @@ class HeldWeights:
 
     def __init__(self, *, on_change: Callable[[], None] = lambda: None) -> None:
         self._on_change = on_change
-        self._held: Held | None = None
+        self._held: AttestedVersion | None = None
         self._is_trusted = False
         self._changed = asyncio.Condition()
 
     @property
-    def current(self) -> Held | None:
+    def current(self) -> AttestedVersion | None:
         """The last attested version; None before the first."""
         return self._held
 
@@ -51,7 +51,7 @@ class HeldWeights:
         """Whether the engine is known to hold an attested version."""
         return self._is_trusted
 
-    async def attest(self, held: Held) -> None:
+    async def attest(self, held: AttestedVersion) -> None:
         """The engine proved that it holds this version."""
         self._held = held
         self._is_trusted = True

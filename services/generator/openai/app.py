@@ -227,7 +227,7 @@ class OpenAIRoutes:
 
     async def _session(self, request: web.Request) -> web.StreamResponse:
         session_id = checked_session(request, request.match_info["id"], Opens.COMPLETE)
-        session = (await self._agents.book()).find(session_id)
+        session = (await self._agents.groups()).find(session_id)
         if session is None:
             raise ApiError(404, f"no session {session_id!r} here", code="unknown_session")
         branches = session.branches()

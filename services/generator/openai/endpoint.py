@@ -21,7 +21,7 @@ import numpy as np
 from penstock.clock import Clock
 from penstock.errors import PenstockError
 from services.generator.config import OpenAIConfig
-from services.generator.decoding.unleased import Guests
+from services.generator.decoding.unleased import UnleasedSamples
 from services.generator.engine.engine import GenerateRequest, SamplingSettings
 from services.generator.openai.answer_sampling import Answer, Piece, take_answer
 from services.generator.openai.formats.api_errors import ApiError, invalid, unavailable
@@ -36,8 +36,8 @@ from services.generator.openai.formats.openai_requests import (
 from services.generator.openai.sessions.agent_session import History, Session, Turn, token_ids_of
 from services.generator.openai.sessions.group_sender import GroupPutter
 from services.generator.openai.sessions.metrics import OpenAIMetrics
-from services.generator.openai.sessions.session_admission import GroupRoom
-from services.generator.openai.sessions.session_groups import BookLimits, SessionBook
+from services.generator.openai.sessions.session_admission import SessionAdmission
+from services.generator.openai.sessions.session_groups import SessionGroups, SessionLimits
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,10 +80,10 @@ class Prepared:
 
 
 class Agents:
-    """Answers requests; one a process.
+    """Answers requests; one per process.
 
     Args:
-        guests: Decodes.
+        unleased: Decodes samples without a lease.
         tokenizer: The model's.
         putter: Knows the run.
         config: Limits, and what the run samples with.
@@ -93,7 +93,7 @@ class Agents:
 
     def __init__(
         self,
-        guests: Guests,
+        unleased: UnleasedSamples,
         *,
         tokenizer: ConversationTokenizer,
         putter: GroupPutter,
@@ -103,31 +103,34 @@ class Agents:
     ) -> None:
         self.tokenizer = tokenizer
         self.clock = clock
-        self._guests = guests
+        self._unleased = unleased
         self._putter = putter
         self._config = config
         self._metrics = metrics
-        self._book: SessionBook | None = None
-        self._room = GroupRoom(
-            putter.get_run, version=lambda: guests.policy_version, transit=putter.transit, monotonic_s=clock.monotonic_s
+        self._groups: SessionGroups | None = None
+        self._admission = SessionAdmission(
+            putter.get_run,
+            version=lambda: unleased.policy_version,
+            transit=putter.transit,
+            monotonic_s=clock.monotonic_s,
         )
 
-    async def book(self) -> SessionBook:
+    async def groups(self) -> SessionGroups:
         """The sessions; raises ApiError while the run is not known."""
-        if self._book is None:
+        if self._groups is None:
             try:
                 shape = await self._putter.shape()
             except PenstockError as error:
                 raise unavailable(f"the run is not known yet: {error}") from error
             config = self._config
-            limits = BookLimits(
+            limits = SessionLimits(
                 group_size=min(config.group_size or shape.group_size, shape.group_size),
                 max_sessions=config.max_sessions,
                 session_idle_s=config.session_idle_s,
                 group_timeout_s=config.group_timeout_s,
             )
-            self._book = self._book or SessionBook(limits)
-        return self._book
+            self._groups = self._groups or SessionGroups(limits)
+        return self._groups
 
     async def prepare_chat(self, body: ChatRequest, labels: Labels | None) -> Prepared:
         """A conversation; raises ApiError."""
@@ -161,7 +164,7 @@ class Agents:
     async def answer(self, prepared: Prepared, *, index: int, emit: Callable[[Piece], Awaitable[None]]) -> Answer:
         """One answer; its turn is recorded where the request has a session.
 
-        Raises ApiError, and what `Guests.decode` and `take_answer` raise.
+        Raises ApiError, and what `UnleasedSamples.decode` and `take_answer` raise.
         """
         session = await self._enter(prepared)
         try:
@@ -170,12 +173,12 @@ class Agents:
                 self._record(session, prepared, answer)
             return answer
         finally:
-            if session is not None and self._book is not None:
-                self._book.leave(session, self.clock.monotonic_s())
+            if session is not None and self._groups is not None:
+                self._groups.leave(session, self.clock.monotonic_s())
 
     async def touch(self, session_id: str) -> bool:
         """Whether a session is open, which then counts as used; raises ApiError where it is over."""
-        session = (await self.book()).find(session_id)
+        session = (await self.groups()).find(session_id)
         if session is not None:
             session.last_used_s = self.clock.monotonic_s()
         return session is not None
@@ -190,17 +193,17 @@ class Agents:
 
     async def finish(self, session_id: str, reward: float, *, components: dict[str, float], model: str) -> bool:
         """End a session with its reward; whether this was the first time. Raises ApiError."""
-        book = await self.book()
-        is_first = book.finish(session_id, reward, self.clock.monotonic_s(), components=components, model=model)
+        groups = await self.groups()
+        is_first = groups.finish(session_id, reward, self.clock.monotonic_s(), components=components, model=model)
         self._putter.notify()
         return is_first
 
     async def drop(self, session_id: str, reason: str) -> bool:
         """Give a session up; whether there was one. Raises ApiError."""
-        return (await self.book()).drop(session_id, reason)
+        return (await self.groups()).drop(session_id, reason)
 
     async def _session(self, labels: Labels | None) -> Session | None:
-        return None if labels is None else (await self.book()).find(labels.session_id)
+        return None if labels is None else (await self.groups()).find(labels.session_id)
 
     async def _prepared(
         self,
@@ -215,14 +218,14 @@ class Agents:
         prompt = (*token_ids_of(parent), *given)
         if not prompt:
             raise invalid("prompt", "has no tokens")
-        num_left = self._guests.engine.max_model_len - len(prompt)
+        num_left = self._unleased.engine.max_model_len - len(prompt)
         if labels is not None:
             num_left = min(num_left, await self._num_left_in_run(parent, given))
         if num_left < 1:
             raise ApiError(
                 400,
                 f"{len(prompt)} prompt tokens leave no room for an answer: the context holds "
-                f"{self._guests.engine.max_model_len} tokens, and a session has at most the run's "
+                f"{self._unleased.engine.max_model_len} tokens, and a session has at most the run's "
                 "sampling.max_new_tokens beyond its first prompt",
                 code="context_length_exceeded",
                 param="messages",
@@ -271,7 +274,7 @@ class Agents:
             top_k=top_k,
             max_new_tokens=max_new_tokens,
             seed=body.seed,
-            stop_token_ids=self._guests.end_token_ids,
+            stop_token_ids=self._unleased.end_token_ids,
         )
 
     async def _enter(self, prepared: Prepared) -> Session | None:
@@ -280,15 +283,15 @@ class Agents:
             return None
         prompt = np.asarray(prepared.prompt_token_ids, "<i4").tobytes()
         task = labels.task or f"prompt-{hashlib.blake2b(prompt, digest_size=12).hexdigest()}"
-        book = await self.book()
-        if book.begins_group(labels.session_id, task):
-            await self._wait_for_room(book, labels.session_id, task)
-        return book.enter(labels.session_id, task, self.clock.monotonic_s())
+        groups = await self.groups()
+        if groups.begins_group(labels.session_id, task):
+            await self._wait_for_admission(groups, labels.session_id, task)
+        return groups.enter(labels.session_id, task, self.clock.monotonic_s())
 
-    async def _wait_for_room(self, book: SessionBook, session_id: str, task: str) -> None:
+    async def _wait_for_admission(self, groups: SessionGroups, session_id: str, task: str) -> None:
         try:
-            await self._room.wait(
-                num_held=lambda: book.num_groups, is_needed=lambda: book.begins_group(session_id, task)
+            await self._admission.wait(
+                num_held=lambda: groups.num_groups, is_needed=lambda: groups.begins_group(session_id, task)
             )
         except PenstockError as error:
             raise unavailable(f"the broker does not answer: {error}") from error
@@ -303,13 +306,13 @@ class Agents:
         )
         body = prepared.body
         return await take_answer(
-            self._guests.decode(request, wait_s=self._config.request_timeout_s),
+            self._unleased.decode(request, wait_s=self._config.request_timeout_s),
             request,
             tokenizer=self.tokenizer,
             stops=body.stops,
             emit=emit,
             finds_tools=isinstance(body, ChatRequest) and body.usable_tools is not None,
-            run_history=lambda: self._guests.run_history or 0,
+            run_history=lambda: self._unleased.run_history or 0,
         )
 
     def _record(self, session: Session, prepared: Prepared, answer: Answer) -> None:

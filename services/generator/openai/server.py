@@ -15,7 +15,7 @@ from penstock.network.http_server import listen_http, server_ssl_context
 from penstock.security import Security
 from penstock.security.session_keys import SECRET_VARIABLE, SessionKeys
 from services.generator.config import GeneratorConfig
-from services.generator.decoding.unleased import Guests
+from services.generator.decoding.unleased import UnleasedSamples
 from services.generator.openai.app import OpenAIRoutes
 from services.generator.openai.endpoint import Agents
 from services.generator.openai.formats.api_errors import ApiError
@@ -36,7 +36,7 @@ class OpenAIEndpoint:
 
     Args:
         config: Of the generator.
-        guests: Decodes.
+        unleased: Decodes.
         security: Credentials of the process.
         judges: What third parties' reward servers are shown.
         metrics: Its Prometheus numbers.
@@ -52,7 +52,7 @@ class OpenAIEndpoint:
         self,
         config: GeneratorConfig,
         *,
-        guests: Guests,
+        unleased: UnleasedSamples,
         security: Security,
         judges: Security,
         metrics: OpenAIMetrics,
@@ -61,20 +61,20 @@ class OpenAIEndpoint:
     ) -> None:
         self._keys = SessionKeys(config.run_id, secret)
         self._listen = config.openai.listen or ""
-        self._guests = guests
+        self._unleased = unleased
         self._security = security
         self._clock = clock or SystemClock()
         self._tokenizer = ConversationTokenizer(config.model_path)
         self._putter = GroupPutter(
             config.broker,
             run_id=config.run_id,
-            generator_id=guests.generator_id,
+            generator_id=unleased.generator_id,
             temperature=config.openai.temperature,
             security=security,
             metrics=metrics,
         )
         self._agents = Agents(
-            guests,
+            unleased,
             tokenizer=self._tokenizer,
             putter=self._putter,
             config=config.openai,
@@ -124,25 +124,25 @@ class OpenAIEndpoint:
         """Put finished groups, until cancelled."""
         while True:
             try:
-                book = await self._agents.book()
+                groups = await self._agents.groups()
                 break
             except (ApiError, PenstockError):
                 # The run is opened by its trainer, in its own time.
                 await asyncio.sleep(RETRY_S)
         await self._putter.run(
-            book,
+            groups,
             text_of=self._tokenizer.text_of,
-            run_history=lambda: self._guests.run_history,
+            run_history=lambda: self._unleased.run_history,
             clock=self._clock,
         )
 
     async def stop(self) -> None:
         """Put what is complete; sessions that are not are lost with the process. Takes seconds at most."""
         try:
-            book = await asyncio.wait_for(self._agents.book(), PUT_AT_STOP_S)
+            groups = await asyncio.wait_for(self._agents.groups(), PUT_AT_STOP_S)
         except (ApiError, TimeoutError):
             return
-        num_open = book.num_open
-        book.close_all()
+        num_open = groups.num_open
+        groups.close_all()
         is_put = await self._putter.wait_until_idle(timeout_s=PUT_AT_STOP_S)
         _log.info("sessions ended", num_open_dropped=num_open, are_complete_groups_put=is_put)

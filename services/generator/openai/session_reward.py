@@ -53,7 +53,7 @@ class SessionRewards:
         if body.reward is not None:
             score = types_pb2.Score(status=_OK, value=body.reward, components=body.components, model=CLIENT)
         else:
-            session = (await self._agents.book()).finishable(session_id)
+            session = (await self._agents.groups()).finishable(session_id)
             score = await self._score(session, body)
         status = types_pb2.ScoreStatus.Name(score.status).removeprefix("SCORE_STATUS_").lower()
         if score.status != _OK:

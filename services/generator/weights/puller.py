@@ -31,7 +31,7 @@ from penstock.model.adapter_layout import adapter_of
 from penstock.network.rpc import backoff_s
 from penstock.v1 import broker_pb2, weights_pb2
 from services.generator.decoding.drain import Drain
-from services.generator.engine.attested_weights import Held, HeldWeights
+from services.generator.engine.attested_weights import AttestedVersion, AttestedWeights
 from services.generator.engine.engine import Engine, UpdateMode, UpdateReport, WeightUpdate
 from services.generator.metrics import GeneratorMetrics
 from services.generator.weights.file_cache import Fetched, WeightFetcher
@@ -72,7 +72,7 @@ class WeightPuller:
         client: WeightsClient,
         downloader: Downloader,
         engine: Engine,
-        held: HeldWeights,
+        held: AttestedWeights,
         drain: Drain,
         cache_dir: Path,
         metrics: GeneratorMetrics,
@@ -169,7 +169,7 @@ class WeightPuller:
         _log.warning("weights refused", error=str(error))
 
     def _is_behind(self) -> bool:
-        """Whether the announced version is one to install; see `Held.order`."""
+        """Whether the announced version is one to install; see `AttestedVersion.order`."""
         held, wanted = self._held.current, self._wanted
         if wanted is None or self._is_fenced(wanted):
             return False
@@ -189,7 +189,7 @@ class WeightPuller:
                 f"{self._owner.instance_id!r}: it is not installed"
             )
 
-    def _held_instead(self, manifest: weights_pb2.WeightsManifest) -> Held | None:
+    def _held_instead(self, manifest: weights_pb2.WeightsManifest) -> AttestedVersion | None:
         """The loaded weights, if they are the manifest's version or a newer one that arrived meanwhile."""
         held, named = self._held.current, _named(manifest)
         if held is None or not self._held.is_trusted or held.instance_id != named.instance_id:
@@ -290,9 +290,9 @@ class WeightPuller:
         )
 
 
-def _named(manifest: weights_pb2.WeightsManifest) -> Held:
+def _named(manifest: weights_pb2.WeightsManifest) -> AttestedVersion:
     """The version that a manifest describes, as it is loaded once attested."""
-    return Held(
+    return AttestedVersion(
         policy_version=manifest.policy_version,
         history=manifest.history,
         digest=manifest.digest,

@@ -15,7 +15,7 @@ from penstock.security import Security
 from penstock.transfer.relay import Relay
 from services.generator.config import GeneratorConfig
 from services.generator.decoding.drain import Drain
-from services.generator.engine.attested_weights import HeldWeights
+from services.generator.engine.attested_weights import AttestedWeights
 from services.generator.engine.engine import Engine
 from services.generator.metrics import GeneratorMetrics
 from services.generator.weights.puller import WeightPuller
@@ -42,7 +42,7 @@ class WeightIntake:
         generator_id: str,
         cache_dir: Path,
         engine: Engine,
-        held: HeldWeights,
+        held: AttestedWeights,
         drain: Drain,
         metrics: GeneratorMetrics,
         security: Security,

@@ -35,7 +35,7 @@ class TokenForecast:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Spread:
+class ForecastErrors:
     """Errors of a set of forecasts."""
 
     residuals: Floats
@@ -47,7 +47,7 @@ class Spread:
     num_prompts: int
 
     @classmethod
-    def of(cls, pairs: Sequence[PromptLengths], logs: Floats) -> Spread:
+    def of(cls, pairs: Sequence[PromptLengths], logs: Floats) -> ForecastErrors:
         """The errors of these forecasts, one per prompt; needs at least one prompt."""
         sizes = np.array([len(pair.logs) for pair in pairs])
         means = np.array([np.mean(pair.logs) for pair in pairs])
@@ -58,10 +58,10 @@ class Spread:
         residuals = np.concatenate([np.array(pair.logs) - log for pair, log in zip(pairs, logs, strict=True)])
         return cls(residuals=residuals, between=between, within=within, num_prompts=len(pairs))
 
-    def joined(self, other: Spread) -> Spread:
-        """The spread of both sets together."""
+    def joined(self, other: ForecastErrors) -> ForecastErrors:
+        """The errors of both sets together."""
         share = self.num_prompts / (self.num_prompts + other.num_prompts)
-        return Spread(
+        return ForecastErrors(
             residuals=np.concatenate([self.residuals, other.residuals]),
             between=share * self.between + (1 - share) * other.between,
             within=share * self.within + (1 - share) * other.within,

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock.v1 import scheduler_pb2 as pb
-from services.scheduler.lengths.conformal import ErrorShape, Spread
+from services.scheduler.lengths.conformal import ErrorShape, ForecastErrors
 from services.scheduler.lengths.learner import FitFailedError, Learner, LengthModel
 from services.scheduler.lengths.ngrams import Floats
 from services.scheduler.lengths.prompts import PromptLengths, PromptView
@@ -59,19 +59,19 @@ def fit_lengths(pairs: Sequence[PromptLengths], learner: Learner) -> Fit:
     chosen = _of(prompts, is_validation)
     predictions = {strength: model.predict(chosen) for strength, model in candidates.items()}
     best = min(predictions, key=lambda each: float(np.mean((predictions[each] - targets[is_validation]) ** 2)))
-    spread = Spread.of([pairs[index] for index in np.flatnonzero(is_validation)], predictions[best])
+    errors = ForecastErrors.of([pairs[index] for index in np.flatnonzero(is_validation)], predictions[best])
     tested = [pairs[index] for index in np.flatnonzero(is_test)]
     tested_logs = candidates[best].predict([pair.prompt for pair in tested])
     baseline = fitted(BASELINE, is_fitted, 0.0)
     qualities = (
-        _quality(tested, tested_logs, spread.shape(), candidates[best].name, has_interval=True),
-        _quality(tested, baseline.predict([pair.prompt for pair in tested]), spread.shape(), baseline.name),
+        _quality(tested, tested_logs, errors.shape(), candidates[best].name, has_interval=True),
+        _quality(tested, baseline.predict([pair.prompt for pair in tested]), errors.shape(), baseline.name),
     )
     everything = np.ones(len(pairs), dtype=bool)
     return Fit(
         model=fitted(learner, everything, best) if len(candidates) > 1 else candidates[best],
         baseline=fitted(BASELINE, everything, 0.0),
-        shape=spread.joined(Spread.of(tested, tested_logs)).shape(),
+        shape=errors.joined(ForecastErrors.of(tested, tested_logs)).shape(),
         qualities=qualities,
     )
 

@@ -22,8 +22,8 @@ from services.broker.storage.memory_store import MemoryStore
 from services.generator.config import GeneratorConfig, OpenAIConfig
 from services.generator.decoding.busy_time import BusyTracker
 from services.generator.decoding.sample_runner import RolloutParts, Rollouts
-from services.generator.decoding.unleased import Guests
-from services.generator.engine.attested_weights import Held, HeldWeights
+from services.generator.decoding.unleased import UnleasedSamples
+from services.generator.engine.attested_weights import AttestedVersion, AttestedWeights
 from services.generator.engine.engine import EngineProfile, EngineStats, EngineStoppedError, FinishReason, TokenSpan
 from services.generator.engine.model_files import IdText, end_token_ids
 from services.generator.metrics import GeneratorMetrics
@@ -127,7 +127,7 @@ class Bench:
     engine: Any
     endpoint: OpenAIEndpoint
     rollouts: Rollouts
-    held: HeldWeights
+    held: AttestedWeights
     metrics: OpenAIMetrics
     tokenizer: Any
     base_url: str
@@ -188,8 +188,8 @@ async def endpoint_bench(
     async with serving(MemoryStore(), security=broker_security) as broker:
         if is_run_open:
             await broker.open(policy=policy, **(LIMITS | (limits or {})))
-        held, generator_metrics = HeldWeights(), GeneratorMetrics(CollectorRegistry())
-        await held.attest(Held(policy_version=0, history=0, digest="d"))
+        held, generator_metrics = AttestedWeights(), GeneratorMetrics(CollectorRegistry())
+        await held.attest(AttestedVersion(policy_version=0, history=0, digest="d"))
         ends = end_token_ids(model_path)
         parts = RolloutParts(
             engine=engine,
@@ -203,7 +203,7 @@ async def endpoint_bench(
             on_engine_failure=failures.append,
         )
         rollouts = Rollouts(parts, max_concurrent_samples=max_concurrent_samples)
-        guests = Guests(
+        unleased = UnleasedSamples(
             generator_id="gen-0",
             engine=engine,
             rollouts=rollouts,
@@ -221,7 +221,7 @@ async def endpoint_bench(
         )
         metrics = OpenAIMetrics(CollectorRegistry())
         endpoint = OpenAIEndpoint(
-            config, guests=guests, security=security, judges=judges, metrics=metrics, secret=secret, clock=clock
+            config, unleased=unleased, security=security, judges=judges, metrics=metrics, secret=secret, clock=clock
         )
         async with endpoint.serving() as base_url:
             loop_task = asyncio.create_task(endpoint.run())

@@ -8,7 +8,7 @@ from structlog.testing import capture_logs
 from penstock.errors import DeadlineError, InternalError, InvalidFieldError, QueueFullError, ServiceUnavailableError
 from penstock.rewards import ModelAwayError
 from penstock.v1 import broker_pb2, reward_pb2, types_pb2
-from services.reward.attempts import Tries
+from services.reward.attempts import Attempts
 from services.reward.breaker import Breaker
 from services.reward.config import RewardModelConfig
 from services.reward.pool import ScoringPool
@@ -244,14 +244,14 @@ async def test_a_sample_that_breaks_the_model_each_time_is_given_up_alone(max_co
 
 async def test_unavailability_counts_once_a_minute_while_nobody_succeeds():
     now_s = 0.0
-    tries = Tries(max_tries=2, num_successes=lambda: 0, monotonic_s=lambda: now_s)
+    attempts = Attempts(max_tries=2, num_successes=lambda: 0, monotonic_s=lambda: now_s)
     away = ServiceUnavailableError("loads")
 
-    assert not tries.are_over_after(away)
+    assert not attempts.are_exhausted_by(away)
     now_s = 59.0
-    assert not tries.are_over_after(away)
+    assert not attempts.are_exhausted_by(away)
     now_s = 61.0
-    assert tries.are_over_after(away)
+    assert attempts.are_exhausted_by(away)
 
 
 async def test_the_log_says_who_is_away_since_when_and_how_many_wait_but_not_too_often():

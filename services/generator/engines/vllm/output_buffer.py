@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 
-class HeldOutputs:
+class BufferedOutputs:
     """What was sampled and not sent yet, by sample and in order.
 
     A sample that ends takes along what is held of it, at once. All others are sent together: at the first step, after

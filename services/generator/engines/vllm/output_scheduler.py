@@ -20,7 +20,7 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
 from penstock.process.bound_child import end_with_parent
-from services.generator.engines.vllm.output_buffer import HeldOutputs
+from services.generator.engines.vllm.output_buffer import BufferedOutputs
 
 _CLIENT = 0
 """The only process that asks for anything."""
@@ -34,7 +34,7 @@ class HoldingScheduler(Scheduler):  # type: ignore[misc]  # vLLM is untyped here
         # vLLM's engine process waits for its next request for ever, with the model in memory, when the generator that
         # started it was killed.
         end_with_parent()
-        self._outputs = HeldOutputs(vllm_config.scheduler_config.stream_interval)
+        self._outputs = BufferedOutputs(vllm_config.scheduler_config.stream_interval)
 
     def update_from_output(
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput

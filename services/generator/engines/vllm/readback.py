@@ -30,7 +30,7 @@ MIN_PROBE_COLUMNS = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class HeldTensor:
+class LoadedTensor:
     """Numbers the model decodes with, and which part of which checkpoint tensor they must equal."""
 
     name: str
@@ -58,7 +58,7 @@ def named_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
         yield name.removesuffix(".base_layer"), module
 
 
-def held_tensors(model: nn.Module) -> Iterator[HeldTensor]:
+def held_tensors(model: nn.Module) -> Iterator[LoadedTensor]:
     """Every parameter of the model as the checkpoint names it; fused layers yield one part for each original."""
     packed: dict[str, list[str]] = getattr(model, "packed_modules_mapping", {})
     tied = tied_heads(model)
@@ -69,7 +69,7 @@ def held_tensors(model: nn.Module) -> Iterator[HeldTensor]:
             yield _held_by_vocabulary(module_name, module, tied)
         else:
             for name, parameter in module.named_parameters(recurse=False):
-                yield HeldTensor(name=f"{module_name}.{name}", values=parameter.data)
+                yield LoadedTensor(name=f"{module_name}.{name}", values=parameter.data)
 
 
 def linear_parts(module_name: str, module: LinearBase, packed: dict[str, list[str]]) -> list[tuple[str, int]]:
@@ -82,7 +82,7 @@ def linear_parts(module_name: str, module: LinearBase, packed: dict[str, list[st
     return list(zip(parts, sizes, strict=True))
 
 
-def _held_by_linear(module_name: str, module: LinearBase, packed: dict[str, list[str]]) -> Iterator[HeldTensor]:
+def _held_by_linear(module_name: str, module: LinearBase, packed: dict[str, list[str]]) -> Iterator[LoadedTensor]:
     weight, columns = _weight_of_kernel(module)
     if isinstance(module, RowParallelLinear) and module.tp_size > 1:
         offset = module.tp_rank * module.input_size_per_partition
@@ -92,11 +92,11 @@ def _held_by_linear(module_name: str, module: LinearBase, packed: dict[str, list
     for index, (part, size) in enumerate(linear_parts(module_name, module, packed)):
         first_row = _shard_index(module, index) * size
         rows = slice(begin, begin + size)
-        yield HeldTensor(name=f"{part}.weight", first_row=first_row, columns=columns, values=weight[rows])
+        yield LoadedTensor(name=f"{part}.weight", first_row=first_row, columns=columns, values=weight[rows])
         if bias is not None:
             # Some CPU kernels keep the bias in float32, rounded to the layer's type before.
             values = bias.data[rows].to(module.params_dtype)
-            yield HeldTensor(name=f"{part}.bias", first_row=first_row, values=values)
+            yield LoadedTensor(name=f"{part}.bias", first_row=first_row, values=values)
         begin += size
 
 
@@ -106,12 +106,12 @@ def _shard_index(module: LinearBase, part: int) -> int:
     return int(module.tp_rank) if isinstance(module, ColumnParallelLinear) else 0
 
 
-def _held_by_vocabulary(module_name: str, module: VocabParallelEmbedding, tied: dict[str, str]) -> HeldTensor:
+def _held_by_vocabulary(module_name: str, module: VocabParallelEmbedding, tied: dict[str, str]) -> LoadedTensor:
     name = f"{module_name}.weight"
     weight, columns = _weight_of_kernel(module) if isinstance(module, ParallelLMHead) else (module.weight.data, None)
     shard = module.shard_indices
     num_rows = shard.org_vocab_end_index - shard.org_vocab_start_index
-    return HeldTensor(
+    return LoadedTensor(
         name=name,
         tied_name=tied.get(name),
         first_row=shard.org_vocab_start_index,

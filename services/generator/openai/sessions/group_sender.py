@@ -16,7 +16,7 @@ from penstock.security import Security
 from penstock.v1 import broker_pb2, types_pb2
 from services.generator.openai.sessions.metrics import OpenAIMetrics
 from services.generator.openai.sessions.session_admission import Transit
-from services.generator.openai.sessions.session_groups import SessionBook, SessionGroup
+from services.generator.openai.sessions.session_groups import SessionGroup, SessionGroups
 from services.generator.openai.sessions.session_trajectories import GroupNames, RunShape, to_group
 
 POLL_S = 0.5
@@ -83,7 +83,7 @@ class GroupPutter:
 
     async def run(
         self,
-        book: SessionBook,
+        groups: SessionGroups,
         *,
         text_of: Callable[[Sequence[int]], str],
         run_history: Callable[[], int | None],
@@ -97,8 +97,8 @@ class GroupPutter:
                 ) as session:
                     while True:
                         self._news.clear()
-                        book.expire(clock.monotonic_s())
-                        while (group := book.take()) is not None:
+                        groups.expire(clock.monotonic_s())
+                        while (group := groups.take()) is not None:
                             self._idle.clear()
                             self.transit.num_taken += 1
                             try:
@@ -106,7 +106,7 @@ class GroupPutter:
                                 await self._put(session, group, names, run_history=run_history())
                             finally:
                                 self.transit.num_settled += 1
-                        self._metrics.follow(book)
+                        self._metrics.follow(groups)
                         self._idle.set()
                         await self._wait_for_news()
             except PenstockError as error:

@@ -6,7 +6,7 @@ from collections import Counter as Tally
 
 from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge
 
-from services.generator.openai.sessions.session_groups import SessionBook
+from services.generator.openai.sessions.session_groups import SessionGroups
 
 _PREFIX = "penstock_generator_openai"
 
@@ -59,13 +59,13 @@ class OpenAIMetrics:
             self._branches.labels(reason).inc(num_branches)
             self.dropped_branches[reason] += num_branches
 
-    def follow(self, book: SessionBook) -> None:
-        """Take over what the book counts."""
-        for reason, number in book.dropped.items():
+    def follow(self, groups: SessionGroups) -> None:
+        """Take over what the groups counts."""
+        for reason, number in groups.dropped.items():
             self._end_sessions(reason, number - self._seen[reason])
             self._seen[reason] = number
-        self._open.set(book.num_open)
-        self._held.set(book.num_held)
+        self._open.set(groups.num_open)
+        self._held.set(groups.num_held)
 
     def _end_sessions(self, outcome: str, number: int) -> None:
         if number:

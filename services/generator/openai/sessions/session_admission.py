@@ -37,7 +37,7 @@ class Transit:
     """Those of which the broker has answered."""
 
 
-class GroupRoom:
+class SessionAdmission:
     """Lets groups begin.
 
     Args:

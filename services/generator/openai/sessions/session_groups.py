@@ -27,7 +27,7 @@ RETRY_AFTER_S = 2.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class BookLimits:
+class SessionLimits:
     """What is held, and for how long."""
 
     group_size: int
@@ -72,10 +72,10 @@ class SessionGroup:
         return len(self.open_ids) + len(self.finished)
 
 
-class SessionBook:
+class SessionGroups:
     """All sessions of one endpoint."""
 
-    def __init__(self, limits: BookLimits) -> None:
+    def __init__(self, limits: SessionLimits) -> None:
         self.limits = limits
         self.dropped: Counter[str] = Counter()
         """Sessions dropped, by reason."""

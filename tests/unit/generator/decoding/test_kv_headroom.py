@@ -3,34 +3,34 @@ from __future__ import annotations
 import pytest
 
 from benchmarks.generator.concurrency import SMALL_WORKLOAD, simulate
-from services.generator.decoding.kv_headroom import MAX_MARGIN, HeldSample, KvRoom
+from services.generator.decoding.kv_headroom import MAX_MARGIN, KvHeadroom, RunningSample
 
 
 def held(num_new=0, *, prompt=100, limit=1000):
-    return HeldSample(num_prompt_tokens=prompt, num_new_tokens=num_new, max_new_tokens=limit)
+    return RunningSample(num_prompt_tokens=prompt, num_new_tokens=num_new, max_new_tokens=limit)
 
 
 def knowing(capacity, *, length=200, **settings):
     """A room that has seen many samples of one length."""
-    room = KvRoom(capacity, **settings)
+    room = KvHeadroom(capacity, **settings)
     for _ in range(1000):
         room.note_finished(length)
     return room
 
 
 def test_one_is_begun_to_see_how_large_samples_are():
-    assert KvRoom(10).num_more([], most=64) == 1
+    assert KvHeadroom(10).num_more([], most=64) == 1
 
 
 def test_samples_that_are_over_before_anybody_asks_are_learned_from():
-    room = KvRoom(11_000)
+    room = KvHeadroom(11_000)
     room.note_begun(held())
     room.note_finished(200)
     assert room.num_more([], most=64) > 8
 
 
 def test_before_any_has_finished_every_sample_is_taken_to_reach_its_limit():
-    room = KvRoom(11_000)
+    room = KvHeadroom(11_000)
     assert room.num_more([held()], most=64) == pytest.approx(9, abs=1)
 
 
@@ -52,7 +52,7 @@ def test_no_more_than_asked_for_and_none_where_all_is_taken():
 
 
 def test_a_sample_larger_than_the_room_is_begun_alone():
-    room = KvRoom(10)
+    room = KvHeadroom(10)
     assert room.num_more([held()], most=64) == 0
     assert room.num_more([], most=64) == 1
 
@@ -74,7 +74,7 @@ def test_blocks_count_whole():
 
 
 def test_the_margin_grows_with_preemptions_and_shrinks_without():
-    room = KvRoom(1000)
+    room = KvHeadroom(1000)
     first = room.margin
     room.note_preemptions(3)
     assert room.margin > first

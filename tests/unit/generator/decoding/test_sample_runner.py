@@ -17,7 +17,7 @@ from services.generator.decoding.busy_time import BusyTracker
 from services.generator.decoding.drain import Drain
 from services.generator.decoding.sample_runner import RolloutParts, Rollouts
 from services.generator.decoding.token_rate import TokenRate
-from services.generator.engine.attested_weights import Held, HeldWeights
+from services.generator.engine.attested_weights import AttestedVersion, AttestedWeights
 from services.generator.engine.engine import EngineStoppedError, FinishReason, RequestRefusedError
 from services.generator.engine.model_files import IdText
 from services.generator.metrics import GeneratorMetrics
@@ -58,7 +58,7 @@ class Bench:
     def __init__(self, *, max_concurrent_samples=4, text=None):
         self.engine = ScriptedEngine()
         self.tokens = FakeTokens()
-        self.held = HeldWeights()
+        self.held = AttestedWeights()
         self.busy = BusyTracker(ManualClock())
         self.failures = []
         parts = RolloutParts(
@@ -80,7 +80,7 @@ class Bench:
         return Drain(self.rollouts, engine=self.engine, rate=rate, max_wait_s=max_wait_s)
 
     async def hold(self, version=0):
-        await self.held.attest(Held(policy_version=version, history=0, digest="d"))
+        await self.held.attest(AttestedVersion(policy_version=version, history=0, digest="d"))
 
     async def begin(self, lease_id="l", *, prefix=(), min_policy_version=0, max_new_tokens=8):
         self.rollouts.begin(
@@ -301,7 +301,7 @@ async def test_a_drain_that_takes_too_long_says_by_which_limit_it_ends(bench):
 
 
 async def test_a_guest_has_a_slot_of_its_own_and_holds_updates_back_that_wait_for_silence(bench):
-    async with bench.rollouts.guest(timeout_s=5):
+    async with bench.rollouts.unleased(timeout_s=5):
         assert bench.rollouts.num_free_slots() == 3
         assert not bench.rollouts.is_empty
         with pytest.raises(TimeoutError):
@@ -311,7 +311,7 @@ async def test_a_guest_has_a_slot_of_its_own_and_holds_updates_back_that_wait_fo
     assert bench.rollouts.is_empty
     async with bench.rollouts.nothing_decoding(timeout_s=0.01):
         with pytest.raises(TimeoutError):
-            async with bench.rollouts.guest(timeout_s=0.01):
+            async with bench.rollouts.unleased(timeout_s=0.01):
                 pass
         # Nothing new is asked for while samples may not begin.
         assert bench.rollouts.num_free_slots() == 0
@@ -324,7 +324,7 @@ async def test_a_guest_waits_until_a_lease_ends(bench):
     entered = asyncio.Event()
 
     async def visit():
-        async with bench.rollouts.guest(timeout_s=5):
+        async with bench.rollouts.unleased(timeout_s=5):
             entered.set()
 
     guest = asyncio.create_task(visit())
@@ -337,5 +337,5 @@ async def test_a_guest_waits_until_a_lease_ends(bench):
 async def test_no_guest_is_taken_once_the_generator_drains(bench):
     bench.rollouts.stop_accepting()
     with pytest.raises(EngineStoppedError):
-        async with bench.rollouts.guest(timeout_s=5):
+        async with bench.rollouts.unleased(timeout_s=5):
             pass

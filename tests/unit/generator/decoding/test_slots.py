@@ -1,4 +1,4 @@
-"""Places at the engine, shared by leases and guests."""
+"""Slots at the engine, shared by leased and unleased samples."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ async def test_waiting_guests_leave_no_place_to_be_asked_for_by_leases() -> None
     slots = Slots(2)
     slots.take()
     slots.take()
-    guest = await start(slots)
-    # A lease too many was on its way when the guest came: it takes a place, and the guest waits on.
+    unleased = await start(slots)
+    # A lease too many was on its way when the unleased sample came: it takes a slot, and the sample waits on.
     slots.take()
     slots.release()
     await asyncio.sleep(0)
-    assert not guest.done()
+    assert not unleased.done()
     slots.release()
-    await asyncio.wait_for(guest, timeout=5)
+    await asyncio.wait_for(unleased, timeout=5)
     slots.release()
     assert slots.num_free == 1
 
@@ -57,8 +57,8 @@ async def test_a_guest_that_gives_up_waiting_leaves_its_turn_to_the_next() -> No
 async def test_a_guest_cancelled_as_it_gets_its_place_gives_it_back() -> None:
     slots = Slots(1)
     slots.take()
-    guest = await start(slots)
+    unleased = await start(slots)
     slots.release()
-    guest.cancel()
-    await asyncio.gather(guest, return_exceptions=True)
+    unleased.cancel()
+    await asyncio.gather(unleased, return_exceptions=True)
     assert slots.num_free == 1

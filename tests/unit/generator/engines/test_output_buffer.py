@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 
-from services.generator.engines.vllm.output_buffer import HeldOutputs
+from services.generator.engines.vllm.output_buffer import BufferedOutputs
 
 
 class Logprobs(NamedTuple):
@@ -45,7 +45,7 @@ def sampled(request_id: str, token_id: int, *, finish: str | None = None, **fiel
 
 
 def test_the_first_step_is_sent_and_then_all_of_them_together() -> None:
-    held = HeldOutputs(3)
+    held = BufferedOutputs(3)
     sent = []
     for step in range(7):
         outputs = held.take([sampled("a", step), sampled("b", 10 + step)])
@@ -63,7 +63,7 @@ def test_the_first_step_is_sent_and_then_all_of_them_together() -> None:
 
 
 def test_log_probs_and_what_only_one_step_told_survive_the_merging() -> None:
-    held = HeldOutputs(3)
+    held = BufferedOutputs(3)
     held.take([])
     held.take([sampled("a", 1, events=["queued"], prefill_stats="prefilled")])
     held.take([sampled("a", 2, events=["preempted"])])
@@ -77,7 +77,7 @@ def test_log_probs_and_what_only_one_step_told_survive_the_merging() -> None:
 
 
 def test_a_sample_that_ends_is_sent_at_once_with_what_is_held_of_it_and_nobody_elses() -> None:
-    held = HeldOutputs(100)
+    held = BufferedOutputs(100)
     held.take([])
     held.take([sampled("a", 1), sampled("b", 11)])
     (output,) = held.take([sampled("a", 2, finish="length"), sampled("b", 12)])
@@ -89,7 +89,7 @@ def test_a_sample_that_ends_is_sent_at_once_with_what_is_held_of_it_and_nobody_e
 
 
 def test_what_was_aborted_is_not_sent() -> None:
-    held = HeldOutputs(100)
+    held = BufferedOutputs(100)
     held.take([])
     held.take([sampled("a", 1), sampled("b", 11)])
     held.forget(["a", "unknown"])
@@ -98,7 +98,7 @@ def test_what_was_aborted_is_not_sent() -> None:
 
 
 def test_holding_for_one_step_is_not_holding() -> None:
-    held = HeldOutputs(1)
+    held = BufferedOutputs(1)
     for step in range(3):
         (output,) = held.take([sampled("a", step)])
         assert output.new_token_ids == [step]
@@ -106,4 +106,4 @@ def test_holding_for_one_step_is_not_holding() -> None:
 
 def test_holding_for_no_step_is_refused() -> None:
     with pytest.raises(ValueError, match="got 0"):
-        HeldOutputs(0)
+        BufferedOutputs(0)

@@ -8,7 +8,7 @@ import pytest
 
 from penstock.v1 import broker_pb2
 from services.generator.openai.sessions import session_admission as openai_room
-from services.generator.openai.sessions.session_admission import GroupRoom, Transit, has_room
+from services.generator.openai.sessions.session_admission import SessionAdmission, Transit, has_room
 
 
 def limits(**changes):
@@ -48,7 +48,7 @@ async def waits(room, **changes):
 def bench(monkeypatch):
     monkeypatch.setattr(openai_room, "POLL_S", 0.001)
     books, transit = Books(), Transit()
-    return books, transit, GroupRoom(books.get_run, version=lambda: 0, transit=transit, monotonic_s=lambda: 0.0)
+    return books, transit, SessionAdmission(books.get_run, version=lambda: 0, transit=transit, monotonic_s=lambda: 0.0)
 
 
 async def test_what_is_held_here_on_its_way_or_in_the_books_counts(bench):
@@ -63,10 +63,10 @@ async def test_what_is_held_here_on_its_way_or_in_the_books_counts(bench):
 async def test_the_books_count_in_samples(monkeypatch):
     books = Books()
     books.num_samples = 13  # four groups, one of them small
-    room = GroupRoom(books.get_run, version=lambda: 0, transit=Transit(), monotonic_s=lambda: 0.0)
+    room = SessionAdmission(books.get_run, version=lambda: 0, transit=Transit(), monotonic_s=lambda: 0.0)
     assert await waits(room)
     books.num_samples = 12
-    later = GroupRoom(books.get_run, version=lambda: 0, transit=Transit(), monotonic_s=lambda: 0.0)
+    later = SessionAdmission(books.get_run, version=lambda: 0, transit=Transit(), monotonic_s=lambda: 0.0)
     assert not await waits(later)
 
 

@@ -13,7 +13,7 @@ from penstock.wire.codec import decode_versions, int32_array
 from services.broker.ingest.trajectory_decoder import read_put
 from services.generator.openai.formats.api_errors import ApiError
 from services.generator.openai.sessions.agent_session import Sampled, Session, Turn, token_ids_of
-from services.generator.openai.sessions.session_groups import BookLimits, SessionBook
+from services.generator.openai.sessions.session_groups import SessionGroups, SessionLimits
 from services.generator.openai.sessions.session_trajectories import GroupNames, RunShape, to_group
 from tests.helpers.brokers.trajectories import pack_groups
 
@@ -77,9 +77,9 @@ def test_every_sampled_token_is_trained_on_once_and_no_given_one(plan):
     ]
 
 
-def book(**changes):
+def session_groups(**changes):
     limits = {"group_size": 2, "max_sessions": 8, "session_idle_s": 10.0, "group_timeout_s": 5.0}
-    return SessionBook(BookLimits(**(limits | changes)))
+    return SessionGroups(SessionLimits(**(limits | changes)))
 
 
 def play(made, name, *, reward=1.0, task="t", now_s=0.0, turns=None):
@@ -92,7 +92,7 @@ def play(made, name, *, reward=1.0, task="t", now_s=0.0, turns=None):
 
 
 def test_sessions_beyond_a_groups_size_make_another():
-    made = book()
+    made = session_groups()
     for index in range(5):
         play(made, f"s{index}")
     groups = [made.take(), made.take()]
@@ -102,7 +102,7 @@ def test_sessions_beyond_a_groups_size_make_another():
 
 
 def test_a_dropped_session_leaves_its_place_to_another():
-    made = book()
+    made = session_groups()
     made.enter("gone", "t", 0.0)
     assert made.begins_group("x", "t") is False
     made.drop("gone", "abandoned")
@@ -113,7 +113,7 @@ def test_a_dropped_session_leaves_its_place_to_another():
 
 
 def test_members_that_still_go_on_join_the_next_group():
-    made = book(group_size=3)
+    made = session_groups(group_size=3)
     open_one = made.enter("open", "t", 0.0)
     play(made, "s0")
     play(made, "s1")
@@ -129,7 +129,7 @@ def test_members_that_still_go_on_join_the_next_group():
 
 
 def test_a_busy_session_is_never_idle():
-    made = book()
+    made = session_groups()
     busy = made.enter("busy", "t", 0.0)
     made.expire(100.0)
     assert made.num_open == 1
@@ -139,7 +139,7 @@ def test_a_busy_session_is_never_idle():
 
 
 def test_what_is_over_is_over_and_what_is_empty_or_busy_cannot_end():
-    made = book()
+    made = session_groups()
     with pytest.raises(ApiError, match="no session"):
         made.finishable("nobody")
     opened = made.enter("s", "t", 0.0)
@@ -156,7 +156,7 @@ def test_what_is_over_is_over_and_what_is_empty_or_busy_cannot_end():
 
 
 def group_of(*sessions, group_size=4, max_completion_tokens=64):
-    made, dropped = book(group_size=len(sessions)), Counter()
+    made, dropped = session_groups(group_size=len(sessions)), Counter()
     for index, turns in enumerate(sessions):
         play(made, f"s{index}", reward=float(index), turns=turns)
     shape = RunShape(group_size=group_size, max_completion_tokens=max_completion_tokens)
