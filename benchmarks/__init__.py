@@ -1,8 +1,8 @@
-"""Measurements of the services; docs/benchmarks.md says what each measures and what came out.
+"""Measures the services; docs/benchmarks.md says what each benchmark measures, and its results.
 
 `penstock bench NAME` runs `main` of the module `benchmarks.NAME`, or of its `__main__` if that is a folder. A suite
-owns its options, its targets and its table, and may drive other systems for comparison. Only tests import what lives
-here, and it is not part of the installed package.
+owns its options, its targets and its table, and may drive other systems for comparison. Only tests import this package,
+and it is not installed.
 """
 
 SUITES = {

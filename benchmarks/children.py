@@ -1,4 +1,4 @@
-"""Child processes of this benchmark: each a group of its own, ended whole when the benchmark ends."""
+"""Runs child processes of a benchmark, each in its own group, which ends whole with the benchmark."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 def environment(*, num_threads: int) -> dict[str, str]:
-    """For a side that computes: so many threads, this checkout first, nothing downloaded."""
+    """Environment of a computing side: this many threads, this checkout first, no downloads."""
     threads = str(num_threads)
     return {
         **os.environ,
@@ -36,7 +36,7 @@ def environment(*, num_threads: int) -> dict[str, str]:
 async def child(
     *command: str, log: Path, env: Mapping[str, str] | None = None
 ) -> AsyncIterator[asyncio.subprocess.Process]:
-    """A process whose output goes to `log`; stopped, by SIGINT first and then with its whole group, in the end."""
+    """A process whose output goes to `log`; stopped at the end, by SIGINT first and then with its whole group."""
     with log.open("ab") as output:
         process = await asyncio.create_subprocess_exec(
             *bound(*command, ends_by=signal.SIGTERM),
@@ -66,7 +66,7 @@ async def _stop(process: asyncio.subprocess.Process) -> None:
 async def run_child(
     *command: str, timeout_s: float, what: str, log: Path | None = None, env: Mapping[str, str] | None = None
 ) -> None:
-    """Runs a command to its end.
+    """Run a command to its end.
 
     Raises:
         RuntimeError: It failed or took longer than `timeout_s`; names `what` and the end of its output.
@@ -83,6 +83,6 @@ async def run_child(
 
 
 def tail(log: Path) -> str:
-    """The end of a log, for an error."""
+    """The end of a log, for an error message."""
     text = log.read_text(encoding="utf-8", errors="replace") if log.is_file() else ""
     return text[-_TAIL_CHARACTERS:]

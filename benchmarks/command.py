@@ -1,4 +1,4 @@
-"""What the suites' commands share: `--json` and `--quick`, progress on stderr, a table or JSON on stdout."""
+"""Shared parts of the suites' commands: `--json` and `--quick`, progress on stderr, a table or JSON on stdout."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from penstock.process.log_setup import configure_logging
 Result = dict[str, Any]
 Progress = Callable[[str], None]
 RUNS_DIR = Path("runs")
-"""Holds the environments of other systems and the quick start's task."""
+"""Folder of the environments of other systems and the quick start's task."""
 _RIGHT = ("median", "spread", "value")
 
 
 def suite_parser(description: str | None) -> argparse.ArgumentParser:
-    """A parser with the options that every suite with a plan has."""
+    """A parser with the options of every suite with a plan."""
     parser = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
@@ -35,7 +35,7 @@ def suite_parser(description: str | None) -> argparse.ArgumentParser:
 def measure(
     run: Callable[[Progress], Coroutine[Any, Any, Result]], show: Callable[[Result], None], *, is_json: bool
 ) -> int:
-    """Measure with `run(progress)`, then print JSON or let `show` print a table. Returns the exit status."""
+    """Measure with `run(progress)`, then print JSON or a table by `show`. Returns the exit status."""
     configure_logging("bench", level="warning")
     result = asyncio.run(run(lambda text: print(text, file=sys.stderr)))
     if is_json:
@@ -58,5 +58,5 @@ def print_table(title: str, headings: Sequence[str], sections: Iterable[Iterable
 
 
 def short(value: float) -> str:
-    """A number with four digits, or with all before the point."""
+    """A number with four digits, or with all digits before the point."""
     return str(value) if isinstance(value, bool) else f"{value:,.4g}" if abs(value) < 1000 else f"{value:,.0f}"

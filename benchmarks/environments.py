@@ -1,7 +1,7 @@
-"""Pythons of their own for what is measured beside Penstock, since what that needs would change Penstock's packages.
+"""Creates Python environments for peer systems, whose requirements would change Penstock's packages.
 
-pip is told where to look by its own environment variables and configuration only. An environment is made once: a
-marker that is written last says that it is whole.
+pip uses only its own environment variables and configuration. An environment is made once: a marker that is written
+last marks it as complete.
 """
 
 from __future__ import annotations
@@ -21,24 +21,24 @@ CHECK_TIMEOUT_S = 120.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Environment:
-    """What a Python has to have."""
+    """Requirements of a Python."""
 
     name: str
-    """Of its folder, versions included."""
+    """Name of its folder, versions included."""
     installs: Sequence[Sequence[str]]
     """Packages of each call of pip, in order."""
     check: str
-    """A program that fails where they do not work."""
+    """A program that fails if the packages do not work."""
 
     async def check_with(self, python: Path) -> None:
-        """Whether a Python will do. Raises RuntimeError."""
+        """Check a Python. Raises RuntimeError if it will not do."""
         await run_child(str(python), "-c", self.check, timeout_s=CHECK_TIMEOUT_S, what=f"{python}: {self.check}")
 
     async def python(self, *, cache_dir: Path, progress: Callable[[str], None], hint: str = "") -> Path:
-        """Its Python, in a folder of `cache_dir`; made if it is not there.
+        """Its Python, in a folder of `cache_dir`; created if missing.
 
         Raises:
-            RuntimeError: It could not be made; says `hint` where pip failed.
+            RuntimeError: It could not be made; includes `hint` if pip failed.
         """
         folder = cache_dir / self.name
         python, marker = folder / "bin" / "python", folder / "complete"

@@ -1,1 +1,1 @@
-"""What the broker costs: `penstock bench broker`. One file a workload; processes.py and worker.py are the harness."""
+"""Measures the broker: `penstock bench broker`. One file per workload; processes.py and worker.py are the harness."""

@@ -1,4 +1,4 @@
-"""Measure a broker, with a real Redis and clients in processes of their own, next to a bare gRPC stream."""
+"""Measure a broker, with a real Redis and clients in their own processes, next to a bare gRPC stream."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The arrays of a benchmark's trajectories. numpy alone: others run in other environments."""
+"""Makes the arrays of a benchmark's trajectories. Uses numpy alone, since peers run in other environments."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Arrays = dict[str, npt.NDArray[np.int32] | npt.NDArray[np.float32]]
 
 
 def make_templates(num_tokens: int) -> list[Arrays]:
-    """What trajectories of `num_tokens` response tokens are made of: number n has the arrays n modulo NUM_TEMPLATES."""
+    """Arrays of trajectories of `num_tokens` response tokens: number n has the arrays n modulo NUM_TEMPLATES."""
     rng = np.random.default_rng(7)
     return [
         {

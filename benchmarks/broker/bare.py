@@ -1,7 +1,7 @@
-"""What gRPC alone costs: the same bytes over a bare bidirectional stream, 32 opaque trajectories a message.
+"""Measures gRPC alone: the same bytes over a bare bidirectional stream, 32 opaque trajectories per message.
 
-A server that hands on what comes in, unparsed, in memory, and answers each message with one byte. No store, no check,
-no exactly once: the broker's numbers are read against this floor, taken in the same run.
+The server forwards messages unparsed, in memory, and acknowledges each with one byte. No store, no checks, no
+exactly-once delivery: this is the floor for the broker's numbers of the same run.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _HEADER = struct.Struct("<II")
 
 
 async def serve(ready: Ready, *, address: str) -> dict[str, Any]:
-    """The server's role: serves from when it is ready until it is told to go."""
+    """The server's role: serves from readiness until stopped."""
     queue: asyncio.Queue[bytes] = asyncio.Queue(MAX_QUEUED_MESSAGES)
 
     async def put(requests: AsyncIterator[bytes], _context: object) -> AsyncIterator[bytes]:
@@ -56,7 +56,7 @@ async def serve(ready: Ready, *, address: str) -> dict[str, Any]:
 
 
 def _bodies(workload: Workload) -> list[bytes]:
-    """What each kind of trajectory is on the wire."""
+    """Wire form of each kind of trajectory."""
     return [workload.group("p0-1000000", number).SerializeToString()[_HEADER.size :] for number in range(NUM_TEMPLATES)]
 
 
@@ -85,7 +85,7 @@ async def produce(ready: Ready, *, address: str, name: int, workload: str, count
 
 
 async def consume(ready: Ready, *, address: str, workload: str, count: int) -> dict[str, Any]:
-    """The consumer's role: checks every trajectory as the trainer of the other side does."""
+    """The consumer's role: checks every trajectory as the other side's trainer does."""
     made = WORKLOADS[workload]
     bodies = _bodies(made)
     size, header = made.size_bytes, _HEADER.size
@@ -109,7 +109,7 @@ async def consume(ready: Ready, *, address: str, workload: str, count: int) -> d
 async def measure(
     address: str, server: Worker, workers: list[Worker], *, workload: str, count: int
 ) -> dict[str, float]:
-    """One repetition, as `throughput.measure`; the server serves already."""
+    """One repetition, as `throughput.measure`; the server is already running."""
     *producers, consumer = workers
     made = WORKLOADS[workload]
     share = count // len(producers)

@@ -1,9 +1,9 @@
-"""What one very large group takes of memory, put as agents put it and pulled as a trainer pulls it, over a real Redis.
+"""Measures the memory of one very large group, put as agents put it and pulled as a trainer pulls it, over real Redis.
 
 penstock bench broker.large_groups
 
-Peaks are of resident memory, in bytes per byte of the group, above what the process held when it had nothing to do. The
-producer's holds the message itself, which is 1 of them, and the consumer's the message that it is left with.
+Peaks are of resident memory, in bytes per byte of the group, above that of the idle process. The producer's peak
+includes the message itself, which counts 1, and the consumer's includes the received message.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ Result = dict[str, Any]
 
 
 def make_group(num_samples: int, num_tokens: int) -> types_pb2.TrajectoryGroup:
-    """A scored group; each sample's tokens begin with its index."""
+    """A scored group; each sample's tokens start with its index."""
     group = types_pb2.TrajectoryGroup()
     prompt = group.prompt
     prompt.group_id, prompt.group_size = GROUP, num_samples
@@ -57,12 +57,12 @@ def make_group(num_samples: int, num_tokens: int) -> types_pb2.TrajectoryGroup:
 
 
 def size_bytes(group: types_pb2.TrajectoryGroup) -> int:
-    """About its size; protobuf's own `ByteSize` takes four times that of memory."""
+    """Its approximate size; protobuf's own `ByteSize` takes four times that in memory."""
     return sum(sample.ByteSize() for sample in group.trajectories)
 
 
 class MemoryMeter:
-    """Resident memory of a process, above what it held when this was made."""
+    """Resident memory of a process, above that at construction."""
 
     def __init__(self, pid: int) -> None:
         self._folder = Path(f"/proc/{pid}")
@@ -70,11 +70,11 @@ class MemoryMeter:
         self.reset()
 
     def reset(self) -> None:
-        """Forget the peak."""
+        """Reset the peak."""
         (self._folder / "clear_refs").write_text("5", encoding="ascii")
 
     def peak_bytes(self) -> int:
-        """The most since the last `reset`."""
+        """The peak since the last `reset`."""
         return self._read("VmHWM") - self._idle_bytes
 
     def _read(self, name: str) -> int:
@@ -106,8 +106,8 @@ async def put_group(ready: Ready, *, address: str, num_samples: int, num_tokens:
 
 
 async def take_group(ready: Ready, *, address: str, num_samples: int, num_tokens: int) -> Result:
-    """A worker's role: pull the group as a trainer does, and look whether it is whole."""
-    # Only the worker that plays it needs the client.
+    """A worker's role: pull the group as a trainer does, and check that it is whole."""
+    # Only the worker in this role needs the client.
     from penstock.clients.training import MicrobatchSession, Subscription
 
     subscription = Subscription(
@@ -170,7 +170,7 @@ async def _main() -> Result:
 
 
 def main() -> None:
-    """See the module."""
+    """Measures and prints; see the module."""
     argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter).parse_args()
     print(json.dumps(asyncio.run(_main()), indent=2))
 

@@ -1,4 +1,4 @@
-"""From a producer's put to the trainer's hands: single short trajectories at a steady rate."""
+"""Measures the time from a producer's put to the trainer's receipt: single short trajectories at a steady rate."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ NUM_WARM_UP = 50
 
 
 async def produce(ready: Ready, *, broker: str, run_id: str, count: int) -> dict[str, Any]:
-    """The producer's role: when each trajectory was put, seconds."""
+    """The producer's role: when each trajectory was put, in seconds."""
     async with (
         Connection(broker) as connection,
         TrajectorySession(connection, run_id=run_id, producer_id="p0", max_unanswered=64) as session,
@@ -41,7 +41,7 @@ async def produce(ready: Ready, *, broker: str, run_id: str, count: int) -> dict
 
 
 async def consume(ready: Ready, *, broker: str, run_id: str, count: int) -> dict[str, Any]:
-    """The trainer's role: when each trajectory came, seconds."""
+    """The trainer's role: when each trajectory arrived, in seconds."""
     subscription = Subscription(
         run_id=run_id,
         consumer_id="trainer-0",
@@ -66,7 +66,7 @@ async def consume(ready: Ready, *, broker: str, run_id: str, count: int) -> dict
 
 
 async def measure(stage: Stage, workers: list[Worker], *, count: int, run_id: str) -> dict[str, float]:
-    """One repetition; at most one step's worth of trajectories, so that no acknowledgement falls into it."""
+    """One repetition; at most one step of trajectories, so that no acknowledgement interferes."""
     producer, consumer = workers
     _broker, address = stage.brokers[0]
     async with BrokerClient(address) as client:

@@ -1,4 +1,4 @@
-"""Redis under a trainer that takes nothing: what waits must stay bounded while producers push on."""
+"""Measures Redis under a stalled trainer: waiting data must stay bounded while producers keep pushing."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MAX_QUEUED_GROUPS = 2_048
 
 
 async def measure(stage: Stage, *, duration_s: float, run_id: str) -> dict[str, Any]:
-    """Producers that push for `duration_s` against a trainer that never comes."""
+    """Producers that push for `duration_s` while no trainer takes anything."""
     _broker, address = stage.brokers[0]
     limits = SHORT.limits()
     limits.max_queued_groups = MAX_QUEUED_GROUPS

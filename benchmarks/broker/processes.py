@@ -1,4 +1,4 @@
-"""The processes of a benchmark: a real Redis, a broker as it runs in production, and workers that play its clients.
+"""Runs the processes of a benchmark: a real Redis, a broker as in production, and workers that act as its clients.
 
 Linux only: CPU seconds are read from /proc, so that servers and clients are measured alike.
 """
@@ -30,19 +30,19 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def free_port() -> int:
-    """A port nobody listens on now."""
+    """A port that is free now."""
     with closing(socket.socket()) as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
 
 
 def cpu_s(pid: int) -> float:
-    """CPU seconds that a process and all that it started have used."""
+    """CPU seconds used by a process and all its descendants."""
     fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
     own_s = sum(map(int, fields[11:15])) / _TICKS_PER_S
     children_s = 0.0
     for child in _children(pid):
-        # One that ends just now is its parent's to count, the next time.
+        # A process that ends just now is counted by its parent the next time.
         with suppress(FileNotFoundError, ProcessLookupError):
             children_s += cpu_s(child)
     return own_s + children_s
@@ -58,7 +58,7 @@ def _children(pid: int) -> list[int]:
 
 @dataclass(slots=True)
 class Child:
-    """A process that is ended with the benchmark."""
+    """A process that ends with the benchmark."""
 
     process: asyncio.subprocess.Process
 
@@ -68,7 +68,7 @@ class Child:
         return self.process.pid
 
     async def stop(self) -> None:
-        """End it and wait for that."""
+        """Stop it and wait for its end."""
         if self.process.returncode is None:
             self.process.terminate()
             try:
@@ -81,18 +81,18 @@ class Child:
 
 @dataclass(slots=True)
 class Worker(Child):
-    """A process that plays roles one after the other; see worker.py."""
+    """A process that plays successive roles; see worker.py."""
 
     log: Path
-    """Where it writes what is no answer."""
+    """Where it writes all other output."""
 
     async def prepare(self, role: str, **arguments: Any) -> None:
-        """Make it ready to play a role."""
+        """Prepare it for a role."""
         await self._send({"role": role, "arguments": arguments})
         await self._receive("ready")
 
     async def go(self) -> dict[str, Any]:
-        """Let it play; returns what it has to report."""
+        """Let it play; returns its report."""
         await self._send({"go": True})
         return await self._receive("result")
 
@@ -113,7 +113,7 @@ class Worker(Child):
 
 @dataclass(slots=True)
 class Stage:
-    """An async context in which a benchmark plays: everything started here is ended with it."""
+    """An async context of a benchmark: everything started here ends with it."""
 
     folder: Path
     redis_server: Path
@@ -126,7 +126,7 @@ class Stage:
     _stack: AsyncExitStack = field(default_factory=AsyncExitStack)
 
     async def __aenter__(self) -> Self:
-        """Start Redis as `penstock run` does (unix socket, append-only file, flushed every second) and one broker."""
+        """Start Redis as `penstock run` does (Unix socket, append-only file, flushed every second) and one broker."""
         socket_path = self.folder / "redis.sock"
         settings = {"port": 0, "unixsocket": socket_path, "dir": self.folder, "save": "", "loglevel": "warning"}
         settings |= {"appendonly": "yes", "appendfsync": "everysec", "maxmemory-policy": "noeviction"}
@@ -137,13 +137,13 @@ class Stage:
             self.redis = await self.start(str(self.redis_server), *options, env=REDIS_ENVIRONMENT)
             self.brokers.append(await self.start_broker())
         except BaseException:
-            # Nobody ends what an interrupted beginning has started: it would write into a folder that is removed.
+            # Otherwise processes of an interrupted start would write into a removed folder.
             await self._stack.aclose()
             raise
         return self
 
     async def __aexit__(self, *_exception: object) -> None:
-        """End everything."""
+        """Stop everything."""
         await self._stack.aclose()
 
     async def start(self, *command: str, env: dict[str, str] | None = None) -> Child:
@@ -162,7 +162,7 @@ class Stage:
     async def start_broker(self, settings: Sequence[str] | None = None) -> tuple[Child, str]:
         """Start a broker as `penstock serve broker` does; returns it and its address.
 
-        `settings` are in place of `broker_settings`.
+        `settings` replace `broker_settings`.
         """
         settings = self.broker_settings if settings is None else settings
         address = f"127.0.0.1:{free_port()}"
@@ -177,7 +177,7 @@ class Stage:
     async def start_worker(
         self, *, is_plain: bool = False, python: Path | None = None, env: dict[str, str] | None = None
     ) -> Worker:
-        """Start a worker; one that is plain, or in another Python, is without our tuning of event loop and memory."""
+        """Start a worker; a plain one, or one in another Python, runs without our tuning of event loop and memory."""
         kind = ["--foreign"] if python else ["--plain"] if is_plain else []
         root = {"PYTHONPATH": str(ROOT)} if python else {}
         log_path = self.folder / "processes.log"
@@ -199,11 +199,11 @@ class Stage:
 
 
 class CpuMeter:
-    """CPU seconds of processes since it was made."""
+    """CPU seconds of processes since construction."""
 
     def __init__(self, **children: Child) -> None:
         self._before = {name: (child.pid, cpu_s(child.pid)) for name, child in children.items()}
 
     def used_s(self) -> dict[str, float]:
-        """By name."""
+        """CPU seconds by name."""
         return {name: cpu_s(pid) - before for name, (pid, before) in self._before.items()}

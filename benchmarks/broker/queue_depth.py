@@ -1,4 +1,4 @@
-"""Leasing from a queue of a million samples against one of a thousand."""
+"""Compares leasing from a queue of a million samples with leasing from one of a thousand."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from penstock.wire.codec import int32_bytes
 GROUP_SIZE = 8
 SHALLOW_SAMPLES = 1_000
 NUM_LEASED = 512
-"""Samples leased in a repetition; the shallow queue has that many."""
+"""Samples leased in a repetition; the shallow queue has this many."""
 PROMPTS_PER_CALL = 1_000
 
 
 async def fill(stage: Stage, *, run_id: str, num_samples: int) -> None:
-    """A run with so many samples queued."""
+    """A run with this many queued samples."""
     num_groups = num_samples // GROUP_SIZE
     limits = broker_pb2.RunLimits(
         groups_per_step=65_536,
@@ -51,9 +51,9 @@ async def fill(stage: Stage, *, run_id: str, num_samples: int) -> None:
 
 
 async def measure(stage: Stage, *, run_id: str, generator_id: str, num_leases: int) -> dict[str, float]:
-    """One generator that asks for `num_leases` samples at once: time and the broker's CPU until it has them.
+    """One generator that asks for `num_leases` samples at once: its time and the broker's CPU until it has them.
 
-    The leases go on living; a generator that is gone gives them back when they expire, after the measurement.
+    The leases stay alive; they expire after the generator is gone, after the measurement.
     """
     broker, address = stage.brokers[0]
     received = asyncio.Event()

@@ -35,11 +35,11 @@ NUM_LIVE_GROUPS = 2_048
 COMMIT_GROUPS = 256
 NOW_S = 1.7e9
 BEAT_S = 0.001
-"""How often something else wants to run."""
+"""How often a competing task wants to run."""
 
 
 def group(sequence: int, trained_version: int | None) -> GroupRecord:
-    """A trained group, or one of which every sample is being decoded."""
+    """A trained group, or one with all samples being decoded."""
     sample = SampleRecord(
         state=broker_pb2.SAMPLE_STATE_TRAINED if trained_version else broker_pb2.SAMPLE_STATE_LEASED,
         num_leases=1,

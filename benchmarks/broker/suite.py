@@ -1,4 +1,4 @@
-"""Every workload of the broker in one run, repetitions interleaved, and what `penstock bench broker` reports."""
+"""Runs every workload of the broker, repetitions interleaved, and reports for `penstock bench broker`."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Result = dict[str, Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """How much is measured."""
+    """How much to measure."""
 
     num_repetitions: int
     num_short: int
@@ -60,9 +60,9 @@ QUICK = Plan(
 async def run(
     plan: Plan, *, redis_server: Path, progress: Callable[[str], None], peers_dir: Path | None = None
 ) -> Result:
-    """Measure everything; `progress` hears what is going on.
+    """Measure everything; `progress` receives status messages.
 
-    With `peers_dir`, where their environments are or are made, others are measured beside the broker.
+    With `peers_dir`, the folder of their environments, peers are measured beside the broker.
     """
     pythons = await peer.pythons(cache_dir=peers_dir, progress=progress) if peers_dir else {}
     with scratch_folder() as folder:
@@ -79,20 +79,20 @@ async def run(
 
 
 class _Beside(Protocol):
-    """What is measured beside the broker."""
+    """A system measured beside the broker."""
 
     async def measure(self, workload: str, count: int) -> dict[str, float]:
         """One repetition."""
 
     async def stop(self) -> None:
-        """End its processes."""
+        """Stop its processes."""
 
 
 async def _throughputs(
     stage: Stage, workers: list[Worker], plan: Plan, pythons: Mapping[str, Path | None], progress: Callable[[str], None]
 ) -> Result:
-    # Processes of its own for each workload: as they come, those that have carried long messages keep their buffers
-    # from then on, and carry short ones 1.5 times as fast.
+    # New processes for each workload: by default, processes that have carried long messages keep their buffers and then
+    # carry short ones 1.5 times as fast.
     bare_streams = {
         workload: await _Floor.start(stage, [await stage.start_worker(is_plain=True) for _ in workers], is_plain=True)
         for workload in WORKLOADS
@@ -128,7 +128,7 @@ async def _throughputs(
 async def _side_by_side(
     stage: Stage, workers: list[Worker], beside: Mapping[str, _Beside], workload: str, count: int, *, run_id: str
 ) -> dict[str, dict[str, float]]:
-    """One repetition of everybody, one after the other."""
+    """One repetition of all systems in turn."""
     rows = {name: await each.measure(workload, count) for name, each in beside.items()}
     rows["ours"] = await throughput.measure(stage, workers, workload=workload, count=count, run_id=run_id)
     await _empty(stage)
@@ -155,7 +155,7 @@ class _Floor:
         return await bare.measure(self.address, self.server, self.workers, workload=workload, count=count)
 
     async def stop(self) -> None:
-        """End the server; its clients may be others' as well."""
+        """Stop the server; its clients may be shared."""
         await self.server.stop()
 
 
@@ -208,18 +208,19 @@ async def _queue(stage: Stage, plan: Plan, progress: Callable[[str], None]) -> R
 
 
 async def _empty(stage: Stage) -> None:
-    """Forget the runs so far, their file too, so that every repetition begins with the same Redis."""
+    """Remove the runs so far and their file, so that every repetition starts with the same Redis."""
     client: redis.asyncio.Redis = redis.asyncio.Redis.from_url(stage.redis_url)
     await client.flushall()
     await client.bgrewriteaof()
     async with asyncio.timeout(REWRITE_TIMEOUT_S):
-        while (await client.info("persistence"))["aof_rewrite_in_progress"]:  # noqa: ASYNC110 -- Redis tells nobody
+        while (await client.info("persistence"))["aof_rewrite_in_progress"]:  # noqa: ASYNC110 -- Redis sends no
+            # notification
             await asyncio.sleep(0.05)
     await client.aclose()
 
 
 def summary(repetitions: Sequence[dict[str, float]]) -> Result:
-    """The median of each number, and under "spread" its least and largest."""
+    """The median of each number, and its minimum and maximum under "spread"."""
     names = list(repetitions[0])
     values = {name: sorted(found[name] for found in repetitions) for name in names}
     result: Result = {name: statistics.median(values[name]) for name in names}

@@ -1,6 +1,6 @@
-"""Put, hand out, acknowledge: trajectories from two producers to one trainer, as fast as they go.
+"""Measures put, delivery and acknowledgement: trajectories from two producers to one trainer, at full speed.
 
-The trainer checks every trajectory byte for byte, and that each came once; then it acknowledges the step.
+The trainer checks every trajectory byte for byte, and that each arrives once; then it acknowledges the step.
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ def rates(
     received: dict[str, Any],
     cpu_s: dict[str, float],
 ) -> dict[str, float]:
-    """What a repetition came to, by the reports of its producers and its consumer."""
+    """Result of a repetition, from the reports of its producers and its consumer."""
     elapsed_s = received["end_s"] - min(report["start_s"] for report in sent)
     return {
         "trajectories_per_second": count / elapsed_s,
@@ -136,5 +136,5 @@ def rates(
 
 
 async def play(workers: list[Worker]) -> list[dict[str, Any]]:
-    """Let prepared workers play together; their reports."""
+    """Let prepared workers play together; returns their reports."""
     return list(await asyncio.gather(*(worker.go() for worker in workers)))

@@ -1,7 +1,7 @@
-"""Token chunks of many samples that decode at once: what the broker spends on them.
+"""Measures the broker's cost of token chunks from many samples decoding concurrently.
 
-Real lease and token clients on several connections; every sample gets a token at a steady rate, and the clients send
-what they have every flush interval, as generators do.
+Real lease and token clients on several connections; every sample gets a token at a steady rate, and the clients flush
+at the generators' interval.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from penstock.wire.codec import int32_bytes
 NUM_CONNECTIONS = 8
 GROUP_SIZE = 8
 TOKENS_PER_S = 10
-"""Of each sample."""
+"""Tokens of each sample."""
 FLUSH_INTERVAL_S = 0.2
 """The generator's default."""
 
@@ -55,20 +55,20 @@ class _Generator:
         self.streams.pop(revocation.lease_id, None)
 
     def owned_by(self, owner: broker_pb2.RunOwner) -> None:
-        """Nobody trains here."""
+        """There is no trainer."""
 
     def run_closed(self) -> None:
         self.streams.clear()
 
     def settled(self) -> None:
-        """See StreamListener."""
+        """Implements StreamListener."""
 
     def refused(self, error: broker_pb2.ChunkError) -> None:
         self.num_refused += 1
 
 
 async def decode(ready: Ready, *, broker: str, run_id: str, num_samples: int, duration_s: float) -> dict[str, Any]:
-    """All generators' role: takes every lease, then appends a token to every sample at a steady rate."""
+    """The role of all generators: takes every lease, then appends tokens to every sample at a steady rate."""
     generators = [_Generator(number, num_samples // NUM_CONNECTIONS) for number in range(NUM_CONNECTIONS)]
     connections = [Connection(broker) for _ in generators]
     tasks: list[asyncio.Task[None]] = []
@@ -87,7 +87,7 @@ async def decode(ready: Ready, *, broker: str, run_id: str, num_samples: int, du
     start_s = time.monotonic()
     for tick in range(num_ticks):
         for number, generator in enumerate(generators):
-            # Spread over the tick, as unlike generators are.
+            # Spread over the tick, as different generators are.
             at_s = start_s + (tick + number / NUM_CONNECTIONS) / TOKENS_PER_S
             await asyncio.sleep(max(0.0, at_s - time.monotonic()))
             for stream in generator.streams.values():

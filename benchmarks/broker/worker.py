@@ -1,7 +1,7 @@
-"""A worker process: reads a role as a line of JSON, says that it is ready, plays when told to, reports; and again.
+"""Runs a worker process: reads a role as a line of JSON, reports readiness, plays on request, reports; and repeats.
 
-With `--plain` as Python and the C library are by default, with `--foreign` the same in a Python that has nothing of
-Penstock's; without either, tuned as Penstock's own processes are.
+With `--plain` it uses the defaults of Python and the C library, with `--foreign` also a Python without Penstock;
+without either it is tuned like Penstock's own processes.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any, TextIO
 
 Ready = Callable[[], Awaitable[None]]
-"""To be awaited once a role is set up: returns when everybody is."""
+"""Await once a role is set up: returns when all workers are."""
 
 
 async def _play(answers: TextIO) -> None:
@@ -41,7 +41,7 @@ async def _play(answers: TextIO) -> None:
 
 
 def _answers() -> TextIO:
-    """Standard output, for answers only: whatever else is printed goes where errors go."""
+    """Standard output, for answers only: everything else printed goes to standard error."""
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "w", encoding="utf-8")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
     return answers
@@ -51,7 +51,7 @@ def _main(kind: str) -> None:
     if kind == "--foreign":
         asyncio.run(_play(_answers()))
         return
-    # Imported here: other environments lack them.
+    # Imported here because other environments lack them.
     import uvloop
 
     from penstock.process.log_setup import configure_logging

@@ -1,4 +1,4 @@
-"""Trajectories of a stated size whose content follows from their number, so that a consumer can check every byte."""
+"""Makes trajectories of a stated size whose content follows from their number, so that consumers check each byte."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ class Workload:
 
     num_tokens: int
     num_per_put: int
-    """Trajectories of one put."""
+    """Trajectories per put."""
     groups_per_step: int
 
     @cached_property
     def templates(self) -> list[Template]:
-        """What trajectories are made of."""
+        """Contents of trajectories."""
         return [
             Template(**{name: array.tobytes() for name, array in arrays.items()})
             for arrays in make_templates(self.num_tokens)
@@ -46,13 +46,13 @@ class Workload:
 
     @cached_property
     def size_bytes(self) -> int:
-        """Size of one trajectory on the wire: 13.6 kB for 1,024 tokens."""
+        """Wire size of one trajectory: 13.6 kB for 1,024 tokens."""
         return len(self.group("p0-1000000", 0).SerializeToString())
 
     def group(self, group_id: str, number: int) -> types_pb2.TrajectoryGroup:
-        """Trajectory `number` as a group of its own.
+        """Trajectory `number` as its own group.
 
-        Filled in place: messages given to a constructor are copied, which takes three times as long.
+        Filled in place: passing messages to a constructor copies them, which takes three times as long.
         """
         template = self.templates[number % NUM_TEMPLATES]
         group = types_pb2.TrajectoryGroup()
@@ -81,7 +81,7 @@ class Workload:
         return group
 
     def is_intact(self, group: types_pb2.TrajectoryGroup) -> bool:
-        """Whether a group is, byte for byte, what `group` made."""
+        """Whether a group equals, byte for byte, the one made by `group`."""
         template = self.templates[int(group.prompt.group_id.rpartition("-")[2]) % NUM_TEMPLATES]
         (sample,) = group.trajectories
         return (
@@ -93,7 +93,7 @@ class Workload:
         )
 
     def limits(self) -> broker_pb2.RunLimits:
-        """Of a run of such trajectories; the staleness bound is out of the way."""
+        """Settings of a run with such trajectories; the staleness bound never limits."""
         return broker_pb2.RunLimits(
             groups_per_step=self.groups_per_step,
             group_size=1,
@@ -103,7 +103,7 @@ class Workload:
 
 
 SHORT = Workload(num_tokens=1_024, num_per_put=32, groups_per_step=1_024)
-"""13.6 kB each."""
+"""Short trajectories, 13.6 kB each."""
 LONG = Workload(num_tokens=16_384, num_per_put=20, groups_per_step=160)
-"""198 kB each: 20 of them are what fits into a put of 4 MiB."""
+"""Long trajectories, 198 kB each: 20 of them fit into a put of 4 MiB."""
 WORKLOADS = {"short": SHORT, "long": LONG}

@@ -3,9 +3,9 @@
 penstock bench dispatch [--fresh] [--groups N] [--group-size N] [--only WORD] [--seeds N] [--first-seed N]
     [--json]
 
-Times are of the simulator's virtual clock and say how policies compare, not how fast a fleet is. Each cell is the sum
-of the makespans over the seeds, relative to the best of the policies but auto; `bound` is the best one's over a lower
-bound that no policy can beat.
+Times are of the simulator's virtual clock and compare policies, not the speed of fleets. Each cell is the sum of the
+makespans over the seeds, relative to the best policy other than auto; `bound` is the best one's over a lower bound that
+no policy can beat.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ class Cell:
     scenario: str
     bound_ratio: float
     ratios: dict[str, float]
-    """Makespan over the best's, by policy; `fifo, no moves` is fifo without moves of leased work."""
+    """Makespan over the best one's, by policy; `fifo, no moves` is fifo without moves of leased work."""
     num_moves: int
-    """Of auto."""
+    """Moves under auto."""
 
 
 def main() -> int:
@@ -60,7 +60,7 @@ def main() -> int:
 
 
 def _scenarios(options: argparse.Namespace) -> Iterator[tuple[str, Callable[[int], Scenario]]]:
-    """Name, and what makes the scenario of a seed."""
+    """Name, and the function that makes a seed's scenario."""
     if options.fresh:
         for fleet, lengths, forecast, arrival in fresh_scenarios.names():
             yield (

@@ -1,4 +1,4 @@
-"""What a dispatch decision and its leases cost with a long queue against a short one, without sockets or a store.
+"""Compares dispatch decisions and leases on long and short queues, without sockets or a store.
 
 penstock bench dispatch.depth [--samples N] [--repetitions N] [--json]
 
@@ -35,7 +35,7 @@ DECISIONS_PER_TURN = 8
 
 
 class Queue:
-    """A run with so many samples queued, every group with a forecast, and a fleet that asks."""
+    """A run with this many queued samples, each group with a forecast, and a fleet that asks."""
 
     def __init__(self, num_samples: int) -> None:
         self._state = _state_of(num_samples // GROUP_SIZE)
@@ -67,7 +67,7 @@ class Queue:
         return time.perf_counter() - start_s
 
     def decide_s(self, policy: DispatchPolicy) -> float:
-        """Time of one answer to a generator that asks; what it got is put back."""
+        """Time of one reply to a generator that asks; the leases are put back."""
         self._now_s += 0.05
         start_s = time.perf_counter()
         choice = leasing.EVERYTHING

@@ -1,7 +1,7 @@
-"""Scenarios of dispatch on which nothing was tuned: other fleets, lengths, forecast errors and seeds than `scenarios`.
+"""Scenarios of dispatch that nothing was tuned on: other fleets, lengths, forecast errors and seeds than `scenarios`.
 
-Beside one step at once: prompts of which a quarter come late, and three steps in a row, each submitted when three
-quarters of the one before are done. Everything from a seed.
+Besides single steps: late arrival of a quarter of the prompts, and three steps in a row, each submitted when three
+quarters of the previous one are done. Everything follows from a seed.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from services.broker.dispatch.latency import LatencyModel
 
 NUM_GROUPS, GROUP_SIZE = 24, 8
 STEP_GROUPS = 12
-"""Of each of the steps in a row."""
+"""Groups of each of the steps in a row."""
 FIRST_SEED = 1000
 WITHIN_GROUP_SIGMA = 0.35
 TICK_S = 1.0
@@ -45,7 +45,7 @@ def names() -> list[tuple[str, str, str, str]]:
 
 
 def make_fresh_scenario(*, fleet: str, lengths: str, forecast: str, arrival: str, seed: int) -> Scenario:
-    """One of them."""
+    """A fresh scenario."""
     name = f"{fleet}, {lengths}, {forecast}, {arrival}"
     rng = random.Random(f"{name}/{FIRST_SEED + seed}")
     num_groups = 3 * STEP_GROUPS if arrival == "three steps" else NUM_GROUPS

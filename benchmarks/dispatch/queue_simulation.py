@@ -1,4 +1,4 @@
-"""A step or a few of a run under a dispatch policy, on a virtual clock: how long until every sample is decoded.
+"""Simulates one or a few steps of a run under a dispatch policy, on a virtual clock, until every sample is decoded.
 
 The queue is a real `RunState`; leases are chosen through the policies and the snapshot of the fleet
 (`services.broker.fleet.snapshot`) that a broker uses; only the generators are emulated. Admission never refuses.
@@ -27,38 +27,38 @@ from services.broker.state.run_state import RunState
 
 GIVE_UP_S = 60.0
 ASK_AGAIN_S = 0.25
-"""After a generator was left without work; as in the broker's lease stream."""
+"""Time before an idle generator asks again, as in the broker's lease stream."""
 _MAX_CONTEXT_TOKENS = 1 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scenario:
-    """A fleet and the samples of a step, or of several."""
+    """A fleet and the samples of one or several steps."""
 
     name: str
     generators: Sequence[EmulatedGenerator]
     lengths: Sequence[Sequence[int]]
-    """True completion lengths, by group and sample; every group has as many."""
+    """True completion lengths, by group and sample; all groups have equally many."""
     forecasts: Sequence[float | None]
-    """By group."""
+    """Forecasts, by group."""
     after_ended: Sequence[int] = ()
-    """By group, rising: it is submitted once so many samples have ended. Empty where all are submitted at once."""
+    """By group, ascending: it is submitted after this many samples have ended. Empty submits all at once."""
     groups_per_step: int | None = None
-    """None where all groups are one step's."""
+    """Step of each group; None if all belong to one step."""
     before: Sequence[tuple[float, Sequence[int]]] = ()
-    """Forecast, 0 for none, and true lengths of the prompts of the step before. Where empty, as in this one."""
+    """Forecast (0 for none) and true lengths of the previous step's prompts. If empty, those of this step."""
     num_prompt_tokens: int = 128
     tick_s: float = 1.0
-    """How often generators report tokens, policies are reviewed and idle generators look for work to take over."""
+    """How often generators report tokens, policies are reviewed and idle generators look for work to steal."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """What became of a scenario."""
+    """Outcome of a scenario."""
 
     makespan_s: float
     busy_share: float
-    """Part of the makespan that a generator was decoding, mean over the fleet."""
+    """Share of the makespan that a generator decodes, mean over the fleet."""
     num_moves: int
 
 
@@ -68,9 +68,9 @@ def simulate(scenario: Scenario, policy_name: str, *, can_move: bool = True) -> 
 
 
 def lower_bound_s(scenario: Scenario) -> float:
-    """No policy is sooner: the longest sample alone on the quickest generator, or all tokens at every one's best rate.
+    """Lower bound: the longest sample alone on the fastest generator, or all tokens at each one's best rate.
 
-    KV reads are left out of both, so the bound is not tight where they matter.
+    KV reads are left out of both, so the bound is loose if they matter.
     """
     models = [generator.model for generator in scenario.generators]
     lengths = [length for group in scenario.lengths for length in group]
@@ -97,7 +97,7 @@ class _Simulation:
         self._unsubmitted = deque(enumerate(scenario.after_ended or [0] * len(scenario.lengths)))
 
     def run(self) -> Report:
-        """To the last token."""
+        """Time to the last token."""
         now_s, next_tick_s = 0.0, 0.0
         while True:
             self._submit(now_s)
@@ -155,7 +155,7 @@ class _Simulation:
         *,
         finish_reason: types_pb2.FinishReason.ValueType,
     ) -> None:
-        """Send the broker what samples have now: leases, and tokens in all."""
+        """Send the broker the samples' progress: leases, and total tokens."""
         chunks = []
         for grant, num_tokens in tokens:
             group_id, index = grant.sample
@@ -192,7 +192,7 @@ class _Simulation:
                 self._ask_again_s[name] = now_s + ASK_AGAIN_S
 
     def _move(self, now_s: float) -> None:
-        """Let idle generators take over, as a lease stream does once a second when it finds nothing to lease."""
+        """Let idle generators steal work, as a lease stream does once a second when it finds nothing to lease."""
         for name, engine in self._engines.items():
             if not self._can_move or now_s == 0.0 or engine.num_held >= engine.model.max_samples or self._state.queue:
                 continue
@@ -230,7 +230,7 @@ class _Simulation:
         }
 
     def _measured(self, engine: Engine) -> LatencyModel:
-        """What a broker makes of the rates of a generator that states nothing: the default curve, scaled."""
+        """A broker's estimate from the rates of a generator without a profile: the default curve, scaled."""
         default = LatencyModel(max_samples=engine.model.max_samples)
         num_running = engine.batch.num_running
         return default.scaled(engine.batch.step_s / default.step_s(num_running)) if num_running else default
@@ -256,7 +256,7 @@ def _chunk(grant: Grant, stored: int, num_tokens: int, finish_reason: types_pb2.
 
 
 def _seen_before(scenario: Scenario) -> SeenLengths:
-    """What a broker knows of lengths from the steps before: the same distribution."""
+    """A broker's knowledge of lengths from previous steps: the same distribution."""
     here = [(forecast or 0.0, group) for forecast, group in zip(scenario.forecasts, scenario.lengths, strict=True)]
     return lengths_seen(scenario.before or here)
 
@@ -271,7 +271,7 @@ def _facts(generator_id: str) -> GeneratorFacts:
 
 
 def _open(scenario: Scenario, policy_name: str) -> RunState:
-    """A run with room for the scenario, and nothing that admission would hold back."""
+    """A run that fits the scenario, with nothing held back by admission."""
     state = RunState()
     groups_per_step = scenario.groups_per_step or len(scenario.lengths)
     longest = max(length for group in scenario.lengths for length in group)
@@ -280,10 +280,10 @@ def _open(scenario: Scenario, policy_name: str) -> RunState:
         group_size=len(scenario.lengths[0]),
         max_staleness=math.ceil(len(scenario.lengths) / groups_per_step) - 1,
         max_queued_groups=len(scenario.lengths),
-        # A limit that says nothing of how long the longest sample is.
+        # A limit that does not hint at the longest sample.
         max_completion_tokens=1 << longest.bit_length(),
     )
-    # Leases never expire here: nobody dies.
+    # Leases never expire here: no generator dies.
     limits.generation_lease.FromSeconds(3600)
     policy = broker_pb2.RunPolicy(dispatch=policy_name)
     create_run(state, broker_pb2.OpenRunRequest(run_id="simulated", limits=limits, policy=policy), 0.0)

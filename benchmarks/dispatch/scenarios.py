@@ -1,6 +1,6 @@
-"""Scenarios of dispatch: unlike fleets, long-tailed lengths, forecasts of every quality. Everything from a seed.
+"""Scenarios of dispatch: mixed fleets, long-tailed lengths, forecasts of every quality. Everything follows from a seed.
 
-Two sets: the grid that dispatch was made on, and a fresh one (`fresh_scenarios`) on which nothing was tuned.
+Two sets: the grid that dispatch was tuned on, and a fresh one (`fresh_scenarios`) that nothing was tuned on.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from services.broker.dispatch.latency import LatencyModel
 from services.generator.emulation.length_law import STREAMRL_BIN_TOKENS, STREAMRL_FIRST_TOKENS, STREAMRL_HISTOGRAM
 
 WITHIN_GROUP_SIGMA = 0.25
-"""Of the logarithm of a sample's length over its prompt's."""
+"""Standard deviation of the logarithm of a sample's length over its prompt's."""
 
 
 def lognormal_lengths(rng: random.Random, *, median: float, sigma: float, most: int, count: int) -> list[int]:
-    """Lengths whose logarithm is normal, cut off at `most`."""
+    """Lengths with a normal logarithm, clipped at `most`."""
     return [max(1, min(most, round(median * rng.lognormvariate(0.0, sigma)))) for _ in range(count)]
 
 
 def histogram_quantile(share: float) -> float:
-    """The length in tokens that this share, 0 to 1, of StreamRL's histogram stays below, even inside a bin."""
+    """The quantile in tokens of StreamRL's histogram at this share, 0 to 1, uniform inside a bin."""
     rest = share * sum(STREAMRL_HISTOGRAM)
     for index, weight in enumerate(STREAMRL_HISTOGRAM):
         if rest <= weight:
@@ -34,7 +34,7 @@ def histogram_quantile(share: float) -> float:
 
 
 def histogram_lengths(rng: random.Random, *, scale: float, count: int) -> list[int]:
-    """Lengths of StreamRL's histogram, even inside a bin, times `scale`."""
+    """Lengths of StreamRL's histogram, uniform inside a bin, times `scale`."""
     bins = rng.choices(range(len(STREAMRL_HISTOGRAM)), weights=STREAMRL_HISTOGRAM, k=count)
     places = [STREAMRL_FIRST_TOKENS + STREAMRL_BIN_TOKENS * (index + rng.random()) for index in bins]
     return [max(1, round(scale * place)) for place in places]
@@ -48,7 +48,7 @@ def _even(count: int, model: LatencyModel, *, is_stated: bool = True, first: int
 
 
 _H800 = LatencyModel(max_samples=256)
-"""StreamRL's Figure 6 as a line."""
+"""StreamRL's Figure 6 as a straight line."""
 
 
 def fleets() -> dict[str, list[EmulatedGenerator]]:
@@ -71,7 +71,7 @@ def fleets() -> dict[str, list[EmulatedGenerator]]:
 
 
 def workloads(rng: random.Random, *, num_groups: int, group_size: int) -> dict[str, list[list[int]]]:
-    """Lengths by group and sample, by name; samples of a prompt vary around its own length."""
+    """Lengths by group and sample, by name; samples of a prompt vary around the prompt's length."""
     bases = {
         "reasoning": histogram_lengths(rng, scale=0.5, count=num_groups),
         "lognormal": lognormal_lengths(rng, median=1200, sigma=0.9, most=16_384, count=num_groups),
@@ -87,14 +87,14 @@ def workloads(rng: random.Random, *, num_groups: int, group_size: int) -> dict[s
 
 
 TICK_S = {"reasoning": 2.0, "lognormal": 2.0, "short": 0.25}
-"""A hundredth of a step or so: a look at every second would take the simulator longer and change little."""
+"""About a hundredth of a step: looking every second would slow the simulator and change little."""
 
 FORECASTS: dict[str, float | None] = {"exact": 0.0, "good": 0.25, "poor": 0.7, "none": None}
-"""Standard deviation of the logarithm of forecast over the prompt's mean length; None: no forecast."""
+"""Standard deviation of the logarithm of forecast over the prompt's mean length; None means no forecast."""
 
 
 def make_scenario(*, fleet: str, workload: str, forecast: str, num_groups: int, group_size: int, seed: int) -> Scenario:
-    """One scenario of the grid."""
+    """A scenario of the grid."""
     name = f"{fleet}/{workload}/{forecast}/{seed}"
     lengths, forecasts = _step(random.Random(name), workload, forecast, num_groups, group_size)
     before = _step(random.Random(f"before {name}"), workload, forecast, num_groups, group_size)

@@ -1,1 +1,1 @@
-"""End to end: Penstock, TRL and the ideal overlap on one machine, over the same model, data, batch and reward."""
+"""Compares Penstock, TRL and the ideal overlap on one machine, with the same model, data, batch and reward."""

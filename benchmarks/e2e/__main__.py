@@ -1,4 +1,4 @@
-"""Train the quick start's model with Penstock and with TRL by turns, next to the ideal overlap; about 15 minutes."""
+"""Train the quick start's model with Penstock and TRL alternately, next to the ideal overlap; about 15 minutes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ TARGETS = {
 
 
 def main() -> int:
-    """Measure and print; returns the exit status. Raises ConfigError when the task cannot be made."""
+    """Measure and print; returns the exit status. Raises ConfigError if the task cannot be made."""
     parser = suite_parser(__doc__)
     parser.add_argument(
         "--trl-python", type=Path, metavar="PATH", help="a Python that has TRL; default: one is made in runs/"

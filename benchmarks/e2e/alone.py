@@ -1,8 +1,8 @@
-"""Either side alone on one core: `python -m benchmarks.e2e.alone generation|training JSON OUT.json`.
+"""Runs either side alone on one core: `python -m benchmarks.e2e.alone generation|training JSON OUT.json`.
 
-Both do over what a run of Penstock did: the samples that it trained on, from its recording. Generation is vLLM's own
-offline engine over the same prompts, each sample made as long as it was; training is the bare PyTorch loop over the
-same batches, packed before the clock starts. Reward, broker and weights on the way cost nothing here.
+Both repeat the work of a run of Penstock: the samples that it trained on, from its recording. Generation is vLLM's own
+offline engine over the same prompts, with each sample's original length; training is the bare PyTorch loop over the
+same batches, packed before the clock starts. Reward, broker and weight transfer cost nothing here.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ MAX_CONCURRENT = 256
 """The quick start's `generator.max_concurrent_samples`."""
 KV_CACHE_GIB = 0.25
 MAX_STEPS = 8
-"""Steps that either side does; each is 256 samples, some two seconds."""
+"""Steps of either side; each has 256 samples and takes some two seconds."""
 PACK_TOKENS = 1024
 """The default `trainer.tokens_per_pack`."""
 
@@ -45,7 +45,7 @@ def generation(model_dir: Path, steps: Sequence[Groups]) -> dict[str, float]:
         disable_log_stats=True,
     )
     samples = [sample for groups in steps for group in groups for sample in group]
-    # Longest first: the engine is full to the end, as it is in a run, where more prompts always wait.
+    # Longest first keeps the engine full to the end, as in a run, where more prompts always wait.
     samples.sort(key=lambda sample: -sample.completion_token_ids.size)
     prompts = [{"prompt_token_ids": sample.prompt_token_ids.tolist()} for sample in samples]
     settings = [
@@ -70,7 +70,7 @@ def training(model_dir: Path, steps: Sequence[Groups]) -> dict[str, float]:
 
     torch.set_num_threads(1)
     batches = [packed_batch(groups, max_pack_tokens=PACK_TOKENS) for groups in steps]
-    # A rate of nothing: the weights stay near those that the samples came from, and so do the numbers in it.
+    # A negligible learning rate keeps the weights near those that sampled, and so the magnitudes.
     loop = BareLoop(model_dir, learning_rate=1e-9, max_grad_norm=1.0)
     loop.step(batches[0].packs, num_tokens=batches[0].num_loss_tokens)
     begin_s = time.monotonic()
@@ -84,9 +84,9 @@ def training(model_dir: Path, steps: Sequence[Groups]) -> dict[str, float]:
 
 
 def spread_steps(steps: Sequence[Groups]) -> Sequence[Groups]:
-    """MAX_STEPS of them, evenly spread over the run, whose samples grow longer as it goes on.
+    """MAX_STEPS of them, evenly spread over the run, whose samples grow longer as it proceeds.
 
-    Without the first, as in the curves: it is made of whatever came first, which is short.
+    Excludes the first, as the curves do: it consists of the earliest samples, which are short.
     """
     rest = steps[1:] or steps
     stride = -(-len(rest) // MAX_STEPS)
@@ -94,7 +94,7 @@ def spread_steps(steps: Sequence[Groups]) -> Sequence[Groups]:
 
 
 def main() -> None:
-    """What the arguments say, on one core."""
+    """Run the side given by the arguments, on one core."""
     side, document, out = sys.argv[1], json.loads(sys.argv[2]), Path(sys.argv[3])
     os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
     sides: dict[str, Any] = {"generation": generation, "training": training}

@@ -1,4 +1,4 @@
-"""Learning curves, and the two numbers that are made of one. Pure."""
+"""Computes learning curves and two numbers derived from them. Pure."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class Step:
     """One optimiser step."""
 
     time_s: float
-    """When it was taken, Unix time."""
+    """When it was taken, in Unix time."""
     reward: float
     """Mean training reward of its samples."""
     num_samples: int
@@ -23,10 +23,10 @@ class Step:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Curve:
-    """One training run: loading, evaluation and starting processes are before `begin_s`."""
+    """One training run: loading, evaluation and process start come before `begin_s`."""
 
     begin_s: float
-    """When training began, Unix time: prompts may be sampled from then on."""
+    """When training began, in Unix time: prompts may be sampled from then on."""
     steps: Sequence[Step]
     """Oldest first."""
 
@@ -34,13 +34,13 @@ class Curve:
     def samples_per_second(self) -> float:
         """Trained samples per second, from the first step to the last; needs two steps.
 
-        The first is left out: it holds what happens once (first touches of memory, a pipeline that fills).
+        The first is left out: it includes one-time costs (first touches of memory, filling the pipeline).
         """
         return sum(step.num_samples for step in self.steps[1:]) / self._steady_s
 
     @property
     def tokens_per_second(self) -> float:
-        """The same in completion tokens."""
+        """Trained completion tokens per second, likewise."""
         return sum(step.num_tokens for step in self.steps[1:]) / self._steady_s
 
     @property
@@ -50,7 +50,7 @@ class Curve:
         return self.steps[-1].time_s - self.steps[0].time_s
 
     def steps_to_reward(self, target: float = TARGET_REWARD, *, window_steps: int = WINDOW_STEPS) -> int | None:
-        """Steps after which the mean reward of `window_steps` steps had reached `target`; None if it never did."""
+        """Steps after which the mean reward of `window_steps` steps reached `target`; None if it never did."""
         rewards = [step.reward for step in self.steps]
         for end in range(window_steps, len(rewards) + 1):
             if sum(rewards[end - window_steps : end]) / window_steps >= target:
@@ -58,6 +58,6 @@ class Curve:
         return None
 
     def seconds_to_reward(self, target: float = TARGET_REWARD, *, window_steps: int = WINDOW_STEPS) -> float | None:
-        """Seconds from the beginning until then."""
+        """Seconds from the start until then."""
         num_steps = self.steps_to_reward(target, window_steps=window_steps)
         return None if num_steps is None else self.steps[num_steps - 1].time_s - self.begin_s

@@ -1,4 +1,4 @@
-"""The ideal overlap: one core generates with vLLM, one trains, and neither ever waits or does anything else."""
+"""Measures the ideal overlap: one core generates with vLLM, one trains, and neither waits or does anything else."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ class Alone:
 
     @property
     def ideal(self) -> float:
-        """What both at once on a core each could reach: the slower one's rate."""
+        """Rate that both together could reach with a core each: the slower one's."""
         return min(self.generation, self.training)
 
 
 async def measure(model_dir: Path, recording: Path, folder: Path) -> Alone:
-    """Both over the samples of `recording`, one after the other. Raises RuntimeError when one fails."""
+    """Measure both over the samples of `recording`, one after the other. Raises RuntimeError if one fails."""
     document = json.dumps({"model_dir": str(model_dir), "recording": str(recording)})
     found: dict[str, float] = {}
     for side in ("generation", "training"):

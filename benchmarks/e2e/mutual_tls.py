@@ -1,9 +1,9 @@
-"""Samples/s of a run under mutual TLS and of the same in plain text, by turns.
+"""Compares samples/s of a run under mutual TLS with the same run in plain text, alternately.
 
     penstock bench e2e.mutual_tls runs/quickstart/current [ROUNDS]
 
-Both train the quick start's model with one generator; the first steps, in which everything warms up, do not count for
-samples/s. Processor seconds are of all processes and steps, start included: they say more where the machine is shared.
+Both train the quick start's model with one generator; the first steps, which warm up, do not count for samples/s.
+Processor seconds are of all processes and steps, start included: they are more reliable on a shared machine.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ ROUNDS = 3
 
 
 def certificates(folder: Path) -> dict[str, str]:
-    """The environment of an operator with a certificate, and a token beside it."""
+    """The environment of an operator with a certificate and a token."""
     files = folder / "issued"
     command = [sys.executable, "-P", "-m", "console", "certs"]
     env = {**os.environ, "PYTHONPATH": os.getcwd()}
@@ -43,7 +43,7 @@ def certificates(folder: Path) -> dict[str, str]:
 
 
 def measured(task: Path, folder: Path, env: Mapping[str, str]) -> tuple[float, float]:
-    """Samples/s of one run, and its processor seconds. Raises CalledProcessError where it fails."""
+    """Samples/s of one run, and its processor seconds. Raises CalledProcessError if it fails."""
     folder.mkdir()
     document = {
         "run": {"dir": str(folder), "id": "r", "num_steps": NUM_STEPS, "eval_every_steps": 0, "num_eval_prompts": 1},
@@ -68,7 +68,7 @@ def measured(task: Path, folder: Path, env: Mapping[str, str]) -> tuple[float, f
 
 
 def main() -> None:
-    """Print each round, and the medians."""
+    """Print each round and the medians."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("task", type=Path, help="what `penstock quickstart` made: runs/quickstart/current")
     parser.add_argument("rounds", type=int, nargs="?", default=ROUNDS)
@@ -78,7 +78,7 @@ def main() -> None:
     with scratch_folder() as scratch:
         tls = certificates(scratch / "authority")
         for index in range(rounds):
-            # Who begins takes turns, too.
+            # The order alternates, too.
             for kind in list(found) if index % 2 == 0 else reversed(list(found)):
                 env = tls if kind == "mutual TLS" else {}
                 rate, processor_s = measured(task, scratch / f"{kind.split()[0]}-{index}", env)

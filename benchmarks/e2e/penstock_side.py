@@ -1,4 +1,4 @@
-"""Penstock's side: the quick start's own configuration through `penstock run`, followed by its metrics.jsonl."""
+"""Runs Penstock's side: the quick start's own configuration through `penstock run`, followed by its metrics.jsonl."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from services.trainer.reporting.metrics import JsonLines
 
 CONFIG_FILE = ROOT / "examples" / "quickstart.yaml"
 STEP_TIMEOUT_S = 300.0
-"""Longest wait for a step, that for the first with the services' start in it."""
+"""Longest wait for a step, including the services' start for the first one."""
 EXPORT_TIMEOUT_S = 120.0
 _POLL_S = 0.1
 _STEPS_AFTERWARDS = 1000
@@ -33,7 +33,7 @@ async def train(task: Task, folder: Path, *, recording: Path | None = None) -> C
     async with child(*command, log=log, env=environment(num_threads=1)) as process:
         curve = await follow(process, folder / "run" / "metrics.jsonl", task, log)
         if recording is not None:
-            # The run goes on meanwhile, which nothing is measured of any more.
+            # The run continues meanwhile, but is no longer measured.
             export = (sys.executable, "-m", "console", "export", str(folder / "run"), "--out", str(recording))
             await run_child(*export, timeout_s=EXPORT_TIMEOUT_S, what="exporting the samples", log=log)
     return curve
@@ -44,7 +44,7 @@ def _settings(task: Task, folder: Path) -> tuple[str, ...]:
         "run.id": "run",
         "run.dir": str(folder),
         "run.seed": task.seed,
-        # It is stopped when the curve is complete: its broker has the samples until then.
+        # Stopped only once the curve is complete: until then its broker has the samples.
         "run.num_steps": task.num_steps + _STEPS_AFTERWARDS,
         "run.checkpoint_every_steps": task.num_steps + _STEPS_AFTERWARDS,
         "run.num_eval_prompts": 0,
@@ -66,7 +66,7 @@ async def follow(process: asyncio.subprocess.Process, metrics: Path, task: Task,
     """A run's curve from its metrics.jsonl, until the reward or the number of steps is reached.
 
     Raises:
-        RuntimeError: Its process ended before.
+        RuntimeError: Its process ended first.
         TimeoutError: No step for STEP_TIMEOUT_S.
     """
     steps: list[Step] = []
@@ -87,7 +87,7 @@ async def follow(process: asyncio.subprocess.Process, metrics: Path, task: Task,
 async def _more_lines(
     process: asyncio.subprocess.Process, metrics: JsonLines, num_known: int, log: Path
 ) -> list[dict[str, float]]:
-    """At least one line behind the first `num_known`."""
+    """At least one line beyond the first `num_known`."""
     while True:
         has_ended = process.returncode is not None
         lines = await asyncio.to_thread(metrics.read)

@@ -1,4 +1,4 @@
-"""Both sides and the ideal by turns, and what `penstock bench e2e` reports."""
+"""Runs both sides and the ideal alternately, and reports for `penstock bench e2e`."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ TRL_THREADS = (1, 2)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """How much is measured."""
+    """How much to measure."""
 
     num_repetitions: int
     num_steps: int
     """Most steps of a training run; with `until_reward` most need fewer."""
     until_reward: float | None
     num_thread_steps: int
-    """Steps with each of TRL_THREADS, to choose between them."""
+    """Steps with each of TRL_THREADS, to choose the best number."""
 
 
 FULL = Plan(num_repetitions=3, num_steps=60, until_reward=TARGET_REWARD, num_thread_steps=4)
@@ -37,18 +37,18 @@ QUICK = Plan(num_repetitions=1, num_steps=3, until_reward=None, num_thread_steps
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
-    """Everything that was measured, by repetition."""
+    """All measurements, by repetition."""
 
     penstock: Sequence[Curve]
     trl: Sequence[Curve]
     alone: Sequence[Alone]
     trl_threads: dict[int, float]
-    """Samples per second by number of threads; empty when there was nothing to choose."""
+    """Samples per second by number of threads; empty if there was no choice."""
     best_threads: int
 
 
 async def run(plan: Plan, *, model_dir: Path, train_path: Path, trl_python: Path, progress: Progress) -> Result:
-    """Measure everything; `progress` hears what is going on. Raises RuntimeError when a side fails."""
+    """Measure everything; `progress` receives status messages. Raises RuntimeError if a side fails."""
     task = Task(
         model_dir=model_dir, train_path=train_path, num_steps=plan.num_steps, until_reward=plan.until_reward, seed=0
     )
@@ -121,7 +121,7 @@ def _side(curves: Sequence[Curve]) -> Result:
     return {
         "samples_per_second": statistics.median(rates),
         "tokens_per_second": statistics.median(curve.tokens_per_second for curve in curves),
-        # A repetition that never got there has no time; a median without it would flatter.
+        # A repetition that never reached the reward has no time; a median without it would flatter.
         "seconds_to_reward_0_6": statistics.median(reached) if is_known else None,
         "steps_to_reward_0_6": statistics.median(steps) if is_known else None,
         "reward_last": statistics.median(curve.steps[-1].reward for curve in curves),

@@ -1,4 +1,4 @@
-"""What both sides train on: one model directory, one data file, one batch, one reward, one number of steps."""
+"""Defines the task of both sides: one model directory, one data file, one batch, one reward, one number of steps."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 WINDOW_STEPS = 5
-"""A training reward counts as reached when the mean of so many steps reaches it: one step's is noisy by 0.03."""
+"""A training reward counts as reached when the mean of this many steps reaches it: a single step is noisy by 0.03."""
 TARGET_REWARD = 0.6
 
 
@@ -14,7 +14,8 @@ TARGET_REWARD = 0.6
 class Task:
     """The quick start's task, and how both sides train on it.
 
-    Credit is the reward against its group's mean, the loss an average over all tokens of the step, the rate constant.
+    The advantage is the reward minus its group's mean, the loss an average over all tokens of the step, the learning
+    rate constant.
     """
 
     model_dir: Path
@@ -24,7 +25,7 @@ class Task:
     num_steps: int
     """Most optimiser steps."""
     until_reward: float | None
-    """Training ends when the mean reward of WINDOW_STEPS steps has reached this; None takes all steps."""
+    """Training ends when the mean reward of WINDOW_STEPS steps reaches this; None takes all steps."""
     seed: int
     group_size: int = 8
     prompts_per_step: int = 32

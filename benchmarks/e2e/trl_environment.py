@@ -1,4 +1,4 @@
-"""The Python to run TRL with."""
+"""Provides the Python that runs TRL."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from benchmarks.environments import Environment
 
 TRL_VERSION = "1.16.0"
 TORCH_VERSION = "2.13.0"
-"""Penstock's own; the CPU build, where pip is shown one."""
+"""Penstock's own version; the CPU build, if pip is configured for one."""
 TRL = Environment(
     name=f"trl-{TRL_VERSION}-torch-{TORCH_VERSION}",
-    # torch first and alone: what comes after is then resolved against this build of it.
+    # torch first and alone: later packages are then resolved against this build.
     installs=((f"torch=={TORCH_VERSION}",), (f"trl=={TRL_VERSION}", f"torch=={TORCH_VERSION}", "numpy")),
     check="import trl, datasets",
 )
 
 
 async def trl_python(given: Path | None, *, cache_dir: Path, progress: Callable[[str], None]) -> Path:
-    """The given Python, or that of an environment in `cache_dir`, made if it is not there.
+    """The given Python, or that of an environment in `cache_dir`, created if missing.
 
     Raises:
         RuntimeError: It has no TRL, or none could be installed.

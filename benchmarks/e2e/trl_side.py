@@ -1,4 +1,4 @@
-"""TRL's side: its GRPOTrainer in a process of its own, as `trl_worker` sets it up."""
+"""Runs TRL's side: its GRPOTrainer in its own process, set up by `trl_worker`."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ WORKER = ROOT / "benchmarks" / "e2e" / "trl_worker.py"
 START_TIMEOUT_S = 300.0
 STEP_TIMEOUT_S = 120.0
 NUM_MICROBATCHES = 4
-"""Of a step of 256 samples: 64 at a time."""
+"""Microbatches of a step: 256 samples, 64 at a time."""
 
 
 async def train(task: Task, folder: Path, *, python: Path, num_threads: int) -> Curve:
-    """Train in `folder`, which is empty. Raises RuntimeError when the process fails."""
+    """Train in `folder`, which is empty. Raises RuntimeError if the process fails."""
     out = folder / "steps.jsonl"
     document = asdict(task) | {
         "model_dir": str(task.model_dir),
@@ -38,7 +38,7 @@ async def train(task: Task, folder: Path, *, python: Path, num_threads: int) -> 
 
 
 def read_curve(path: Path) -> Curve:
-    """What the worker wrote."""
+    """The worker's output."""
     begin, *lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
     steps = [
         Step(

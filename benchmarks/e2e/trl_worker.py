@@ -1,4 +1,4 @@
-"""TRL's GRPOTrainer on the benchmark's task: `python trl_worker.py TASK_JSON OUT.jsonl`, by the Python that has TRL.
+"""Runs TRL's GRPOTrainer on the benchmark's task: `python trl_worker.py TASK_JSON OUT.jsonl`, in TRL's environment.
 
 Imports the standard library, what TRL brings and the reward's own text rules, never Penstock's packages. Writes one
 line when training begins and one a step: {"time": Unix seconds} and {"time", "reward", "num_samples", "num_tokens"}.
@@ -21,7 +21,7 @@ from services.reward.models.answers import final_answer, normalised
 
 
 class StepLines(TrainerCallback):  # type: ignore[misc]
-    """Writes the lines, scores completions on the way, and ends training when the reward was reached."""
+    """Writes the lines, scores completions meanwhile, and ends training once the reward is reached."""
 
     def __init__(self, path: Path, *, until_reward: float | None, window_steps: int) -> None:
         self._path = path
@@ -39,11 +39,11 @@ class StepLines(TrainerCallback):  # type: ignore[misc]
         return rewards
 
     def on_train_begin(self, _arguments: Any, _state: Any, _control: Any, **_: object) -> None:
-        """The clock starts."""
+        """Start the clock."""
         self._write({})
 
     def on_step_end(self, _arguments: Any, _state: Any, control: Any, **_: object) -> None:
-        """One optimiser step was taken."""
+        """Record an optimiser step."""
         self._write(self._last)
         last = self._rewards[-self._window_steps :]
         is_full = len(last) == self._window_steps
@@ -82,7 +82,7 @@ def train(task: dict[str, Any], out: Path) -> None:
         weight_decay=0.0,
         max_grad_norm=task["max_grad_norm"],
         optim="adamw_torch_fused",
-        # Without a KL no reference model; advantages and average as Penstock's dr_grpo over tokens.
+        # Without KL there is no reference model; advantages and averaging are those of Penstock's dr_grpo over tokens.
         beta=0.0,
         loss_type="dapo",
         scale_rewards="none",

@@ -1,1 +1,1 @@
-"""What others move trajectories with, in environments of their own, measured beside the broker."""
+"""Measures other systems for moving trajectories, in their own environments, beside the broker."""

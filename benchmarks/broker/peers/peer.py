@@ -1,4 +1,4 @@
-"""One of those that are measured beside the broker: its processes, and a repetition of the workload through them."""
+"""Runs a peer system beside the broker: its processes, and a repetition of the workload through them."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from benchmarks.broker.workload import WORKLOADS
 from benchmarks.environments import Environment
 
 MAX_QUEUED = 1_024
-"""Trajectories that wait at most, where there is such a limit: those of a step."""
+"""Most waiting trajectories, if there is such a limit: those of a step."""
 IDLE_CORES = 0.15
-"""What a server that has started may still use; Ray's processes never rest."""
+"""CPU that a started server may still use; Ray's processes are never idle."""
 START_TIMEOUT_S = 300.0
 REVERB_VERSION = "0.14.0"
 TRANSFER_QUEUE_VERSION = "0.1.11"
@@ -26,12 +26,12 @@ TORCH_VERSION = "2.13.0"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kind:
-    """What is known of one."""
+    """Description of a peer."""
 
     module: str
-    """Its roles."""
+    """Module of its roles."""
     environment: Environment | None
-    """None: Penstock's own Python."""
+    """Its environment; None uses Penstock's own Python."""
 
 
 KINDS = {
@@ -48,7 +48,7 @@ KINDS = {
         module="peers.transfer_queue_side",
         environment=Environment(
             name=f"transfer-queue-{TRANSFER_QUEUE_VERSION}",
-            # torch first and alone: what comes after is then resolved against this build of it.
+            # torch first and alone: later packages are then resolved against this build.
             installs=(
                 (f"torch=={TORCH_VERSION}",),
                 (f"TransferQueue=={TRANSFER_QUEUE_VERSION}", f"torch=={TORCH_VERSION}"),
@@ -61,7 +61,7 @@ KINDS = {
 
 @dataclass(slots=True, kw_only=True)
 class Peer:
-    """Its server and its clients, each a process in its own environment."""
+    """Its server and its clients, each in its own process and environment."""
 
     module: str
     folder: Path
@@ -74,9 +74,9 @@ class Peer:
     @classmethod
     async def start(cls, stage: Stage, kind: Kind, python: Path | None, *, num_workers: int) -> Peer:
         """Start everything, in `python`, or in Penstock's own without Penstock's tuning."""
-        # Not one of its own: Ray makes sockets under it, whose paths may have 107 bytes.
+        # Not its own folder: Ray creates sockets under it, whose paths may have at most 107 bytes.
         folder = stage.folder
-        # Ray listens on the machine's address: only for who has the token.
+        # Ray listens on the machine's address: require a token.
         env = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32), "RAY_USAGE_STATS_ENABLED": "0"}
         server = await stage.start_worker(python=python, is_plain=True, env=env)
         address = f"127.0.0.1:{free_port()}"
@@ -106,14 +106,14 @@ class Peer:
         return rates(made, count=count, sent=sent, received=received, cpu_s=used_s)
 
     async def stop(self) -> None:
-        """End the server, in order, and the clients."""
+        """Stop the server cleanly, then the clients."""
         await self.server.go()
         for worker in (*self.workers, self.server):
             await worker.stop()
 
 
 async def _until_idle(server: Worker) -> None:
-    """Wait while what it started still starts: Ray goes on making processes when it says that it is ready."""
+    """Wait for background start-up: Ray still creates processes when it reports that it is ready."""
     async with asyncio.timeout(START_TIMEOUT_S):
         used_s = cpu_s(server.pid)
         while True:
@@ -124,7 +124,7 @@ async def _until_idle(server: Worker) -> None:
 
 
 async def pythons(*, cache_dir: Path, progress: Callable[[str], None]) -> dict[str, Path | None]:
-    """A Python for each kind that needs one of its own, made where it is not there. Raises RuntimeError."""
+    """A Python for each kind that needs its own, created if missing. Raises RuntimeError."""
     return {
         name: await kind.environment.python(cache_dir=cache_dir, progress=progress) if kind.environment else None
         for name, kind in KINDS.items()

@@ -1,10 +1,10 @@
-"""PipelineRL's pattern for streams in Redis, written anew: a trajectory is an entry, pickled, with its arrays as lists.
+"""Reimplements PipelineRL's pattern for streams in Redis: a trajectory is a pickled entry with its arrays as lists.
 
-A producer adds an entry and waits for the answer; the trainer reads on from the last entry it saw, one a stream at a
-time, and acknowledges nothing. Redis keeps all in memory.
+A producer adds an entry and waits for the answer; the trainer reads on from the last entry it read, one per stream at a
+time, and acknowledges nothing. Redis keeps everything in memory.
 
-It pickles because PipelineRL does; nothing of Penstock's own reads a pickle. What is read back may hold lists, numbers
-and strings, and nothing that names code.
+It pickles because PipelineRL does; nothing of Penstock's own reads a pickle. Unpickling accepts only lists, numbers and
+strings, and nothing that names code.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ INDEX, DATA = b"index", b"data"
 
 
 async def serve(ready: Ready, *, address: str, folder: str, max_queued: int) -> dict[str, Any]:
-    """The server's role: serves from when it is ready until it is told to go."""
+    """The server's role: serves from readiness until stopped."""
     host, _, port = address.rpartition(":")
     settings = ("--bind", host, "--port", port, "--dir", folder, "--save", "", "--appendonly", "no")
     server = await asyncio.create_subprocess_exec(
@@ -39,7 +39,7 @@ async def serve(ready: Ready, *, address: str, folder: str, max_queued: int) -> 
     )
     try:
         client = _connect(address)
-        while not _answers(client):  # noqa: ASYNC110 -- Redis tells nobody
+        while not _answers(client):  # noqa: ASYNC110 -- Redis sends no notification
             await asyncio.sleep(0.05)
         await ready()
     finally:

@@ -1,6 +1,6 @@
-"""Reverb as its documentation says: a queue, written by trajectory writers and read by a dataset.
+"""Runs Reverb as documented: a queue, written by trajectory writers and read by a dataset.
 
-Runs in Reverb's own environment. An item is gone when it is handed out, and all are when the server ends.
+Runs in Reverb's own environment. An item is lost once delivered, and all are lost when the server ends.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from benchmarks.broker.worker import Ready
 
 TABLE = "trajectories"
 UNCONFIRMED_PUTS = 4
-"""As many as Penstock's producers leave unanswered."""
+"""As many as Penstock's producers leave unacknowledged."""
 MICROBATCH = 32
 PRODUCER = "producer"
 NUMBER = "number"
 
 
 async def serve(ready: Ready, *, address: str, folder: str, max_queued: int) -> dict[str, Any]:
-    """The server's role: serves from when it is ready until it is told to go."""
+    """The server's role: serves from readiness until stopped."""
     server = reverb.Server([reverb.Table.queue(TABLE, max_queued)], port=int(address.rpartition(":")[2]))
     await ready()
     server.stop()

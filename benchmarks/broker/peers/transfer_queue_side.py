@@ -1,8 +1,8 @@
-"""TransferQueue as it comes: a controller and two storage units, actors of a Ray cluster of this machine.
+"""Runs TransferQueue with defaults: a controller and two storage units, actors of a Ray cluster on this machine.
 
-Producers put batches of rows, the trainer gets batches of rows that it did not have yet, and has them cleared. Runs in
-TransferQueue's own environment. A row counts as consumed when its metadata is handed out; all is in memory and gone
-when the actors end.
+Producers put batches of rows; the trainer gets batches of new rows and has them cleared. Runs in TransferQueue's own
+environment. A row counts as consumed once its metadata is delivered; everything is in memory and lost when the actors
+end.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from benchmarks.broker.arrays import NUM_TEMPLATES, Arrays, make_templates
 from benchmarks.broker.worker import Ready
 
 UNANSWERED_PUTS = 4
-"""As many as Penstock's producers leave unanswered."""
+"""As many as Penstock's producers leave unacknowledged."""
 MICROBATCH = 32
 NUM_ACTORS = 3
-"""Ray makes so many processes at once, whether they are used or not."""
+"""Ray starts this many processes at once, used or not."""
 POLL_S = 0.002
 TASK = "train"
 KEY = "key"
@@ -35,7 +35,7 @@ _CLUSTER_FILE = "ray-address"
 
 
 async def serve(ready: Ready, *, address: str, folder: str, max_queued: int) -> dict[str, Any]:
-    """The server's role: serves from when it is ready until it is told to go."""
+    """The server's role: serves from readiness until stopped."""
     ray.init(
         address="local",
         namespace="penstock-bench",
@@ -46,7 +46,7 @@ async def serve(ready: Ready, *, address: str, folder: str, max_queued: int) -> 
         _temp_dir=folder,
     )
     try:
-        # Where rows are missing its controller would wait for them, and take no puts meanwhile.
+        # With missing rows its controller would wait for them, and take no puts meanwhile.
         transfer_queue.init(OmegaConf.create({"controller": {"polling_mode": True}}))
         (Path(folder) / _CLUSTER_FILE).write_text(ray.get_runtime_context().gcs_address)
         await ready()
