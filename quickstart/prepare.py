@@ -27,7 +27,7 @@ from pathlib import Path
 import torch
 
 from quickstart.arithmetic import sample_distinct_problems, write_rows
-from quickstart.model import build_model, build_tokenizer, save_model
+from quickstart.tiny_model import build_model, build_tokenizer, save_model
 from quickstart.warm_start import WarmStartResult, WarmStartSettings, warm_start
 
 _MARKER_NAME = "prepared.json"

@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from benchmarks.dispatch.scenarios import histogram_quantile
-from services.scheduler.lengths.prompts import PromptView, make_prompt
+from services.scheduler.lengths.prompt_features import PromptView, make_prompt
 
 SHOWN_SHARE = 0.983
 """Correlation of a prompt's shown difficulty with all of it; at this the oracle finds 0.9 of the longest fifth."""

@@ -13,7 +13,7 @@ import numpy as np
 from benchmarks.ranker.suite import DataSet
 from quickstart.arithmetic import sample_distinct_problems, write_working
 from quickstart.warm_start import WarmStartSettings
-from services.scheduler.lengths.prompts import make_prompt
+from services.scheduler.lengths.prompt_features import make_prompt
 
 _GROUP_SIZE, _ORACLE_DRAWS = 8, 64
 

@@ -27,7 +27,7 @@ from penstock.v1 import scheduler_pb2 as pb
 from services.scheduler.lengths.forecaster import LengthForecaster
 from services.scheduler.lengths.learner import Learner
 from services.scheduler.lengths.metrics import LengthMetrics
-from services.scheduler.lengths.prompts import PromptView
+from services.scheduler.lengths.prompt_features import PromptView
 from services.scheduler.lengths.quality import measure
 from services.scheduler.lengths.ridge import PROMPT_LENGTH, RidgeLearner
 

@@ -20,7 +20,7 @@ from console.inspect.find_run import find_run
 from console.recording import RecordedGroup, read_groups
 from console.recording.rebase import Rebased, rebase
 from penstock.clients.broker import BrokerClient
-from penstock.clients.policy import PolicyWatch
+from penstock.clients.policy_watch import PolicyWatch
 from penstock.clients.trajectories import TrajectorySession
 from penstock.config import ConfigError
 from penstock.errors import PenstockError

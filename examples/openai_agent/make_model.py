@@ -17,7 +17,7 @@ from tokenizers import AddedToken
 from torch.nn import functional
 from torch.optim import AdamW, Muon
 
-from quickstart.model import build_model, build_tokenizer, save_model
+from quickstart.tiny_model import build_model, build_tokenizer, save_model
 
 START, END = "<|im_start|>", "<|im_end|>"
 TEMPLATE = (

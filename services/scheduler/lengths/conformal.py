@@ -15,7 +15,7 @@ import numpy as np
 
 from services.scheduler.lengths.learner import Arrays
 from services.scheduler.lengths.ngrams import Floats
-from services.scheduler.lengths.prompts import PromptLengths
+from services.scheduler.lengths.prompt_features import PromptLengths
 from services.scheduler.lengths.quality import INTERVAL_SHARE
 
 NUM_QUANTILES = 64

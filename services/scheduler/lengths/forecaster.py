@@ -22,7 +22,7 @@ from services.scheduler.lengths.learner import FitFailedError, Learner
 from services.scheduler.lengths.metrics import LengthMetrics
 from services.scheduler.lengths.ngrams import Floats
 from services.scheduler.lengths.pairs_file import MAX_LENGTH_TOKENS, Row
-from services.scheduler.lengths.prompts import PromptLengths, PromptView, read_prompt
+from services.scheduler.lengths.prompt_features import PromptLengths, PromptView, read_prompt
 from services.scheduler.lengths.run_lengths import Predicted, RunLengths
 from services.scheduler.lengths.state_files import StateFiles
 

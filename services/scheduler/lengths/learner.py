@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from services.scheduler.lengths.ngrams import Floats
-from services.scheduler.lengths.prompts import PromptView
+from services.scheduler.lengths.prompt_features import PromptView
 
 Arrays = Mapping[str, npt.NDArray[Any]]
 

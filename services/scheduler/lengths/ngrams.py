@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from services.scheduler.lengths.prompts import PromptView
+from services.scheduler.lengths.prompt_features import PromptView
 
 FORMAT = 1
 NUM_BUCKETS = 1 << 17

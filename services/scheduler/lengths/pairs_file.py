@@ -15,7 +15,7 @@ import numpy as np
 
 from penstock.config import ConfigError
 from services.scheduler.lengths.learner import log_tokens
-from services.scheduler.lengths.prompts import PromptView, make_prompt
+from services.scheduler.lengths.prompt_features import PromptView, make_prompt
 
 MAX_ROWS = 16_384
 MAX_ROW_BYTES = 4 * 1024 * 1024

@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from services.scheduler.lengths.learner import Arrays, LengthModel
 from services.scheduler.lengths.ngrams import NUM_BUCKETS, Floats, Ngrams, ngrams
-from services.scheduler.lengths.prompts import PromptView
+from services.scheduler.lengths.prompt_features import PromptView
 
 RIDGE, PROMPT_LENGTH = "ridge", "prompt_length"
 MAX_NGRAMS = 768

@@ -25,7 +25,7 @@ from penstock.v1 import scheduler_pb2 as pb
 from services.scheduler.lengths import ngrams
 from services.scheduler.lengths.conformal import ErrorShape
 from services.scheduler.lengths.fitting import Fit
-from services.scheduler.lengths.prompts import PromptLengths, PromptView
+from services.scheduler.lengths.prompt_features import PromptLengths, PromptView
 from services.scheduler.lengths.ridge import PROMPT_LENGTH, RIDGE, RidgeModel
 
 MAX_FILES = 16

@@ -28,7 +28,7 @@ import numpy as np
 
 from services.scheduler.lengths.learner import FitFailedError, LengthModel
 from services.scheduler.lengths.ngrams import Floats
-from services.scheduler.lengths.prompts import PromptView
+from services.scheduler.lengths.prompt_features import PromptView
 
 TRANSFORMER = "transformer"
 MAX_FIT_S = 1800.0

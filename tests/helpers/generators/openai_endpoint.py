@@ -17,7 +17,7 @@ from tokenizers import AddedToken
 
 from penstock.clock import Clock, SystemClock
 from penstock.security import NO_SECURITY, Security
-from quickstart.model import build_model, build_tokenizer, save_model
+from quickstart.tiny_model import build_model, build_tokenizer, save_model
 from services.broker.storage.memory_store import MemoryStore
 from services.generator.config import GeneratorConfig, OpenAIConfig
 from services.generator.decoding.busy_time import BusyTracker

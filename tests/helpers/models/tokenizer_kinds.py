@@ -7,7 +7,7 @@ from pathlib import Path
 
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from quickstart.model import build_tokenizer
+from quickstart.tiny_model import build_tokenizer
 
 SPECIAL = ["<pad>", "<eos>"]
 _CORPUS = [

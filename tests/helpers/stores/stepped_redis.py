@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 
-from services.broker.storage.redis.connection import Script
+from services.broker.storage.redis.redis_connection import Script
 from services.broker.storage.redis.redis_store import RedisStore
 
 OFFSET_KEY = "penstock-test:clock-offset"

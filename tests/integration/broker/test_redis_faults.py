@@ -16,8 +16,8 @@ from redis.asyncio import Redis
 
 from penstock.errors import ServiceUnavailableError
 from services.broker.records.store import Delta
-from services.broker.storage.redis import connection
-from services.broker.storage.redis.connection import RedisConnection
+from services.broker.storage.redis import redis_connection
+from services.broker.storage.redis.redis_connection import RedisConnection
 from services.broker.storage.redis.redis_store import RedisStore
 from tests.helpers.brokers.broker import RunningBroker, eventually, prompt, serving
 from tests.helpers.stores.redis_server import RedisProcess
@@ -188,7 +188,7 @@ async def test_a_redis_that_loads_is_waited_for(server: RedisProcess) -> None:
 async def test_a_slow_redis_is_waited_for_and_one_that_hangs_is_not(
     server: RedisProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(connection, "ATTEMPT_TIMEOUT_S", 1.0)
+    monkeypatch.setattr(redis_connection, "ATTEMPT_TIMEOUT_S", 1.0)
     async with bench(server.url) as running:
         server.command("CLIENT", "PAUSE", 400)
         assert (await running.broker.submit(prompt("slow"))).num_queued_groups == 2

@@ -20,7 +20,7 @@ from services.scheduler.config import LengthsConfig
 from services.scheduler.lengths import transformer
 from services.scheduler.lengths.forecaster import LengthForecaster
 from services.scheduler.lengths.learner import FitFailedError
-from services.scheduler.lengths.prompts import PromptView, make_prompt
+from services.scheduler.lengths.prompt_features import PromptView, make_prompt
 from services.scheduler.lengths.quality import spearman
 from services.scheduler.lengths.transformer import TransformerLearner
 from services.scheduler.server import make_forecaster

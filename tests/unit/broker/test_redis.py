@@ -21,7 +21,6 @@ from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from services.broker.config import BrokerConfig
 from services.broker.storage.redis.address import parse_redis_url
-from services.broker.storage.redis.connection import RedisConnection
 from services.broker.storage.redis.faults import (
     FIRST_DELAY_S,
     MAX_DELAY_S,
@@ -30,6 +29,7 @@ from services.broker.storage.redis.faults import (
     TooFewReplicasError,
     classify,
 )
+from services.broker.storage.redis.redis_connection import RedisConnection
 
 
 def test_every_form_of_the_url_is_read() -> None:

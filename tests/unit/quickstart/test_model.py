@@ -7,7 +7,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from quickstart.arithmetic import ANSWER_MARKER
-from quickstart.model import build_model, build_tokenizer, save_model
+from quickstart.tiny_model import build_model, build_tokenizer, save_model
 
 
 def test_every_character_is_one_token_and_the_marker_is_one() -> None:

@@ -7,8 +7,8 @@ import torch
 from transformers import Qwen2ForCausalLM, Qwen2Tokenizer
 
 from quickstart.arithmetic import Problem, sample_distinct_problems, write_working
-from quickstart.model import build_model, build_tokenizer
 from quickstart.sampling import measure_accuracy, sample_responses
+from quickstart.tiny_model import build_model, build_tokenizer
 
 
 class Scripted:

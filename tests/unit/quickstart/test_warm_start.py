@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from quickstart.arithmetic import sample_distinct_problems
-from quickstart.model import build_model, build_tokenizer
+from quickstart.tiny_model import build_model, build_tokenizer
 from quickstart.warm_start import AccuracyBand, WarmStartResult, WarmStartSettings, warm_start
 
 pytestmark = pytest.mark.slow

@@ -12,9 +12,9 @@ from redis.asyncio import Redis
 from services.broker.records.store import ConflictError, Mark
 from services.broker.state.batches import head_of, read_record
 from services.broker.state.tally_names import is_tally
-from services.broker.storage.redis.connection import RedisConnection, Script
 from services.broker.storage.redis.keys import RUNS, RunKeys
 from services.broker.storage.redis.load_run import scan
+from services.broker.storage.redis.redis_connection import RedisConnection, Script
 
 SLICE_RECORDS = 100
 """Records asked for at once; Redis may return more of a small hash."""

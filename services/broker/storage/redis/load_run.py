@@ -9,8 +9,8 @@ from typing import Any
 from penstock.errors import ServiceUnavailableError
 from services.broker.records.run_clock import MAX_GAP_S, Reading
 from services.broker.records.store import MAX_CHANGED_BYTES, LostMarkError, Mark, Snapshot
-from services.broker.storage.redis.connection import RedisConnection, Script
 from services.broker.storage.redis.keys import RunKeys
+from services.broker.storage.redis.redis_connection import RedisConnection, Script
 
 SLICE_BYTES = 1024 * 1024
 """Of records, read at once."""

@@ -31,10 +31,10 @@ from services.broker.records.store import (
     Snapshot,
 )
 from services.broker.storage.redis.authentication import NO_CREDENTIALS, RedisCredentials
-from services.broker.storage.redis.connection import RedisConnection, Script, exchange
 from services.broker.storage.redis.delete_run import RedisPurge
 from services.broker.storage.redis.keys import PROBE, RUNS, RunKeys
 from services.broker.storage.redis.load_run import RedisLoad, reading_of
+from services.broker.storage.redis.redis_connection import RedisConnection, Script, exchange
 
 PROBE_TTL_MS = 60_000
 

@@ -8,7 +8,7 @@ from penstock.errors import InvalidFieldError
 from penstock.v1 import scheduler_pb2 as pb
 from services.scheduler.lengths.ngrams import ngrams
 from services.scheduler.lengths.pairs_file import read_pairs
-from services.scheduler.lengths.prompts import MAX_END_TOKENS, make_prompt, read_prompt
+from services.scheduler.lengths.prompt_features import MAX_END_TOKENS, make_prompt, read_prompt
 
 
 def ids(*values):
