@@ -1,4 +1,4 @@
-"""What can happen to a run: one file per group of operations on a RunState.
+"""The operations on a run: one file per group of operations on a RunState.
 
-Functions that change the records and answer. No clock, no I/O and no stream: `runtime` commits the change.
+Functions that change the records and return an answer. No clock, I/O or streams: `runtime` commits the change.
 """

@@ -1,6 +1,6 @@
-"""Decoded tokens into the run. Pure operations on a RunState.
+"""Appends decoded tokens to the run. Pure operations on a RunState.
 
-Promise: a chunk is stored only under the current lease, and only where the last one ended.
+Promise: a chunk is stored only under the current lease, and only if it continues where the last one ended.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ _FINISHED = broker_pb2.SAMPLE_STATE_FINISHED
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Accepted:
-    """What became of chunks; those that are in neither list are stored."""
+    """The outcome for chunks; those in neither list are stored."""
 
     errors: list[broker_pb2.ChunkError]
-    """Those that were refused."""
+    """The chunks that were refused."""
     repeated: list[ChunkFacts]
-    """Those that were stored already, sent under the same lease: accepted again without effect."""
+    """Chunks already stored under the same lease: accepted again without effect."""
 
 
 def accept_chunks(state: RunState, generator_id: str, chunks: Sequence[ChunkFacts], now_s: float) -> Accepted:
@@ -40,14 +40,14 @@ def accept_chunks(state: RunState, generator_id: str, chunks: Sequence[ChunkFact
 
 
 class _Acceptance:
-    """One generator's chunks, put into the run group by group."""
+    """Stores one generator's chunks group by group."""
 
     def __init__(self, state: RunState, generator_id: str, now_s: float) -> None:
         self._state, self._generator_id, self._now_s = state, generator_id, now_s
         self.accepted = Accepted(errors=[], repeated=[])
 
     def add(self, group_id: str, chunks: Sequence[ChunkFacts]) -> None:
-        """Chunks of one group. Where none is stored the record stays as it is: who sends nonsense costs no write."""
+        """Store chunks of one group. If none is valid, the record is unchanged: invalid chunks cost no write."""
         group = self._state.groups.get(group_id)
         if group is None or group.HasField("put"):
             for chunk in chunks:
@@ -70,7 +70,7 @@ class _Acceptance:
                 _store(self._state, group, chunk, self._now_s)
 
     def _is_welcome(self, group: GroupRecord, chunk: ChunkFacts) -> bool:
-        """Whether a chunk is to be stored; why not is put down in `accepted`."""
+        """Whether to store a chunk; if not, the reason is recorded in `accepted`."""
         samples = group.samples
         if chunk.sample_index >= len(samples):
             self._refuse(chunk, "UNKNOWN_SAMPLE", 0, f"the group has {len(samples)} samples")
@@ -95,7 +95,7 @@ class _Acceptance:
 
 
 def _is_stored(sample_state: broker_pb2.SampleState.ValueType, num_tokens: int, chunk: ChunkFacts) -> bool:
-    """Whether a chunk of the sample's holder is a repetition; `num_tokens` are stored."""
+    """Whether a chunk from the sample's lease holder is a repetition; `num_tokens` are stored already."""
     if chunk.end > num_tokens:
         return False
     if sample_state == _LEASED:

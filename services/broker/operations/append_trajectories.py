@@ -1,10 +1,10 @@
-"""Finished groups into the run: the books' side of PutTrajectories. Pure operations on a RunState.
+"""Adds finished groups to the run: the records' side of PutTrajectories. Pure operations on a RunState.
 
 Promises:
-- A put is stored once: groups the run knows are accepted again without effect, whatever request brings them.
-- Unless the run's StalenessPolicy accepts late puts, a group that would be too stale in its turn is refused; it is
-  never accepted and then dropped.
-- What waits for the trainer is bounded: beyond that a request is refused whole, to be sent again.
+- A put is stored once: groups that the run knows are accepted again without effect, in whatever request they arrive.
+- Unless the run's StalenessPolicy accepts late puts, a group that would be too stale by the time it is trained
+  is refused; it is never accepted and then dropped.
+- The payload that waits for the trainer is bounded: beyond the bound a whole request is refused, to be sent again.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from services.broker.state import counters
 from services.broker.state.run_state import RunState
 
 MAX_WAITING_BYTES = 512 * 1024 * 1024
-"""Payload of a run that waits for its trainer; more is refused."""
+"""Bound on a run's payload that waits for its trainer; more is refused."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,19 +37,19 @@ class Put:
     payload: Packed
     groups: PutGroups
     is_stored_ahead: bool = False
-    """Whether the store has the payload already, for a while: see `Store.put_payload`."""
+    """Whether the store already has the payload, temporarily: see `Store.put_payload`."""
 
 
 @dataclass(slots=True, kw_only=True)
 class PutOutcome:
-    """What became of it."""
+    """The outcome of a put."""
 
     num_samples: int = 0
-    """Samples added to the books."""
+    """Samples added to the counters."""
     errors: list[types_pb2.ItemError] = field(default_factory=list)
-    """Groups that were refused."""
+    """The groups that were refused."""
     is_full: bool = False
-    """Whether the whole request was refused because too much waits already."""
+    """Whether the whole request was refused because too much payload waits already."""
 
 
 def put(state: RunState, request: Put, now_s: float) -> PutOutcome:
@@ -66,7 +66,7 @@ def put(state: RunState, request: Put, now_s: float) -> PutOutcome:
         )
     outcome = PutOutcome()
     if _are_all_welcome(state, request.groups):
-        # As nearly always.
+        # The common case.
         fresh, is_stored = list(range(len(request.groups))), [True] * len(request.groups)
     else:
         fresh, is_stored = _choose(state, request.groups, outcome)
@@ -81,7 +81,7 @@ def put(state: RunState, request: Put, now_s: float) -> PutOutcome:
 
 
 def _are_all_welcome(state: RunState, groups: PutGroups) -> bool:
-    """Whether all groups are new, fit the run and are to be stored. May say no where `_choose` says so of each."""
+    """Whether all groups are new, fit the run and should be stored. May be false although `_choose` accepts each."""
     return (
         not any(groups.faults)
         and len(set(groups.group_ids)) == len(groups)
@@ -92,7 +92,7 @@ def _are_all_welcome(state: RunState, groups: PutGroups) -> bool:
 
 
 def _choose(state: RunState, groups: PutGroups, outcome: PutOutcome) -> tuple[list[int], list[bool]]:
-    """Which groups are new and fit the run, and whether each is to be stored; refusals go to the outcome."""
+    """The groups that are new and fit the run, and whether to store each; refusals go to the outcome."""
     seen: set[str] = set()
     fresh: list[int] = []
     judge = _Judge(state)
@@ -110,7 +110,7 @@ def _choose(state: RunState, groups: PutGroups, outcome: PutOutcome) -> tuple[li
 
 
 class _Judge:
-    """Whether the run can take a group that nothing is wrong with by itself."""
+    """Whether the run can take a group that is valid by itself."""
 
     def __init__(self, state: RunState) -> None:
         self._limits, self._version = state.limits, state.run.policy_version
@@ -150,7 +150,7 @@ def _is_idle(state: RunState, rewards: Sequence[float]) -> bool:
 
 
 def is_full(state: RunState, num_groups: int, size_bytes: int) -> bool:
-    """Whether what waits leaves no room; a request is never too large for a run in which nothing waits."""
+    """Whether the waiting payload leaves no capacity; no request is too large for a run in which nothing waits."""
     num_waiting, waiting_bytes = state.index.num_ready_puts, state.index.ready_bytes
     if not num_groups or not num_waiting:
         return False
@@ -158,7 +158,7 @@ def is_full(state: RunState, num_groups: int, size_bytes: int) -> bool:
 
 
 def _enter(state: RunState, groups: PutGroups, fresh: Sequence[int], is_stored: Sequence[bool]) -> int:
-    """Put new groups on the books, those too that are dropped at once; returns how many samples that are."""
+    """Count new groups, including those dropped at once; returns the number of samples."""
     version = state.run.policy_version
     state.pending.fresh += [groups.group_ids[position] for position in fresh]
     num_samples = sum(groups.num_samples[position] for position in fresh)
@@ -174,7 +174,7 @@ def _enter(state: RunState, groups: PutGroups, fresh: Sequence[int], is_stored: 
 
 
 def _runs(flags: Sequence[bool]) -> list[tuple[int, int]]:
-    """Begin and end of each unbroken run of true flags."""
+    """Start and end of each run of consecutive true flags."""
     found: list[tuple[int, int]] = []
     start = 0
     for flag, members in groupby(flags):
@@ -197,7 +197,7 @@ def _record(state: RunState, request: Put, start: int, end: int, now_s: float) -
         submit_version=state.run.policy_version,
         submit_s=now_s,
     )
-    # Filled where they stay: a message that is given to another one is copied.
+    # Filled in place: assigning a message to another one's field copies it.
     columns = record.put
     columns.payload_id = request.payload_id
     columns.payload_start = groups.slices[start][0]

@@ -1,6 +1,6 @@
-"""Groups to the trainer, and its receipts. Pure operations on a RunState.
+"""Delivers groups to the trainer and processes its acknowledgements. Pure operations on a RunState.
 
-Promises: a group is in the hands of one consumer at a time until its step is acknowledged; an acknowledgement marks its
+Promises: a group is delivered to one consumer at a time until its step is acknowledged; an acknowledgement marks its
 groups trained and advances the policy version in one change; nothing beyond the staleness bound is marked trained.
 """
 
@@ -30,7 +30,7 @@ _SCORED, _DELIVERED = broker_pb2.SAMPLE_STATE_SCORED, broker_pb2.SAMPLE_STATE_DE
 _TRAINED = broker_pb2.SAMPLE_STATE_TRAINED
 MAX_CONSUMERS = 256
 MAX_TRAINED_BYTES = 256 * 1024 * 1024
-"""Payload of a run's puts that is retained after training; of older steps not even the records stay."""
+"""Bound on a run's put payload retained after training; beyond it older steps lose even their records."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,24 +41,24 @@ class Consumer:
     purpose: types_pb2.Purpose.ValueType
     stream_id: str
     number: int = 0
-    """How many streams the consumer had before; given by `attach`."""
+    """Number of streams that the consumer had before; set by `attach`."""
 
     @property
     def key(self) -> str:
-        """Which streams replace one another."""
+        """Identifies streams that replace one another."""
         return f"{self.purpose}:{self.consumer_id}"
 
     @property
     def mark(self) -> str:
-        """What the run remembers of its newest stream."""
+        """What the run stores about its newest stream."""
         return f"{self.number}.{self.stream_id}"
 
 
 def attach(state: RunState, consumer: Consumer, *, held: Collection[str]) -> Consumer:
-    """A stream begins: it replaces the consumer's older ones; returns the consumer with its number.
+    """Attach a stream, which replaces the consumer's older ones; returns the consumer with its number.
 
-    Groups the consumer was handed but does not name are ready again. Groups it names that the broker thinks are ready
-    (its store lost the delivery) are marked as handed over, so that they are not handed out twice.
+    Groups delivered to the consumer that it does not name become ready again. Groups it names that are ready in the
+    broker (its store lost the delivery) are marked as delivered, so that they are not delivered twice.
     """
     if consumer.key not in state.run.streams and len(state.run.streams) >= MAX_CONSUMERS:
         raise InvalidFieldError(f"hello.consumer_id: the run has {MAX_CONSUMERS} consumers", field="hello.consumer_id")
@@ -77,12 +77,12 @@ def attach(state: RunState, consumer: Consumer, *, held: Collection[str]) -> Con
 
 
 def check_attached(state: RunState, consumer: Consumer) -> None:
-    """Whether a stream is still its consumer's newest one.
+    """Check that a stream is still its consumer's newest one.
 
     Raises:
-        LeaseLostError: a newer stream has taken over: what this one sent would be lost.
-        ServiceUnavailableError: the store lost its last commits, the stream's beginning among them. The consumer must
-            say hello again, with what it holds, which only it knows.
+        LeaseLostError: a newer stream has replaced it: anything sent on this one would be lost.
+        ServiceUnavailableError: the store lost its last commits, including the stream's attachment. The consumer must
+            send its hello again, with the groups it holds, which only it knows.
     """
     if state.run.streams.get(consumer.key) == consumer.mark:
         return
@@ -98,9 +98,9 @@ def _number(state: RunState, consumer: Consumer) -> int:
 
 
 def deliver(state: RunState, consumer: Consumer, *, max_groups: int, target_tokens: int) -> list[str]:
-    """Hand ready groups to a consumer; returns the names of their records, in order.
+    """Deliver ready groups to a consumer; returns the names of their records, in order.
 
-    Too stale groups are dropped instead. Raises what `check_attached` raises.
+    Groups that are too stale are dropped instead. Raises the errors of `check_attached`.
     """
     purpose = consumer.purpose
     check_attached(state, consumer)
@@ -130,7 +130,7 @@ def step_view(state: RunState) -> StepView:
 
 
 def oldest_due(state: RunState) -> int:
-    """Groups of this version, or an older one, must be in the step that is being filled."""
+    """The newest version whose groups must be in the step being filled."""
     return state.run.policy_version - state.limits.max_staleness
 
 
@@ -168,7 +168,7 @@ def hand_back(state: RunState, name: str) -> None:
 
 
 def hand_all_back(state: RunState) -> None:
-    """Make all delivered groups ready again: their consumer is not the run's trainer any more."""
+    """Make all delivered groups ready again: their consumer is no longer the run's trainer."""
     for names in state.index.delivered.values():
         for name in sorted(names):
             hand_back(state, name)
@@ -183,7 +183,7 @@ def acknowledge(
         InvalidFieldError: no groups, or one named twice.
         VersionConflictError: the step does not follow the run's policy version.
         UnknownSampleError: a group is not known.
-        LeaseLostError: a group is not in this consumer's hands.
+        LeaseLostError: a group is not delivered to this consumer.
         StaleError: a group is older than the bound allows.
     """
     version = state.run.policy_version
@@ -223,7 +223,7 @@ def _check_held(state: RunState, name: str, members: Sequence[str], consumer_id:
 
 
 def train(state: RunState, name: str, group_ids: Collection[str], policy_version: int) -> None:
-    """Mark groups of a live record trained by the step that made `policy_version`: the samples that are not dropped."""
+    """Mark a live record's groups, without dropped samples, trained by the step that made `policy_version`."""
     for piece in state.carve(name, group_ids):
         with state.edit(piece) as record:
             record.trained_version, record.consumer_id = policy_version, ""
@@ -234,7 +234,7 @@ def train(state: RunState, name: str, group_ids: Collection[str], policy_version
 
 
 def advance(state: RunState, policy_version: int, now_s: float) -> None:
-    """Move the run to a later version: forget steps and rows too old to keep, give up what became too stale."""
+    """Advance the run to a later version: forget steps and rows too old to keep, drop groups that became too stale."""
     state.run.policy_version, state.run.version_s = policy_version, now_s
     oldest_kept = max(policy_version - state.policy.num_retained_steps + 1, _oldest_affordable(state))
     for version in sorted(version for version in state.index.trained if version < oldest_kept):

@@ -1,11 +1,11 @@
-"""Giving samples and groups up, counted by reason, and restarting them. Pure operations on a RunState.
+"""Drops samples and groups, counted by reason, and restarts them. Pure operations on a RunState.
 
 Invariants:
 - A training sample is counted as dropped exactly when its state becomes DROPPED, it is restarted, or its group is
-  retired from under it; evaluation samples are never counted.
-- A sample that is restarted counts as submitted once more, as its next attempt. What still belongs to the attempt
-  before (leases, chunks, scores) is recognised by its lease id and refused.
-- Whatever the staleness policy, no group stays that the run's next step may not train on: see `drop_stale`.
+  retired with it; evaluation samples are never counted.
+- A sample that is restarted counts as submitted once more, as its next attempt. Leases, chunks and scores of
+  the previous attempt are recognised by their lease id and refused.
+- Whatever the staleness policy, no group that the run's next step may not train on remains: see `drop_stale`.
 - Whatever the policy on partial groups, a training group that is ready has between `min_usable_samples` and
   `group_size` scored samples, and under WAIT and DROP exactly `group_size`.
 """
@@ -35,10 +35,10 @@ _USABLE_STATES = frozenset((_SCORED, _DROPPED))
 
 
 def lose_sample(state: RunState, group: GroupRecord, index: int, reason: str) -> None:
-    """A sample came to no score, inside an `edit` of its group; `close_group` must follow before the edit ends.
+    """Record that a sample got no score, inside an `edit` of its group; call `close_group` before the edit ends.
 
-    It is dropped. Where no extra sample takes its place in a training group, PartialGroupPolicy WAIT restarts it,
-    until it had as many attempts as a sample may have leases.
+    It is dropped. If no extra sample takes its place in a training group, PartialGroupPolicy WAIT restarts it,
+    up to as many attempts as a sample may have leases.
     """
     _drop_sample(state, group, index, reason)
     if group.purpose != types_pb2.PURPOSE_TRAIN or num_kept(group) >= state.limits.group_size:
@@ -50,7 +50,7 @@ def lose_sample(state: RunState, group: GroupRecord, index: int, reason: str) ->
 
 
 def close_group(state: RunState, group: GroupRecord) -> None:
-    """After samples changed, inside an `edit`: give up what a training group cannot use."""
+    """After samples changed, inside an `edit`: drop those that a training group cannot use."""
     if group.purpose != types_pb2.PURPOSE_TRAIN or group.HasField("put"):
         return
     _abort_extra_samples(state, group)
@@ -60,12 +60,12 @@ def close_group(state: RunState, group: GroupRecord) -> None:
 
 
 def num_kept(group: GroupRecord) -> int:
-    """Samples of a group that are not dropped."""
+    """The samples of a group that are not dropped."""
     return sum(sample.state != _DROPPED for sample in group.samples)
 
 
 def _abort_extra_samples(state: RunState, group: GroupRecord) -> None:
-    """Once enough samples are scored to make the group, the others are given up, wherever they are."""
+    """Drop the other samples, in whatever state, once enough are scored to complete the group."""
     if sum(sample.state == _SCORED for sample in group.samples) < state.limits.group_size:
         return
     for index, sample in enumerate(group.samples):
@@ -74,7 +74,7 @@ def _abort_extra_samples(state: RunState, group: GroupRecord) -> None:
 
 
 def _fault(state: RunState, group: GroupRecord) -> str:
-    """Why a training group can never be trained on as the run's policy wants it; empty when it can."""
+    """Why a training group can never satisfy the run's policy; empty if it can."""
     count, policy = num_kept(group), state.policy
     if policy.partial_groups == broker_pb2.PARTIAL_GROUP_POLICY_SHRINK:
         if count < state.limits.min_usable_samples:
@@ -89,14 +89,14 @@ def _fault(state: RunState, group: GroupRecord) -> str:
 
 
 def drop(state: RunState, name: str, reason: str) -> int:
-    """Give a live record up, all of it; returns its number of samples that were not dropped before."""
+    """Drop a whole live record; returns the number of its samples that were not dropped before."""
     num_samples = counters.count_record_dropped(state, state.groups[name], reason)
     state.retire(name)
     return num_samples
 
 
 def drop_groups(state: RunState, group_ids: Iterable[str], reason: str) -> int:
-    """Give up those of the groups that are live; returns the number of samples."""
+    """Drop the live ones of these groups; returns the number of samples."""
     return sum(
         drop(state, piece, reason)
         for name, members in state.records_of(group_ids).items()
@@ -106,16 +106,16 @@ def drop_groups(state: RunState, group_ids: Iterable[str], reason: str) -> int:
 
 
 def drop_all(state: RunState, reason: str) -> int:
-    """Give up everything in flight; returns the number of samples."""
+    """Drop everything in flight; returns the number of samples."""
     return sum(drop(state, name, reason) for name in list(state.index.live))
 
 
 def drop_stale(state: RunState) -> None:
-    """Give up every training group that the run's version left behind; the run's StalenessPolicy says what follows.
+    """Drop every training group that became too stale; the run's StalenessPolicy decides what follows.
 
     Under WAIT admission and delivery keep this from happening while generators report their versions truthfully and
-    steps are whole. A group in a consumer's hands is given up for good: acknowledgements name groups, and a late one of
-    the old samples must not count for new ones. So is one that was put: the broker has no prompt to make it from.
+    steps are whole. A delivered group is dropped for good: acknowledgements name groups, and a late one for the old
+    samples must not count for new ones. So is one that was put: the broker has no prompt to restart it from.
     """
     oldest_allowed = state.run.policy_version - state.limits.max_staleness
     for name in state.index.older_than(oldest_allowed):
@@ -137,7 +137,7 @@ def _restart(state: RunState, group_id: str, reason: str) -> None:
 
 
 def reset_sample(state: RunState, group: GroupRecord, index: int) -> None:
-    """Queue a sample as its next attempt, inside an `edit`: its tokens, score and leases are gone."""
+    """Queue a sample as its next attempt, inside an `edit`: its tokens, score and leases are discarded."""
     old = group.samples[index]
     fresh = SampleRecord(state=broker_pb2.SAMPLE_STATE_QUEUED, attempt=old.attempt + 1)
     if old.HasField("predicted_tokens"):
@@ -147,7 +147,7 @@ def reset_sample(state: RunState, group: GroupRecord, index: int) -> None:
 
 
 def keep_trained(state: RunState, group: GroupRecord, indices: Collection[int]) -> None:
-    """Inside an `edit` of a group that a step trained: of its samples, exactly those at `indices` are not dropped."""
+    """Leave exactly the samples at `indices` undropped, inside an `edit` of a group that a step trained."""
     for index, sample in enumerate(group.samples):
         if sample.state != _DROPPED and index not in indices:
             _drop_sample(state, group, index, NOT_TRAINED)

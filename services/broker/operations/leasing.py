@@ -1,7 +1,7 @@
-"""Leases to generators. Pure operations on a RunState.
+"""Leases samples to generators. Pure operations on a RunState.
 
-Promises: a sample is leased to one generator at a time; what a lost lease had decoded is kept and continued by the next
-one.
+Promises: a sample is leased to one generator at a time; tokens decoded under a lost lease are kept and continued by
+the next one.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from services.broker.state.run_state import RunState
 
 _QUEUED, _LEASED = broker_pb2.SAMPLE_STATE_QUEUED, broker_pb2.SAMPLE_STATE_LEASED
 MAX_GROUPS_SCANNED = 512
-"""A generator looks no further down the queue than this for work that fits it."""
+"""How far down the queue a generator looks for work that fits it."""
 LEFT_TO_OTHERS = "dispatch leaves what is queued to generators that are done with it sooner"
 ABANDONED_WEIGHTS = (
     "the generator holds weights of before the run's last rewind, or of another run of this id: it waits until it has "
@@ -33,22 +33,22 @@ NOTHING_QUEUED = "the queue of prompts is empty: nothing was submitted that is n
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GeneratorFacts:
-    """What decides which work a generator may take."""
+    """The properties that decide which work a generator may take."""
 
     generator_id: str
     policy_version: int
     max_context_tokens: int
     longest_context_tokens: int | None
-    """The most any connected generator holds: longer work is given up. None while others may still connect."""
+    """Capacity of the largest connected generator: longer work is dropped. None while others may still connect."""
     history: int | None = None
-    """The run's history its weights belong to; None where it does not say."""
+    """The run's history that its weights belong to; None if not given."""
     instance_id: str = ""
-    """The instance of the run its weights belong to; empty where it does not say."""
+    """The instance of the run that its weights belong to; empty if not given."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Grant:
-    """A lease given."""
+    """A granted lease."""
 
     lease_id: str
     sample: SampleId
@@ -56,7 +56,7 @@ class Grant:
     num_prefix_tokens: int
     expire_s: float
     life_s: float
-    """How long it lasts from then on, and after each renewal."""
+    """Its duration from the grant and after each renewal."""
     min_policy_version: int
     predicted_tokens: float | None = None
     """Forecast of the completion's length."""
@@ -64,7 +64,7 @@ class Grant:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Grants:
-    """Leases given, and where there are none, a readable reason."""
+    """Granted leases, or a readable reason why there are none."""
 
     grants: list[Grant]
     reason: str
@@ -72,13 +72,13 @@ class Grants:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
-    """How dispatch answers the generator that asks."""
+    """Dispatch's answer to the generator that asks."""
 
     order: Order
-    """In which it wants to see the queue."""
+    """The order in which it reads the queue."""
     decision: Decision
     mean_tokens: float
-    """Length expected of a completion without a forecast."""
+    """Assumed length of a completion without a forecast."""
 
 
 EVERYTHING = Choice(order=Order.ARRIVAL, decision=TakeAll(), mean_tokens=1.0)
@@ -96,8 +96,8 @@ def lease(
 ) -> Grants:
     """Lease up to `max_leases` samples to a generator: in the queue's order, what dispatch chooses for it.
 
-    `make_suffix` gives random characters for lease ids: after a store that lost its last second, two leases of one
-    sample and attempt must still differ.
+    `make_suffix` returns random characters for lease ids: two leases of one sample and attempt must differ even
+    after the store has lost its last second.
     """
     if state.run.is_closed:
         return Grants(grants=[], reason="the run is closed")
@@ -134,9 +134,9 @@ def lease(
 
 
 def holds_abandoned(state: RunState, generator: GeneratorFacts) -> bool:
-    """Whether the generator's weights are of before a rewind, or of another run of this id.
+    """Whether the generator's weights predate a rewind, or belong to another run with this id.
 
-    Their version number means other weights now.
+    Their version number now means other weights.
     """
     if generator.instance_id not in ("", state.run.owner.instance_id):
         return True
@@ -144,7 +144,7 @@ def holds_abandoned(state: RunState, generator: GeneratorFacts) -> bool:
 
 
 def _judge_start(state: RunState, generator: GeneratorFacts) -> Verdict:
-    """Whether the generator may start any training group at all; spares a look at each of a long queue."""
+    """Whether the generator may start any training group at all; avoids checking each one in a long queue."""
     return state.admission().judge(
         generator_version=generator.policy_version, min_version=None, prompt_min_version=None
     )
@@ -164,7 +164,7 @@ def _work(group: GroupRecord, mean_tokens: float) -> Work:
 
 
 def _num_context_tokens(group: GroupRecord) -> int:
-    """Fewest tokens a generator must hold to add one token to every queued sample."""
+    """The smallest capacity, in tokens, that adds at least one token to every queued sample."""
     return (
         group.num_prompt_tokens
         + 1
@@ -230,7 +230,7 @@ def lease_sample(
 
 
 def may_take(state: RunState, generator: GeneratorFacts, group: GroupRecord, index: int) -> bool:
-    """Whether a generator may go on with a sample that another one holds."""
+    """Whether a generator may continue a sample leased to another one."""
     num_context_tokens = group.num_prompt_tokens + group.samples[index].num_tokens + 1
     oldest = state.index.versions.get(group.group_id)
     return _judge(state.admission(), generator, group, oldest, num_context_tokens).is_allowed
@@ -245,11 +245,11 @@ def renew(
     tokens_per_second: float | None = None,
     unbroken_since_s: float = 0.0,
 ) -> list[str]:
-    """Extend the leases a generator still works on; a lease with more than half of its life left is not rewritten.
+    """Renew the leases a generator still works on; a lease with more than half of its duration left is not rewritten.
 
-    A lease under which no token came for too long (`Limits.token_silence`) is left to expire: the next generator goes
-    on from what is stored. Silence counts from `unbroken_since_s` at the earliest, see `run_clock`. `tokens_per_second`
-    is the speed of the generator's samples, where it was measured. Returns the leases that are left to expire.
+    A lease without a new token for too long (`Limits.token_silence`) is left to expire: the next generator continues
+    from the stored tokens. Silence counts from `unbroken_since_s` at the earliest, see `run_clock`. `tokens_per_second`
+    is the measured speed of the generator's samples, if known. Returns the leases that are left to expire.
     """
     held = state.generation_leases.get(generator_id, {})
     life_s = state.limits.generation_lease_s
@@ -274,9 +274,9 @@ def renew(
 
 
 def expire(state: RunState, now_s: float, *, unbroken_since_s: float = 0.0) -> int:
-    """Put the samples of expired generators' leases back at the front of the queue; returns how many.
+    """Requeue the samples of expired leases at the front of the queue; returns how many.
 
-    After a gap in the run's clock every lease has a full life: until then its holder could not be heard.
+    After a gap in the run's clock every lease gets its full duration: heartbeats could not arrive during the gap.
     """
     if now_s - unbroken_since_s < state.limits.generation_lease_s:
         return 0
@@ -294,7 +294,7 @@ def expire(state: RunState, now_s: float, *, unbroken_since_s: float = 0.0) -> i
 
 
 def requeue(state: RunState, group: GroupRecord, index: int) -> None:
-    """Take a sample's lease away, inside an `edit` of its group: another goes on, unless too many have tried."""
+    """End a sample's lease, inside an `edit` of its group: it is requeued, unless it had too many leases."""
     sample = group.samples[index]
     if sample.num_leases - sample.num_moves >= state.limits.max_leases_per_sample:
         drops.lose_sample(state, group, index, drops.TOO_MANY_LEASES)

@@ -1,10 +1,10 @@
-"""Opening a run: create it, take it over, rewind it, or let it catch up. Pure operations on a RunState.
+"""Opens a run: creates it, takes it over, rewinds it, or lets it catch up. Pure operations on a RunState.
 
-Only a trainer that takes the run over may rewind it, or open it again once it is closed; whoever calls without that
-finds out how the run stands, and tells a store that lost its end what it forgot.
+Only a trainer that takes the run over may rewind it, or reopen it once it is closed; any other call returns the run's
+state, and restores steps that the store lost.
 
-The trainer's checkpoint decides. What the broker counted as trained and the checkpoint does not know is handed out
-again; what the checkpoint trained and the broker forgot is marked trained.
+The trainer's checkpoint decides. Groups that the broker counted as trained but the checkpoint does not know are
+delivered again; groups that the checkpoint trained but the broker lost are marked trained.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from services.broker.state.run_state import FORMAT, RunState
 _QUEUED, _LEASED = broker_pb2.SAMPLE_STATE_QUEUED, broker_pb2.SAMPLE_STATE_LEASED
 ABANDONED_VERSION = "abandoned_version"
 MAX_REWINDS_KEPT = 16
-"""Rewinds remembered for followers of the run's steps; one that missed more begins with the oldest step retained."""
+"""Rewinds remembered for followers of the run's steps; one that missed more starts at the oldest retained step."""
 _DONE_STATES = frozenset((broker_pb2.SAMPLE_STATE_DROPPED, broker_pb2.SAMPLE_STATE_TRAINED))
 
 
 def create_run(state: RunState, request: broker_pb2.OpenRunRequest, now_s: float) -> broker_pb2.OpenRunResponse:
-    """Begin a run. Groups of the checkpoint's steps are never accepted again."""
+    """Create a run. Groups of the checkpoint's steps are never accepted again."""
     limits = Limits.from_proto(request.limits)
     policy = Policy.from_proto(request.policy, limits)
     _check_steps(request)
@@ -59,16 +59,17 @@ def create_run(state: RunState, request: broker_pb2.OpenRunRequest, now_s: float
 
 
 def reopen_run(state: RunState, request: broker_pb2.OpenRunRequest, now_s: float) -> broker_pb2.OpenRunResponse:
-    """Take a run over, closed or not, or come back to it as its owner.
+    """Take a run over, closed or not, or reattach to it as its owner.
 
     Raises:
-        OtherInstanceError: the run is another instance than the caller's.
-        RunConflictError: other limits, or another policy; or the run's payload has expired, or is being deleted.
-        FencedError: the caller neither owns the run nor takes it over; or it resumes the run by itself, and another
+        OtherInstanceError: the caller means another instance of the run.
+        RunConflictError: other limits, or another policy; or the run's payload has expired, or the run is being
+        deleted.
+        FencedError: the caller neither owns the run nor takes it over; or it resumes the run automatically, and another
             trainer has taken it over.
         RunClosedError: the run is closed, and the caller does not take it over.
         VersionConflictError: the version is older than any step that can still be taken back, or than the run's in a
-            call that does not take it over.
+            call without a take-over.
     """
     run = state.run
     ownership.check_form(request.owner)
@@ -102,7 +103,7 @@ def reopen_run(state: RunState, request: broker_pb2.OpenRunRequest, now_s: float
 
 
 def _enter(state: RunState, request: broker_pb2.OpenRunRequest, now_s: float) -> None:
-    """Make the caller the owner, or see that it is; raises what `reopen_run` does."""
+    """Make the caller the owner, or check that it is; raises the errors of `reopen_run`."""
     run = state.run
     if request.takes_over:
         ownership.take_over(
@@ -122,7 +123,7 @@ def _enter(state: RunState, request: broker_pb2.OpenRunRequest, now_s: float) ->
 
 
 def _check_payload(run: RunRecord) -> None:
-    """Raises RunConflictError where a run is closed for good."""
+    """Raise RunConflictError if a run is closed for good."""
     if run.payload_gone == "expired":
         raise RunConflictError(
             f"run {run.run_id!r} was closed at version {run.policy_version} so long ago that its payload has expired: "
@@ -137,7 +138,7 @@ def _check_payload(run: RunRecord) -> None:
 
 
 def _check_unchanged(run_id: str, name: str, kept: Message, asked: Message) -> None:
-    """Raises RunConflictError that names the first field in which a run would be opened differently."""
+    """Raise RunConflictError naming the first field that differs from the run's."""
     old, new = (
         MessageToDict(message, preserving_proto_field_name=True, always_print_fields_with_no_presence=True)
         for message in (kept, asked)
@@ -170,10 +171,10 @@ def _check_steps(request: broker_pb2.OpenRunRequest) -> None:
 
 
 def _rewind(state: RunState, policy_version: int, now_s: float) -> tuple[int, int]:
-    """Back to an older version; returns the number of groups handed out again, and of samples that could not be.
+    """Rewind to an older version; returns the number of groups to deliver again, and of samples that cannot be.
 
-    Tokens that weights of the abandoned versions sampled are thrown away: those weights exist no more, and the trainer
-    will make others of the same number.
+    Tokens sampled by weights of the abandoned versions are discarded: those weights no longer exist, and the trainer
+    will publish others under the same number.
     """
     run = state.run
     oldest = tallies.oldest_reachable(state)
@@ -200,7 +201,7 @@ def _rewind(state: RunState, policy_version: int, now_s: float) -> tuple[int, in
 
 
 def _untrain(state: RunState, name: str) -> int:
-    """Make a trained record ready again, and samples whose payload the store had lost queued; returns its groups."""
+    """Make a trained record ready again and queue samples whose payload the store lost; returns its groups."""
     with state.edit(name) as group:
         counters.count_record_trained(state, group, -1)
         group.ClearField("trained_version")
@@ -236,13 +237,13 @@ def _is_of_future(group: GroupRecord, index: int, policy_version: int) -> bool:
         return False
     if sample.HasField("max_version") and sample.max_version > policy_version:
         return True
-    # Whatever version it was leased for: its generator may have taken abandoned weights since, whose tokens would pass
+    # Whatever version it was leased for: its generator may have loaded abandoned weights since, whose tokens would pass
     # as those of the weights that get the same number next.
     return sample.state == _LEASED
 
 
 def _catch_up(state: RunState, steps: Sequence[broker_pb2.StepRecord], policy_version: int, now_s: float) -> None:
-    """Forward to a version whose steps this broker's store has lost."""
+    """Advance to a version whose steps this broker's store has lost."""
     run = state.run
     for step in steps:
         if step.policy_version <= run.policy_version:
@@ -255,7 +256,8 @@ def _catch_up(state: RunState, steps: Sequence[broker_pb2.StepRecord], policy_ve
                 delivery.train(state, name, group_ids, step.policy_version)
         for group_id, indices in samples.items():
             if not state.knows(group_id):
-                # Even its submission is lost. It was trained on, so both sides of the books get it, without tokens.
+                # Even its submission is lost. It was trained on, so it is added to both sides of the audit, without
+                # tokens.
                 state.pending.retired.add(group_id)
                 num_samples = state.limits.group_size if indices is None else len(indices)
                 tallies.note_lost_group(state, step.policy_version, num_samples=num_samples)
@@ -263,16 +265,16 @@ def _catch_up(state: RunState, steps: Sequence[broker_pb2.StepRecord], policy_ve
 
 
 def _trained_samples(step: broker_pb2.StepRecord) -> Iterator[tuple[str, frozenset[int] | None]]:
-    """The groups of a step, each with the samples that were trained on; None where the trainer does not say."""
+    """The groups of a step, each with the samples that were trained on; None if the trainer does not name them."""
     for position, group_id in enumerate(step.group_ids):
         yield group_id, masked_indices(step.trained_samples[position]) if step.trained_samples else None
 
 
 def _forget_unfinished(state: RunState, group_id: str, policy_version: int, indices: Collection[int] | None) -> None:
-    """Before a group is marked trained on the trainer's word: throw away what cannot be what the trainer had.
+    """Discard samples that cannot be what the trainer had, before their group is marked trained on its word.
 
-    The store lost the end of such a sample, so its age in that step is not known; the trainer saw to the bound. Samples
-    that the trainer does not name were dropped in what the store lost, or left out of the step.
+    The store lost the end of such a sample, so its staleness in that step is unknown; the trainer enforced the bound.
+    Samples that the trainer does not name were dropped in the lost commits, or left out of the step.
     """
     with state.edit(group_id) as group:
         if indices is not None:

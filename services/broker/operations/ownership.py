@@ -1,13 +1,13 @@
-"""Who trains a run: one trainer at a time, and one run behind each id. Pure operations on a RunState.
+"""Keeps one trainer per run, and one run behind each id. Pure operations on a RunState.
 
 Promises:
-- Whoever takes a run over raises its epoch, in the commit that makes it the owner; from then on every call that carries
-  an older epoch, or the same one in another trainer's name, is refused. A former owner can therefore never act again,
+- A take-over raises the run's epoch in the commit that changes the owner; from then on every call with an older epoch,
+  or with the same one in another trainer's name, is refused. A former owner can therefore never act again,
   however late it wakes up.
-- What the former owner held is ready again for the new one.
-- A call in the name of another instance of the run changes nothing.
-- A trainer that resumes a run by itself takes it over only if nobody else has since it last owned it.
-- A store that lost its end, the take-over with it, learns of it again from the owner's next call.
+- The groups delivered to the former owner become ready again for the new one.
+- A call that names another instance of the run changes nothing.
+- A trainer that resumes a run automatically takes it over only if no other trainer has since it last owned it.
+- If the store loses its last commits, including the take-over, the owner's next call restores it.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from services.broker.records_pb2 import RunRecord
 from services.broker.state.run_state import RunState
 
 MAX_EPOCH = 2**48
-"""More than anybody takes a run over; leaves room to count on from what a client states."""
+"""More take-overs than any run has; leaves headroom above the epoch that a client states."""
 
 
 def check_form(owner: broker_pb2.RunOwner) -> None:
-    """Raises InvalidFieldError where a caller's statement of who it is is not well formed."""
+    """Raise InvalidFieldError if the caller's owner fields are malformed."""
     check_fields(owner, field="owner")
     if owner.epoch and not owner.owner_id:
         raise InvalidFieldError("owner.owner_id: must be set where there is an epoch", field="owner.owner_id")
 
 
 def check_fields(owner: broker_pb2.RunOwner, *, field: str) -> None:
-    """Raises InvalidFieldError where a part of an owner is out of bounds; `field` is where it was sent."""
+    """Raise InvalidFieldError if a part of an owner is out of bounds; `field` names where it was sent."""
     for name, value in (("instance_id", owner.instance_id), ("owner_id", owner.owner_id)):
         if len(value) > MAX_ID_CHARACTERS or not (value.isprintable() or not value):
             raise InvalidFieldError(
@@ -47,17 +47,17 @@ def check_fields(owner: broker_pb2.RunOwner, *, field: str) -> None:
 def take_over(
     state: RunState, owner: broker_pb2.RunOwner, now_s: float, *, resumes: broker_pb2.RunOwner | None = None
 ) -> None:
-    """Make a trainer the run's owner; one that is already (its answer was lost) stays so.
+    """Make a trainer the run's owner; no change if it already is (its answer was lost).
 
     Args:
         state: The run.
         owner: The caller.
         now_s: Unix seconds.
-        resumes: The last owner the caller knows of, when it resumes the run by itself; None when it was asked to.
+        resumes: The last owner the caller knows of if it resumes the run automatically; None if it was asked to.
 
     Raises:
-        InvalidFieldError: a call without a name, of a run that has an owner.
-        OtherInstanceError: the run is another instance.
+        InvalidFieldError: a call without a name, for a run that has an owner.
+        OtherInstanceError: the caller means another instance of the run.
         FencedError: another trainer has taken the run over since `resumes` owned it.
     """
     run = state.run
@@ -75,13 +75,13 @@ def take_over(
 
 
 def admit(state: RunState, owner: broker_pb2.RunOwner, now_s: float) -> None:
-    """Let a call in if the caller owns the run.
+    """Admit a call if the caller owns the run.
 
-    A caller with a later epoch than the store's is its owner too: the store lost its end.
+    A caller with a later epoch than the store's is its owner too: the store lost its last commits.
 
     Raises:
-        InvalidFieldError: the caller's statement is not well formed.
-        OtherInstanceError: the run is another instance.
+        InvalidFieldError: the caller's owner fields are malformed.
+        OtherInstanceError: the caller means another instance of the run.
         FencedError: another trainer has taken the run over.
     """
     check_form(owner)
@@ -92,7 +92,7 @@ def admit(state: RunState, owner: broker_pb2.RunOwner, now_s: float) -> None:
 
 
 def check_not_fenced(run: RunRecord, owner: broker_pb2.RunOwner) -> None:
-    """Raises FencedError where a run has another owner than the caller, by a copy that may be behind the store."""
+    """Raise FencedError if the run has another owner than the caller, by a replica that may be behind the store."""
     if owner.epoch > run.owner.epoch or (owner.epoch, owner.owner_id) == (run.owner.epoch, run.owner.owner_id):
         return
     raise FencedError(
@@ -105,7 +105,7 @@ def check_not_fenced(run: RunRecord, owner: broker_pb2.RunOwner) -> None:
 
 
 def _check_not_replaced(run: RunRecord, known: broker_pb2.RunOwner) -> None:
-    """Raises FencedError; an older epoch than the known one is that of a store that lost its end."""
+    """Raise FencedError; an epoch older than the known one means that the store lost its last commits."""
     if run.owner.epoch <= known.epoch or run.owner.owner_id == known.owner_id:
         return
     raise FencedError(
@@ -119,7 +119,7 @@ def _check_not_replaced(run: RunRecord, known: broker_pb2.RunOwner) -> None:
 
 
 def check_instance(run: RunRecord, owner: broker_pb2.RunOwner) -> None:
-    """Raises OtherInstanceError where the caller means another run of the same id."""
+    """Raise OtherInstanceError if the caller means another run with the same id."""
     if owner.instance_id == run.owner.instance_id:
         return
     raise OtherInstanceError(

@@ -1,7 +1,7 @@
-"""Leases to reward workers and the scores that come back. Pure operations on a RunState.
+"""Leases samples to reward workers and stores their scores. Pure operations on a RunState.
 
 Promise: an error never becomes a zero. A sample is SCORED only by a finite value with status OK; every other status
-gives it up with a reason of its own.
+drops it with its own reason.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _DROP_REASONS: dict[int, str] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScoringGrant:
-    """A scoring lease given."""
+    """A granted scoring lease."""
 
     lease_id: str
     sample: SampleId
@@ -41,19 +41,19 @@ class ScoringGrant:
     finish_reason: types_pb2.FinishReason.ValueType
     expire_s: float
     life_s: float
-    """How long it lasts from then on, and after each renewal."""
+    """Its duration from the grant and after each renewal."""
     generator_id: str
-    """Who ended the sample."""
+    """The generator that finished the sample."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Receipts:
-    """What became of results, by lease id."""
+    """The outcome of results, by lease id."""
 
     accepted: list[str]
     lost: list[str]
     num_repeated: int = 0
-    """Of the accepted ones, those that were stored before."""
+    """The accepted results that were stored before."""
 
 
 def lease_scoring(
@@ -91,7 +91,7 @@ def lease_scoring(
 
 
 def renew_scoring(state: RunState, worker_id: str, lease_ids: Sequence[str], now_s: float) -> None:
-    """Extend the leases a worker still works on; a lease with more than half of its life left is not rewritten."""
+    """Renew the leases a worker still works on; a lease with more than half of its duration left is not rewritten."""
     held = state.scoring_leases.get(worker_id, {})
     life_s = state.limits.scoring_lease_s
     for lease_id in lease_ids:
@@ -104,7 +104,7 @@ def renew_scoring(state: RunState, worker_id: str, lease_ids: Sequence[str], now
 
 
 def expire_scoring(state: RunState, now_s: float, *, unbroken_since_s: float = 0.0) -> int:
-    """Hand the samples of expired workers' leases out again; returns how many. Gaps count as in `generation.expire`."""
+    """Requeue the samples of workers' expired leases; returns how many. Gaps count as in `generation.expire`."""
     if now_s - unbroken_since_s < state.limits.scoring_lease_s:
         return 0
     late: dict[str, list[int]] = {}
@@ -126,7 +126,7 @@ def expire_scoring(state: RunState, now_s: float, *, unbroken_since_s: float = 0
 def accept_results(
     state: RunState, worker_id: str, results: Sequence[broker_pb2.ScoreResult], now_s: float
 ) -> Receipts:
-    """Store a worker's scores; a repetition has no effect. One whose lease is gone, or another worker's, is lost."""
+    """Store a worker's scores; a repetition has no effect. A score is lost if its lease is gone or another worker's."""
     receipts = Receipts(accepted=[], lost=[])
     for result in results:
         group, index = state.groups.get(result.key.group_id), result.key.sample_index
@@ -147,7 +147,7 @@ def accept_results(
 
 
 def _is_held(sample: SampleRecord, worker_id: str, lease_id: str) -> bool:
-    """Whether the sample's latest lease is that one, and was given to that worker."""
+    """Whether this is the sample's latest lease and was granted to this worker."""
     return sample.scoring_lease_id == lease_id and sample.worker_id == worker_id
 
 
@@ -167,7 +167,7 @@ def _store(state: RunState, group: GroupRecord, index: int, score: types_pb2.Sco
 
 
 def check_result(result: broker_pb2.ScoreResult) -> None:
-    """Raises InvalidFieldError where a result is malformed."""
+    """Raise InvalidFieldError if a result is malformed."""
     score = result.score
     if score.status != types_pb2.SCORE_STATUS_OK and score.status not in _DROP_REASONS:
         raise InvalidFieldError(f"score.status: {score.status} is not a status", field="score.status")

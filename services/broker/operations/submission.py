@@ -1,4 +1,4 @@
-"""Prompts into the queue. Pure operations on a RunState."""
+"""Adds prompts to the queue. Pure operations on a RunState."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ def submit(
     """Queue prompts; returns the refused ones. Ids seen before are accepted again without effect.
 
     Training and evaluation each may have `max_queued_groups` waiting: an evaluation that fills its share never keeps
-    training prompts out, and the other way round. `forecasts` are expected completion lengths in tokens by group id,
-    where there are any.
+    training prompts out, and vice versa. `forecasts` are expected completion lengths in tokens by group id,
+    if known.
     """
     if state.run.is_closed:
         raise RunClosedError(f"run {state.run.run_id!r} is closed", run_id=state.run.run_id)
@@ -79,6 +79,6 @@ def _add(state: RunState, prompt: types_pb2.Prompt, now_s: float, predicted_toke
     )
     if prompt.HasField("min_policy_version"):
         group.prompt_min_version = prompt.min_policy_version
-    # It may have been retired since the caller asked which ones are.
+    # It may have been retired since the caller checked.
     state.pending.fresh.append(prompt.group_id)
     state.add(group, prompt.SerializeToString())

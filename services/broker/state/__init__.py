@@ -1,4 +1,4 @@
 """A run in memory: its records, the queues and counters derived from them, and their audit.
 
-Pure data with invariants: no clock and no I/O. What happens to a run is in `operations`.
+Pure data with invariants: no clock and no I/O. Operations on a run are in `operations`.
 """

@@ -1,7 +1,7 @@
-"""Where each record of a run stands between its start and its training, and the counts that follow from it. Pure.
+"""Indexes a run's records by progress between start and training, with the derived counts. Pure.
 
-Here: ready, delivered and trained records, how old live ones are, and which groups and payload a put's record has.
-Not here: what generators and reward workers still work on (`run_state`).
+Here: ready, delivered and trained records, the versions of live ones, and the groups and payload of a put's record.
+Not here: samples that generators and reward workers still work on (`run_state`).
 
 Invariants: everything here is a function of the records; a live record is ready, delivered or under way; a group is in
 one record.
@@ -31,7 +31,7 @@ ReadyKey = tuple[int, int, str]
 
 @dataclass(slots=True)
 class _Place:
-    """What a live record adds to the counts, so that it can be taken out again."""
+    """A live record's share of the counts, to be subtracted again."""
 
     purpose: int
     oldest: int | None
@@ -43,23 +43,23 @@ class _Place:
 
 
 class BatchIndex:
-    """See the module. Fields are read freely by the operations; RunState alone calls what changes them."""
+    """See the module. Operations may read all fields; only RunState calls the methods that change them."""
 
     def __init__(self) -> None:
         self.ready: dict[int, SortedList[ReadyKey]] = {_TRAIN: SortedList(), _EVALUATE: SortedList()}
         self.delivered: dict[int, set[str]] = {_TRAIN: set(), _EVALUATE: set()}
         self.trained: dict[int, set[str]] = {}
-        """By step."""
+        """Trained records by step."""
         self.versions: dict[str, int] = {}
         """Oldest version of each live training record that is started."""
         self.record_of: dict[str, str] = {}
-        """Record by id of each group that was put."""
+        """Record of each group that was put, by group id."""
         self.num_samples: Counter[broker_pb2.SampleState.ValueType] = Counter()
         """Live training samples by state."""
         self.num_started = self.num_ready = self.num_delivered = 0
         """Live training groups."""
         self.num_ready_puts = self.ready_bytes = 0
-        """Those of `num_ready` that were put, and their payload."""
+        """The groups of `num_ready` that were put, and their payload bytes."""
         self.trained_bytes: Counter[int] = Counter()
         """Payload of puts by the step that trained it."""
         self._num_started_by_version: Counter[int] = Counter()
@@ -68,9 +68,9 @@ class BatchIndex:
         """Step by trained record."""
         self._places: dict[str, _Place] = {}
         self._payload_bytes: dict[str, int] = {}
-        """By record of a put."""
+        """Payload by record of a put."""
         self._num_uses: Counter[str] = Counter()
-        """Records by payload id."""
+        """Number of records by payload id."""
 
     # -- reading -------------------------------------------------------------------------------------------------------
 
@@ -80,11 +80,11 @@ class BatchIndex:
         return self._places.keys()
 
     def is_put(self, name: str) -> bool:
-        """Whether a record's groups came finished."""
+        """Whether a record's groups arrived finished."""
         return name in self._payload_bytes
 
     def is_used(self, payload_id: str) -> bool:
-        """Whether any record has a part of the payload."""
+        """Whether any record uses a part of the payload."""
         return self._num_uses[payload_id] > 0
 
     def is_trained(self, name: str) -> bool:
@@ -92,16 +92,16 @@ class BatchIndex:
         return name in self._trained_by
 
     def is_started(self, name: str) -> bool:
-        """Whether any version worked, or is about to work, on a live record."""
+        """Whether work on a live record has started or is about to."""
         return self._places[name].oldest is not None
 
     def is_ready(self, name: str, purpose: int) -> bool:
-        """Whether a record of that purpose waits for the trainer."""
+        """Whether a record of this purpose waits for the trainer."""
         place = self._places.get(name)
         return place is not None and place.ready is not None and place.purpose == purpose
 
     def first_ready(self, purpose: int, count: int) -> list[str]:
-        """The records whose turn is next: enough of them for `count` groups, or all."""
+        """The next records to deliver: enough for `count` groups, or all."""
         found: list[str] = []
         for _oldest, _sequence, name in self.ready[purpose]:
             if count <= 0:
@@ -111,13 +111,13 @@ class BatchIndex:
         return found
 
     def older_than(self, version: int) -> list[str]:
-        """Live training records with samples of an older version; nearly always none, which is seen at once."""
+        """Live training records with samples older than `version`; cheap in the common case of none."""
         if not any(oldest < version for oldest in self._num_started_by_version):
             return []
         return [name for name, oldest in self.versions.items() if oldest < version]
 
     def num_due(self, version: int) -> int:
-        """Started training groups of records as old as `version`, or older, that no consumer holds."""
+        """Number of started, undelivered training groups in records of `version` or older."""
         return sum(
             count - self._num_delivered_by_version[oldest]
             for oldest, count in self._num_started_by_version.items()
@@ -125,32 +125,32 @@ class BatchIndex:
         )
 
     def num_ready_due(self, version: int) -> int:
-        """Those of them that are ready."""
+        """The number of those groups that are ready."""
         due: Iterator[ReadyKey] = takewhile(lambda key: key[0] <= version, self.ready[_TRAIN])
         return sum(self._places[name].num_groups for _oldest, _sequence, name in due)
 
     # -- changing ------------------------------------------------------------------------------------------------------
 
     def enter(self, record: GroupRecord) -> None:
-        """A record is new: note which groups and payload of a put it has."""
+        """Register a new record: the groups and payload of a put that it has."""
         if record.HasField("put"):
             self._payload_bytes[record.group_id] = payload_bytes(record)
             self._num_uses[record.put.payload_id] += 1
             self.record_of.update(dict.fromkeys(record.put.group_ids, record.group_id))
 
     def leave(self, record: GroupRecord) -> None:
-        """A record goes."""
+        """Unregister a record."""
         if not record.HasField("put"):
             return
         del self._payload_bytes[record.group_id]
         _add(self._num_uses, record.put.payload_id, -1)
         for group_id in record.put.group_ids:
-            # A part that was cut off may have it already.
+            # A record that was split off may be registered for it already.
             if self.record_of.get(group_id) == record.group_id:
                 del self.record_of[group_id]
 
     def add(self, record: GroupRecord) -> bool:
-        """Count a record where it stands; returns whether samples of it are still under way."""
+        """Count a record by its state; returns whether any of its samples are still under way."""
         name, purpose = record.group_id, record.purpose
         if record.HasField("trained_version"):
             self.add_trained(name, record.trained_version)
@@ -177,7 +177,7 @@ class BatchIndex:
             _add(self.trained_bytes, version, self._payload_bytes[name])
 
     def remove(self, name: str) -> None:
-        """Take a record out of the counts, if it is there."""
+        """Remove a record from the counts, if present."""
         version = self._trained_by.pop(name, None)
         if version is not None:
             self.trained[version].discard(name)
@@ -197,7 +197,7 @@ class BatchIndex:
             self.delivered[place.purpose].discard(name)
 
     def lower_version(self, name: str, version: int) -> None:
-        """A record that is counted has tokens of `version`."""
+        """Note that a counted record has tokens of `version`."""
         if version < self.versions.get(name, version):
             place = self._places[name]
             self._count(name, place, -1)
@@ -223,7 +223,7 @@ class BatchIndex:
 
 
 def _add(counter: Counter[_Key], key: _Key, amount: int) -> None:
-    """Count; a key at zero goes, so that the counter stays small."""
+    """Add to a count; deletes keys at zero, which keeps the counter small."""
     if count := counter[key] + amount:
         counter[key] = count
     else:

@@ -1,7 +1,7 @@
-"""What a record says of its groups: one that was submitted as a prompt, or some that came finished in one put. Pure.
+"""Reads the groups of a record: one submitted as a prompt, or several that arrived finished in one put. Pure.
 
-Here: functions of one record that answer for both kinds, so that delivery, drops and books need not ask which it is.
-Not here: anything that changes a run.
+Here: functions of one record that answer for both kinds, so that delivery, drops and counters need not distinguish
+them. Not here: anything that changes a run.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ _DROPPED = broker_pb2.SAMPLE_STATE_DROPPED
 
 
 def head_of(data: bytes) -> GroupHead:
-    """What is known of a stored record without reading its samples."""
+    """The properties of a stored record known without reading its samples."""
     return GroupHead.FromString(data)
 
 
 def read_record(name: str, data: bytes, head: GroupHead) -> GroupRecord:
-    """A stored record; one that format 1 kept of a put is brought into today's form."""
+    """Parse a stored record; converts a format 1 record of a put to the current format."""
     return GroupRecord.FromString(data) if head.sequence else _upgraded(name, ParcelRecord.FromString(data))
 
 
@@ -61,22 +61,22 @@ def _upgraded(name: str, old: ParcelRecord) -> GroupRecord:
 
 
 def ids(record: GroupRecord) -> Sequence[str]:
-    """Its groups, in order of submission."""
+    """The record's groups, in order of submission."""
     return record.put.group_ids if record.HasField("put") else (record.group_id,)
 
 
 def num_groups(record: GroupRecord) -> int:
-    """How many groups it has."""
+    """Number of groups in the record."""
     return len(record.put.group_ids) if record.HasField("put") else 1
 
 
 def oldest_version(record: GroupRecord) -> int | None:
-    """Oldest version among its samples, dropped ones left out; None when it is not started."""
+    """Oldest version among its samples, dropped ones left out; None if it is not started."""
     return min(record.put.sample_min_versions) if record.HasField("put") else group_version(record)
 
 
 def older_than(record: GroupRecord, version: int) -> list[str]:
-    """Its groups with samples of an older version."""
+    """The record's groups with samples of an older version."""
     if not record.HasField("put"):
         oldest = group_version(record)
         return [] if oldest is None or oldest >= version else [record.group_id]
@@ -123,14 +123,14 @@ def in_flight(record: GroupRecord) -> Iterator[tuple[broker_pb2.SampleState.Valu
 
 
 def sample_states(record: GroupRecord) -> list[tuple[broker_pb2.SampleState.ValueType, int]]:
-    """How many samples of a live record are in which state."""
+    """Number of samples of a live record in each state."""
     if record.HasField("put"):
         return [(_DELIVERED if record.consumer_id else _SCORED, len(record.put.sample_tokens))]
     return list(Counter([sample.state for sample in record.samples]).items())
 
 
 def num_tokens(record: GroupRecord) -> int:
-    """Prompts and completions, of all samples that wait for the trainer."""
+    """Prompt and completion tokens of all samples that wait for the trainer."""
     if record.HasField("put"):
         return sum(record.put.num_tokens)
     kept = [sample.num_tokens for sample in record.samples if sample.state == _SCORED]
@@ -141,7 +141,7 @@ def num_tokens(record: GroupRecord) -> int:
 
 
 def payload_bytes(record: GroupRecord) -> int:
-    """Length of the part of a put's payload that is its record's."""
+    """Length of the record's part of a put's payload."""
     return sum(record.put.group_bytes)
 
 
@@ -155,15 +155,15 @@ def slice_of(record: GroupRecord) -> PayloadSlice:
 
 
 def cuts_between(record: GroupRecord, wanted: Collection[str]) -> list[int]:
-    """Where wanted groups of a record meet others; empty where all are wanted, or none."""
+    """The positions where wanted groups of a record meet others; empty if all or none are wanted."""
     flags = [group_id in wanted for group_id in ids(record)]
     return [position for position, (before, after) in enumerate(pairwise(flags), 1) if before != after]
 
 
 def cut_at(record: GroupRecord, cuts: Sequence[int]) -> list[GroupRecord]:
-    """A put's record cut before the groups at `cuts`, which hold 0 and the number of groups; payload is not touched.
+    """Split a put's record before the groups at `cuts` (including 0 and the number of groups); payload is unchanged.
 
-    The first piece has the record's name, each other one that of its first group.
+    The first piece keeps the record's name; every other piece is named after its first group.
     """
     columns = record.put
     byte_at = [0, *accumulate(columns.group_bytes)]

@@ -1,12 +1,12 @@
-"""The counters of a run: what was submitted, trained and dropped, in all and by submission version and length. Pure.
+"""Counts a run's submitted, trained and dropped samples, in total and by submission version and length. Pure.
 
-The totals are in the run's record, which every commit rewrites. The same samples by the version under which they were
-submitted and by length would make that record grow, so they are counters of their own in the store (`Delta.counts`),
+The totals are in the run's record, which every commit rewrites. Broken down by submission version and length
+they would make that record grow, so the breakdown is kept in separate counters of the store (`Delta.counts`),
 changed in the same commits and read only by an audit. A counter is named `version|max_tokens|kind`.
 
-Bounded: lengths fall into buckets of powers of two, and versions long past into one, see `fold`. A sample counts under
-the version at which its group was submitted or restarted, with the tokens it has when it is counted; one of a later
-attempt whose siblings went on keeps the version of its group.
+Bounded: lengths fall into buckets of powers of two, and old versions into one, see `fold`. A sample counts under
+the version at which its group was submitted or restarted, with the tokens it has when it is counted; a later
+attempt whose siblings continued keeps the version of its group.
 
 Invariant: for every version, submitted = trained + dropped + in flight, and the counters add up to the totals.
 """
@@ -24,7 +24,7 @@ from services.broker.state import batches
 from services.broker.state.run_state import RunState
 
 NUM_VERSIONS = 64
-"""Newest versions whose samples are counted apart; at most FOLD_EVERY more."""
+"""Number of newest versions that are counted separately; at most FOLD_EVERY more."""
 FOLD_EVERY = 16
 """Folding looks at every counter, so it runs once every FOLD_EVERY versions."""
 
@@ -33,32 +33,32 @@ SUBMITTED, TRAINED, DROPPED = "submitted", "trained", "dropped"
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """What one counter counts."""
+    """The samples that one counter counts."""
 
     version: int
     """The run's policy version when the samples were submitted; the newest one of a folded counter."""
     max_tokens: int
-    """Their length bucket; 0 for submissions."""
+    """The samples' length bucket; 0 for submissions."""
     kind: str
     """SUBMITTED, TRAINED or DROPPED."""
     reason: str = ""
-    """Why they were dropped."""
+    """Why the samples were dropped."""
 
     @property
     def name(self) -> str:
-        """Its name in the store."""
+        """The counter's name in the store."""
         return f"{self.version}|{self.max_tokens}|{self.kind}" + (f":{self.reason}" if self.reason else "")
 
     @classmethod
     def parse(cls, name: str) -> Entry:
-        """The counter of that name."""
+        """The counter with this name."""
         version, max_tokens, kind = name.split("|", 2)
         kind, _, reason = kind.partition(":")
         return cls(int(version), int(max_tokens), kind, reason)
 
 
 def length_bucket(num_tokens: int) -> int:
-    """Most tokens in the bucket of a completion: 0, or the power of two that is not below it."""
+    """Upper bound of a completion's length bucket: 0, or the smallest power of two that is at least its length."""
     return 1 << (num_tokens - 1).bit_length() if num_tokens else 0
 
 
@@ -68,20 +68,20 @@ def row_version(state: RunState, version: int) -> int:
 
 
 def count_submitted(state: RunState, *, version: int, num_samples: int) -> None:
-    """Training samples accepted, or restarted."""
+    """Count training samples accepted or restarted."""
     state.run.submitted += num_samples
     _count(state, Entry(row_version(state, version), 0, SUBMITTED), num_samples)
 
 
 def count_trained(state: RunState, *, version: int, num_tokens: int, staleness: int, num_samples: int = 1) -> None:
-    """Training samples in an acknowledged step; a negative number takes them back."""
+    """Count training samples in an acknowledged step; a negative number subtracts them."""
     state.run.trained += num_samples
     state.run.trained_by_staleness[staleness] += num_samples
     _count(state, Entry(row_version(state, version), length_bucket(num_tokens), TRAINED), num_samples)
 
 
 def count_dropped(state: RunState, *, version: int, num_tokens: int, reason: str, num_samples: int = 1) -> None:
-    """Training samples given up."""
+    """Count training samples dropped."""
     state.run.dropped[reason] += num_samples
     _count(state, Entry(row_version(state, version), length_bucket(num_tokens), DROPPED, reason), num_samples)
 
@@ -96,7 +96,7 @@ def trained_rows(record: GroupRecord) -> Counter[tuple[int, int]]:
 
 
 def count_record_trained(state: RunState, record: GroupRecord, sign: int = 1) -> None:
-    """Count the samples of a trained record as such, or with -1 take them back."""
+    """Count the samples of a trained record as trained, or subtract them with -1."""
     for (max_tokens, lag), count in trained_rows(record).items():
         count_trained(
             state, version=record.submit_version, num_tokens=max_tokens, staleness=lag, num_samples=sign * count
@@ -104,7 +104,7 @@ def count_record_trained(state: RunState, record: GroupRecord, sign: int = 1) ->
 
 
 def count_record_dropped(state: RunState, record: GroupRecord, reason: str) -> int:
-    """Count the samples of a training record that were not dropped before; returns how many they are."""
+    """Count the samples of a training record that were not dropped before; returns their number."""
     num_tokens, _versions = batches.kept_samples(record)
     if record.purpose == types_pb2.PURPOSE_TRAIN:
         for max_tokens, count in Counter(map(length_bucket, num_tokens)).items():
@@ -118,9 +118,9 @@ def _count(state: RunState, entry: Entry, num_samples: int) -> None:
 
 
 def fold(state: RunState) -> None:
-    """After the version moved on: count everything older than the NUM_VERSIONS newest versions as one version.
+    """Merge everything older than the NUM_VERSIONS newest versions into one version, after the version advanced.
 
-    Rows never unfold: after a rewind the versions that were folded stay so.
+    Rows never unfold: folded versions stay folded after a rewind.
     """
     newest = state.run.policy_version - NUM_VERSIONS
     if state.run.HasField("books_version") and newest >= state.run.books_version + FOLD_EVERY:

@@ -1,7 +1,7 @@
-"""The records of a run's groups; those of groups that were submitted and trained rest as bytes.
+"""Stores the records of a run's groups; those of groups that were submitted and trained are kept as bytes.
 
-They are most of a run that retains steps, and hardly anything reads them: exports, rewinds, repeated acknowledgements.
-As bytes they cost no parsing when a run is loaded, a third of the memory, and no work of the garbage collector.
+They are most of a run that retains steps, and are rarely read: by exports, rewinds and repeated acknowledgements.
+As bytes they need no parsing when a run is loaded, a third of the memory, and no garbage collection.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from services.broker.state.batches import head_of
 
 
 class GroupRecords(Mapping[str, GroupRecord]):
-    """Records by name. What is read of a packed one is a copy; only `RunState` changes anything here."""
+    """Records by name. Reading a packed one returns a copy; only `RunState` changes anything here."""
 
     def __init__(self) -> None:
         self._open: dict[str, GroupRecord] = {}
@@ -36,11 +36,11 @@ class GroupRecords(Mapping[str, GroupRecord]):
         return len(self._open) + len(self._packed)
 
     def is_open(self, name: str) -> bool:
-        """Whether a record is here and not packed."""
+        """Whether a record is present and not packed."""
         return name in self._open
 
     def has_any(self, group_ids: Collection[str]) -> bool:
-        """Whether any of the groups is here."""
+        """Whether any of the groups is present."""
         return not (self._open.keys().isdisjoint(group_ids) and self._packed.keys().isdisjoint(group_ids))
 
     def at(self, sequence: int) -> GroupRecord | None:
@@ -54,17 +54,17 @@ class GroupRecords(Mapping[str, GroupRecord]):
         return head_of(self._packed[group_id]).sequence if group is None else group.sequence
 
     def serialized(self, group_id: str) -> bytes:
-        """A group's record as the store has it, or will."""
+        """A group's record as the store has it, or will have it."""
         group = self._open.get(group_id)
         return self._packed[group_id] if group is None else group.SerializeToString()
 
     def put(self, group: GroupRecord) -> None:
-        """Take a group in."""
+        """Add a group."""
         self._open[group.group_id] = group
         self._at[group.sequence] = group.group_id
 
     def pack(self, group_id: str, record: bytes) -> None:
-        """Take a group in, or put one aside that is here, whose record is not going to change for long."""
+        """Add a group as bytes, or pack a present one, whose record will not change for a long time."""
         group = self._open.pop(group_id, None)
         self._packed[group_id] = record
         if group is None:
@@ -77,7 +77,7 @@ class GroupRecords(Mapping[str, GroupRecord]):
         return self._open[group_id]
 
     def remove(self, group_id: str) -> None:
-        """Forget a group, if it is here."""
+        """Forget a group, if present."""
         if group_id in self:
             self._at.pop(self.sequence(group_id), None)
             self._open.pop(group_id, None)

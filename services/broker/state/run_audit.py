@@ -1,4 +1,4 @@
-"""The books of a run: submitted = trained + dropped + in flight. Pure.
+"""Audits a run: submitted = trained + dropped + in flight. Pure.
 
 In flight is counted sample by sample from the records and never by subtraction, so that the equation can fail. With the
 counters of the same moment (see `books`) it is checked for each submission version too, and the counters against the
@@ -27,7 +27,7 @@ def audit(state: RunState) -> broker_pb2.Audit:
 
 
 def totals(state: RunState) -> broker_pb2.Audit:
-    """The same by the counts that the queues keep, for those who look often: its time does not grow with the run."""
+    """The totals by the counts that the queues keep, for frequent callers: its time does not grow with the run."""
     counted = +state.index.num_samples
     del counted[broker_pb2.SAMPLE_STATE_DROPPED]
     return _totals(state, counted)
@@ -51,9 +51,9 @@ def _totals(state: RunState, counted: Counter[broker_pb2.SampleState.ValueType])
 
 
 def audit_rows(state: RunState, counts: Mapping[str, int]) -> broker_pb2.Audit:
-    """The totals and the rows; `counts` are the counters of the books at the same commit as the state.
+    """The totals and the rows; `counts` are the audit's counters at the same commit as the state.
 
-    A run from before there were counters has no rows, and only its totals are checked.
+    A run older than the counters has no rows, and only its totals are checked.
     """
     books = audit(state)
     if not state.run.HasField("books_version"):
@@ -79,7 +79,7 @@ def _rows(state: RunState, counts: Mapping[str, int]) -> tuple[list[broker_pb2.A
     for name, count in counts.items():
         entry = Entry.parse(name)
         if count <= 0:
-            # Nothing there is below zero but by a fault, and leaving it out makes the sums fail.
+            # Only a fault makes a counter negative, and leaving it out makes the sums fail.
             continue
         if entry.kind == SUBMITTED:
             submitted[entry.version] += count

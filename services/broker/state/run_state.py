@@ -1,12 +1,12 @@
-"""A run in memory: its records, the queues derived from them, and what changed since the last commit.
+"""Holds a run in memory: its records, the queues derived from them, and the changes since the last commit.
 
-Pure: no clock, no I/O. Every change of a group happens inside `edit`, which keeps the queues in step with the records
-and remembers how to undo it. After each operation the owner calls `keep`, or `undo` where it failed; after any number
+Pure: no clock, no I/O. Every change of a group happens inside `edit`, which keeps the queues in sync with the records
+and remembers how to undo it. After each operation the caller calls `keep`, or `undo` if it failed; after any number
 of operations it takes the `delta`, commits it, and calls either `settle` (stored) or `rollback` (not stored).
 
 Invariants: the queues and the index are a function of the records; a record is live until it is trained or retired; the
-counters of the run change together with the records they count. Trained groups are in no queue: of the records of those
-that were submitted, which are most of a run, loading reads no more than the heads.
+counters of the run change together with the records they count. Trained groups are in no queue: loading reads only the
+heads of the records of those that were submitted, which are most of a run.
 """
 
 from __future__ import annotations
@@ -35,18 +35,18 @@ _QUEUED, _LEASED = broker_pb2.SAMPLE_STATE_QUEUED, broker_pb2.SAMPLE_STATE_LEASE
 _FINISHED, _SCORING = broker_pb2.SAMPLE_STATE_FINISHED, broker_pb2.SAMPLE_STATE_SCORING
 
 FORMAT = 2
-"""Version of the records that this code writes; it reads those of every older one. 2: see `ParcelRecord`."""
+"""Format version of the records that this code writes; it reads all older ones. 2: see `ParcelRecord`."""
 Leases = dict[str, dict[str, SampleId]]
-"""Sample by lease id, by holder."""
+"""Samples by lease id, for each holder."""
 SLICE_BYTES = 128 * 1024
-"""Records taken over at once while a run is loaded: about 10 ms where all are live."""
+"""Records applied at once while a run is loaded: about 10 ms if all are live."""
 FinishedKey = tuple[int, int, int]
 """0 for evaluation or 1, sequence of the group, sample index."""
 
 
 @dataclass(slots=True)
 class _Entry:
-    """Where a group that is under way stands in the queues, so that it can be taken out again."""
+    """The queue positions of a group under way, to remove it from the queues again."""
 
     ranks: dict[Order, Rank] = field(default_factory=dict)
     queued_length: float = 0.0
@@ -57,18 +57,18 @@ class _Entry:
 
 
 class RunState:
-    """See the module. Fields are read freely by the operations; only this class writes them."""
+    """See the module. Operations may read all fields; only this class writes them."""
 
     def __init__(self) -> None:
         self._undo: dict[str, bytes | None] = {}
-        """What the operation under way changed, as it was before it; None where there was nothing."""
+        """Records changed by the current operation, as they were before it; None if absent."""
         self._kept_undo: dict[str, bytes | None] = {}
-        """What the operations since the last commit changed, as it was then."""
+        """Records changed since the last commit, as they were then."""
         self.pending: Delta
-        """What the operation under way does beside the records."""
+        """Changes of the current operation other than records."""
         self._kept: Delta
         self._is_turned = False
-        """Whether a record changed since the last commit in more than what `grow` allows."""
+        """Whether a record changed since the last commit beyond what `grow` allows."""
         self.known_retired: set[str] = set()
         """Ids that the store refused because their groups are retired; see `Delta.fresh`."""
         self._reset(RunRecord())
@@ -85,7 +85,7 @@ class RunState:
         self.scoring_leases: Leases = {}
         self._waiting: dict[int, set[str]] = {types_pb2.PURPOSE_TRAIN: set(), types_pb2.PURPOSE_EVALUATE: set()}
         self.tallies: dict[int, StepTally] = {}
-        """By step: what is known of its groups that have no record any more."""
+        """By step: the tally of its groups that no longer have a record."""
         self._entries: dict[str, _Entry] = {}
         self._forget(run.SerializeToString(deterministic=True))
 
@@ -97,15 +97,15 @@ class RunState:
         return self.queues[Order.ARRIVAL]
 
     def queued_in(self, order: Order) -> SortedList[Rank]:
-        """The queue in an order; by arrival where the run keeps no other."""
+        """The queue in an order; by arrival if the run keeps no other."""
         return self.queues[order] if len(self.queues[order]) == len(self.queue) else self.queue
 
     def knows(self, group_id: str) -> bool:
-        """Whether the id is taken: its group is in the run, or was."""
+        """Whether the id is used: its group is in the run, or was."""
         return group_id in self.groups or group_id in self.index.record_of or group_id in self.known_retired
 
     def knows_any(self, group_ids: Collection[str]) -> bool:
-        """Whether any of the ids is taken."""
+        """Whether any of the ids is used."""
         return not (
             not self.groups.has_any(group_ids)
             and self.index.record_of.keys().isdisjoint(group_ids)
@@ -113,7 +113,7 @@ class RunState:
         )
 
     def records_of(self, group_ids: Iterable[str]) -> dict[str, list[str]]:
-        """Those of the groups that the run has, by the name of their record."""
+        """The groups among these that the run has, by the name of their record."""
         found: dict[str, list[str]] = {}
         for group_id in group_ids:
             name = self.index.record_of.get(group_id, group_id)
@@ -126,7 +126,7 @@ class RunState:
         return {group_id for name in self.index.trained.get(version, ()) for group_id in ids(self.groups[name])}
 
     def admission(self) -> AdmissionRule:
-        """The admission rule now."""
+        """The current admission rule."""
         return AdmissionRule(
             limits=self.limits,
             policy=self.policy,
@@ -135,19 +135,19 @@ class RunState:
         )
 
     def num_waiting(self, purpose: int) -> int:
-        """Groups of a purpose of which no sample was ever leased."""
+        """Groups of a purpose none of whose samples was ever leased."""
         return len(self._waiting[purpose])
 
     # -- changing ------------------------------------------------------------------------------------------------------
 
     def create(self, run: RunRecord) -> None:
-        """Begin an empty run."""
+        """Start an empty run."""
         self._reset(run)
         self._run_committed = b""
         self._read_limits()
 
     def add(self, record: GroupRecord, prompt: bytes | None = None) -> None:
-        """Take in a new record, with the prompt of a group that was submitted."""
+        """Add a new record, with the prompt of a group that was submitted."""
         self._is_turned = True
         self._undo.setdefault(record.group_id, None)
         if prompt is None:
@@ -158,7 +158,7 @@ class RunState:
 
     @contextmanager
     def edit(self, group_id: str) -> Iterator[GroupRecord]:
-        """A record, to be changed inside the block; the columns of a put stay as they are."""
+        """A record, to be changed inside the block; the columns of a put are not changed."""
         self._is_turned = True
         group = self._noted(group_id)
         self._unindex(group_id)
@@ -169,19 +169,19 @@ class RunState:
                 self._index(group)
 
     def grow(self, group_id: str) -> None:
-        """From now on tokens of the group's leased samples may be added to its record, and versions, nothing else.
+        """Allow adding tokens and versions of the group's leased samples to its record from now on, nothing else.
 
-        Cheaper than `edit`, for what happens most often: no queue has to be looked at. A sample that gets older goes
-        to `lower_version`.
+        Cheaper than `edit`, for the most frequent change: no queue is updated. Report a sample that gets an
+        older version by `lower_version`.
         """
         self._noted(group_id)
 
     def lower_version(self, group_id: str, version: int) -> None:
-        """A sample of the group has tokens of `version`. Inside an `edit` it is not needed and does nothing."""
+        """Note that a sample of the group has tokens of `version`. Not needed in an `edit`, where it does nothing."""
         self.index.lower_version(group_id, version)
 
     def carve(self, name: str, wanted: Collection[str]) -> list[str]:
-        """Cut a record where wanted groups meet others; names of the records that hold exactly the wanted ones."""
+        """Split a record where wanted groups meet others; returns the names of the wanted ones' records."""
         record, wanted = self.groups[name], frozenset(wanted)
         cuts = cuts_between(record, wanted)
         if not cuts:
@@ -196,7 +196,7 @@ class RunState:
         return [piece.group_id for piece in pieces if piece.put.group_ids[0] in wanted]
 
     def set_tally(self, version: int, tally: StepTally | None) -> None:
-        """Keep another tally of a step, or none."""
+        """Replace a step's tally, or remove it with None."""
         self._is_turned = True
         name = tally_name(version)
         if name not in self._undo:
@@ -208,7 +208,7 @@ class RunState:
             self.tallies[version] = tally
 
     def _noted(self, group_id: str) -> GroupRecord:
-        """The group, whose record is about to change."""
+        """The group, before its record changes."""
         if group_id not in self._undo:
             self._undo[group_id] = self.groups.serialized(group_id)
         if self.index.is_put(group_id):
@@ -225,7 +225,7 @@ class RunState:
         self.pending.chunks = [item for item in self.pending.chunks if item[0] != sample]
 
     def retire(self, name: str) -> None:
-        """Forget a record and its payload, that of a put with its last record; never accept its ids again."""
+        """Forget a record and its payload (a put's payload with its last record); never accept its ids again."""
         self._is_turned = True
         record = self._noted(name)
         self._take_out(name)
@@ -248,11 +248,11 @@ class RunState:
 
     @property
     def only_grew(self) -> bool:
-        """Whether all that the delta changes is tokens of samples that are still under way."""
+        """Whether the delta only adds tokens to samples that are still under way."""
         return not self._is_turned and self._run_kept == self._run_committed
 
     def keep(self) -> None:
-        """The operation under way is decided: its changes are part of the next delta."""
+        """Keep the current operation: its changes become part of the next delta."""
         self._run_kept = self.run.SerializeToString(deterministic=True)
         for name, record in self._undo.items():
             self._kept_undo.setdefault(name, record)
@@ -260,12 +260,12 @@ class RunState:
         self._undo, self.pending = {}, Delta(run=b"")
 
     def undo(self) -> None:
-        """The operation under way failed: back to where the last one was kept."""
+        """Undo the current operation, which failed: back to the last one kept."""
         self._restore(self._undo, self._run_kept)
         self._undo, self.pending = {}, Delta(run=b"")
 
     def delta(self) -> Delta:
-        """Everything changed since the last commit."""
+        """All changes since the last commit."""
         self.keep()
         self._kept.run = self._run_kept
         for name in self._kept_undo:
@@ -274,14 +274,14 @@ class RunState:
         return self._kept
 
     def _serialized(self, name: str) -> bytes | None:
-        """The record of that name as it is now; None where there is none."""
+        """The current record of this name; None if there is none."""
         if not is_tally(name):
             return self.groups.serialized(name) if name in self.groups else None
         tally = self.tallies.get(tally_version(name))
         return None if tally is None else tally.SerializeToString()
 
     def settle(self) -> None:
-        """The delta is stored."""
+        """Drop the undo data: the delta is stored."""
         self.keep()
         for name, record in self._kept.groups.items():
             if record is not None and self.index.is_trained(name) and not self.index.is_put(name):
@@ -290,14 +290,14 @@ class RunState:
         self._kept_undo, self._kept, self._is_turned = {}, Delta(run=b""), False
 
     def rollback(self) -> None:
-        """The delta was not stored: back to the last commit."""
+        """Return to the last commit: the delta was not stored."""
         self._restore(self._undo | self._kept_undo, self._run_committed)
         self._forget(self._run_committed)
 
     def take_over(self, snapshot: Snapshot) -> Iterator[None]:
-        """Take over what the store holds, slice by slice, nothing pending; only a copy that has all of them is whole.
+        """Apply the store's contents slice by slice, with nothing pending; the copy is complete only after the last.
 
-        Between slices each record is as it was before or as it is after. Raises RunConflictError before the first.
+        Between slices each record is either the old or the new one. Raises RunConflictError before the first.
         """
         run = RunRecord.FromString(snapshot.run)
         if run.format > FORMAT:
@@ -310,7 +310,7 @@ class RunState:
             self._reset(run)
         self.run = run
         self._read_limits()
-        # Records that are being deleted are in nobody's way any more.
+        # Records that are being deleted no longer count.
         num_bytes = 0
         for name, record in ({} if run.payload_gone else snapshot.groups).items():
             self._replace(name, record)
@@ -358,7 +358,7 @@ class RunState:
         self._index(record)
 
     def _take_out(self, name: str) -> None:
-        """Forget a record, if it is here."""
+        """Forget a record, if present."""
         self._unindex(name)
         if self.groups.is_open(name):
             self.index.leave(self.groups[name])
@@ -383,7 +383,7 @@ class RunState:
                 self._waiting[group.purpose].add(group_id)
 
     def _queue(self, entry: _Entry, group: GroupRecord, num_queued: int, *, is_started: bool) -> None:
-        """Place a group in the queues; by length only where the run's dispatch looks at lengths."""
+        """Place a group in the queues; by length only if the run's dispatch uses lengths."""
         queued = QueuedGroup(
             sequence=group.sequence,
             is_evaluation=group.purpose == types_pb2.PURPOSE_EVALUATE,
@@ -429,7 +429,7 @@ class RunState:
 
 
 def _predicted(group: GroupRecord) -> float:
-    """Forecast length of the group's completions, 0 when there is none; siblings share it, as they share the prompt."""
+    """Forecast length of the group's completions, 0 if unknown; siblings share it, as they share the prompt."""
     return group.samples[0].predicted_tokens if group.samples else 0.0
 
 

@@ -1,8 +1,8 @@
-"""Steps whose groups' records are gone: counted, so that a rewind behind them can still balance the audit. Pure.
+"""Counts steps whose groups' records are gone, so that a rewind behind them still balances the audit. Pure.
 
-A step that is no longer retained, or that Redis lost and the trainer's ledger brought back, cannot be handed out again.
-What remains of it is a tally: how many samples it trained, by the columns in which the audit counts them. A rewind that
-takes such a step back moves its samples from trained to dropped, with reason `abandoned_step`, and the run goes on.
+A step that is no longer retained, or that Redis lost and the trainer's step log restored, cannot be delivered again.
+Only a tally of it remains: the number of samples it trained, by the columns of the audit. A rewind that
+takes such a step back moves its samples from trained to dropped, with reason `abandoned_step`, and the run continues.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from services.broker.state.run_state import RunState
 
 ABANDONED_STEP = "abandoned_step"
 MAX_TALLIES = 1_024
-"""Steps no longer retained that a rewind may still go behind; about 100 bytes each."""
+"""Number of steps no longer retained that a rewind may still go behind; about 100 bytes each."""
 
 _Row = tuple[int, int, int]
 """Submission version, length bucket (tokens), staleness (versions)."""
 
 
 def forget_step(state: RunState, version: int) -> None:
-    """Let go of a trained step's records and payload, keeping its tally; its ids are never accepted again."""
+    """Forget a trained step's records and payload, keeping its tally; its ids are never accepted again."""
     num_groups, samples = 0, Counter[_Row]()
     for name in list(state.index.trained.get(version, ())):
         record = state.groups[name]
@@ -37,7 +37,7 @@ def forget_step(state: RunState, version: int) -> None:
 
 
 def note_lost_group(state: RunState, version: int, *, num_samples: int) -> None:
-    """A group of a step is known by the trainer's ledger alone: count it as submitted now and trained by that step."""
+    """Count a group known only from the trainer's step log as submitted now and trained by that step."""
     submit_version = counters.row_version(state, state.run.policy_version)
     counters.count_submitted(state, version=submit_version, num_samples=num_samples)
     counters.count_trained(state, version=submit_version, num_tokens=0, staleness=0, num_samples=num_samples)
@@ -50,7 +50,7 @@ def oldest_reachable(state: RunState) -> int:
 
 
 def abandon_after(state: RunState, policy_version: int) -> int:
-    """A rewind: drop the samples of later steps that have no record any more; returns how many they are."""
+    """Drop the samples of later steps without a record, in a rewind; returns their number."""
     num_samples = 0
     for version in [version for version in state.tallies if version > policy_version]:
         for row in state.tallies[version].rows:
@@ -76,12 +76,12 @@ def abandon_after(state: RunState, policy_version: int) -> int:
 
 
 def num_lost_samples(state: RunState, version: int) -> int:
-    """Samples of a retained step of which nothing but their number is left."""
+    """Number of samples of a retained step that no longer have a record."""
     return sum(row.num_samples for row in state.tallies[version].rows) if version in state.tallies else 0
 
 
 def _forgotten(state: RunState) -> list[int]:
-    """Steps of which nothing but a tally is left."""
+    """Steps of which only a tally remains."""
     return [version for version in state.tallies if version <= state.run.forgotten_version]
 
 

@@ -1,9 +1,9 @@
-"""What the tallies of steps are called among a run's records; see `tallies`. Pure."""
+"""Names the tallies of steps among a run's records; see `tallies`. Pure."""
 
 from __future__ import annotations
 
 _MARK = "\t"
-"""Tallies' names begin with it; a group id cannot, for it is not printable."""
+"""Prefix of tallies' names; no group id begins with it, as it is not printable."""
 
 
 def tally_name(version: int) -> str:
@@ -17,5 +17,5 @@ def is_tally(name: str) -> bool:
 
 
 def tally_version(name: str) -> int:
-    """The step whose tally has that name."""
+    """The step whose tally has this name."""
     return int(name[len(_MARK) :])
