@@ -1,1 +1,1 @@
-"""Fleets of emulated GPUs through real services: what dispatch is worth, and what the death of a generator costs."""
+"""Runs fleets of emulated GPUs through real services: the value of dispatch, and the cost of a generator's death."""

@@ -1,4 +1,4 @@
-"""One step through real services: submit everything at once, and see when the last sample is decoded."""
+"""Runs one step through real services: submits everything at once, and times until the last sample is decoded."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ POLL_S = 0.03
 MAX_TRIES = 2
 MAX_STALL_SHARE = 0.05
 LEASE_S = 15
-"""As trainers ask for."""
+"""The lease that trainers request."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Surroundings:
-    """What every measurement stands on."""
+    """The services around every measurement."""
 
     stage: Stage
     broker: str
@@ -38,13 +38,13 @@ class Surroundings:
     weights: str
     """The weight store's address."""
     foresee: Callable[[str, Sequence[float | None]], Awaitable[None]]
-    """Told a run and its forecasts, before the run's prompts are submitted."""
+    """Called with a run and its forecasts, before the run's prompts are submitted."""
     folder: Path
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pace:
-    """How fast emulated time passes, and how often tokens come out of the engines and are sent, in real time."""
+    """How fast emulated time passes, and how often engines yield and send tokens, in real time."""
 
     time_scale: float
     tick_s: float
@@ -52,43 +52,42 @@ class Pace:
 
     @classmethod
     def scaled(cls, time_scale: float) -> Self:
-        """As often as every emulated second, and every five, so that scales differ in nothing else."""
+        """The rates of every emulated second, and of every five, so that scales differ in nothing else."""
         return cls(time_scale=time_scale, tick_s=1.0 / time_scale, flush_interval_s=5.0 / time_scale)
 
 
 REAL_PACE = Pace(time_scale=1.0, tick_s=0.05, flush_interval_s=0.2)
-"""As generators are."""
+"""The rates of real generators."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
-    """What a step took."""
+    """Result of a step."""
 
     wall_s: float
     generation_s: float
     """Emulated time until the last sample was decoded."""
     longest_stall_s: float
-    """Longest time, in emulated seconds, that this process waited for the broker or for a core: other work on the
-    machine, which would be taken for slow dispatch."""
+    """Longest time, in emulated seconds, that this process waited for the broker or a core: other work on the machine,
+    which would be mistaken for slow dispatch."""
     is_foreseen: bool
-    """Whether the scheduler answered the broker in time, which waits half a second; without forecasts every policy is
-    `fifo`."""
+    """Whether the scheduler answered the broker within its half second; without forecasts every policy is `fifo`."""
 
     @property
     def is_undisturbed(self) -> bool:
-        """Whether forecasts came, and what held it up is small beside what it took."""
+        """Whether forecasts arrived, and stalls are short compared with the step."""
         return self.is_foreseen and self.longest_stall_s <= MAX_STALL_SHARE * self.generation_s
 
     @property
     def trouble(self) -> str:
-        """What disturbed it, for people; empty where nothing did."""
+        """What disturbed it, in words; empty if nothing did."""
         if not self.is_foreseen:
             return ", forecasts came too late"
         return "" if self.is_undisturbed else f", held up for {self.longest_stall_s:.1f}"
 
 
 class Runs:
-    """Runs that are open together, and the samples of each: one shared by all generators, or one each."""
+    """Concurrently open runs, and the samples of each: one shared by all generators, or one each."""
 
     def __init__(self, name: str, workload: Workload, *, shares: Sequence[float], seed: int) -> None:
         self._workload = workload
@@ -99,7 +98,7 @@ class Runs:
         self.indices = [indices[first:last] for first, last in pairwise(ends)]
 
     async def open(self, client: BrokerClient, *, dispatch: str) -> None:
-        """Open them all, for one step."""
+        """Open all runs, for one step."""
         for run_id, indices in zip(self.ids, self.indices, strict=True):
             limits = broker_pb2.RunLimits(
                 groups_per_step=len(indices),
@@ -113,7 +112,7 @@ class Runs:
             await client.open_run(run_id, limits=limits, policy_version=0, policy=policy)
 
     async def wait_for_generators(self, client: BrokerClient, *, num_generators: int) -> None:
-        """Until so many, over all runs, hold weights and have room."""
+        """Wait until this many generators, over all runs, have loaded weights and free leases."""
         async with asyncio.timeout(READY_TIMEOUT_S):
             while True:
                 views = [view for run_id in self.ids for view in (await client.get_run(run_id)).generators]
@@ -122,7 +121,7 @@ class Runs:
                 await asyncio.sleep(0.05)
 
     async def submit(self, client: BrokerClient) -> None:
-        """Everything, in an order that says nothing of lengths."""
+        """Submit everything, in an order independent of lengths."""
         answers = await asyncio.gather(
             *(
                 client.submit_prompts(run_id, self._workload.prompts(indices))
@@ -134,12 +133,12 @@ class Runs:
             raise RuntimeError(f"a prompt was refused: {errors[0].message}")
 
     async def are_foreseen(self, client: BrokerClient) -> bool:
-        """Whether the scheduler answered when the broker last asked it."""
+        """Whether the scheduler answered the broker's latest request."""
         states = [(await client.get_run(run_id)).dispatch_state for run_id in self.ids]
         return all("forecasts of the scheduler" in state for state in states)
 
     async def wait_until_decoded(self, client: BrokerClient) -> float:
-        """Until every sample has its last token; returns the longest that looking took, seconds."""
+        """Wait until every sample has its last token; returns the longest duration of a poll, in seconds."""
         longest_s, looked_s = 0.0, time.monotonic()
         async with asyncio.timeout(STEP_TIMEOUT_S):
             for run_id, indices in zip(self.ids, self.indices, strict=True):
@@ -155,7 +154,7 @@ class Runs:
         return longest_s
 
     async def close(self, client: BrokerClient) -> None:
-        """Close them all."""
+        """Close all runs."""
         for run_id in self.ids:
             await client.close_run(run_id)
 
@@ -174,16 +173,16 @@ async def measure(
     """Time one step.
 
     Args:
-        around: Broker, scheduler, weights.
+        around: The services: broker, scheduler, weights.
         name: Unique among the measurements.
         machines: The fleet.
         workload: The samples.
         dispatch: A policy of the broker; or `random`, which deals the samples to the generators beforehand, at random,
-            as many as their rates bear, each of which then takes its own in order (StreamRL's baseline, where all
-            are alike and have as many).
-        forecast: Whose forecasts the scheduler gives.
-        pace: How fast.
-        seed: Of the order of submission.
+            in proportion to their rates; each then takes its own in order (StreamRL's baseline, where all are alike and
+            have equally many).
+        forecast: Source of the scheduler's forecasts.
+        pace: Speed of emulated time.
+        seed: Seed of the order of submission.
     """
     is_dealt = dispatch == "random"
     shares = [machine.tokens_per_second for machine in machines] if is_dealt else [1.0]
@@ -221,7 +220,7 @@ async def measure(
 async def measure_undisturbed(
     around: Surroundings, *, progress: Callable[[str], None], name: str, **arguments: Any
 ) -> Step:
-    """`measure`, MAX_TRIES times at most while other work on the machine disturbs it; the least disturbed one."""
+    """`measure`, repeated up to MAX_TRIES times while other work disturbs it; the least disturbed result."""
     steps: list[Step] = []
     while len(steps) < MAX_TRIES:
         step = await measure(around, name=f"{name}-{len(steps)}", **arguments)

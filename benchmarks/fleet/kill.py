@@ -1,11 +1,11 @@
-"""kill -9 of one of eight generator processes in the middle of long samples: what is decoded again, what time is lost.
+"""Kills one of eight generator processes with SIGKILL amid long samples: which tokens are repeated, what time is lost.
 
-In real time, with the lease that trainers ask for. Two kinds of step:
+In real time, with the lease that trainers request. Two kinds of step:
 
-- time: a step of samples as long as each other, with a death and without; the difference is what the death costs.
-- books: more samples than the fleet can begin, so that nothing moves to idle generators, and all generators are drained
-  once the dead one's samples have ended elsewhere. Every token that a survivor decoded is then stored or was decoded in
-  vain. Every stored sample is compared with the script that any of the engines follows, as far as it got.
+- time: a step of equally long samples, with a death and without; the difference is the cost of the death.
+- books: more samples than the fleet can start, so that nothing moves to idle generators, and all generators are drained
+  once the dead one's samples have ended elsewhere. Every token that a survivor decoded is then stored or wasted. The
+  stored part of every sample is compared with the script that all engines follow.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ from services.generator.engines.emulated.from_config import build_spec
 
 POLL_S = 0.05
 BOOKS_FACTOR = 10
-"""Enough that samples are queued until those of the dead generator have ended."""
+"""Enough to keep samples queued until those of the dead generator have ended."""
 DRAIN_TIMEOUT_S, DRAIN_POLL_S = 30.0, 1.0
 SETTLE_S = 0.5
-"""After a death, until what was on its way is stored."""
+"""Time after a death until what was in flight is stored."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,14 +54,14 @@ class _Generator:
     address: str
 
     async def num_decoded(self) -> int:
-        """Tokens so far, as it says."""
+        """Tokens so far, as it reports."""
         async with open_channel(self.address) as channel:
             stub = generator_pb2_grpc.GeneratorServiceStub(channel)
             view = await call(stub.GetGenerator, generator_pb2.GetGeneratorRequest(), peer=self.name)
         return view.num_tokens_generated
 
     async def drain(self) -> None:
-        """Let it give everything back, with all it decoded."""
+        """Make it return all its leases, with everything decoded."""
         request = generator_pb2.DrainGeneratorRequest()
         request.grace.FromSeconds(0)
         async with open_channel(self.address) as channel, asyncio.timeout(DRAIN_TIMEOUT_S):
@@ -73,19 +73,19 @@ class _Generator:
                 await asyncio.sleep(DRAIN_POLL_S)
 
     async def kill(self) -> None:
-        """Kill -9."""
+        """Kill it with SIGKILL."""
         self.process.process.kill()
         await self.process.process.wait()
 
 
 @dataclass(slots=True, kw_only=True)
 class _Death:
-    """What was known of the generator when it died."""
+    """The generator's known state when it died."""
 
     num_decoded: int
-    """Tokens, as it said last."""
+    """Tokens it last reported."""
     num_stored: int = 0
-    """Of its tokens, those that the broker had accepted."""
+    """Those of its tokens that the broker had accepted."""
     left: Mapping[int, SampleRecord]
     """The samples it left behind."""
 
@@ -102,12 +102,12 @@ async def compare(
     """Medians of times, sums of what must be zero.
 
     Args:
-        around: Broker, scheduler, weights.
-        num_samples: Of a step that is timed; BOOKS_FACTOR times as many where tokens are counted.
-        num_tokens: Of a sample, 10 % more or less.
+        around: The services: broker, scheduler, weights.
+        num_samples: Samples of a timed step; BOOKS_FACTOR times as many if tokens are counted.
+        num_tokens: Tokens of a sample, 10 % more or less.
         kill_after_s: When the first generator dies.
-        num_repetitions: Of each kind of step.
-        progress: Hears what is going on.
+        num_repetitions: Repetitions of each kind of step.
+        progress: Receives status messages.
     """
     undisturbed_s: list[float] = []
     deaths: list[dict[str, float]] = []
@@ -134,7 +134,7 @@ def _alike(num_samples: int, num_tokens: int, *, seed: int) -> Workload:
 
 
 class _Step:
-    """One step of eight H800 in real time under `auto`, forecasts exact."""
+    """One step of eight H800s in real time under `auto`, forecasts exact."""
 
     def __init__(self, around: Surroundings, name: str, workload: Workload) -> None:
         self._around, self._name, self._workload = around, name, workload
@@ -142,7 +142,7 @@ class _Step:
         workload.write_lengths(self._lengths)
 
     async def time(self, *, kill_after_s: float | None) -> dict[str, float]:
-        """Seconds until all is decoded; the first generator dies after so many, if any."""
+        """Seconds until all is decoded; the first generator dies after this many, if given."""
         name = f"{self._name}-{'undisturbed' if kill_after_s is None else 'disturbed'}"
         async with AsyncExitStack() as stack:
             client, store, runs, generators = await self._begin(stack, name)
@@ -161,7 +161,7 @@ class _Step:
         return numbers
 
     async def books(self, *, kill_after_s: float) -> dict[str, float]:
-        """What becomes of the tokens when the first generator dies."""
+        """Accounts for the tokens when the first generator dies."""
         async with AsyncExitStack() as stack:
             client, store, runs, (victim, *survivors) = await self._begin(stack, self._name)
             (run_id,) = runs.ids
@@ -192,7 +192,7 @@ class _Step:
         return client, store, runs, generators
 
     async def _count_wrong(self, store: RedisStore, run_id: str) -> int:
-        """Samples whose stored tokens are not, one by one, what an engine that nobody interrupts says first."""
+        """Samples whose stored tokens differ from an uninterrupted engine's first ones."""
         spec = build_spec(
             EmulatedEngineConfig(max_context_tokens=1 << 16),
             EmulatedConfig(lengths=self._lengths),
@@ -266,7 +266,7 @@ def _numbers(death: _Death, drained: Mapping[int, SampleRecord], num_decoded_by_
 
 
 def _longest_wait_s(death: _Death, records: Mapping[int, SampleRecord]) -> float:
-    """From the last token that was stored for a sample it left behind until somebody else had it."""
+    """Time from a left-behind sample's last stored token until another generator had it."""
     return max((records[index].lease_s - left.last_chunk_s for index, left in death.left.items()), default=0.0)
 
 

@@ -1,4 +1,4 @@
-"""The fleets: eight GPUs, alike as StreamRL's or unlike, and how many samples fit each at once."""
+"""Defines the fleets: eight GPUs, alike as StreamRL's or mixed, and each one's number of concurrent samples."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ FLEETS: dict[str, Sequence[str]] = {
     "unlike": ("H800", "H800", "H20", "H20", "A100-80", "A100-80", "A100-40", "L40S"),
 }
 SLOTS = {"kv_limited": 32, "roomy": 256}
-"""Samples that an H800 decodes at once, by regime; others in proportion to the memory that the weights leave them.
+"""Samples that an H800 decodes concurrently, by regime; others in proportion to the memory that the weights leave them.
 
 With 128 samples for each GPU the first is a quarter of them and the second more than all.
 """
@@ -35,7 +35,7 @@ class Machine:
 
     @property
     def tokens_per_second(self) -> float:
-        """With every slot filled."""
+        """Rate with all slots occupied."""
         times = TableSteps(table=STREAMRL_TABLE, slowdown=self.slowdown)
         return self.max_samples / times.step_s(self.max_samples, 0.0)
 
@@ -59,7 +59,7 @@ class Machine:
 
 
 def machines(fleet: str, regime: str) -> list[Machine]:
-    """The GPUs of a fleet in a regime."""
+    """GPUs of a fleet in a regime."""
     reference_room = Roofline(gpu=GPUS[_REFERENCE], model=_MODEL).kv_capacity_tokens
     return [
         Machine(

@@ -1,4 +1,4 @@
-"""What stands around the broker here: a scheduler that says what it is told, weights of one small file."""
+"""Provides the broker's surroundings: a scheduler with given forecasts, and weights of one small file."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ _Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class ToldScheduler(scheduler_pb2_grpc.SchedulerServiceServicer):
-    """Forecasts what it was told for a run."""
+    """Returns the forecasts it was given for a run."""
 
     def __init__(self) -> None:
         self._told: dict[str, dict[str, float]] = {}
 
     async def tell(self, run_id: str, forecasts: Sequence[float | None]) -> None:
-        """Forecast i is of sample i; None is no forecast."""
+        """Forecast i is of sample i; None means no forecast."""
         self._told[run_id] = {group_id(index): value for index, value in enumerate(forecasts) if value is not None}
 
     async def ForecastLengths(
         self, request: scheduler_pb2.ForecastLengthsRequest, _context: _Context
     ) -> scheduler_pb2.ForecastLengthsResponse:
-        """What was told."""
+        """Return the given forecasts."""
         told = self._told.get(request.run_id, {})
         forecasts = [
             scheduler_pb2.LengthForecast(expected_tokens=told.get(query.group_id)) for query in request.queries
@@ -43,7 +43,7 @@ class ToldScheduler(scheduler_pb2_grpc.SchedulerServiceServicer):
 
 
 class OneVersion(weights_pb2_grpc.WeightStoreServiceServicer):
-    """Version 0 of whatever run is asked for."""
+    """Version 0 of any requested run."""
 
     def __init__(self, path: Path, url: str) -> None:
         self._manifest = make_manifest(path, url=url)
@@ -70,7 +70,7 @@ class OneVersion(weights_pb2_grpc.WeightStoreServiceServicer):
     async def ReportHolding(
         self, _request: weights_pb2.ReportHoldingRequest, _context: _Context
     ) -> weights_pb2.ReportHoldingResponse:
-        """Fine."""
+        """Accept."""
         return weights_pb2.ReportHoldingResponse(newest_version=0)
 
     def _of(self, run_id: str) -> weights_pb2.WeightsManifest:
@@ -82,11 +82,11 @@ class OneVersion(weights_pb2_grpc.WeightStoreServiceServicer):
 
 @asynccontextmanager
 async def serving_surroundings(folder: Path) -> AsyncIterator[tuple[ToldScheduler, str]]:
-    """The scheduler, and the address at which it and the weights are served."""
+    """The address of the running scheduler and weight store."""
     path = folder / "weights.safetensors"
     save_file({"model.weight": np.arange(64, dtype=np.float32)}, path)
     async with _serving_file(path) as url:
-        # What they leave out is not asked for here.
+        # The calls left out are not made here.
         scheduler = ToldScheduler()  # type: ignore[abstract]
         weights = OneVersion(path, url)  # type: ignore[abstract]
         services = [

@@ -1,4 +1,4 @@
-"""Every arm of the fleet experiment, repetitions interleaved, and what `penstock bench fleet` reports."""
+"""Runs every arm of the fleet experiment, repetitions interleaved, and reports for `penstock bench fleet`."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ ARMS = (
     ("auto", "ranker"),
     ("auto", "oracle"),
 )
-"""Dispatch policy and who forecasts lengths; everything is relative to the first."""
+"""Dispatch policy and source of forecasts; everything is relative to the first."""
 SCALING_ARMS = (BASELINE, ("lpt", "ranker"), ("streamrl", "oracle"))
 SCALING_CELL = ("unlike", "kv_limited")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """How much is measured."""
+    """How much to measure."""
 
     num_repetitions: int
     num_samples: int
@@ -42,12 +42,12 @@ class Plan:
     cells: Sequence[tuple[str, str]]
     """Fleet and regime."""
     arms: Sequence[tuple[str, str]]
-    """Of ARMS; the first is what the others are compared with."""
+    """Arms out of ARMS; the others are compared with the first."""
     time_scale: float
     other_time_scale: float | None
-    """SCALING_ARMS are measured at this one, too."""
+    """Time scale at which SCALING_ARMS are measured too."""
     trained_cells: Sequence[tuple[str, str]]
-    """Where the forecasts of a real scheduler are tried."""
+    """Where to try a real scheduler's forecasts."""
     kill_samples: int
     kill_tokens: int
     kill_after_s: float
@@ -82,7 +82,7 @@ QUICK = Plan(
 
 
 async def run(plan: Plan, *, redis_server: Path, progress: Callable[[str], None]) -> Result:
-    """Measure everything; `progress` hears what is going on."""
+    """Measure everything; `progress` receives status messages."""
     async with staged(redis_server) as around:
         result = await _dispatch(around, plan, progress)
         result |= await _trained(around, plan, progress)
@@ -140,7 +140,7 @@ async def _trained(around: Surroundings, plan: Plan, progress: Callable[[str], N
 
 
 def _measurements(plan: Plan, repetition: int) -> Iterator[tuple[str, str, str, tuple[str, str], float]]:
-    """Table, fleet, regime, arm and time scale; each repetition begins with another arm."""
+    """Table, fleet, regime, arm and time scale; each repetition starts with another arm."""
     for fleet, regime in plan.cells:
         for arm in _rotated(plan.arms, repetition):
             yield f"{fleet}_{regime}", fleet, regime, arm, plan.time_scale
@@ -161,7 +161,7 @@ def _arm(dispatch: str, forecast: str) -> str:
 
 
 def _summary(times: dict[str, list[float]]) -> Result:
-    """Medians over the repetitions of the ratio to the baseline in the same repetition, with least and largest."""
+    """Medians over the repetitions of the ratio to the same repetition's baseline, with minimum and maximum."""
     baseline = times[_arm(*BASELINE)]
     ratios = {
         arm: [time_s / base_s for time_s, base_s in zip(values, baseline, strict=True)] for arm, values in times.items()

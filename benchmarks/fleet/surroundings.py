@@ -1,4 +1,4 @@
-"""What stands around the emulated GPUs of a benchmark: Redis, broker, weights, and a scheduler told its forecasts."""
+"""Runs the services around a benchmark's emulated GPUs: Redis, broker, weights, a scheduler with given forecasts."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from benchmarks.scratch import scratch_folder
 
 @asynccontextmanager
 async def staged(redis_server: Path) -> AsyncIterator[Surroundings]:
-    """Starts all of it in a folder of its own, and ends it."""
+    """Starts everything in its own folder, and stops it."""
     with scratch_folder() as folder:
         async with (
             serving_surroundings(folder) as (scheduler, address),

@@ -1,8 +1,8 @@
-"""Dispatch by what a real scheduler learned: prompts that show part of their difficulty, a ranker fitted to others.
+"""Dispatches by forecasts that a real scheduler learned: prompts show part of their difficulty to a ranker.
 
-The prompts are those of `benchmarks.ranker`: lengths follow StreamRL's histogram, and an oracle that sees all that a
-prompt shows finds 0.9 of the longest fifth. The scheduler begins with a file of NUM_PAIRS of them and their lengths;
-the prompts of the measured step are others.
+The prompts are those of `benchmarks.ranker`: lengths follow StreamRL's histogram, and an oracle that sees everything a
+prompt shows finds 0.9 of the longest fifth. The scheduler starts from a file of NUM_PAIRS of them with lengths; the
+measured step has other prompts.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def recalls(found: dict[str, list[float]]) -> dict[str, Any]:
 
 
 class _Learned:
-    """Waits for a scheduler to have a model of a run."""
+    """Waits for a scheduler's model of a run."""
 
     def __init__(self, address: str, workload: Workload) -> None:
         self._address = address
@@ -95,10 +95,10 @@ class _Learned:
             for index, prompt in enumerate(workload.prompts(range(len(workload.lengths))))
         ]
         self.forecasts: list[float | None] = []
-        """The newest."""
+        """The newest forecasts."""
 
     async def wait(self, run_id: str, _forecasts: Sequence[float | None]) -> None:
-        """Until the run's lengths are forecast by a model; a run begins with the pairs that the scheduler was given."""
+        """Wait until a model forecasts the run's lengths; a run starts from the scheduler's file of pairs."""
         request = scheduler_pb2.ForecastLengthsRequest(run_id=run_id, queries=self._queries)
         async with open_channel(self._address) as channel, asyncio.timeout(FIT_TIMEOUT_S):
             stub = scheduler_pb2_grpc.SchedulerServiceStub(channel)

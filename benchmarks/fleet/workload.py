@@ -1,4 +1,4 @@
-"""The samples of one step: StreamRL's lengths, and what a ranker would say of them. From a seed."""
+"""Makes the samples of one step from a seed: StreamRL's lengths, and a ranker's forecasts of them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ NUM_PROMPT_TOKENS = 128
 MAX_NEW_TOKENS = 20_480
 STOP_TOKEN_ID = 0
 RANKER_SIGMA = 0.25
-"""Standard deviation of the logarithm of forecast over length: as good as StreamRL's rankers (recall in the result)."""
+"""Standard deviation of the logarithm of forecast over length: as good as StreamRL's rankers (the result has the
+recall)."""
 TAIL_SHARES = (0.2, 0.1, 0.05)
 _SAME_TOKEN_IDS = int32_bytes(np.arange(1, NUM_PROMPT_TOKENS + 1) % 64)
 
@@ -28,16 +29,16 @@ class Workload:
 
     lengths: Sequence[int]
     forecasts: dict[str, Sequence[float | None]]
-    """By who makes them: `oracle`, `ranker`, `none`."""
+    """Forecasts by source: `oracle`, `ranker`, `none`."""
     prompt_token_ids: Sequence[bytes] | None = None
-    """int32[] each; unset gives all prompts the same tokens, for nothing is learned from them."""
+    """Token ids, int32[] each; unset gives all prompts the same tokens, from which nothing is learned."""
 
     def write_lengths(self, path: Path) -> None:
-        """For the emulated engines to replay."""
+        """Lengths for the emulated engines to replay."""
         path.write_text("".join(f"{length}\n" for length in self.lengths), encoding="utf-8")
 
     def prompts(self, indices: Sequence[int]) -> list[types_pb2.Prompt]:
-        """Prompts whose one sample each replays the length of that index."""
+        """Prompts whose single samples replay the lengths of these indices."""
         return [
             types_pb2.Prompt(
                 group_id=group_id(index),
@@ -53,7 +54,7 @@ class Workload:
 
 
 def recall(lengths: Sequence[int], forecasts: Sequence[float | None], share: float) -> float:
-    """Part of the longest `share` of the samples that the forecasts put among their longest."""
+    """Share of the longest `share` of the samples that the forecasts rank among the longest."""
     count = max(1, round(share * len(lengths)))
     true = set(np.argsort(lengths)[-count:].tolist())
     said = set(np.argsort(np.asarray(forecasts, float))[-count:].tolist())

@@ -1,1 +1,1 @@
-"""What in-flight updates cost a real engine, and what its concurrency should be."""
+"""Measures the cost of in-flight updates in a real engine, and its best concurrency."""

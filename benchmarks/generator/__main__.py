@@ -1,4 +1,4 @@
-"""Measure updates in flight on a real vLLM engine, and concurrency on it and on an emulated GPU."""
+"""Measure in-flight updates on a real vLLM engine, and concurrency on it and on an emulated GPU."""
 
 from __future__ import annotations
 

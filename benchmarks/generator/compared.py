@@ -1,4 +1,4 @@
-"""A rule against a sweep of fixed settings: against the best of all, and against the best that preempts little."""
+"""Compares a rule with a sweep of fixed settings: with the best of all, and the best that preempts little."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ from collections.abc import Mapping
 from typing import Any
 
 CALM_SHARE = 0.02
-"""Preemptions over samples up to which a fixed setting counts as calm."""
+"""Preemptions per sample up to which a fixed setting counts as calm."""
 
 
 def compared(rule: Mapping[str, float], swept: Mapping[int, Mapping[str, float]], *, rate: str) -> dict[str, Any]:
-    """What both tables of concurrency report.
+    """The common result of both tables of concurrency.
 
     Args:
-        rule: Its numbers: `rate`, `preempted_share` and `mean_samples`.
-        swept: The same of each fixed number of samples at once.
-        rate: Which number is to be high.
+        rule: The rule's numbers: `rate`, `preempted_share` and `mean_samples`.
+        swept: The same for each fixed number of concurrent samples.
+        rate: The number to maximise.
     """
     best = max(swept, key=lambda number: swept[number][rate])
     calm = [number for number in swept if swept[number]["preempted_share"] <= CALM_SHARE]

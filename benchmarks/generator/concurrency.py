@@ -1,7 +1,7 @@
-"""Concurrency by measured KV pressure against fixed settings, on an emulated GPU in virtual time.
+"""Compares concurrency by measured KV pressure with fixed settings, on an emulated GPU in virtual time.
 
-One generator with more work than it can hold decodes the same samples under each setting: a fixed number of samples
-at once, or as many as `services.generator.decoding.kv_headroom` asks for. The emulated GPU
+One generator with more work than it can fit decodes the same samples under each setting: a fixed number of concurrent
+samples, or as many as `services.generator.decoding.kv_headroom` asks for. The emulated GPU
 (`services.generator.emulation`) preempts and prefills as vLLM does, so too many samples at once cost recomputation
 and too few leave the GPU idle.
 """
@@ -21,16 +21,16 @@ from services.generator.emulation.length_law import HistogramLengths, LengthLaw,
 from services.generator.emulation.roofline import Roofline
 
 BEAT_S = 0.05
-"""A generator asks for leases this often while samples end."""
+"""A generator requests leases this often while samples end."""
 FIXED_SETTINGS = (8, 16, 20, 24, 32, 40, 44, 48, 64, 72, 80, 96, 104, 128, 256)
 WARM_UP_SHARE = 0.25
-"""Of the samples, before counting begins; it ends when the last one has begun."""
+"""Share of the samples before counting starts; it ends when the last one has started."""
 MAX_SAMPLES = 512
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
-    """Samples and the room for them."""
+    """Samples and the memory for them."""
 
     name: str
     lengths: LengthLaw
@@ -42,13 +42,13 @@ class Workload:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """One setting's run."""
+    """A run of one setting."""
 
     tokens_per_second: float
     preempted_share: float
-    """Preemptions over samples."""
+    """Preemptions per sample."""
     mean_samples: float
-    """Samples at once, over time."""
+    """Concurrent samples, averaged over time."""
 
 
 WORKLOADS = (

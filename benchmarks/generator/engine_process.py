@@ -1,9 +1,9 @@
-"""One vLLM engine that is kept busy, with and without updates in turn.
+"""Runs one busy vLLM engine, alternately with and without updates.
 
-A process of its own: `python -m benchmarks.generator.engine_process MODEL_DIR RESULT.json PLAN_JSON`.
+A separate process: `python -m benchmarks.generator.engine_process MODEL_DIR RESULT.json PLAN_JSON`.
 
-Windows without updates and windows with an update every few seconds take turns in the same engine, so that other work
-on the machine meets both. The result file has one row a window and the finished samples, for replaying.
+Windows without updates alternate with windows with an update every few seconds in the same engine, so that other work
+on the machine affects both. The result file has one row per window and the finished samples, for replaying.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ FINISH_TIMEOUT_S = 120.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EnginePlan:
-    """How much is done."""
+    """How much to do."""
 
     num_cycles: int
     """Rounds of all WINDOWS."""
@@ -51,33 +51,33 @@ class EnginePlan:
 
 @dataclass(slots=True, kw_only=True)
 class FinishedSample:
-    """A sample as the engine yielded it."""
+    """A sample as yielded by the engine."""
 
     prompt: list[int]
     num_asked: int
-    """Tokens it should have."""
+    """Intended tokens."""
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
-    """Of each token."""
+    """Version of each token."""
     finish_reason: str = ""
 
 
 @dataclass(slots=True, kw_only=True)
 class Window:
-    """What one window brought."""
+    """Result of one window."""
 
     mode: str | None
-    """None without updates."""
+    """Mode of updates; None without updates."""
     tokens_per_second: float = 0.0
     tokens_per_cpu_second: float = 0.0
-    """Of this process and the engine's together: what other work on the machine changes least."""
+    """Rate over the CPU time of this process and the engine: the number least affected by other work on the machine."""
     pauses_s: list[float] = field(default_factory=list)
     num_recomputed_tokens: int = 0
 
 
 class BusyEngine:
-    """Keeps `num_concurrent` samples going and remembers all of them."""
+    """Keeps `num_concurrent` samples running and records all of them."""
 
     def __init__(self, engine: VllmEngine, plan: EnginePlan, files: Sequence[Path]) -> None:
         self._engine = engine
@@ -89,10 +89,10 @@ class BusyEngine:
         self.samples: list[FinishedSample] = []
         self.version_files: dict[int, str] = {0: str(files[0])}
         self.modes: dict[int, str] = {}
-        """How each version was taken."""
+        """Mode in which each version was loaded."""
 
     async def measure(self) -> list[Window]:
-        """Run the plan."""
+        """Runs the plan."""
         tasks = [asyncio.create_task(self._keep_busy()) for _ in range(self._plan.num_concurrent)]
         windows: list[Window] = []
         try:
@@ -155,7 +155,7 @@ class BusyEngine:
 
 
 async def run(model_path: Path, plan: EnginePlan) -> dict[str, Any]:
-    """Measure; returns what the result file holds."""
+    """Measure; returns the contents of the result file."""
     files = [model_path / "model.safetensors", *sorted((model_path / "versions").iterdir())]
     engine = VllmEngine(VllmSettings(model_path=model_path, dtype="float32", kv_cache_gib=0.25, seed=plan.seed))
     await engine.start()

@@ -1,10 +1,10 @@
-"""Concurrency by measured KV pressure against fixed settings, on a real vLLM engine with a small KV cache.
+"""Compares concurrency by measured KV pressure with fixed settings, on a real vLLM engine with a small KV cache.
 
-A process of its own: `python -m benchmarks.generator.kv_pressure MODEL_DIR RESULT.json PLAN_JSON`.
+A separate process: `python -m benchmarks.generator.kv_pressure MODEL_DIR RESULT.json PLAN_JSON`.
 
-One engine decodes the same samples under each setting, one setting after the other, as often as the plan says: other
-work on the machine meets all of them. Each begins with an empty engine and is counted from when a quarter of its
-samples has ended until the last has begun; the rule remembers what it learned in the repetitions before.
+One engine decodes the same samples under each setting, one setting after the other, as often as the plan says, so that
+other work on the machine affects all of them. Each starts with an empty engine and is counted from the end of a quarter
+of its samples until the last one starts; the rule keeps what it learned in earlier repetitions.
 """
 
 from __future__ import annotations
@@ -39,30 +39,30 @@ WINDOW_TIMEOUT_S = 900.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PressurePlan:
-    """How much is measured."""
+    """How much to measure."""
 
     fixed_settings: tuple[int, ...]
-    """Samples at once."""
+    """Numbers of concurrent samples."""
     num_repetitions: int
     num_samples: int
-    """Of each setting in each repetition."""
+    """Samples of each setting in each repetition."""
     kv_cache_gib: float
     seed: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PressureWindow:
-    """One setting, once."""
+    """One repetition of a setting."""
 
     fixed: int | None
-    """None: as many as the rule asks for."""
+    """Fixed concurrency; None uses the rule's."""
     tokens_per_second: float
     tokens_per_cpu_second: float
-    """Of this process and the engine's together: what other work on the machine changes least."""
+    """Rate over the CPU time of this process and the engine: the number least affected by other work on the machine."""
     preempted_share: float
-    """Preemptions over samples."""
+    """Preemptions per sample."""
     mean_samples: float
-    """Samples at once, over the beats."""
+    """Concurrent samples, averaged over the heartbeats."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,14 +75,14 @@ class _Mark:
 
 
 class _OwnPreemptions:
-    """The engine as the rule sees it: without the preemptions of the fixed settings."""
+    """The engine as the rule sees it: without preemptions caused by the fixed settings."""
 
     def __init__(self, engine: VllmEngine) -> None:
         self._engine = engine
         self.num_others = 0
 
     def profile(self) -> EngineProfile:
-        """Its room."""
+        """Its capacity."""
         return self._engine.profile()
 
     def stats(self) -> EngineStats:
@@ -92,7 +92,7 @@ class _OwnPreemptions:
 
 
 class PressedEngine:
-    """Has more samples to decode than the engine's KV cache bears."""
+    """Has more samples to decode than fit into the engine's KV cache."""
 
     def __init__(self, engine: VllmEngine, *, num_samples: int) -> None:
         self._engine = engine
@@ -101,7 +101,7 @@ class PressedEngine:
         self._view = _OwnPreemptions(engine)
         self._credit = Credit(self._view)
         self._held: dict[asyncio.Task[None], list[int]] = {}
-        """Samples under way, and how many tokens each has."""
+        """Samples under way, and each one's tokens."""
 
     async def measure(self, *, fixed: int | None, seed: int) -> PressureWindow:
         """Decode all samples of one repetition under one setting."""
@@ -180,12 +180,12 @@ class PressedEngine:
 
 
 def _sample(num_new_tokens: int) -> RunningSample:
-    # Nobody knows how long a sample gets: the limit is that of all.
+    # Sample lengths are unknown in advance: the limit is that of all.
     return RunningSample(num_prompt_tokens=PROMPT_TOKENS, num_new_tokens=num_new_tokens, max_new_tokens=MAX_TOKENS)
 
 
 async def run(model_path: Path, plan: PressurePlan) -> dict[str, Any]:
-    """Measure; returns what the result file holds."""
+    """Measure; returns the contents of the result file."""
     engine = VllmEngine(
         VllmSettings(
             model_path=model_path,

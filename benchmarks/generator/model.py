@@ -1,4 +1,4 @@
-"""A model of the quick start's size and the versions that a trainer would have published, as files."""
+"""Writes a model of the quick start's size and the versions that a trainer would have published."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from pathlib import Path
 VOCAB_SIZE = 64
 MAX_CONTEXT = 512
 UPDATE_SCALE = 0.002
-"""Standard deviation of what separates a version from the first, per weight; the weights' own is 0.08. Some five Adam
+"""Standard deviation of a version's difference from the first, per weight; the weights' own is 0.08. About five Adam
 steps at the quick start's learning rate of 4e-4."""
 
 
 def make_model(directory: Path, *, num_versions: int, max_context: int = MAX_CONTEXT, seed: int = 0) -> Sequence[Path]:
-    """Write a Qwen2 model of 0.8 M parameters, and its versions; returns the versions' files, the first being its own.
+    """Write a Qwen2 model of 0.8 M parameters and its versions; returns the versions' files, the first being its own.
 
-    The weights are random: it says nothing, at the speed of one that does, and its distributions are far from uniform.
+    The weights are random: its output is meaningless, but its speed is real and its distributions are far from uniform.
     """
     import torch
     from safetensors.torch import load_file, save_file

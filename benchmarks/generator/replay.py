@@ -1,11 +1,11 @@
-"""Log-probs of finished samples computed again with plain transformers, under each version they name.
+"""Recomputes the log-probs of finished samples with plain transformers, under each version they name.
 
 For a token sampled by version v, two numbers:
 
-- *replayed*: what v's weights give over the KV cache that the engine had: made anew by v where it was taken in mode
-  `recompute`, left by the versions before where it was taken in mode `keep`. The engine agrees, or a version is wrong.
-- *fresh*: what v's weights give over a context that v itself has read, as a trainer computes it. What separates it from
-  the engine's is the gap that keeping costs.
+- *replayed*: what v's weights give over the KV cache that the engine had: recomputed by v if it was loaded in mode
+  `recompute`, left from earlier versions if in mode `keep`. Unless the engine agrees, a version is wrong.
+- *fresh*: what v's weights give over a context that v itself has read, as a trainer computes it. Its difference from
+  the engine's is the gap caused by keeping.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ Floats = npt.NDArray[np.float64]
 
 
 class Replayer:
-    """Holds every version's model.
+    """Keeps every version's model.
 
     Args:
         model_path: The model's folder.
         version_files: The weights of each version.
-        recomputed: Versions that were taken in mode `recompute`.
+        recomputed: Versions that were loaded in mode `recompute`.
     """
 
     def __init__(self, model_path: Path, version_files: Mapping[int, str], recomputed: frozenset[int]) -> None:
-        # A second thread gains a model this small nothing, and where cores are shared it spins.
+        # A second thread does not help a model this small, and on shared cores it spins.
         torch.set_num_threads(1)
         self._recomputed = recomputed
         by_file: dict[str, Any] = {}

@@ -1,4 +1,4 @@
-"""`penstock bench generator`: what updates in flight cost a real vLLM engine, and what its concurrency should be."""
+"""Measures in-flight updates on a real vLLM engine, and its best concurrency: `penstock bench generator`."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ PARTS = ("updates", "pressure", "concurrency")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """How much is measured."""
+    """How much to measure."""
 
     num_engines: int
     num_cycles: int
     window_s: float
     update_interval_s: float
     max_replayed: int
-    """Samples of each engine and mode whose log-probs are computed again."""
+    """Samples of each engine and mode whose log-probs are recomputed."""
     workloads: Sequence[concurrency.Workload]
     fixed_settings: Sequence[int]
     pressure: PressurePlan
@@ -69,7 +69,7 @@ QUICK = Plan(
 
 
 async def run(plan: Plan, *, progress: Progress, parts: Sequence[str] = PARTS) -> Result:
-    """Measure these parts; `progress` hears what is going on."""
+    """Measure these parts; `progress` receives status messages."""
     result: Result = {"settings": {**asdict(plan), "workloads": [workload.name for workload in plan.workloads]}}
     if "updates" in parts:
         result |= await _updates(plan, progress)
@@ -207,7 +207,7 @@ def _is_whole(sample: Mapping[str, Any]) -> bool:
 
 
 def _lived_through(sample: Mapping[str, Any], modes: Mapping[int, str], mode: UpdateMode) -> bool:
-    """Whether updates came while it was decoded, all in this mode."""
+    """Whether updates arrived while it was decoded, all in this mode."""
     versions = sample["versions"]
     taken = {modes[version] for version in range(versions[0] + 1, versions[-1] + 1)} if versions else set()
     return taken == {mode}

@@ -1,1 +1,1 @@
-"""Forecasts of output lengths: how good and how quick, on data whose best possible forecast is known."""
+"""Measures forecasts of output lengths: quality and speed, on data whose best possible forecast is known."""

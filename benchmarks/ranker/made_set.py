@@ -1,10 +1,10 @@
-"""A made long-tail data set: StreamRL's histogram of lengths, and a difficulty that a prompt shows only in part.
+"""Makes a synthetic long-tail data set: StreamRL's lengths, and difficulty that a prompt shows only in part.
 
-A prompt is a task inside a story. What makes the answer long: the task's subject (each of 40 has its own difficulty),
-what is asked about it (ten kinds, which are harder for some families of subjects than for others), how many conditions
-are added, and how large the number in it is. The story makes the prompt long and says nothing. On top comes a part of
-the difficulty that no prompt shows. Difficulty is mapped to lengths by rank, so that lengths follow the histogram of
-StreamRL's Figure 7 whatever the difficulty's distribution.
+A prompt is a task inside a story. The answer's length depends on the task's subject (each of 40 has its own
+difficulty), the question about it (ten kinds, which are harder for some families of subjects than for others), the
+number of added conditions, and the size of the number in it. The story makes the prompt long without any information. A
+further part of the difficulty is hidden. Difficulty is mapped to lengths by rank, so that lengths follow the histogram
+of StreamRL's Figure 7 whatever the difficulty's distribution.
 
 The oracle knows the shown difficulty itself. Length rises with shown + hidden, and hidden is independent of shown, so
 no forecast from the prompt ranks better: it is computed, not estimated.
@@ -24,26 +24,26 @@ from benchmarks.dispatch.scenarios import histogram_quantile
 from services.scheduler.lengths.prompt_features import PromptView, make_prompt
 
 SHOWN_SHARE = 0.983
-"""Correlation of a prompt's shown difficulty with all of it; at this the oracle finds 0.9 of the longest fifth."""
+"""Correlation of a prompt's shown difficulty with the whole; with it the oracle finds 0.9 of the longest fifth."""
 _NUM_SUBJECTS, _NUM_FAMILIES, _NUM_ASKS, _NUM_CONDITIONS = 40, 5, 10, 4
 _NUM_STORY_WORDS, _MAX_CONDITIONS = 300, 6
 _FIRST_TASK_ID = 1000
-"""Token ids: story words come below."""
+"""First token id of task words; story words come below."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MadePrompt:
-    """A prompt and what is true of it."""
+    """A prompt and its true properties."""
 
     prompt: PromptView
     shown: float
-    """Difficulty that the prompt shows; the oracle's forecast, in no unit."""
+    """Difficulty that the prompt shows; the oracle's forecast, without a unit."""
     length: int
-    """Of its completion, tokens."""
+    """Length of its completion in tokens."""
 
 
 def make_set(*, seed: int, num_prompts: int, shown_share: float = SHOWN_SHARE) -> list[MadePrompt]:
-    """Prompts as token ids, with lengths; the same seed gives the same ones."""
+    """Prompts as token ids, with lengths; deterministic in the seed."""
     rng = random.Random(seed)
     task = _Task(rng)
     drawn = [task.draw(rng) for _ in range(num_prompts)]
@@ -64,7 +64,7 @@ def _ranked_lengths(difficulty: npt.NDArray[np.float64]) -> list[int]:
 
 
 class _Task:
-    """What makes answers long in one data set."""
+    """The parameters of difficulty in one data set."""
 
     def __init__(self, rng: random.Random) -> None:
         self._subjects = [rng.gauss(0.0, 1.0) for _ in range(_NUM_SUBJECTS)]
@@ -73,7 +73,7 @@ class _Task:
         self._story_weights = [1.0 / (rank + 2) for rank in range(_NUM_STORY_WORDS)]
 
     def draw(self, rng: random.Random) -> tuple[Sequence[int], float]:
-        """Token ids of a prompt, and the difficulty that they show."""
+        """Token ids of a prompt, and their shown difficulty."""
         subject, ask = rng.randrange(_NUM_SUBJECTS), rng.randrange(_NUM_ASKS)
         num_conditions = min(_MAX_CONDITIONS, int(rng.expovariate(0.6)))
         number = rng.randint(2, 99)

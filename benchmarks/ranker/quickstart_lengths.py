@@ -1,7 +1,7 @@
-"""How long answers to the quick start's problems are, as its warm start writes them: data for `penstock bench ranker`.
+"""Draws the lengths of the warm start's answers to the quick start's problems, for `penstock bench ranker`.
 
 A token is a character; the end of the answer is one more. An answer's length follows from the number of terms, which
-the prompt shows, and from the slips, which nobody can foresee: the oracle is the mean over many answers.
+the prompt shows, and from the slips, which are unpredictable: the oracle is the mean over many answers.
 """
 
 from __future__ import annotations

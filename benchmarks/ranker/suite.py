@@ -1,10 +1,10 @@
-"""Teaches the scheduler's own forecaster a data set and measures what it makes of the rest.
+"""Teaches the scheduler's own forecaster part of a data set and measures its forecasts of the rest.
 
 - `held_out`: fitted to four fifths of the prompts, tested on the last fifth, one sample a prompt; beside it the
   baseline by prompt length and, where it is known, the oracle that has the same information.
-- `doubled`: the same forecasts when every length doubles, more or less: what happens to order and to error.
-- `prequential`: step by step as a run goes, each forecast made before its lengths are known, fits in between.
-- `speed`: seconds of a fit, milliseconds of a call for 1,024 prompts, and of calls for 32 while a fit goes on.
+- `doubled`: the same forecasts when every length roughly doubles: the effect on order and error.
+- `prequential`: step by step as in a run, each forecast made before its lengths are known, with fits in between.
+- `speed`: seconds of a fit, milliseconds of a call for 1,024 prompts, and of calls for 32 during a fit.
 """
 
 from __future__ import annotations
@@ -48,17 +48,17 @@ Result = dict[str, Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataSet:
-    """Prompts in the order in which they come, and the lengths of their samples."""
+    """Prompts in order of arrival, and the lengths of their samples."""
 
     prompts: Sequence[PromptView]
     lengths: Floats
     """Tokens, [num_prompts, group_size]; the first of a group is its prompt's only sample in `held_out`."""
     oracle: Floats | None = None
-    """A forecast that no other with the same information ranks better than, in any unit, [num_prompts]."""
+    """A forecast with the best possible ranking for its information, in any unit, [num_prompts]."""
 
 
 def made_data(*, seed: int, num_prompts: int) -> DataSet:
-    """The made long-tail set; siblings vary around their prompt's length."""
+    """The synthetic long-tail set; siblings vary around their prompt's length."""
     made = make_set(seed=seed, num_prompts=num_prompts)
     own = np.array([float(each.length) for each in made])
     noise = np.random.default_rng(seed).lognormal(0.0, WITHIN_GROUP_SIGMA, (num_prompts, _GROUP_SIZE))
@@ -71,7 +71,7 @@ def made_data(*, seed: int, num_prompts: int) -> DataSet:
 
 
 async def run(datasets: dict[str, DataSet], *, learners: Sequence[Learner], progress: Callable[[str], None]) -> Result:
-    """All numbers of all data sets."""
+    """Results for all data sets."""
     result: Result = {}
     for name, data in datasets.items():
         progress(f"{name}: held out")
@@ -208,7 +208,7 @@ def _numbers(lengths: Floats, forecasts: Floats, intervals: Floats | None = None
 
 
 def _ranks(lengths: Floats, forecasts: Floats) -> Result:
-    """Of a forecast that is not in tokens."""
+    """Quality of a forecast that is not in tokens."""
     numbers = _numbers(lengths, forecasts)
     return {name: value for name, value in numbers.items() if name.startswith("recall") or name == "spearman"}
 
