@@ -1,1 +1,1 @@
-"""What a person uses: the `penstock` command, the local launcher, the live view and the report of a run."""
+"""The user interface: the `penstock` command, the local launcher, the live view and the report of a run."""

@@ -1,4 +1,4 @@
-"""`python -m console` is the `penstock` command; the launcher starts services through it."""
+"""Runs the `penstock` command as `python -m console`; the launcher starts services this way."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""The `penstock` command: names, options and help. What a command does lives in modules of its own.
+"""Defines the `penstock` command: names, options and help. Each command is implemented in its own module.
 
-Imports nothing but typer until a command runs, so that `--help` answers at once. Mistakes of the user are told in one
-line each on stderr, with exit status 2 and no traceback.
+Imports nothing but typer until a command runs, so that `--help` answers at once. User errors are reported on stderr,
+one line each, with exit status 2 and no traceback.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def run(
 ) -> int:
     """Train: start what the config says is local, attach to the rest, follow the run to its end.
 
-    Exit status: 0 completed, 1 failed, 2 a mistake in what was asked for, 130 interrupted (continue with --resume).
+    Exit status: 0 completed, 1 failed, 2 user error, 130 interrupted (continue with --resume).
 
     Examples:
       penstock run examples/quickstart.yaml
@@ -115,7 +115,7 @@ def serve(
 ) -> None:
     """Run one service in this process until SIGTERM or Ctrl-C.
 
-    A trainer takes run folders, models and data below allowed_roots only; unless set, below the working directory.
+    A trainer accepts run folders, models and data below allowed_roots only (default: the working directory).
 
     Examples:
       penstock serve broker redis_url=redis://redis:6379/0 --listen 0.0.0.0:7301
@@ -149,7 +149,7 @@ def reward_serve(
 def reward_check(
     target: Annotated[str, typer.Argument(metavar="HOST:PORT", help="A running reward model, in any language.")],
 ) -> int:
-    """Say whether a reward model keeps the contract; exit status 1 when it does not.
+    """Check that a reward model keeps the contract; exit status 1 if it does not.
 
     Example:
       penstock reward check 127.0.0.1:7310
@@ -161,7 +161,7 @@ def reward_check(
 
 @command(reward_app, "resolve", hidden=True)
 def reward_resolve(model: Annotated[str, typer.Argument(metavar="MODEL")]) -> None:
-    """Say whether a reward model's name can be loaded here; `penstock run` asks before it starts anything."""
+    """Check that a reward model's name can be loaded here; `penstock run` does so before it starts anything."""
     from console.serve.rewards import resolve_reward
 
     resolve_reward(model)
@@ -175,7 +175,7 @@ def status(
     watch: Annotated[bool, typer.Option("--watch", "-w", help="Go on, every second, until Ctrl-C.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON document, with --watch one a line.")] = False,
 ) -> int:
-    """Show a run: its queues, its generators, and of every stall who is waited for, since when and why.
+    """Show a run: its queues, its generators, and every stall with its cause and duration.
 
     Exit status 1 when the broker does not answer.
 
@@ -201,8 +201,8 @@ def audit(
 ) -> int:
     """Check submitted = trained + dropped + in flight, live or afterwards; exit status 1 when it does not hold.
 
-    The table says what was trained and what was dropped by completion length: where the share lost grows with the
-    length, the run prefers short samples.
+    The table shows trained and dropped samples by completion length: if the share lost grows with the length, the run
+    prefers short samples.
 
     Examples:
       penstock audit runs/run-20260101-120000
@@ -215,7 +215,7 @@ def audit(
 
 @command(app)
 def report(run_dir: RunDir) -> int:
-    """Make report.html of a run again, also while the run is under way.
+    """Regenerate report.html of a run, also while the run is under way.
 
     Example:
       penstock report runs/run-20260101-120000
@@ -269,7 +269,7 @@ def stop(run_dir: RunDir) -> int:
 
 @command(app)
 def doctor() -> int:
-    """Say what this machine has for a run, and what is missing; exit status 1 when a run cannot be made.
+    """Check what a run needs on this machine, and what is missing; exit status 1 if a run is impossible.
 
     Example:
       penstock doctor

@@ -1,1 +1,1 @@
-"""Certificates of a cluster: an authority in a folder, and short-lived certificates that name their holder's roles."""
+"""Issues a cluster's certificates: an authority in a folder, and short-lived certificates that name roles."""

@@ -1,4 +1,4 @@
-"""Files that appear whole: written beside their place and synced to disk before the first of them takes it."""
+"""Writes files atomically: temporary files are synced to disk before the first of them is renamed into place."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from penstock.process.durable_files import sync_folder
 
 @dataclass(frozen=True, slots=True)
 class File:
-    """A file to be."""
+    """A file to write."""
 
     name: str
     content: bytes
@@ -24,7 +24,7 @@ class File:
 
 @contextlib.contextmanager
 def told(path: Path, doing: str) -> Iterator[None]:
-    """Turn what the system refuses into a ConfigError of one line, which names the path."""
+    """Turn an OSError into a ConfigError of one line that names the path."""
     try:
         yield
     except OSError as error:
@@ -37,9 +37,9 @@ def told(path: Path, doing: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def staged(folder: Path, files: Sequence[File]) -> Iterator[None]:
-    """Write files beside their places; they take them, in this order, when the block ends without an error.
+    """Write temporary files, renamed into place in this order when the block ends without an error.
 
-    A write that fails changes none of them. The folder is one writer's at a time. Raises ConfigError.
+    A failed write changes none of the files. Only one writer may use the folder at a time. Raises ConfigError.
     """
     try:
         for file in files:
@@ -58,7 +58,7 @@ def staged(folder: Path, files: Sequence[File]) -> Iterator[None]:
 
 
 def write_new(folder: Path, file: File) -> None:
-    """Write a file that must not be there yet. Raises ConfigError, and leaves none behind then."""
+    """Write a file that must not exist yet. Raises ConfigError, and then leaves no file behind."""
     path = folder / file.name
     with told(path, "written"):
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, file.mode)
@@ -75,11 +75,11 @@ def _beside(folder: Path, file: File) -> Path:
 
 def _write_beside(folder: Path, file: File) -> None:
     path = _beside(folder, file)
-    # What a killed command left there may be read by others; a key is written to a file that never was.
+    # A file left by a killed command may be readable by others; keys go to a newly created file only.
     path.unlink(missing_ok=True)
     _fill(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, file.mode), file)
     with contextlib.suppress(FileNotFoundError, PermissionError):
-        # A container's user to whom root gave the files reads them after a renewal too.
+        # If root gave the files to a container's user, that user can still read them after a renewal.
         owner = (folder / file.name).stat()
         os.chown(path, owner.st_uid, owner.st_gid)
 

@@ -1,6 +1,6 @@
-"""An authority: a key and a certificate in a folder, and the certificates that it signs.
+"""Keeps a certificate authority, a key and a certificate in a folder, and signs certificates with it.
 
-Certificates are valid from five minutes before they are made, so that machines whose clocks are a little behind take
+Certificates are valid from five minutes before they are made, so that machines whose clocks are slightly behind accept
 them at once.
 """
 
@@ -26,13 +26,13 @@ CERTIFICATE_FILE, KEY_FILE = "ca.pem", "ca-key.pem"
 PUBLIC, PRIVATE = 0o644, 0o600
 CLOCK_TOLERANCE = timedelta(minutes=5)
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
-"""Names of every certificate: health checks ask a service on its own machine."""
+"""Names in every certificate: health checks reach a service on its own machine."""
 MAX_AUTHORITY_DAYS = 36500
 
 
 @dataclass(frozen=True, slots=True)
 class Signed:
-    """A certificate and the key that was made for it."""
+    """A certificate and its private key."""
 
     certificate: x509.Certificate
     key: ec.EllipticCurvePrivateKey
@@ -40,7 +40,7 @@ class Signed:
 
 @dataclass(frozen=True, slots=True)
 class Authority:
-    """Signs certificates; who has its key can be anybody."""
+    """Signs certificates; its private key can impersonate any holder."""
 
     folder: Path
     certificate: x509.Certificate
@@ -48,7 +48,7 @@ class Authority:
 
     @classmethod
     def load(cls, folder: Path) -> Authority:
-        """The authority in a folder. Raises ConfigError."""
+        """Load the authority in a folder. Raises ConfigError."""
         certificate, path = read_certificate(folder), folder / KEY_FILE
         if not os.path.lexists(path):
             raise ConfigError(f"{folder}: holds no {KEY_FILE}, so it is no authority's folder; name that with --dir")
@@ -62,7 +62,7 @@ class Authority:
         return cls(folder, certificate, key)
 
     def sign(self, request: Request, *, validity: timedelta, now: datetime) -> Signed:
-        """A certificate with a key of its own. Raises ConfigError where it would outlive the authority."""
+        """Issue a certificate with a new key. Raises ConfigError if it would outlive the authority."""
         end, own_end = _whole(now) + validity, self.certificate.not_valid_after_utc
         if end > own_end:
             raise ConfigError(
@@ -115,7 +115,7 @@ def make_authority(folder: Path, *, name: str, days: int, now: datetime) -> Auth
 
 
 def read_certificate(folder: Path) -> x509.Certificate:
-    """The certificate of the authority in a folder. Raises ConfigError."""
+    """Load the certificate of the authority in a folder. Raises ConfigError."""
     path = folder / CERTIFICATE_FILE
     try:
         with told(path, "read"):
@@ -129,12 +129,12 @@ def read_certificate(folder: Path) -> x509.Certificate:
 
 
 def certificate_pem(certificate: x509.Certificate) -> bytes:
-    """As files hold it."""
+    """The certificate as PEM."""
     return certificate.public_bytes(serialization.Encoding.PEM)
 
 
 def key_pem(key: ec.EllipticCurvePrivateKey) -> bytes:
-    """As files hold it, without a password."""
+    """The key as PEM, without a password."""
     return key.private_bytes(
         serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
     )
@@ -195,5 +195,5 @@ def _named(name: str) -> x509.Name:
 
 
 def _whole(moment: datetime) -> datetime:
-    """Certificates know whole seconds."""
+    """Certificates store whole seconds."""
     return moment.astimezone(UTC).replace(microsecond=0)

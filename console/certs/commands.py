@@ -1,4 +1,4 @@
-"""`penstock certs init`, `issue` and `list`."""
+"""Implements `penstock certs init`, `issue` and `list`."""
 
 from __future__ import annotations
 
@@ -60,13 +60,13 @@ def list_command(directory: Path, *, is_all: bool, as_json: bool) -> int:
 
 
 def _current(issued: Sequence[Issued], now: datetime) -> Iterable[Issued]:
-    """Those that still count, and of every folder the newest."""
+    """The valid certificates, and the newest one of every folder."""
     newest = {item.folder: item.serial for item in issued}
     return (item for item in issued if item.left_s(now) > 0 or newest[item.folder] == item.serial)
 
 
 def _note_shared_ids(issued: Issued, directory: Path) -> None:
-    """Say where one certificate's holder may use the ids of another's."""
+    """Warn where one certificate's holder may use the ids of another's."""
     now, name = datetime.now(UTC), issued.name
     others = sorted({item.name for item in Index(directory).read().issued if item.left_s(now) > 0})
     for short, long in [(other, name) for other in others] + [(name, other) for other in others]:

@@ -1,4 +1,4 @@
-"""What an authority has issued: one JSON object a line, in its folder."""
+"""Lists the certificates that an authority has issued, one JSON object per line, in its folder."""
 
 from __future__ import annotations
 
@@ -32,31 +32,31 @@ class Issued(BaseModel):
     not_before: AwareDatetime
     not_after: AwareDatetime
     folder: str
-    """Where it was written to."""
+    """The folder that it was written to."""
 
     def left_s(self, now: datetime) -> float:
-        """Seconds until it ends; negative when it has."""
+        """Seconds until it expires; negative once it has."""
         return (self.not_after - now).total_seconds()
 
 
 @dataclass(frozen=True, slots=True)
 class Listing:
-    """What an index holds, oldest first."""
+    """The content of an index, oldest first."""
 
     issued: tuple[Issued, ...]
     num_unreadable: int
-    """Lines that are no certificate's, such as one that a full disk or a power failure cut off."""
+    """Malformed lines, such as one cut short by a full disk or a power failure."""
 
 
 class Index:
-    """The list of an authority; one writer at a time, others wait."""
+    """The list of an authority, written by one process at a time; others wait."""
 
     def __init__(self, authority: Path) -> None:
         self._path = authority / INDEX_FILE
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
-        """Keep other writers out, of this list and of the folders it tells of. Raises ConfigError."""
+        """Lock out other writers of this list and of the folders in it. Raises ConfigError."""
         with contextlib.ExitStack() as stack:
             with told(self._path, "locked"):
                 file = stack.enter_context(self._path.open("ab"))
@@ -64,7 +64,7 @@ class Index:
             yield
 
     def append(self, issued: Issued) -> None:
-        """Add a line, whole or not at all. Raises ConfigError."""
+        """Append a line atomically. Raises ConfigError."""
         with told(self._path, "written"), self._path.open("ab+", buffering=0) as file:
             size = file.seek(0, os.SEEK_END)
             line = issued.model_dump_json().encode() + b"\n"
@@ -79,7 +79,7 @@ class Index:
                 raise
 
     def read(self) -> Listing:
-        """What was issued; none where the list is not there yet. Raises ConfigError."""
+        """The issued certificates; empty if there is no list yet. Raises ConfigError."""
         issued, num_unreadable = [], 0
         with told(self._path, "read"), contextlib.suppress(FileNotFoundError):
             for line in self._path.read_bytes().splitlines():

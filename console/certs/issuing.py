@@ -1,8 +1,8 @@
-"""Writing what a site needs into one folder, and renewing it there.
+"""Writes the certificate files of a holder into one folder, and renews them there.
 
-The certificate takes its place last, one rename after its key: whoever reads both again when the certificate's file
-has changed finds a pair that fits. Between the two renames, and where a command is killed there, the key is newer than
-the certificate; a reader that finds the two do not fit keeps what it has and reads again.
+The certificate is replaced last, one rename after its key: a reader that reloads both when the certificate's file has
+changed finds a matching pair. Between the two renames, and if a command is killed there, the key is newer than the
+certificate; a reader that finds a mismatch keeps the pair it has and reads again.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from penstock.config import ConfigError
 
 CERT, KEY, ENVIRONMENT = "cert.pem", "key.pem", "env"
 ISSUED_FOLDER = "issued"
-"""Folder below the authority's that holds one a name, where none is named."""
+"""Default output folder, below the authority's: one subfolder per name."""
 
 
 def issue(
@@ -43,9 +43,9 @@ def issue(
     out: Path | None = None,
     at: Path | None = None,
 ) -> Issued:
-    """Sign a certificate and write what its holder needs into `out`. Raises ConfigError, and has changed nothing then.
+    """Sign a certificate and write its holder's files into `out`. Raises ConfigError, and then changes nothing.
 
-    `at` is where that folder will lie on its holder's machine, if elsewhere.
+    `at` is the path of that folder on its holder's machine, if it differs.
     """
     out = _absolute(out or authority.folder / ISSUED_FOLDER / request.name, "--out")
     place = out if at is None else _absolute(at, "--at")
@@ -65,14 +65,14 @@ def issue(
             File(KEY, key_pem(signed.key), PRIVATE),
             File(CERT, certificate_pem(signed.certificate), PUBLIC),
         ]
-        # Listed before anybody can use it: what the list does not name has never been anywhere.
+        # Listed before it can be used: no certificate exists outside the list.
         with staged(out, files):
             index.append(issued)
     return issued
 
 
 def _authority_file(authority: Authority, out: Path, name: str) -> list[File]:
-    """The authority's certificate, unless it is there already, perhaps beside others that are trusted too."""
+    """The authority's certificate, unless the file has it already, perhaps beside other trusted ones."""
     _refuse_other_name(out, name)
     path = out / CERTIFICATE_FILE
     if not path.exists():
@@ -122,7 +122,7 @@ def _issued(request: Request, signed: Signed, folder: Path) -> Issued:
 
 
 def _environment(issued: Issued, place: Path) -> str:
-    """For `. env`: what every service and command reads."""
+    """The file for `. env`: the variables that every service and command reads."""
     lines = [
         f"# {issued.name}: role {'+'.join(issued.roles)}, run {issued.run}, site {issued.site}; "
         f"expires {issued.not_after:%Y-%m-%d %H:%M:%S} UTC",

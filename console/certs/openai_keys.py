@@ -1,4 +1,4 @@
-"""What `penstock openai key` does."""
+"""Implements `penstock openai key`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a certificate is to say, checked: roles, run, site, name, hosts, and for how long."""
+"""Checks the request for a certificate: roles, run, site, name, hosts and validity."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from penstock.security.roles import ANY, Role, role_name
 ROLES = tuple(role_name(role) for role in Role.values() if role)
 DEFAULT_VALIDITY = timedelta(days=30)
 MAX_VALIDITY = timedelta(days=366)
-"""Nothing takes a certificate back but its end, so it must come."""
+"""Certificates cannot be revoked, so they must expire."""
 
 _NAME = re.compile(r"(?!\.{1,2}$)[A-Za-z0-9._-]{1,64}")
 _LABEL = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_-]{0,61}[A-Za-z0-9_])?")
@@ -24,7 +24,7 @@ _UNITS = {"s": "seconds", "m": "minutes", "h": "hours", "d": "days"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """Who a certificate is for."""
+    """The holder of a certificate."""
 
     roles: tuple[str, ...]
     run: str
@@ -32,13 +32,13 @@ class Request:
     site: str
     """Site, or `*` for any."""
     name: str
-    """Common name; bounds the ids that its holder may use."""
+    """Common name; limits the ids that its holder may use."""
     hosts: tuple[str, ...]
-    """DNS names and IP addresses at which others reach its holder, beside those of the loopback."""
+    """DNS names and IP addresses at which others reach its holder, besides loopback."""
 
 
 def checked_request(roles: Sequence[str], *, run: str, site: str, name: str, hosts: Sequence[str]) -> Request:
-    """The request; raises ConfigError with a line for each value that is wrong."""
+    """Build the request. Raises ConfigError with one line per wrong value."""
     problems = [problem for role in roles if (problem := _role_problem(role))]
     if not roles:
         problems.append(f"ROLE: none given; give one or more of {', '.join(ROLES)}")
@@ -56,7 +56,7 @@ def checked_request(roles: Sequence[str], *, run: str, site: str, name: str, hos
 
 
 def read_validity(*, days: int | None, valid: str | None) -> timedelta:
-    """How long a certificate is to be valid, by either option. Raises ConfigError."""
+    """Validity of a certificate, from either option. Raises ConfigError."""
     if days is not None and valid is not None:
         raise ConfigError("--days and --valid are both given; leave one of them out")
     if valid is not None:
@@ -74,7 +74,7 @@ def read_validity(*, days: int | None, valid: str | None) -> timedelta:
 
 
 def as_address(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
-    """The IP address that a host is; None where it is a name."""
+    """A host as an IP address; None if it is a name."""
     try:
         return ipaddress.ip_address(host)
     except ValueError:

@@ -1,4 +1,4 @@
-"""The configuration of a whole run, what follows from it, and the folder that the run is kept in.
+"""Defines the configuration of a whole run, derives its services' from it, and manages the run's folder.
 
 Reads configuration and writes small files of the run folder; opens no socket and starts nothing.
 """

@@ -1,6 +1,6 @@
-"""The configuration of a whole run: what `penstock run` reads, prints with --dry-run and saves beside the results.
+"""Defines the configuration of a whole run: `penstock run` reads it, prints it with --dry-run and saves it.
 
-Sections that the trainer needs are the trainer's own models; the rest says what is started here, what elsewhere.
+Sections that the trainer needs are the trainer's own models; the rest state what is started here and what elsewhere.
 Nothing here opens a socket or reads a file other than the configuration: see `console.run.preflight` for that.
 """
 
@@ -58,14 +58,14 @@ MAX_SAMPLES_PER_STEP = 1_000_000
 
 
 class GeneratorSection(BaseEngineConfig):
-    """The generators that are started here, and what their engine is configured with, key beside key."""
+    """The generators that are started here, and the keys of their engine."""
 
     count: int = Field(default=1, ge=0, le=256)
-    """Generators started here; ignored when endpoints.generators names others. 0 for a run that is replayed."""
+    """Generators started here; ignored if endpoints.generators names others. 0 for a replayed run."""
     flush_interval_s: float = Field(default=0.2, gt=0, le=10)
     """Longest time a decoded token waits before it is sent."""
     openai_listen: str | None = None
-    """Address of the OpenAI-compatible endpoint of the first generator, host:port; the others take the ports behind."""
+    """Address of the OpenAI-compatible endpoint of the first generator, host:port; the others take the next ports."""
 
     @field_validator("openai_listen")
     @classmethod
@@ -90,14 +90,14 @@ AnyGeneratorSection = Annotated[
     BeforeValidator(_read_section),
     KnownKeys(lambda: engine_keys() | GeneratorSection.model_fields.keys()),
 ]
-"""With the keys of the engine that it names."""
+"""The generator section with the keys of the engine that it names."""
 
 
 class BrokerSection(StrictModel):
     """The broker's store."""
 
     redis_url: str | None = None
-    """Redis that holds the run's state, in any form that a broker takes; one is started in the run folder when null."""
+    """Redis that stores the run's state, in any form that a broker accepts; null starts one in the run folder."""
 
     @field_validator("redis_url")
     @classmethod
@@ -108,13 +108,13 @@ class BrokerSection(StrictModel):
 
 
 class WeightsSection(StrictModel):
-    """How weights get from the trainer to generators that are started here."""
+    """How weights are transferred from the trainer to generators that are started here."""
 
     transport: Transport = Transport.HTTP
-    """http, or broadcasts between processors (gloo) or GPUs (nccl), with HTTP for what they do not bring."""
+    """http, or broadcasts between CPUs (gloo) or GPUs (nccl), with HTTP for anything they do not deliver."""
     trusted_relay_hosts: Annotated[tuple[str, ...], AfterValidator(checked_trusted_hosts)] = ()
-    """Hosts that generators elsewhere may name as relays though they call the trainer that is started here from another
-    address, as behind NAT: names, .domain, addresses, networks."""
+    """Hosts that remote generators may name as relays although they call the trainer started here from another address,
+    as behind NAT: names, .domain, addresses, networks."""
 
 
 class SchedulerSection(StrictModel):
@@ -124,33 +124,33 @@ class SchedulerSection(StrictModel):
     """How often machines report; three missed reports make a machine count as gone."""
     problem: Path | None = None
     """Planning problem (docs/planning.md) whose plan the run follows: machines that run `penstock node` start and stop
-    generators by it, this run starts none."""
+    generators by it; this run starts none."""
     plan: Path | None = None
-    """The plan to begin with, as `penstock plan --json` prints or `--deploy` writes it: where the trainers are, and the
-    generators unless the scheduler finds better ones. All is planned when null."""
+    """Initial plan, as `penstock plan --json` prints or `--deploy` writes it: it places the trainers, and
+    the generators unless the scheduler finds better places. Everything is planned if null."""
     cost_model: CostModelName = "rm1"
-    """What the plan is made with, as of `penstock plan --cost-model`."""
+    """Cost model of the plan, as in `penstock plan --cost-model`."""
     nodes: tuple[Path, ...] = ()
-    """Configurations of machines that stand here: a `penstock node` is started for each."""
+    """Configurations of machines for each of which this run starts a `penstock node`."""
     length_model: Path | None = None
-    """Folder of a small Hugging Face model that is fine-tuned to forecast lengths; ridge regression alone when null."""
+    """Folder of a small Hugging Face model that is fine-tuned to forecast lengths; if null, ridge regression only."""
     length_pairs: Path | None = None
-    """JSON lines of prompts and lengths to begin with, the recording of an earlier run for example."""
+    """Initial prompts and lengths as JSON lines, for example the recording of an earlier run."""
 
 
 class EndpointsSection(StrictModel):
-    """Services that already run elsewhere, as host:port; what is null is started here."""
+    """Services that already run elsewhere, as host:port; null means the service is started here."""
 
     broker: Targets | None = None
-    """A broker; several on one Redis as a list, of which the first that works is used."""
+    """A broker, or a list of brokers on one Redis, of which the first that works is used."""
     scheduler: str | None = None
     """A scheduler."""
     reward: str | None = None
-    """A reward worker that was started for this run's id (a reward model's address belongs in reward.model)."""
+    """A reward worker started for this run's id (a reward model's address belongs in reward.model)."""
     trainer: str | None = None
-    """A trainer; the paths in model and data are then paths on its machine."""
+    """A trainer; the paths in model and data are then on its machine."""
     generators: list[str] | None = None
-    """Generators that were started for this run's id."""
+    """Generators started for this run's id."""
 
     @field_validator("scheduler", "reward", "trainer")
     @classmethod
@@ -171,7 +171,7 @@ class EndpointsSection(StrictModel):
 
 
 class ListenSection(StrictModel):
-    """Addresses of services that are started here, as host:port; a free port of 127.0.0.1 when null."""
+    """Addresses of services that are started here, as host:port; if null, a free port of 127.0.0.1."""
 
     broker: str | None = None
     """The broker."""
@@ -184,7 +184,7 @@ class ListenSection(StrictModel):
     weights: str | None = None
     """The trainer's HTTP server for weights."""
     public_host: str | None = None
-    """Name or address under which generators on other machines fetch weights from here; 127.0.0.1 when null."""
+    """Name or address under which generators on other machines fetch weights from here; 127.0.0.1 if null."""
 
     @field_validator("broker", "scheduler", "reward", "trainer", "weights")
     @classmethod
@@ -196,9 +196,9 @@ class LogSection(StrictModel):
     """Logs of the services, in the run folder's logs/."""
 
     level: Literal["debug", "info", "warning", "error"] = "info"
-    """Least severity written."""
+    """Lowest severity written."""
     format: Literal["text", "json"] = "text"
-    """Form of a line."""
+    """Format of a line."""
 
 
 class RunConfig(NetworkConfig):
@@ -209,19 +209,19 @@ class RunConfig(NetworkConfig):
     model: ModelConfig
     """The policy."""
     lora: LoraSection | None = None
-    """Train a LoRA adapter over the model; null trains all weights."""
+    """Train a LoRA adapter on the model; null trains all weights."""
     data: DataConfig
     """Prompts."""
     sampling: SamplingConfig = SamplingConfig()
     """Sampling for training."""
     algorithm: AlgorithmConfig = AlgorithmConfig()
-    """What is optimised."""
+    """The objective."""
     policy: SamplePolicyConfig = SamplePolicyConfig()
     """How samples are treated."""
     optimizer: OptimizerConfig = OptimizerConfig()
     """The optimiser."""
     trainer: ComputeConfig = ComputeConfig()
-    """The trainer's use of its machine."""
+    """How the trainer uses its machine."""
     generator: AnyGeneratorSection = Field(default_factory=lambda: _read_section({}))
     """The generators."""
     reward: RewardModelConfig = RewardModelConfig()
@@ -229,22 +229,22 @@ class RunConfig(NetworkConfig):
     broker: BrokerSection = BrokerSection()
     """The broker's store."""
     weights: WeightsSection = WeightsSection()
-    """The way of weights."""
+    """Transfer of weights."""
     scheduler: SchedulerSection = SchedulerSection()
     """The scheduler."""
     endpoints: EndpointsSection = EndpointsSection()
-    """What runs elsewhere."""
+    """Services that run elsewhere."""
     listen: ListenSection = ListenSection()
-    """Where services started here listen."""
+    """Addresses of services started here."""
     log: LogSection = LogSection()
     """Logs."""
     site: str = Field(default="", max_length=128)
-    """Where this machine stands; generators that are started here fetch one copy of each version and relay it to each
-    other, which pays where the trainer is elsewhere. Without a name each fetches its own."""
+    """Site of this machine; generators that are started here fetch one copy of each version and relay it to each other,
+    which pays if the trainer is elsewhere. If empty, each fetches its own."""
     record: bool | Path = False
-    """Record what is trained on: true for trajectories.jsonl in the run folder, or a .jsonl or .parquet file."""
+    """Record the trained samples: true for trajectories.jsonl in the run folder, or a .jsonl or .parquet file."""
     record_max_bytes: int | None = Field(default=None, ge=1024 * 1024)
-    """Size from which on the recording goes on in another file (trajectories-00002.jsonl ...); null keeps one file."""
+    """Size at which the recording continues in another file (trajectories-00002.jsonl ...); null keeps one file."""
 
     @field_validator("record")
     @classmethod
@@ -260,7 +260,7 @@ class RunConfig(NetworkConfig):
 
     @property
     def starts_generators(self) -> bool:
-        """Whether generators are started by this run itself, `generator.count` of them."""
+        """Whether this run starts generators itself, `generator.count` of them."""
         return self.endpoints.generators is None and self.scheduler.problem is None
 
     @model_validator(mode="after")
@@ -324,19 +324,19 @@ class RunConfig(NetworkConfig):
 
 
 def load_run_config(path: Path, overrides: Iterable[str] = ()) -> RunConfig:
-    """The configuration in a YAML file with dotted overrides applied; raises ConfigError, one line a problem."""
+    """Load a YAML file with dotted overrides applied. Raises ConfigError, one line per problem."""
     return parse_run_config(apply_overrides(read_document(path), overrides), source=str(path))
 
 
 def parse_run_config(document: Document, *, source: str) -> RunConfig:
-    """`document` as a RunConfig; raises ConfigError, one line a problem, each beginning with `source`."""
+    """Check `document` as a RunConfig. Raises ConfigError, one line per problem, each prefixed with `source`."""
     return validate(RunConfig, document, source=source)
 
 
 def resolve(config: RunConfig, *, now_s: float) -> RunConfig:
-    """`config` with a run id, and with absolute paths where they are paths of this machine.
+    """`config` with a run id, and with this machine's paths made absolute.
 
-    Absolute, because a run is resumed from any folder; a remote trainer's paths are left as they are.
+    Absolute, because a run can be resumed from any folder; a remote trainer's paths are left unchanged.
     """
     run_id = config.run.id or time.strftime("run-%Y%m%d-%H%M%S", time.gmtime(now_s))
     run = config.run.model_copy(update={"id": run_id})
@@ -360,7 +360,7 @@ def resolve(config: RunConfig, *, now_s: float) -> RunConfig:
 
 
 def to_yaml(config: RunConfig) -> str:
-    """The configuration as a YAML document that `load_run_config` reads back to the same value."""
+    """The configuration as YAML; `load_run_config` reads it back to the same value."""
     return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=False)
 
 

@@ -1,4 +1,4 @@
-"""From a run's configuration and its addresses to the configuration of each service: pure, no I/O."""
+"""Derives the configuration of each service from a run's configuration and its addresses: pure, no I/O."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ _ANY_HOST = {"0.0.0.0", "[::]", "::"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Endpoint:
-    """Where a service is."""
+    """Addresses of a service."""
 
     target: str
-    """host:port under which it is called from this machine."""
+    """host:port at which it is reached from this machine."""
     listen: str | None
-    """host:port it is told to listen on; None when it already runs elsewhere."""
+    """host:port it is to listen on; None if it already runs elsewhere."""
 
     @property
     def is_local(self) -> bool:
@@ -36,7 +36,7 @@ class Endpoint:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Addresses:
-    """Where every service of a run is."""
+    """Addresses of every service of a run."""
 
     broker: Endpoint
     scheduler: Endpoint
@@ -44,13 +44,13 @@ class Addresses:
     trainer: Endpoint
     generators: tuple[Endpoint, ...]
     weights_listen: str | None
-    """Where a trainer started here offers weights over HTTP; None when the trainer runs elsewhere."""
+    """Listen address of the weights server of a trainer started here; None if the trainer runs elsewhere."""
     weights_url: str | None
     """Address of that server as generators see it."""
 
 
 def local_endpoint(listen: str) -> Endpoint:
-    """A service that listens on `listen`: one that listens on all addresses is called on loopback."""
+    """A service that listens on `listen`; if that is all addresses, it is reached on loopback."""
     host, _, port = listen.rpartition(":")
     return Endpoint(target=f"127.0.0.1:{port}" if host in _ANY_HOST else listen, listen=listen)
 
@@ -93,7 +93,7 @@ def reward_config(config: RunConfig, addresses: Addresses) -> RewardConfig:
 
 
 def trainer_config(config: RunConfig, addresses: Addresses) -> TrainerConfig:
-    """The trainer process' configuration."""
+    """The trainer process's configuration."""
     return TrainerConfig(
         insecure=config.insecure,
         listen=addresses.trainer.listen or "",
@@ -102,15 +102,15 @@ def trainer_config(config: RunConfig, addresses: Addresses) -> TrainerConfig:
         weights_transport=config.weights.transport,
         allowed_roots=trainer_roots(config),
         trusted_relay_hosts=config.weights.trusted_relay_hosts,
-        # The console that started it resumes its run, and ends it when it ends itself.
+        # The console that started it resumes its run, and ends it when the console ends.
         state_dir=None,
     )
 
 
 def trainer_roots(config: RunConfig) -> tuple[Path, ...]:
-    """What a trainer of this run reads and writes: nothing else of its machine is a client's to name."""
+    """The paths that a trainer of this run reads and writes: clients may name no other path on its machine."""
     run = RunFolder(config.run.dir / config.run.id)
-    # Roots are followed where they are links: people put a run, or its checkpoints, on a larger disk.
+    # Links are followed: users put a run, or its checkpoints, on a larger disk.
     paths = (config.run.dir, run.path, run.checkpoints, config.model.path, config.data.train, config.data.eval)
     return tuple(path for path in paths if path is not None)
 
@@ -151,7 +151,7 @@ def _openai_config(config: RunConfig, index: int) -> OpenAIConfig:
 
 
 def training_config(config: RunConfig, *, broker: str, source: str) -> TrainingConfig:
-    """The document of StartRun; raises ConfigError where the trainer would refuse it."""
+    """The document of StartRun. Raises ConfigError if the trainer would refuse it."""
     names = ("run", "model", "data", "sampling", "algorithm", "policy", "optimizer", "trainer")
     document = {name: getattr(config, name).model_dump() for name in names}
     document["lora"] = None if config.lora is None else config.lora.model_dump()

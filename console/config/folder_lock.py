@@ -1,7 +1,7 @@
-"""One console at a time works in a run folder: a lock on a file in it, which the kernel lets go of with the process.
+"""Lets one console at a time use a run folder, by a lock on a file in it that the kernel releases with the process.
 
-The file stays when the lock is gone, and says who held it last. Where the file system has no locks the folder is used
-without one, and a note says so.
+The file outlives the lock and names its last holder. If the file system has no locks, the folder is used without one,
+and a note says so.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _HAS_NO_LOCKS = frozenset({errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP})
 
 @contextlib.contextmanager
 def locked(folder: Path) -> Iterator[str]:
-    """Hold the folder's lock; yields a note for people, or nothing. Raises ConfigError where another process has it."""
+    """Hold the folder's lock; yields a note for the user, or nothing. Raises ConfigError if it is already held."""
     path = folder / LOCK_NAME
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
@@ -47,7 +47,7 @@ def _lock(descriptor: int, path: Path) -> str:
         if error.errno not in _HAS_NO_LOCKS:
             raise ConfigError(f"run.dir: {failure_message(path.parent, error)}") from error
         return f"{path}: this file system has no locks; see that no other console uses the folder"
-    # On a full disk the lock holds all the same.
+    # The lock is valid even on a full disk.
     with contextlib.suppress(OSError):
         os.ftruncate(descriptor, 0)
         os.pwrite(descriptor, json.dumps({"pid": os.getpid(), "host": socket.gethostname()}).encode() + b"\n", 0)

@@ -1,4 +1,4 @@
-"""Where the services that a run starts listen, and what is wrong with it where others reach them in plain text."""
+"""Checks the listen addresses of the services that a run starts: which ones others could reach in plain text."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _LOOPBACK = "127.0.0.1:0"
 
 
 def listener_problems(config: RunConfig, security: Security) -> list[str]:
-    """Reasons not to start, a line each."""
+    """Reasons not to start, one line each."""
     listeners = _listeners(config)
     problem = security.listener_problem(_LOOPBACK, setting="listen") if listeners else None
     if problem is not None:
@@ -22,7 +22,7 @@ def listener_problems(config: RunConfig, security: Security) -> list[str]:
 
 
 def listener_warnings(config: RunConfig, security: Security) -> list[str]:
-    """Those that are allowed all the same, a line each."""
+    """Exposed listeners that are allowed nevertheless, one line each."""
     if security.serves_tls or not security.allows_plain:
         return []
     exposed = ((setting, address) for setting, address in _listeners(config).items() if not is_local(address))
@@ -30,7 +30,7 @@ def listener_warnings(config: RunConfig, security: Security) -> list[str]:
 
 
 def _listeners(config: RunConfig) -> Mapping[str, str]:
-    """Addresses of what is started here, by setting; one that is not stated is a free port of loopback."""
+    """Addresses of the services started here, by setting; an unset one is a free port of loopback."""
     listen, endpoints = config.listen, config.endpoints
     found: dict[str, str | None] = {}
     for name in ("broker", "scheduler", "reward", "trainer"):

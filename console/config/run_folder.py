@@ -1,17 +1,17 @@
-"""The folder of a run: where everything in it lies, and the small JSON files that say which processes belong to it.
+"""Defines the layout of a run's folder, and the small JSON files that record the run's processes.
 
-    config.yaml metrics.jsonl summary.json report.html checkpoints/   what the run is and gave
-    trajectories.jsonl     what it was trained on, with `record`
-    plans.jsonl            every plan that was followed, with `scheduler.problem`
-    console.lock           held by the console that works in the folder (`console.config.folder_lock`)
+    config.yaml metrics.jsonl summary.json report.html checkpoints/   configuration and results
+    trajectories.jsonl     the trained samples, with `record`
+    plans.jsonl            every plan followed, with `scheduler.problem`
+    console.lock           locked by the console that uses the folder (`console.config.folder_lock`)
     services/<name>.yaml   configuration of a service started here
     services/<name>.json   its process: id, address, restarts (read by ps, status, stop)
     logs/<name>.log        its log; .log.1, .log.2 ... are older
     redis/                 the embedded Redis' append-only files
     cache/<name>/          weights fetched by a generator
-    lengths/               what a scheduler started here learned about lengths
+    lengths/               length forecasts learned by a scheduler started here
 
-Every file is replaced as a whole (written beside, then renamed), so a reader never sees half of one.
+Every file is replaced atomically (a temporary file is renamed), so a reader never sees half of one.
 """
 
 from __future__ import annotations
@@ -35,26 +35,26 @@ class ProcessRecord:
     pid: int
     """Its process id."""
     started_ticks: int
-    """When the kernel says it started, in clock ticks since boot; with the pid it names a process for good."""
+    """Start time by the kernel, in clock ticks since boot; with the pid it identifies a process uniquely."""
     address: str
-    """host:port it serves; empty when it serves none."""
+    """host:port it serves; empty if it serves none."""
     state: str
     """starting, ready, restarting, paused, stopped or failed."""
     num_restarts: int
     """Restarts so far."""
     why: str = ""
-    """Of one that is paused or failed: how it ended, and when it is tried again."""
+    """If paused or failed: how it ended, and when it is tried again."""
     since_s: float = 0.0
-    """When it entered its state, Unix seconds; 0 where that is not known."""
+    """When it entered its state, Unix seconds; 0 if unknown."""
 
     @property
     def is_alive(self) -> bool:
-        """Whether this very process still runs."""
+        """Whether this same process still runs."""
         return started_ticks_of(self.pid) == self.started_ticks
 
 
 class RunFolder:
-    """Paths of one run's folder, and its process records."""
+    """Paths in one run's folder, and its process records."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -71,7 +71,7 @@ class RunFolder:
         self.lengths = path / "lengths"
 
     def create(self) -> None:
-        """Make the folder and its parts; what is there stays."""
+        """Make the folder and its subfolders; existing content stays."""
         for part in (self.path, self.services, self.logs):
             part.mkdir(parents=True, exist_ok=True)
         # Service configurations may name a Redis password.
@@ -82,17 +82,17 @@ class RunFolder:
         return self.logs / f"{name}.log"
 
     def write_record(self, record: ProcessRecord) -> None:
-        """Note a process."""
+        """Record a process."""
         replace_text(self.services / f"{record.name}.json", json.dumps(asdict(record), indent=2) + "\n")
 
     def records(self) -> list[ProcessRecord]:
-        """The processes noted, by name; unreadable notes are left out."""
+        """The recorded processes, by name; unreadable records are left out."""
         found = (read_record(path) for path in sorted(self.services.glob("*.json")))
         return [record for record in found if record is not None]
 
 
 def read_record(path: Path) -> ProcessRecord | None:
-    """The record in a file, or None where there is none that can be read."""
+    """The record in a file, or None if it is missing or unreadable."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
         return ProcessRecord(**value)
@@ -101,7 +101,7 @@ def read_record(path: Path) -> ProcessRecord | None:
 
 
 def open_folder(path: Path) -> RunFolder:
-    """The folder of a run that exists; raises ConfigError otherwise."""
+    """Open the folder of an existing run. Raises ConfigError if there is none."""
     folder = RunFolder(path.expanduser().absolute())
     if not folder.config.is_file():
         raise ConfigError(f"{path}: not a run folder (it holds no config.yaml)")
@@ -109,7 +109,7 @@ def open_folder(path: Path) -> RunFolder:
 
 
 def replace_text(path: Path, text: str) -> None:
-    """Write a file as a whole: readers see the old text or the new one, also where the disk refuses (OSError)."""
+    """Write a file atomically: readers see the old text or the new one, even if the disk refuses it (OSError)."""
     beside = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         beside.write_text(text, encoding="utf-8")
@@ -120,7 +120,7 @@ def replace_text(path: Path, text: str) -> None:
 
 
 def started_ticks_of(pid: int) -> int | None:
-    """Start time of a process in clock ticks since boot; None when it is gone, 0 where the system does not tell."""
+    """Start time of a process in clock ticks since boot; None if it is gone, 0 if the system does not report it."""
     try:
         os.kill(pid, 0)
     except ProcessLookupError:

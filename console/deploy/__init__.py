@@ -1,4 +1,4 @@
-"""From a plan to the files that start it: for each site a compose file and the services' configurations.
+"""Turns a plan into the files that start it: a compose file and the services' configurations for each site.
 
 Writes files only; nothing is started here.
 """

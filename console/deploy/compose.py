@@ -1,4 +1,4 @@
-"""A site's compose file. Each service is in the profile of its machine, which so starts its own of one file."""
+"""Writes a site's compose file. Each service is in its machine's profile, so all machines share one file."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ def compose_file(
     is_emulated: bool,
     has_certificates: bool,
 ) -> dict[str, Any]:
-    """One site's document: its machines that generate and that train; `head` is the run's, where it is here.
+    """One site's document: its machines that generate and train; `head` is the run's, if it is at this site.
 
-    With `has_certificates` each service finds what `penstock certs issue` wrote for its machine.
+    With `has_certificates` each service uses the files that `penstock certs issue` wrote for its machine.
     """
     services: dict[str, Service] = {}
     if head is not None:
@@ -33,7 +33,7 @@ def compose_file(
     for each in machines:
         image = "penstock-generator" if is_emulated else "penstock-generator-gpu"
         service = _service(image, ["node", f"/config/node-{each.name}.yaml"], each.name)
-        # It serves nothing itself; its generators have health of their own.
+        # A node serves nothing itself; its generators have their own health checks.
         service |= {"shm_size": "8gb", **_grace("node"), "healthcheck": {"disable": True}}
         services[f"node-{each.name}"] = service | ({} if is_emulated else _gpus(each.gpus))
     for name, service in services.items():
@@ -69,7 +69,7 @@ def _center(machine: str, ports: Mapping[str, int]) -> dict[str, Service]:
         services[name] = service | _grace(name) | _health(ports[name]) | _after(waits_for)
     services["run"] = {
         **_service("penstock-console", ["run", "/config/run.yaml", "--resume-or-start"], machine),
-        # A failure or a crash of it is resumed; a run that has ended stays so.
+        # The run is resumed after a failure or a crash; a run that has ended stays ended.
         "restart": "on-failure",
         **_grace("run"),
         **_after(("broker", "scheduler", "reward", "trainer")),
@@ -78,7 +78,7 @@ def _center(machine: str, ports: Mapping[str, int]) -> dict[str, Service]:
 
 
 def _trainer(trainer: TrainingMachine, *, is_head: bool, port: int, is_emulated: bool) -> dict[str, Service]:
-    """The trainer on the head; on other machines of the pool the processes that it deals packs to."""
+    """The trainer on the head; on other machines of the pool, the processes that it sends packs to."""
     image = "penstock-trainer" if is_emulated else "penstock-trainer-gpu"
     serve = ["serve", "trainer", "--config", "/config/trainer.yaml"]
     service = _service(image, serve, trainer.name) | _grace("trainer")
@@ -91,18 +91,18 @@ def _trainer(trainer: TrainingMachine, *, is_head: bool, port: int, is_emulated:
     return {"trainer" if is_head else f"trainer-{trainer.name}": service | ({} if is_emulated else _gpus(trainer.gpus))}
 
 
-# Failures before `start_period` is over do not count: models are loaded in it.
+# Failures within `start_period` do not count: models are loading.
 _PACE = {"interval": "15s", "timeout": "30s", "retries": 10, "start_period": "20m"}
 _LIMITS: Service = {
     "network_mode": "host",
-    # Also after a reboot, but not after `docker-compose stop`.
+    # Restarts after a reboot too, but not after `docker-compose stop`.
     "restart": "unless-stopped",
     "cap_drop": ["ALL"],
     "security_opt": ["no-new-privileges:true"],
     "pids_limit": 4096,
     "logging": {"driver": "json-file", "options": {"max-size": "64m", "max-file": "5"}},
 }
-# Taken from the environment of `docker-compose up` on each machine; what is empty is off.
+# Taken from the environment of `docker-compose up` on each machine; empty means off.
 _TOKENS = {f"PENSTOCK_{name}": f"${{PENSTOCK_{name}:-}}" for name in ("TOKEN", "TOKEN_FILE")}
 _CREDENTIALS = _TOKENS | {f"PENSTOCK_TLS_{name}": f"${{PENSTOCK_TLS_{name}:-}}" for name in ("CA", "CERT", "KEY")}
 _CERTIFICATES = _TOKENS | {f"PENSTOCK_TLS_{name.upper()}": f"/run/secrets/{name}.pem" for name in ("ca", "cert", "key")}
@@ -130,6 +130,6 @@ def _after(names: Sequence[str]) -> Service:
 
 
 def _gpus(count: int) -> Service:
-    """The machine's first GPUs. A node sees all of them, since the plan names them by their place on the machine."""
+    """The machine's first GPUs. A node sees all of them, since the plan names them by their index on the machine."""
     device = {"driver": "nvidia", "device_ids": [str(index) for index in range(count)], "capabilities": ["gpu"]}
     return {"deploy": {"resources": {"reservations": {"devices": [device]}}}}

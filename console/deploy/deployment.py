@@ -1,12 +1,13 @@
-"""From a plan to what starts it: for each site a compose file and a configuration for each service.
+"""Turns a plan into the files that start it: a compose file for each site and a configuration for each service.
 
 Machines are reached under their own names, which must resolve where they are used (or all under one address, to try a
-deployment on one machine). Each runs `penstock node`, which starts what the plan gives it and follows revisions.
-The first machine of the training pool is the head: broker, scheduler, reward worker and trainer run there, in
-containers by its site's compose file, or without any by `penstock run` and the run.yaml beside the sites.
+deployment on one machine). Each runs `penstock node`, which starts the generators that the plan assigns to it and
+follows revisions. The first machine of the training pool is the head: broker, scheduler, reward worker and trainer run
+there, in containers by its site's compose file, or without containers by `penstock run` and the run.yaml beside the
+sites.
 
-Everything listens on all addresses and speaks mutual TLS, with a certificate for each machine (README.md says how to
-make them); in plain text only on loopback, or where the run's configuration says `insecure: true`.
+Every service listens on all addresses with mutual TLS and a certificate for each machine (README.md says how to make
+them); plain text is used only on loopback, or if the run's configuration says `insecure: true`.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ from services.scheduler.problem.problem import Problem
 
 PORTS = {"redis": 7300, "broker": 7301, "reward": 7303, "trainer": 7304, "weights": 7305, "scheduler": 7306}
 PLAIN_RUN: Document = {"model": {"path": "/data/model"}, "data": {"train": "/data/train.jsonl"}}
-"""Of which run it is, when nobody says: paths that somebody has to fill."""
+"""The default run configuration: paths that the user has to fill."""
 _LOOPBACK = "127.0.0.1"
 _IN_CONTAINERS = PurePath("/config")
 _HOST = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
@@ -49,9 +50,9 @@ _HOST = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 def write_deployment(
     folder: Path, model: CostModel, plan: PlanDocument, *, run: Document = PLAIN_RUN, address: str | None = None
 ) -> list[Path]:
-    """Write all files into a folder that is new or empty; the files. Raises ConfigError.
+    """Write all files into a folder that is new or empty; returns their paths. Raises ConfigError.
 
-    `run` is the run's own configuration; `address` reaches every machine, each is reached under its name when None.
+    `run` is the run's own configuration; `address` reaches every machine (None: each is reached under its own name).
     """
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ConfigError(f"--deploy: {folder} is not an empty folder; name a new one")
@@ -67,7 +68,7 @@ def write_deployment(
 def deployment(
     model: CostModel, plan: PlanDocument, *, run: Document, address: str | None, folder: Path
 ) -> dict[str, Document | str]:
-    """Every file's document or text, by its path in `folder`; all are checked. Raises ConfigError."""
+    """Every file's document or text, by its path in `folder`; all are validated. Raises ConfigError."""
     return _Deployment.of(model, plan, run=run, address=address, folder=folder).files()
 
 
@@ -76,7 +77,7 @@ class _Deployment:
     model: CostModel
     plan: PlanDocument
     config: Document
-    """The run's, with what the plan was computed for."""
+    """The run's settings, with those that the plan was computed for."""
     address: str | None
     folder: Path
     machines: list[Machine]
@@ -152,7 +153,7 @@ class _Deployment:
         return {name: f"{self._host(self.head.name)}:{port}" for name, port in PORTS.items()}
 
     def _run_outside(self) -> Document:
-        """For `penstock run` on the head. A trainer of several machines is torchrun's to start, and attached to."""
+        """Configuration for `penstock run` on the head; it attaches to the trainer if torchrun starts that."""
         listen = {name: self._listen(name) for name in ("broker", "scheduler", "reward", "trainer", "weights")}
         document = self._with_plan(self.folder / self.head.site)
         if self.address is not None:
@@ -164,7 +165,7 @@ class _Deployment:
         return {**document, "listen": {**listen, "public_host": self._host(self.head.name)}}
 
     def _run_inside(self) -> Document:
-        """For the container that follows the run: everything is started beside it."""
+        """Configuration for the container that follows the run: all services are started beside it."""
         document = self._with_plan(_IN_CONTAINERS)
         center = self._center()
         attached = {name: center[name] for name in ("broker", "scheduler", "reward", "trainer")}
@@ -251,7 +252,7 @@ def _check_names(problem: Problem) -> None:
 
 
 def _run_config(model: CostModel, plan: PlanDocument, run: Document, *, is_emulated: bool) -> Document:
-    """The run's configuration with what the plan was computed for."""
+    """The run's configuration with the settings that the plan was computed for."""
     problem = model.problem
     workload = problem.workload
     endpoints = {key: value for key, value in run.get("endpoints", {}).items() if key != "generators"}
@@ -269,7 +270,7 @@ def _run_config(model: CostModel, plan: PlanDocument, run: Document, *, is_emula
         "endpoints": endpoints,
     }
     if is_emulated:
-        # The trainer is real, on whatever this machine has: it keeps to what the run says.
+        # The trainer is real, on this machine's hardware: it keeps the run's settings.
         emulated = emulation(problem, run["generator"].get("emulated", {}))
         return {**config, "generator": {**run["generator"], "emulated": emulated}}
     return {**config, "trainer": {**run.get("trainer", {}), "processes": processes(model, plan)}}
@@ -286,7 +287,7 @@ def _reward(config: Document) -> Document:
 
 
 def _trainer_roots(config: Document) -> list[str]:
-    """What the run's trainer reads and writes, as the run names it."""
+    """The paths that the run's trainer reads and writes, as the run names them."""
     data = config.get("data", {})
     paths = (config["run"].get("dir", "runs"), config["model"]["path"], data.get("train"), data.get("eval"))
     return [str(path) for path in paths if path is not None]

@@ -1,4 +1,4 @@
-"""The machines of a deployment: a configuration of `penstock node` for each, and what emulated GPUs stand for there."""
+"""Configures the machines of a deployment: `penstock node` on each, and its emulated GPUs."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from services.scheduler.problem.problem import Problem
 from simulator.virtual_run.drawn_lengths import draw
 
 FIRST_GENERATOR_PORT = 7400
-"""Of a machine; the generator that begins at GPU i takes this + 2 i, and the next port for relaying weights."""
+"""First port of a machine; the generator that begins at GPU i takes this + 2 i, and the next port to relay weights."""
 MAX_PORT = 65535
 LENGTHS_FILE = "lengths.txt"
 NUM_LENGTHS = 4096
-"""Drawn from the problem's distribution, for emulated GPUs to replay."""
+"""Lengths drawn from the problem's distribution, for emulated GPUs to replay."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,7 +37,7 @@ class Machine:
 
 
 def machines(problem: Problem, plan: PlanDocument, *, is_one_host: bool) -> list[Machine]:
-    """All machines but those whose GPUs all train: revisions may use what the plan leaves idle."""
+    """All machines except those whose GPUs all train: revisions may use GPUs that the plan leaves idle."""
     training = {share.node: share.gpus for share in plan.train}
     found, next_port = [], FIRST_GENERATOR_PORT
     for name, node in node_classes(problem).items():
@@ -75,11 +75,11 @@ def node_document(
     Args:
         machine: The machine.
         run: The run's configuration.
-        center: Where the run's services are.
-        listen_host: Where its generators listen.
-        address: Where the machine is.
-        folder: Its own, for logs and weights.
-        config_folder: Where the site's files are.
+        center: Address of the run's services.
+        listen_host: Host on which its generators listen.
+        address: Address of the machine.
+        folder: The machine's own folder, for logs and weights.
+        config_folder: Folder of the site's files.
         is_remote: Whether its site is not the trainer's.
     """
     stated = run.get("generator", {})
@@ -114,7 +114,7 @@ def node_document(
 
 
 def emulation(problem: Problem, stated: Mapping[str, Any]) -> dict[str, Any]:
-    """The `emulated` section of a run of emulated GPUs, with the model named. Raises ConfigError."""
+    """The `emulated` section of a run on emulated GPUs, with the model named. Raises ConfigError."""
     unknown = sorted({node.gpu for node in problem.nodes} - GPUS.keys())
     if unknown:
         raise ConfigError(f"gpu_types: no engine can emulate {', '.join(unknown)}; there are {', '.join(GPUS)}")
@@ -137,12 +137,12 @@ def emulation(problem: Problem, stated: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def drawn_lengths(problem: Problem) -> str:
-    """Completion lengths as the problem has them, one a line."""
+    """Completion lengths by the problem's distribution, one per line."""
     lengths = draw(problem.workload.output_len, NUM_LENGTHS, 0)
     return "".join(f"{max(1, round(float(length)))}\n" for length in lengths)
 
 
 def _context(run: Document) -> dict[str, int]:
-    """Longest prompt and completion: the model's folder, a small one to try things with, may say less."""
+    """Longest prompt and completion: a small model used for trials may state less in its folder."""
     longest = run.get("data", {}).get("max_prompt_tokens", 512) + run["sampling"]["max_new_tokens"]
     return {"max_context_tokens": math.ceil(longest)}

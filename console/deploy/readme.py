@@ -1,4 +1,4 @@
-"""What a deployment says of its certificates: the commands that make one for each machine."""
+"""Writes a deployment's README: the commands that make a certificate for each machine."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def readme(run_id: str, machines: Sequence[Machine], trainers: Sequence[Training
     commands = [_command("operator", each.name, run_id="*", site="*") for each in trainers]
     home = trainers[0].site
     commands += [
-        # Generators at the trainer's site say no site: they relay nothing.
+        # Generators at the trainer's site name no site: they relay nothing.
         _command("generator", each.name, run_id=run_id, site="*" if each.site == home else each.site)
         for each in machines
         if each.name not in training

@@ -1,4 +1,4 @@
-"""The training pool of a deployment: one trainer on the head alone, or torchrun on every machine of the pool."""
+"""Configures the training pool of a deployment: one trainer on the head, or torchrun on every machine of the pool."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ class TrainingMachine:
     name: str
     site: str
     gpus: int
-    """Its first ones."""
+    """Number of GPUs that train, the machine's first ones."""
     torchrun: tuple[str, ...]
-    """Command line that starts its trainer processes, without `torchrun` and without `console serve ...`; empty where
-    the pool is one machine, whose trainer starts its processes itself."""
+    """Command line that starts its trainer processes, without `torchrun` and without `console serve ...`; empty if the
+    pool is one machine, whose trainer starts its processes itself."""
 
 
 def training_machines(model: CostModel, plan: PlanDocument, head_address: str) -> list[TrainingMachine]:
@@ -48,7 +48,7 @@ def training_machines(model: CostModel, plan: PlanDocument, head_address: str) -
 
 
 def processes(model: CostModel, plan: PlanDocument) -> int | list[float]:
-    """`trainer.processes`: one a GPU; where GPUs are unlike, the share of tokens that each takes, by its speed."""
+    """`trainer.processes`: one per GPU; if GPUs differ, each one's share of tokens, by its speed."""
     speeds = [model.gpu_training_rate[model.nodes[share.node].name] for share in plan.train for _ in range(share.gpus)]
     if len(set(speeds)) == 1:
         return len(speeds)

@@ -1,4 +1,4 @@
-"""What `penstock audit` does: show the books of a run, live or from what it left, and whether they balance."""
+"""Implements `penstock audit`: shows a run's counters, live or from its folder, and whether they balance."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from penstock.config import ConfigError
 from penstock.wire.audit_json import audit_document
 
 _Document = Mapping[str, Any]
-"""A `penstock.wire.audit_json.AuditDocument`, or what an older run left of one: without rows."""
+"""A `penstock.wire.audit_json.AuditDocument`, possibly one of an older run, without rows."""
 
 
 def audit_command(run: str | None, *, broker: str | None, runs_dir: Path, by_version: bool, as_json: bool) -> int:
-    """Print a run's books; returns 0 when they balance and 1 when they do not. Raises ConfigError."""
+    """Print a run's counters; returns 0 if they balance, else 1. Raises ConfigError."""
     target = find_run(run, broker=broker, runs_dir=runs_dir)
     if target.broker is not None:
         books = answer_of(target.broker, lambda client: client.audit(target.run_id))
@@ -60,14 +60,14 @@ class _Line:
     dropped: Counter[str] = field(default_factory=Counter)
 
     def add(self, row: _Document) -> None:
-        """Count a row of the books."""
+        """Add an audit row."""
         self.trained += row["trained"]
         self.in_flight += row["in_flight"]
         self.dropped.update(row["dropped"])
 
 
 def show_rows(document: _Document, console: Console, *, by_version: bool) -> None:
-    """Print the rows as a table; nothing for books without rows."""
+    """Print the audit rows as a table; nothing if there are none."""
     rows = document.get("rows") or []
     if not rows:
         return
@@ -85,7 +85,7 @@ def _lines(rows: Iterable[_Document], key: str) -> dict[int, _Line]:
 
 
 def _by_length(lines: Mapping[int, _Line], reasons: list[str]) -> Table:
-    """Shares of what was trained and of what was dropped, side by side: a bias by length shows as a difference."""
+    """Shares of trained and dropped samples, side by side: a length bias shows as a difference."""
     num_trained = sum(line.trained for line in lines.values())
     num_dropped = sum(line.dropped.total() for line in lines.values())
     names = ("tokens", "trained", "% of trained", "dropped", "% of dropped", "% lost", *reasons, "in flight")

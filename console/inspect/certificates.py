@@ -1,4 +1,4 @@
-"""Certificates of a run, looked at before it starts and in its status."""
+"""Checks the certificates of a run, before it starts and for its status."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from penstock.targets import split_targets
 
 
 def certificate_findings(config: RunConfig, security: Security) -> list[Finding]:
-    """What is wrong with this machine's, where they are what the run's services show."""
+    """Problems of this machine's certificates, if the run's services use them."""
     endpoints, listen = config.endpoints, config.listen
     elsewhere = (endpoints.broker, endpoints.scheduler, endpoints.reward, endpoints.trainer, endpoints.generators)
     is_served_here = security.serves_tls and None in elsewhere
     hosts = [LOOPBACK] if is_served_here else []
     if is_served_here and listen.public_host is not None:
         hosts.append(listen.public_host)
-    # Services here are asked at loopback: without that name none of them would ever be up.
+    # Health checks reach services here at loopback: without that name none would ever count as up.
     return [
         Finding(one.what, one.text, is_error=one.is_error or one.what == f"name {LOOPBACK}")
         for one in inspect(security.tls_files, hosts=hosts)
@@ -30,7 +30,7 @@ def certificate_findings(config: RunConfig, security: Security) -> list[Finding]
 
 
 async def certificate_lines(target: Target, security: Security) -> list[str]:
-    """What is wrong with this machine's, and with those that the run's services show; none without TLS."""
+    """Problems of this machine's certificates and of those that the run's services present; none without TLS."""
     if security.ca_file is None:
         return []
     asked = [

@@ -1,4 +1,4 @@
-"""What `penstock doctor` does: says what this machine has for a run, and what is missing."""
+"""Implements `penstock doctor`: reports what a run needs on this machine, and what is missing."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ class Finding:
 
     is_ok: bool
     is_needed: bool
-    """Whether a local run cannot be made without it."""
+    """Whether a local run is impossible without it."""
     text: str
 
 
 def doctor_command() -> int:
-    """Print the diagnosis; returns 1 when something that a local run needs is missing."""
+    """Print the diagnosis; returns 1 if something that a local run needs is missing."""
     findings = examine()
     for finding in findings:
         mark = "ok     " if finding.is_ok else "MISSING" if finding.is_needed else "absent "
@@ -40,7 +40,7 @@ def doctor_command() -> int:
 
 
 def examine() -> list[Finding]:
-    """Everything that is looked at, in order."""
+    """All checks, in order."""
     engines = [_package(*kind.packages, why=f"engine {name}") for name, kind in ENGINES.items() if kind.packages]
     needed = [
         _python(),

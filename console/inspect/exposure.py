@@ -1,4 +1,4 @@
-"""Which services of a run other machines reach in plain text, as they say themselves."""
+"""Finds services of a run that other machines can reach in plain text, by their own reports."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _TIMEOUT_S = 2.0
 
 
 async def exposure_lines(target: Target, run: broker_pb2.GetRunResponse | None, security: Security) -> list[str]:
-    """A line for each; none of those that do not answer."""
+    """One line per exposed service; services that do not answer are left out."""
     addresses = _addresses(target)
     answers = await asyncio.gather(*(_is_exposed(address, security) for address in addresses.values()))
     exposed = {name: address for (name, address), is_so in zip(addresses.items(), answers, strict=True) if is_so}
@@ -34,7 +34,7 @@ async def exposure_lines(target: Target, run: broker_pb2.GetRunResponse | None, 
 
 
 def _addresses(target: Target) -> dict[str, str]:
-    """Of services, by name: those that the target names, and those that were started here."""
+    """Addresses of services, by name: those in the target, and those started here."""
     found: dict[str, str] = {}
     for name in ("broker", "scheduler", "trainer"):
         stated = getattr(target, name)
@@ -49,7 +49,7 @@ def _addresses(target: Target) -> dict[str, str]:
 async def _is_exposed(address: str, security: Security) -> bool:
     try:
         async with open_channel(address, security) as channel:
-            # The health package's types leave its stub's methods out.
+            # The health package's types lack its stub's methods.
             stub: Any = health_pb2_grpc.HealthStub(channel)
             answer = await stub.Check(health_pb2.HealthCheckRequest(service=PLAIN_TEXT), timeout=_TIMEOUT_S)
     except (grpc.aio.AioRpcError, ValueError):

@@ -1,4 +1,4 @@
-"""Which run a command means, and what its broker says of it."""
+"""Finds the run that a command refers to, and queries its broker and trainer."""
 
 from __future__ import annotations
 
@@ -30,17 +30,17 @@ class Target:
 
     run_id: str
     broker: str | None
-    """host:port, several separated by commas; None when no broker of that run is known to be up."""
+    """host:port, several separated by commas; None if no broker of that run is known to be up."""
     folder: RunFolder | None
-    """Its folder on this machine, when there is one."""
+    """Its folder on this machine, if any."""
     scheduler: str | None = None
-    """host:port; None when no scheduler of that run is known to be up."""
+    """host:port; None if no scheduler of that run is known to be up."""
     trainer: str | None = None
-    """host:port; None when no trainer of that run is known to be up."""
+    """host:port; None if no trainer of that run is known to be up."""
 
 
 def find_run(run: str | None, *, broker: str | None, runs_dir: Path) -> Target:
-    """The run that is meant: by folder, by id with a broker, else the newest one. Raises ConfigError."""
+    """Find a run by folder, or by id with a broker, else the newest one. Raises ConfigError."""
     if broker is not None:
         return Target(run_id=_id_at_broker(run, _address(broker)), broker=_address(broker), folder=None)
     if run is None:
@@ -62,7 +62,7 @@ def find_run(run: str | None, *, broker: str | None, runs_dir: Path) -> Target:
 
 
 def _local(folder: RunFolder, service: str) -> str | None:
-    """Address of the service that was started here, while it or its launcher lives: a dead one is started again."""
+    """Address of a service started here, while it or its launcher (which would restart it) is alive."""
     records = [read_record(folder.services / f"{name}.json") for name in (service, CONSOLE_NAME)]
     is_alive = any(record is not None and record.is_alive for record in records)
     return records[0].address if records[0] is not None and is_alive else None
@@ -78,12 +78,12 @@ def _id_at_broker(run: str | None, broker: str) -> str:
 
 
 async def get_run(run_id: str, broker: str) -> broker_pb2.GetRunResponse:
-    """The broker's picture of a run. Raises PenstockError."""
+    """The broker's state of a run. Raises PenstockError."""
     return await ask(broker, lambda client: client.get_run(run_id))
 
 
 async def get_trainer(trainer: str) -> trainer_pb2.GetTrainerResponse:
-    """What a trainer does, and for whom it waits. Raises PenstockError."""
+    """The trainer's state, and what it waits for. Raises PenstockError."""
     async with open_channel(trainer, Security.from_environment()) as channel:
         stub = trainer_pb2_grpc.TrainerServiceStub(channel)
         request = trainer_pb2.GetTrainerRequest()
@@ -91,7 +91,7 @@ async def get_trainer(trainer: str) -> trainer_pb2.GetTrainerResponse:
 
 
 async def ask(broker: str, question: Callable[[BrokerClient], Awaitable[_Response]]) -> _Response:
-    """What a broker answers. One broker is asked once; of several, the next when one does not answer.
+    """Ask a broker. A single broker is asked once; of several, the next one is asked if one does not answer.
 
     Raises PenstockError.
     """
@@ -101,7 +101,7 @@ async def ask(broker: str, question: Callable[[BrokerClient], Awaitable[_Respons
 
 
 def answer_of(broker: str, question: Callable[[BrokerClient], Coroutine[Any, Any, _Response]]) -> _Response:
-    """`ask` for a command that runs nothing else meanwhile. Raises ConfigError."""
+    """`ask`, for a command without an event loop. Raises ConfigError."""
     try:
         return asyncio.run(ask(broker, question))
     except PenstockError as error:

@@ -1,4 +1,4 @@
-"""What `penstock ps`, `logs` and `stop` do: local runs, through the records in their folders."""
+"""Implements `penstock ps`, `logs` and `stop` for local runs, from the records in their folders."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def run_folders(runs_dir: Path) -> list[RunFolder]:
 
 
 def plain_console() -> Console:
-    """Prints tables for people and for pipes: the terminal's width, else wide enough that nothing is cut."""
+    """Prints tables to terminals, at their width, and to pipes, wide enough that nothing is cut."""
     return Console() if sys.stdout.isatty() else Console(width=_PIPE_WIDTH)
 
 
@@ -52,7 +52,7 @@ def ps_command(runs_dir: Path) -> int:
 
 
 def logs_command(run_dir: Path, service: str | None, *, follow: bool, num_lines: int) -> int:
-    """Print the last lines of a run's logs, and go on with `follow` until interrupted; returns the exit status."""
+    """Print the last lines of a run's logs; with `follow`, continue until interrupted. Returns the exit status."""
     folder = open_folder(run_dir)
     paths = sorted(folder.logs.glob("*.log"))
     if service is not None:
@@ -80,7 +80,7 @@ def stop_command(run_dir: Path) -> int:
         print(f"{folder.path.name} is not under way")
         return 0
     leaders = [record for record in alive if record.name == CONSOLE_NAME]
-    # Without its launcher the services end by themselves; this only hurries them.
+    # Without their launcher the services end by themselves; this only speeds it up.
     for record in leaders or alive:
         os.kill(record.pid, signal.SIGINT if leaders else signal.SIGTERM)
     print(f"stopping {folder.path.name}: a checkpoint is written first")

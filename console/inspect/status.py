@@ -1,4 +1,4 @@
-"""What `penstock status` does: one screen that says how a run stands and, of every stall, who is waited for and why."""
+"""Implements `penstock status`: one screen with a run's state, and the cause of every stall."""
 
 from __future__ import annotations
 
@@ -37,33 +37,33 @@ EXIT_OK, EXIT_AWAY = 0, 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Picture:
-    """A run at one moment, as far as it can be known."""
+    """A snapshot of a run, as far as it is known."""
 
     target: Target
     now_s: float
-    """Unix seconds by the clock of the run, of which its times are; by this machine's where no broker answers."""
+    """Unix seconds by the run's clock, like its times; by this machine's clock if no broker answers."""
     run: broker_pb2.GetRunResponse | None
     """None while the broker does not answer."""
     problem: str
-    """Why it does not; empty when it does."""
+    """Why the broker does not answer; empty if it does."""
     problem_for_s: float
-    """For how long."""
+    """How long the broker has not answered."""
     processes: Sequence[ProcessRecord]
     """Processes of the run on this machine that are not up."""
     trainer: trainer_pb2.GetTrainerResponse | None = None
-    """What the run's trainer says; None when no trainer is known, or it does not answer."""
+    """The trainer's report; None if no trainer is known, or it does not answer."""
     trainer_problem: str = ""
-    """Why it does not; empty when it does, or none is known."""
+    """Why the trainer does not answer; empty if it does, or none is known."""
     lengths: Document | None = None
-    """How well lengths are forecast; None when no scheduler says."""
+    """Quality of the length forecasts; None if no scheduler reports it."""
     certificates: Sequence[str] = ()
-    """What is wrong with certificates, or soon will be."""
+    """Present and imminent problems of certificates."""
     exposure: Sequence[str] = ()
-    """Services that other machines reach in plain text."""
+    """Services that other machines can reach in plain text."""
 
 
 def status_command(run: str | None, *, broker: str | None, runs_dir: Path, is_watched: bool, as_json: bool) -> int:
-    """Print a run's picture, once or until interrupted; 1 when its broker does not answer. Raises ConfigError."""
+    """Print a run's status, once or until interrupted; returns 1 if its broker does not answer. Raises ConfigError."""
     target = find_run(run, broker=broker, runs_dir=runs_dir)
     if target.broker is None:
         raise ConfigError(f"{target.run_id}: not under way here; name its broker with --broker, or see its report")
@@ -82,7 +82,7 @@ def status_command(run: str | None, *, broker: str | None, runs_dir: Path, is_wa
 
 
 def pictures(target: Target) -> Iterator[Picture]:
-    """A picture now, and then one every WATCH_EVERY_S."""
+    """A snapshot now, and then one every WATCH_EVERY_S."""
     since_s: float | None = None
     while True:
         run, problem = None, ""
@@ -113,7 +113,7 @@ def pictures(target: Target) -> Iterator[Picture]:
 
 
 def _ask_trainer(target: Target) -> tuple[trainer_pb2.GetTrainerResponse | None, str]:
-    """What the trainer says, or why it says nothing. It waits for a broker that is away, and knows since when."""
+    """The trainer's report, or why there is none. While the broker is away, the trainer knows since when."""
     if target.trainer is None:
         return None, ""
     try:
@@ -135,7 +135,7 @@ def _print(picture: Picture, *, as_json: bool) -> None:
 
 
 def render(picture: Picture) -> RenderableType:
-    """The picture as a person reads it: how it stands, who is there, who waits for whom."""
+    """The snapshot as readable text: progress, processes and stalls."""
     parts: list[RenderableType] = []
     if picture.run is None:
         asked = f"asked for {duration(picture.problem_for_s)}; " if picture.problem_for_s else ""
@@ -221,7 +221,7 @@ def _wait_line(wait: broker_pb2.Wait, *, now_s: float) -> str:
 
 
 def as_document(picture: Picture) -> dict[str, Any]:
-    """The picture for programs; times are Unix seconds."""
+    """The snapshot as JSON; times are Unix seconds."""
     document: dict[str, Any] = {
         "run_id": picture.target.run_id,
         "time_s": picture.now_s,

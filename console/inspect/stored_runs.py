@@ -1,4 +1,4 @@
-"""What `penstock runs` does: the runs that a broker's store holds, listed, shown one by one, and deleted."""
+"""Implements `penstock runs`: lists, shows and deletes the runs in a broker's store."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def list_command(*, broker: str | None, runs_dir: Path, as_json: bool) -> int:
 
 
 def show_command(run: str, *, broker: str | None, runs_dir: Path, as_json: bool) -> int:
-    """Print what the broker knows of a run; returns the exit status. Raises ConfigError."""
+    """Print a run as the broker knows it; returns the exit status. Raises ConfigError."""
     address = _broker(run, broker=broker, runs_dir=runs_dir)
     run_id = Path(run).name
     summaries = {summary.run_id: summary for summary in answer_of(address, BrokerClient.run_summaries)}
@@ -69,7 +69,7 @@ def delete_command(run: str, *, broker: str | None, runs_dir: Path, is_forced: b
 
 
 def _broker(run: str | None, *, broker: str | None, runs_dir: Path) -> str:
-    """The broker that is meant: named, or that of a run under way here."""
+    """The broker to ask: the named one, or that of a run under way here."""
     if broker is not None:
         return find_run(run or "any", broker=broker, runs_dir=runs_dir).broker or broker
     is_here = run is None or Path(run).exists() or (runs_dir / run).exists()
@@ -113,7 +113,7 @@ def _document(summary: broker_pb2.RunSummary, details: broker_pb2.GetRunResponse
 
 
 def _summary_document(run: broker_pb2.RunSummary) -> dict[str, Any]:
-    """A run for programs; times are Unix seconds."""
+    """A run as JSON; times are Unix seconds."""
     return {
         "run_id": run.run_id,
         "instance_id": run.instance_id,

@@ -1,5 +1,5 @@
-"""Starting, supervising and stopping service processes on this machine.
+"""Starts, supervises and stops service processes on this machine.
 
-What a process needs to live here: ports, cores, logs, restarts, disk space, a Redis of its own. Nothing about a run's
-progress or how it is shown.
+Manages what a process needs: ports, cores, logs, restarts, disk space, a Redis. Knows nothing of a run's progress or
+its display.
 """

@@ -1,12 +1,12 @@
-"""CPU cores of their own for engines that decode on CPUs.
+"""Pins engines that decode on CPUs to dedicated cores.
 
-A step of such an engine takes milliseconds. Where it shares its core with a trainer that computes, the system lets it
-wait for longer than that, again and again; `docs/benchmarks.md` says what that costs.
+A step of such an engine takes milliseconds. If it shares its core with a computing trainer, the system repeatedly makes
+it wait for longer than that; `docs/benchmarks.md` states the cost.
 
 Invariants:
-- What is bound is processes of this run. Its engines' cores are left by all others of it, and no engine of another run
-  of the same user has one of them.
-- Where there are too few cores for that, or the system cannot bind processes to cores, nothing is bound.
+- Only processes of this run are pinned. Its other processes stay off its engines' cores, and no engine of another run
+  of the same user has any of them.
+- If there are too few cores, or the system cannot pin processes to cores, nothing is pinned.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ from console.config.config import RunConfig
 
 
 class Cores:
-    """Who of a run computes where.
+    """Assigns cores to the processes of a run.
 
     Args:
         usable: Cores that this process may use.
-        engines: Names of the generators whose engines are to have cores of their own.
+        engines: Names of the generators whose engines get dedicated cores.
         num_threads: Threads of each engine.
-        num_others: Cores that must be left for everything else.
-        folder: Where engines' claims are noted; the user's own.
+        num_others: Cores that must be left for all other processes.
+        folder: Where engines' claims are recorded, one folder per user.
     """
 
     def __init__(
         self, usable: Collection[int], *, engines: Collection[str], num_threads: int, num_others: int, folder: Path
     ) -> None:
         self.of_engine: dict[str, frozenset[int]] = {}
-        """By generator; empty where nothing is bound."""
+        """Cores of each generator; empty if nothing is pinned."""
         self.of_others: frozenset[int] = frozenset()
         num_wanted = len(engines) * num_threads
         claims = _claims(usable, folder) if num_wanted and len(usable) >= num_wanted + num_others else {}
@@ -53,7 +53,7 @@ class Cores:
 
     @classmethod
     def of_run(cls, config: RunConfig, *, num_generators: int) -> Cores:
-        """Those of a run that starts this many generators here."""
+        """The cores of a run that starts this many generators here."""
         has_own = config.generator.decodes_on_cpus()
         return cls(
             os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else (),
@@ -64,7 +64,7 @@ class Cores:
         )
 
     def bind(self, name: str, pid: int) -> None:
-        """Bind a process of the run, and those it has started: a generator's are its engine."""
+        """Pin a process of the run and its descendants: a generator's are its engine."""
         if not self.of_engine:
             return
         _bind(pid, self.of_others)
@@ -72,13 +72,13 @@ class Cores:
             _bind(descendant, self.of_engine.get(name, self.of_others))
 
     def release(self) -> None:
-        """Let engines of other runs have the cores; idempotent."""
+        """Release the cores to engines of other runs. Idempotent."""
         while self._claims:
             os.close(self._claims.pop())
 
 
 def _claims(cores: Collection[int], folder: Path) -> dict[int, int]:
-    """Locked files of those cores that no engine of another run has, by core; the lock ends with its process."""
+    """Locked files of the cores that no engine of another run has, by core; a lock ends with its process."""
     claims: dict[int, int] = {}
     with suppress(OSError):
         folder.mkdir(mode=0o700, exist_ok=True)
@@ -90,13 +90,13 @@ def _claims(cores: Collection[int], folder: Path) -> dict[int, int]:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 claims[core] = descriptor
             except OSError:
-                # Another run's; or the file system knows no locks.
+                # Claimed by another run; or the file system has no locks.
                 os.close(descriptor)
     return claims
 
 
 def _bind(pid: int, cores: Collection[int]) -> None:
-    """All threads of a process; what has ended meanwhile, or is not ours, is left alone."""
+    """Pin all threads of a process; threads that have ended or are not ours are skipped."""
     with suppress(OSError):
         for thread in Path(f"/proc/{pid}/task").iterdir():
             with suppress(OSError):
@@ -104,7 +104,7 @@ def _bind(pid: int, cores: Collection[int]) -> None:
 
 
 def _descendants(pid: int) -> Iterator[int]:
-    """Processes that a process has started, and those that they have."""
+    """All descendants of a process."""
     children: dict[int, list[int]] = {}
     for path in Path("/proc").glob("[0-9]*/stat"):
         with suppress(OSError):

@@ -1,4 +1,4 @@
-"""A run ends by name before its folder is full, while there may still be room for its last checkpoint."""
+"""Ends a run with a clear message before its folder is full, while its last checkpoint may still fit."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from pathlib import Path
 from penstock.process.disk import failure_message, free_bytes, full_message
 
 MIN_FREE_BYTES = 4 * 2**20
-"""A Redis that cannot append refuses every write, and others wait for it: below this nothing can go on for long."""
+"""A Redis that cannot append refuses every write, and others wait for it: below this, nothing can continue for long."""
 POLL_S = 1.0
 
 
 class FolderRefusedError(Exception):
-    """The run folder takes no more; the message names it, the reason and what to do."""
+    """The run folder cannot be written to; the message names it, the reason and the fix."""
 
 
 class DiskWatch:
-    """Looks at the disk of a run's folder, and hears of writes that it refused."""
+    """Watches the disk of a run's folder, and is notified of failed writes."""
 
     def __init__(self, run_dir: Path) -> None:
         self._run_dir = run_dir
@@ -31,7 +31,7 @@ class DiskWatch:
             self._refused.set()
 
     async def watch(self) -> None:
-        """Runs until the folder takes no more, or hardly any; raises FolderRefusedError."""
+        """Run until the folder is full or nearly full, or a write failed; raises FolderRefusedError."""
         while not self._refused.is_set():
             if free_bytes(self._run_dir) < MIN_FREE_BYTES:
                 self._message = full_message(self._run_dir)

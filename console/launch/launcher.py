@@ -1,8 +1,8 @@
-"""Starts what a run needs on this machine, keeps it running, and stops it in order.
+"""Starts a run's processes on this machine, keeps them running, and stops them in order.
 
 Invariants:
-- Addresses are chosen once: a service that is restarted comes back on the same port.
-- Whatever was started is stopped, in the end or when starting failed; `kill` ends everything at once.
+- Addresses are chosen once: a restarted service returns on the same port.
+- Every started process is stopped, at the end or when startup fails; `kill` ends everything at once.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from penstock.security import Security
 
 REDIS_READY_S = 60.0
 SERVICE_READY_S = 120.0
-# A generator or trainer imports torch and loads a model; on a busy small machine that takes minutes, not seconds.
+# A generator or trainer imports torch and loads a model; on a small busy machine that takes minutes, not seconds.
 MODEL_READY_S = 600.0
 
 
@@ -67,7 +67,7 @@ class Launcher:
 
     @property
     def records(self) -> Mapping[str, ProcessRecord]:
-        """Every process as it was last noted, by name."""
+        """The latest record of every process, by name."""
         return self._services.records
 
     async def start(self) -> None:
@@ -124,7 +124,7 @@ class Launcher:
         self._services.kill_now()
 
     def _take_change(self, record: ProcessRecord) -> None:
-        # Not before: while they load, every core is wanted by all.
+        # Not earlier: while they load, all processes need every core.
         if record.state == ProcessState.READY and self._cores is not None:
             self._cores.bind(record.name, record.pid)
         self._on_change(record)
@@ -133,7 +133,7 @@ class Launcher:
         name = f"node-{path.stem.removeprefix('node-')}"
 
         async def is_ready() -> bool:
-            # It serves nothing; its generators show whether it works.
+            # A node serves nothing; its generators show whether it works.
             return True
 
         self._services.launch(
@@ -162,7 +162,7 @@ class Launcher:
 
 
 def choose_addresses(config: RunConfig) -> Addresses:
-    """Where every service of the run is or will be: as configured, else on free loopback ports."""
+    """Addresses of every service of the run: as configured, else free loopback ports."""
     endpoints, listen = config.endpoints, config.listen
     num_local = config.generator.count if config.starts_generators else 0
     free = iter(free_addresses(5 + num_local))

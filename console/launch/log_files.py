@@ -1,10 +1,10 @@
-"""The log of a supervised process: what it writes comes through a pipe and goes to a file that is rotated by size.
+"""Writes the log of a supervised process: its output comes through a pipe and goes to a file that is rotated by size.
 
-`NAME.log` is written to; at its largest size it becomes `NAME.log.1`, which becomes `NAME.log.2`, and so on.
+`NAME.log` is the current file; at its size limit it becomes `NAME.log.1`, which becomes `NAME.log.2`, and so on.
 
 Invariants:
-- No line is lost or cut by a rotation: whoever writes knows nothing of it.
-- A disk that takes no more costs lines, never the process that writes them: the pipe is always read.
+- No line is lost or cut by a rotation: the writer does not notice it.
+- A full disk costs lines, never the process that writes them: the pipe is always read.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from collections.abc import Callable
 from pathlib import Path
 
 _READ_BYTES = 65536
-# A console that is suspended reads nothing: so much may be written meanwhile before the writer waits.
+# A suspended console reads nothing: this much may be written meanwhile before the writer blocks.
 _PIPE_BYTES = 2**20
 
 
 class RotatedLog:
-    """A file that is appended to, and put aside when it is full.
+    """A file that is appended to, and rotated when it is full.
 
     Args:
         path: The file.
-        max_bytes: Its largest size; a line longer than that is written whole.
-        num_files: Files kept, this one included.
+        max_bytes: Its size limit; a longer line is written whole.
+        num_files: Files kept, including this one.
     """
 
     def __init__(self, path: Path, *, max_bytes: int, num_files: int) -> None:
@@ -39,13 +39,13 @@ class RotatedLog:
         self._is_in_line = False
 
     def open(self) -> None:
-        """Make the file, unless it is there; raises OSError."""
+        """Create the file if it does not exist. Raises OSError."""
         if self._descriptor is None:
             self._descriptor = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
             self._num_bytes = os.fstat(self._descriptor).st_size
 
     def write(self, data: bytes) -> None:
-        """Append; raises OSError when the disk refuses, and what was not written of `data` is lost."""
+        """Append `data`. Raises OSError if the disk refuses it; the unwritten part is lost."""
         for line in data.splitlines(keepends=True):
             if not self._is_in_line and self._num_bytes > 0 and self._num_bytes + len(line) > self._max_bytes:
                 self._rotate()
@@ -79,30 +79,30 @@ class RotatedLog:
 
 
 class LogPump:
-    """Carries what a process writes to its log, in a thread of its own, until every writer has closed the pipe.
+    """Copies a process's output to its log, in a separate thread, until every writer has closed the pipe.
 
     Args:
-        log: Where it goes.
-        on_refusal: Hears, in that thread, of the first of a row of lines that the disk refuses.
+        log: The log to write to.
+        on_refusal: Called in that thread for the first of consecutive lines that the disk refuses.
     """
 
     def __init__(self, log: RotatedLog, *, on_refusal: Callable[[OSError], None]) -> None:
         self._log = log
         self._on_refusal = on_refusal
         self._reading, self.writing_end = os.pipe()
-        """Descriptor that the process writes to; `start` closes it here."""
+        """Descriptor that the process writes to; `start` closes this process's copy."""
         if hasattr(fcntl, "F_SETPIPE_SZ"):
             with contextlib.suppress(OSError):
                 fcntl.fcntl(self._reading, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
         self._thread = threading.Thread(target=self._carry, name="log-pump", daemon=True)
 
     def start(self) -> None:
-        """Begin, once the process has its end of the pipe."""
+        """Start the thread, once the process has its end of the pipe."""
         os.close(self.writing_end)
         self._thread.start()
 
     def join(self, timeout_s: float) -> None:
-        """Wait until everything is in the file, if whoever writes ends in time."""
+        """Wait until all output is in the file, if every writer ends in time."""
         self._thread.join(timeout_s)
 
     def _carry(self) -> None:

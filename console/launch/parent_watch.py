@@ -1,4 +1,4 @@
-"""No orphans: a service started by the launcher ends when the launcher is gone, even when that was killed.
+"""Prevents orphans: a service started by the launcher ends when the launcher is gone, even if it was killed.
 
 Redis, which is not a Python program, is ended by the kernel: see `penstock.process.bound_child`.
 """
@@ -15,9 +15,9 @@ _GRACE_S = 15.0
 
 
 def watch_launcher(environ: Mapping[str, str]) -> bool:
-    """Begin to watch the launcher named in the environment; returns whether this process has one.
+    """Start watching the launcher named in the environment; returns whether this process has one.
 
-    Only the process that the launcher started watches: what a service starts inherits the environment but has another
+    Only the process that the launcher started watches: children of a service inherit the environment but have another
     parent.
     """
     launcher = environ.get(LAUNCHER_VARIABLE, "")

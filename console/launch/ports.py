@@ -1,4 +1,4 @@
-"""Ports of this machine: which are free, and what is wrong with an address that cannot be listened on."""
+"""Finds free ports of this machine, and explains why an address cannot be listened on."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ _MAX_DRAWS = 100
 
 
 def free_addresses(count: int) -> list[str]:
-    """`count` different loopback addresses, host:port, that nobody listens on now."""
+    """`count` different loopback addresses, host:port, that are free now."""
     with contextlib.ExitStack() as stack:
-        # All are held until the last one is chosen, or one port could be chosen twice.
+        # All are kept open until the last one is chosen, or one port could be chosen twice.
         sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
         for one in sockets:
             one.bind((_LOOPBACK, 0))
@@ -23,9 +23,9 @@ def free_addresses(count: int) -> list[str]:
 
 
 def free_block(count: int) -> int:
-    """The first of `count` loopback ports in a row that nobody listens on now. Raises OSError when none is found.
+    """The first of `count` consecutive loopback ports that are free now. Raises OSError if none is found.
 
-    Below the ports that the system gives to connections, one of which could else take a port before it is used.
+    Below the ephemeral ports: a connection could otherwise take one before it is used.
     """
     for _ in range(_MAX_DRAWS):
         first = random.randrange(_BLOCK_PORTS.start, _BLOCK_PORTS.stop - count)
@@ -35,7 +35,7 @@ def free_block(count: int) -> int:
 
 
 def listen_problem(address: str) -> str | None:
-    """Why `address` (host:port) cannot be listened on, with the fix; None when it can."""
+    """Why `address` (host:port) cannot be listened on, with the fix; None if it can."""
     host, _, port = address.rpartition(":")
     family = socket.AF_INET6 if host.startswith("[") else socket.AF_INET
     with socket.socket(family) as probe:

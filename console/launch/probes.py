@@ -1,4 +1,4 @@
-"""Short questions to things on the network, each with a deadline: does it answer, and if not, what to tell the user."""
+"""Probes servers on the network, each with a deadline: whether they answer, and if not, what to report to the user."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from services.broker.storage.redis.authentication import NO_CREDENTIALS, RedisCr
 
 PROBE_TIMEOUT_S = 3.0
 TLS_FAILS = "TLS with"
-"""What a problem begins with that waiting does not mend."""
+"""Prefix of problems that waiting does not solve."""
 BROKER, SCHEDULER, REWARD = "penstock.v1.BrokerService", "penstock.v1.SchedulerService", "penstock.v1.RewardService"
 TRAINER, GENERATOR = "penstock.v1.TrainerService", "penstock.v1.GeneratorService"
 
@@ -27,10 +27,10 @@ TRAINER, GENERATOR = "penstock.v1.TrainerService", "penstock.v1.GeneratorService
 async def service_problem(
     target: str, service: str, *, security: Security, must_serve: bool = True, timeout_s: float = PROBE_TIMEOUT_S
 ) -> str | None:
-    """Why the server at `target` cannot be used as `service`; None when it can, or one of several can.
+    """Why the server at `target` cannot be used as `service`; None if it, or one of several, can.
 
     A server without health checks, or whose health does not name the service, counts as up: foreign servers may lack
-    them. Without `must_serve` one that answers but does not serve yet, since it waits for the run, counts as well.
+    them. Without `must_serve`, a server that answers but does not serve yet, as it waits for the run, counts as well.
     """
     targets = split_targets(target)
     if len(targets) > 1:
@@ -42,7 +42,7 @@ async def service_problem(
         )
         return None if None in problems else "; ".join(problem for problem in problems if problem)
     async with open_channel(target, security) as channel:
-        # The health package's types leave its stub's methods out.
+        # The health package's types lack its stub's methods.
         stub: Any = health_pb2_grpc.HealthStub(channel)
         request = health_pb2.HealthCheckRequest(service=service)
         try:
@@ -63,7 +63,7 @@ async def service_problem(
 def redis_problem(
     url: str, *, credentials: RedisCredentials = NO_CREDENTIALS, timeout_s: float = PROBE_TIMEOUT_S
 ) -> str | None:
-    """Why the Redis at `url` cannot be used; None when it can. A password in the URL is never repeated."""
+    """Why the Redis at `url` cannot be used; None if it can. A password in the URL is never shown."""
     import redis
 
     shown = masked(url)
@@ -97,5 +97,5 @@ async def _group_problem(url: str, credentials: RedisCredentials) -> str | None:
 
 
 def masked(text: str) -> str:
-    """`text` with the password of any URL in it replaced by stars."""
+    """`text` with the password of any URL in it replaced by asterisks."""
     return re.sub(r"(://[^:@/\s]*):[^@/\s]*@", r"\1:***@", text)

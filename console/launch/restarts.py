@@ -1,8 +1,8 @@
-"""How soon a process that ended is started again: at once while that is rare, later and later while it is not.
+"""Decides how soon an ended process is restarted: at once while failures are rare, with growing delays if not.
 
-- What counts is a window of time: a death a week never adds up.
-- A process that dies too often within it, or that does not come up several times in a row, is paused: each pause is
-  twice as long as the one before, up to MOST_PAUSE_S, until it has been up for a whole window.
+- Failures count within a sliding window: one failure a week never adds up.
+- A process that fails too often within it, or that fails to start several times in a row, is paused: each pause is
+  twice as long as the previous one, up to MOST_PAUSE_S, until it has been up for a whole window.
 """
 
 from __future__ import annotations
@@ -16,25 +16,25 @@ from penstock.network.rpc import backoff_s
 
 WINDOW_S = 600.0
 MAX_RESTARTS = 10
-"""Within WINDOW_S."""
+"""Most restarts within WINDOW_S."""
 MAX_FAILED_STARTS = 3
-"""In a row, without ever becoming ready."""
+"""Most consecutive starts without becoming ready."""
 FIRST_PAUSE_S, MOST_PAUSE_S = 60.0, 1800.0
 FIRST_DELAY_S, MOST_DELAY_S = 0.25, 10.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """When to start it again."""
+    """When to restart the process."""
 
     delay_s: float
-    """After how long."""
+    """Delay before the restart."""
     is_pause: bool
-    """Whether it is given up until then, rather than just restarted."""
+    """Whether the process is paused until then, rather than just restarted."""
 
 
 class RestartBudget:
-    """That of one process; `now_s` are seconds of a clock that only runs forward."""
+    """Restarts of one process; `now_s` returns seconds of a monotonic clock."""
 
     def __init__(self, *, now_s: Callable[[], float] = time.monotonic) -> None:
         self._now_s = now_s
@@ -44,7 +44,7 @@ class RestartBudget:
         self._delays_s = backoff_s(first_s=FIRST_DELAY_S, most_s=MOST_DELAY_S)
 
     def ended(self, *, up_s: float | None) -> Verdict:
-        """It ended, having been ready for `up_s` seconds; None: it never was."""
+        """Record an end after `up_s` seconds of being ready; None means it never was."""
         now_s = self._now_s()
         self._ends_s.append(now_s)
         while self._ends_s[0] <= now_s - WINDOW_S:

@@ -1,9 +1,9 @@
-"""The supervised processes of one folder: how a run and a machine of a plan start services, and end them.
+"""Manages the supervised processes of one folder: a run and a machine of a plan start and end services through it.
 
 Invariants:
 - The folder's process records are current, so that `penstock ps` and `stop` need no help from this process.
-- A service that is given up while no other of its kind is left, and a disk that refuses logs or records, are told to
-  whoever waits in `watch`.
+- `watch` raises when a service is given up and no other of its kind is left, and when the disk refuses logs or
+  records.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ from penstock.security import Security
 _PROBE_S = 2.0
 _LOOK_S = 0.5
 _NOT_NEEDED = ("scheduler",)
-"""A run goes on without these."""
+"""Services that a run can continue without."""
 
 
 class ServiceProcesses:
-    """Processes by name."""
+    """The supervised processes of a folder, by name."""
 
     def __init__(
         self,
@@ -50,9 +50,9 @@ class ServiceProcesses:
         on_wait: Callable[[str, str, float], None] = lambda name, problem, waited_s: None,
         pauses: bool = True,
     ) -> None:
-        """Without `pauses` the first service that dies too often ends `watch`.
+        """Without `pauses`, the first service that dies too often ends `watch`.
 
-        `on_wait` hears now and then of a service that `wait_ready` waits for: its name, why, and for how long.
+        `on_wait` is called now and then while `wait_ready` waits for a service: its name, why, and for how long.
         """
         self.records: dict[str, ProcessRecord] = {}
         self._folder = folder
@@ -61,7 +61,7 @@ class ServiceProcesses:
         self._on_change = on_change
         self._pauses = pauses
         self._problems: dict[str, str] = {}
-        """Why services that are not up are not, by name."""
+        """Why services are not up, by name."""
         self._on_wait = on_wait
         self._processes: dict[str, SupervisedProcess] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
@@ -70,7 +70,7 @@ class ServiceProcesses:
 
     @property
     def names(self) -> list[str]:
-        """Names of the processes that are kept running."""
+        """Names of the processes being kept running."""
         return list(self._processes)
 
     def launch_service(
@@ -84,7 +84,7 @@ class ServiceProcesses:
         num_threads: int = 1,
         environment: Mapping[str, str] | None = None,
     ) -> None:
-        """Start `penstock serve kind` with these settings; `target` and `health_service` say when it is up."""
+        """Start `penstock serve kind` with these settings; `target` and `health_service` tell when it is up."""
         path = self._folder.services / f"{name}.yaml"
         write_config(settings, path)
 
@@ -108,7 +108,7 @@ class ServiceProcesses:
 
     @property
     def log_options(self) -> tuple[str, ...]:
-        """How logs are written, as options of the command line."""
+        """Log settings, as command-line options."""
         return ("--log-level", self._log.level, "--log-format", self._log.format)
 
     def launch(self, spec: ServiceSpec) -> None:
@@ -121,7 +121,7 @@ class ServiceProcesses:
         task.add_done_callback(self._take_end)
 
     async def wait_ready(self, name: str, *, timeout_s: float) -> None:
-        """Until it is up. Raises ServiceFailedError when it is paused or given up, or not up in time."""
+        """Wait until it is up. Raises ServiceFailedError if it is paused or given up, or not up in time."""
         process, task = self._processes[name], self._tasks[name]
         loop = asyncio.get_running_loop()
         begun_s = loop.time()
@@ -145,16 +145,16 @@ class ServiceProcesses:
             )
 
     async def watch(self) -> None:
-        """Wait until the last service of a kind is given up, or the folder takes no more, and raise why.
+        """Wait until the last service of a kind is given up, or the folder is full, and raise the reason.
 
-        ServiceFailedError, FolderRefusedError. A service that is paused is not given up.
+        Raises ServiceFailedError, FolderRefusedError. A paused service does not count as given up.
         """
         await self._given_up.wait()
         if self._failure is not None:
             raise self._failure
 
     async def stop(self, names: Iterable[str]) -> None:
-        """Stop those of these names that run, all at once, and forget them."""
+        """Stop the running processes of these names, concurrently, and forget them."""
         stopped = [name for name in names if name in self._processes]
         await asyncio.gather(*(self._processes[name].stop() for name in stopped))
         tasks = [self._tasks.pop(name) for name in stopped]

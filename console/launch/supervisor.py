@@ -1,7 +1,7 @@
-"""One supervised process: started in a process group of its own, watched, restarted when it dies, stopped in the end.
+"""Supervises one process: starts it in its own process group, watches it, restarts it if it dies, and stops it.
 
 Invariants:
-- Nothing of a process survives it: when its leader has ended, what is left of its group is killed.
+- No child of a process survives it: when the leader has ended, the rest of its group is killed.
 - It is restarted with the same command (hence on the same port), with back-off; one that dies too often is paused for a
   while, longer each time (`console.launch.restarts`). It is given up for good only if it exits with status 2 (its
   configuration is wrong) without ever having been ready.
@@ -36,13 +36,13 @@ _READY_POLL_S = 0.2
 _MAX_LINE_CHARACTERS = 400
 _TAIL_BYTES = 65536
 LOG_BYTES, LOG_FILES = 64 * 2**20, 5
-"""Largest size of a log, and how many are kept with those that were put aside."""
+"""Size limit of a log, and how many are kept, including rotated ones."""
 _LAST_WORDS_S = 2.0
-"""For what the process left in its pipe; something that outlived it may hold the pipe for longer."""
+"""Time to read the process's remaining output; a surviving child may keep the pipe open for longer."""
 
 
 class ServiceFailedError(Exception):
-    """A service ended and is not restarted any more; the message says why and names its log."""
+    """A service ended and is no longer restarted; the message gives the reason and names its log."""
 
 
 class ProcessState(StrEnum):
@@ -65,21 +65,21 @@ class ServiceSpec:
     argv: tuple[str, ...]
     """Command line."""
     address: str
-    """host:port it serves, for status; empty when it serves none."""
+    """host:port it serves, for status; empty if it serves none."""
     env: Mapping[str, str]
     """Its whole environment."""
     log_path: Path
     """Receives its output, appended."""
     is_ready: Callable[[], Awaitable[bool]]
-    """Whether it is up, asked again and again after a start."""
+    """Whether it is up; polled after a start."""
     kind: str = ""
-    """Processes of a kind stand in for each other; one without stands for itself."""
+    """Processes of one kind can replace each other; one without a kind cannot be replaced."""
     stop_grace_s: float = 10.0
     """Seconds between SIGTERM and SIGKILL."""
     log_bytes: int = LOG_BYTES
-    """Size at which its log is put aside."""
+    """Size at which its log is rotated."""
     log_files: int = LOG_FILES
-    """Logs kept, the one that is written to included."""
+    """Logs kept, including the current one."""
 
 
 class SupervisedProcess:
@@ -94,7 +94,7 @@ class SupervisedProcess:
         pauses: bool = True,
         now_s: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Without `pauses` a process that dies too often is given up, to let somebody else decide."""
+        """Without `pauses`, a process that dies too often is given up, and the caller decides."""
         self.spec = spec
         self._on_refused_write = on_refused_write
         self._log = RotatedLog(spec.log_path, max_bytes=spec.log_bytes, num_files=spec.log_files)
@@ -113,7 +113,7 @@ class SupervisedProcess:
         self._since_s = time.time()
 
     async def run(self) -> None:
-        """Start, watch and restart until `stop`; raises ServiceFailedError when it is given up for good."""
+        """Start, watch and restart until `stop`. Raises ServiceFailedError when it is given up for good."""
         was_ever_ready = False
         while not self._is_stopping:
             status = await self._run_once()
@@ -141,7 +141,7 @@ class SupervisedProcess:
                 await self._sleep(verdict.delay_s)
 
     async def _sleep(self, delay_s: float) -> None:
-        """Until it is time to start again, or `stop`."""
+        """Wait until it is time to restart, or `stop`."""
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._stopped.wait(), delay_s)
 
@@ -161,7 +161,7 @@ class SupervisedProcess:
         self._set_state(ProcessState.STOPPED)
 
     def kill(self) -> None:
-        """Kill the process and whatever it started, at once."""
+        """Kill the process and its group, at once."""
         self._is_stopping = True
         self._stopped.set()
         self._kill_group()
@@ -199,7 +199,7 @@ class SupervisedProcess:
             loop.call_soon_threadsafe(self._on_refused_write, error)
 
     async def _watch_readiness(self) -> None:
-        while not await self.spec.is_ready():  # noqa: ASYNC110 - another process' readiness sets no event here
+        while not await self.spec.is_ready():  # noqa: ASYNC110 - another process's readiness sets no event here
             await asyncio.sleep(_READY_POLL_S)
         self._ready_s = self._now_s()
         self.ready.set()
@@ -211,7 +211,7 @@ class SupervisedProcess:
         try:
             os.killpg(self._process.pid, signal.SIGKILL)
         except (ProcessLookupError, PermissionError):
-            # Nothing is left of the group (macOS says so with EPERM).
+            # The group is empty (macOS reports this as EPERM).
             return
 
     def _set_state(self, state: ProcessState) -> None:
@@ -243,12 +243,12 @@ def _clock_time(unix_s: float) -> str:
 
 
 def console_argv(*arguments: str) -> tuple[str, ...]:
-    """Command line of this console; `-P` keeps a `services` or `console` in the user's folder from being imported."""
+    """Command line of this console; `-P` prevents importing a `services` or `console` from the user's folder."""
     return (sys.executable, "-P", "-m", "console", *arguments)
 
 
 def service_environment(base: Mapping[str, str], *, num_threads: int) -> dict[str, str]:
-    """The environment of a service: threads on purpose, nothing downloaded, its launcher known.
+    """The environment of a service: a set number of threads, no downloads, its launcher's pid.
 
     Spinning OpenMP threads of several processes on few cores halve each other, hence the passive wait policy.
     """
@@ -274,7 +274,7 @@ def service_environment(base: Mapping[str, str], *, num_threads: int) -> dict[st
 
 
 def last_line(path: Path) -> str:
-    """The last line of a log that says something, shortened; empty when there is none."""
+    """The last non-empty line of a log, shortened; empty if there is none."""
     try:
         with path.open("rb") as log:
             log.seek(max(0, path.stat().st_size - _TAIL_BYTES))

@@ -1,4 +1,4 @@
-"""`penstock node`: a machine that runs the generators which a scheduler's plan assigns to it.
+"""Implements `penstock node`: a machine that runs the generators which a scheduler's plan assigns to it.
 
-Its configuration, its assignment by the plan, and the rates it reports. How processes start is in `console.launch`.
+Reads its configuration and its assignment, and reports rates. `console.launch` starts the processes.
 """

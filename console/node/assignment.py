@@ -1,4 +1,4 @@
-"""From a plan to the generators of one machine, and to what changes when the plan is revised. Pure."""
+"""Derives the generators of one machine from a plan, and the changes when the plan is revised. Pure."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Placement:
     num_replicas: int = 1
     """Emulated generators that share the process."""
     num_samples: int = 0
-    """That each replica decodes at once by the plan; 0 where it does not say."""
+    """Samples that each replica decodes at once by the plan; 0 if the plan does not say."""
 
     @property
     def name(self) -> str:
@@ -35,29 +35,29 @@ class Placement:
         return len(self.gpus) // self.num_replicas
 
     def is_like(self, other: Placement) -> bool:
-        """Whether a process of one can go on as the other."""
+        """Whether a process of one placement can continue as the other."""
         is_same = (self.gpus, self.num_replicas) == (other.gpus, other.num_replicas)
         return is_same and is_like(self.num_samples, other.num_samples)
 
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """What a revision asks for."""
+    """The changes that a revision requires."""
 
     stops: tuple[str, ...]
-    """Names of processes that end; they give back what they hold."""
+    """Names of processes to end; they give back their leases."""
     starts: tuple[Placement, ...]
-    """Processes that begin, after those have ended."""
+    """Processes to start, after those have ended."""
 
 
 def placements(plan: pb.Plan, config: NodeConfig) -> dict[str, Placement]:
-    """The generators that the plan wants on this machine, by name."""
+    """The generators that the plan places on this machine, by name."""
     found = (one for each in plan.assignments for one in _placed(each, config))
     return {one.name: one for one in found}
 
 
 def misfits(plan: pb.Plan, config: NodeConfig) -> list[str]:
-    """What the plan wants of this machine and its GPUs do not bear, in words: the problem describes another machine."""
+    """How the plan exceeds this machine's GPUs, in words: the problem then describes another machine."""
     return [
         f"{each.num_replicas} generators of {each.tensor_parallel} GPUs, on GPUs "
         f"{', '.join(map(str, each.accelerator_indices)) or 'of its choice'}; there are {config.gpus}"
@@ -95,7 +95,7 @@ def _placed(each: pb.Assignment, config: NodeConfig) -> Iterator[Placement]:
 
 
 def change(running: Mapping[str, Placement], wanted: Mapping[str, Placement]) -> Change:
-    """What to stop and to start so that what runs becomes what is wanted."""
+    """The processes to stop and to start to turn `running` into `wanted`."""
     goes_on = {name for name, one in wanted.items() if name in running and running[name].is_like(one)}
     return Change(
         stops=tuple(name for name in running if name not in goes_on),
@@ -104,7 +104,7 @@ def change(running: Mapping[str, Placement], wanted: Mapping[str, Placement]) ->
 
 
 def generator_config(config: NodeConfig, placement: Placement, *, port: int) -> GeneratorConfig:
-    """The configuration of a process; `port` is its own, and the next ones are free for it."""
+    """The configuration of a process; `port` is its own, and the following ones are free for it."""
     base = config.generator
     host = base.listen.rpartition(":")[0]
     num_samples = min(placement.num_samples or base.engine.max_concurrent_samples, MOST_SAMPLES)
@@ -119,6 +119,6 @@ def generator_config(config: NodeConfig, placement: Placement, *, port: int) -> 
     if base.engine.is_emulated:
         update["instances"] = (InstanceConfig(count=placement.num_replicas),)
     elif base.site:
-        # Of a site apart from the trainer, one generator fetches each version and the others get it from there.
+        # At a site other than the trainer's, one generator fetches each version and relays it to the others.
         update |= {"relay_listen": f"{host}:{port + 1}", "relay_url": f"{config.address}:{port + 1}"}
     return base.model_copy(update=update)

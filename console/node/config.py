@@ -1,4 +1,4 @@
-"""The configuration of a machine that follows a run's plan: what `penstock node` reads."""
+"""Defines the configuration of a machine that follows a run's plan, which `penstock node` reads."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from services.generator.config import GeneratorConfig
 
 
 class NodeConfig(NetworkConfig):
-    """A machine, and how a generator on it is made."""
+    """A machine, and the configuration of its generators."""
 
     node_id: str = Field(min_length=1, max_length=128)
-    """What the plan calls it: the problem's name of the machine, or any other of one that joins."""
+    """Its name in the plan: the problem's name of the machine, or any other name for one that joins."""
     site: str = Field(default="", max_length=128)
     """Its region in the problem."""
     gpu: str = Field(min_length=1, max_length=128)
-    """The problem's name of its type of GPU."""
+    """Its GPU type's name in the problem."""
     gpus: int = Field(default=1, ge=1, le=1024)
-    """How many it has."""
+    """Number of its GPUs."""
     price_per_hour: float | None = Field(default=None, ge=0)
-    """US dollars, the whole machine; that of machines alike when unset."""
+    """US dollars for the whole machine; if unset, the price of similar machines."""
     scheduler: Targets
     """The scheduler of the run, host:port."""
     address: str = "127.0.0.1"
@@ -32,12 +32,12 @@ class NodeConfig(NetworkConfig):
     dir: Path
     """Folder for the logs and configurations of its generators."""
     generator: GeneratorConfig
-    """A generator of it. The plan says how many there are, of how many GPUs each, and how many samples one decodes at
-    once; the one that begins at GPU i listens at the port of `listen` + 2 i, on a free one where that is 0."""
+    """Configuration of its generators. The plan sets their number, their GPUs and how many samples each decodes at
+    once; the one that begins at GPU i listens at the port of `listen` + 2 i, or on a free one if that port is 0."""
     log: LogSection = LogSection()
     """Logs of its generators."""
 
 
 def read_node(path: Path, overrides: Iterable[str] = ()) -> NodeConfig:
-    """The machine in a file, with dotted overrides applied. Raises ConfigError."""
+    """Load a machine from a file, with dotted overrides applied. Raises ConfigError."""
     return validate(NodeConfig, apply_overrides(read_document(path), overrides), source=str(path))

@@ -1,12 +1,12 @@
-"""`penstock node`: a machine offers itself to a scheduler and runs the generators that the plan of the run gives it.
+"""Runs `penstock node`: offers a machine to a scheduler and runs the generators that the run's plan assigns to it.
 
     registers, reports its speed --> the plan names it: its generators start --> a revision: they stop, others start
                                                       |
-                   SIGTERM, or a generator is given up: it says that it leaves, and generators give back what they hold
+                   SIGTERM, or a generator is given up: it reports that it leaves, and generators give back their leases
 
 Invariants:
-- While the scheduler is away, or has forgotten the plan, what runs goes on.
-- A GPU is given to another generator only after the one before has ended.
+- While the scheduler is away, or has forgotten the plan, running generators continue.
+- A GPU is given to another generator only after the previous one has ended.
 - Generators end with this process, however it ends.
 """
 
@@ -48,7 +48,7 @@ _log = structlog.get_logger()
 
 
 def node_command(path: Path, overrides: list[str]) -> int:
-    """`penstock node`; returns the exit status. Raises ConfigError."""
+    """Run `penstock node`; returns the exit status. Raises ConfigError."""
     config = read_node(path, overrides)
     configure_logging(config.node_id, level=config.log.level, log_format=config.log.format)
     watch_launcher(os.environ)
@@ -82,11 +82,11 @@ class NodeAgent:
         self._services = ServiceProcesses(folder, security=security, log=config.log, pauses=False)
         self._running: dict[str, Placement] = {}
         self._say_at_s = 0.0
-        """When it is said again, in the loop's time, that there is no plan."""
+        """When to log again, in the loop's time, that there is no plan."""
         self._ports: dict[str, int] = {}
-        """Of what runs: its first one."""
+        """First port of each running process."""
         is_emulated = config.generator.engine.is_emulated
-        # A plan over emulated GPUs is made in their time.
+        # A plan over emulated GPUs uses their time.
         self._meter = Meter(time_scale=config.generator.emulated.time_scale if is_emulated else 1.0)
 
     async def run(self) -> None:
@@ -112,7 +112,7 @@ class NodeAgent:
         )
 
     async def leave(self) -> None:
-        """Say so, so that the plan goes on without it at once, and end what runs."""
+        """Report that this machine leaves, so that the plan continues without it at once, and end its processes."""
         await say_leaving(self._config.scheduler, self._config.node_id, security=self._security)
         await self._services.stop(self._services.names)
 
@@ -179,7 +179,7 @@ class NodeAgent:
 
 
 def machine(config: NodeConfig) -> pb.Node:
-    """What the machine tells the scheduler of itself."""
+    """The machine's description for the scheduler."""
     node = this_machine(node_id=config.node_id, site=config.site, roles=[pb.ROLE_GENERATOR])
     del node.accelerators[:]
     node.accelerators.add(kind=config.gpu, count=config.gpus)

@@ -1,8 +1,8 @@
-"""How fast the generators of a machine turn out to be: what `penstock node` tells the scheduler with its heartbeats.
+"""Measures the rates of a machine's generators, which `penstock node` reports to the scheduler with its heartbeats.
 
-A generator counts its tokens and the seconds in which it decodes. How many samples it decodes at once is looked up
-every second; with that, the time from one token of a sample to its next follows, whatever there is to do. The time in
-which weights are swapped is left out.
+A generator counts its tokens and the seconds in which it decodes. The number of samples it decodes at once is polled
+every second; these give the time between two tokens of a sample, whatever the load. Time spent swapping weights is
+excluded.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from penstock.v1 import generator_pb2, generator_pb2_grpc
 from penstock.v1 import scheduler_pb2 as pb
 
 MIN_BUSY_S = 10.0
-"""Of decoding behind a rate: pauses and bursts of a second or two do not make a machine slow."""
+"""Least decoding time behind a rate: pauses and bursts of a second or two do not make a machine slow."""
 _LOOK_EVERY_S = 1.0
 _TIMEOUT_S = 3.0
 
@@ -36,11 +36,11 @@ class Replica:
 
 @dataclass(slots=True)
 class _Window:
-    """What replicas of one degree did since the last rate."""
+    """Work of the replicas of one tensor-parallel degree since the last rate."""
 
     busy_s: float = 0.0
     sample_s: float = 0.0
-    """Samples decoded at once, over those seconds."""
+    """Samples decoded at once, integrated over those seconds."""
     num_tokens: int = 0
 
 
@@ -48,7 +48,7 @@ class Meter:
     """Turns counters of generators into rates. Pure.
 
     Args:
-        time_scale: Emulated seconds in a real one; rates are in emulated ones.
+        time_scale: Emulated seconds per real second; rates are in emulated seconds.
     """
 
     def __init__(self, *, time_scale: float = 1.0) -> None:
@@ -59,14 +59,14 @@ class Meter:
         self._num_replicas: Counter[int] = Counter()
         self._asked_s: dict[str, float] = {}
         self.start_s: float | None = None
-        """How long the newest generator took until its engine was built; None before one was."""
+        """How long the newest generator took to build its engine; None before the first one."""
 
     def begin(self, replica: Replica, now_s: float) -> None:
-        """A plan asked for this replica at that time."""
+        """Record that a plan requested this replica at that time."""
         self._asked_s[replica.target] = now_s
 
     def see(self, replica: Replica, now: generator_pb2.GetGeneratorResponse, *, now_s: float) -> None:
-        """Take in a replica's counters; one that was started anew begins to count anew."""
+        """Take in a replica's counters, which start again after a restart."""
         if now.state == generator_pb2.GENERATOR_STATE_SERVING and replica.target in self._asked_s:
             self.start_s = (now_s - self._asked_s.pop(replica.target)) * self._time_scale
         before, self._seen[replica.target] = self._seen.get(replica.target), now
@@ -83,16 +83,16 @@ class Meter:
         window.num_tokens += now.num_tokens_generated - before.num_tokens_generated
 
     def rates(self) -> list[pb.MeasuredRate]:
-        """The newest rate of each tensor-parallel degree; empty before enough was decoded."""
+        """The newest rate of each tensor-parallel degree; empty until enough was decoded."""
         for degree, window in list(self._windows.items()):
             if window.busy_s >= MIN_BUSY_S and window.num_tokens > 0:
                 self._rates[degree] = self._rate(degree, self._windows.pop(degree))
         return list(self._rates.values())
 
     def expect(self, replicas: Mapping[str, Replica]) -> None:
-        """These, by target, are there now: forget the generators and the degrees that are no more.
+        """Set the present replicas, by target, and forget other generators and degrees.
 
-        What was measured last is told on while nothing runs here: a scheduler that was restarted does not know it.
+        The last rates are still reported while nothing runs here: a restarted scheduler does not know them.
         """
         self._seen = {target: seen for target, seen in self._seen.items() if target in replicas}
         self._asked_s = {target: asked_s for target, asked_s in self._asked_s.items() if target in replicas}
@@ -114,7 +114,7 @@ class Meter:
 
 
 async def keep_measuring(meter: Meter, replicas: Callable[[], list[Replica]], *, security: Security) -> None:
-    """Show the meter every generator of the machine, again and again until cancelled, but those that are silent."""
+    """Poll every generator of the machine into the meter until cancelled; silent ones are skipped."""
     channels: dict[str, grpc.aio.Channel] = {}
     try:
         while True:

@@ -1,4 +1,4 @@
-"""`penstock plan` and `penstock simulate`: what they compute from a problem file, as text and as pictures.
+"""Implements `penstock plan` and `penstock simulate`: their results from a problem file, as text and pictures.
 
 Planning itself is in `services.scheduler`, simulation in `simulator`.
 """

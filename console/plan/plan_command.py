@@ -1,4 +1,4 @@
-"""`penstock plan`: who generates and who trains on a cluster that a file describes, and what that would achieve."""
+"""Implements `penstock plan`: which GPUs of a cluster generate and which train, and the resulting throughput."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ EXIT_INFEASIBLE = 1
 def plan_file(
     path: Path, *, solver: str, cost_model: str, budget_s: float, seed: int, start: Path | None
 ) -> PlanReport:
-    """Plan the problem in a file; `start` is the plan to begin with. Raises ConfigError."""
+    """Plan the problem in a file; `start` is the initial plan. Raises ConfigError."""
     for key, value, known in (("--solver", solver, SOLVERS), ("--cost-model", cost_model, COST_MODELS)):
         if value not in known:
             raise ConfigError(f"{key}: {value!r} is unknown; there is: {', '.join(known)}")
@@ -39,7 +39,7 @@ def plan_file(
 
 
 def deploy(folder: Path, report: FeasiblePlan, *, run: Path | None, address: str | None) -> None:
-    """Write what starts the plan; `address` reaches every machine, each has its own name when None."""
+    """Write the files that start the plan; `address` reaches every machine (None: each under its own name)."""
     from console.deploy.deployment import PLAIN_RUN, write_deployment
     from console.deploy.trainers import training_machines
 
@@ -56,7 +56,7 @@ def deploy(folder: Path, report: FeasiblePlan, *, run: Path | None, address: str
 
 
 def show(report: PlanReport, *, is_json: bool, is_explained: bool) -> int:
-    """Print the plan; exit status 1 when none can run."""
+    """Print the plan; exit status 1 if no plan can run."""
     if is_json:
         print(report_json(report))
     elif isinstance(report, FeasiblePlan):

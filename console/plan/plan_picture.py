@@ -1,4 +1,4 @@
-"""A plan as a picture: every machine's GPUs by what they do, and where the time of a step goes."""
+"""Draws a plan: every machine's GPUs by their role, and how the time of a step is spent."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from services.scheduler.planning.plan_report import FeasiblePlan
 
 _WIDTH, _LEFT, _ROW, _GPU = 760, 170, 22, 16
 _MAX_MACHINES = 200
-"""Rows drawn; a line says how many more there are."""
+"""Most rows drawn; a line states how many more there are."""
 _COLORS = {"train": "#d1570c", "generate": "#1f6feb", "idle": "#d0d7de", "wait": "#eaeef2"}
 _STYLE = "text{font:12px system-ui,sans-serif;fill:#1f2328}.title{font-weight:600;font-size:14px}.end{text-anchor:end}"
 
 
 def plan_picture(report: FeasiblePlan) -> str:
-    """An SVG file."""
+    """The plan as an SVG file."""
     rows = [*_placement(report), "", *_timeline(report)]
     height = 60 + _ROW * len(rows)
     title = (
@@ -44,7 +44,7 @@ def _legend() -> list[str]:
 
 
 def _placement(report: FeasiblePlan) -> list[str]:
-    """A row for each machine: its replicas one after the other, its part of the pool, what is idle."""
+    """A row for each machine: its replicas in order, its part of the pool, its idle GPUs."""
     plan, nodes = report.plan, report.model.nodes
     trains = {share.node: share.gpus for share in plan.train}
     rows = []
@@ -67,7 +67,7 @@ def _placement(report: FeasiblePlan) -> list[str]:
 
 
 def _timeline(report: FeasiblePlan) -> list[str]:
-    """Two rows over one step, both stages side by side: how long each is busy, and waits for the other."""
+    """Two rows over one step, one per stage: how long each is busy, and how long it waits for the other."""
     step_s, training = report.step_s, report.score.training
     spans = {
         "generation": [("generate", (1 - report.generation_idle) * step_s, "busy")],

@@ -1,4 +1,4 @@
-"""A plan as text: who does what, what that achieves, what limits it, and what to buy or give up next."""
+"""Prints a plan as text: roles, throughput, bottleneck, and which GPUs to add or give up next."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def print_plan(report: FeasiblePlan, *, is_explained: bool) -> None:
 
 
 def _rows(report: FeasiblePlan) -> dict[tuple[str, ...], list[str]]:
-    """Machines that do the same, by what they do."""
+    """Machines with the same role, by role."""
     rows: dict[tuple[str, ...], list[str]] = {}
     nodes = report.model.nodes
     for share in report.plan.train:
@@ -115,7 +115,7 @@ def _alternative(report: FeasiblePlan, each: Alternative) -> str:
 
 
 def _explained(report: FeasiblePlan) -> Iterator[str]:
-    """Where the time goes, and every offer."""
+    """How the time is spent, and every offer."""
     training = report.score.training
     yield ""
     yield f"training, {sum(share.gpus for share in report.plan.train)} GPUs, a step:"

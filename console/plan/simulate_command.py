@@ -1,4 +1,4 @@
-"""`penstock simulate`: what a plan does over time, event by event, on a virtual clock."""
+"""Implements `penstock simulate`: runs a plan event by event on a virtual clock."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from simulator.virtual_run.simulation import Options, Outcome, SimulationReport,
 
 PLAN_BUDGET_S = 10.0
 _LOOKS = 600
-"""Points of the picture, about."""
+"""Approximate number of points in the picture."""
 
 
 def simulate_command(  # noqa: PLR0913 - one argument for each option
@@ -38,7 +38,7 @@ def simulate_command(  # noqa: PLR0913 - one argument for each option
     picture: Path | None,
     is_json: bool,
 ) -> int:
-    """Simulate and print; exit status 1 when the plan cannot run. Raises ConfigError."""
+    """Simulate and print; exit status 1 if the plan cannot run. Raises ConfigError."""
     if cost_model not in COST_MODELS:
         raise ConfigError(f"--cost-model: {cost_model!r} is unknown; there is: {', '.join(COST_MODELS)}")
     if mode not in tuple(Mode):
@@ -74,7 +74,7 @@ def simulate_command(  # noqa: PLR0913 - one argument for each option
 
 
 def change_of(text: str, kind: str) -> Change:
-    """`MACHINE@SECONDS`, and for a slow one `MACHINE@SECONDS:FACTOR`. Raises ConfigError."""
+    """Parse `MACHINE@SECONDS`, or `MACHINE@SECONDS:FACTOR` for a slow machine. Raises ConfigError."""
     node, _, rest = text.rpartition("@")
     at, _, factor = rest.partition(":")
     try:

@@ -1,4 +1,4 @@
-"""A simulated run as a picture: samples in generators' hands over time, and below it when the trainer worked."""
+"""Draws a simulated run: samples at the generators over time, and below, when the trainer was busy."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _STYLE = "text{font:12px system-ui,sans-serif;fill:#444}.title{font-size:14px;fi
 
 
 def timeline(title: str, record: Record) -> str:
-    """An `<svg>` element. The record must hold looks at what is under way."""
+    """Draw an `<svg>` element. The record must contain snapshots of the samples under way."""
     end_s = record.steps[-1].end_s
     most = max((count for _, count in record.held), default=0) or 1
 
@@ -55,7 +55,7 @@ def _area(held: Sequence[tuple[float, int]], x: _Scale, y: _Scale) -> str:
 
 
 def _joined(trained: Sequence[tuple[float, float, int]]) -> list[tuple[float, float, int]]:
-    """Microbatches of a step without a gap between them as one."""
+    """Adjacent microbatches of a step, merged into one interval."""
     joined: list[tuple[float, float, int]] = []
     for begin_s, until_s, step in trained:
         if joined and joined[-1][2] == step and begin_s - joined[-1][1] < 1e-9:

@@ -1,4 +1,4 @@
-"""Recordings of a run's trained trajectories: one row a sample, as JSONL or parquet, written and read in a stream."""
+"""Records a run's trained trajectories: one row per sample, as JSONL or parquet, written and read as a stream."""
 
 from console.recording.reader import RecordedGroup, read_groups, read_samples, scan
 from console.recording.recorded_sample import Recorded, RecordingError, samples_of

@@ -1,4 +1,4 @@
-"""Recordings as JSON lines: one object a sample, arrays as lists, log-probs in their shortest exact decimal form."""
+"""Stores recordings as JSON lines: one object per sample, arrays as lists, log-probs as shortest exact decimals."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from console.recording.recorded_sample import RecordingError
 from console.recording.row_codec import Row, shortest_decimals
 
 MAX_LINE_BYTES = 64 * 1024 * 1024
-"""A sample of a million tokens takes about half of it."""
+"""A sample of a million tokens takes about half of this."""
 
 
 class JsonLinesWriter:
@@ -22,13 +22,13 @@ class JsonLinesWriter:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        # Open for as long as the writer lives.
+        # Open for the lifetime of the writer.
         self._file: BinaryIO = path.open("ab")
         _cut_torn_line(path)
 
     @property
     def size_bytes(self) -> int:
-        """How large the file is."""
+        """Size of the file."""
         return self._file.tell()
 
     def write(self, rows: Sequence[Row]) -> None:
@@ -36,18 +36,18 @@ class JsonLinesWriter:
         self._file.write(b"".join(_line(row) for row in rows))
 
     def flush(self) -> None:
-        """Put everything written on the disk."""
+        """Sync everything written to the disk."""
         self._file.flush()
         os.fsync(self._file.fileno())
 
     def close(self) -> None:
-        """Flush and let go of the file."""
+        """Flush and close the file."""
         self.flush()
         self._file.close()
 
 
 def read_json_lines(path: Path) -> Iterator[tuple[str, Row]]:
-    """Every row with its place; a last line without an end, torn by a crash, is left out. Raises RecordingError."""
+    """Every row with its position; an unterminated last line, torn by a crash, is skipped. Raises RecordingError."""
     with path.open("rb") as file:
         for number, line in enumerate(iter(lambda: file.readline(MAX_LINE_BYTES + 1), b""), start=1):
             where = f"{path}, line {number}"
@@ -80,7 +80,7 @@ def _parsed(where: str, line: bytes) -> Row:
 
 
 def _cut_torn_line(path: Path) -> None:
-    """Take away a last line without an end: whoever wrote it died, and its step is recorded again."""
+    """Remove an unterminated last line: its writer died, and its step is recorded again."""
     size_bytes = path.stat().st_size
     with path.open("rb+") as file:
         end = size_bytes

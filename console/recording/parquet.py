@@ -1,4 +1,4 @@
-"""Recordings as parquet: list columns, a row group every few steps; complete once it is closed."""
+"""Stores recordings as parquet: list columns, a row group every few steps; a file is complete once it is closed."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from console.recording.recorded_sample import RecordingError
 from console.recording.row_codec import Row
 
 MAX_GROUP_BYTES = 16 * 1024 * 1024
-"""Payload gathered before a row group is written."""
+"""Payload buffered before a row group is written."""
 READ_BATCH_ROWS = 64
 COMPRESSION = "zstd"
 
@@ -77,7 +77,7 @@ SCHEMA = pa.schema(
 
 
 class ParquetWriter:
-    """Gathers rows and writes a row group whenever there are enough of them. The file is readable once closed."""
+    """Buffers rows and writes a row group whenever there are enough of them. The file is readable once closed."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -95,14 +95,14 @@ class ParquetWriter:
 
     @property
     def size_bytes(self) -> int:
-        """How large the file is, with what is gathered."""
+        """Size of the file, including buffered rows."""
         return self._path.stat().st_size + self._num_bytes
 
     def flush(self) -> None:
-        """Nothing to do: a parquet file is complete when it is closed, and not before."""
+        """Do nothing: a parquet file is complete only when it is closed."""
 
     def close(self) -> None:
-        """Write what is left, and the footer."""
+        """Write the remaining rows and the footer."""
         self._write_group()
         self._writer.close()
 
@@ -120,12 +120,12 @@ def _column(field: Any, values: list[Any]) -> Any:
 
 
 def _with_pairs(score: Row) -> Row:
-    """Pyarrow takes a mapping as a list of pairs."""
+    """Pyarrow accepts a mapping as a list of pairs."""
     return {**score, "components": list(dict(score["components"]).items())}
 
 
 def read_parquet(path: Path, columns: Sequence[str] | None = None) -> Iterator[tuple[str, Row]]:
-    """Every row with its place, all of its columns or only some. Raises RecordingError."""
+    """Every row with its position, with all columns or only some. Raises RecordingError."""
     try:
         with pq.ParquetFile(path) as file:
             number = 0
@@ -141,7 +141,7 @@ def read_parquet(path: Path, columns: Sequence[str] | None = None) -> Iterator[t
 
 
 def _value(scalar: Any) -> Any:
-    """A scalar as a row holds it: lists of numbers as arrays, the rest as plain Python."""
+    """A scalar as a row value: lists of numbers as arrays, the rest as plain Python."""
     if not scalar.is_valid:
         return None
     if pa.types.is_list(scalar.type) and not pa.types.is_nested(scalar.type.value_type):

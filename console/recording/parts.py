@@ -1,4 +1,4 @@
-"""The files of one recording: FILE.jsonl, then FILE-00002.jsonl, FILE-00003.jsonl ... where it is split by size."""
+"""Names the files of a recording: FILE.jsonl, then FILE-00002.jsonl, FILE-00003.jsonl ... if it is split by size."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ def part_path(path: Path, number: int) -> Path:
 
 
 def parts_of(path: Path) -> list[Path]:
-    """The parts of a recording that are there, in order; empty when there is none."""
+    """The existing parts of a recording, in order; may be empty."""
     found: list[Path] = []
     for number in count(1):
         part = part_path(path, number)

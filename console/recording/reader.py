@@ -1,8 +1,8 @@
-"""Reading a recording: the surviving history, each sample once, in the order in which it was trained.
+"""Reads a recording: the surviving history, each sample once, in the order of training.
 
-A run that was rewound trained some steps anew. Its recording holds both, told apart by the run's history counter: a row
-is void when a later history holds a step of the same version or an older one. A step that was recorded twice (the
-recorder was restarted in the middle of it) counts once.
+A run that was rewound trained some steps again. Its recording contains both, with different history counters: a row is
+void if a later history contains a step of the same or an earlier version. A step that was recorded twice (the recorder
+was restarted in the middle of it) counts once.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ class RecordedGroup:
     """A trained group."""
 
     policy_version: int
-    """The version its step produced."""
+    """The version that its step produced."""
     group: types_pb2.TrajectoryGroup
-    """The group, its completions' text included."""
+    """The group, including its completions' text."""
 
 
 @dataclass(slots=True)
 class RunIndex:
-    """What a recording holds of one run."""
+    """The content of a recording for one run."""
 
     first_versions: dict[int, int] = field(default_factory=dict)
     """First policy version of each history."""
@@ -42,24 +42,24 @@ class RunIndex:
     """History of the last row."""
 
     def is_void(self, *, policy_version: int, history: int) -> bool:
-        """Whether a later history replaced the step, or went on without it."""
+        """Whether a later history replaced the step, or continued without it."""
         return any(later > history and first <= policy_version for later, first in self.first_versions.items())
 
     def note(self, policy_version: int, history: int) -> None:
-        """Take a row in."""
+        """Take in a row."""
         first = self.first_versions.get(history, policy_version)
         self.first_versions[history] = min(first, policy_version)
         self.last_version, self.last_history = policy_version, history
 
 
 def check_suffix(path: Path) -> None:
-    """Raises RecordingError unless the suffix names a format."""
+    """Raise RecordingError unless the suffix names a format."""
     if path.suffix not in RECORDING_SUFFIXES:
         raise RecordingError(f"{path}: a recording's name ends in {' or '.join(RECORDING_SUFFIXES)}")
 
 
 def read_rows(path: Path, columns: Sequence[str] | None = None) -> Iterator[tuple[str, Row]]:
-    """Every row as it stands in the files, with its place for messages; where it is cheap, only some columns.
+    """Every row as stored in the files, with its position for messages; only some columns if that is cheaper.
 
     All parts of a recording that was split by size are read, one after the other. Raises RecordingError.
     """
@@ -80,7 +80,7 @@ def read_part(path: Path, columns: Sequence[str] | None = None) -> Iterator[tupl
 
 
 def last_step(path: Path) -> tuple[Step | None, set[tuple[str, int]]]:
-    """The step of a file's last row, and the samples of it that are there; None for an empty file.
+    """The step of a file's last row, and its recorded samples; None for an empty file.
 
     Reads all of the file. Raises RecordingError.
     """
@@ -95,7 +95,7 @@ def last_step(path: Path) -> tuple[Step | None, set[tuple[str, int]]]:
 
 
 def scan(path: Path) -> dict[str, RunIndex]:
-    """What a recording holds, by run id; reads all of it. Raises RecordingError."""
+    """The content of a recording, by run id; reads all of it. Raises RecordingError."""
     runs: dict[str, RunIndex] = {}
     for where, row in read_rows(path, STEP_COLUMNS):
         run_id, policy_version, history = step_of(row, where=where)

@@ -1,10 +1,10 @@
-"""Recorded groups as groups of another run. Pure.
+"""Converts recorded groups to groups of another run. Pure.
 
 Rule: a group keeps its staleness, not its version numbers. It was trained by the step that made version P, so from
-version P - 1; when the other run stands at version V, every policy version of the group is moved by V - (P - 1). Token
-ids, log-probs, masks, advantages and scores stay as they were recorded: the log-probs are those of the policy that
-sampled, whatever its number is called now. Versions that would fall below 0 become 0 (at the beginning of a run there
-is nothing older), and are counted.
+version P - 1; if the other run is at version V, every policy version of the group is shifted by V - (P - 1). Token ids,
+log-probs, masks, advantages and scores stay as recorded: the log-probs are those of the policy that sampled, whatever
+its number is now. Versions that would fall below 0 become 0 (at the start of a run there is nothing older), and are
+counted.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ class Rebased:
     """A recorded group, ready to be put into another run."""
 
     group: types_pb2.TrajectoryGroup
-    """Its samples with a score; none when there is no such sample."""
+    """Its samples with a score, possibly none."""
     staleness: int
-    """Versions between the trainer and its oldest token, as recorded."""
+    """Versions between the trainer and the group's oldest token, as recorded."""
     num_unscored: int
     """Samples left out because their score has no value."""
     num_clipped: int
@@ -33,12 +33,12 @@ class Rebased:
 
 
 def rebase(recorded: RecordedGroup, *, policy_version: int, prefix: str) -> Rebased:
-    """The group for a run that stands at `policy_version`, its name after `prefix`."""
+    """Convert the group for a run at `policy_version`, its name prefixed with `prefix`."""
     shift = policy_version - (recorded.policy_version - 1)
     prompt = types_pb2.Prompt()
     prompt.CopyFrom(recorded.group.prompt)
     prompt.group_id = prefix + prompt.group_id
-    # It asked a generator for a version of the other run; no generator will see it here.
+    # This asked a generator for a version of the recorded run; no generator will see it here.
     prompt.ClearField("min_policy_version")
     scored = [one for one in recorded.group.trajectories if one.score.status == types_pb2.SCORE_STATUS_OK]
     moved = [_moved(trajectory, prompt.group_id, shift) for trajectory in scored]

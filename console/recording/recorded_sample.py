@@ -1,4 +1,4 @@
-"""A recorded sample: the broker's own messages, and which step trained it."""
+"""Represents a recorded sample: the broker's own messages, and the step that trained it."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ class Recorded:
     policy_version: int
     """The version its step produced, >= 1."""
     history: int
-    """The run's history counter when it was recorded: steps of the same version under a higher one replace it."""
+    """The run's history counter at recording: steps of the same version with a higher one replace it."""
     prompt: types_pb2.Prompt
     """Its prompt."""
     trajectory: types_pb2.Trajectory
-    """Its tokens, log-probs, versions and score; the completion as text too."""
+    """Its tokens, log-probs, versions and score, and the completion as text."""
     previous_score: types_pb2.Score | None = None
-    """The score it had before it was scored again."""
+    """Its score before it was scored again."""
 
     @property
     def step(self) -> Step:
@@ -43,11 +43,11 @@ class Recorded:
 
     @property
     def position(self) -> tuple[str, int]:
-        """Names the sample inside its step."""
+        """Identifies the sample within its step."""
         return self.prompt.group_id, self.trajectory.key.sample_index
 
     def rescored(self, score: types_pb2.Score) -> Recorded:
-        """The same sample with another score, its present one kept beside it."""
+        """The same sample with another score; the current one is kept beside it."""
         trajectory = types_pb2.Trajectory()
         trajectory.CopyFrom(self.trajectory)
         trajectory.score.CopyFrom(score)
@@ -69,7 +69,7 @@ def samples_of(run_id: str, response: broker_pb2.ExportTrajectoriesResponse) -> 
 
 
 def group_of(samples: Sequence[Recorded]) -> types_pb2.TrajectoryGroup:
-    """The samples of one group as a group."""
+    """Join the samples of one group."""
     return types_pb2.TrajectoryGroup(
         prompt=samples[0].prompt,
         trajectories=[sample.trajectory for sample in samples],

@@ -1,7 +1,7 @@
-"""Between a recorded sample and its row: a mapping of column to value, arrays as numpy arrays.
+"""Converts recorded samples to rows and back: a row maps columns to values, with numpy arrays.
 
-The round trip is exact, log-probs bit for bit; times are kept to the microsecond. What is read is checked: a file may
-have been written or edited by anybody. Columns are described in docs/recording.md.
+The round trip is exact, log-probs bit for bit; times are kept to the microsecond. Rows are validated when read: a file
+may come from any source. Columns are described in docs/recording.md.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ _TIMES = {"submit_s": "submit_time", "lease_s": "lease_time", "finish_s": "finis
 _OPTIONAL_SAMPLING = ("temperature", "top_p", "top_k", "seed")
 _DTYPES: dict[str, Any] = {"int32": "<i4", "int64": "<i8", "float32": "<f4", "uint8": "u1"}
 STEP_COLUMNS = ("run_id", "policy_version", "history")
-"""Enough to tell which step a row belongs to."""
+"""Columns that identify a row's step."""
 POSITION_COLUMNS = ("group_id", "sample_index")
-"""Which sample of its step it is."""
+"""Columns that identify a sample within its step."""
 
 
 def to_row(sample: Recorded) -> Row:
     """The row of a sample."""
     prompt, trajectory = sample.prompt, sample.trajectory
-    # The broker keeps a run for each chunk of tokens that came in.
+    # The broker stores a version run for each received chunk of tokens.
     versions = merge_versions(trajectory.policy_versions)
     return {
         "run_id": sample.run_id,
@@ -74,17 +74,17 @@ def to_row(sample: Recorded) -> Row:
 
 
 def from_row(row: Mapping[str, Any], *, where: str) -> Recorded:
-    """The sample of a row; unknown columns are left alone. Raises RecordingError that begins with `where`."""
+    """The sample of a row; unknown columns are ignored. Raises RecordingError that begins with `where`."""
     return _read(row, where, _Reading.sample)
 
 
 def step_of(row: Mapping[str, Any], *, where: str) -> Step:
-    """The step of a row; needs its STEP_COLUMNS only. Raises RecordingError that begins with `where`."""
+    """The step of a row; needs only its STEP_COLUMNS. Raises RecordingError that begins with `where`."""
     return _read(row, where, _Reading.step)
 
 
 def position_of(row: Mapping[str, Any], *, where: str) -> tuple[str, int]:
-    """Group id and sample index of a row; needs its POSITION_COLUMNS only. Raises RecordingError."""
+    """Group id and sample index of a row; needs only its POSITION_COLUMNS. Raises RecordingError."""
     return _read(row, where, lambda _reading: (str(row["group_id"]), int(row["sample_index"])))
 
 
@@ -97,9 +97,9 @@ def _read(row: Mapping[str, Any], where: str, what: Callable[[_Reading], _Value]
 
 
 def shortest_decimals(values: Float32) -> list[float]:
-    """Numbers whose decimal form is short and reads back to the same float32 [n], bit for bit."""
+    """Numbers with short decimal forms that read back to the same float32 [n], bit for bit."""
     shortest = values.astype("U").astype(np.float64)
-    # Read back by way of float64 a shortest form may, very rarely, round to the neighbour.
+    # Read back through float64, a shortest form may, very rarely, round to a neighbour.
     numbers: list[float] = np.where(shortest.astype(np.float32) == values, shortest, values.astype(np.float64)).tolist()
     return numbers
 
@@ -124,7 +124,7 @@ def _score_row(score: types_pb2.Score) -> Row:
 
 
 class _Reading:
-    """One row on its way to a sample; every method raises one of the errors that `from_row` tells."""
+    """A row being decoded to a sample; every method raises one of the errors that `from_row` reports."""
 
     def __init__(self, row: Mapping[str, Any]) -> None:
         self._row = row
@@ -244,7 +244,7 @@ def _score(row: Mapping[str, Any]) -> types_pb2.Score:
 
 
 def _given(message: Any, field: str) -> Any:
-    """The field's value, None where it is not set."""
+    """The field's value, or None if it is not set."""
     return getattr(message, field) if message.HasField(field) else None
 
 

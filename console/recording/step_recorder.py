@@ -1,4 +1,4 @@
-"""From a broker's export to a file: each step as it comes."""
+"""Writes a broker's export to a file, each step as it arrives."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from penstock.clients.export import StepExport
 
 @dataclass(slots=True, kw_only=True)
 class Recording:
-    """What was recorded so far."""
+    """Progress of a recording."""
 
     num_samples: int = 0
-    """Samples, those of void steps included."""
+    """Samples, including those of void steps."""
     first_version: int | None = None
     """Policy version of the first step."""
     last_version: int | None = None
@@ -26,7 +26,7 @@ class Recording:
     missing: dict[int, int] = field(default_factory=dict)
     """Samples that the broker's Redis lost, by the policy version of their step."""
     is_in_step: bool = False
-    """Whether some of a step's samples are written and others are still to come."""
+    """Whether a step is only partly written."""
 
 
 async def record(
@@ -37,9 +37,9 @@ async def record(
     recording: Recording,
     on_step: Callable[[Recording], None] = lambda recording: None,
 ) -> None:
-    """Write what the export brings until it ends; raises what it raises. The writer stays open, `recording` is kept up.
+    """Write the export until it ends; raises its errors. The writer stays open, and `recording` is updated.
 
-    File work is done in a thread, so that whoever shares the event loop goes on.
+    Files are written in a thread, so that the event loop is not blocked.
     """
     async for response in export.responses():
         if not response.HasField("group"):
@@ -59,9 +59,9 @@ async def record(
 
 
 def resume_point(path: Path, run_id: str) -> tuple[int, int | None]:
-    """Version and history from which a followed recording goes on: its last step comes again, for it may be torn.
+    """Version and history from which a followed recording continues: its last step, which may be torn, is sent again.
 
-    (0, None) when there is no recording yet. Raises RecordingError when it is another run's.
+    (0, None) if there is no recording yet. Raises RecordingError if it is another run's.
     """
     if not path.exists():
         return 0, None
@@ -74,12 +74,12 @@ def resume_point(path: Path, run_id: str) -> tuple[int, int | None]:
 
 
 def missing_line(version: int, num_samples: int) -> str:
-    """What a person is told of samples that cannot be recorded."""
+    """Message about samples that cannot be recorded."""
     return f"step {version}: {num_samples} samples are missing, Redis lost them"
 
 
 async def in_thread(work: Callable[..., None], *arguments: object) -> None:
-    """Do file work in a thread; a caller that is cancelled waits for its end, so that nobody closes the file in it."""
+    """Do file work in a thread; a cancelled caller waits for its end, so that the file is not closed meanwhile."""
     task = asyncio.ensure_future(asyncio.to_thread(work, *arguments))
     try:
         await asyncio.shield(task)

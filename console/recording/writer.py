@@ -1,14 +1,14 @@
-"""Writing a recording.
+"""Writes a recording.
 
     open_writer(path) -> write ... end_step ... write ... end_step -> close
 
-A file that is written in one go appears whole, under its name, when it is closed. One that is followed step by step is
-appended to as JSON lines, each step on the disk before the next begins; as parquet it appears when it is closed, since
-a parquet file is readable only then. With a size limit a followed recording goes on in another file (`parts`) when a
-step begins beyond it.
+A file that is written in one go appears under its name, complete, when it is closed. A followed recording is appended
+to as JSON lines, each step on the disk before the next begins; as parquet it appears when it is closed, since a parquet
+file is readable only then. With a size limit, a followed recording continues in another file (`parts`) when a step
+begins beyond it.
 
-Each step is recorded once: where the step under way comes again from its beginning (a lost stream, another recorder),
-what is written of it already is left out.
+Each step is recorded once: if the step under way is sent again from its beginning (a lost stream, another recorder),
+its samples already written are skipped.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class _RowWriter(Protocol):
 
 
 class RecordingWriter:
-    """Made by `open_writer`. Its calls do file work: keep them off an event loop that must not wait."""
+    """Made by `open_writer`. Its methods block on file work: do not call them on an event loop."""
 
     def __init__(self, path: Path, *, is_followed: bool, max_bytes: int | None) -> None:
         self.path = path
@@ -50,7 +50,7 @@ class RecordingWriter:
         self._step, self._seen = last_step(self._target) if self._target.exists() else (None, set())
 
     def write(self, samples: Sequence[Recorded]) -> None:
-        """Add samples; those of one group and of one step stand together. What is there already is left out."""
+        """Add samples; those of one group and of one step are adjacent. Samples already written are skipped."""
         for step, members in groupby(samples, key=lambda sample: sample.step):
             if step != self._step:
                 self._begin(step)
@@ -60,7 +60,7 @@ class RecordingWriter:
             self.num_samples += len(fresh)
 
     def _begin(self, step: Step) -> None:
-        """Another step; in another file where this one is full."""
+        """Begin another step, in another file if this one is full."""
         is_full = self._max_bytes is not None and self._rows.size_bytes >= self._max_bytes
         if is_full and self._step is not None:
             self._complete()
@@ -69,15 +69,15 @@ class RecordingWriter:
         self._step, self._seen = step, set()
 
     def end_step(self) -> None:
-        """A step is complete: JSON lines that are followed are on the disk from now on."""
+        """End a step: followed JSON lines are on the disk from now on."""
         self._rows.flush()
 
     def close(self) -> None:
-        """Complete the file and give it its name."""
+        """Complete the file and rename it into place."""
         self._complete()
 
     def discard(self) -> None:
-        """Forget a file that is written in one go; one that was appended to stays as far as it got."""
+        """Discard a file that is written in one go; one that was appended to stays as it is."""
         self._rows.close()
         if self._beside != self._target:
             self._beside.unlink(missing_ok=True)
@@ -99,7 +99,7 @@ class RecordingWriter:
         if target.suffix == ".jsonl":
             beside = target if self._is_followed else beside
             return JsonLinesWriter(beside), beside
-        # pyarrow takes a quarter of a second to import and 50 MiB; JSON lines do without.
+        # pyarrow takes a quarter of a second and 50 MiB to import; JSON lines do not need it.
         from console.recording.parquet import ParquetWriter
 
         rows = ParquetWriter(beside)
@@ -110,15 +110,15 @@ class RecordingWriter:
 
 
 def open_writer(path: Path, *, is_followed: bool = False, max_bytes: int | None = None) -> RecordingWriter:
-    """A writer by the file's suffix. With `is_followed` an existing recording is gone on with.
+    """Open a writer by the file's suffix. With `is_followed`, an existing recording is continued.
 
     Args:
         path: The recording's first file.
         is_followed: Whether it is written step by step.
-        max_bytes: Where it is followed: a step that begins beyond so many bytes begins another file.
+        max_bytes: If followed: a step that begins beyond this size begins another file.
 
     Raises:
-        RecordingError: The file is there already, cannot be written, or has a name that says nothing of its format.
+        RecordingError: The file exists already, cannot be written, or its suffix names no format.
     """
     check_suffix(path)
     path.parent.mkdir(parents=True, exist_ok=True)

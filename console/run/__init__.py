@@ -1,4 +1,4 @@
-"""`penstock run` and `penstock quickstart`: check, start, follow, record, stop and report a run.
+"""Implements `penstock run` and `penstock quickstart`: checks, starts, follows, records, stops and reports a run.
 
-What is started is in `console.launch`, what is shown in `console.view`.
+`console.launch` starts the processes, `console.view` shows the run.
 """

@@ -1,10 +1,10 @@
-"""A run as its trainer and its broker tell it: starts it, follows it through restarts of either, stops it.
+"""Starts a run on its trainer, follows it through restarts of trainer and broker, and stops it.
 
 Invariants:
-- Events are taken in order, and once each within one incarnation of the run. A trainer that comes back has either
-  resumed the run by itself, under another incarnation, or knows nothing of it and is told to resume it.
-- A trainer that does not answer is waited for, for ever unless `patience_s` says otherwise. So is one that was drained
-  (SIGTERM), or that tries again by itself after a failure; unless the run was asked to stop, which these then end.
+- Events are taken in order, and once each within one incarnation of the run. A trainer that returns has either resumed
+  the run by itself, under another incarnation, or does not know it and is asked to resume it.
+- A trainer that does not answer is waited for, indefinitely unless `patience_s` is set. So is one that was drained
+  (SIGTERM), or that retries by itself after a failure; but if the run was asked to stop, either of these ends it.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ START_TIMEOUT_S = 300.0
 STOP_TIMEOUT_S = 10.0
 _POLL_S = 1.0
 _POLL_TIMEOUT_S = 3.0
-# A stream is opened anew from time to time: nothing waits for ever on a peer that is silent.
+# A stream is reopened from time to time: nothing waits forever on a silent peer.
 _WATCH_TIMEOUT_S = 3600.0
 
 
@@ -66,13 +66,13 @@ class RunSession:
         self._is_stopping = False
         self._is_trainer_away = False
         self._ended: trainer_pb2.RunFinished | None = None
-        """How the incarnation that is followed ended, where the run goes on after it."""
+        """How the followed incarnation ended, if the run continues after it."""
         self._outage = Outage(self._trainer_peer, on_notice=self._note_outage)
         self._phase = "waiting for the trainer"
         self._state = trainer_pb2.TRAINER_STATE_UNSPECIFIED
 
     async def start(self, *, resume: bool) -> None:
-        """Hand the run to the trainer. Raises ConfigError when it refuses the configuration."""
+        """Start the run on the trainer. Raises ConfigError if it refuses the configuration."""
         request = trainer_pb2.StartRunRequest(run_id=self._run_id, config_json=self._config_json, resume=resume)
         self._incarnation, self._sequence, self._ended = "", 0, None
         try:
@@ -107,7 +107,7 @@ class RunSession:
                 self._display.note("trainer restarted: resumes from its newest checkpoint")
                 await self.start(resume=True)
             except PenstockError as error:
-                # A server that dies ends its streams with many codes; only these say that asking again is of no use.
+                # A dying server ends its streams with various codes; only these mean that a retry is useless.
                 if isinstance(error, (InvalidFieldError, BadTokenError, NotOfferedError)):
                     raise
                 self._outage.failed(error)
@@ -124,7 +124,7 @@ class RunSession:
             await asyncio.sleep(next(delays_s))
 
     def _goes_on(self, finished: trainer_pb2.RunFinished) -> bool:
-        """Whether the run will be resumed without anybody's doing, by this trainer or the one that takes its place."""
+        """Whether the run will be resumed automatically, by this trainer or by its replacement."""
         self._ended = finished
         if self._is_stopping:
             return False
@@ -148,12 +148,12 @@ class RunSession:
                 self._trainer.StopRun, request, peer=self._trainer_peer, timeout_s=5.0, give_up_after_s=STOP_TIMEOUT_S
             )
         except PenstockError:
-            # A trainer that was drained need not come back for this: its checkpoint is written.
+            # A drained trainer need not return for this: its checkpoint is written.
             if self._ended is None:
                 raise
 
     async def poll(self) -> None:
-        """Keep the broker's picture in the view until cancelled."""
+        """Update the broker's state in the view until cancelled."""
         while True:
             self._view.set_run(await self._get_run())
             self._display.tick()
@@ -171,13 +171,13 @@ class RunSession:
             self._display.note(text or f"{self._trainer_peer} is back")
 
     async def _get_run(self) -> broker_pb2.GetRunResponse | None:
-        # By the run's clock, once that is known.
+        # By the run's clock, once it is known.
         last = self._view.run
         now_s = time.time() if last is None else unix_s(last.now_time)
         try:
             return await self._broker.get_run(self._run_id, busy_since_s=now_s - BUSY_WINDOW_S)
         except PenstockError:
-            # The view says that the broker does not answer; the run itself waits for it.
+            # The view shows that the broker does not answer; the run itself waits for it.
             return None
 
     async def _watch(self) -> trainer_pb2.RunFinished | None:
@@ -208,7 +208,7 @@ class RunSession:
                 f"checkpoint of step {event.checkpoint.policy_version}: {event.checkpoint.path}"
             ),
         }
-        # Whatever it says, it answers again.
+        # Any event means that it answers again.
         self._view.phase = self._phase
         known = take.get(event.WhichOneof("event") or "")
         if known is not None:
@@ -217,7 +217,7 @@ class RunSession:
     def _take_state(self, change: trainer_pb2.StateChanged) -> None:
         state = trainer_pb2.TrainerState.Name(change.state).removeprefix("TRAINER_STATE_").lower()
         phase = f"{state}: {change.message}" if change.message else state
-        # While it trains, its message says what it waits for and changes every few seconds: that is for the view only.
+        # While it trains, its message states what it waits for and changes every few seconds: only the view needs that.
         is_news = change.state != self._state or change.state == trainer_pb2.TRAINER_STATE_STARTING
         self._state = change.state
         self._phase = self._view.phase = phase

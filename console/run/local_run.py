@@ -1,4 +1,4 @@
-"""`penstock run`: check, start, follow, stop, report.
+"""Implements `penstock run`: check, start, follow, stop, report.
 
     checks --problem--> exit 2, nothing was started
       |
@@ -8,9 +8,9 @@
       |                                                                 |
     services stop, report, exit 0 (completed) or 1 (failed)       exit 130, resumable
 
-Signals that come together, as from `timeout` or from two quick presses of Ctrl-C, are one; only a later one kills
-everything at once. A run folder that takes no more (`console.launch.disk_watch`) stops the run as Ctrl-C
-does, but with exit status 1 and a line that says why.
+Signals in quick succession, as from `timeout` or from two quick presses of Ctrl-C, count as one; only a later one kills
+everything at once. A full run folder (`console.launch.disk_watch`) stops the run as Ctrl-C does, but with exit status 1
+and a line that gives the reason.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ from penstock.v1 import trainer_pb2
 EXIT_OK, EXIT_FAILED, EXIT_INTERRUPTED = 0, 1, 130
 # The step under way ends and a checkpoint is written: seconds for a small model, longer for a large one.
 FIRST_WAIT_NOTE_S = 5.0
-"""A service that is not up after so long is named, with the reason."""
+"""A service that is not up after this long is named, with the reason."""
 STOP_WAIT_S = CHECKPOINT_S + 15.0
 
 _Result = TypeVar("_Result")
@@ -73,7 +73,7 @@ class InterruptedByUserError(Exception):
 
 
 async def execute_run(config: RunConfig, *, is_resume: bool, source: str) -> int:
-    """Do a run from checks to report; returns the exit status. Raises ConfigError before anything is started."""
+    """Carry out a run from checks to report; returns the exit status. Raises ConfigError before anything is started."""
     security = Security.from_environment(insecure=config.insecure)
     folder = RunFolder(config.run.dir / config.run.id)
     with contextlib.ExitStack() as held:
@@ -98,13 +98,13 @@ def _make_folder(folder: RunFolder) -> None:
 async def _execute(
     config: RunConfig, folder: RunFolder, *, security: Security, notes: Iterable[str], is_resume: bool, source: str
 ) -> int:
-    """A run whose folder is this process's own."""
+    """Carry out a run whose folder this process has locked."""
     view = RunView(run_id=config.run.id, num_steps=config.run.num_steps)
     display = choose_display(view)
     run = _Run(config, folder, security=security, view=view, display=display)
     try:
         if not is_resume:
-            # First: with it the folder is a run's, which can be resumed whatever happens next.
+            # Written first: it makes the folder a run's, which can be resumed whatever happens next.
             replace_text(folder.config, to_yaml(config))
         folder.create()
     except OSError as error:
@@ -119,7 +119,7 @@ async def _execute(
 
 
 def load_resumed(run_dir: Path, overrides: list[str]) -> RunConfig:
-    """The configuration of a run that is continued. Raises ConfigError when the folder holds none."""
+    """The configuration of a run to continue. Raises ConfigError if the folder has none."""
     return load_run_config(open_folder(run_dir).config, overrides)
 
 
@@ -143,15 +143,15 @@ class _Run:
         self._session: RunSession | None = None
         self._disk = DiskWatch(folder.path)
         self._refusal = ""
-        """Why the folder takes no more; empty while it does."""
+        """Why the folder cannot be written to; empty while it can."""
         self._recorder = self._make_recorder()
         self._plan = self._make_plan()
         self._helpers: list[asyncio.Task[None]] = []
         self._lengths: Document | None = None
-        """How well lengths were forecast; None when the scheduler does not say."""
+        """Quality of the length forecasts; None if the scheduler does not report it."""
 
     async def execute(self, *, is_resume: bool, source: str) -> int:
-        """Everything after the checks; returns the exit status."""
+        """Run everything after the checks; returns the exit status."""
         self._signals.listen()
         try:
             return await self._execute(is_resume=is_resume, source=source)
@@ -184,7 +184,7 @@ class _Run:
         return self._conclude(finished, self._refusal or problem)
 
     async def _watch(self) -> None:
-        """Runs until a service is given up or the folder takes no more, and raises that error."""
+        """Wait until a service is given up or the folder is full, and raise that error."""
         await race(self._launcher.watch(), self._disk.watch())
 
     async def _start(self, session: RunSession, *, is_resume: bool) -> None:
@@ -197,7 +197,7 @@ class _Run:
         if self._recorder is not None:
             self._recorder.start()
         if is_resume and self._config.endpoints.trainer is not None:
-            # It tells how the run ended before; a trainer that has this folder too writes the next one in time.
+            # It describes the previous end; a trainer with the same folder writes the next one in time.
             self._folder.summary.unlink(missing_ok=True)
         self._view.phase = "handing the run to the trainer"
         await session.start(resume=is_resume)
@@ -241,7 +241,7 @@ class _Run:
         if self._session is not None:
             await self._session.close()
         with contextlib.suppress(OSError):
-            # Where it cannot be noted, the process that is gone says it.
+            # If this cannot be recorded, the process being gone shows it.
             self._note_console(ProcessState.STOPPED)
 
     def _conclude(self, finished: trainer_pb2.RunFinished | None, problem: str) -> int:
@@ -266,7 +266,7 @@ class _Run:
         return EXIT_INTERRUPTED if self._interrupted.is_set() else EXIT_FAILED
 
     def _write_results(self, finished: trainer_pb2.RunFinished | None) -> bool:
-        """Keep what the run gave and draw its report; whether there is one. Raises OSError."""
+        """Save the run's results and draw its report; returns whether there is one. Raises OSError."""
         restarts = {record.name: record.num_restarts for record in self._launcher.records.values()}
         if finished is not None:
             keep_results(self._folder, finished, self._view.history)
@@ -317,7 +317,7 @@ class _Run:
         )
 
     def _force(self) -> None:
-        # Asked again: whatever does not end by itself is ended. The terminal gets its cursor back first.
+        # Second request: everything still running is killed. The terminal's cursor is restored first.
         self._display.stop()
         print("penstock: asked again: everything is ended at once", file=sys.stderr, flush=True)
         self._launcher.kill_now()
@@ -367,7 +367,7 @@ def _print_lines(lines: Iterable[str]) -> None:
     except BrokenPipeError:
         raise
     except OSError:
-        # It goes to a file on a full disk; the reason why the run ends goes to stderr.
+        # The display writes to a file on a full disk; the reason why the run ends goes to stderr.
         discard(sys.stdout)
 
 

@@ -1,6 +1,6 @@
-"""This machine's place in the scheduler's inventory during a run: what it has, and how fast it turned out to be.
+"""Reports this machine to the scheduler's inventory during a run: its hardware and its measured rates.
 
-The scheduler advises; a run goes on without it.
+The scheduler advises; a run continues without it.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ async def report_machine(config: RunConfig, addresses: Addresses, view: RunView,
 
 
 def local_roles(addresses: Addresses) -> list[scheduler_pb2.Role.ValueType]:
-    """The parts that this machine plays in the run."""
+    """The roles of this machine in the run."""
     parts = (
         (scheduler_pb2.ROLE_BROKER, addresses.broker.is_local),
         (scheduler_pb2.ROLE_GENERATOR, any(endpoint.is_local for endpoint in addresses.generators)),
@@ -47,7 +47,7 @@ def local_roles(addresses: Addresses) -> list[scheduler_pb2.Role.ValueType]:
 
 
 def measured_rates(view: RunView, roles: list[scheduler_pb2.Role.ValueType]) -> list[scheduler_pb2.MeasuredRate]:
-    """The newest speeds of the generators and of the trainer, where they are here and have been measured."""
+    """The newest rates of the generators and of the trainer, if they are here and have been measured."""
     rates = []
     if scheduler_pb2.ROLE_GENERATOR in roles and view.run is not None:
         tokens = sum(generator.beat.tokens_per_second for generator in view.run.generators)

@@ -1,4 +1,4 @@
-"""What a model's directory must hold before anything is started, read as plain files: no torch, no transformers."""
+"""Checks a model's directory before anything is started, as plain files, without torch or transformers."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from services.trainer.data.prompt_rows import DataError, Row, read_rows
 
 _TOKENIZER_FILES = (TOKENIZER_FILE, "tokenizer.model", "vocab.json", "vocab.txt", "tekken.json")
 _WEIGHT_PATTERNS = ("*.safetensors", "pytorch_model*.bin")
-# Older families name their longest context differently.
+# Older model families name their longest context differently.
 _CONTEXT_KEYS = ("max_position_embeddings", "n_positions", "max_sequence_length", "seq_length")
 _MAX_CONFIG_BYTES = 16 * 1024 * 1024
 
 
 def model_problems(path: Path) -> list[str]:
-    """What is wrong with the model directory at `path`, one line each; empty when it can be loaded."""
+    """Problems of the model directory at `path`, one line each; empty if it can be loaded."""
     if not path.exists():
         return [f"model.path: {path}: no such directory"]
     if not path.is_dir():
@@ -36,7 +36,7 @@ def model_problems(path: Path) -> list[str]:
 
 
 def context_problem(config: RunConfig) -> str | None:
-    """Why prompts and completions do not fit the model's context; None when they do, or when it states no limit."""
+    """Why prompts and completions exceed the model's context; None if they fit, or if it states no limit."""
     most = _max_context_tokens(config.model.path)
     needed = config.data.max_prompt_tokens + config.sampling.max_new_tokens
     if most is None or needed <= most:
@@ -48,7 +48,7 @@ def context_problem(config: RunConfig) -> str | None:
 
 
 def text_problem(config: RunConfig) -> str | None:
-    """Why a reward worker started here could not decode what it scores; None when it can, or is not to."""
+    """Why a reward worker started here could not decode completions; None if it can, or need not."""
     path = config.model.path
     if config.endpoints.reward is not None or config.reward.trusts_generator_text or (path / TOKENIZER_FILE).is_file():
         return None
@@ -60,7 +60,7 @@ def text_problem(config: RunConfig) -> str | None:
 
 
 def data_problems(config: RunConfig) -> tuple[list[str], list[str]]:
-    """What is wrong with the data files, and what the user should know about them though it is not wrong."""
+    """Problems of the data files, and notes on them for the user."""
     problems: list[str] = []
     warnings: list[str] = []
     for key, path in (("data.train", config.data.train), ("data.eval", config.data.eval)):
@@ -86,7 +86,7 @@ def data_problems(config: RunConfig) -> tuple[list[str], list[str]]:
 
 
 def _num_long_prompts(rows: list[Row], config: RunConfig) -> int:
-    # A token stands for at least one byte, so only prompts of more bytes than tokens allowed need the tokenizer.
+    # A token encodes at least one byte, so only prompts with more bytes than the token limit need the tokenizer.
     texts = [_prompt_text(row) for row in rows]
     long_texts = [text for text in texts if len(text.encode()) > config.data.max_prompt_tokens]
     file = config.model.path / TOKENIZER_FILE
@@ -95,7 +95,7 @@ def _num_long_prompts(rows: list[Row], config: RunConfig) -> int:
     try:
         from tokenizers import Tokenizer
     except ImportError:
-        # Without it the trainer, which has one, counts them.
+        # Without a tokenizer here, the trainer, which has one, counts the tokens.
         return 0
     encodings = Tokenizer.from_file(str(file)).encode_batch(long_texts)
     return sum(len(encoding.ids) > config.data.max_prompt_tokens for encoding in encodings)
@@ -107,7 +107,7 @@ def _prompt_text(row: Row) -> str:
 
 def _max_context_tokens(path: Path) -> int | None:
     document = _model_config(path) or {}
-    # Models that see and hear keep the language model's numbers in a part of their own.
+    # Multimodal models keep the language model's settings in a separate section.
     inner = document.get("text_config")
     for part in (document, inner if isinstance(inner, dict) else {}):
         found = next((part[key] for key in _CONTEXT_KEYS if isinstance(part.get(key), int)), None)

@@ -1,4 +1,4 @@
-"""Everything that can be known to be wrong before anything is started: one line a problem, and nothing left behind."""
+"""Checks everything that can be checked before anything is started: one line per problem, without side effects."""
 
 from __future__ import annotations
 
@@ -37,16 +37,16 @@ _REWARD_IMPORT_TIMEOUT_S = 120.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Findings:
-    """What the checks found."""
+    """Result of the checks."""
 
     problems: tuple[str, ...]
     """Reasons not to start, one line each."""
     warnings: tuple[str, ...]
-    """Worth knowing, one line each."""
+    """Notes for the user, one line each."""
 
 
 async def check_run(config: RunConfig, folder: RunFolder, *, is_resume: bool, security: Security) -> Findings:
-    """Check the model, the data, the reward, ports and everything that must already answer."""
+    """Check the model, the data, the reward, ports and all services that must already answer."""
     problems = _folder_problems(folder, is_resume=is_resume) + _recording_problems(config, is_resume=is_resume)
     warnings: list[str] = []
     if config.endpoints.trainer is None:
@@ -108,7 +108,7 @@ def _recording_problems(config: RunConfig, *, is_resume: bool) -> list[str]:
 
 
 async def reward_problems(model: str, *, is_insecure: bool) -> list[str]:
-    """Why the reward model of that name cannot be used. Raises ConfigError."""
+    """Check that the reward model of that name can be used. Raises ConfigError."""
     if model.startswith(THIRD_PARTY):
         judges = Security.from_environment(JUDGES, insecure=is_insecure)
         problem = await service_problem(model.removeprefix(THIRD_PARTY), REWARD, security=judges)
@@ -117,7 +117,7 @@ async def reward_problems(model: str, *, is_insecure: bool) -> list[str]:
 
 
 def _local_reward_problems(model: str) -> list[str]:
-    # In a process of its own: importing runs the user's code, and may bring in anything.
+    # In a separate process: importing runs the user's code, which may import anything.
     try:
         result = subprocess.run(
             console_argv("reward", "resolve", model),
@@ -155,7 +155,7 @@ def _folder_problems(folder: RunFolder, *, is_resume: bool) -> list[str]:
 
 
 def _holds_a_run(path: Path) -> bool:
-    """Whether there is more than what a console that never came to write its configuration leaves."""
+    """Whether the folder has more in it than a console leaves that ended before it wrote its configuration."""
     return any(found.name != LOCK_NAME for found in path.iterdir())
 
 

@@ -1,6 +1,6 @@
-"""The quick start: its configuration, and its task made (or found made) in a process of its own.
+"""Prepares the quick start: its configuration, and its task, made (or found) by a separate process.
 
-In a process of its own, because making it needs torch, and the console that follows the run should stay small.
+A separate process, because making the task needs torch, and the console that follows the run should stay small.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Task:
 
 
 def quickstart_config(overrides: list[str], *, seed: int, directory: Path, task: Task | None) -> RunConfig:
-    """The run's configuration; raises ConfigError. Without a task its paths stay as in the example file."""
+    """The run's configuration. Without a task its paths stay as in the example file. Raises ConfigError."""
     document = read_document(CONFIG_FILE)
     settings = [f"run.seed={seed}", f"run.dir={json.dumps(str(directory))}"]
     if task is not None:
@@ -49,9 +49,9 @@ def quickstart_config(overrides: list[str], *, seed: int, directory: Path, task:
 
 
 def prepare_task(directory: Path, *, seed: int, is_stdout_free: bool = True) -> Task:
-    """Make the task in `directory`, or find it there. Raises ConfigError when that fails.
+    """Make the task in `directory`, or find it there. Raises ConfigError if that fails.
 
-    Progress goes to stdout, or to stderr where that is not free for it.
+    Progress goes to stdout, or to stderr if stdout is needed for output.
     """
     with tempfile.TemporaryDirectory(prefix="penstock-") as scratch:
         answer = Path(scratch) / "task.json"
@@ -78,7 +78,7 @@ def prepare_task(directory: Path, *, seed: int, is_stdout_free: bool = True) -> 
 
 
 def _point_at(link: Path, folder: Path) -> None:
-    # The example file names the task by this link, so that it can also be run by itself.
+    # The example file refers to the task by this link, so that it can also be run by itself.
     beside = link.with_name(f".{link.name}.{os.getpid()}")
     beside.symlink_to(folder.name, target_is_directory=True)
     beside.replace(link)

@@ -1,4 +1,4 @@
-"""What `penstock run`, `quickstart` and `report` do."""
+"""Implements the commands `penstock run`, `quickstart` and `report`."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _COMPLETED = (
 
 
 def run_command(arguments: list[str], *, dry_run: bool, resume: Path | None, resume_or_start: bool = False) -> int:
-    """`penstock run`; returns the exit status. Raises ConfigError."""
+    """Run `penstock run`; returns the exit status. Raises ConfigError."""
     _quiet_logging()
     if resume_or_start:
         folder = _folder_to_resume(arguments, resume=resume)
@@ -43,7 +43,7 @@ def run_command(arguments: list[str], *, dry_run: bool, resume: Path | None, res
     else:
         config, source = load_run_config(Path(arguments[0]), arguments[1:]), arguments[0]
     config = resolve(config, now_s=time.time())
-    # What the trainer would refuse is refused here, before anything starts; addresses do not matter for that.
+    # Refuse here what the trainer would refuse, before anything starts; addresses do not matter for that.
     training_config(config, broker="127.0.0.1:1", source=source)
     if dry_run:
         return _dry_run(config, is_resume=resume is not None, source=source)
@@ -51,10 +51,10 @@ def run_command(arguments: list[str], *, dry_run: bool, resume: Path | None, res
 
 
 def quickstart_command(overrides: list[str], *, seed: int, directory: Path, prepare_only: bool) -> int:
-    """`penstock quickstart`; returns the exit status. Raises ConfigError."""
+    """Run `penstock quickstart`; returns the exit status. Raises ConfigError."""
     _quiet_logging()
     base = directory.expanduser().absolute()
-    # Read before the task is made, so that a mistyped setting is told at once.
+    # Read before the task is made, so that a mistyped setting is reported at once.
     quickstart_config(overrides, seed=seed, directory=base, task=None)
     task = prepare_task(base / "quickstart", seed=seed)
     if prepare_only:
@@ -65,7 +65,7 @@ def quickstart_command(overrides: list[str], *, seed: int, directory: Path, prep
 
 
 def report_command(run_dir: Path) -> int:
-    """`penstock report`; returns the exit status. Raises ConfigError."""
+    """Run `penstock report`; returns the exit status. Raises ConfigError."""
     folder = open_folder(run_dir)
     if not write_report(folder):
         raise ConfigError(f"{run_dir}: nothing to report yet; the first step is not done")
@@ -77,7 +77,7 @@ def report_command(run_dir: Path) -> int:
 
 
 def _folder_to_resume(arguments: list[str], *, resume: Path | None) -> RunFolder | None:
-    """The folder of the run that is asked for, where it was begun before. Raises ConfigError."""
+    """The folder of the requested run, if it was started before. Raises ConfigError."""
     if resume is not None or not arguments:
         raise ConfigError("--resume-or-start: name a configuration file with it, and no --resume")
     config = load_run_config(Path(arguments[0]), arguments[1:])
@@ -93,7 +93,7 @@ def _is_completed(folder: RunFolder) -> bool:
 
 
 def _quiet_logging() -> None:
-    # The display says what a person needs to know; the services' own logs are in the run folder.
+    # The display shows what the user needs to know; the services' own logs are in the run folder.
     configure_logging("console", level="error")
 
 

@@ -1,7 +1,7 @@
-"""The plan that a run follows: asked for, watched, told and kept in the run's folder, over restarts of the scheduler.
+"""Manages the plan of a run: requests, watches, reports and saves it, across restarts of the scheduler.
 
-`penstock node` on each machine carries it out; trainers stay where they are. Without a scheduler the run goes on as it
-is.
+`penstock node` on each machine carries it out; trainers stay where they are. Without a scheduler the run continues
+unchanged.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _SLACK_S = 20.0
 
 
 class RunPlan:
-    """One run's."""
+    """The plan of one run."""
 
     def __init__(
         self,
@@ -50,11 +50,11 @@ class RunPlan:
         self._security = security
         self._note = note
         self._plan: pb.Plan | None = None
-        """In force."""
+        """The plan in force."""
         self._begin = None if plan is None else as_message(read_plan(plan))
 
     async def create(self) -> None:
-        """Have the run planned. Raises ConfigError where the problem is wrong, PenstockError where no plan can run."""
+        """Request a plan. Raises ConfigError if the problem is wrong, PenstockError if no plan can run."""
         peer = f"scheduler {self._scheduler}"
         outage = Outage(peer, on_notice=lambda text: self._note(text or f"{peer} is back"))
         async with open_channel(self._scheduler, self._security) as channel:
@@ -73,7 +73,7 @@ class RunPlan:
         self._take(answer.plan)
 
     async def follow(self) -> None:
-        """Take in revisions until cancelled; a scheduler that has forgotten the plan is told it."""
+        """Take in revisions until cancelled; a scheduler that has forgotten the plan is sent it again."""
         plans = watch_plan(self._scheduler, self._run_id, security=self._security)
         async with aclosing(plans):
             async for plan in plans:
@@ -114,7 +114,7 @@ class RunPlan:
 
 
 def as_message(plan: PlanDocument) -> pb.Plan:
-    """A plan document as the scheduler takes it for a running plan."""
+    """A plan document in the form that the scheduler accepts as a running plan."""
     message = pb.Plan()
     for share in plan.train:
         message.assignments.add(node_id=share.node, role=pb.ROLE_TRAINER, accelerator_indices=range(share.gpus))
@@ -126,7 +126,7 @@ def as_message(plan: PlanDocument) -> pb.Plan:
 
 
 def summary(plan: pb.Plan) -> str:
-    """Who generates and who trains, in a few words."""
+    """Summary of which machines generate and which train."""
     generators = {each.node_id for each in plan.assignments if each.role == pb.ROLE_GENERATOR}
     return f"{_named(generators) or 'nobody'} generate, {_named(_trainers(plan))} train"
 

@@ -1,7 +1,7 @@
-"""Records a run beside it, for `penstock run` with `record`: every trained step, into the run's folder.
+"""Records every trained step of a run into its folder, for `penstock run` with `record`.
 
-A recorder that cannot go on says so and ends; the run goes on without it. Only a disk that refuses the recording ends
-the run too, which then can be resumed. Steps that were forgotten before they were recorded are told as a gap.
+A recorder that cannot continue reports it and ends; the run continues without it. Only a disk that refuses the
+recording ends the run too, which can then be resumed. Steps discarded before they were recorded are reported as a gap.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from penstock.security import Security
 FINISH_S = 15.0
 """Time to fetch the last step when the run ends."""
 SETTLE_S = 5.0
-"""Time to open the file, and for the rest of a step that is being recorded: left in the midst, it is recorded twice."""
+"""Time to open the file, and to finish a step being recorded: if interrupted, it is recorded twice."""
 TRAJECTORIES = "trajectories.jsonl"
 
 
@@ -31,11 +31,11 @@ class RunRecorder:
     Args:
         run_id: Which run.
         broker: Its broker.
-        path: The recording; what is there is gone on with.
+        path: The recording; an existing one is continued.
         security: For the connection.
-        note: Told what a person should know.
-        on_refusal: Hears of a write that the disk refused.
-        max_bytes: Size from which on the recording goes on in another file; None never begins another.
+        note: Called with messages for the user.
+        on_refusal: Called when the disk refused a write.
+        max_bytes: Size at which the recording continues in another file; None means one file.
     """
 
     def __init__(
@@ -59,17 +59,17 @@ class RunRecorder:
         self._next: tuple[int, int | None] = (0, None)
         self._has_told_outage = False
         self._is_over = False
-        """Whether nothing more will come: the run was closed, or recording stopped."""
+        """Whether the recording has ended: the run was closed, or recording stopped."""
         self._task: asyncio.Task[None] | None = None
         self._has_settled = asyncio.Event()
         """Set when the file is open, and after each step."""
 
     def start(self) -> None:
-        """Begin; waits for the run to be opened."""
+        """Start; waits for the run to be opened."""
         self._task = asyncio.create_task(self._run())
 
     async def finish(self) -> None:
-        """Fetch what is still missing, as far as the broker answers in time, and complete the file."""
+        """Fetch the missing steps, if the broker answers in time, and complete the file."""
         if self._task is None:
             return
         if self._writer is None or self._recording.is_in_step:
@@ -92,7 +92,7 @@ class RunRecorder:
             self._problem(f"it could not be completed: {error}")
 
     def closing_lines(self) -> Iterator[str]:
-        """What a person wants to know at the end."""
+        """Closing message for the user."""
         if self._recording.num_samples:
             steps = f"steps {self._recording.first_version} to {self._recording.last_version}"
             yield f"recording: {self._path} ({self._recording.num_samples} samples, {steps})"

@@ -1,4 +1,4 @@
-"""Services in this process: `penstock serve`, and the `penstock reward` commands.
+"""Serves in this process: `penstock serve`, and the `penstock reward` commands.
 
-Only this starts a service's server in the console's own process; runs start theirs by `console.launch`.
+Only this package starts a service's server in the console's own process; runs start theirs by `console.launch`.
 """

@@ -1,4 +1,4 @@
-"""What `penstock reward serve`, `check` and `resolve` do."""
+"""Implements `penstock reward serve`, `check` and `resolve`."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def check_reward(target: str) -> int:
 
 
 def resolve_reward(model: str) -> None:
-    """Load what a reward model's name leads to, where that is Python. Raises ConfigError."""
+    """Load the Python object that a reward model's name refers to, if it is Python. Raises ConfigError."""
     try:
         check_name(model)
         if ":" in model and "://" not in model:

@@ -1,4 +1,4 @@
-"""`penstock serve`: one service in this process, with its own configuration."""
+"""Implements `penstock serve`: one service in this process, with its own configuration."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def serve_command(
     level: str,
     log_format: str,
 ) -> None:
-    """`penstock serve`: load the configuration and serve. Raises ConfigError."""
+    """Load the configuration and serve. Raises ConfigError."""
     service = _choice(kind, [one.value for one in ServiceKind], "service")
     config = load_service_config(ServiceKind(service), path, overrides, listen=listen)
     serve_service(
@@ -55,7 +55,7 @@ def serve_command(
 def load_service_config(
     kind: ServiceKind, path: Path | None, overrides: Iterable[str], *, listen: str | None
 ) -> StrictModel:
-    """The configuration of a service from a file (none: all defaults) and overrides; raises ConfigError."""
+    """The configuration of a service from a file (None: all defaults) and overrides. Raises ConfigError."""
     document = apply_overrides(read_document(path) if path is not None else {}, overrides)
     if listen is not None:
         document["listen"] = listen
@@ -63,9 +63,9 @@ def load_service_config(
 
 
 def serve_service(kind: ServiceKind, config: StrictModel, *, name: str, level: str, log_format: str) -> None:
-    """Serve until SIGTERM or SIGINT. Raises ConfigError when its address cannot be listened on."""
+    """Serve until SIGTERM or SIGINT. Raises ConfigError if its address cannot be listened on."""
     configure_logging(name, level=level, log_format="json" if log_format == "json" else "text")
-    # torch and vLLM write where they like; a line that is cut by a crash is better than one that is lost.
+    # torch and vLLM write to any stream; a line cut by a crash is better than a lost one.
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     watch_launcher(os.environ)
     serve = _entry(kind)

@@ -1,4 +1,4 @@
-"""What is done with recorded trajectories: export from a run, replay into another, rescore.
+"""Exports trajectories from a run, replays them into another, and rescores them.
 
 The file formats are in `console.recording`.
 """

@@ -1,4 +1,4 @@
-"""What `penstock export` does: a run's trained trajectories, from its broker into a file."""
+"""Implements `penstock export`: writes a run's trained trajectories from its broker into a file."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from penstock.network.connection import Connection
 from penstock.security import Security
 
 PATIENCE_S = 30.0
-"""How long an export waits for a broker that is away; one that follows waits for ever, as the run does."""
+"""How long an export waits for a broker that is away; with --follow it waits indefinitely, as the run does."""
 
 
 def export_command(
@@ -43,7 +43,7 @@ def export_command(
     except PenstockError as error:
         raise ConfigError(str(error)) from error
     finally:
-        # Also after Ctrl-C: what a follower has written stands.
+        # Also after Ctrl-C: steps already recorded with --follow are kept.
         if recording.num_samples:
             steps = f"steps {recording.first_version} to {recording.last_version}"
             print(f"{out}: {recording.num_samples} samples, {steps} of {target.run_id}")

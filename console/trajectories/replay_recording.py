@@ -1,10 +1,10 @@
-"""What `penstock replay` does: a recording's groups, put into another run in the order in which they were trained.
+"""Implements `penstock replay`: puts a recording's groups into another run in the order of their training.
 
 Promises:
 - Never more than one step's worth of replayed groups waits in the run, so each is trained from the version it was put
   under: its staleness is the recorded one (see `recording.rebase`), as long as the run trains on nothing else.
-- A group is put once, also when a replay is repeated: the run knows it by its name.
-- What could not be put is counted and told, and makes the exit status 1.
+- A group is put once, even if a replay is repeated: the run recognises its name.
+- Groups that could not be put are counted and reported, and the exit status is then 1.
 """
 
 from __future__ import annotations
@@ -28,48 +28,48 @@ from penstock.security import Security
 from penstock.v1 import broker_pb2, types_pb2
 
 PREFIX = "replay-"
-"""Before the names of replayed groups: a run of the same trainer names its own groups as the recorded one did."""
+"""Prefix of replayed groups' names: a run of the same trainer names its own groups as the recorded run did."""
 PATIENCE_S = 600.0
 _EXIT_OK, _EXIT_INCOMPLETE = 0, 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplayOptions:
-    """What is replayed, and how."""
+    """Options of a replay."""
 
     run_id: str
     """The run that gets the groups."""
     prefix: str = PREFIX
-    """Stands before the groups' names."""
+    """Prefix of the groups' names."""
     from_offset: int = 0
-    """Groups left out at the beginning."""
+    """Groups skipped at the beginning."""
     from_version: int = 0
-    """Groups of earlier steps are left out."""
+    """Groups of earlier steps are skipped."""
     patience_s: float = PATIENCE_S
     """How long the run may stay at one version while groups wait to be put."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Replayed:
-    """What became of a recording so far."""
+    """Progress of a replay."""
 
     num_groups: int = 0
     """Groups handed to the broker."""
     num_samples: int = 0
-    """Samples that the run did not have yet."""
+    """Samples that were new to the run."""
     num_known: int = 0
-    """Samples that it had."""
+    """Samples that the run already had."""
     num_unscored: int = 0
-    """Samples without a score, left out."""
+    """Samples without a score, skipped."""
     num_clipped: int = 0
     """Samples whose oldest version would have fallen below 0."""
     problems: list[str] = field(default_factory=list)
-    """Why groups were not put, the first few."""
+    """Why groups were not put: the first few reasons."""
     num_refused: int = 0
     """Groups that were not put."""
 
     def refuse(self, problem: str) -> None:
-        """Note a group that was not put."""
+        """Record a group that was not put."""
         self.num_refused += 1
         if len(self.problems) < 5:
             self.problems.append(problem)
@@ -96,7 +96,7 @@ async def _connected(file: Path, options: ReplayOptions, broker: str, result: Re
 
 
 async def replay(broker: BrokerClient, file: Path, options: ReplayOptions, *, result: Replayed) -> None:
-    """Put the groups of a recording into the run, keeping `result` up. Raises PenstockError and RecordingError."""
+    """Put the groups of a recording into the run and update `result`. Raises PenstockError and RecordingError."""
     run = await broker.get_run(options.run_id)
     producer_id = f"replay-{file.name}"[:128]
     groups = _chosen(file, options)
@@ -116,7 +116,7 @@ def _chosen(file: Path, options: ReplayOptions) -> Iterator[RecordedGroup]:
 
 
 class _Replayer:
-    """Puts one step's worth of groups after the other, each when the run has trained on the one before."""
+    """Puts groups one step's worth at a time, each once the run has trained on the previous one."""
 
     def __init__(
         self,
@@ -133,10 +133,10 @@ class _Replayer:
         self._result = result
         self._first_version = run.policy_version
         self._num_added = 0
-        """Groups that the run did not have before; the steps it needs for them are waited for."""
+        """Groups that were new to the run; their steps are waited for."""
 
     async def room(self) -> tuple[int, int]:
-        """The run's version, and how many groups may be put under it, as soon as there is room for one."""
+        """The run's version, and how many groups may be put under it, as soon as one fits."""
         per_step = self._limits.groups_per_step
         first_with_room = self._first_version + self._num_added // per_step
         version = await self._watch.at_least(first_with_room, timeout_s=self._options.patience_s)
@@ -176,7 +176,7 @@ class _Replayer:
         result.num_groups += len(sizes)
         result.num_samples += receipt.num_samples
         result.num_known += sum(sizes) - receipt.num_samples
-        # Which groups were known is not told: never count more than were added, lest a step be waited for in vain.
+        # Which groups were known is not reported: counting more than were added could wait for a step in vain.
         self._num_added += receipt.num_samples // max(sizes, default=1)
         if sys.stderr.isatty():
             print(f"\r{result.num_groups} groups, {result.num_samples} samples", end="", file=sys.stderr, flush=True)

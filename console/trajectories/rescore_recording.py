@@ -1,7 +1,7 @@
-"""What `penstock rescore` does: every sample of a recording, scored again by another reward model.
+"""Implements `penstock rescore`: scores every sample of a recording again by another reward model.
 
 The samples go through the reward service's own pool: its batches, deadlines, retries and its rule that an error is
-never a value. At most MAX_AHEAD samples are in memory; the order stays.
+never a value. At most MAX_AHEAD samples are in memory; their order is kept.
 """
 
 from __future__ import annotations
@@ -32,26 +32,26 @@ from services.reward.texts import TokenTexts
 
 MAX_AHEAD = 256
 PATIENCE_S = 300.0
-"""How long no score may come before the reward model is given up."""
+"""Longest time without a score before the reward model is given up."""
 SAME = 1e-9
-"""Two rewards that differ by less are the same."""
+"""Rewards that differ by less count as equal."""
 _ADDRESS = re.compile(r"[^/]+:\d{1,5}")
 
 
 @dataclass(slots=True, kw_only=True)
 class Comparison:
-    """The new scores against the old ones."""
+    """Comparison of the new scores with the old ones."""
 
     is_decoded: bool = False
-    """Whether texts were decoded from token ids; else they are the recording's."""
+    """Whether texts were decoded from token ids; otherwise they are the recording's."""
     num_samples: int = 0
     """Samples scored."""
     by_status: Counter[str] = field(default_factory=Counter)
     """Samples by the new score's status."""
     num_compared: int = 0
-    """Samples that have a value in both."""
+    """Samples with a value in both."""
     num_same: int = 0
-    """Those whose values are the same."""
+    """Samples whose values are equal."""
     previous_sum: float = 0.0
     """Sum of their old values."""
     new_sum: float = 0.0
@@ -73,7 +73,7 @@ class Comparison:
             self.new_sum += new.value
 
     def as_document(self) -> dict[str, object]:
-        """For programs; means are None where nothing could be compared."""
+        """The comparison as JSON; means are None if nothing could be compared."""
         compared = self.num_compared
         return {
             "num_samples": self.num_samples,
@@ -87,7 +87,7 @@ class Comparison:
         }
 
     def lines(self) -> Iterator[str]:
-        """For people."""
+        """The comparison as readable text."""
         statuses = ", ".join(f"{name} {count}" for name, count in sorted(self.by_status.items()))
         yield f"{self.num_samples} samples scored: {statuses}"
         if self.num_compared:
@@ -143,9 +143,9 @@ async def rescore(
     texts: TextReader | None = None,
     patience_s: float = PATIENCE_S,
 ) -> Comparison:
-    """Score samples and write them, in order, by the recording's own text where there are no `texts` to decode.
+    """Score samples and write them, in order, using the recording's own text if `texts` is None.
 
-    Raises ConfigError when no score comes for `patience_s` seconds.
+    Raises ConfigError if no score arrives for `patience_s` seconds.
     """
     source, comparison = _RecordedSource(samples), Comparison(is_decoded=texts is not None)
     pool = ScoringPool(source=source, model=model, config=RewardModelConfig(model=model.name), texts=texts)
@@ -167,14 +167,14 @@ async def rescore(
 
 
 class _RecordedSource:
-    """A recording as a source of scoring leases: none is ever lost, and the order of the samples is kept."""
+    """Presents a recording as a source of scoring leases: none is ever lost, and the samples' order is kept."""
 
     def __init__(self, samples: Iterator[Recorded]) -> None:
         self._samples = samples
         self._ahead: deque[Recorded] = deque()
-        """Samples handed out and not yet taken, the oldest first."""
+        """Samples handed out and not yet taken, oldest first."""
         self._first = 0
-        """Number of the oldest one."""
+        """Number of the oldest of them."""
         self._scores: dict[int, types_pb2.Score] = {}
         self._is_read = False
         self._failure: RecordingError | None = None
@@ -191,7 +191,7 @@ class _RecordedSource:
         return self._is_read and not self._ahead
 
     async def take(self, *, max_items: int) -> list[broker_pb2.ScoringLease]:
-        """The next samples; waits for ever once there are no more."""
+        """The next samples; waits forever once there are no more."""
         while True:
             if not self._is_read and (room := min(max_items, MAX_AHEAD - len(self._ahead))) > 0:
                 leases = self._read(room)
@@ -201,7 +201,7 @@ class _RecordedSource:
             await self._room.wait()
 
     def is_held(self, lease_id: str) -> bool:
-        """Always: nobody else scores them."""
+        """Always true: no other worker scores them."""
         return True
 
     def answer(self, results: Sequence[broker_pb2.ScoreResult]) -> None:
@@ -211,14 +211,14 @@ class _RecordedSource:
         self._answered.set()
 
     async def wait_for_answers(self, pool: asyncio.Task[None]) -> None:
-        """Until there are scores; raises RecordingError when the recording turned out to be damaged."""
+        """Wait until there are scores. Raises RecordingError if the recording is damaged."""
         await race(asyncio.shield(pool), self._answered.wait())
         self._answered.clear()
         if self._failure is not None:
             raise self._failure
 
     def take_scored(self) -> list[Recorded]:
-        """The samples at the front that have their new scores."""
+        """The leading samples that have their new scores."""
         taken: list[Recorded] = []
         while self._ahead and self._first in self._scores:
             taken.append(self._ahead.popleft().rescored(self._scores.pop(self._first)))

@@ -1,4 +1,4 @@
-"""What is known about a run and how it is shown: on a terminal, in charts and in the report.
+"""Keeps the state of a run and shows it: on a terminal, in charts and in the report.
 
-Filled by others; nothing here connects to a service of a run that is under way, except to ask for length forecasts.
+Other packages fill in the state; nothing here connects to a service of a run, except to ask for length forecasts.
 """

@@ -1,4 +1,4 @@
-"""Line charts as SVG text: no library, no script, no font, readable offline and in any browser.
+"""Draws line charts as SVG text: no library, no script, no font, readable offline and in any browser.
 
 One chart has one y axis; series are drawn over steps on the x axis. Every series is named directly in a legend line.
 """
@@ -24,11 +24,11 @@ class Series:
     points: Sequence[tuple[float, float]]
     """(x, y), x ascending, finite."""
     has_markers: bool = False
-    """Draw each point: for measurements that are few."""
+    """Draw each point, for sparse measurements."""
 
 
 def line_chart(title: str, series: Sequence[Series], *, y_label: str, from_zero: bool = True) -> str:
-    """A chart as an `<svg>` element; a sentence in its place when no series has a point."""
+    """A chart as an `<svg>` element, or a sentence if no series has a point."""
     drawn = [one for one in series if one.points]
     if not drawn:
         return f"<p>{escape(title)}: nothing was measured.</p>"
@@ -36,7 +36,7 @@ def line_chart(title: str, series: Sequence[Series], *, y_label: str, from_zero:
     ys = [y for one in drawn for _, y in one.points]
     y_ticks = ticks(min(0.0, *ys) if from_zero else min(ys), max(ys))
     scale = _Scale(x_low=min(xs), x_high=max(xs), y_low=y_ticks[0], y_high=y_ticks[-1])
-    # The y axis ends at round numbers; the x axis ends where the run does.
+    # The y axis ends at round numbers; the x axis ends with the run.
     x_ticks = [x for x in ticks(min(xs), max(xs)) if min(xs) <= x <= max(xs)]
     parts = [
         f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(title)}" xmlns="http://www.w3.org/2000/svg">',
@@ -50,7 +50,7 @@ def line_chart(title: str, series: Sequence[Series], *, y_label: str, from_zero:
 
 
 def ticks(low: float, high: float, *, count: int = 5) -> list[float]:
-    """Round numbers that cover low to high, about `count` of them; at least two."""
+    """About `count` round numbers that cover low to high; at least two."""
     span = high - low
     if span <= 0:
         span = abs(high) or 1.0

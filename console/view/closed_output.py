@@ -1,4 +1,4 @@
-"""Output that nobody reads on: `penstock run | head`."""
+"""Handles output whose reader has gone, as in `penstock run | head`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import TextIO
 
 
 def discard(stream: TextIO) -> None:
-    """Let what is written to `stream` from now on go nowhere; the interpreter's last flush must not complain either."""
+    """Discard everything written to `stream` from now on, so that the interpreter's last flush does not fail either."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, stream.fileno())
     os.close(nowhere)

@@ -1,4 +1,4 @@
-"""How well a run's lengths are forecast: asked of its scheduler, shown in the status, kept in summary.json, drawn."""
+"""Shows how well a run's lengths are forecast: asks its scheduler; for the status, summary.json and the report."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Document = dict[str, Any]
 
 
 async def fetch_lengths(run_id: str, scheduler: str | None, security: Security) -> Document | None:
-    """What the scheduler says of a run's lengths; None when it does not answer or knows none."""
+    """The scheduler's report on a run's lengths; None if it does not answer or knows none."""
     if scheduler is None:
         return None
     async with open_channel(scheduler, security) as channel:
@@ -37,13 +37,13 @@ async def fetch_lengths(run_id: str, scheduler: str | None, security: Security) 
         try:
             answer = await call(stub.GetLengthModel, request, peer=f"scheduler {scheduler}", timeout_s=_TIMEOUT_S)
         except PenstockError:
-            # Advice, and its quality even more so: a status without it is a status.
+            # Forecasts are only advice: a status without their quality is still a status.
             return None
     return as_document(answer)
 
 
 def as_document(answer: scheduler_pb2.GetLengthModelResponse) -> Document:
-    """For programs; what is not known is null."""
+    """The quality as JSON; unknown values are null."""
     return {
         "model": answer.model or None,
         "model_version": answer.model_version,
@@ -67,7 +67,7 @@ def _quality(quality: scheduler_pb2.LengthQuality) -> Document:
 
 
 def length_lines(document: Document) -> Iterator[str]:
-    """A line for people on what forecasts, and one on each test of it."""
+    """A readable line on the forecaster, and one on each test of it."""
     learned = f"{document['num_observations']} lengths of {document['num_prompts']} prompts"
     if document["model"] is None:
         yield f"lengths: means so far, from {learned}"
@@ -87,7 +87,7 @@ def length_lines(document: Document) -> Iterator[str]:
 
 
 def lengths_table(summary: Mapping[str, Any]) -> str:
-    """The part of the report; empty where nothing was forecast."""
+    """The report's section; empty if nothing was forecast."""
     document = summary.get("lengths")
     if not isinstance(document, dict) or not document.get("qualities"):
         return ""

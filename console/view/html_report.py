@@ -1,6 +1,6 @@
-"""report.html: one file, no network, no script. Made from config.yaml, metrics.jsonl, evaluations.jsonl, summary.json.
+"""Writes report.html, one file, no network, no script, from config.yaml, metrics, evaluations and summary.json.
 
-It can be made again at any time (`penstock report RUN_DIR`), also of a run that is under way or was cut short.
+It can be regenerated at any time (`penstock report RUN_DIR`), even for a run that is under way or was cut short.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ td.value { font-variant-numeric: tabular-nums; } pre { background: #f6f8fa; padd
 
 
 def write_report(folder: RunFolder) -> bool:
-    """Make report.html; whether there was anything to report on."""
+    """Write report.html; returns whether there was anything to report."""
     steps = read_lines(folder.metrics)
     summary = read_summary(folder.summary) or {}
     if not steps and not summary:
@@ -120,7 +120,7 @@ def charts(steps: Sequence[Line], evaluations: Sequence[Line]) -> list[str]:
 
 
 def read_lines(path: Path) -> list[dict[str, float]]:
-    """The lines of a JSONL file that are whole and name a policy version; none when there is no file."""
+    """The complete lines of a JSONL file that name a policy version; empty if there is no file."""
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except OSError:
@@ -134,7 +134,7 @@ def _waits(summary: Mapping[str, Any]) -> str:
 
 
 def newest_checkpoint(directory: Path) -> Path | None:
-    """The newest `step_N` folder in `directory`; a half-written one has another name."""
+    """The newest `step_N` folder in `directory`; incomplete ones have another name."""
     found = [path for path in directory.glob("step_*") if path.name.removeprefix("step_").isdecimal()]
     return max(found, key=lambda path: int(path.name.removeprefix("step_")), default=None)
 

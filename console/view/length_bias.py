@@ -1,4 +1,4 @@
-"""Whether a run gave up more of its long samples than of its short ones: one line from the rows of its books."""
+"""Reports whether a run dropped more of its long samples than of its short ones: one line, from its audit rows."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from collections.abc import Mapping
 from typing import Any
 
 TAIL_SHARE = 0.2
-"""The long tail: the longest fifth, as nearly as the buckets of the books allow."""
+"""The long tail: the longest fifth, as closely as the audit's buckets allow."""
 
 
 def loss_by_length(audit: Mapping[str, Any]) -> str | None:
-    """The shares lost of the longest samples and of the others; None where nothing was lost or all are alike.
+    """The shares lost of the longest samples and of the others; None if nothing was lost or all lengths are similar.
 
     Args:
-        audit: a `penstock.wire.audit_json.AuditDocument`, or what an older run left of one. Samples dropped before
-            their first token count for neither side: how long they would have become is unknown.
+        audit: A `penstock.wire.audit_json.AuditDocument`, possibly one of an older run. Samples dropped before
+            their first token count for neither side: their length is unknown.
     """
     trained: Counter[int] = Counter()
     lost: Counter[int] = Counter()

@@ -1,6 +1,6 @@
-"""Shows a run while it goes: a live table on a terminal, one plain line a step elsewhere.
+"""Shows a run under way: a live table on a terminal, otherwise one plain line per step.
 
-Both also say what starts, what was restarted and what the run waits for, so that nothing is silent for long.
+Both also show what starts, what was restarted and what the run waits for, so that the output is never silent for long.
 """
 
 from __future__ import annotations
@@ -36,18 +36,18 @@ _BAR_WIDTH = 60
 
 
 class Display(Protocol):
-    """Where a run is shown."""
+    """Shows a run."""
 
     def start(self) -> None:
-        """Begin to show."""
+        """Start the display."""
         ...
 
     def note(self, text: str) -> None:
-        """Something that happened, one line."""
+        """Show an event, in one line."""
         ...
 
     def step(self, step: Step) -> None:
-        """A step was done; the view has it already."""
+        """Show a finished step, which the view has already."""
         ...
 
     def tick(self) -> None:
@@ -55,7 +55,7 @@ class Display(Protocol):
         ...
 
     def stop(self) -> None:
-        """End; what was shown stays. Idempotent."""
+        """End the display; its output stays. Idempotent."""
         ...
 
 
@@ -68,7 +68,7 @@ def choose_display(view: RunView, *, out: TextIO = sys.stdout) -> Display:
 
 
 class PlainDisplay:
-    """One line for each step and each event; a line about what is waited for when nothing else was said for a while."""
+    """One line for each step and each event; after a silence, a line about what the run waits for."""
 
     def __init__(self, view: RunView, out: TextIO, *, now_s: Callable[[], float] = time.monotonic) -> None:
         self._view = view
@@ -77,24 +77,24 @@ class PlainDisplay:
         self._spoke_s = now_s()
 
     def start(self) -> None:
-        """Begin to show."""
+        """Start the display."""
         self._say(f"run {self._view.run_id}")
 
     def note(self, text: str) -> None:
-        """Something that happened."""
+        """Show an event."""
         self._say(text)
 
     def step(self, step: Step) -> None:
-        """A step was done."""
+        """Show a finished step."""
         self._say(step_line(self._view, step))
 
     def tick(self) -> None:
-        """Say what is waited for when it was quiet for long."""
+        """After a silence, print what the run waits for."""
         if self._now_s() - self._spoke_s >= QUIET_LINE_EVERY_S:
             self._say(f"... {self._view.phase}{_waits_text(self._view)}")
 
     def stop(self) -> None:
-        """End."""
+        """End the display."""
         self._out.flush()
 
     def _say(self, text: str) -> None:
@@ -102,7 +102,7 @@ class PlainDisplay:
         try:
             print(text, file=self._out, flush=True)
         except OSError:
-            # A run does not end because nobody watches it any more, or because the file that this goes to is full.
+            # A run does not end because its output is closed, or because the output file's disk is full.
             discard(self._out)
 
 
@@ -116,21 +116,21 @@ class TableDisplay:
         )
 
     def start(self) -> None:
-        """Begin to show."""
+        """Start the display."""
         self._live.start()
 
     def note(self, text: str) -> None:
-        """Something that happened."""
+        """Show an event."""
         self._console.print(Text(text), highlight=False)
 
     def step(self, step: Step) -> None:
-        """The table shows it with its next refresh."""
+        """Do nothing: the table shows it with its next refresh."""
 
     def tick(self) -> None:
-        """The table refreshes by itself."""
+        """Do nothing: the table refreshes by itself."""
 
     def stop(self) -> None:
-        """End."""
+        """End the display."""
         self._live.stop()
 
 
@@ -201,13 +201,13 @@ def render(view: RunView) -> RenderableType:
 
 
 def wait_lines(view: RunView) -> list[str]:
-    """Who waits for whom, the first few."""
+    """The first few stalls."""
     waits = view.run.waits if view.run is not None else ()
     return [f"{wait.waiter} waits for {wait.owner}: {wait.reason}" for wait in list(waits)[:_MAX_WAITS]]
 
 
 def duration(seconds: float | None) -> str:
-    """Hours, minutes and seconds, as short as possible; `-` when unknown."""
+    """Hours, minutes and seconds, as short as possible; `-` if unknown."""
     if seconds is None:
         return "-"
     minutes, rest = divmod(round(seconds), 60)

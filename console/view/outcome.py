@@ -1,4 +1,4 @@
-"""The end of a run: results of a remote trainer kept here too, and the closing lines."""
+"""Ends a run: saves a remote trainer's results here too, and prints the closing lines."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ Summary = dict[str, Any]
 
 
 def keep_results(folder: RunFolder, finished: trainer_pb2.RunFinished, history: Mapping[int, Step]) -> None:
-    """Write metrics.jsonl and summary.json from what was told: the trainer may have written its own on another machine.
+    """Write metrics.jsonl and summary.json from the trainer's events: its own files may be on another machine.
 
-    What is here may then be of an earlier part of the run: its summary is replaced, and steps that were taken again.
+    Files here may then be of an earlier part of the run: the summary and repeated steps are replaced.
     """
     if finished.summary_json:
         replace_text(folder.summary, finished.summary_json)
@@ -35,7 +35,7 @@ def keep_results(folder: RunFolder, finished: trainer_pb2.RunFinished, history: 
 
 
 def _read_lines(metrics: Path) -> dict[float, dict[str, Any]]:
-    """The steps of metrics.jsonl by version; lines that cannot be read are left out."""
+    """The steps of metrics.jsonl by version; unreadable lines are skipped."""
     found: dict[float, dict[str, Any]] = {}
     for text in metrics.read_text(encoding="utf-8").splitlines() if metrics.exists() else ():
         with contextlib.suppress(ValueError, TypeError, KeyError):
@@ -45,13 +45,13 @@ def _read_lines(metrics: Path) -> dict[float, dict[str, Any]]:
 
 
 def _holds(lines: Mapping[float, dict[str, Any]], last: Step) -> bool:
-    """Whether the trainer wrote the newest step here itself, which then has more of the run than was told."""
+    """Whether the trainer wrote the newest step here itself; its file then has more than the events reported."""
     line = lines.get(last.version)
     return line is not None and all(line.get(name) == value for name, value in last.metrics.items())
 
 
 def add_to_summary(folder: RunFolder, **facts: object) -> None:
-    """Add to summary.json, where there is one, what the trainer does not know."""
+    """Add to summary.json, if there is one, what the trainer does not know."""
     summary = read_summary(folder.summary)
     if summary is not None:
         summary |= facts
@@ -59,7 +59,7 @@ def add_to_summary(folder: RunFolder, **facts: object) -> None:
 
 
 def read_summary(path: Path) -> Summary | None:
-    """The summary, or None where there is none that can be read."""
+    """The summary, or None if it is missing or unreadable."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -68,7 +68,7 @@ def read_summary(path: Path) -> Summary | None:
 
 
 def closing_lines(folder: RunFolder, finished: trainer_pb2.RunFinished | None, *, has_report: bool) -> list[str]:
-    """What a person wants to know at the end."""
+    """Closing lines for the user."""
     lines = []
     summary = read_summary(folder.summary)
     if finished is not None:
@@ -106,7 +106,7 @@ def summary_lines(summary: Summary) -> list[str]:
 
 
 def audit_line(audit: Mapping[str, Any]) -> str:
-    """The conservation equation with its numbers."""
+    """The audit equation with its numbers."""
     dropped = audit.get("dropped") or {}
     reasons = f" ({', '.join(f'{reason} {count}' for reason, count in sorted(dropped.items()))})" if dropped else ""
     verdict = "balanced" if audit.get("balanced") else "NOT BALANCED"
@@ -117,10 +117,10 @@ def audit_line(audit: Mapping[str, Any]) -> str:
 
 
 def change(summary: Summary, first: str, last: str) -> str:
-    """`0.301 -> 0.842`."""
+    """First and last value, like `0.301 -> 0.842`."""
     return f"{number(summary.get(first), '.3f')} -> {number(summary.get(last), '.3f')}"
 
 
 def number(value: object, form: str) -> str:
-    """A number in that form, `-` for anything else."""
+    """A number in that form, or `-` for anything else."""
     return format(value, form) if isinstance(value, (int, float)) and not isinstance(value, bool) else "-"

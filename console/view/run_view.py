@@ -1,6 +1,6 @@
-"""The state of a run under way, filled by events and polls and shown by `console.view.live_display`.
+"""Keeps the state of a run under way, updated by events and polls and shown by `console.view.live_display`.
 
-Holds no connection.
+Opens no connection.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ class Step:
     version: int
     """The version it produced."""
     time_s: float
-    """When, Unix seconds."""
+    """When it was reported, Unix seconds."""
     metrics: Mapping[str, float]
-    """By name, as in metrics.jsonl."""
+    """Metrics by name, as in metrics.jsonl."""
 
     def get(self, name: str) -> float | None:
-        """A metric, or None when the trainer did not report it."""
+        """A metric, or None if the trainer did not report it."""
         return self.metrics.get(name)
 
     @property
     def idle_ratio(self) -> float | None:
-        """Part of the step's time in which the trainer waited for samples, 0 to 1."""
+        """Fraction of the step's time in which the trainer waited for samples, 0 to 1."""
         idle_s, step_s = self.get(IDLE_S), self.get(STEP_S)
         return None if idle_s is None or not step_s else min(1.0, max(0.0, idle_s / step_s))
 
@@ -53,20 +53,20 @@ class Evaluation:
 
 @dataclass(slots=True, kw_only=True)
 class RunView:
-    """The picture of a run; one writer, any number of readers on the same event loop."""
+    """The state of a run; one writer, any number of readers on the same event loop."""
 
     run_id: str
     num_steps: int
     phase: str = "checking"
-    """What is going on, for people."""
+    """The current phase, for display."""
     step: Step | None = None
     """The newest step."""
     evaluations: list[Evaluation] = field(default_factory=list)
     processes: dict[str, ProcessRecord] = field(default_factory=dict)
     run: broker_pb2.GetRunResponse | None = None
-    """The broker's picture; None until it answered, or while it does not."""
+    """The broker's state; None until it has answered, or while it does not."""
     generator_idle_ratio: float | None = None
-    """Part of the last seconds in which generators decoded nothing, averaged over them, 0 to 1."""
+    """Fraction of the last seconds in which generators decoded nothing, averaged over generators, 0 to 1."""
     history: dict[int, Step] = field(default_factory=dict)
     """The steps of the surviving history by version."""
     _recent: deque[Step] = field(default_factory=lambda: deque(maxlen=_ETA_STEPS + 1))
@@ -83,7 +83,7 @@ class RunView:
 
     @property
     def eta_s(self) -> float | None:
-        """Seconds until the last step at the pace of the latest ones; None before there is a pace."""
+        """Estimated seconds until the last step, at the pace of the latest ones; None before there is a pace."""
         if self.step is None or len(self._recent) < 2:
             return None
         first, last = self._recent[0], self._recent[-1]
@@ -93,7 +93,7 @@ class RunView:
         return max(0.0, (self.num_steps - last.version) * (last.time_s - first.time_s) / num_steps)
 
     def add_step(self, report: trainer_pb2.StepReport, *, time_s: float) -> Step:
-        """Take in a step; after a rewind of the trainer, versions begin again lower."""
+        """Take in a step; after a rewind of the trainer, versions restart lower."""
         step = Step(version=report.policy_version, time_s=time_s, metrics=dict(report.metrics))
         if self.step is not None and step.version <= self.step.version:
             self._recent.clear()
@@ -115,7 +115,7 @@ class RunView:
         return evaluation
 
     def set_run(self, run: broker_pb2.GetRunResponse | None) -> None:
-        """Take in the broker's picture."""
+        """Take in the broker's state."""
         self.run = run
         self.generator_idle_ratio = _idle_ratio(run) if run is not None else None
 
@@ -124,7 +124,7 @@ def _idle_ratio(run: broker_pb2.GetRunResponse) -> float | None:
     begin_s = run.now_time.ToNanoseconds() / 1e9 - BUSY_WINDOW_S
     ratios = []
     for generator in run.generators:
-        # Spans come with heartbeats, so nothing is known of the time after the last one.
+        # Spans arrive with heartbeats, so the time after the last one is unknown.
         end_s = generator.beat_time.ToNanoseconds() / 1e9
         if end_s <= begin_s:
             continue
