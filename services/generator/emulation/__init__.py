@@ -1,4 +1,4 @@
-"""Emulated GPUs: how long steps take, how much fits, how long completions are.
+"""Models emulated GPUs: step times, memory capacity and completion lengths.
 
-Pure arithmetic on a virtual clock; no engine, no thread and no network.
+Pure arithmetic on a virtual clock; no engine, threads or network.
 """

@@ -1,13 +1,13 @@
-"""Continuous batching on an emulated GPU: who decodes, who waits, who is preempted, and how far each one is. Pure.
+"""Models continuous batching on an emulated GPU: which samples decode, wait or are preempted. Pure.
 
-What `BatchedEngine` leaves out:
+Beyond `BatchedEngine`:
 
-- Steps are whole: what is too short for a step is kept for the next piece of time.
-- Samples begin in turn while a slot is free and the KV cache holds what they have so far. Their prefill stops the
-  decoding of all: it is the same GPU.
-- The KV cache grows with every token. When it is full, the sample that began last goes back to the head of the queue
-  and its cache is computed again when it begins again, as in vLLM.
-- Prompts are not shared between the samples of a group: there is no prefix cache.
+- Steps are whole: time too short for a step is carried over.
+- Samples start in order while a slot is free and their tokens so far fit in the KV cache. A prefill stops all
+  decoding, since it uses the same GPU.
+- The KV cache grows with every token. When it is full, the sample that started last goes back to the head of the queue
+  and its cache is computed again when it restarts, as in vLLM.
+- There is no prefix cache: samples of a group do not share their prompt.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from penstock.batching.batched_engine import BatchedEngine, Running
 from penstock.batching.step_times import StepTimes
 
 BLOCK_TOKENS = 16
-"""Tokens of growth for which a sample needs room before it begins; without this a preempted sample would begin again
-at once and be preempted again a step later."""
+"""KV headroom, in tokens, that a sample needs to start; without it a preempted sample would restart at once and be
+preempted again a step later."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -29,20 +29,20 @@ class BatchSample:
     """A sample in the batch."""
 
     context_tokens: int
-    """Of the prompt."""
+    """Length of the prompt."""
     length: int
-    """Completion tokens in all, a prefix included."""
+    """Final length of the completion, a prefix included."""
     position: int
-    """Completion tokens it has, a prefix included; kept up by the batch."""
+    """Completion tokens so far, a prefix included; updated by the batch."""
 
 
 class ContinuousBatch(BatchedEngine[BatchSample]):
-    """See the module.
+    """Batches samples as the module describes.
 
     Args:
-        steps: How long things take.
-        max_samples: Most samples decoded at once.
-        kv_capacity_tokens: Size of the KV cache; None when nothing bounds it.
+        steps: Times of steps and prefills.
+        max_samples: Maximum number of samples decoded at once.
+        kv_capacity_tokens: Size of the KV cache; None if unbounded.
     """
 
     def __init__(self, steps: StepTimes, *, max_samples: int, kv_capacity_tokens: int | None = None) -> None:
@@ -53,16 +53,16 @@ class ContinuousBatch(BatchedEngine[BatchSample]):
         self._waiting: deque[BatchSample] = deque()
         self._ended: list[BatchSample] = []
         self.num_preemptions = 0
-        """Since the beginning."""
+        """Preemptions since the start."""
 
     @property
     def num_waiting(self) -> int:
-        """Samples that wait for a slot or for KV headroom."""
+        """Samples waiting for a slot or for KV headroom."""
         return len(self._waiting)
 
     @property
     def time_to_end_s(self) -> float:
-        """Time until a running sample ends if nothing changes before; infinite when none runs."""
+        """Time until a running sample ends if nothing changes before then; infinite if none is running."""
         if not self._heap:
             return math.inf
         num_steps = self._steps_to_next_end()
@@ -74,12 +74,12 @@ class ContinuousBatch(BatchedEngine[BatchSample]):
         return self.clock_s + self.time_to_end_s
 
     def add(self, sample: BatchSample) -> None:
-        """Take a sample that has tokens to go."""
+        """Add a sample with tokens left to decode."""
         self._waiting.append(sample)
         self._admit()
 
     def discard(self, sample: BatchSample) -> None:
-        """Let go of a sample; one that is not here is no error."""
+        """Remove a sample; an unknown one is ignored."""
         running = next((each for each in self.running if each.item is sample), None)
         if running is not None:
             self.remove(running)
@@ -88,7 +88,7 @@ class ContinuousBatch(BatchedEngine[BatchSample]):
         self._admit()
 
     def recompute(self) -> tuple[int, float]:
-        """Throw the KV cache away and compute it again before anything else is decoded; its tokens, and the time."""
+        """Discard the KV cache and recompute it before decoding continues; returns its tokens and the time taken."""
         prefill_s = sum(self._prefill_s(_held(each.item)) for each in self.running)
         self.stall(prefill_s)
         return int(self.kv_tokens), prefill_s
@@ -117,7 +117,7 @@ class ContinuousBatch(BatchedEngine[BatchSample]):
             sample.position = int(num_steps_now - begin_step)
 
     def pop_ended(self) -> list[BatchSample]:
-        """The samples that have ended since the last time, in order."""
+        """The samples that have ended since the last call, in order."""
         ended, self._ended = self._ended, []
         return ended
 
@@ -126,12 +126,12 @@ class ContinuousBatch(BatchedEngine[BatchSample]):
         return super()._let_go(running)
 
     def _mean_step_s(self, num_steps: int) -> float:
-        """Of that many steps from now on, in which the KV cache grows."""
+        """Duration of the next steps, in which the KV cache grows."""
         num_samples = len(self._heap)
         return self._step_time(num_samples, self.kv_tokens + num_samples * (num_steps - 1) / 2)
 
     def _affordable_steps(self) -> int:
-        """Whole steps that the time allows until the batch changes."""
+        """Whole steps that fit in the time and before the batch changes."""
         num_steps = min(self._steps_to_change(), int(self._unspent_s / self._mean_step_s(1)))
         if num_steps > 1:
             num_steps = max(1, min(num_steps, int(self._unspent_s / self._mean_step_s(num_steps))))
@@ -141,14 +141,14 @@ class ContinuousBatch(BatchedEngine[BatchSample]):
         return int(self._heap[0].end_step - self.num_steps)
 
     def _steps_to_change(self) -> int:
-        """Steps until a sample ends or the KV cache is full; a sample that is alone may exceed it."""
+        """Steps until a sample ends or the KV cache is full; a lone sample may exceed it."""
         num_steps = self._steps_to_next_end()
         if self._kv_capacity is not None and len(self._heap) > 1:
             num_steps = min(num_steps, int(self._kv_capacity - self.kv_tokens) // len(self._heap))
         return max(1, num_steps)
 
     def _preempt(self) -> None:
-        """Send samples back until every other one has room for one more token."""
+        """Preempt samples until each of the others has space for one more token."""
         capacity = self._kv_capacity
         while capacity is not None and len(self._heap) > 1 and self.kv_tokens + len(self._heap) > capacity:
             self._waiting.appendleft(self.remove(max(self._heap, key=lambda running: running.number)))

@@ -1,7 +1,7 @@
-"""What emulated GPUs have, and what the models that they would run need.
+"""Describes emulated GPUs and the models that they would run.
 
 Sources: vendors' data sheets for rates and memory (dense bf16; T4 and V100 fp16); all-reduce rates of A100 and H100 as
-Vidur measured them, of the others scaled from those or assumed; shapes from the models' own config.json.
+Vidur measured them, those of others scaled from these or assumed; shapes from the models' own config.json.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ class Gpu:
     """One accelerator."""
 
     flops_per_second: float
-    """Dense, in the models' element type."""
+    """Dense compute rate in the models' element type."""
     memory_bytes: float
     memory_bytes_per_second: float
     link_bytes_per_second: float
-    """What each of several GPUs of a machine gets through in an all-reduce."""
+    """All-reduce bandwidth of each GPU when several of a machine take part."""
     link_latency_s: float = 10e-6
-    """Of an all-reduce."""
+    """Latency of an all-reduce."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,23 +39,23 @@ class ModelShape:
 
     @property
     def weight_bytes(self) -> float:
-        """All weights."""
+        """Size of all weights."""
         return self.num_parameters * self.element_bytes
 
     @property
     def kv_token_bytes(self) -> float:
-        """KV cache of one token: keys and values of every layer."""
+        """KV cache size of one token: keys and values of every layer."""
         return 2.0 * self.num_layers * self.num_kv_heads * self.head_size * self.element_bytes
 
     @property
     def flops_per_token(self) -> float:
-        """Of the matrix products, attention left out; looking a token's embedding up costs nothing."""
+        """FLOPs per token of the matrix products, without attention; an embedding lookup counts as free."""
         looked_up = 0 if self.has_tied_embedding else self.vocab_size * self.hidden_size
         return 2.0 * (self.num_parameters - looked_up)
 
     @property
     def attention_flops_per_kv_token(self) -> float:
-        """Of one query over one token of context, all layers: scores and weighted values."""
+        """FLOPs of one query over one token of context in all layers: scores and weighted values."""
         return 4.0 * self.num_layers * self.num_query_heads * self.head_size
 
 

@@ -1,4 +1,4 @@
-"""How long emulated completions are, their stop token included: a law to draw from, or lengths to replay. Pure."""
+"""Determines the lengths of emulated completions, stop token included: drawn from a law, or replayed. Pure."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ STREAMRL_BIN_TOKENS, STREAMRL_FIRST_TOKENS = 635.2, 828.0
 
 
 class LengthLaw(Protocol):
-    """Where lengths come from."""
+    """A source of completion lengths."""
 
     def draw(self, generator: np.random.Generator, seed: int | None) -> int:
-        """A length of at least 1; `generator` is made from the sample's identity, `seed` is its own if it has one."""
+        """A length of at least 1; `generator` is seeded by the sample's identity, `seed` is its own, if any."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogNormalLengths:
-    """Lengths whose logarithm is normal."""
+    """Log-normal lengths."""
 
     mean_tokens: float
     sigma: float
-    """Standard deviation of the logarithm; 0 makes all equally long."""
+    """Standard deviation of the logarithm; 0 makes all lengths equal."""
 
     def __post_init__(self) -> None:
         """Refuses values out of range."""
@@ -50,7 +50,7 @@ class LogNormalLengths:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HistogramLengths:
-    """StreamRL's histogram, even inside a bin, every length times `scale`."""
+    """StreamRL's histogram, uniform within a bin, every length times `scale`."""
 
     scale: float = 1.0
 
@@ -68,9 +68,9 @@ class HistogramLengths:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplayedLengths:
-    """Recorded lengths: a sample with seed s has the length at s modulo their number, one without a seed any of them.
+    """Recorded lengths: a sample with seed s gets the length at s modulo their number, one without a seed a random one.
 
-    Whoever submits prompts chooses the seeds, and so which sample replays which length.
+    The submitter of prompts chooses the seeds, and so which sample replays which length.
     """
 
     lengths: Sequence[int]
@@ -87,7 +87,7 @@ class ReplayedLengths:
 
 
 def read_lengths(path: Path) -> ReplayedLengths:
-    """A text file with one length a line. Raises OSError; ValueError naming the file and the line that is wrong."""
+    """Read a text file with one length per line. Raises OSError, or ValueError naming the file and the invalid line."""
     if path.stat().st_size > MAX_FILE_BYTES:
         raise ValueError(f"{path}: larger than {MAX_FILE_BYTES} bytes; is this a file of lengths?")
     lengths: list[int] = []

@@ -1,4 +1,4 @@
-"""How long a decode step and a prefill take on a GPU, by its data sheet. Pure."""
+"""Computes the times of decode steps and prefills from a GPU's data sheet. Pure."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from services.generator.emulation.hardware import Gpu, ModelShape
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Roofline:
-    """A model on GPUs that share it by tensor parallelism: bytes over bandwidth against FLOPs over rate.
+    """A model under tensor parallelism: the larger of bytes over bandwidth and FLOPs over rate.
 
         step = max( (weights + KV read) / bandwidth,  (products + attention) / rate ) + overhead + all-reduces
 
-    Two all-reduces a layer, of hidden_size elements a sample, where there is more than one GPU. The share of the data
-    sheet's bandwidth and rate that is reached, and the overhead of a step, are fits to published measurements (vLLM and
+    With more than one GPU, each layer does two all-reduces of hidden_size elements per sample. The achieved share of
+    the data sheet's bandwidth and rate, and the overhead of a step, are fits to published measurements (vLLM and
     TensorRT-LLM on A100, H100, H800: 0.7 to 0.8 of bandwidth, 0.4 to 0.77 of rate). With 2,500 tokens of
     context it is within 7 % of StreamRL's table for a 7B model on an H800, at every batch size.
     """
@@ -28,9 +28,9 @@ class Roofline:
     prefill_flops_share: float = 0.65
     overhead_s: float = 0.002
     memory_share: float = 0.9
-    """Of the memory that the engine may take."""
+    """Share of the GPU memory that the engine may use."""
     reserved_bytes: float = 2e9
-    """Of each GPU, for activations and the runtime."""
+    """Memory of each GPU reserved for activations and the runtime."""
 
     def __post_init__(self) -> None:
         """Refuses a model that does not fit."""
@@ -55,7 +55,7 @@ class Roofline:
         return self.slowdown * (max(memory_s, compute_s) + self.overhead_s + self._all_reduce_s(num_samples))
 
     def prefill_s(self, num_tokens: int) -> float:
-        """See `StepTimes`; attention sees half of the square, for it is causal."""
+        """See `StepTimes`; causal attention covers half of the square."""
         model = self.model
         flops = num_tokens * (model.flops_per_token + num_tokens * model.attention_flops_per_kv_token / 2)
         return self.slowdown * flops / (self.num_gpus * self.gpu.flops_per_second * self.prefill_flops_share)
@@ -66,7 +66,7 @@ class Roofline:
 
     @property
     def _kv_token_bytes(self) -> float:
-        """Over all GPUs; more of them than KV heads hold copies."""
+        """KV bytes per token over all GPUs; GPUs in excess of the KV heads hold copies."""
         return self.model.kv_token_bytes * max(1.0, self.num_gpus / self.model.num_kv_heads)
 
     def _all_reduce_s(self, num_samples: int) -> float:

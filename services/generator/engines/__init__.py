@@ -1,4 +1,4 @@
-"""The engines: one folder each, the registry of their configurations, and the factory that builds the one asked for.
+"""Holds the engines, one folder each, the registry of their configurations, and the factory that builds them.
 
-Each knows `engine` and its own library only; heavy libraries are imported by their own engine alone.
+Each depends only on `engine` and its own library; only an engine itself imports its heavy libraries.
 """

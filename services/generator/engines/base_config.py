@@ -1,4 +1,4 @@
-"""What every engine is configured with, and what it says of itself; each engine adds its own keys in a class."""
+"""Defines the keys and properties common to all engines; each engine adds its own keys in a subclass."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ DtypeName = Literal["auto", "float32", "bfloat16", "float16"]
 
 
 class ServedModel(Protocol):
-    """What engines read of a generator's configuration beside their own."""
+    """The parts of a generator's configuration that engines read besides their own."""
 
     @property
     def model_path(self) -> Path:
@@ -28,46 +28,46 @@ class ServedModel(Protocol):
 
     @property
     def max_lora_rank(self) -> int | None:
-        """Highest rank of adapters; None: whole models."""
+        """Highest adapter rank; None for whole models."""
 
     @property
     def seed(self) -> int:
-        """Seed of samples that bring none."""
+        """Seed of samples without their own."""
 
     @property
     def emulated(self) -> EmulatedConfig:
-        """What an emulated engine emulates."""
+        """The hardware that an emulated engine emulates."""
 
 
 class BaseEngineConfig(StrictModel, ABC):
-    """What decodes, and how much of the machine it may take."""
+    """The engine, and how much of the machine it may use."""
 
     packages: ClassVar[tuple[str, ...]] = ()
-    """Packages it needs, any one of them; imported by the first one's name."""
+    """Alternative packages, of which it needs one; imported by the name of the first."""
     is_emulated: ClassVar[bool] = False
-    """Whether it only emulates GPUs: it needs neither a GPU nor a tokenizer, and several share a process."""
+    """Whether it only emulates GPUs: it needs no GPU and no tokenizer, and several can share a process."""
     has_pipeline_stages: ClassVar[bool] = False
 
     engine: str
-    """vllm; transformers where vllm does not install; emulated for emulated GPUs."""
+    """vllm; transformers where vllm cannot be installed; emulated for emulated GPUs."""
     max_concurrent_samples: int = Field(default=128, ge=1, le=8192)
-    """Most samples decoded at once by one generator."""
+    """Maximum number of samples that one generator decodes at once."""
     max_context_tokens: int | None = Field(default=None, ge=2)
     """Longest prompt + completion; the model's own limit when unset."""
     num_threads: int = Field(default=1, ge=1, le=1024)
-    """CPU threads of the engine; matters only where it decodes on a CPU."""
+    """CPU threads of the engine; matters only when it decodes on a CPU."""
     tensor_parallel: int = Field(default=1, ge=1, le=1024)
-    """GPUs one model replica, or one pipeline stage of it, is spread over."""
+    """GPUs per model replica, or per pipeline stage of it."""
     pipeline_parallel: int = Field(default=1, ge=1, le=1024)
     """Pipeline stages of one model replica, each of `tensor_parallel` GPUs; vllm only."""
     max_silence_s: float = Field(default=120.0, gt=0, le=3600)
-    """An engine counts as hung when it samples no token for this long while samples are waited for, or installs no
-    tensor of the version it is taking: the process gives everything back and ends, to be started again."""
+    """An engine counts as hung if it samples no token for this long while requests are waiting, or installs no tensor
+    of a version being loaded: the process then returns its leases and exits, to be restarted."""
     update_mode: UpdateMode = UpdateMode.KEEP
-    """Samples under way when a version is taken: keep (go on over the old KV cache), recompute (it first), drain."""
+    """Samples under way during a weight update: keep (continue on the old KV cache), recompute (the cache), drain."""
     max_drain_s: float | None = Field(default=None, gt=0)
-    """With drain, how long samples under way may take to end before they are let go on and the version is tried again.
-    Unset: 300 s, or three times what the longest of them may still take at the engine's speed, where that is more."""
+    """With drain, how long samples under way may take to end before they are resumed and the update is retried.
+    Unset: 300 s, or three times what the longest may still take at the engine's speed, if that is more."""
 
     @model_validator(mode="after")
     def _has_its_pipeline_stages(self) -> Self:
@@ -78,9 +78,9 @@ class BaseEngineConfig(StrictModel, ABC):
 
     @abstractmethod
     def build(self, model: ServedModel) -> Engine:
-        """The engine, not started; imports what it needs only now. Raises ValueError where it cannot be built."""
+        """The engine, not started; imports its libraries only now. Raises ValueError if it cannot be built."""
 
     @classmethod
     def decodes_on_cpus(cls) -> bool:
-        """Whether the package that is installed decodes on CPUs, in a process that is to have cores of its own."""
+        """Whether the installed package decodes on CPUs, in a process that needs cores of its own."""
         return False

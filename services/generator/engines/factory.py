@@ -1,4 +1,4 @@
-"""Building the engine a configuration asks for; nothing heavy is imported for the others."""
+"""Builds the engine that a configuration selects, without importing the others' heavy libraries."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from services.generator.engines.base_config import BaseEngineConfig, ServedModel
 
 @runtime_checkable
 class PausableEngine(Protocol):
-    """An engine that can stand still between two decoding steps and keep all its state."""
+    """An engine that can pause between two decoding steps and keep all its state."""
 
     async def pause(self) -> None:
-        """Sample nothing more until `resume`; idempotent."""
+        """Stop sampling until `resume`; idempotent."""
 
     async def resume(self) -> None:
-        """Go on; idempotent."""
+        """Continue sampling; idempotent."""
 
 
 class _WithEngine(ServedModel, Protocol):
@@ -27,10 +27,10 @@ class _WithEngine(ServedModel, Protocol):
 
 
 def build_engine(config: _WithEngine) -> Engine:
-    """The engine, not started. Raises ValueError where the model's folder cannot be understood."""
+    """The engine, not started. Raises ValueError if the model's folder is malformed."""
     return config.engine.build(config)
 
 
 def engine_version(engine: BaseEngineConfig) -> str:
-    """Version of the engine's package, Penstock's own for one that needs none."""
+    """Version of the engine's package, or Penstock's own if it needs none."""
     return installed_version(*engine.packages) or penstock.__version__

@@ -1,4 +1,4 @@
-"""The engines by the names that a configuration uses."""
+"""Maps configuration names to engines."""
 
 from __future__ import annotations
 
@@ -23,14 +23,15 @@ ENGINES: dict[str, type[BaseEngineConfig]] = {
 
 
 def engine_keys() -> set[str]:
-    """Every key that some engine takes."""
+    """Every key that any engine takes."""
     return {key for each in ENGINES.values() for key in each.model_fields}
 
 
 def split_engine(document: Mapping[str, Any]) -> tuple[type[BaseEngineConfig], dict[str, Any]]:
-    """The class that `engine` in a document names, and the document without keys that only other engines take.
+    """The class that a document's `engine` names, and the document without keys that only other engines take.
 
-    Those have no effect, so that one key changes the engine; they are checked all the same. Raises ValidationError.
+    Those have no effect, so that one key switches the engine; they are validated nevertheless. Raises
+    ValidationError.
     """
     name = document.get("engine", DEFAULT_ENGINE.engine)
     if not isinstance(name, str) or name not in ENGINES:
@@ -52,4 +53,4 @@ def _read(value: Any) -> Any:
 
 
 EngineConfig = Annotated[SerializeAsAny[BaseEngineConfig], BeforeValidator(_read), KnownKeys(engine_keys)]
-"""The configuration of any engine: a union discriminated by `engine`, open to what `ENGINES` has."""
+"""The configuration of any engine: a union discriminated by `engine`, over all of `ENGINES`."""

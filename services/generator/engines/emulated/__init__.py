@@ -1,4 +1,4 @@
-"""The emulated engine: scripted tokens at a stated speed.
+"""Implements the emulated engine: scripted tokens at a stated speed.
 
-The interface only; how long steps take and what fits is computed in `services.generator.emulation`.
+Only the engine interface; step times and capacity are computed in `services.generator.emulation`.
 """

@@ -1,4 +1,4 @@
-"""What the emulated engine is configured with."""
+"""Configures the emulated engine."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from services.generator.engines.base_config import BaseEngineConfig, ServedModel
 
 
 class EmulatedEngineConfig(BaseEngineConfig):
-    """Made-up tokens in the time that a GPU would take."""
+    """Emulates a GPU: scripted tokens in the time that a GPU would take."""
 
     is_emulated = True
 
     engine: Literal["emulated"] = "emulated"
     """The engine."""
     emulated_tokens_per_second: float = Field(default=2000.0, gt=0)
-    """Speed of an emulated engine, all samples together."""
+    """Total speed of an emulated engine over all samples."""
     emulated_mean_tokens: int = Field(default=45, ge=1)
     """Mean completion length of an emulated engine."""
 

@@ -1,10 +1,10 @@
-"""The emulated engine: scripted tokens at a stated speed, for tests and for fleets of emulated GPUs.
+"""Yields scripted tokens at a stated speed, for tests and for fleets of emulated GPUs.
 
-- What a sample says depends only on the seed, the prompt and the sample's own seed (its request id where it has none),
-  so a continuation on another emulated engine goes on with the same script.
-- How fast depends only on the step times and the room of its emulated GPU (`services.generator.emulation`), and on
-  `time_scale`: how many emulated seconds pass in a real one.
-- Weight files are checked as any engine checks them; nothing is held, so what is attested is the file.
+- A sample's tokens depend only on the seed, the prompt and the sample's own seed (its request id if it has none),
+  so another emulated engine continues the same script.
+- Its speed depends only on the step times and KV capacity of its emulated GPU (`services.generator.emulation`), and
+  on `time_scale`: emulated seconds per real second.
+- Weight files are checked as in any engine; none is loaded, so attestation covers the file.
 
 Imports nothing heavy.
 """
@@ -41,46 +41,46 @@ from services.generator.engine.engine import (
 )
 
 MIN_SLEEP_S = 0.001
-"""The event loop must see to other things between two looks at the batch."""
+"""The event loop must run other tasks between two batch updates."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EmulatedSpec:
-    """An emulated accelerator and the samples that it seems to decode."""
+    """An emulated accelerator and its workload."""
 
     base_step_s: float = 0.0
-    """Without `steps`: time of a decoding step that does not depend on how many samples share it."""
+    """Without `steps`: time of a decoding step that is independent of the batch size."""
     token_s: float = 1.0 / 2000.0
     """Without `steps`: time each sample adds to a step; with `base_step_s` 0 the speed is 1 / token_s."""
     steps: StepTimes | None = None
     """Step times; a straight line of the two above when unset."""
     mean_tokens: float = 45.0
-    """Without `lengths`: mean length of a script, its stop token included; lengths are log-normal."""
+    """Without `lengths`: mean script length, stop token included; lengths are log-normal."""
     length_sigma: float = 0.8
-    """Without `lengths`: standard deviation of the logarithm of the length; 0 makes all scripts equally long."""
+    """Without `lengths`: standard deviation of the logarithm of the length; 0 makes all scripts the same length."""
     lengths: LengthLaw | None = None
-    """Where lengths come from; log-normal of the two above when unset."""
+    """Source of script lengths; log-normal with the two parameters above when unset."""
     max_num_seqs: int = 128
-    """Most samples decoded at once."""
+    """Maximum number of samples decoded at once."""
     kv_capacity_tokens: int | None = None
-    """KV room; None when nothing bounds it."""
+    """KV capacity; None if unbounded."""
     max_model_len: int = 4096
     """Longest prompt + completion, in tokens."""
     vocab_size: int = 64
-    """Tokens are drawn from [0, vocab_size), stop tokens excepted."""
+    """Tokens are drawn from [0, vocab_size), except stop tokens."""
     update_pause_s: float = 0.0
-    """How long an update keeps samples waiting, in emulated time."""
+    """How long an update blocks samples, in emulated time."""
     tick_s: float = 0.01
-    """How often tokens are yielded, in real time; the end of a sample is yielded at once."""
+    """Real time between yields of tokens; the end of a sample is yielded at once."""
     time_scale: float = 1.0
-    """Emulated seconds in a real one."""
+    """Emulated seconds per real second."""
     policy_version: int = 0
-    """The version it starts with."""
+    """The initial version."""
     seed: int = 0
     """Seed of every script."""
 
     def __post_init__(self) -> None:
-        """Refuses a spec that would stand still or never speak."""
+        """Refuses a spec that would make no progress or yield no tokens."""
         if self.tick_s <= 0 or self.time_scale <= 0 or self.update_pause_s < 0 or self.max_num_seqs < 1:
             raise ValueError("tick_s and time_scale positive; update_pause_s not negative; max_num_seqs at least 1")
         if self.kv_capacity_tokens is not None and self.kv_capacity_tokens < self.max_model_len:
@@ -92,11 +92,11 @@ class EmulatedSpec:
         self.length_law()
 
     def step_times(self) -> StepTimes:
-        """How long steps take."""
+        """The step times."""
         return self.steps or LinearSteps(base_s=self.base_step_s, per_sample_s=self.token_s)
 
     def length_law(self) -> LengthLaw:
-        """How long scripts are."""
+        """The source of script lengths."""
         return self.lengths or LogNormalLengths(mean_tokens=self.mean_tokens, sigma=self.length_sigma)
 
 
@@ -110,7 +110,7 @@ class _Sample:
     finish_reason: FinishReason
     in_batch: BatchSample
     num_yielded: int
-    """Tokens of the script that were yielded, the prefix's included."""
+    """Tokens of the script yielded so far, the prefix included."""
     spans: asyncio.Queue[TokenSpan] = field(default_factory=asyncio.Queue)
 
 
@@ -136,7 +136,7 @@ class EmulatedEngine:
 
     @property
     def policy_version(self) -> int:
-        """The version new tokens are said to be sampled with."""
+        """The version that new tokens are labelled with."""
         return self._policy_version
 
     @property
@@ -145,7 +145,7 @@ class EmulatedEngine:
         return self._spec.max_model_len
 
     async def start(self) -> None:
-        """Starts decoding whatever comes."""
+        """Starts decoding."""
         self._clock_s = asyncio.get_running_loop().time()
         self._decoding = asyncio.create_task(self._decode(), name="emulated-engine")
 
@@ -230,7 +230,7 @@ class EmulatedEngine:
         )
 
     def stats(self) -> EngineStats:
-        """See `Engine.stats`; where KV room is not bounded, the cache is as full as the slots are."""
+        """See `Engine.stats`; with unbounded KV capacity, cache usage equals slot usage."""
         spec, batch = self._spec, self._batch
         usage = batch.num_running / spec.max_num_seqs
         if spec.kv_capacity_tokens is not None:
@@ -242,7 +242,7 @@ class EmulatedEngine:
             num_preemptions=batch.num_preemptions,
             tokens_generated=self._tokens_generated,
             tokens_sampled=self._tokens_sampled,
-            # Nothing can hang in a sleep.
+            # A sleep cannot hang.
             install_signs=time.monotonic_ns() if self._is_updating else None,
         )
 
@@ -285,14 +285,14 @@ class EmulatedEngine:
         return max(MIN_SLEEP_S, min(self._spec.tick_s, self._batch.time_to_end_s / self._spec.time_scale))
 
     def _catch_up(self) -> None:
-        """Brings the batch up to now; what happens from here on happens now."""
+        """Advances the batch to the present."""
         now_s = asyncio.get_running_loop().time()
         elapsed_s, self._clock_s = now_s - self._clock_s, now_s
         if not self._is_paused and not self._is_updating:
             self._advance(elapsed_s * self._spec.time_scale)
 
     def _advance(self, elapsed_s: float) -> None:
-        """Decodes for so much emulated time, and yields the ends of samples."""
+        """Decodes for this much emulated time, and yields the ends of samples."""
         self._batch.elapse(elapsed_s)
         ended = {id(in_batch) for in_batch in self._batch.pop_ended()}
         if not ended:
@@ -303,7 +303,7 @@ class EmulatedEngine:
                 self._forget(request_id, sample)
 
     def _put_tokens(self, sample: _Sample) -> None:
-        """Yields what was decoded since the last time."""
+        """Yields the tokens decoded since the last call."""
         begin, end = sample.num_yielded, sample.in_batch.position
         if end == begin:
             return
@@ -326,12 +326,12 @@ class EmulatedEngine:
 
 
 def script_of(spec: EmulatedSpec, request: GenerateRequest) -> npt.NDArray[np.int32]:
-    """Every token of a sample from its first on, as any emulated engine of this seed and these lengths says it."""
+    """All tokens of a sample from the first, the same on any emulated engine of this seed and these lengths."""
     return _write_script(spec, request).token_ids
 
 
 def _write_script(spec: EmulatedSpec, request: GenerateRequest) -> _Sample:
-    """The whole completion of a sample, from its first token on, whatever its prefix holds."""
+    """The whole completion of a sample from its first token, regardless of its prefix."""
     sampling = request.sampling
     own = request.request_id if sampling.seed is None else str(sampling.seed)
     key = hashlib.sha256(f"{spec.seed}:{own}:".encode() + np.asarray(request.prompt_token_ids, "<i4").tobytes())
@@ -344,7 +344,7 @@ def _write_script(spec: EmulatedSpec, request: GenerateRequest) -> _Sample:
     position = len(request.prefix_token_ids)
     finish_reason = FinishReason.LENGTH
     if sampling.stop_token_ids and length <= limit:
-        # A prefix longer than the script came from elsewhere; the sample then ends with its next token.
+        # A prefix longer than the script comes from another engine; the sample then ends with its next token.
         limit = max(length, position + 1)
         finish_reason = FinishReason.STOP
     token_ids = generator.choice(choices, size=limit).astype(np.int32)

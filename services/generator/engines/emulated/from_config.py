@@ -1,4 +1,4 @@
-"""From a configuration to what an emulated engine emulates."""
+"""Builds an emulated engine's spec from a configuration."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ def build_spec(
     vocab_size: int | None,
     seed: int,
 ) -> EmulatedSpec:
-    """What to emulate. Raises ValueError naming what cannot be; OSError where a file of lengths cannot be read.
+    """The emulated engine's spec. Raises ValueError naming the problem, or OSError if the lengths are unreadable.
 
     Args:
         engine: Slots, context, number of GPUs.
         emulated: What to emulate.
-        model_context_tokens: What the model's folder says of its context, if anything.
-        vocab_size: What it says of its vocabulary, if anything.
-        seed: Of every script.
+        model_context_tokens: Context length that the model's folder states, if any.
+        vocab_size: Vocabulary size that it states, if any.
+        seed: Seed of every script.
     """
     roofline = _roofline(emulated, num_gpus=engine.tensor_parallel)
     kv_capacity_tokens = emulated.kv_capacity_tokens

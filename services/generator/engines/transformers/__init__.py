@@ -1,4 +1,4 @@
-"""The transformers engine: plain Hugging Face decoding where vLLM does not install.
+"""Implements the transformers engine: plain Hugging Face decoding where vLLM cannot be installed.
 
-All decoding with the library transformers is here.
+All decoding with the transformers library is here.
 """

@@ -1,11 +1,11 @@
-"""Batched decoding with a plain Hugging Face causal LM: one forward pass, one token for each sample, per step.
+"""Decodes batches with a plain Hugging Face causal LM: one forward pass and one token per sample in each step.
 
 Pure computation, no threads. Promises:
 
-- `step` computes logits and samples from them at once, so each token belongs to the weights held at that step.
-- Samples join by prefilling the whole batch again, what is decoded included, and leave by dropping their rows of the KV
-  cache: recomputing costs arithmetic but no surgery on caches of unequal length.
-- Random numbers come from the sample's own generator where it has a seed, else from the decoder's.
+- `step` computes logits and samples from them at once, so each token belongs to the weights loaded at that step.
+- A joining sample makes the whole batch prefill again, decoded tokens included; a leaving one drops its row of the KV
+  cache: recomputing costs arithmetic but avoids merging caches of unequal length.
+- Random numbers come from the sample's own generator if it has a seed, else from the decoder's.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ class Row:
     token_ids: list[int]
     """Prompt and completion so far."""
     num_left: int
-    """How many tokens may still follow."""
+    """Maximum number of further tokens."""
     sampling: SamplingSettings
     generator: torch.Generator | None = None
     new_token_ids: list[int] = field(default_factory=list)
-    """Decoded but not yet taken away."""
+    """Tokens decoded but not yet collected."""
     new_logprobs: list[float] = field(default_factory=list)
-    """Nats, aligned with `new_token_ids`."""
+    """Log-probs in nats, aligned with `new_token_ids`."""
     num_decoded: int = 0
     """Tokens decoded here."""
     finish_reason: FinishReason | None = None
@@ -51,7 +51,7 @@ class Row:
         )
 
     def append(self, token_id: int, logprob: float) -> None:
-        """Takes the next token."""
+        """Appends the next token."""
         self.token_ids.append(token_id)
         self.new_token_ids.append(token_id)
         self.new_logprobs.append(logprob)
@@ -80,7 +80,7 @@ class BatchDecoder:
         self._cache = None
 
     def drop_cache(self) -> int:
-        """Lets the next step compute the whole KV cache again; of how many tokens."""
+        """Makes the next step recompute the whole KV cache; returns its number of tokens."""
         self._cache = None
         return sum(len(row.token_ids) - 1 for row in self.rows if row.num_decoded)
 
@@ -150,7 +150,7 @@ def sample_tokens(
 
     Returns:
         Token ids [b] and their log-probs [b] in nats, under the distribution each was drawn from (temperature, top-k
-        and top-p applied; greedy rows: the unmodified one).
+        and top-p applied; for greedy rows, the unmodified one).
 
     Source: the exponential race (argmax of p / e with e ~ Exp(1) is distributed as p), as vLLM samples.
     """
@@ -168,7 +168,7 @@ def sample_tokens(
 
 
 def truncate(logits_bv: torch.Tensor, settings: Sequence[SamplingSettings]) -> torch.Tensor:
-    """Minus infinity where top-k, then top-p, exclude a token; greedy rows are left alone."""
+    """Sets tokens excluded by top-k, then top-p, to minus infinity; greedy rows are unchanged."""
     for index, sampling in enumerate(settings):
         if sampling.temperature == 0 or (sampling.top_k is None and sampling.top_p >= 1.0):
             continue
@@ -176,7 +176,7 @@ def truncate(logits_bv: torch.Tensor, settings: Sequence[SamplingSettings]) -> t
         if sampling.top_k is not None:
             ordered_v[sampling.top_k :] = -torch.inf
         before_v = ordered_v.softmax(dim=-1).cumsum(dim=-1) - ordered_v.softmax(dim=-1)
-        # The most likely token stays whatever top_p is.
+        # The most likely token is always kept.
         is_excluded_v = (before_v >= sampling.top_p) & (torch.arange(len(order_v)) > 0)
         ordered_v[is_excluded_v] = -torch.inf
         logits_bv[index, order_v] = ordered_v

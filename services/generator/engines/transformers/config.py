@@ -1,4 +1,4 @@
-"""What the transformers engine is configured with; importing this does not import transformers."""
+"""Configures the transformers engine, without importing transformers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from services.generator.engines.base_config import BaseEngineConfig, ServedModel
 
 
 class TransformersEngineConfig(BaseEngineConfig):
-    """Hugging Face transformers, where vLLM does not install."""
+    """Hugging Face transformers, where vLLM cannot be installed."""
 
     packages = ENGINE_PACKAGES["transformers"]
 

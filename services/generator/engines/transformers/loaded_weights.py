@@ -1,7 +1,7 @@
-"""What a transformers model holds: taking weights or an adapter from a file, and reading back what was taken.
+"""Loads weights or an adapter from a file into a transformers model, and reads them back.
 
-An adapter is kept beside the base (PEFT), not merged into it: sums of low precision would swallow an optimiser step's
-small changes, and an update then moves the adapter's bytes only.
+An adapter is kept beside the base (PEFT), not merged into it: low-precision sums would swallow an optimiser step's
+small changes, and an update moves only the adapter's bytes.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from safetensors import safe_open
 from penstock.model.adapter_layout import AdapterSpec
 
 _OWN_NAME = "default"
-"""What PEFT calls a model's only adapter; its name stands in the model's tensor names, and not in files."""
+"""PEFT's name for a model's only adapter; it is part of the model's tensor names, but not of those in files."""
 
 
 def install_weights(model: Any, path: Path, *, on_tensor: Callable[[], None] = lambda: None) -> list[str]:
-    """Copies a safetensors file into the model in place; returns the names of tensors that are not held afterwards.
+    """Copies a safetensors file into the model in place; returns the names of tensors that do not match afterwards.
 
-    `on_tensor` is called at every tensor, once as it is copied and once as it is read back.
+    `on_tensor` is called for every tensor, once when it is copied and once when it is read back.
     """
     held: dict[str, torch.Tensor] = model.state_dict()
     mismatched: set[str] = set()
@@ -36,12 +36,12 @@ def install_weights(model: Any, path: Path, *, on_tensor: Callable[[], None] = l
             on_tensor()
             if not torch.equal(held[name], tensor.to(held[name])):
                 mismatched.add(name)
-    # A tied tensor is written through the name it shares memory with.
+    # A tied tensor is written under the name that it shares memory with.
     return sorted(mismatched | {name for name, tensor in held.items() if tensor.data_ptr() not in written})
 
 
 def install_adapter(model: Any, path: Path, adapter: AdapterSpec) -> list[str]:
-    """Puts the adapter of a safetensors file beside the base; returns the names of tensors that are not held then.
+    """Loads a safetensors file's adapter beside the base; returns the names of tensors that do not match afterwards.
 
     Raises:
         ValueError: PEFT cannot adapt these layers.
@@ -61,7 +61,7 @@ def install_adapter(model: Any, path: Path, adapter: AdapterSpec) -> list[str]:
 
 
 def mismatched_base(model: Any, model_path: Path) -> list[str]:
-    """The tensors in which a model without an adapter differs from its folder."""
+    """The names of tensors in which a model without an adapter differs from its folder."""
     held: dict[str, torch.Tensor] = model.state_dict()
     return sorted(
         name
@@ -72,8 +72,8 @@ def mismatched_base(model: Any, model_path: Path) -> list[str]:
 
 
 def _make_room(model: Any, adapter: AdapterSpec) -> None:
-    """Adapted layers of this rank and scale, whatever was there before."""
-    # Imported here: PEFT takes a second, and most runs have no adapter.
+    """Adapts the layers with this rank and scale, replacing any adapter."""
+    # Imported here: PEFT takes a second to import, and most runs have no adapter.
     from peft import LoraConfig, inject_adapter_in_model
     from peft.tuners.lora import LoraLayer
 
@@ -92,7 +92,7 @@ def _make_room(model: Any, adapter: AdapterSpec) -> None:
 
 
 def _adapter_tensors(model: Any) -> dict[str, torch.Tensor]:
-    """The adapter's parameters by the names that files give them."""
+    """The adapter's parameters by their names in files."""
     return {
         f"base_model.model.{name}".replace(f".{_OWN_NAME}.", "."): parameter.data
         for name, parameter in model.named_parameters()

@@ -1,4 +1,4 @@
-"""The transformers engine: plain Hugging Face decoding for places where vLLM does not install.
+"""Runs plain Hugging Face decoding where vLLM cannot be installed.
 
 A thread owns the model and decodes; the event loop owns the samples' queues. The thread takes commands (join, abort,
 update) between steps, so every token of a step belongs to one version. Waiting samples join when the batch is empty or
@@ -50,28 +50,28 @@ from services.generator.engines.transformers.loaded_weights import install_adapt
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransformersSettings:
-    """How the engine is set up; fixed while it runs."""
+    """Settings of the engine; fixed while it runs."""
 
     model_path: Path
     """Hugging Face directory of the initial model."""
     policy_version: int = 0
-    """The version the initial model is."""
+    """Version of the initial model."""
     dtype: str = "auto"
     """Element type of the weights: auto, float32, bfloat16 or float16."""
     device: str = "cpu"
-    """Where torch decodes."""
+    """torch device for decoding."""
     max_model_len: int | None = None
-    """Longest prompt + completion; the model's own limit where unset."""
+    """Longest prompt + completion; the model's own limit when unset."""
     max_num_seqs: int = 64
-    """Most samples decoded at once."""
+    """Maximum number of samples decoded at once."""
     max_lora_rank: int | None = None
-    """Highest rank of the adapters it takes; None: it takes whole models."""
+    """Highest adapter rank; None for whole models."""
     num_threads: int = 1
-    """torch's threads, of the whole process."""
+    """torch's thread count, for the whole process."""
     seed: int = 0
-    """Seed of samples that bring none."""
+    """Seed of samples without their own."""
     stream_interval: int = 16
-    """Most tokens of a sample held back before they are yielded."""
+    """Maximum number of a sample's tokens buffered before they are yielded."""
     update_timeout_s: float = 300.0
     """Longest wait for an update."""
     stop_timeout_s: float = 20.0
@@ -105,7 +105,7 @@ class TransformersEngine:
 
     @property
     def policy_version(self) -> int:
-        """The version new tokens are sampled with."""
+        """The version that new tokens are sampled with."""
         return self._policy_version
 
     @property
@@ -160,7 +160,7 @@ class TransformersEngine:
         self._tell(self._aborts, request_id)
 
     async def pause(self) -> None:
-        """See `PausableEngine.pause`; the step under way still ends."""
+        """See `PausableEngine.pause`; the step under way still completes."""
         with self._wake:
             self._is_paused = True
 
@@ -187,7 +187,7 @@ class TransformersEngine:
             raise EngineError(f"installing version {update.policy_version} took too long") from error
 
     def profile(self) -> EngineProfile:
-        """See `Engine.profile`; how fast it is shows in its rates."""
+        """See `Engine.profile`; speed is measured by its rates."""
         return EngineProfile(max_concurrent_samples=self._settings.max_num_seqs)
 
     def stats(self) -> EngineStats:
@@ -236,12 +236,12 @@ class TransformersEngine:
                     self._yield_spans(decoder.step())
             self._end_all(decoder)
         except Exception:
-            # The thread's edge: samples must not wait for tokens that will never come. threading reports the error.
+            # The thread's boundary: samples must not wait for tokens that will never come. threading reports the error.
             self._post([(request_id, None) for request_id in list(self._queues)])
             raise
 
     def _take_commands(self, decoder: BatchDecoder) -> bool:
-        """Carries out what was asked; waits while there is nothing to do. False when it is time to stop."""
+        """Executes pending commands; waits while idle. Returns False when the engine stops."""
         with self._wake:
             self._wake.wait_for(lambda: self._has_work(decoder))
             aborts, updates = list(self._aborts), list(self._updates)
@@ -280,7 +280,7 @@ class TransformersEngine:
         if not done.set_running_or_notify_cancel():
             return
         started_s = time.monotonic()
-        # What was decoded belongs to the old version, and must say so.
+        # Tokens decoded so far belong to the old version and must be labelled with it.
         self._post([(row.request_id, self._take_span(row)) for row in decoder.rows if row.new_token_ids])
         self._is_untrusted = True
         try:
@@ -357,7 +357,7 @@ def _load_model(settings: TransformersSettings) -> Any:
 
 
 def _adapter_base(model: Any, settings: TransformersSettings) -> AdapterBase | None:
-    """What adapters will be applied to, proved to be what the folder holds; None where none are taken."""
+    """The base that adapters apply to, attested against the folder; None without adapters."""
     if settings.max_lora_rank is None:
         return None
     mismatched = mismatched_base(model, settings.model_path)

@@ -1,4 +1,4 @@
-"""The vLLM engine, and what runs inside vLLM's own processes.
+"""Implements the vLLM engine, and the code that runs inside vLLM's own processes.
 
-All knowledge of vLLM is here. Its modules are also imported by vLLM by name, from its own processes.
+All code that depends on vLLM is here. vLLM also imports its modules by name, in its own processes.
 """

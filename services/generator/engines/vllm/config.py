@@ -1,4 +1,4 @@
-"""What the vllm engine is configured with; importing this does not import vLLM."""
+"""Configures the vllm engine, without importing vLLM."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ class VllmEngineConfig(BaseEngineConfig):
     engine: Literal["vllm"] = "vllm"
     """The engine."""
     kv_cache_gib: float = Field(default=1.0, gt=0, le=4096)
-    """KV cache of a CPU engine, GiB."""
+    """KV cache size of a CPU engine, in GiB."""
     gpu_memory_utilization: float = Field(default=0.9, gt=0, le=1)
-    """Part of each GPU's memory the engine may take."""
+    """Share of each GPU's memory that the engine may use."""
 
     def build(self, model: ServedModel) -> Engine:
         """See `BaseEngineConfig.build`."""

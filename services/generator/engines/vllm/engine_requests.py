@@ -1,4 +1,4 @@
-"""Requests as vLLM takes them, and vLLM's outputs as token spans."""
+"""Converts requests to vLLM's form, and vLLM's outputs to token spans."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ _FINISH_REASONS = {
 
 
 def version_starts(output: RequestOutput, live: Sequence[tuple[str, int]]) -> Sequence[tuple[str, int]]:
-    """Pairs of version and index of its first completion token, in order.
+    """Pairs of a version and the index of its first completion token, in order.
 
-    While a sample is decoded only vLLM's bookkeeping has them; the last output carries them itself.
+    During decoding only vLLM's own state has them; the last output carries them itself.
     """
     final = output.outputs[0].weight_versions
     return live if final is None else [(span.version, span.start) for span in final]
@@ -32,7 +32,7 @@ def version_starts(output: RequestOutput, live: Sequence[tuple[str, int]]) -> Se
 def to_spans(
     output: RequestOutput, starts: Sequence[tuple[str, int]], *, offset: int, default_version: int
 ) -> Iterator[TokenSpan]:
-    """The output's new tokens, cut where the version changes; `offset` completion tokens came before them."""
+    """The output's new tokens, split where the version changes; `offset` completion tokens precede them."""
     completion = output.outputs[0]
     finish = _finish_reason(completion.finish_reason)
     token_ids = np.asarray(completion.token_ids, np.int32)
@@ -68,7 +68,7 @@ def _finish_reason(name: str | None) -> FinishReason | None:
 
 
 def sampling_params(request: GenerateRequest, *, max_tokens: int, is_seeded: bool) -> SamplingParams:
-    """How vLLM draws the request's tokens."""
+    """The request's sampling parameters for vLLM."""
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
@@ -80,7 +80,7 @@ def sampling_params(request: GenerateRequest, *, max_tokens: int, is_seeded: boo
         seed=sampling.seed_after(len(request.prefix_token_ids)) if is_seeded else None,
         max_tokens=max_tokens,
         stop_token_ids=list(sampling.stop_token_ids),
-        # The request says what ends a sample, not the model's generation config.
+        # The request determines the stop tokens, not the model's generation config.
         ignore_eos=True,
         logprobs=0,
         flat_logprobs=True,

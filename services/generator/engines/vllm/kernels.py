@@ -1,10 +1,10 @@
-"""Norms of a CPU engine by vLLM's own compiled kernels.
+"""Registers vLLM's own compiled kernels for the norms of a CPU engine.
 
-vLLM compiles `rms_norm` and `fused_add_rms_norm` for CPUs too, but lets no CPU engine take them: not compiled any other
-way (`vllm_setup.cpu_environment`), each norm is seven operations of PyTorch. They are offered to vLLM as one more
-provider of these operations, first in its list; what they cannot take goes to PyTorch as before.
+vLLM compiles `rms_norm` and `fused_add_rms_norm` for CPUs too, but does not let CPU engines use them: since nothing
+else compiles the norms (`process_setup.cpu_environment`), each is seven PyTorch operations. The kernels are registered
+as the first provider of these operations; inputs that they do not support still go to PyTorch.
 
-Imports vLLM, so it is itself imported only once the engine starts, in its process and in the one that configures it.
+Imports vLLM, so import this only once the engine starts, in its process and in the one that configures it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ PROVIDER = "penstock"
 PRIORITY = {"rms_norm": [PROVIDER, "native"], "fused_add_rms_norm": [PROVIDER, "native"]}
 """vLLM's setting `ir_op_priority` for a CPU engine."""
 _MULTIPLE = 32
-"""The kernels work on whole vectors; the longest, of bfloat16 on AVX-512, has so many numbers."""
+"""The kernels work on whole vectors; the longest, of bfloat16 on AVX-512, has this many elements."""
 
 current_platform.import_kernels()
 _IS_THERE = current_platform.is_cpu() and hasattr(torch.ops._C, "fused_add_rms_norm")

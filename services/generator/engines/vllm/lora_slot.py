@@ -1,12 +1,12 @@
-"""LoRA adapters inside a vLLM worker: replacing the one adapter, and reading back what kernels multiply by.
+"""Replaces the LoRA adapter inside a vLLM worker, and reads back what the kernels multiply by.
 
 vLLM keeps adapters beside the base, in slots; the engine has one slot, under one name for all versions, so that samples
-under way decode with the new version as soon as its numbers are there. Promises:
+under way decode with the new version as soon as it is loaded. Promises:
 
-- The numbers read back are those in the slot, layer by layer; a layer that the file does not adapt must hold zeros.
-- The scale is vLLM's to fold into B when it loads; what B must hold is worked out here as it does:
+- The values read back are those in the slot, layer by layer; a layer that the file does not adapt must hold zeros.
+- vLLM folds the scale into B on loading; the expected B is computed here in the same way:
   rounded to the slot's type, then multiplied.
-- Which rows a worker of several holds is taken from vLLM's own slicing; that was not run on several workers.
+- With several workers, the rows of each follow vLLM's own slicing; this is untested on several workers.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ _Factors = list[torch.Tensor | None]
 
 
 def adapter_request(folder: Path | str, *, replaces: bool = False) -> LoRARequest:
-    """The engine's adapter: for a sample, or to load what is in the folder in its place."""
+    """The engine's adapter: for a sample, or to load the folder's in its place."""
     return LoRARequest(ADAPTER_NAME, ADAPTER_ID, str(folder), load_inplace=replaces)
 
 
 def install_adapter(worker: Any, folder: str, scaling: float) -> list[str]:
-    """Takes the adapter of a PEFT folder; returns the names of tensors that the worker does not hold afterwards."""
+    """Loads the adapter of a PEFT folder; returns the names of tensors that do not match in the worker afterwards."""
     worker.add_lora(adapter_request(folder, replaces=True))
     with torch.inference_mode():
         return mismatched_adapter(worker.model_runner.get_model(), Path(folder) / ADAPTER_FILE, scaling)
 
 
 def mismatched_adapter(model: nn.Module, path: Path, scaling: float) -> list[str]:
-    """The tensors in which the slot and the file differ, and layers that hold something the file has not."""
+    """The tensors in which the slot and the file differ, and layers that are adapted in the slot only."""
     tensors = load_file(path)
     packed: dict[str, list[str]] = getattr(model, "packed_modules_mapping", {})
     mismatched: set[str] = set()
@@ -81,7 +81,7 @@ def _slots(stacked: Any) -> list[torch.Tensor]:
 
 
 def _own_shards(module: Any, all_a: _Factors, all_b: _Factors) -> tuple[_Factors, _Factors]:
-    """What this worker holds of each, where the layer is spread over several."""
+    """This worker's part of each factor, if the layer is split over several workers."""
     if module.tp_size == 1:
         return all_a, all_b
     if len(all_a) > 1:
@@ -90,7 +90,7 @@ def _own_shards(module: Any, all_a: _Factors, all_b: _Factors) -> tuple[_Factors
 
 
 def _equals(slot: torch.Tensor, factor: torch.Tensor | None, scaling: float) -> bool:
-    """Whether the slot is the factor, and zero where it is larger."""
+    """Whether the slot equals the factor, with zeros beyond it."""
     expected = torch.zeros_like(slot)
     if factor is not None:
         num_rows, num_columns = factor.shape

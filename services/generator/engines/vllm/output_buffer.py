@@ -1,8 +1,8 @@
-"""Tokens that an engine process holds back, so that a message to this process carries many of a sample at once.
+"""Buffers tokens in the engine process, so that each message to this process carries many of a sample.
 
-vLLM sends what every step sampled, a message a step with three arrays a sample, and puts it together on the other side,
-where its `stream_interval` only decides when the caller hears of it. Here tokens are put together before they are sent.
-Pure; knows of vLLM's outputs only the fields it merges, and is used in its engine process by `vllm_scheduler`.
+vLLM sends the tokens of every step, one message per step with three arrays per sample, and merges them on receipt; its
+`stream_interval` only decides when the caller gets them. Here tokens are merged before they are sent. Pure; depends
+only on the merged fields of vLLM's outputs, and is used in vLLM's engine process by `output_scheduler`.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ import numpy as np
 
 
 class BufferedOutputs:
-    """What was sampled and not sent yet, by sample and in order.
+    """Tokens sampled but not yet sent, by sample and in order.
 
-    A sample that ends takes along what is held of it, at once. All others are sent together: at the first step, after
+    When a sample ends, its buffered tokens are sent at once. All others are sent together: at the first step, after
     every `num_steps` steps, and at the step after `send_next`.
     """
 
@@ -28,20 +28,20 @@ class BufferedOutputs:
         self._held: dict[str, list[Any]] = {}
 
     def __bool__(self) -> bool:
-        """Whether anything is held."""
+        """Whether any tokens are buffered."""
         return bool(self._held)
 
     def send_next(self) -> None:
-        """The next step's outputs are sent, with all that is held."""
+        """Send the next step's outputs with all buffered ones."""
         self._num_held_steps = self._num_steps
 
     def forget(self, request_ids: Iterable[str]) -> None:
-        """These were aborted: nobody waits for their tokens."""
+        """Discard the tokens of these aborted requests."""
         for request_id in request_ids:
             self._held.pop(request_id, None)
 
     def take(self, outputs: Iterable[Any]) -> list[Any]:
-        """One step's outputs (vLLM's `EngineCoreOutput`); what is sent now, one output a sample."""
+        """Add one step's outputs (vLLM's `EngineCoreOutput`); returns those to send now, one per sample."""
         is_due = self._num_held_steps + 1 >= self._num_steps
         self._num_held_steps = 0 if is_due else self._num_held_steps + 1
         ended = []
@@ -57,7 +57,7 @@ class BufferedOutputs:
 
 
 def merged(outputs: list[Any]) -> Any:
-    """One output with the tokens of all, made of the last; they are one sample's, oldest first, at least one."""
+    """Merge one sample's outputs, oldest first and at least one, into the last."""
     last = outputs[-1]
     if len(outputs) == 1:
         return last
@@ -69,7 +69,7 @@ def merged(outputs: list[Any]) -> Any:
 
 
 def _joined(parts: list[Any]) -> Any:
-    """The log-probs (vLLM's `LogprobsLists`) of consecutive tokens as one."""
+    """Concatenate the log-probs (vLLM's `LogprobsLists`) of consecutive tokens."""
     if len(parts) < 2:
         return parts[0] if parts else None
     token_ids, logprobs, ranks, _ = zip(*parts, strict=True)

@@ -1,9 +1,9 @@
-"""vLLM's own schedulers with outputs held back (`held_outputs`): fewer, larger messages leave the engine process.
+"""Buffers the outputs of vLLM's own schedulers (`output_buffer`), for fewer, larger messages from the engine process.
 
-Nothing is decided differently, tokens are only sent later. A pause sends them first, under the version that they were
-sampled with: as long as any are held the engine has work, and a pause is complete only when it has none.
+Scheduling decisions are unchanged; tokens are only sent later. A pause sends them first, under the version that they
+were sampled with: while any are buffered the engine has work, and a pause is complete only when it has none.
 
-Imports vLLM, so it is itself imported only in the engine process.
+Imports vLLM, so import this only in the engine process.
 """
 
 from __future__ import annotations
@@ -23,46 +23,46 @@ from penstock.process.bound_child import end_with_parent
 from services.generator.engines.vllm.output_buffer import BufferedOutputs
 
 _CLIENT = 0
-"""The only process that asks for anything."""
+"""The index of vLLM's only client process."""
 
 
 class HoldingScheduler(Scheduler):  # type: ignore[misc]  # vLLM is untyped here
-    """Holds outputs back for `stream_interval` steps."""
+    """Buffers outputs for `stream_interval` steps."""
 
     def __init__(self, vllm_config: VllmConfig, *args: object, **kwargs: object) -> None:
         super().__init__(vllm_config, *args, **kwargs)
-        # vLLM's engine process waits for its next request for ever, with the model in memory, when the generator that
-        # started it was killed.
+        # If the generator that started it is killed, vLLM's engine process waits forever for its next request, with
+        # the model in memory.
         end_with_parent()
         self._outputs = BufferedOutputs(vllm_config.scheduler_config.stream_interval)
 
     def update_from_output(
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
     ) -> dict[int, EngineCoreOutputs]:
-        """What is sent after a step."""
+        """The outputs to send after a step."""
         messages: dict[int, EngineCoreOutputs] = super().update_from_output(scheduler_output, model_runner_output)
         if self.pause_state != PauseState.UNPAUSED:
             self._outputs.send_next()
         message = messages.get(_CLIENT) or EngineCoreOutputs()
         message.outputs = self._outputs.take(message.outputs)
-        # Statistics alone are not worth a message: the next one has newer ones.
+        # Statistics alone are not worth a message: the next message has newer ones.
         return {_CLIENT: message} if message.outputs or message.finished_requests else {}
 
     def set_pause_state(self, pause_state: PauseState) -> None:
-        """Begins or ends a pause; the first tokens after one are sent at once, since somebody may wait for them."""
+        """Begins or ends a pause; the first tokens after it are sent at once, since a client may be waiting."""
         super().set_pause_state(pause_state)
         self._outputs.send_next()
 
     def has_requests(self) -> bool:
-        """Whether there is anything to do: what is held is to be sent, too."""
+        """Whether there is anything to do, which includes sending buffered outputs."""
         return bool(self._outputs) or super().has_requests()
 
     def finish_requests(self, request_ids: str | Iterable[str] | None, finished_status: RequestStatus) -> list[Request]:
-        """Ends requests from outside."""
+        """Aborts or finishes requests from outside."""
         finished: list[Request] = super().finish_requests(request_ids, finished_status)
         self._outputs.forget(request.request_id for request in finished)
         return finished
 
 
 class HoldingAsyncScheduler(HoldingScheduler, AsyncScheduler):  # type: ignore[misc]
-    """The same where vLLM schedules a step while the last one is computed."""
+    """The same for vLLM's asynchronous scheduling, which plans a step during the previous one."""

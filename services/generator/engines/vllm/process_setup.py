@@ -1,6 +1,6 @@
-"""Settings of the vLLM engine, and the construction of its process.
+"""Defines the vLLM engine's settings, and builds its process.
 
-vLLM is imported inside `build_engine`, after the environment is set: it reads parts of that at import.
+vLLM is imported inside `build_engine`, after the environment is set: it reads parts of it at import.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any, get_args
 if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
 
-# About a second of a tiny model's prefill; a larger model on a CPU goes without seeds.
+# About a second of a tiny model's prefill; larger models on a CPU do without seeds.
 _MAX_WHOLE_PREFILL_TOKENS = 2**18
 TRANSFER_BACKEND = "penstock"
-"""What vLLM calls the weight-transfer engine that `vllm_worker` registers."""
+"""vLLM's name for the weight-transfer engine that `worker_extension` registers."""
 _SCHEDULER = "services.generator.engines.vllm.output_scheduler.HoldingScheduler"
 _ASYNC_SCHEDULER = "services.generator.engines.vllm.output_scheduler.HoldingAsyncScheduler"
 _WORKER_EXTENSION = "services.generator.engines.vllm.worker_extension.PenstockWorkerExtension"
@@ -25,36 +25,36 @@ _WORKER_EXTENSION = "services.generator.engines.vllm.worker_extension.PenstockWo
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VllmSettings:
-    """How the engine is set up; fixed while it runs."""
+    """Settings of the engine; fixed while it runs."""
 
     model_path: Path
     """Hugging Face directory of the initial model, weights in safetensors."""
     policy_version: int = 0
-    """The version the initial model is."""
+    """Version of the initial model."""
     dtype: str = "auto"
     """Element type of the weights: auto, float32, bfloat16 or float16."""
     max_model_len: int | None = None
-    """Longest prompt + completion; the model's own limit where unset."""
+    """Longest prompt + completion; the model's own limit when unset."""
     max_num_seqs: int = 128
-    """Most samples decoded at once."""
+    """Maximum number of samples decoded at once."""
     num_threads: int = 1
     """Threads of a CPU engine; a model of a few million parameters gains nothing from a second."""
     kv_cache_gib: float = 1.0
-    """KV cache of a CPU engine."""
+    """KV cache size of a CPU engine."""
     gpu_memory_utilization: float = 0.9
-    """Part of each GPU's memory the engine may take."""
+    """Share of each GPU's memory that the engine may use."""
     tensor_parallel: int = 1
-    """GPUs one pipeline stage is spread over."""
+    """GPUs per pipeline stage."""
     pipeline_parallel: int = 1
-    """Pipeline stages of one model replica."""
+    """Pipeline stages per model replica."""
     max_lora_rank: int | None = None
-    """Highest rank of the adapters it takes; None: it takes whole models."""
+    """Highest adapter rank; None for whole models."""
     seed: int = 0
-    """Seed of samples that bring none."""
+    """Seed of samples without their own."""
     stream_interval: int = 16
-    """Steps for which the engine holds tokens back; at 1 each is a message, and a wake-up of every sample."""
+    """Steps for which the engine buffers tokens; at 1 each step costs a message and wakes every sample."""
     enable_prefix_caching: bool = True
-    """Whether samples of one prompt share its KV cache; costs a few percent where prompts are short."""
+    """Whether samples of one prompt share its KV cache; costs a few percent if prompts are short."""
     start_timeout_s: float = 600.0
     """Longest wait for the model to load."""
     update_timeout_s: float = 300.0
@@ -104,14 +104,14 @@ def build_engine(settings: VllmSettings) -> AsyncLLM:
         **_kernel_arguments(is_cpu=is_cpu),
     )
     config = args.create_engine_config(UsageContext.ENGINE_CONTEXT)
-    # As vLLM chose to schedule, which it does not for a class that it does not know.
+    # vLLM chooses between the two only for its own scheduler classes, so repeat its choice.
     is_async = config.scheduler_config.async_scheduling
     config.scheduler_config.scheduler_cls = _ASYNC_SCHEDULER if is_async else _SCHEDULER
     return AsyncLLM.from_vllm_config(config, stat_loggers=[StatsRecorder], disable_log_stats=True)
 
 
 def _kernel_arguments(*, is_cpu: bool) -> dict[str, Any]:
-    """GPU engines take compiled kernels by themselves."""
+    """GPU engines use compiled kernels by themselves."""
     if not is_cpu:
         return {}
     from services.generator.engines.vllm.kernels import PRIORITY
@@ -120,19 +120,19 @@ def _kernel_arguments(*, is_cpu: bool) -> dict[str, Any]:
 
 
 def _lora_arguments(settings: VllmSettings) -> dict[str, Any]:
-    """One slot for adapters: all samples decode with the newest version."""
+    """One adapter slot: all samples decode with the newest version."""
     rank = settings.max_lora_rank
     if rank is None:
         return {}
     from vllm.config.lora import MaxLoRARanks
 
-    # vLLM knows some ranks only; an adapter of a lower one is padded with zeros.
+    # vLLM supports only certain ranks; an adapter of lower rank is padded with zeros.
     room = min(known for known in get_args(MaxLoRARanks) if known >= rank)
     return {"enable_lora": True, "max_lora_rank": room, "max_loras": 1, "max_cpu_loras": 1}
 
 
 def whole_prefill_tokens(settings: VllmSettings) -> int | None:
-    """Token budget of a step under which no prefill is ever split; None where it would be unreasonably large."""
+    """Token budget of a step with which no prefill is ever split; None if it would be unreasonably large."""
     context = settings.max_model_len or _context_length(settings.model_path)
     if context is None or context * settings.max_num_seqs > _MAX_WHOLE_PREFILL_TOKENS:
         return None
@@ -140,10 +140,10 @@ def whole_prefill_tokens(settings: VllmSettings) -> int | None:
 
 
 def can_seed_samples(settings: VllmSettings) -> bool:
-    """Whether samples may bring seeds of their own.
+    """Whether samples may have their own seeds.
 
-    vLLM 0.32 rewinds a seeded sample's generator after a split prefill, which PyTorch's CPU generators cannot do: it
-    ends the engine ("CPU Generator does not use offset"). So on a CPU seeds need prefills that are never split.
+    vLLM 0.32 rewinds a seeded sample's generator after a split prefill, which PyTorch's CPU generators do not support:
+    the engine dies ("CPU Generator does not use offset"). So on a CPU, seeds need prefills that are never split.
     """
     from vllm.platforms import current_platform
 
@@ -151,13 +151,13 @@ def can_seed_samples(settings: VllmSettings) -> bool:
 
 
 def quiet_environment() -> dict[str, str]:
-    """Keeps vLLM off the network (a model is a directory, and nobody is told that it runs) and quiet."""
+    """Keeps vLLM off the network (models are directories, and usage reports are off) and quiet."""
     return {
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_DO_NOT_TRACK": "1",
         "HF_HUB_OFFLINE": "1",
         "TRANSFORMERS_OFFLINE": "1",
-        # The engine process: torch's and vLLM's notes to their own developers.
+        # In the engine process: torch's and vLLM's warnings to their own developers.
         "TORCH_CPP_LOG_LEVEL": "ERROR",
         "PYTHONWARNINGS": "ignore::FutureWarning",
     }
@@ -167,19 +167,19 @@ def cpu_environment(num_threads: int) -> dict[str, str]:
     """Settings of a CPU engine; measured with a 2 M parameter model on two shared cores."""
     return {
         "OMP_NUM_THREADS": str(num_threads),
-        # Spinning threads of several processes on few cores halve each other.
+        # Spinning threads of several processes on few cores halve each other's speed.
         "OMP_WAIT_POLICY": "PASSIVE",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-        # Decodes in the engine process itself: a worker process beside it spins on shared memory, which cost half the
+        # Decode in the engine process itself: a separate worker process spins on shared memory, which cost half the
         # tokens per CPU second and a quarter of a core while idle.
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-        # vLLM compiles one small function even in eager mode: 20 s at the first token, to save nothing here.
+        # vLLM compiles one small function even in eager mode: 20 s at the first token, for no gain here.
         "TORCHDYNAMO_DISABLE": "1",
     }
 
 
 def _context_length(model_path: Path) -> int | None:
-    """The model's own limit; None leaves it to vLLM, which knows more spellings."""
+    """The model's own limit; None leaves it to vLLM, which knows more configuration keys."""
     config = json.loads((model_path / "config.json").read_text(encoding="utf-8"))
     length = config.get("max_position_embeddings")
     return length if isinstance(length, int) else None

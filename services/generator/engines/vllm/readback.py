@@ -1,8 +1,8 @@
-"""What a vLLM model decodes with, tensor by tensor, as the checkpoint names it; fused layers are taken apart again.
+"""Reads back what a vLLM model decodes with, by the checkpoint's tensor names; fused layers are split again.
 
-On CPU vLLM packs linear weights into oneDNN handles and drops the originals, so what a kernel holds is read by sending
-unit vectors through it: multiplying by 1 and adding zeros is exact, so the answer is the weight itself. Nothing is
-assumed about vLLM's own loading being right: this walks the modules, not the loader's mapping.
+On CPU vLLM packs linear weights into oneDNN handles and drops the originals, so a kernel's weights are read by sending
+unit vectors through it: multiplying by 1 and adding zeros is exact, so the result is the weight itself. vLLM's own
+loading is not assumed to be correct: this walks the modules, not the loader's mapping.
 """
 
 from __future__ import annotations
@@ -25,27 +25,27 @@ from vllm.model_executor.layers.linear import (
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 
 PROBE_FLOPS = 500_000_000
-"""Arithmetic one packed layer's probe may cost; a layer that needs more is sampled, by columns drawn anew each time."""
+"""Arithmetic that probing one packed layer may cost; costlier layers are sampled, by new random columns each time."""
 MIN_PROBE_COLUMNS = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class LoadedTensor:
-    """Numbers the model decodes with, and which part of which checkpoint tensor they must equal."""
+    """Values that the model decodes with, and the part of a checkpoint tensor that they must equal."""
 
     name: str
     """Name in the Hugging Face state dict."""
     tied_name: str | None = None
-    """The tensor that stands for it where the checkpoint leaves it out as tied."""
+    """The tensor that replaces it if the checkpoint omits it as tied."""
     first_row: int = 0
-    """Where the held rows begin in the checkpoint's tensor."""
+    """First of its rows in the checkpoint's tensor."""
     columns: torch.Tensor | None = None
-    """The checkpoint columns held; all where unset."""
+    """Its columns of the checkpoint's tensor; all when unset."""
     values: torch.Tensor
     """[rows] or [rows, columns]."""
 
     def matches(self, expected: torch.Tensor) -> bool:
-        """Whether the values equal their part of the checkpoint's tensor, cast to the type that is held."""
+        """Whether the values equal their part of the checkpoint's tensor, cast to their type."""
         part = expected.narrow(0, self.first_row, self.values.shape[0]) if expected.dim() else expected
         if self.columns is not None:
             part = part[:, self.columns]
@@ -53,13 +53,13 @@ class LoadedTensor:
 
 
 def named_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Modules by the names they have where no adapters are taken: vLLM wraps the layers that may be adapted."""
+    """Modules by their names in a model without adapters: vLLM wraps the layers that may be adapted."""
     for name, module in model.named_modules():
         yield name.removesuffix(".base_layer"), module
 
 
 def held_tensors(model: nn.Module) -> Iterator[LoadedTensor]:
-    """Every parameter of the model as the checkpoint names it; fused layers yield one part for each original."""
+    """Every parameter of the model by its name in the checkpoint; fused layers yield one part per original."""
     packed: dict[str, list[str]] = getattr(model, "packed_modules_mapping", {})
     tied = tied_heads(model)
     for module_name, module in named_modules(model):
@@ -73,7 +73,7 @@ def held_tensors(model: nn.Module) -> Iterator[LoadedTensor]:
 
 
 def linear_parts(module_name: str, module: LinearBase, packed: dict[str, list[str]]) -> list[tuple[str, int]]:
-    """The checkpoint's layers that this one is fused of, with the rows each has here, in order."""
+    """The checkpoint's layers that are fused in this one, with their numbers of rows, in order."""
     parent, _, own_name = module_name.rpartition(".")
     parts = [f"{parent}.{part}" for part in packed.get(own_name, [own_name])]
     sizes: list[int] = list(module.output_partition_sizes)
@@ -94,7 +94,7 @@ def _held_by_linear(module_name: str, module: LinearBase, packed: dict[str, list
         rows = slice(begin, begin + size)
         yield LoadedTensor(name=f"{part}.weight", first_row=first_row, columns=columns, values=weight[rows])
         if bias is not None:
-            # Some CPU kernels keep the bias in float32, rounded to the layer's type before.
+            # Some CPU kernels keep the bias in float32, after rounding it to the layer's type.
             values = bias.data[rows].to(module.params_dtype)
             yield LoadedTensor(name=f"{part}.bias", first_row=first_row, values=values)
         begin += size
@@ -121,7 +121,7 @@ def _held_by_vocabulary(module_name: str, module: VocabParallelEmbedding, tied: 
 
 
 def _weight_of_kernel(module: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """What the layer multiplies by, [rows, columns], and which columns those are (all where None)."""
+    """The weights that the layer multiplies by, [rows, columns], and their column indices (None for all)."""
     if not hasattr(module, "cpu_linear"):
         return module.weight.data, None
     num_rows, num_columns = sum(_row_sizes(module)), _num_inputs(module)
@@ -129,7 +129,7 @@ def _weight_of_kernel(module: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
     columns = None
     probe = torch.eye(num_columns, dtype=module.params_dtype) if num_probed >= num_columns else None
     if probe is None:
-        # Fresh randomness of its own: the global generator belongs to the sampler.
+        # A generator of its own: the global one belongs to the sampler.
         generator = torch.Generator().manual_seed(int.from_bytes(os.urandom(7), "little"))
         columns = torch.randperm(num_columns, generator=generator)[:num_probed]
         probe = torch.zeros(num_probed, num_columns, dtype=module.params_dtype)
@@ -150,7 +150,7 @@ def _num_inputs(module: Any) -> int:
 
 
 def tied_heads(model: nn.Module) -> dict[str, str]:
-    """Output heads that share an embedding's parameter: the head's weight name to the embedding's."""
+    """Output heads that share an embedding's parameter, as a map of the head's weight name to the embedding's."""
     embeddings: dict[int, str] = {}
     heads: dict[str, str] = {}
     for name, module in named_modules(model):
@@ -164,7 +164,7 @@ def tied_heads(model: nn.Module) -> dict[str, str]:
 
 @contextlib.contextmanager
 def open_checkpoint(paths: Sequence[str]) -> Iterator[dict[str, Any]]:
-    """Tensor names to the open file that holds each; tensors are read when asked for."""
+    """Map of tensor names to their open files; tensors are read on demand."""
     with contextlib.ExitStack() as stack:
         files = [stack.enter_context(safe_open(path, framework="pt")) for path in paths]
         yield {name: file for file in files for name in file.keys()}  # noqa: SIM118 (not a mapping)

@@ -1,6 +1,6 @@
-"""Takes vLLM's scheduler statistics as plain numbers; in place of vLLM's Prometheus logger, which costs time a token.
+"""Keeps vLLM's scheduler statistics as plain numbers, replacing its Prometheus logger, which costs time per token.
 
-Imports vLLM, so it is itself imported only once the engine starts.
+Imports vLLM, so import this only once the engine starts.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from vllm.v1.metrics.stats import IterationStats, MultiModalCacheStats, Schedule
 class StatsRecorder(PrometheusStatLogger):  # type: ignore[misc]  # vLLM is untyped here
     """Keeps the latest statistics.
 
-    Derives from vLLM's Prometheus logger because that is how vLLM recognises a replacement of it; nothing is inherited
-    that would run.
+    Derives from vLLM's Prometheus logger because that is how vLLM recognises a replacement; no inherited code
+    runs.
     """
 
     def __init__(self, vllm_config: VllmConfig, engine_indexes: list[int] | None = None) -> None:
@@ -25,11 +25,11 @@ class StatsRecorder(PrometheusStatLogger):  # type: ignore[misc]  # vLLM is unty
         self.num_preemptions = 0
         self.num_sampled_tokens = 0
         self.sampled = asyncio.Event()
-        """Set after a step that sampled tokens; cleared by who waits for one."""
+        """Set after a step that sampled tokens; cleared by the waiter."""
         self._num_expected_preemptions = 0
 
     def expect_preemptions(self, num_samples: int) -> None:
-        """So many samples lose their KV on purpose; vLLM counts them like those that lose it for want of room."""
+        """Discount samples preempted on purpose; vLLM counts them like those preempted for lack of KV space."""
         self._num_expected_preemptions = num_samples
 
     def record(

@@ -1,21 +1,21 @@
-"""The vLLM engine: continuous batching with vLLM's asynchronous API, on GPUs and on CPUs by one code path.
+"""Decodes with vLLM's asynchronous API, on GPUs and CPUs by one code path.
 
 Owns the vLLM engine process and the order of a weight update:
 
     verify the file -> pause, keeping samples -> install and attest -> drop KV, or keep it -> set the version -> resume
 
-- vLLM stamps every step's tokens with the version set while paused, so spans are cut where the version changed and not
+- vLLM stamps every step's tokens with the version set while paused, so spans are split where the version changed, not
   where this process noticed.
-- A sample that lives through an update that keeps has the KV cache of the old weights; its later log-probs are those of
-  the distribution really sampled from, which differs from the new policy's on a fresh context. Samples that begin after
-  the update never see old KV: the prefix cache is salted with the number of the installation.
-- An update that recomputes has vLLM preempt every running sample and forget its cache (`reset_prefix_cache`), so the
-  first step afterwards prefills them all under the new weights, what is decoded included.
-- An adapter goes into vLLM's one LoRA slot, beside the base, under one name for all versions: samples under way take it
-  as they take whole weights (`vllm_adapters`). The base was attested when the engine started, and is not touched.
-- If attestation fails, the engine stays paused. One that was told to pause stays so over an update.
+- After an update in mode "keep", a running sample has the KV cache of the old weights; its later log-probs are those of
+  the actual sampling distribution, which differs from the new policy's on a fresh context. Samples that start after the
+  update never see old KV: the prefix cache is salted with the number of the installation.
+- In mode "recompute", vLLM preempts every running sample and drops its cache (`reset_prefix_cache`), so the first step
+  afterwards prefills them all under the new weights, decoded tokens included.
+- An adapter goes into vLLM's one LoRA slot, beside the base, under one name for all versions: samples under way
+  switch to it as they do to whole weights (`lora_slot`). The base was attested at start, and does not change.
+- If attestation fails, the engine stays paused. An engine paused by `pause` stays paused across an update.
 
-vLLM is imported only once the engine starts: see `vllm_setup`.
+vLLM is imported only once the engine starts: see `process_setup`.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ class VllmEngine:
 
     @property
     def policy_version(self) -> int:
-        """The version new tokens are sampled with."""
+        """The version that new tokens are sampled with."""
         return self._policy_version
 
     @property
@@ -104,11 +104,11 @@ class VllmEngine:
             raise EngineError(f"{self._settings.model_path}: no safetensors weights")
         try:
             # In a thread: building the engine blocks for seconds, and vLLM starts its tasks on the loop at first use.
-            # Through a list: a traceback vLLM keeps holds on to what the thread returns, beyond the interpreter's end.
+            # Through a list: a traceback that vLLM keeps references the thread's result beyond interpreter exit.
             built: list[AsyncLLM] = []
             await asyncio.to_thread(lambda: built.append(build_engine(self._settings)))
             llm = self._llm = built.pop()
-            # The engine process holds tokens back; what arrives from there is yielded at once.
+            # The engine process buffers tokens; what arrives from it is yielded at once.
             llm.output_processor.stream_interval = 1
             self._can_seed = can_seed_samples(self._settings)
             self._recorder = llm.logger_manager.stat_loggers[0] if llm.logger_manager else None
@@ -148,25 +148,25 @@ class VllmEngine:
             self._live.discard(request.request_id)
             self._aborted.discard(request.request_id)
             if not self._live and self._recorder is not None:
-                # Nobody is left to wait for.
+                # No sample is left to wait for.
                 self._recorder.sampled.set()
 
     async def abort(self, request_id: str) -> None:
         """See `Engine.abort`."""
         if self._llm is not None and request_id in self._live:
-            # Noted as well: vLLM may not know the request yet, and then forgets the abort.
+            # Recorded as well: vLLM may not know the request yet, and then ignores the abort.
             self._aborted.add(request_id)
             await self._llm.abort(request_id)
 
     async def pause(self) -> None:
-        """See `PausableEngine.pause`. Raises EngineError where the step under way does not end."""
+        """See `PausableEngine.pause`. Raises EngineError if the step under way does not end."""
         async with self._update_lock:
             async with self._deadline("pausing"):
                 await self._hold(self._running())
             self._is_paused = True
 
     async def resume(self) -> None:
-        """See `PausableEngine.resume`; weights in doubt keep it paused all the same."""
+        """See `PausableEngine.resume`; the engine stays paused if its weights are in doubt."""
         async with self._update_lock:
             self._is_paused = False
             if self._is_trusted:
@@ -177,7 +177,7 @@ class VllmEngine:
         async with self._update_lock:
             llm = self._running()
             await asyncio.to_thread(verify_safetensors, update.path, tensors=update.tensors, digest=update.digest)
-            # Before vLLM is touched: a load that breaks off half-way leaves it beyond repair.
+            # Before vLLM is involved: a load that fails halfway leaves it beyond repair.
             check_update(update, self._base)
             if update.adapter is None:
                 check_layout(self._layout, update.tensors, optional=self._optional)
@@ -193,7 +193,7 @@ class VllmEngine:
             )
 
     def profile(self) -> EngineProfile:
-        """See `Engine.profile`; how fast it is shows in its rates."""
+        """See `Engine.profile`; speed is measured by its rates."""
         cache = self._running().vllm_config.cache_config
         return EngineProfile(
             max_concurrent_samples=self._settings.max_num_seqs,
@@ -227,11 +227,11 @@ class VllmEngine:
         if not llm.errored:
             await llm.abort(list(self._live))
         if llm.output_handler is not None:
-            # Before the process ends, whose end it would report as a failure.
+            # Before the process ends, which it would report as a failure.
             llm.output_handler.cancel()
         async with asyncio.timeout(2 * self._settings.stop_timeout_s):
             await asyncio.to_thread(llm.shutdown, timeout=self._settings.stop_timeout_s)
-            # vLLM has asked this loop to close its sockets, and leaves their context open.
+            # vLLM has asked this loop to close its sockets, but leaves their context open.
             await asyncio.sleep(0)
             await asyncio.to_thread(llm.engine_core.resources.ctx.destroy, linger=0)
 
@@ -250,12 +250,12 @@ class VllmEngine:
             raise EngineError(f"{what} took longer than {self._settings.update_timeout_s} s") from error
 
     async def _hold(self, llm: AsyncLLM) -> None:
-        # Not llm.pause_generation: it sleeps 20 ms so that outputs arrive before it returns, and spans need no such
-        # order because every output names its version.
+        # Not llm.pause_generation: it sleeps 20 ms so that outputs arrive before it returns, but spans do not
+        # need that order because every output names its version.
         await llm.engine_core.pause_scheduler_async(mode="keep", clear_cache=False)
 
     async def _install(self, llm: AsyncLLM, update: WeightUpdate) -> int:
-        """Takes the weights and goes on with them; how many tokens' KV was computed again."""
+        """Loads the weights and continues with them; returns the number of tokens whose KV is recomputed."""
         await self._hold(llm)
         self._num_installs += 1
         self._is_trusted = False
@@ -275,7 +275,7 @@ class VllmEngine:
         return num_dropped_tokens
 
     async def _load(self, update: WeightUpdate) -> list[str]:
-        """Gives the workers what the file holds; the names of tensors that they do not hold afterwards."""
+        """Loads the file into the workers; returns the names of tensors that do not match afterwards."""
         if update.adapter is None or self._adapters is None:
             await self._transfer(self._running(), update.path)
             return await self._attest([update.path], [tensor.name for tensor in update.tensors])
@@ -290,7 +290,7 @@ class VllmEngine:
                 )
         finally:
             shutil.rmtree(folder)
-        # Named alike for all versions: it is in the slot, and never looked for in a folder again.
+        # The same name for all versions: the adapter is in the slot, and vLLM never looks for it in a folder again.
         self._adapter_request = adapter_request(self._adapters.name)
         return sorted({name for mismatched in answers for name in mismatched})
 
@@ -302,7 +302,7 @@ class VllmEngine:
         self._adapters = TemporaryDirectory(prefix="penstock-adapters-")
 
     async def _drop_kv(self, llm: AsyncLLM) -> int:
-        """Makes running samples compute their KV again; of how many tokens."""
+        """Makes running samples recompute their KV; returns the number of tokens."""
         states = [state for state in llm.output_processor.request_states.values() if _num_decoded(state)]
         self._recorder.expect_preemptions(len(states))
         await llm.reset_prefix_cache(reset_running_requests=True)
@@ -315,7 +315,7 @@ class VllmEngine:
         await llm.init_weight_transfer_engine(WeightTransferInitRequest())
 
     async def _transfer(self, llm: AsyncLLM, path: Path) -> None:
-        """Has vLLM take a file's weights through our transfer engine (`vllm_transfer`), in every worker."""
+        """Makes vLLM load a file's weights through our transfer engine (`weight_transfer`), in every worker."""
         from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 
         with _worker_errors(f"take {path}"):
@@ -323,11 +323,11 @@ class VllmEngine:
             self._install_signs.give()
             await llm.update_weights(WeightTransferUpdateRequest(update_info={"path": str(path)}))
             self._install_signs.give()
-            # The version is set once it is proved.
+            # The version is set once it is attested.
             await llm.finish_weight_update()
 
     async def _attest(self, paths: Sequence[Path], names: Iterable[str]) -> list[str]:
-        """The names of tensors in which the model and the checkpoint differ; none if it holds the checkpoint."""
+        """The names of tensors in which the model and the checkpoint differ; empty if they match."""
         with _worker_errors("prove what they hold"):
             found: list[dict[str, list[str]]] = await self._running().collective_rpc(
                 "penstock_attest", args=([str(path) for path in paths],)
@@ -336,7 +336,7 @@ class VllmEngine:
         return sorted(differing | (set(names) - {name for worker in found for name in worker["equal"]}))
 
     async def _decode_one_token(self, llm: AsyncLLM) -> None:
-        """Meets now what vLLM would otherwise die of at the first sample, such as a head size its kernels lack."""
+        """Detects now what would otherwise crash vLLM at the first sample, such as a head size its kernels lack."""
         sampling = SamplingSettings(max_new_tokens=1)
         request = GenerateRequest(request_id="start", prompt_token_ids=(0,), sampling=sampling)
         async with aclosing(self._decode(llm, request)) as spans:
@@ -379,7 +379,7 @@ def _worker_errors(what: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        # vLLM answers whatever went wrong in a worker with a bare Exception.
+        # vLLM reports any error of a worker as a bare Exception.
         raise EngineError(f"vLLM's workers could not {what}: {error}") from error
 
 

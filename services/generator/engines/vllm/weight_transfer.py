@@ -1,10 +1,10 @@
-"""A weight-transfer engine for vLLM: takes a version from a safetensors file, within vLLM's own update session.
+"""Loads a version from a safetensors file into vLLM, within vLLM's own update session.
 
     start_weight_update -> update_weights({"path": ...}) -> finish_weight_update
 
-vLLM's layerwise reload fits every model and keeps CUDA graphs valid. On a CPU it costs a tiny model's decoding several
-steps of Python, so plain models on one CPU worker are refilled module by module instead. Whichever it was, attestation
-afterwards tells whether it did its work.
+vLLM's layerwise reload fits every model and keeps CUDA graphs valid. On a CPU its Python code costs as much as
+several decoding steps of a tiny model, so plain models on one CPU worker are refilled module by module instead. In both
+cases attestation afterwards checks the result.
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ from services.generator.engines.vllm.readback import linear_parts, open_checkpoi
 
 @dataclass
 class FileInitInfo(WeightTransferInitInfo):  # type: ignore[misc]  # vLLM is untyped
-    """Nothing is agreed beforehand."""
+    """No initialisation parameters."""
 
 
 @dataclass
 class FileUpdateInfo(WeightTransferUpdateInfo):  # type: ignore[misc]  # vLLM is untyped
-    """One version."""
+    """Names one version's file."""
 
     path: str
     """Its safetensors file, readable by every worker."""
 
 
 class FileTransferEngine(WeightTransferEngine[FileInitInfo, FileUpdateInfo]):  # type: ignore[misc]  # vLLM is untyped
-    """Takes versions from files; what went wrong leaves weights that attestation refuses."""
+    """Loads versions from files; a failed load leaves weights that attestation refuses."""
 
     init_info_cls = FileInitInfo
     update_info_cls = FileUpdateInfo
@@ -58,8 +58,8 @@ class FileTransferEngine(WeightTransferEngine[FileInitInfo, FileUpdateInfo]):  #
         """Nothing to connect to."""
 
     def start_weight_update(self) -> None:
-        """Sets the layerwise reload up, where that is used."""
-        # Before a reload hides which tensors are one.
+        """Sets up the layerwise reload, if it is used."""
+        # Before a reload hides which tensors are tied.
         self._tied = tied_heads(self.model)
         self._is_refilling = self._can_refill()
         if not self._is_refilling:
@@ -73,7 +73,7 @@ class FileTransferEngine(WeightTransferEngine[FileInitInfo, FileUpdateInfo]):  #
             torch.accelerator.synchronize()
 
     def receive_weights(self, update_info: FileUpdateInfo) -> None:
-        """Loads the file. Raises KeyError, RuntimeError where it is another model's."""
+        """Loads the file. Raises KeyError or RuntimeError if it belongs to another model."""
         with torch.inference_mode(), open_checkpoint([update_info.path]) as files:
             checkpoint = Checkpoint(files, self._tied, on_read=lambda: give_sign(update_info.path))
             if self._is_refilling:
@@ -82,7 +82,7 @@ class FileTransferEngine(WeightTransferEngine[FileInitInfo, FileUpdateInfo]):  #
                 self.model.load_weights(checkpoint.items())
 
     def finish_weight_update(self) -> None:
-        """Ends the layerwise reload, where that is used."""
+        """Ends the layerwise reload, if it is used."""
         if self._is_refilling:
             return
         with torch.inference_mode():
@@ -97,10 +97,10 @@ class FileTransferEngine(WeightTransferEngine[FileInitInfo, FileUpdateInfo]):  #
 
 
 class Checkpoint:
-    """A checkpoint's tensors by name, the tied ones that it leaves out included.
+    """A checkpoint's tensors by name, including the tied ones that it omits.
 
-    vLLM packs an output head only when the head itself is loaded: without its alias the head goes on computing with the
-    old weights, and no error says so.
+    vLLM packs an output head only when the head itself is loaded: without its alias the head silently keeps computing
+    with the old weights.
     """
 
     def __init__(self, files: dict[str, Any], tied: dict[str, str], *, on_read: Callable[[], None]) -> None:
@@ -117,12 +117,12 @@ class Checkpoint:
         return tensor
 
     def items(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """All of them, read as they are asked for."""
+        """All tensors, each read on demand."""
         return ((name, self.read(name)) for name in self._names)
 
 
 def is_plain(model: nn.Module) -> bool:
-    """Whether the model is made of layers that `refill` knows: nothing quantised, no experts."""
+    """Whether `refill` supports all layers of the model: nothing quantised, no experts."""
     known = (type(None), UnquantizedLinearMethod, UnquantizedEmbeddingMethod)
     return all(
         type(getattr(module, "quant_method", None)) in known
@@ -132,7 +132,7 @@ def is_plain(model: nn.Module) -> bool:
 
 
 def refill(model: nn.Module, checkpoint: Checkpoint) -> None:
-    """Writes the checkpoint into a plain model that one CPU worker holds, packing anew what is packed."""
+    """Writes the checkpoint into one CPU worker's plain model, repacking packed layers."""
     packed: dict[str, list[str]] = getattr(model, "packed_modules_mapping", {})
     for name, module in model.named_modules():
         if isinstance(module, LinearBase):
@@ -152,10 +152,10 @@ def _refill_linear(module: Any, parts: list[str], checkpoint: Checkpoint) -> Non
     if module.weight.numel():
         module.weight.data.copy_(weight)
     else:
-        # Dropped when it was packed, as it will be again.
+        # Dropped when the layer was packed, and dropped again below.
         module.weight = nn.Parameter(weight, requires_grad=False)
     if getattr(module, "bias", None) is not None:
-        # Some CPU kernels keep the bias in float32, rounded to the layer's type before.
+        # Some CPU kernels keep the bias in float32, after rounding it to the layer's type.
         module.bias.data.copy_(torch.cat([checkpoint.read(f"{part}.bias") for part in parts]).to(module.params_dtype))
     _pack(module)
 

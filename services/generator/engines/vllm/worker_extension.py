@@ -1,8 +1,8 @@
-"""What Penstock adds to a vLLM worker: taking versions from files, and proving that they are what decodes.
+"""Extends a vLLM worker: loads versions from files, and attests that they are what decodes.
 
-Runs inside vLLM's engine process (`worker_extension_cls`). `penstock_attest` compares every number the model decodes
-with against the checkpoint. Which tensors nobody holds only the engine can say, which hears all workers: each holds a
-part of a model that is spread over pipeline stages.
+Runs inside vLLM's engine process (`worker_extension_cls`). `penstock_attest` compares every value that the model
+decodes with against the checkpoint. Only the engine, which gets all workers' results, can tell which tensors no worker
+has: with pipeline stages each worker loads only a part of the model.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from services.generator.engines.vllm.lora_slot import install_adapter
 from services.generator.engines.vllm.process_setup import TRANSFER_BACKEND
 from services.generator.engines.vllm.readback import held_tensors, open_checkpoint
 
-# vLLM's own way to add one: a worker looks it up by this name, in this process, before it loads the model.
+# vLLM's own extension point: a worker looks it up by this name, in this process, before it loads the model.
 WeightTransferEngineFactory.register_engine(
     TRANSFER_BACKEND, "services.generator.engines.vllm.weight_transfer", "FileTransferEngine"
 )
 
 
 if current_platform.is_cpu():
-    # Registers its kernels, which the worker's settings name, before the worker reads those.
+    # Registers the kernels that the worker's settings name, before the worker reads those.
     import services.generator.engines.vllm.kernels  # noqa: F401
 
 
@@ -37,15 +37,15 @@ class PenstockWorkerExtension:
     model_runner: Any
 
     def penstock_install_adapter(self, folder: str, scaling: float) -> list[str]:
-        """Takes the adapter of one PEFT folder; returns the names of tensors that are not held afterwards."""
+        """Loads the adapter of one PEFT folder; returns the names of tensors that do not match afterwards."""
         return install_adapter(self, folder, scaling)
 
     def penstock_attest(self, paths: Sequence[str]) -> dict[str, list[str]]:
         """Compares the model with the checkpoint.
 
         Returns:
-            `differing`: names of held tensors that the checkpoint lacks or has otherwise; `equal`: names of the
-            checkpoint's tensors that are held, in this worker's part, as they are written there.
+            `differing`: names of loaded tensors that are absent from or different in the checkpoint; `equal`: names of
+        the checkpoint's tensors that match in this worker's part.
         """
         model: nn.Module = self.model_runner.get_model()
         differing: set[str] = set()
