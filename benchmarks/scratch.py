@@ -1,9 +1,9 @@
-"""Folders of benchmarks, removed whatever becomes of the benchmark.
+"""Creates folders for benchmarks, which are removed however the benchmark ends.
 
 Promises:
 
 - A folder is removed when its benchmark ends, also by SIGINT and SIGTERM (`console.cli` turns one into the other).
-- What a benchmark left that was killed is removed by the next one that starts: its lock is free then. Only folders of
+- The folder of a killed benchmark is removed by the next one that starts: its lock is free then. Only folders of
   this user are touched.
 """
 
@@ -24,11 +24,11 @@ _LOCK = "in-use.lock"
 
 @contextmanager
 def scratch_folder(place: Path | None = None) -> Iterator[Path]:
-    """A new folder in `place`, or where temporary files go; removes what others left there and in memory."""
+    """A new folder in `place`, or in the temporary folder; removes abandoned ones there and in memory."""
     root = place or Path(tempfile.gettempdir())
     for each in {root, MEMORY_FOLDER}:
         remove_abandoned(each)
-    # It gets its name when it is locked: until then it would look abandoned.
+    # It is named once locked: before, it would look abandoned.
     made = Path(tempfile.mkdtemp(prefix=".", suffix=PREFIX, dir=root))
     try:
         with (made / _LOCK).open("w") as lock:
@@ -40,7 +40,7 @@ def scratch_folder(place: Path | None = None) -> Iterator[Path]:
 
 
 def remove_abandoned(root: Path) -> None:
-    """Remove the folders of benchmarks that are gone."""
+    """Remove the folders of benchmarks that have ended."""
     for folder in root.glob(f"{PREFIX}*"):
         if _is_abandoned(folder):
             shutil.rmtree(folder, ignore_errors=True)
@@ -53,6 +53,6 @@ def _is_abandoned(folder: Path) -> bool:
         with (folder / _LOCK).open("r") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
-        # In use, gone meanwhile, or not made here.
+        # In use, already removed, or not created here.
         return False
     return True

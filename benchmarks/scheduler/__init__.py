@@ -1,1 +1,1 @@
-"""The planner and the simulator next to what others published."""
+"""Compares the planner and the simulator with published results."""

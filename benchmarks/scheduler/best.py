@@ -1,4 +1,4 @@
-"""The best simulated plan of a problem in a mode: whole machines generate or train, or as the planner divides them.
+"""Finds the best simulated plan of a problem in a mode: roles by whole machines, or as the planner divides them.
 
 Ours and every baseline go through the same search, so that each is shown in its best configuration.
 """
@@ -21,22 +21,22 @@ from simulator.virtual_run.build_run import Mode, SetupError, colocated, with_st
 from simulator.virtual_run.simulation import Options, Outcome, simulate_plan, simulate_setup
 
 NUM_SIMULATED = 14
-"""Plans that are simulated, of those that the cost model finds best."""
+"""Plans to simulate, the best by the cost model."""
 SOLVE_S = 2.0
-"""CPU time that the planner's search may take for one more."""
+"""CPU time that the planner's search may take for a further plan."""
 _FINAL_STEPS, _SKIPPED = 9, 3
 
 Allowed = Callable[[Sequence[NodeClass], Sequence[int]], bool]
-"""Whether so many machines of each entry may train."""
+"""Whether this many machines of each entry may train."""
 
 
 def anything(nodes: Sequence[NodeClass], training: Sequence[int]) -> bool:
-    """Every division is allowed."""
+    """Allow every division."""
     return True
 
 
 def whole_types(nodes: Sequence[NodeClass], training: Sequence[int]) -> bool:
-    """All machines with a type of GPU do the same: two groups, each of one type or several."""
+    """Machines with the same GPU type have the same role: two groups, each of one type or several."""
     does: dict[str, set[bool]] = {}
     for node, count in zip(nodes, training, strict=True):
         if 0 < count < node.count:
@@ -47,7 +47,7 @@ def whole_types(nodes: Sequence[NodeClass], training: Sequence[int]) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Best:
-    """A configuration and what it achieves."""
+    """A configuration and its results."""
 
     samples_per_second: float
     tokens_per_second: float
@@ -56,7 +56,7 @@ class Best:
 
 
 def best_plan(problem: Problem, options: Options, *, allowed: Allowed = anything) -> Best:
-    """The best division of machines. Raises RuntimeError where none can run."""
+    """The best division of machines. Raises RuntimeError if none can run."""
     model = make_model(problem, CALIBRATED)
     staleness = options.mode.staleness(problem.workload.staleness)
     judge = with_staleness(model, staleness)
@@ -77,7 +77,7 @@ def best_plan(problem: Problem, options: Options, *, allowed: Allowed = anything
 
 
 def _searched(judge: CostModel) -> PlanDocument | None:
-    """The planner's own, which also divides machines."""
+    """The planner's own plan, which also divides machines."""
     began_s = time.process_time()
     return solve(judge, AUTO, time_left=lambda: began_s + SOLVE_S - time.process_time()).plan
 
@@ -99,7 +99,7 @@ def best_colocated(problem: Problem, options: Options, *, is_blind: bool = False
 
 
 def _final(options: Options) -> Options:
-    # Staler runs take longer to reach their pace.
+    # Staler runs take longer to reach steady state.
     more = 9 if options.mode is Mode.ASYNC else 0
     return replace(options, num_steps=_FINAL_STEPS + 2 * more, skip=_SKIPPED + more)
 
@@ -114,7 +114,7 @@ def _plans(model: CostModel, allowed: Allowed) -> Iterator[PlanDocument]:
     counts = [range(node.count + 1) for node in nodes]
     degrees = [model.degrees[node.name] or (0,) for node in nodes]
     if len(nodes) > 1:
-        # Where GPUs are unlike, each takes the degree at which it makes most; else all degrees are tried.
+        # With unlike GPUs each takes its best degree; otherwise all degrees are tried.
         degrees = [(_busiest(model, node),) for node in nodes]
     for training in itertools.product(*counts):
         if not allowed(nodes, training):

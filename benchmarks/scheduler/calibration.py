@@ -1,4 +1,4 @@
-"""What the cost models say of published measurements, row by row, and the fit of the calibrated one's constants.
+"""Compares the cost models with published measurements, row by row, and fits the calibrated one's constants.
 
 penstock bench scheduler.calibration [--fit] [--json]
 """
@@ -42,7 +42,7 @@ CONSTANTS = CostConstants.model_validate(
         "train_overhead_s": SAMPLE_OVERHEAD_S,
     }
 )
-"""Of the calibrated model; `train_overhead_s` is of a sample, see `with_constants`."""
+"""Constants of the calibrated model; `train_overhead_s` is per sample, see `with_constants`."""
 
 
 def sections() -> dict[str, list[Row]]:
@@ -57,7 +57,7 @@ def sections() -> dict[str, list[Row]]:
 
 
 def table() -> str:
-    """Markdown: each row's measurement, and both models' over it."""
+    """Markdown: each row's measurement, and the ratio of both models to it."""
     lines = ["| measurement | measured | RM-1 | calibrated |", "|---|---|---|---|"]
     for title, rows in sections().items():
         lines.append(f"| **{title}** | | {_spread(rows, RM1_CONSTANTS)} | {_spread(rows, CONSTANTS)} |")
@@ -69,7 +69,7 @@ def table() -> str:
 
 
 def main() -> int:
-    """Print."""
+    """Print the result."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--fit", action="store_true", help="fit the constants again and print them")
     parser.add_argument("--json", action="store_true")
@@ -107,7 +107,7 @@ def _training_rows() -> list[Row]:
 
 
 def _benchmark_mfu(gpu: str, context: int, constants: CostConstants) -> float:
-    """What pretraining reaches: the calibrated model's trainers reach TRAINER_DUTY of it."""
+    """Rate of pretraining: the calibrated model's trainers reach TRAINER_DUTY of it."""
     duty = TRAINER_DUTY if constants is CONSTANTS else 1.0
     return counted_mfu(constants.mfu(gpu, "train") / duty, context, constants.attention_efficiency)
 
@@ -117,7 +117,7 @@ def _ratio(row: Row, constants: CostConstants) -> float:
 
 
 def _spread(rows: Sequence[Row], constants: CostConstants) -> str:
-    """Typical factor of error: the root mean square of logarithms."""
+    """Typical error factor: the root mean square of logarithms."""
     logs = [math.log(_ratio(row, constants)) for row in rows]
     return f"x{math.exp(math.sqrt(sum(each**2 for each in logs) / len(logs))):.2f}"
 

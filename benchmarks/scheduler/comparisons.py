@@ -1,4 +1,4 @@
-"""The papers' comparisons, simulated: ours against each baseline in its best configuration, one calibration for all."""
+"""Simulates the papers' comparisons: ours against each baseline in its best configuration, with one calibration."""
 
 from __future__ import annotations
 
@@ -24,35 +24,35 @@ from simulator.virtual_run.simulation import Options
 
 ONE_STEP, ASYNC, STREAMING = (Options(mode=mode) for mode in (Mode.ONE_STEP, Mode.ASYNC, Mode.STREAMING))
 STREAMRL = Options(mode=Mode.ONE_STEP, drains=True, can_move=False)
-"""One step behind; a sample ends where and under which weights it began, as StreamRL's instances know nothing of each
-other and it rules partial rollouts out."""
+"""One step behind; a sample ends where and under which weights it began, since StreamRL's instances do not communicate
+and it rules out partial rollouts."""
 COLOCATED = Options(mode=Mode.COLOCATED_SYNC)
 AS_THEY_CAME = Options(mode=Mode.COLOCATED_SYNC, longest_first=False, can_move=False)
 _H20_COST = 1.0 / 2.85
-"""Of an H20 machine over an H800 one, as StreamRL states it."""
+"""Cost of an H20 machine over an H800 one, as StreamRL states it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """One line of the results."""
+    """One row of the results."""
 
     name: str
     paper: str
     wanted: tuple[float, float | None]
-    """Lowest value that shows what the paper shows, and the highest where more would be too good."""
+    """Lowest value that reproduces the paper's result, and the highest credible one, if any."""
     ours: float
     how: str
-    """The configurations that were compared."""
+    """The compared configurations."""
 
     @property
     def is_shown(self) -> bool:
-        """Whether the simulation shows what the paper does."""
+        """Whether the simulation reproduces the paper's result."""
         low, high = self.wanted
         return self.ours >= low and (high is None or self.ours <= high)
 
 
 def areal_hex() -> Iterator[Comparison]:
-    """8 H800 + 48 H20 against 24 H800; and the least H20 that keep up."""
+    """8 H800 + 48 H20 against 24 H800; and the fewest H20 that keep up."""
     for size, paper in (("1.5b", 1.36), ("7b", 1.31), ("14b", 1.50)):
         alone = best_plan(hex_cluster(size, 3, 0), ASYNC)
         mixed = best_plan(hex_cluster(size, 1, 6), ASYNC)
@@ -79,7 +79,7 @@ def areal_hex() -> Iterator[Comparison]:
 
 
 def hetrl() -> Iterator[Comparison]:
-    """24 A100, 24 L40S and 16 L4 in four networks, GRPO with 4B, 8B and 14B and PPO with 8B: the range over those."""
+    """24 A100, 24 L40S and 16 L4 in four networks, GRPO with 4B, 8B and 14B and PPO with 8B: their range."""
     bands: dict[str, tuple[str, float, str, float]] = {
         "S1": ("1.51-2.05", 1.5, "1.10-1.31", 1.10),
         "S2": ("3.01-4.99", 3.0, "1.11-1.27", 1.11),
@@ -105,7 +105,7 @@ def hetrl() -> Iterator[Comparison]:
 
 
 def streamrl_breakdown() -> Iterator[Comparison]:
-    """72B, 20K: one part after the other."""
+    """72B, 20K: one component after the other."""
     problem = streamrl("qwen2.5-72b", [machines("H800", 16)])
     base = best_colocated(problem, AS_THEY_CAME).samples_per_second
     parts: Sequence[tuple[str, float, Callable[[], float]]] = (
@@ -119,7 +119,7 @@ def streamrl_breakdown() -> Iterator[Comparison]:
 
 
 def streamrl_settings() -> Iterator[Comparison]:
-    """Three sizes, three lengths: one step behind over colocated, the same kernels."""
+    """Three sizes, three lengths: one step behind over colocated, with the same kernels."""
     papers = {"7b": (4, (1.64, 1.33, 1.19)), "32b": (8, (1.27, 1.28, 1.32)), "72b": (16, (1.75, 1.53, 1.48))}
     for size, (count, paper) in papers.items():
         for scale, name, published in zip((0.25, 0.5, 1.0), ("5K", "10K", "20K"), paper, strict=True):
@@ -138,7 +138,7 @@ def streamrl_settings() -> Iterator[Comparison]:
 def streamrl_sites() -> Iterator[Comparison]:
     """7B: 16 H800 and up to 32 H20 80 Gbps apart against 32 H800, by StreamRL's relative prices.
 
-    As StreamRL has it: the H800 train, and H20 without use are given up.
+    As in StreamRL, the H800 train, and unneeded H20 are given up.
     """
     for scale, name, published in ((0.25, "5K", 1.26), (0.5, "10K", 1.31), (1.0, "20K", 1.23)):
         alone = best_plan(streamrl("qwen2.5-7b", [machines("H800", 4)], scale=scale), STREAMRL)
@@ -202,7 +202,7 @@ def hex_cluster(size: str, h800: int, h20: int) -> Problem:
 
 
 def hetrl_cluster(scenario: str, size: str, tasks: Sequence[Document] = _GRPO) -> Problem:
-    """HetRL's machines; its matrix of links is not published, so bandwidths are spread evenly over its ranges."""
+    """HetRL's machines; its link matrix is not published, so bandwidths are spread evenly over its ranges."""
     gpus = [("A100-40", 3, 400.0), ("L40S", 3, 400.0), ("L4", 2, 100.0)]
     ranges = {"S3": (1.9, 5.0, 5, 30), "S4": (0.9, 5.0, 5, 60)}
     links: list[Document] = []
@@ -221,7 +221,7 @@ def hetrl_cluster(scenario: str, size: str, tasks: Sequence[Document] = _GRPO) -
         nodes = [machines(gpu, 1, nic_gbps=nic, region=region) for gpu, nic, region in flat]
         pairs = list(combinations([region for _, _, region in flat], 2))
         for index, (one, other) in enumerate(pairs):
-            # A fixed shuffle, so that no type has the fast links to itself.
+            # A fixed shuffle, so that no type gets all the fast links.
             share = index * 11 % len(pairs) / (len(pairs) - 1)
             links.append(_link(one, other, high - share * (high - low), near + share * (far - near)))
     workload = {

@@ -1,12 +1,12 @@
-"""Does a deployed plan reach what was predicted? `penstock plan --deploy` and `penstock run` of what it wrote.
+"""Checks that a deployed plan reaches its prediction: `penstock plan --deploy`, and `penstock run` of its output.
 
 penstock bench scheduler.deployed QUICKSTART [--only NAME,...] [--problem P.yaml] [--time-scale X] [--steps N]
 
 Unlike emulated machines behind a real scheduler, broker and trainer; generation limits the plan, so that the trainer, a
 small model on a CPU, need only keep up. Samples per second over the steps after the first few, in emulated time, next
-to the two that `penstock plan` tells: the cost model's, and what the plan reaches by simulation. QUICKSTART is what
-`penstock quickstart --prepare-only` made (`runs/quickstart/current`). Needs a machine on which nobody else computes:
-what the services need to hand samples over does not scale.
+to the two that `penstock plan` reports: the cost model's and the simulated one. QUICKSTART is what `penstock quickstart
+--prepare-only` made (`runs/quickstart/current`). Needs an otherwise idle machine: the services' time for delivering
+samples does not scale.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def main() -> int:
     problems = {name: variation(name) for name in options.only.split(",")}
     if options.problem is not None:
         problems = {options.problem.stem: yaml.safe_load(options.problem.read_text(encoding="utf-8"))}
-    # A child that is left behind would keep the ports: after SIGTERM, too, it is killed, and its services with it.
+    # A leftover child would keep the ports: it is killed after SIGTERM too, with its services.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     print("samples/s in emulated time; how many times the prediction was reached\n")
     print("| problem | cost model | simulated | measured | trainer waited |\n|---|---|---|---|---|", flush=True)
@@ -56,7 +56,7 @@ def main() -> int:
 
 
 def _compared(name: str, problem: dict[str, Any], options: argparse.Namespace) -> str:
-    """A row."""
+    """One row of the result."""
     with scratch_folder() as folder:
         stated = _written(folder / "problem.yaml", problem)
         run = _written(folder / "run.yaml", _run(options.quickstart.absolute(), folder, options))
@@ -88,7 +88,7 @@ def _written(path: Path, document: dict[str, Any]) -> Path:
 
 
 def _penstock(folder: Path, *arguments: str) -> str:
-    """What the command printed. Ends this program with what it said where it fails."""
+    """The command's output. Exits this program with it if the command fails."""
     command = (sys.executable, "-P", "-m", "console", *arguments)
     told = subprocess.run(command, cwd=folder, stdout=subprocess.PIPE, text=True, check=False)
     if told.returncode != 0:

@@ -1,11 +1,11 @@
-"""`penstock plan` and `penstock simulate` on every problem given: do they answer, with all that they promise?
+"""Checks that `penstock plan` and `penstock simulate` give complete answers to every given problem.
 
 penstock bench scheduler.instances PROBLEM... [--budget-s S] [--bounds "python3 plan_bound.py"]
 
-Of each problem a plan as JSON (all keys there), its picture and deployment, the plan explained in words, and that plan
-simulated with a picture. With `--bounds`, the command of a program that knows nothing of this project
-(`--eval`, `--bracket`), the plan's share of its upper bound, and over the best of its simple planners. Exit status 1
-where anything is missing, or a simple planner is better.
+For each problem: a plan as JSON (all keys present), its picture and deployment, the plan explained in words, and that
+plan simulated with a picture. With `--bounds`, the command of a program independent of this project (`--eval`,
+`--bracket`), the plan's share of its upper bound, and over the best of its simple planners. Exits with 1 if anything is
+missing or a simple planner is better.
 """
 
 from __future__ import annotations
@@ -39,19 +39,19 @@ PLAN_KEYS = (
 SIMULATE_KEYS = ("samples_per_second", "predicted_samples_per_second", "generation_idle", "training_idle", "audit")
 _DEADLINE_S = 1800
 _TIE = 1e-3
-"""Below the simple planners by less than this is a rounding of their counts."""
+"""A smaller shortfall against the simple planners is a rounding of their counts."""
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """What one problem showed."""
+    """Result of one problem."""
 
     cells: tuple[str, ...]
     is_good: bool
 
 
 def check(problem: Path, *, budget_s: float, bounds: Sequence[str], folder: Path) -> Row:
-    """All commands on one problem."""
+    """Run all commands on one problem."""
     plan, picture, deployed = (folder / f"{problem.stem}{end}" for end in (".json", ".svg", ".d"))
     stated = ["plan", str(problem), "--budget-s", f"{budget_s:g}"]
     done = _penstock(*stated, "--json", "--picture", str(picture), "--deploy", str(deployed))
@@ -80,7 +80,7 @@ def check(problem: Path, *, budget_s: float, bounds: Sequence[str], folder: Path
 
 
 def _judged(problem: Path, plan: Path, bounds: Sequence[str]) -> tuple[tuple[str, str], bool]:
-    """Share of the independent bound, and over the best simple planner; whether the plan is not below that."""
+    """Share of the independent bound, ratio to the best simple planner, and whether the plan is no worse than that."""
     if not bounds:
         return ("-", "-"), True
     alone = plan.with_suffix(".plan")

@@ -1,12 +1,12 @@
-"""Is the simulator to be believed? The same samples through real services and through both simulators.
+"""Validates the simulator: the same samples through real services and through both simulators.
 
 penstock bench scheduler.validation [--only WORD] [--samples N] [--length-scale X] [--time-scale X]
 
 Real: Redis, a broker and eight emulated GPUs in real time, from submission to the last token (`benchmarks/fleet`).
 `dispatch` is `benchmarks/dispatch`, which runs the broker's dispatch policies and moves; `run` is
-`simulator/virtual_run`, which serves in order of arrival or longest forecast first, places as `lpt` does and moves what
-was begun. Both simulate real seconds, as the broker's own times do not scale with emulated ones. Needs a machine on
-which nobody else computes.
+`simulator/virtual_run`, which serves in order of arrival or longest forecast first, places as `lpt` does and moves
+running samples. Both simulate real seconds, since the broker's own times do not scale with emulated ones. Needs an
+otherwise idle machine.
 """
 
 from __future__ import annotations
@@ -154,7 +154,7 @@ def _run(case: Case, workload: Workload, time_scale: float) -> float:
 
 
 def _order(workload: Workload) -> list[int]:
-    """As `benchmarks.fleet` submits."""
+    """Prompts in the order in which `benchmarks.fleet` submits them."""
     order = list(range(len(workload.lengths)))
     random.Random(SEED).shuffle(order)
     return order

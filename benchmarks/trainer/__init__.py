@@ -1,1 +1,1 @@
-"""Measurements of the trainer: what it learns, and how fast."""
+"""Measures the trainer: its learning, and its speed."""

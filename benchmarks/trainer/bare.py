@@ -1,7 +1,7 @@
-"""The bare PyTorch loop: one forward and backward a pack, a clipped surrogate, one fused AdamW step a batch.
+"""Implements the bare PyTorch loop: forward and backward per pack, a clipped surrogate, an AdamW step per batch.
 
 Nothing else: no checks, no metrics, no correction, no report. It shares the packs and the attention over packed rows
-with the trainer, so that what separates the two is what the trainer does around PyTorch.
+with the trainer, so that the difference is the trainer's work around PyTorch.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class BareLoop:
         self._max_grad_norm = max_grad_norm
 
     def step(self, packs: Sequence[Pack], *, num_tokens: int) -> None:
-        """One optimiser step over the packs of a batch of so many loss tokens."""
+        """One optimiser step over the packs of a batch with this many loss tokens."""
         for pack in packs:
             self._forward_backward(pack, num_tokens)
         torch.nn.utils.clip_grad_norm_(self._model.parameters(), self._max_grad_norm)

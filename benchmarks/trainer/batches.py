@@ -1,4 +1,4 @@
-"""The packs of a whole optimiser step, made before the clock starts."""
+"""Makes the packs of a whole optimiser step before the clock starts."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from services.trainer.batches.training_sample import TrainingSample, trajectory_
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batch:
-    """One optimiser step's worth."""
+    """The data of one optimiser step."""
 
     packs: list[Pack]
-    """What has to go through the model: samples of groups with equal rewards teach nothing and are left out."""
+    """Samples that pass through the model: groups with equal rewards teach nothing and are left out."""
     num_samples: int
-    """Of all groups."""
+    """Samples of all groups."""
     num_loss_tokens: int
-    """Of all groups."""
+    """Loss tokens of all groups."""
 
 
 def packed_batch(groups: Groups, *, max_pack_tokens: int) -> Batch:
-    """The batch with the quick start's advantages: rewards against their group's mean."""
+    """The batch with the quick start's advantages: rewards minus their group's mean."""
     trajectories = [
         trajectory_of(sample, credit)
         for group in groups

@@ -1,4 +1,4 @@
-"""One training run of the convergence benchmark, in this process: the trainer's own step on samples of a stated lag."""
+"""Runs one training of the convergence benchmark in this process: the trainer's own step on samples of a given lag."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ Groups = Sequence[Sequence[TrainingSample]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cell:
-    """What is varied."""
+    """The varied settings."""
 
     lag: int
-    """Versions that every sample is behind, once there are so many."""
+    """Age of every sample in versions, once there are that many."""
     correction: str
-    """`algorithm.correction`, or PLAIN: a synchronous loop without any of the trainer's machinery for steps."""
+    """`algorithm.correction`, or PLAIN: a synchronous loop without the trainer's own step."""
     seed: int
     minibatches: int = 1
-    """Optimiser steps of a batch."""
+    """Optimiser steps per batch."""
 
     @property
     def name(self) -> str:
-        """As tables say it."""
+        """Its name in tables."""
         of = "" if self.minibatches == 1 else f", {self.minibatches} minibatches"
         return (PLAIN if self.correction == PLAIN else f"{self.lag}, {self.correction}") + of
 
@@ -48,16 +48,16 @@ class StepOutcome:
     """One step of a cell."""
 
     reward: float
-    """Mean of the batch."""
+    """Mean reward of the batch."""
     digest: str
-    """Of all numbers of the batch, in order: equal digests are bit-identical batches."""
+    """Digest of all numbers of the batch, in order: equal digests mean bit-identical batches."""
     metrics: dict[str, float]
-    """What the loss reported; empty for the plain loop."""
+    """Metrics of the loss; empty for the plain loop."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CellOutcome:
-    """What became of a cell."""
+    """Outcome of a cell."""
 
     cell: Cell
     steps: list[StepOutcome]
@@ -65,7 +65,7 @@ class CellOutcome:
     """Reward of one sample of each held-out prompt under the last weights."""
 
     def document(self) -> dict[str, object]:
-        """As JSON takes it."""
+        """The outcome as JSON values."""
         return asdict(self)
 
 
@@ -76,7 +76,7 @@ def run_cell(
     on_step: Callable[[int, StepOutcome], None],
     score: Score = exact_match,
 ) -> CellOutcome:
-    """Train, then measure; `config` is that of the cell's seed but for lag and correction."""
+    """Train, then measure; `config` is that of the cell's seed except for lag and correction."""
     config = _configured(config, cell)
     policy = load_policy(config)
     sampler = LaggingSampler(config, lag=cell.lag, score=score)
@@ -124,7 +124,7 @@ def _trainer_step(policy: Policy, config: TrainingConfig, version: int, groups: 
 
 
 def _plain_step(policy: Policy, config: TrainingConfig, version: int, groups: Groups) -> dict[str, float]:
-    """Advantages, gradient, optimiser step: what `TrainingStep` comes to when nothing is late, odd or left out."""
+    """Advantages, gradient, optimiser step: what `TrainingStep` does if nothing is late, malformed or left out."""
     backend: Backend = policy.backend
     assert config.algorithm.definition.group_advantages is not None
     items = []
@@ -147,7 +147,7 @@ def _loss_item(sample: TrainingSample, credit: float) -> LossItem:
         group_id=sample.group_id,
         num_tokens=trajectory.token_ids.size,
         num_loss_tokens=sample.completion_token_ids.size,
-        # A sample without credit has no gradient; left out, as the trainer leaves it out, packs are the same.
+        # Samples with zero advantage have no gradient; leaving them out, as the trainer does, gives the same packs.
         trajectory=trajectory if credit else None,
     )
 

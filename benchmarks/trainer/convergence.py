@@ -1,13 +1,13 @@
-"""Does it learn as a plain synchronous loop does, with samples that are 0, 1, 4, 8 versions old?
+"""Compares learning on samples that are 0, 1, 4 and 8 versions old with a plain synchronous loop.
 
 penstock bench trainer.convergence PREPARED --out results.jsonl [--lags 0 1 4 8] [--corrections none truncated]
     [--seeds 0 1 2] [--minibatches 4] [--steps 40] [--prompts 16] [--group 8] [--max-prompt-tokens 128]
     [--max-new-tokens 256] [--algorithm dr_grpo] [--plot plot.png]
 
 PREPARED is a folder of the quick start (runs/quickstart/current): model, train.jsonl, eval.jsonl. One process and one
-thread. The step is the trainer's own; samples come from weights that are exactly so many versions old, decoded in this
-process, so the lag is what is stated and not what a machine's speed makes of it. Outcomes are appended to the file as
-they come; cells that it holds are not run again.
+thread. The step is the trainer's own; samples come from weights that are exactly this many versions old, decoded in
+this process, so the lag does not depend on the machine's speed. Outcomes are appended to the file as they finish; cells
+that it contains are not run again.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ NUM_LAST_STEPS = 5
 TOKENS_PER_PACK = 2048
 """A minibatch of a few groups in one pass."""
 _LINES = {"none": "--", "truncated": ":", "masked": "-."}
-"""How a correction is drawn."""
+"""How a correction is drawn in the plot."""
 TBA_KL = 0.01
-"""Trajectory balance needs a KL; the others are run without."""
+"""Trajectory balance needs a KL term; the others run without it."""
 Document = dict[str, Any]
 
 
@@ -53,7 +53,7 @@ def main() -> int:
 
 
 def read_outcomes(path: Path) -> list[Document]:
-    """What was measured before."""
+    """Results measured earlier."""
     if not path.exists():
         return []
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
@@ -93,7 +93,7 @@ def plot(documents: Sequence[Document], path: Path) -> None:
 
 
 def _cells(options: argparse.Namespace) -> Iterator[Cell]:
-    """Seeds outermost: a run that is cut short has whole comparisons. The plain loop is the quick start's."""
+    """Seeds outermost, so that an interrupted run has complete comparisons. The plain loop is the quick start's."""
     for seed in options.seeds:
         if options.algorithm == "dr_grpo":
             yield Cell(lag=0, correction=PLAIN, seed=seed, minibatches=options.minibatches)
@@ -131,7 +131,7 @@ def _is_of(document: Document, cell: Cell, options: argparse.Namespace) -> bool:
 
 
 def _config(options: argparse.Namespace) -> TrainingConfig:
-    """The quick start's, but for what the options say."""
+    """The quick start's configuration, changed by the options."""
     return TrainingConfig.model_validate(
         {
             "run": {"num_steps": options.steps, "num_eval_prompts": 256},

@@ -1,4 +1,4 @@
-"""Samples from weights that are a stated number of versions old, in this process: staleness without any timing.
+"""Samples from weights that are a given number of versions old, in this process: staleness without timing.
 
 Promises:
 
@@ -34,15 +34,15 @@ from services.trainer.data.tokenizer import HuggingFaceTokenizer
 
 Score = Callable[[RewardItem], float]
 HELD_OUT_SEED = 2**40
-"""Seeds of held-out samples begin here: the same for all runs, so that they differ by their weights alone."""
+"""First seed of held-out samples: the same for all runs, so that they differ only by their weights."""
 
 
 class LaggingSampler:
     """Samples and scores training groups for one run.
 
     Args:
-        config: The run; its data, sampling, group size and seed are read.
-        lag: Versions that samples are behind, from the moment there are so many.
+        config: Configuration of the run; its data, sampling, group size and seed are used.
+        lag: Age of samples in versions, once there are that many.
         score: Reward of a completion.
     """
 
@@ -61,7 +61,7 @@ class LaggingSampler:
         self._kept: deque[tuple[int, dict[str, Tensor]]] = deque(maxlen=lag + 1)
 
     def note_version(self, version: int, tensors: Mapping[str, Tensor]) -> None:
-        """A version was made, with these weights; they are copied."""
+        """Add a version with a copy of these weights."""
         self._kept.append((version, {name: tensor.clone() for name, tensor in tensors.items()}))
 
     def groups_at(self, version: int) -> list[list[TrainingSample]]:
@@ -126,7 +126,7 @@ class LaggingSampler:
 
 
 def make_row(prompt_token_ids: Sequence[int], sampling: SamplingSettings) -> Row:
-    """A sample that is about to be decoded."""
+    """A sample to decode."""
     request = GenerateRequest(request_id="sample", prompt_token_ids=tuple(prompt_token_ids), sampling=sampling)
     return Row.of(request, num_left=sampling.max_new_tokens)
 

@@ -1,4 +1,4 @@
-"""Recorded samples (docs/recording.md, JSON lines) as the trainer gets them: by optimiser step, in whole groups."""
+"""Reads recorded samples (docs/recording.md, JSON lines) as the trainer gets them: by step, in whole groups."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""The trainer's step beside the bare loop over the same samples: `penstock bench trainer.throughput MODEL_DIR`.
+"""Compares the trainer's step with the bare loop over the same samples: `penstock bench trainer.throughput MODEL_DIR`.
 
-Both train in this process on one thread, by turns, on made samples as the quick start has them. The trainer gets them
-as they arrive, two groups at a time, and does all it does (checks, credit, packing, correction, report); the bare loop
-gets packs that were made before. CPU seconds count, so that other work on the machine matters little.
+Both train alternately in this process on one thread, on synthetic samples like the quick start's. The trainer gets them
+two groups at a time and does all its work (checks, advantages, packing, correction, report); the bare loop gets
+prepared packs. CPU seconds count, so that other work on the machine matters little.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def _sample(rng: np.random.Generator, vocab_size: int, group: int, index: int, l
 
 
 def trainer_step(backend: RankBackend, groups: Groups) -> StepReport:
-    """One step as the service takes it."""
+    """One step as the service runs it."""
     step = TrainingStep(
         backend,
         StepSettings(
@@ -93,7 +93,7 @@ def compare(model_dir: Path, *, num_repetitions: int, progress: Callable[[str], 
     ours_s: list[float] = []
     bare_s: list[float] = []
     fills: list[float] = []
-    # One more than is counted: the first touches memory for the first time.
+    # One more than is counted: the first one includes first touches of memory.
     for repetition in range(num_repetitions + 1):
         progress(f"repetition {repetition} of {num_repetitions}")
         groups = made_groups(backend.vocab_size, seed=repetition)

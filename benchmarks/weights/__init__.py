@@ -1,1 +1,1 @@
-"""What travelling weights cost: deltas in `delta`."""
+"""Measures the transfer of weights; deltas are in `delta`."""

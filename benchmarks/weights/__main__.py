@@ -1,4 +1,4 @@
-"""Measure what it costs to bring weights to generators: full contents, deltas, a slow link, the swap in an engine."""
+"""Measure bringing weights to generators: full contents, deltas, a slow link, the swap in an engine."""
 
 from __future__ import annotations
 

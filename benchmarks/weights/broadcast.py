@@ -1,10 +1,10 @@
-"""Bringing a full content to receivers of one site: a gloo broadcast against HTTP, interleaved, all on loopback.
+"""Compares a gloo broadcast of a full content to receivers of one site with HTTP, interleaved, all on loopback.
 
     penstock bench weights.broadcast [--mb 200] [--receivers 2] [--repetitions 5]
 
-Sender and receivers are in one process and share its event loop, threads and cores: the figure compares two ways
-of bringing the same bytes, checked and written alike, and says nothing about a real network. HTTP is what
-receivers without a site do, each fetching from the origin. Groups are formed before the clock starts.
+Sender and receivers are in one process and share its event loop, threads and cores: the figure compares two ways of
+bringing the same bytes, checked and written alike, and predicts nothing for a real network. HTTP is the way of
+receivers without a site, each fetching from the origin. Groups are formed before the clock starts.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class _Site:
             self.by_way["http"].append(await stack.enter_async_context(Downloader()))
 
     def publish(self, size_bytes: int) -> weights_pb2.WeightsManifest:
-        """New bytes: a content is broadcast once."""
+        """Make new bytes: a content is broadcast once."""
         self._num_published += 1
         path = self._folder / f"v{self._num_published}"
         write_weights(path, size_bytes=size_bytes, seed=self._num_published)
@@ -101,7 +101,7 @@ class _Site:
 
 
 async def measure(*, size_bytes: int, num_receivers: int, num_repetitions: int) -> dict[str, object]:
-    """Medians of both ways, their ratio in each repetition, and its least and greatest."""
+    """Medians of both ways, their ratio in each repetition, and its minimum and maximum."""
     times_s: dict[str, list[float]] = {"http": [], "gloo": []}
     with scratch_folder() as folder:
         async with AsyncExitStack() as stack:

@@ -1,4 +1,4 @@
-"""Made-up weights, their manifests, and where they are put for measuring."""
+"""Makes synthetic weights and their manifests, and places them for measuring."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ NUM_TENSORS = 8
 
 
 def write_weights(path: Path, *, size_bytes: int, seed: int = 0) -> None:
-    """Random bytes as tensors: nothing on the way can make them smaller."""
+    """Random bytes as tensors, which cannot be compressed."""
     rng = np.random.default_rng(seed)
     tensors = {
         f"w{number}": np.frombuffer(rng.bytes(size_bytes // NUM_TENSORS), np.uint8) for number in range(NUM_TENSORS)
@@ -27,7 +27,7 @@ def write_weights(path: Path, *, size_bytes: int, seed: int = 0) -> None:
 
 
 def make_manifest(path: Path, *, url: str, policy_version: int = 0) -> weights_pb2.WeightsManifest:
-    """The manifest of a full version, with chunks of the size that a trainer makes."""
+    """The manifest of a full version, with chunks of a trainer's size."""
     infos = safetensors_digests(path)
     return weights_pb2.WeightsManifest(
         run_id=RUN_ID,
@@ -48,7 +48,7 @@ def make_manifest(path: Path, *, url: str, policy_version: int = 0) -> weights_p
 
 
 def median_and_spread(rows: Sequence[dict[str, float]]) -> dict[str, object]:
-    """The median of each number over repetitions, and its least and greatest under `spread`."""
+    """The median of each number over repetitions, and its minimum and maximum under `spread`."""
     columns = {name: [row[name] for row in rows] for name in rows[0]}
     return {
         **{name: statistics.median(values) for name, values in columns.items()},

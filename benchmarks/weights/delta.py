@@ -1,9 +1,9 @@
-"""Bytes and time of a delta: written by the trainer, applied and checked by a receiver, each on one core.
+"""Measures bytes and time of a delta: written by the trainer, applied and checked by a receiver, each on one core.
 
     penstock bench weights.delta --size-mib 256
 
-Changes are made up, each in the way its name says; how many values a step of training moves depends on model, learning
-rate and type.
+Changes are synthetic, as their names describe; how many values a training step moves depends on model, learning rate
+and type.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _Bits = npt.NDArray[np.unsignedinteger]
 
 
 def _random_bits(old: _Bits, rng: np.random.Generator) -> _Bits:
-    """2 % of the bf16 values get other bits, all 16 at random: the most that so many changes can cost."""
+    """2 % of the bf16 values get random bits, all 16: the highest possible cost of that many changes."""
     where = np.flatnonzero(rng.random(old.size, dtype=np.float32) < 0.02)
     new = old.copy()
     new[where] ^= rng.integers(1, 2**16, where.size, dtype=np.uint16)
@@ -58,7 +58,7 @@ CHANGES: dict[str, tuple[str, Callable[[_Bits, np.random.Generator], _Bits]]] = 
 
 
 def measure(*, size_bytes: int, num_repetitions: int) -> dict[str, Any]:
-    """For each kind of change: size of the delta over that of the full content, and bytes of model a second.
+    """For each kind of change: size of the delta over that of the full content, and model bytes per second.
 
     Applying includes the copy of the base and the check of every tensor of the result.
     """
@@ -106,7 +106,7 @@ def _measure(
 
 
 def _weights(dtype: str, size_bytes: int, rng: np.random.Generator) -> _Bits:
-    """Bits of normally distributed values of the size that weights have."""
+    """Bits of normally distributed values of the magnitude of weights."""
     if dtype == "F32":
         return np.asarray((rng.standard_normal(size_bytes // 4, np.float32) * np.float32(0.02)).view(np.uint32))
     values = rng.standard_normal(size_bytes // 2, np.float32) * np.float32(0.02)
@@ -114,7 +114,7 @@ def _weights(dtype: str, size_bytes: int, rng: np.random.Generator) -> _Bits:
 
 
 def _write(path: Path, dtype: str, tensors: list[_Bits]) -> None:
-    """A safetensors file, by hand: numpy has no bf16."""
+    """A safetensors file, written by hand because numpy has no bf16."""
     header, offset = {}, 0
     for number, bits in enumerate(tensors):
         end = offset + bits.nbytes

@@ -1,7 +1,7 @@
-"""Fetching full contents on loopback, against a bare parallel ranged download of the same bytes.
+"""Compares fetching full contents on loopback with a bare parallel ranged download of the same bytes.
 
-The bare one uses the same HTTP library, connections, threads and pieces, ranges of the same size, and writes to a file
-as well; it checks nothing and can continue nothing. Repetitions are interleaved; which of the two goes first swaps.
+The bare download uses the same HTTP library, connections, threads and pieces, ranges of the same size, and writes to a
+file as well; it checks nothing and cannot resume. Repetitions are interleaved, in alternating order.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ MB = 1_000_000
 
 
 async def bare_download(url: str, target: Path, *, size_bytes: int) -> None:
-    """Ranged GETs over NUM_CONNECTIONS connections, a thread each; each piece is written where it belongs."""
+    """Ranged GETs over NUM_CONNECTIONS connections, a thread each; each piece is written in its place."""
     length = span_bytes(size_bytes, NUM_CONNECTIONS)
     begins = deque(range(0, size_bytes, length))
     descriptor = os.open(target, os.O_RDWR | os.O_CREAT | os.O_TRUNC)
@@ -58,9 +58,9 @@ def _download(url: str, descriptor: int, begins: deque[int], length: int, size_b
 
 
 async def measure(folder: Path, *, sizes_bytes: dict[int, int], progress: Callable[[str], None]) -> dict[str, Any]:
-    """For each size, with its number of repetitions: bytes a second of both, their ratio, CPU seconds of this process.
+    """For each size, with its number of repetitions: bytes per second of both, their ratio, this process's CPU seconds.
 
-    `ratio_to_bare_download` of the whole is that of the size where it is lowest.
+    `ratio_to_bare_download` of the whole is the lowest of all sizes.
     """
     origin_folder = folder / "origin"
     origin_folder.mkdir()

@@ -1,6 +1,6 @@
-"""A link of a stated rate and delay in front of a port of loopback, that counts what crosses it and can be cut.
+"""Emulates a link of given rate and delay before a loopback port; it counts the bytes that cross it and can be cut.
 
-Its rate is that of the link, shared by all connections, and its delay does not lower its rate.
+All connections share its rate, which the delay does not lower.
 """
 
 from __future__ import annotations
@@ -11,30 +11,30 @@ from contextlib import asynccontextmanager, suppress
 
 PIECE_BYTES = 16 * 1024
 LATENESS_S = 0.02
-"""What a busy machine's clock may lose is made up for."""
+"""Time lost to a busy machine's clock that is made up for."""
 MAX_ON_THE_WAY = 4096
 """Pieces of one connection and direction."""
 
 
 class ShapedLink:
-    """Forwards to `target_port`; shapes and counts what comes back from there."""
+    """Forwards to `target_port`; shapes and counts the replies."""
 
     def __init__(self, target_port: int, *, bytes_per_second: float, delay_s: float = 0.0) -> None:
         self.target_port = target_port
         self.bytes_per_second = bytes_per_second
         self.delay_s = delay_s
         self.delivered_bytes = 0
-        """What reached the near side, headers included."""
+        """Bytes that reached the near side, headers included."""
         self.num_connects = 0
         self.is_open = asyncio.Event()
-        """While it is not set nothing moves, and nobody is told."""
+        """While not set, nothing moves, without any notice."""
         self.port = 0
         self._free_at_s = 0.0
         self._writers: set[asyncio.StreamWriter] = set()
         self._tasks: set[asyncio.Task[None]] = set()
 
     def cut(self) -> None:
-        """Reset every connection; what is on the way is lost."""
+        """Reset every connection; bytes in flight are lost."""
         for writer in self._writers:
             writer.transport.abort()
 

@@ -1,4 +1,4 @@
-"""An origin in a process of its own: the trainer's HTTP server over the files of a folder.
+"""Runs an origin in its own process: the trainer's HTTP server over the files of a folder.
 
     python -m benchmarks.weights.origin FOLDER
 

@@ -1,4 +1,4 @@
-"""A site behind a shaped link: how long a fetch takes over size/bandwidth, what a cut costs, how many copies cross.
+"""Measures a site behind a shaped link: fetch time over size/bandwidth, the cost of a cut, and copies over the link.
 
 Everything is real but the link: the store that names the relays, the HTTP server, the receivers and their relays.
 """
@@ -74,11 +74,12 @@ async def _site(folder: Path, *, bytes_per_second: float, delay_s: float) -> Asy
 async def measure(
     folder: Path, *, size_bytes: int, bytes_per_second: float, delay_s: float, num_repetitions: int
 ) -> dict[str, Any]:
-    """Medians and spreads of what one receiver needs, alone and with a cut, and several of one site together.
+    """Medians and spreads for one receiver, uninterrupted and with a cut, and for several of one site together.
 
     `time_ratio` is the seconds of a fetch over size/bandwidth. `cut_time_ratio` is the same with every connection cut
-    half-way, `resent_ratio` the bytes that came twice for that, over the size. `link_copies` is what crossed the link
-    over the size when NUM_RECEIVERS receivers fetch at once, `site_time_ratio` the time until the last of them had all.
+    half-way, `resent_ratio` the bytes sent twice because of it, over the size. `link_copies` is the bytes that crossed
+    the link over the size when NUM_RECEIVERS receivers fetch at once, `site_time_ratio` the time until the last of them
+    had all.
     """
     rows = []
     async with _site(folder, bytes_per_second=bytes_per_second, delay_s=delay_s) as site:

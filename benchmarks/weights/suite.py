@@ -1,4 +1,4 @@
-"""Everything about travelling weights in one run: what `penstock bench weights` reports."""
+"""Runs all measurements of weight transfer and reports for `penstock bench weights`."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from benchmarks.weights import delta, full, site, swap
 
 MB = 1_000_000
 ROOM_FACTOR = 3
-"""Of the largest content: at the origin, and twice where it is fetched to."""
+"""Copies of the largest content: at the origin, and two at its destination."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """How much is measured."""
+    """How much to measure."""
 
     full_sizes_bytes: dict[int, int]
     """Size to repetitions."""
@@ -60,7 +60,7 @@ QUICK = Plan(
 
 
 async def run(plan: Plan, *, engine: str, progress: Callable[[str], None]) -> dict[str, Any]:
-    """Measure everything, swaps in `engine` (one of swap.ENGINES); `progress` hears what is going on."""
+    """Measure everything, swaps in `engine` (one of swap.ENGINES); `progress` receives status messages."""
     with scratch_folder(_place(plan)) as folder:
         result: dict[str, Any] = {
             "full": await full.measure(folder, sizes_bytes=plan.full_sizes_bytes, progress=progress)
@@ -88,7 +88,7 @@ async def run(plan: Plan, *, engine: str, progress: Callable[[str], None]) -> di
 
 
 def _place(plan: Plan) -> Path | None:
-    """Memory where it has room, else the usual folder for temporary files."""
+    """Memory if it has space, otherwise the temporary folder."""
     needed_bytes = ROOM_FACTOR * max(plan.full_sizes_bytes)
     has_room = MEMORY_FOLDER.is_dir() and shutil.disk_usage(MEMORY_FOLDER).free > 2 * needed_bytes
     return MEMORY_FOLDER if has_room else None

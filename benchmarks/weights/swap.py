@@ -1,7 +1,7 @@
-"""How long decoding stands still while new weights are put into a real engine, on the CPU in float32.
+"""Measures how long decoding pauses while a real engine loads new weights, on the CPU in float32.
 
-The version lies in a file already: fetching it is measured elsewhere, and does not keep decoding still. The engine
-has a process of its own: `python -m benchmarks.weights.swap MODEL_DIR ENGINE NUM_UPDATES RESULT.json`.
+The version is already in a file: fetching it is measured elsewhere and does not pause decoding. The engine runs in a
+separate process: `python -m benchmarks.weights.swap MODEL_DIR ENGINE NUM_UPDATES RESULT.json`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ UPDATE_TIMEOUT_S = 30.0
 
 
 async def measure(folder: Path, *, engine: str, hidden_size: int, num_layers: int, num_updates: int) -> dict[str, Any]:
-    """Pause of each update while samples are decoded, milliseconds, with the size of what is swapped."""
+    """Pause of each update while samples are decoded, in milliseconds, with the size of the weights."""
     model_path, result_path = folder / "model", folder / "swap.json"
     await asyncio.to_thread(_make_model, model_path, hidden_size, num_layers)
     await run_group(
@@ -41,7 +41,7 @@ async def measure(folder: Path, *, engine: str, hidden_size: int, num_layers: in
 
 
 async def swap(model_path: Path, *, engine_name: str, num_updates: int) -> dict[str, Any]:
-    """The same in this process, over a model that is there."""
+    """The same in this process, with an existing model."""
     path = model_path / "model.safetensors"
     tensors = safetensors_digests(path)
     engine = _build_engine(engine_name, model_path)
@@ -67,7 +67,7 @@ async def swap(model_path: Path, *, engine_name: str, num_updates: int) -> dict[
 
 
 def _build_engine(name: str, model_path: Path) -> Engine:
-    # Imported here: torch takes seconds, and the other benchmarks need none.
+    # Imported here: torch takes seconds, and the other benchmarks do not need it.
     if name == "vllm":
         from services.generator.engines.vllm.process_setup import VllmSettings
         from services.generator.engines.vllm.vllm_engine import VllmEngine

@@ -1,4 +1,4 @@
-"""Published measurements, and the fit of the calibrated cost model's constants to them.
+"""Fits the calibrated cost model's constants to published measurements.
 
-What the model says of each row is printed by `benchmarks.scheduler.calibration`.
+`benchmarks.scheduler.calibration` prints the model's value for each row.
 """

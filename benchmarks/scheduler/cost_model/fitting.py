@@ -1,8 +1,8 @@
 """Fits the constants of the calibrated cost model to published measurements.
 
-Four fits, one after the other, each least squares on logarithms of rates: decoding; all-reduces in it; attention in
-training; how much of a pretraining benchmark's rate an RL trainer reaches. By shrinking steps along one constant at a
-time, which suffices for a handful of constants and needs no library.
+Four successive least-squares fits on logarithms of rates: decoding; its all-reduces; attention in training; and the
+share of a pretraining benchmark's rate that an RL trainer reaches. They shrink steps along one constant at a time,
+which suffices for a handful of constants and needs no library.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ MFU_BY_CONTEXT: Mapping[str, Mapping[int, float]] = {
     "H100": {2048: 0.46, 4096: 0.40, 8192: 0.37, 32_768: 0.31},
     "A100-80": {2048: 0.64, 4096: 0.55, 8192: 0.55, 32_768: 0.49},
 }
-"""llm-foundry, FSDP, 7B: the operations it counts over the peak, by context length."""
+"""llm-foundry, FSDP, 7B: counted operations over the peak, by context length."""
 _LAYERS, _HIDDEN, _PARAMS = 32, 4096, 6.7e9
 _ROUNDS = 40
 
@@ -38,7 +38,7 @@ def fit_decoding() -> Constants:
 
 
 def fit_allreduce(constants: CostConstants) -> float:
-    """What each all-reduce of a decode step costs beside its latency."""
+    """Time of each all-reduce of a decode step beyond its latency."""
     rows = generation_rows()
 
     def error(values: Constants) -> float:
@@ -62,7 +62,7 @@ def fit_attention() -> float:
 
 
 def counted_mfu(matrix_mfu: float, context: int, attention_efficiency: float) -> float:
-    """What a benchmark that counts all attention, masked or not, prints where only the unmasked half is computed."""
+    """Rate printed by a benchmark that counts all attention, if only the unmasked half is computed."""
     attention = _LAYERS * _HIDDEN * context
     counted, done = 6 * _PARAMS + 12 * attention, 6 * _PARAMS + 6 * attention / attention_efficiency
     return matrix_mfu * counted / done

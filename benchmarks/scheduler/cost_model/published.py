@@ -1,6 +1,6 @@
-"""Published measurements of decoding and of whole runs, and what the cost model says of each.
+"""Lists published measurements of decoding and whole runs, and computes the cost model's value for each.
 
-What a source does not print (context lengths, batch sizes, allocations) is marked as assumed in the row's name.
+Values that a source does not print (context lengths, batch sizes, allocations) are marked as assumed in the row's name.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ STREAMRL_STEPS_MS = {
     256: 21.8,
     512: 36.9,
 }
-"""StreamRL, Figure 6, read off: a decode step by batch size."""
+"""StreamRL, Figure 6, read from the plot: a decode step by batch size."""
 _FIGURE_6_CONTEXT = 1500
-"""Assumed; the figure does not say. With much more, 512 sequences of a 7B model would not fit."""
+"""Assumed; the figure does not state it. With much more, 512 sequences of a 7B model would not fit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +53,7 @@ class Row:
 
 
 def decode_rows() -> list[Row]:
-    """What the decode constants are fitted to, tokens per second."""
+    """Rows that the decode constants are fitted to, tokens per second."""
     curve = [
         Row(f"StreamRL Fig. 6, 7B, H800, batch {batch}", batch / ms * 1e3, _step("qwen2.5-7b", "H800", batch))
         for batch, ms in STREAMRL_STEPS_MS.items()
@@ -78,7 +78,7 @@ def decode_rows() -> list[Row]:
 
 
 def held_out_rows() -> list[Row]:
-    """Not fitted: newer engines, 8-bit weights and cache, at the most that fits; batch and engine limits assumed."""
+    """Not fitted: newer engines, 8-bit weights and cache, largest batch that fits; batch and engine limits assumed."""
     rows = [
         ("llama-8b", "H100", 1, 1000, 2000, 13_900),
         ("llama-8b", "H200", 1, 1000, 2000, 16_800),
@@ -109,7 +109,7 @@ def generation_rows() -> list[Row]:
 
 
 def run_rows() -> list[Row]:
-    """Whole runs, samples per second. The first NUM_RUNS_FITTED fit the trainer's duty."""
+    """Whole runs, samples per second. The trainer's duty is fitted to the first NUM_RUNS_FITTED."""
     far = [machines("H800", 2, region="a"), machines("H20", 4, region="b", nic_gbps=100)]
     link = {"a": "a", "b": "b", "bw_Gbps": 80, "latency_ms": 5}
     return [
@@ -130,7 +130,7 @@ NUM_RUNS_FITTED = 5
 
 
 def with_constants(problem: Problem, constants: CostConstants) -> Problem:
-    """The same with other constants; their `train_overhead_s` is of each sample here."""
+    """The problem with other constants; their `train_overhead_s` is per sample here."""
     workload = problem.workload
     overhead_s = constants.train_overhead_s * workload.prompts_per_step * workload.group_size
     return problem.model_copy(update={"cost_model": constants.model_copy(update={"train_overhead_s": overhead_s})})
@@ -180,7 +180,7 @@ def _step(model: str, gpu: str, batch: int) -> Callable[[CostConstants], float]:
 
 
 def _static(model: str, gpu: str, batch: int, prompt: int, output: int) -> Callable[[CostConstants], float]:
-    """A batch that begins together: all prompts, then all completions."""
+    """A batch that starts together: all prompts, then all completions."""
 
     def predict(constants: CostConstants) -> float:
         replica = _replica(constants, model, gpu, prompt=prompt, output=output)
@@ -190,7 +190,7 @@ def _static(model: str, gpu: str, batch: int, prompt: int, output: int) -> Calla
 
 
 def _burst(model: str, gpu: str, requests: int, prompt: int, output: int) -> Callable[[CostConstants], float]:
-    """More equal requests at once than fit: in waves, as few as possible."""
+    """More equal requests than fit at a time: in waves, as few as possible."""
 
     def predict(constants: CostConstants) -> float:
         most = int(_replica(constants, model, gpu, prompt=prompt, output=output).max_batch)
@@ -201,7 +201,7 @@ def _burst(model: str, gpu: str, requests: int, prompt: int, output: int) -> Cal
 
 
 def _full(model: str, gpu: str, tp: int, prompt: int, output: int) -> Callable[[CostConstants], float]:
-    """As many as fit, all the time; of all `tp` GPUs."""
+    """As many as fit, permanently; on all `tp` GPUs."""
 
     def predict(constants: CostConstants) -> float:
         replica = _replica(constants, model, gpu, tp=tp, prompt=prompt, output=output, is_fp8=True)
@@ -212,7 +212,7 @@ def _full(model: str, gpu: str, tp: int, prompt: int, output: int) -> Callable[[
 
 
 def _weights(model: str, gpu: str, tp: int, share: float) -> tuple[float, Callable[[CostConstants], float]]:
-    """Passes over the weights a second at a measured share of the bandwidth; and by the model, fixed cost left out."""
+    """Passes over the weights per second at a measured share of the bandwidth; by the model, without fixed costs."""
     pass_s = float(MODELS[model]["params"]) * 2 / (tp * float(GPUS[gpu]["hbm_GBps"]) * 1e9)
 
     def predict(constants: CostConstants) -> float:
@@ -223,7 +223,7 @@ def _weights(model: str, gpu: str, tp: int, share: float) -> tuple[float, Callab
 
 
 def _steady(model: str) -> Callable[[CostConstants], float]:
-    """One H800 of AReaL's, as full as memory allows, tokens per second."""
+    """One of AReaL's H800s with full memory, tokens per second."""
     problem = areal(model, _h800(1))
 
     def predict(constants: CostConstants) -> float:
@@ -237,7 +237,7 @@ def _steady(model: str) -> Callable[[CostConstants], float]:
 
 
 def _drained(model: str, gpus: int) -> Callable[[CostConstants], float]:
-    """A step's samples begin at once on equal replicas, of the best degree, until the last has ended."""
+    """A step's samples start together on equal replicas, of the best degree, until the last has ended."""
     problem = streamrl(model, _h800(1))
     still_run = _still_run(streamrl_lengths())
 
@@ -260,7 +260,7 @@ def _drained(model: str, gpus: int) -> Callable[[CostConstants], float]:
 
 
 def _still_run(histogram: Document) -> list[tuple[float, float]]:
-    """Decode steps in a row, and the share of samples that have not ended in the middle of them."""
+    """Consecutive decode steps, and the share of samples still running in the middle of them."""
     total, ended = sum(histogram["fractions"]), 0.0
     found = [(float(histogram["start"]), 1.0)]
     for fraction in histogram["fractions"]:
@@ -270,7 +270,7 @@ def _still_run(histogram: Document) -> list[tuple[float, float]]:
 
 
 def _run(problem: Problem, generating: int | None) -> Callable[[CostConstants], float]:
-    """The first machines generate, at the best tensor-parallel degree, the rest trains; None: H20 generate."""
+    """The first machines generate, at the best tensor-parallel degree, the rest trains; with None, the H20 generate."""
     names = [(f"{node.name}-{index}", node) for node in problem.nodes for index in range(node.count)]
     if generating is None:
         gen = [name for name, node in names if node.gpu == "H20"]

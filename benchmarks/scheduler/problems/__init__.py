@@ -1,4 +1,4 @@
-"""Planning problems that the scheduler's benchmarks share: GPUs, models, workloads and clusters.
+"""Makes the planning problems that the scheduler's benchmarks share: GPUs, models, workloads and clusters.
 
-Makes problems; solves and measures nothing.
+Nothing is solved or measured here.
 """

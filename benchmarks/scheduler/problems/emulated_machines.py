@@ -1,4 +1,4 @@
-"""Problems whose machines can be emulated on one computer, and variations of them."""
+"""Defines problems whose machines can be emulated on one computer, and variations of them."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ PROBLEM: Problem = {
         "output_len": {"type": "lognormal", "median": 100, "sigma": 0.5, "max": 256},
         "train_tasks": [{"name": "actor", "kind": "train"}],
     },
-    # The emulated machines take weights between two steps, and have a prefix cache for nobody.
+    # The emulated machines load weights between two steps, and have an unused prefix cache.
     "cost_model": {"max_num_seqs": 32, "sync_pause_s": 0, "prefix_sharing": False},
 }
-"""Two GPUs that can hold the training, and slower ones of three machines of another site, which cannot."""
+"""Two GPUs that can fit the training, and slower ones of three machines at another site, which cannot."""
 
 _SITE = {"region": "there"}
 VARIATIONS: Mapping[str, Problem] = {
@@ -61,11 +61,11 @@ VARIATIONS: Mapping[str, Problem] = {
         }
     },
 }
-"""By name: what is not as in PROBLEM."""
+"""Differences from PROBLEM, by name."""
 
 
 def variation(name: str) -> Problem:
-    """A whole problem. Raises KeyError where there is none of this name."""
+    """A whole problem. Raises KeyError if the name is unknown."""
     changes = VARIATIONS[name]
     workload = {**PROBLEM["workload"], **changes.get("workload", {})}
     return {**PROBLEM, **changes, "workload": workload}

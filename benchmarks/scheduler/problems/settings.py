@@ -1,7 +1,7 @@
-"""GPUs, models and workloads of published measurements, and problems made of them.
+"""Defines GPUs, models and workloads of published measurements, and problems made of them.
 
 Peaks are dense bf16 (fp16 on V100 and T4) of data sheets; all-reduce rates as measured for A100 and H100 (Vidur's
-profiles), scaled for the rest; prices as the papers or public lists state them.
+profiles), scaled for the rest; prices from the papers or public lists.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ MODELS: Mapping[str, Document] = {
     "gpt-j-6b": _model(6.05e9, 28, 4096, (16, 16), 50_400, head_dim=256),
 }
 
-# Read off StreamRL's Figure 7: shares of samples in bins of 635.2 tokens from 828 on.
+# Read from StreamRL's Figure 7: shares of samples in bins of 635.2 tokens from 828 on.
 _STREAMRL = (
     "125 169 121 116 77 61.5 52.7 30.3 33.2 21.5 15.6 22.4 15.6 4.9 6.8 3.9 6.8 2.9 12.7 7.8 7.8 19.5 5.9 6.8 7.8 10.7 "
     "8.8 10.7 5.9 8.8"
