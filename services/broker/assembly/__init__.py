@@ -1,4 +1,4 @@
-"""Stored records and payload, assembled into the messages that leave the broker.
+"""Assembles stored records and payload into the messages that the broker sends.
 
-Reading, framing and splitting, with bounded memory. Which groups leave, and when, is decided in `operations`.
+Reading, framing and splitting, with bounded memory. `operations` decides which groups are sent, and when.
 """

@@ -1,4 +1,4 @@
-"""Records of groups with their payload, as they leave the broker."""
+"""Loads records of groups with their payload, as the broker sends them."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ _log = structlog.get_logger()
 async def load_records(
     hub: RunHub, records: Sequence[GroupRecord], *, has_text: bool = False
 ) -> tuple[dict[str, types_pb2.TrajectoryGroup], dict[str, Packed]]:
-    """Groups that were submitted, with the completions' text if asked for, and those of puts, packed; by record.
+    """Submitted groups, with the completions' text if requested, and packed groups of puts; by record.
 
-    Submitted ones that were given up meanwhile are left out. A put whose payload is lost is given up, and empty.
+    Submitted groups dropped meanwhile are left out. A put whose payload is lost is dropped, and empty.
     """
     groups = await _load_submitted(hub, [record for record in records if not record.HasField("put")], has_text=has_text)
     packed = await _load_puts(hub, [record for record in records if record.HasField("put")])

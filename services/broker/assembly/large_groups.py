@@ -1,7 +1,7 @@
-"""Groups too large for one message: read from the store and sent piece by piece.
+"""Reads groups too large for one message from the store and sends them piece by piece.
 
-Promise: a stream holds at most about READ_BYTES of such a group at a time, or one sample where that is larger, however
-large the group is. What is joined at the other end is the group exactly.
+Promise: a stream buffers at most about READ_BYTES of such a group at a time, or one sample if that is larger, however
+large the group is. The pieces joined at the receiver are exactly the group.
 """
 
 from __future__ import annotations
@@ -23,29 +23,29 @@ from services.broker.runtime.run_replica import RunHub
 from services.broker.state.batches import cut_at, num_groups, payload_bytes, slice_of
 
 BYTES_PER_TOKEN = 8
-"""Of a completion as it is stored: id and log-prob. The text, and versions that change often, come on top."""
+"""Size of a stored completion token: id and log-prob. Text, and versions that change often, come on top."""
 READ_BYTES = 1024 * 1024
-"""Read from the store at once; larger where one sample is."""
+"""Bytes read from the store at once; more if one sample is larger."""
 
 
 class GivenUpError(ServiceUnavailableError):
-    """A group was given up while it was sent; its reader has to begin again."""
+    """A group was dropped while it was being sent; its reader must start over."""
 
 
 def size_bytes(record: GroupRecord) -> int:
-    """About how large the groups of a record are in a message."""
+    """Approximate size of a record's groups in a message."""
     if record.HasField("put"):
         return payload_bytes(record)
     return BYTES_PER_TOKEN * sum(sample.num_tokens for sample in record.samples)
 
 
 def is_large(record: GroupRecord) -> bool:
-    """Whether a record, of those that `portions` gives, is one group that should travel in pieces."""
+    """Whether a record from `portions` is one group that should be sent in pieces."""
     return size_bytes(record) > MAX_WHOLE_BYTES
 
 
 def portions(record: GroupRecord) -> list[GroupRecord]:
-    """The record itself; of a large put copies, each with groups of at most MAX_WHOLE_BYTES or with a single one."""
+    """The record itself; for a large put copies, each with groups of at most MAX_WHOLE_BYTES or with a single one."""
     if num_groups(record) == 1 or not is_large(record):
         return [record]
     cuts, total_bytes = [0], 0
@@ -58,24 +58,24 @@ def portions(record: GroupRecord) -> list[GroupRecord]:
 
 
 def single_groups(record: GroupRecord) -> list[GroupRecord]:
-    """A record for each of its groups."""
+    """One record for each group of a record."""
     return [record] if num_groups(record) == 1 else cut_at(record, range(num_groups(record) + 1))
 
 
 async def read_pieces(
     hub: RunHub, record: GroupRecord, *, has_text: bool = False, left_out: Counter[str] | None = None
 ) -> AsyncGenerator[types_pb2.GroupPiece, None]:
-    """The one group of a record in pieces of PIECE_BYTES, the last one at most so large.
+    """The one group of a record in pieces of PIECE_BYTES; the last one may be smaller.
 
     Args:
-        hub: Of the run.
+        hub: The run's replica.
         record: A copy; see `single_groups` and `portions`.
-        has_text: Whether the completions' text goes along.
-        left_out: Where given, samples whose payload is lost are left out and counted here by group; none is sent of a
-            group that has no other.
+        has_text: Whether to include the completions' text.
+        left_out: If given, samples whose payload is lost are left out and counted here by group; a group without any
+            other sample is not sent.
 
     Raises:
-        GivenUpError: The group was given up meanwhile, or, without `left_out`, payload of it is lost.
+        GivenUpError: The group was dropped meanwhile or, without `left_out`, some of its payload is lost.
     """
     if record.HasField("put"):
         parts = _put_parts(hub, record, left_out)
@@ -93,7 +93,7 @@ async def read_pieces(
 
 
 def cut_group(group: types_pb2.TrajectoryGroup) -> Iterator[types_pb2.GroupPiece]:
-    """A group that is in memory already, in pieces."""
+    """Split a group that is in memory already into pieces."""
     data = group.SerializeToString()
     for start, end in spans(len(data)):
         yield types_pb2.GroupPiece(data=data[start:end], is_last=end == len(data))
@@ -102,7 +102,7 @@ def cut_group(group: types_pb2.TrajectoryGroup) -> Iterator[types_pb2.GroupPiece
 async def _group_parts(
     hub: RunHub, group: GroupRecord, has_text: bool, left_out: Counter[str] | None
 ) -> AsyncIterator[bytes]:
-    """Serialized messages that, one after the other, are one of all: protobuf appends repeated fields."""
+    """Serialized messages whose concatenation is one message of all: protobuf appends repeated fields."""
     prompts = await hub.prompts([group.group_id])
     if group.group_id not in prompts:
         _note_lost(group.group_id, len(kept_indices(group)), left_out)
@@ -123,7 +123,7 @@ async def _group_parts(
 
 
 def _batches(group: GroupRecord) -> Iterator[Sequence[int]]:
-    """The samples that can be used, as they are read together."""
+    """The usable samples, batched as they are read."""
     indices = kept_indices(group)
     ends = accumulate(BYTES_PER_TOKEN * group.samples[index].num_tokens for index in indices)
     batch: list[int] = []
@@ -140,7 +140,7 @@ def _batches(group: GroupRecord) -> Iterator[Sequence[int]]:
 async def _put_parts(hub: RunHub, record: GroupRecord, left_out: Counter[str] | None) -> AsyncIterator[Packed]:
     """The bytes of the group itself, without the tag and the length that precede it in the payload."""
     whole = slice_of(record)
-    # The end first: what is stored whole is there whole or not at all.
+    # The end first: a payload stored whole is present whole or not at all.
     if not await _load(hub, whole.payload_id, whole.end - 1, whole.end):
         if left_out is None:
             await give_up(hub, record)
@@ -160,7 +160,7 @@ async def _load(hub: RunHub, payload_id: str, start: int, end: int) -> Packed:
 
 
 def _note_lost(group_id: str, num_samples: int, left_out: Counter[str] | None) -> None:
-    """Count samples without payload. Raises GivenUpError where they are not to be left out."""
+    """Count samples without payload. Raises GivenUpError unless they are to be left out."""
     if left_out is None:
         raise _given_up(group_id)
     left_out[group_id] += num_samples

@@ -1,4 +1,4 @@
-"""Stored bytes back into the messages that leave the broker. Pure."""
+"""Converts stored bytes to the messages that the broker sends. Pure."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ MAX_FRAME_BYTES = 1024 * 1024
 
 
 def sample_key(sample: SampleId, attempt: int) -> types_pb2.SampleKey:
-    """How the wire names an attempt at a sample."""
+    """The wire's key of an attempt at a sample."""
     return types_pb2.SampleKey(group_id=sample[0], sample_index=sample[1], attempt=attempt)
 
 
 def kept_indices(group: GroupRecord) -> list[int]:
-    """Samples of a group that can be used, in index order."""
+    """Indices of a group's usable samples, ascending."""
     return [index for index, sample in enumerate(group.samples) if sample.state in KEPT_STATES]
 
 
 def trajectory_group(
     group: GroupRecord, prompt: types_pb2.Prompt, chunks: Sequence[Sequence[bytes]], *, has_text: bool = False
 ) -> types_pb2.TrajectoryGroup:
-    """A group as it leaves the broker; `chunks` are the stored chunks of each of `kept_indices(group)`.
+    """A group as the broker sends it; `chunks` are the stored chunks of each of `kept_indices(group)`.
 
-    Text goes along only with `has_text`: an export wants it, a trainer does not.
+    Text is included only with `has_text`: exports need it, trainers do not.
     """
     indices = kept_indices(group)
     return types_pb2.TrajectoryGroup(
@@ -48,7 +48,7 @@ def trajectory_group(
 def trajectory(
     group: GroupRecord, index: int, parts: Sequence[bytes], *, has_text: bool = False
 ) -> types_pb2.Trajectory:
-    """One sample, its chunks joined. Raises InternalError when payload is missing."""
+    """One sample, its chunks joined. Raises InternalError if payload is missing."""
     sample = group.samples[index]
     chunks = [types_pb2.TokenChunk.FromString(part) for part in parts]
     token_ids = b"".join(chunk.token_ids for chunk in chunks)

@@ -1,4 +1,4 @@
-"""Microbatches of about 1 MiB each, in the order in which their groups are added. Pure.
+"""Frames groups into microbatches of about 1 MiB each, in the order in which they are added. Pure.
 
 They are serialized here: put into a message, packed groups would be copied three times on their way to the socket.
 """
@@ -16,7 +16,7 @@ _PACKED_GROUPS = broker_pb2.Microbatch.PACKED_GROUPS_FIELD_NUMBER
 
 
 class Frames:
-    """Collects groups, parsed or packed; a larger group goes alone."""
+    """Collects groups, parsed or packed; a larger group gets its own microbatch."""
 
     def __init__(self, policy_version: int) -> None:
         self._policy_version = policy_version
@@ -26,24 +26,24 @@ class Frames:
         self._responses: list[bytes] = []
 
     def take(self) -> list[bytes]:
-        """What was added since the last call, each a serialized StreamMicrobatchesResponse; the last is closed."""
+        """The groups added since the last call as serialized StreamMicrobatchesResponses; closes the last one."""
         self.close()
         responses, self._responses = self._responses, []
         return responses
 
     def add_group(self, group: types_pb2.TrajectoryGroup) -> None:
-        """A group as a message."""
+        """Add a group as a message."""
         self._make_room(group.ByteSize())
         self._groups.append(group)
 
     def add_packed(self, packed: Packed) -> None:
-        """Groups as a serialized TrajectoryGroups; empty bytes are none."""
+        """Add groups as a serialized TrajectoryGroups; empty bytes add none."""
         if packed:
             self._make_room(len(packed))
             self._packed.append(packed)
 
     def add_piece(self, piece: types_pb2.GroupPiece) -> None:
-        """A part of a group, in a microbatch of its own."""
+        """Add a part of a group, in a microbatch of its own."""
         self.close()
         microbatch = self._microbatch()
         microbatch.piece.CopyFrom(piece)
@@ -55,7 +55,7 @@ class Frames:
         self._size_bytes += size_bytes
 
     def close(self) -> None:
-        """End a microbatch: what is added next begins another."""
+        """End a microbatch: the next addition begins another."""
         if not self._size_bytes:
             return
         microbatch = self._microbatch()
@@ -63,7 +63,7 @@ class Frames:
         head, size_bytes = microbatch.SerializeToString(), sum(map(len, self._packed))
         if size_bytes:
             head += field_prefix(_PACKED_GROUPS, size_bytes)
-        # One serialized list after the other is the serialized list of both.
+        # Concatenated serialized lists are the serialized list of both.
         self._responses.append(b"".join((field_prefix(_MICROBATCH, len(head) + size_bytes), head, *self._packed)))
         self._groups, self._packed, self._size_bytes = [], [], 0
 

@@ -1,7 +1,7 @@
-"""Groups that were handed over, loaded and put into frames, as the consumer reads them.
+"""Loads delivered groups and puts them into frames as the consumer reads them.
 
-Promise: beside a large group, of which `large_groups` bounds what is held, at most about MAX_READ_AHEAD_BYTES are
-loaded at once: a consumer that reads slowly costs no more memory than that.
+Promise: apart from a large group, which `large_groups` bounds, at most about MAX_READ_AHEAD_BYTES are loaded at once:
+a slow consumer costs no more memory than that.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from services.broker.runtime.run_replica import RunHub
 
 MAX_READ_AHEAD_BYTES = 8 * 1024 * 1024
 ENVELOPE_BYTES = 4096
-"""More than what a response adds to a group."""
+"""Upper bound of a response's overhead beyond its group."""
 
 
 async def load_frames(
     hub: RunHub, hello: broker_pb2.TrainerHello, microbatches: Sequence[Sequence[GroupRecord]], *, policy_version: int
 ) -> AsyncGenerator[bytes, None]:
-    """Serialized StreamMicrobatchesResponses with all groups whose payload is there.
+    """Serialized StreamMicrobatchesResponses with all groups whose payload is present.
 
     Raises:
-        InvalidFieldError: A group fits no message, and the consumer takes no pieces.
-        ServiceUnavailableError: A large group was given up meanwhile.
+        InvalidFieldError: A group does not fit a message, and the consumer accepts no pieces.
+        ServiceUnavailableError: A large group was dropped meanwhile.
     """
     frames, number = Frames(policy_version), 0
     for batch in _batches(microbatches):
@@ -56,7 +56,7 @@ async def load_frames(
 
 
 def _batches(microbatches: Sequence[Sequence[GroupRecord]]) -> Iterator[list[tuple[int, GroupRecord]]]:
-    """Records that are loaded together, each with the number of its microbatch; a large one is alone."""
+    """Batches of records to load together, each with the number of its microbatch; a large one is alone."""
     batch: list[tuple[int, GroupRecord]] = []
     total_bytes = 0
     for number, members in enumerate(microbatches):
@@ -105,7 +105,7 @@ def _add_group(frames: Frames, hello: broker_pb2.TrainerHello, group: types_pb2.
 
 
 def too_large(group: types_pb2.TrajectoryGroup, *, field: str) -> InvalidFieldError:
-    """What a client hears that reads no pieces and is due a group that fits no message."""
+    """The error for a client that accepts no pieces and is due a group that does not fit a message."""
     return InvalidFieldError(
         f"{field}: group {group.prompt.group_id!r} has {group.ByteSize()} bytes, and a message holds "
         f"{MAX_MESSAGE_BYTES}; read such groups in pieces and set this, or lower the run's group_size or "

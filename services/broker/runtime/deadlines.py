@@ -1,4 +1,4 @@
-"""Time limits that stand still while a run's copy is loaded: how long that takes is a matter of the run's size."""
+"""Pauses time limits while a run's copy is loaded, which takes longer the larger the run."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from contextlib import asynccontextmanager, contextmanager
 
 
 class Deadlines:
-    """The limits that are running."""
+    """The running limits."""
 
     def __init__(self) -> None:
         self._timeouts: dict[asyncio.Timeout, float] = {}
-        """With what each has left, seconds, while they stand still."""
+        """The paused limits, each with its remaining seconds."""
         self._is_paused = False
 
     @asynccontextmanager
     async def within(self, limit_s: float) -> AsyncIterator[None]:
-        """Raises TimeoutError where what is inside takes longer, pauses left out."""
+        """Raise TimeoutError if the block takes longer, pauses excluded."""
         async with asyncio.timeout(None if self._is_paused else limit_s) as timeout:
             self._timeouts[timeout] = limit_s
             try:
@@ -27,7 +27,7 @@ class Deadlines:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Inside, every limit stands still."""
+        """Pause every limit inside the block."""
         now_s = asyncio.get_running_loop().time
         self._is_paused = True
         for timeout in self._timeouts:

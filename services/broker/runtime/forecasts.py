@@ -1,7 +1,7 @@
-"""Forecasts of completion lengths, asked of the scheduler when prompts are submitted.
+"""Asks the scheduler for forecasts of completion lengths when prompts are submitted.
 
-Advice: a submission never fails for lack of it and waits TIMEOUT_S at most. After a failure the scheduler is left alone
-for a while, longer each time, so that a run without one is not slowed down.
+Forecasts are advice: a submission never fails without them and waits TIMEOUT_S at most. After a failure the scheduler
+is not asked for a while, longer each time, so that a run without one is not slowed down.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ MIN_BACKOFF_S, MAX_BACKOFF_S = 1.0, 30.0
 MAX_QUERIES = 1_024
 MAX_EXPECTED_TOKENS = 1 << 24
 MAX_END_TOKENS, MAX_END_CHARACTERS = 512, 1_024
-"""Of each end of a prompt that are sent: what the scheduler uses, 12 MiB at most in all."""
+"""Length of the two ends of a prompt that are sent: as much as the scheduler uses, 12 MiB at most in all."""
 
 _Cut = TypeVar("_Cut", str, bytes)
 
@@ -34,10 +34,10 @@ class Forecaster:
     """Asks one scheduler.
 
     Args:
-        target: Its host:port; None where there is none.
+        target: Its host:port; None without a scheduler.
         security: Credentials of the process.
         clock: For the back-off.
-        on_answer: Hears what came of each question: answered, failed or skipped.
+        on_answer: Called with the outcome of each request: answered, failed or skipped.
     """
 
     def __init__(
@@ -59,12 +59,12 @@ class Forecaster:
 
     @classmethod
     def absent(cls, clock: Clock) -> Self:
-        """Where there is no scheduler."""
+        """A forecaster without a scheduler."""
         return cls(None, security=Security(), clock=clock)
 
     @property
     def state(self) -> str:
-        """Where lengths come from, for people."""
+        """Where lengths come from, for display."""
         if self._target is None:
             return "no scheduler is configured, lengths unknown"
         if self._num_failures:
@@ -75,7 +75,7 @@ class Forecaster:
         return f"forecasts of the scheduler ({model})"
 
     async def forecasts(self, run_id: str, prompts: Sequence[types_pb2.Prompt]) -> dict[str, float]:
-        """Expected completion tokens by group id, where there is an expectation; empty when the scheduler is away."""
+        """Expected completion tokens by group id, where known; empty if the scheduler is unavailable."""
         if self._channel is None:
             return {}
         if self._clock.monotonic_s() < self._retry_s:
@@ -97,14 +97,14 @@ class Forecaster:
         }
 
     async def close(self) -> None:
-        """Let go of the connection."""
+        """Close the connection."""
         if self._channel is not None:
             await self._channel.close()
 
     def _note_failure(self, error: PenstockError, *, asked_s: float) -> None:
         self._on_answer("failed")
         if asked_s <= self._failed_s:
-            # Asked while another failed: one hitch met several runs, and is no reason to stay away for longer.
+            # Sent while another failed: one hitch hit several runs and should not lengthen the back-off.
             return
         if not self._num_failures:
             _log.warning("scheduler away: dispatch goes on without forecasts", target=self._target, error=str(error))
@@ -132,5 +132,5 @@ def _query(prompt: types_pb2.Prompt) -> scheduler_pb2.LengthQuery:
 
 
 def _ends(whole: _Cut, most: int) -> _Cut:
-    """The first and the last `most` of it."""
+    """The first and the last `most` items."""
     return whole if len(whole) <= 2 * most else whole[:most] + whole[-most:]

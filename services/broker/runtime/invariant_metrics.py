@@ -1,7 +1,7 @@
-"""One set of numbers for each of the seven invariants, named after it, so that an alert can be written for each.
+"""Metrics for each of the seven invariants, named after it, so that an alert can be written for each.
 
-What must stay 0 is `..._imbalance_samples`, `..._violations_samples`; the other counters move in an honest run too (a
-retry is a duplicate recognised) and say how hard an invariant had to work.
+`..._imbalance_samples` and `..._violations_samples` must stay 0; the other counters rise in a correct run too (a
+retry is a recognised duplicate) and show how often an invariant was enforced.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _TRAIN, _EVALUATE = types_pb2.PURPOSE_TRAIN, types_pb2.PURPOSE_EVALUATE
 
 
 class InvariantMetrics:
-    """See the module; labels are the run, or what kind of thing was counted."""
+    """See the module; labels are the run, or the kind of item counted."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         def gauge(name: str, text: str, *labels: str) -> Gauge:
@@ -41,15 +41,15 @@ class InvariantMetrics:
         self._refusals = counter("bounded_refusals", "Items refused because a queue was full", "queue")
 
     def count_duplicates(self, kind: str, count: int) -> None:
-        """Repetitions recognised; kind is prompt, chunk, score, step or put."""
+        """Recognised repetitions; kind is prompt, chunk, score, step or put."""
         self._duplicates.labels(kind).inc(count)
 
     def count_refused_tokens(self, reason: str, count: int) -> None:
-        """Tokens refused because they would be there twice, or leave a gap; reason is the chunk's."""
+        """Tokens refused because they would be duplicates or leave a gap; reason is the chunk's."""
         self._twice.labels(reason).inc(count)
 
     def count_unattested(self, count: int) -> None:
-        """Chunks refused whose version the run has not reached."""
+        """Chunks refused because the run has not reached their version."""
         self._unattested.inc(count)
 
     def count_refusals(self, queue: str, count: int) -> None:

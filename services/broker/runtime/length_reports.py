@@ -1,7 +1,7 @@
-"""Tells the scheduler how long finished completions were, so that it can forecast. Nothing ever waits for it.
+"""Reports the lengths of finished completions to the scheduler, so that it can forecast. Nothing ever waits for it.
 
-Lengths gather and go out together now and then; the scheduler knows the prompts of the groups whose lengths were asked
-for. While it is away it is left alone for longer and longer; the newest MAX_KEPT lengths are kept, older ones let go.
+Lengths are batched and sent periodically; the scheduler knows the prompts of the groups whose lengths were requested.
+While it is unavailable, retries become rarer; the newest MAX_KEPT lengths are kept, older ones discarded.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ class LengthReporter:
     """Reports to one scheduler.
 
     Args:
-        target: Its host:port; None where there is none, and then nothing is kept.
+        target: Its host:port; None without a scheduler, when nothing is kept.
         security: Credentials of the process.
-        on_report: Hears what came of lengths, and of how many: reported, refused or forgotten.
+        on_report: Called with the outcome of lengths and their number: reported, refused or forgotten.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class LengthReporter:
         self._kept: deque[Length] = deque()
 
     def note(self, run_id: str, group_id: str, num_tokens: int) -> None:
-        """A sample of this group was finished with so many completion tokens."""
+        """Note that a sample of this group finished with this many completion tokens."""
         if self._channel is None:
             return
         if len(self._kept) >= MAX_KEPT:
@@ -70,15 +70,15 @@ class LengthReporter:
                 await asyncio.sleep(next(delays_s))
 
     async def close(self) -> None:
-        """Report what is left, if that is quick, and let go of the connection."""
+        """Report what is left, if that is quick, and close the connection."""
         if self._channel is not None:
             await self._report()
             await self._channel.close()
 
     async def _report(self) -> bool:
-        """Send what gathered; whether the scheduler took it all, or there was nothing."""
+        """Send the pending lengths; returns whether the scheduler took all of them, or there were none."""
         while self._kept:
-            # Taken out before the call: what comes meanwhile may push the oldest out.
+            # Removed before the call: lengths that arrive meanwhile may evict the oldest.
             part = [self._kept.popleft() for _ in range(min(len(self._kept), MAX_PER_CALL))]
             runs = list(dict.fromkeys(run_id for run_id, _, _ in part))
             for index, run_id in enumerate(runs):
@@ -91,7 +91,7 @@ class LengthReporter:
         return True
 
     async def _send(self, run_id: str, lengths: Sequence[Length]) -> str:
-        """What came of it: reported, refused or failed."""
+        """The outcome: reported, refused or failed."""
         assert self._channel is not None
         request = scheduler_pb2.ReportLengthsRequest(run_id=run_id)
         for _, group_id, num_tokens in lengths:

@@ -1,4 +1,4 @@
-"""Numbers for Prometheus. Counters move as things happen; gauges follow a run's state when the caretaker passes."""
+"""Exports the broker's metrics to Prometheus. Events raise counters; the caretaker sets gauges periodically."""
 
 from __future__ import annotations
 
@@ -76,31 +76,31 @@ class BrokerMetrics:
         )
 
     def count_leases(self, kind: str, count: int) -> None:
-        """Leases given; kind is generation or scoring."""
+        """Count granted leases; kind is generation or scoring."""
         self._leases.labels(kind).inc(count)
 
     def count_forecasts(self, outcome: str) -> None:
-        """A question to the scheduler: answered, failed or skipped."""
+        """Count a request to the scheduler: answered, failed or skipped."""
         self._forecasts.labels(outcome).inc()
 
     def count_length_reports(self, outcome: str, count: int) -> None:
-        """Lengths for the scheduler: reported, refused, or forgotten because it was away for long."""
+        """Count lengths for the scheduler: reported, refused, or forgotten because it was unavailable for long."""
         self._length_reports.labels(outcome).inc(count)
 
     def count_moves(self, count: int) -> None:
-        """Leases taken from one generator and given to another."""
+        """Count leases taken from one generator and given to another."""
         self._moves.inc(count)
 
     def count_expired(self, kind: str, count: int) -> None:
-        """Leases expired."""
+        """Count expired leases."""
         self._expired.labels(kind).inc(count)
 
     def count_tokens(self, count: int) -> None:
-        """Completion tokens stored."""
+        """Count stored completion tokens."""
         self._tokens.inc(count)
 
     def count_refused(self, reason: str) -> None:
-        """A chunk refused."""
+        """Count a refused chunk."""
         self._refused.labels(reason).inc()
 
     def observe(
@@ -118,7 +118,7 @@ class BrokerMetrics:
         self._conflicts.labels(run_id).set(num_conflicts)
 
     def observe_books(self, run_id: str, counts: Mapping[str, int]) -> None:
-        """Set the gauges of a run that follow the counters of its books."""
+        """Set the gauges of a run that follow its audit counters."""
         trained: Counter[int] = Counter()
         dropped: Counter[tuple[str, int]] = Counter()
         for name, count in counts.items():

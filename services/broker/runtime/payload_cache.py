@@ -1,7 +1,7 @@
-"""Payload of puts on its way through this process.
+"""Caches payload of puts that passes through this process.
 
-It is kept from the put until it is handed out, so that it is not read back from the store. What is kept is bounded, and
-what is not here is loaded.
+It is kept from the put until delivery, so that it is not read back from the store. The cache is bounded, and missing
+payload is loaded.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class PayloadCache:
         self._size_bytes = 0
 
     def add(self, payload_id: str, payload: Packed) -> None:
-        """Keep a payload, at the cost of the oldest ones; one that is larger than all of the room is not kept."""
+        """Keep a payload, evicting the oldest ones; one larger than the whole cache is not kept."""
         self.discard(payload_id)
         if len(payload) > self._max_bytes:
             return
@@ -34,11 +34,11 @@ class PayloadCache:
             self._size_bytes -= len(self._payloads.popitem(last=False)[1])
 
     def discard(self, payload_id: str) -> None:
-        """Let go of a payload, if it is here."""
+        """Remove a payload, if present."""
         self._size_bytes -= len(self._payloads.pop(payload_id, b""))
 
     async def load(self, slices: Sequence[PayloadSlice]) -> list[Packed]:
-        """Parts of payloads; shorter than asked for where the payload is gone."""
+        """Parts of payloads; shorter than requested if the payload is gone."""
         parts: dict[PayloadSlice, Packed] = {}
         for part in slices:
             payload = self._payloads.get(part.payload_id)

@@ -1,8 +1,8 @@
-"""Runs that go: deleted by a person, or expired some time after they were closed.
+"""Removes runs: deleted by an operator, or expired some time after they were closed.
 
-Order: the run's record is marked (from then on nobody can open it or write to it, and its streams end), then its
-records and payload go in slices, then, for a deletion, the rest of its keys. Each part is safe to repeat by any broker
-process, and each slice is cut only while the run is still the marked one.
+Order: the run's record is marked (from then on it cannot be opened or written to, and its streams end), then its
+records and payload are deleted in slices, then, for a deletion, the rest of its keys. Any broker process may safely
+repeat each part, and each slice is deleted only while the run is still the marked one.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from services.broker.runtime.run_replica import RunHub
 
 DELETED, EXPIRED = "deleted", "expired"
 CALL_S = 2.0
-"""Time one call takes at most for slices, before it asks to be repeated."""
+"""Longest time one call spends on slices before it asks to be repeated."""
 WORKING_S = 60.0
-"""A run that is open and took a step, or was opened, this lately is being worked on."""
+"""An open run that took a step, or was opened, this recently is in use."""
 MAX_ATTEMPTS = 50
 
 
 async def delete(hub: RunHub, *, is_forced: bool) -> broker_pb2.DeleteRunResponse:
-    """Delete a run, or go on deleting it; see DeleteRun.
+    """Delete a run, or continue deleting it; see DeleteRun.
 
     Raises:
-        RunConflictError: it is open and being worked on, and the caller does not force it.
-        ServiceUnavailableError: the store is away, or others kept changing the run.
+        RunConflictError: it is open and in use, and the caller does not force it.
+        ServiceUnavailableError: the store is unavailable, or others kept changing the run.
     """
     store, until_s, num_keys = hub.store, time.monotonic() + CALL_S, 0
     existed = hub.run_id in await store.run_ids()
@@ -59,9 +59,9 @@ async def delete(hub: RunHub, *, is_forced: bool) -> broker_pb2.DeleteRunRespons
 
 
 async def expire(hub: RunHub, root: Root) -> None:
-    """Mark a closed run, so that its payload may go; what is still in flight is dropped with reason `expired` first.
+    """Mark a closed run for payload deletion; samples still in flight are dropped with reason `expired` first.
 
-    Raises ConflictError where somebody changed the run meanwhile.
+    Raises ConflictError if the run was changed meanwhile.
     """
     run = RunRecord.FromString(root.run)
     if run.submitted != run.trained + sum(run.dropped.values()):
@@ -74,7 +74,7 @@ async def expire(hub: RunHub, root: Root) -> None:
 
 
 async def note_closed(store: Store, root: Root, now_s: float) -> None:
-    """Begin to count for a run that was closed before the time of it was noted."""
+    """Start the retention period of a run that was closed before closing times were recorded."""
 
     def change(run: RunRecord) -> None:
         run.close_s = now_s

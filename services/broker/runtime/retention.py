@@ -1,6 +1,6 @@
-"""The payload of closed runs leaves the store some time after their closing; deletions left half done are finished.
+"""Deletes the payload of closed runs some time after they close, and finishes interrupted deletions.
 
-Every broker process looks; marks and slices see to it that each thing happens once. Time is the store's own.
+Every broker process checks; marks and slices ensure that each deletion happens once. Time is the store's own.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from services.broker.runtime import removal
 from services.broker.runtime.run_registry import Hubs
 
 CHECK_EVERY_S = 600.0
-"""Also how long after a broker's start the first look is: a trainer that comes with it may open its run again."""
+"""Also the delay of the first check after a broker's start: a trainer started with it may reopen its run."""
 ROOTS_AT_ONCE = 100
 
 _log = structlog.get_logger()
@@ -31,7 +31,7 @@ class Retention:
         self._keep_s = keep_s
 
     async def run(self) -> None:
-        """Look now and then, until cancelled."""
+        """Check periodically, until cancelled."""
         while True:
             await asyncio.sleep(CHECK_EVERY_S)
             try:
@@ -40,7 +40,7 @@ class Retention:
                 _log.warning("closed runs not looked at", error=str(error))
 
     async def check(self) -> None:
-        """Look at every run once. Raises ServiceUnavailableError."""
+        """Check every run once. Raises ServiceUnavailableError."""
         run_ids = await self._hubs.store.run_ids()
         for start in range(0, len(run_ids), ROOTS_AT_ONCE):
             some = run_ids[start : start + ROOTS_AT_ONCE]

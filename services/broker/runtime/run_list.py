@@ -1,4 +1,4 @@
-"""Runs as a list shows them: from each run's record alone, without its groups."""
+"""Lists runs, each summarised from its record alone, without its groups."""
 
 from __future__ import annotations
 

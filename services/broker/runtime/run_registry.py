@@ -1,4 +1,4 @@
-"""The runs a broker process works on, and their caretaker: polls, expires leases, watches the store.
+"""Keeps the runs that a broker process works on; their caretaker polls, expires leases and watches the store.
 
 Every broker process advances the runs' clocks and expires leases; the store's commits make sure that each expiry
 happens once.
@@ -25,22 +25,22 @@ from services.broker.stalls import stall_report
 from services.broker.state.run_state import RunState
 
 POLL_EVERY_S = 0.25
-"""Also how late another broker process's change is noticed, and how late a lease expires."""
+"""Also the delay until another broker process's change is noticed and until a lease expires."""
 OBSERVE_EVERY_S = 1.0
-"""How often the metrics follow the queues and who waits for whom, which looks at every sample that is decoded."""
+"""Interval of the queue and stall metrics, which look at every sample being decoded."""
 BOOKS_EVERY_S = 5.0
-"""How often the metrics follow the books, which are read from the store for it."""
+"""Interval of the audit metrics, which read the counters from the store."""
 IDLE_RUN_S = 60.0
-"""A run that nobody uses for this long is let go of; its state is in the store."""
+"""A run unused for this long is unloaded; its state is in the store."""
 
 _log = structlog.get_logger()
 
 
 class Hubs:
-    """Hubs by run id, made on demand.
+    """Run replicas by run id, created on demand.
 
-    Promise: a run has one hub as long as anybody holds it, a stream that is still attaching too; otherwise that stream
-    would go on with a hub that is neither polled nor rid of expired leases.
+    Promise: a run has one replica as long as anything refers to it, including a stream that is still attaching;
+    otherwise that stream would use a replica that is neither polled nor cleared of expired leases.
     """
 
     def __init__(
@@ -59,13 +59,13 @@ class Hubs:
         self.length_reporter = length_reporter
         self._hubs: WeakValueDictionary[str, RunHub] = WeakValueDictionary()
         self._used_lately: dict[str, RunHub] = {}
-        """Kept, with their copies, though nobody may hold them now."""
+        """Kept, with their copies, even if nothing refers to them now."""
         self._listeners: set[asyncio.Event] = set()
         self.is_stopping = False
 
     @contextmanager
     def listening(self, event: asyncio.Event) -> Iterator[None]:
-        """Inside, `event` is set when the process drains."""
+        """Inside the block, `event` is set when the process drains."""
         self._listeners.add(event)
         try:
             yield
@@ -73,7 +73,7 @@ class Hubs:
             self._listeners.discard(event)
 
     def hub(self, run_id: str) -> RunHub:
-        """The hub of a run that may or may not exist."""
+        """The replica of a run that may or may not exist."""
         hub = self._hubs.get(run_id)
         if hub is None:
             hub = self._hubs[run_id] = RunHub(run_id, store=self.store, clock=self.clock)
@@ -81,7 +81,7 @@ class Hubs:
         return hub
 
     async def stop(self) -> None:
-        """Make every stream end: the process drains."""
+        """End every stream: the process drains."""
         self.is_stopping = True
         for hub in list(self._hubs.values()):
             hub.wake()
@@ -89,12 +89,12 @@ class Hubs:
             event.set()
 
     def check_serving(self) -> None:
-        """Raises ServiceUnavailableError once the process drains."""
+        """Raise ServiceUnavailableError once the process drains."""
         if self.is_stopping:
             raise ServiceUnavailableError("the broker drains: reconnect")
 
     async def care(self, set_serving: Callable[[bool], Awaitable[None]]) -> None:
-        """Look after every run until cancelled; `set_serving` hears of every change of the store's health."""
+        """Look after every run until cancelled; `set_serving` is called at every change of the store's health."""
         is_serving: bool | None = None
         while True:
             try:
@@ -152,7 +152,7 @@ class Hubs:
 
 
 async def expire(hub: RunHub, metrics: BrokerMetrics) -> None:
-    """Take expired leases back, if there are any: by what the run's clock was when it was last read, and not later."""
+    """Reclaim any expired leases, as of the last reading of the run's clock and not later."""
     if hub.copy is None:
         return
 

@@ -1,16 +1,16 @@
-"""A run inside one broker process: a copy of its records, changed by one transaction after another.
+"""Holds a run inside one broker process: a copy of its records, changed by one transaction after another.
 
 Promises:
-- `transact` decides on the copy and commits against the mark of that copy; if another process was first, it takes over
-  the difference and decides again. Nothing is answered before the store has it.
-- Operations that come while a commit is under way are decided in order and committed together by the next one. One that
-  fails leaves no trace and does not hurt the others.
-- After a commit of unknown outcome (the store went away, it took too long) the copy goes back to where it was before,
-  and the next call begins with what changed in the store since: that commit, if it happened.
-- Loading a copy goes on in slices between which others run, however long it takes and whoever still waits for it; no
-  deadline of this process runs meanwhile.
-- Listeners are woken by every change, whoever made it, but not where samples under way only grew; changes of other
-  processes are noticed by `poll`.
+- `transact` decides on the copy and commits against the mark of that copy; if another process was first, it applies
+  the difference and decides again. Nothing is answered before it is stored.
+- Operations that arrive during a commit are decided in order and committed together by the next one. A failed one
+  leaves no trace and does not affect the others.
+- After a commit of unknown outcome (the store failed, or took too long) the copy returns to its previous state,
+  and the next call begins with the store's changes since: that commit, if it happened.
+- Loading a copy proceeds in slices, between which other tasks run, however long it takes and even if its callers are
+  gone; the deadlines of this process are paused meanwhile.
+- Listeners are woken by every change of any process, except growth of samples under way; `poll` detects changes of
+  other processes.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ MAX_BATCH_OPERATIONS = 256
 
 _T = TypeVar("_T")
 Follower = Callable[[RunState], Callable[[RunState], Any] | None]
-"""Gives an operation where it has something to do."""
+"""Returns an operation if it has something to do."""
 
 
 @dataclass(slots=True, eq=False)
@@ -52,17 +52,17 @@ class _Request:
     operation: Callable[[RunState], Any]
     must_verify: bool
     create: Callable[[RunState], Any] | None
-    """What to do instead where the run does not exist; such a request is a batch of its own."""
+    """The alternative if the run does not exist; such a request is a batch of its own."""
     answer: asyncio.Future[Any]
     reading: Callable[[RunState, Mapping[str, int]], Any] | None = None
-    """What to read instead, with the books; such a request is a batch of its own, too."""
+    """The alternative that reads the audit counters; such a request is a batch of its own, too."""
     is_follower: bool = False
     result: Any = None
     error: PenstockError | None = None
 
     @property
     def is_alone(self) -> bool:
-        """Whether nothing else is decided together with it."""
+        """Whether it is decided alone."""
         return self.create is not None or self.reading is not None
 
 
@@ -75,29 +75,29 @@ class RunHub:
         self.clock = RunClock(clock)
         self.num_conflicts = 0
         self.last_used_s = clock.monotonic_s()
-        """The times of this process's own housekeeping are of its monotonic clock."""
+        """Times of this process's housekeeping are on its monotonic clock."""
         self.books_read_s = -math.inf
-        """When the caretaker last read the books."""
+        """When the caretaker last read the audit counters."""
         self.observed_s = -math.inf
-        """When it last set the metrics of the run's queues and waits."""
+        """When it last set the metrics of the run's queues and stalls."""
         self._state: RunState | None = None
         self._mark: Mark | None = None
         self._is_doubtful = False
-        """Whether the store may have a commit that the copy does not know of."""
+        """Whether the store may have a commit that the copy lacks."""
         self._deadlines = Deadlines()
         self._waiting: deque[_Request] = deque()
         self._worker: asyncio.Task[None] | None = None
         self._listeners: dict[asyncio.Event, bool] = {}
-        """Events to set, and whether only for the run's end."""
+        """Events to set, and whether only at the run's end."""
         self._followers: dict[Follower, Callable[[asyncio.Future[Any]], None]] = {}
-        """In order of arrival: woken in that order, so that who asked first is served first."""
+        """In order of arrival: woken in that order, so that the first to ask is served first."""
         self._prompts: OrderedDict[str, types_pb2.Prompt] = OrderedDict()
         self.num_groups_coming = 0
         """Groups of puts that are being stored."""
         self.coming_bytes = 0
         """Payload of puts that are being stored."""
         self.receiving_bytes = 0
-        """Payload of puts that come in parts, until they are stored; see `put_parts`."""
+        """Payload of puts that arrive in parts, until they are stored; see `trajectory_parts`."""
         self.payloads = PayloadCache(run_id, store=store)
         self.peers = Peers(run_id, store=store, clock=self.clock)
         self.dispatcher = Dispatcher(self.peers)
@@ -106,10 +106,10 @@ class RunHub:
 
     @contextmanager
     def listening(self, event: asyncio.Event | None = None, *, only_end: bool = False) -> Iterator[asyncio.Event]:
-        """An event (the given one, or a new one) that changes of the run set, see above; the listener clears it.
+        """An event (the given one, or a new one) that changes of the run set; the listener clears it.
 
-        With `only_end` nothing but the run's closing or going sets it: of many streams that wait for no more than that,
-        every commit would else wake each.
+        With `only_end` only the run's closing or removal sets it: otherwise every commit would wake the many streams
+        that wait for nothing else.
         """
         event = event or asyncio.Event()
         self._listeners[event] = only_end
@@ -120,11 +120,11 @@ class RunHub:
 
     @contextmanager
     def following(self, follower: Follower, take: Callable[[asyncio.Future[Any]], None]) -> Iterator[None]:
-        """Inside, `follower` is asked after every batch that changes the run whether it has something to do on that.
+        """Inside the block, `follower` is called after every batch that changes the run, and may return an operation.
 
-        What it does is part of the same commit: work that one call makes ready and another waits for is handed on
-        without a round trip of its own. `take` gets the operation's answer. A follower that has given an operation must
-        give no other before that.
+        The operation is part of the same commit: work that one call makes ready and another waits for is delivered
+        without a separate round trip. `take` gets the operation's answer. Before that, the follower must not return
+        another operation.
         """
         self._followers[follower] = take
         try:
@@ -134,7 +134,7 @@ class RunHub:
 
     @property
     def num_listeners(self) -> int:
-        """Streams that listen."""
+        """Number of streams that listen."""
         return len(self._listeners)
 
     def wake(self) -> None:
@@ -146,13 +146,13 @@ class RunHub:
 
     @property
     def copy(self) -> RunState | None:
-        """The copy as it stands, for hints only: it may be behind the store. None when nothing is loaded."""
+        """The current copy, for hints only: it may be behind the store. None if not loaded."""
         return self._state
 
     # -- transactions --------------------------------------------------------------------------------------------------
 
     async def open(self, request: broker_pb2.OpenRunRequest) -> broker_pb2.OpenRunResponse:
-        """Create the run or re-attach to it; see `opening`."""
+        """Create the run or re-attach to it; see `lifecycle`."""
 
         def reopen(state: RunState) -> broker_pb2.OpenRunResponse:
             return reopen_run(state, request, self.clock.now_s())
@@ -167,13 +167,13 @@ class RunHub:
         """Run an operation and commit what it changed; returns its result.
 
         Args:
-            operation: may run several times; has no effect but on the state.
-            must_verify: ask the store even when nothing changed. False where "nothing to do" is told to nobody.
+            operation: may run several times; affects only the state.
+            must_verify: ask the store even if nothing changed. False if "nothing to do" is not reported.
 
         Raises:
             UnknownRunError: no such run.
-            ServiceUnavailableError: the store is away, or other processes kept being first.
-            PenstockError: what the operation raised on an up-to-date copy.
+            ServiceUnavailableError: the store is unavailable, or other processes kept committing first.
+            PenstockError: any error of the operation on an up-to-date copy.
         """
         result: _T = await self._request(operation, must_verify=must_verify, create=None)
         return result
@@ -184,7 +184,7 @@ class RunHub:
         self.clock.take(await self.store.tick(self.run_id, gap_s))
 
     async def poll(self) -> None:
-        """Take over what other processes changed; drops the copy of a run that is gone."""
+        """Apply changes of other processes; drops the copy of a deleted run."""
         if self._state is not None:
             try:
                 await self.transact(_nothing)
@@ -192,11 +192,11 @@ class RunHub:
                 self.wake()
 
     async def read_books(self, reading: Callable[[RunState, Mapping[str, int]], _T]) -> _T:
-        """What `reading` makes of the run and of the counters of its books, both after one and the same commit.
+        """The result of `reading` on the run and its audit counters, both as of the same commit.
 
         Raises:
             UnknownRunError: no such run.
-            ServiceUnavailableError: the store is away, or other processes kept committing in between.
+            ServiceUnavailableError: the store is unavailable, or other processes kept committing in between.
         """
         result: _T = await self._request(_nothing, must_verify=True, create=None, reading=reading)
         return result
@@ -209,7 +209,7 @@ class RunHub:
         create: Callable[[RunState], Any] | None,
         reading: Callable[[RunState, Mapping[str, int]], Any] | None = None,
     ) -> Any:
-        """Queue an operation and wait for its commit. A caller that goes away does not tear a commit in two."""
+        """Queue an operation and wait for its commit. A cancelled caller does not split a commit."""
         self.last_used_s = self.clock.monotonic_s()
         answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self._waiting.append(_Request(operation, must_verify, create, answer, reading))
@@ -245,7 +245,7 @@ class RunHub:
             self._worker = None
 
     def _next_batch(self) -> list[_Request]:
-        """What is decided together: everything that waits, in order, but an opening or an audit alone."""
+        """The next batch: all waiting requests in order, or an opening or audit alone."""
         batch: list[_Request] = []
         while self._waiting and len(batch) < MAX_BATCH_OPERATIONS:
             request = self._waiting[0]
@@ -287,7 +287,7 @@ class RunHub:
         raise ServiceUnavailableError(f"run {self.run_id!r}: {MAX_ATTEMPTS} commits lost against other brokers")
 
     def _ask_followers(self, state: RunState) -> list[_Request]:
-        """What followers have to do on what was just decided; it is committed together with it."""
+        """The followers' operations on the batch just decided; committed together with it."""
         requests: list[_Request] = []
         for follower, take in self._followers.items():
             operation = follower(state)
@@ -298,7 +298,7 @@ class RunHub:
         return requests
 
     async def _read(self, request: _Request, reading: Callable[[RunState, Mapping[str, int]], Any]) -> None:
-        """Read the books, and bring the copy to the commit after which they stood so."""
+        """Read the audit counters, and bring the copy to their commit."""
         for _ in range(MAX_ATTEMPTS):
             state = await self._load(may_create=False)
             found = await self.store.books(self.run_id)
@@ -310,7 +310,7 @@ class RunHub:
         raise ServiceUnavailableError(f"run {self.run_id!r}: other brokers kept changing it while it was read")
 
     def _decide(self, state: RunState, request: _Request) -> bool:
-        """Run one operation and keep what it did; False when it broke, which leaves the copy in doubt."""
+        """Run one operation and keep its changes; False if it crashed, which leaves the copy in doubt."""
         act = request.create if request.create is not None and self._mark is None else request.operation
         request.result, request.error = None, None
         try:
@@ -325,13 +325,13 @@ class RunHub:
         return True
 
     async def _is_behind(self, state: RunState, batch: Sequence[_Request]) -> bool:
-        """Whether a batch that changes nothing was decided on an old copy, which is now brought up to date."""
+        """Whether a batch without changes was decided on an outdated copy, which is now brought up to date."""
         if self._mark is None or not any(request.must_verify or request.error is not None for request in batch):
             return False
         return await self._refresh(state)
 
     async def _load(self, *, may_create: bool) -> RunState:
-        """The copy, up to date where it was in doubt; an empty one where the run does not exist."""
+        """The copy, brought up to date if it was in doubt; an empty one if the run does not exist."""
         if self._state is not None and self._is_doubtful:
             await self._refresh(self._state)
         if self._state is not None and self._mark is not None:
@@ -350,7 +350,7 @@ class RunHub:
         return state
 
     async def _load_into(self, state: RunState) -> Mark | None:
-        """Load everything; its mark, None where there is no such run."""
+        """Load everything; returns its mark, None if there is no such run."""
         snapshot = await self.store.load(self.run_id, None)
         if snapshot is None:
             return None
@@ -377,12 +377,12 @@ class RunHub:
         state.known_retired.clear()
         self._state = state
         if not only_grew:
-            # Growth is what happens most often by far, and nobody waits for it.
+            # Growth is by far the most frequent change, and nothing waits for it.
             self.wake()
         return True
 
     async def _refresh(self, state: RunState) -> bool:
-        """Bring the copy up to date, or drop it where it is too far behind; returns whether it was not."""
+        """Bring the copy up to date, or drop it if it is too far behind; returns whether it was out of date."""
         try:
             snapshot = await self.store.load(self.run_id, self._mark)
         except LostMarkError:
@@ -402,7 +402,7 @@ class RunHub:
         return True
 
     def forget(self) -> None:
-        """The run was deleted: let the copy go, and wake whoever waits for its end."""
+        """Drop the copy of a deleted run, and wake everything that waits for its end."""
         self._forget()
         self._prompts.clear()
         self.wake()
@@ -412,7 +412,7 @@ class RunHub:
             self.clock.take(snapshot.clock)
 
     def _go_back(self) -> None:
-        """To the last commit that is known; whether there was another one, the store will tell."""
+        """Return to the last known commit; the store will show whether there was another one."""
         if self._state is not None:
             self._state.rollback()
             self._is_doubtful = True
@@ -423,7 +423,7 @@ class RunHub:
     # -- prompts -------------------------------------------------------------------------------------------------------
 
     async def prompts(self, group_ids: Sequence[str]) -> dict[str, types_pb2.Prompt]:
-        """Prompts by group id; groups given up meanwhile are missing."""
+        """Prompts by group id; groups dropped meanwhile are missing."""
         missing = [group_id for group_id in dict.fromkeys(group_ids) if group_id not in self._prompts]
         if missing:
             for group_id, prompt in zip(missing, await self.store.prompts(self.run_id, missing), strict=True):
@@ -438,17 +438,17 @@ class RunHub:
 
 
 async def _take_over(state: RunState, snapshot: Snapshot) -> None:
-    """Bring the copy to a snapshot; between slices others run."""
+    """Bring the copy to a snapshot; other tasks run between slices."""
     for _ in state.take_over(snapshot):
         await asyncio.sleep(0)
 
 
 def _nothing(_state: RunState) -> None:
-    """Changes nothing, and so only makes sure that the copy is up to date."""
+    """A no-op that only ensures that the copy is up to date."""
 
 
 def _answer(batch: Sequence[_Request]) -> None:
-    """Followers first: a trainer waits for work, a producer only for its receipt."""
+    """Followers first: a trainer waits for work, a producer only for its answer."""
     for request in sorted(batch, key=lambda request: not request.is_follower):
         if request.error is not None:
             _set_error(request.answer, request.error)
@@ -462,7 +462,7 @@ def _fail(batch: Sequence[_Request], error: BaseException) -> None:
 
 
 def _set_error(answer: asyncio.Future[Any], error: BaseException) -> None:
-    """Nothing happens where the caller went away."""
+    """Does nothing if the caller is gone."""
     if isinstance(error, asyncio.CancelledError):
         answer.cancel()
     elif not answer.done():

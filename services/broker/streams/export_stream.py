@@ -1,8 +1,8 @@
-"""Trained groups on their way out: retained steps, oldest first, and with `follow` each step as it is acknowledged.
+"""Exports trained groups: retained steps, oldest first, and with `follow` each step as it is acknowledged.
 
 Promises: no step is left out silently: one that is no longer retained ends the stream with NotRetainedError, and
-samples that Redis lost are counted at the end of their step. Steps trained again after a rewind are sent again; what is
-read ahead is bounded, so a client that stops reading costs no memory; a follower hears something at least every
+samples that Redis lost are counted at the end of their step. Steps trained again after a rewind are sent again;
+read-ahead is bounded, so a client that stops reading costs no memory; a follower gets a message at least every
 SIGN_OF_LIFE_S.
 """
 
@@ -35,7 +35,7 @@ from services.broker.streams.request_reader import wait_for_event
 SIGN_OF_LIFE_S = 5.0
 MAX_BATCH_RECORDS = 64
 MAX_BATCH_TOKENS = 256 * 1024
-"""About 2 MiB of payload read ahead; a larger group goes alone."""
+"""About 2 MiB of payload read ahead; a larger group is read alone."""
 
 _log = structlog.get_logger()
 _Response = broker_pb2.ExportTrajectoriesResponse
@@ -43,37 +43,37 @@ _Response = broker_pb2.ExportTrajectoriesResponse
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cursor:
-    """What a client has."""
+    """A client's position."""
 
     next_version: int
-    """First step it has not; 0 means the oldest one retained."""
+    """First step that it lacks; 0 means the oldest one retained."""
     history: int | None
-    """The run's history counter as the client knows it; None when it has nothing yet."""
+    """The run's history counter as the client knows it; None if it has nothing yet."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """What to send next."""
+    """The next data to send."""
 
     version: int
     """The step."""
     history: int
     """The run's history counter."""
     names: tuple[str, ...]
-    """Its records in order of submission; empty when the step is not done yet."""
+    """Its records in order of submission; empty if the step is not done yet."""
     num_lost: int
-    """Samples of the step of which not even a record is left."""
+    """Number of samples of the step that have no record left."""
     is_closed: bool
     """Whether the run is closed."""
 
     @property
     def is_due(self) -> bool:
-        """Whether the step was trained, so that there is something to send."""
+        """Whether the step was trained, so that there are groups to send."""
         return bool(self.names or self.num_lost)
 
 
 def cursor_of(request: broker_pb2.ExportTrajectoriesRequest) -> Cursor:
-    """Where a request begins. Raises InvalidFieldError."""
+    """The position at which a request begins. Raises InvalidFieldError."""
     version = request.from_policy_version
     if version < 0:
         raise InvalidFieldError(f"from_policy_version: {version}; must be at least 0", field="from_policy_version")
@@ -81,7 +81,7 @@ def cursor_of(request: broker_pb2.ExportTrajectoriesRequest) -> Cursor:
 
 
 def plan(state: RunState, cursor: Cursor) -> Plan:
-    """The step that comes next. Raises NotRetainedError when it was trained, but is forgotten."""
+    """The next step. Raises NotRetainedError if it was trained but is no longer retained."""
     run = state.run
     version = _version_after_rewinds(state, cursor) or min(state.index.trained, default=run.policy_version + 1)
     if run.payload_gone and cursor.next_version <= run.policy_version:
@@ -108,7 +108,7 @@ def _names(state: RunState, version: int) -> tuple[str, ...]:
 
 
 def _version_after_rewinds(state: RunState, cursor: Cursor) -> int:
-    """The cursor's version, or the first step that a rewind the client has not heard of made void."""
+    """The cursor's version, or the first step undone by a rewind that the client does not know of."""
     if cursor.history is None or cursor.history >= state.run.history:
         return cursor.next_version
     unheard = [rewind for rewind in state.run.rewinds if rewind.history > cursor.history]
@@ -118,7 +118,7 @@ def _version_after_rewinds(state: RunState, cursor: Cursor) -> int:
 
 
 async def export(hubs: Hubs, request: broker_pb2.ExportTrajectoriesRequest) -> AsyncIterator[_Response]:
-    """Everything an ExportTrajectories call sends."""
+    """All responses of an ExportTrajectories call."""
     hub, cursor = hubs.hub(request.run_id), cursor_of(request)
     must_verify, spoke_s = True, 0.0
     with hub.listening() as wake:
@@ -159,7 +159,7 @@ async def export(hubs: Hubs, request: broker_pb2.ExportTrajectoriesRequest) -> A
 
 
 def _records(state: RunState, *, planned: Plan, start: int) -> list[GroupRecord]:
-    """Copies of the step's records from position `start` on, not many; none when the step is no longer the same."""
+    """Copies of a few of the step's records from position `start`; none if the step has changed."""
     if state.run.history != planned.history or _names(state, planned.version) != planned.names:
         return []
     records: list[GroupRecord] = []
@@ -180,7 +180,7 @@ def _num_tokens(record: GroupRecord) -> int:
 
 
 def _whole(group: types_pb2.TrajectoryGroup, planned: Plan) -> _Response:
-    """A group in one message. Raises InvalidFieldError where it fits none."""
+    """A group in one message. Raises InvalidFieldError if it does not fit."""
     if group.ByteSize() > MAX_MESSAGE_BYTES - ENVELOPE_BYTES:
         raise too_large(group, field="accepts_group_pieces")
     return _Response(group=group, policy_version=planned.version, history=planned.history)
@@ -189,7 +189,7 @@ def _whole(group: types_pb2.TrajectoryGroup, planned: Plan) -> _Response:
 async def _pieces(
     hub: RunHub, planned: Plan, record: GroupRecord, left_out: Counter[str]
 ) -> AsyncGenerator[_Response, None]:
-    """A record whose groups are too many or too large for one message, each in pieces; samples lost are counted."""
+    """A record with groups too many or too large for one message, each in pieces; lost samples are counted."""
     if not record.HasField("put"):
         left_out[record.group_id] += _leave_out_lost(record)
     for portion in single_groups(record):
@@ -199,7 +199,7 @@ async def _pieces(
 
 
 async def _load(hub: RunHub, records: list[GroupRecord]) -> tuple[list[types_pb2.TrajectoryGroup], int]:
-    """The groups of the records with their payload, and how many samples have none."""
+    """The groups of the records with their payload, and the number of samples without payload."""
     num_without = sum(_leave_out_lost(record) for record in records)
     by_id, packed = await load_records(hub, records, has_text=True)
     groups: list[types_pb2.TrajectoryGroup] = []
@@ -215,9 +215,9 @@ async def _load(hub: RunHub, records: list[GroupRecord]) -> tuple[list[types_pb2
 
 
 def _leave_out_lost(copy: GroupRecord) -> int:
-    """Take out of a record's copy the samples that count as trained on the trainer's word alone; returns how many.
+    """Remove samples counted as trained on the trainer's word alone from a record's copy; returns their number.
 
-    Redis lost their end, the score among it; see `opening`.
+    Redis lost their last commits, including the score; see `lifecycle`.
     """
     lost = [copy.samples[index] for index in kept_indices(copy) if not copy.samples[index].HasField("score")]
     for sample in lost:
@@ -226,7 +226,7 @@ def _leave_out_lost(copy: GroupRecord) -> int:
 
 
 async def _is_still_there(hub: RunHub, planned: Plan) -> bool:
-    """Payload is missing: whether it is lost, or the step went while it was read."""
+    """Decide whether missing payload is lost, or its step was removed while it was read."""
     if not await hub.transact(partial(_records, planned=planned, start=0)):
         return False
     _log.warning("payload of a step is lost and left out of an export", run_id=hub.run_id, version=planned.version)
@@ -234,7 +234,7 @@ async def _is_still_there(hub: RunHub, planned: Plan) -> bool:
 
 
 async def _wait_for_news(hubs: Hubs, hub: RunHub, cursor: Cursor, wake: asyncio.Event, until_s: float) -> None:
-    """Until the copy may hold what follows `cursor`, or until `until_s` of the monotonic clock."""
+    """Wait until the copy may have data after `cursor`, or until `until_s` of the monotonic clock."""
     while not hubs.is_stopping and (timeout_s := until_s - time.monotonic()) > 0:
         run = None if hub.copy is None else hub.copy.run
         if run is None or run.is_closed or run.history != cursor.history or run.policy_version >= cursor.next_version:

@@ -1,4 +1,4 @@
-"""One generator's lease stream."""
+"""Serves one generator's lease stream."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ PACE_S = 0.02
 """Least time between two rounds of leases: slots that free up one by one are filled by one commit, not by many."""
 MAX_LEASES_PER_ROUND = 256
 ASK_AGAIN_S = 0.25
-"""After dispatch left what is queued to others."""
+"""Delay after dispatch left the queued work to others."""
 IDLE_BEFORE_MOVE_S = 1.0
-"""A generator stands idle for this long before it takes work over from others."""
+"""A generator is idle for this long before it steals work from others."""
 
 _log = structlog.get_logger()
 _Response = broker_pb2.StreamLeasesResponse
@@ -39,7 +39,7 @@ _Response = broker_pb2.StreamLeasesResponse
 class LeaseStream:
     """Sends leases while the generator has credit, revocations when work is lost, and signs of life.
 
-    Leases are committed before they are sent; one that never arrives is not named in a heartbeat and so expires.
+    Leases are committed before they are sent; one that never arrives is named in no heartbeat and so expires.
     """
 
     def __init__(self, hubs: Hubs, hello: broker_pb2.GeneratorHello) -> None:
@@ -50,15 +50,15 @@ class LeaseStream:
         self._beat: broker_pb2.GeneratorBeat | None = None
         self._num_sent = 0
         self._known: set[str] = set()
-        """Leases this stream sent, or the generator says it works on."""
+        """Leases that this stream sent, or that the generator reports."""
         self._reason = "no heartbeat came yet"
         self._idle_since_s: float | None = None
-        """Since when it found nothing to lease though it could hold more."""
+        """Since when it has found nothing to lease despite free capacity."""
         self._ask_again_s = 0.0
         self._silent: set[str] = set()
-        """Leases that are no longer renewed because no token came."""
+        """Leases that are no longer renewed because no token arrived."""
         self._owner: broker_pb2.RunOwner | None = None
-        """Who trains the run, as the generator was last told."""
+        """The run's owner as last reported to the generator."""
 
     @classmethod
     async def open(cls, hubs: Hubs, requests: AsyncIterator[broker_pb2.StreamLeasesRequest]) -> LeaseStream:
@@ -69,7 +69,7 @@ class LeaseStream:
         return cls(hubs, request.hello)
 
     async def serve(self, requests: AsyncIterator[broker_pb2.StreamLeasesRequest]) -> AsyncIterator[_Response]:
-        """Everything the stream sends, until the run is closed or the client goes."""
+        """All responses, until the run is closed or the client disconnects."""
         if await self._hub.transact(lambda state: state.run.is_closed):
             raise RunClosedError(f"run {self._hello.run_id!r} is closed", run_id=self._hello.run_id)
         await self._hub.peers.see_generator(self._hello, None)
@@ -90,7 +90,8 @@ class LeaseStream:
                         await asyncio.sleep(PACE_S)
                         continue
                     is_woken = await wait_for_event(wake, self._patience_s())
-                    # Others' commits wake this stream too, many a second: it has to speak all the same.
+                    # Others' commits wake this stream too, many times a second: it must send signs of life all the
+                    # same.
                     if loop.time() - spoke_s >= (MAX_SILENCE_S if is_woken else IDLE_EVERY_S):
                         spoke_s = loop.time()
                         yield _Response(idle=broker_pb2.LeaseIdle(reason=self._reason))
@@ -98,10 +99,10 @@ class LeaseStream:
         await self._hub.peers.leave(self._hello.generator_id)
 
     def _patience_s(self) -> float:
-        """How long to wait for a change before asking again all the same."""
+        """How long to wait for a change before asking again anyway."""
         now_s = self._hub.clock.now_s()
         move_s = 0.0 if self._idle_since_s is None else self._idle_since_s + IDLE_BEFORE_MOVE_S
-        # Before it may ask again it looks at nothing; a time that is past was passed over, and would be each time.
+        # Nothing is checked before it may ask again; a past time was skipped, and would be every time.
         due_s = next((at_s for at_s in (self._ask_again_s, move_s) if at_s > now_s), now_s + IDLE_EVERY_S)
         return min(IDLE_EVERY_S, max(PACE_S, due_s - now_s))
 
@@ -117,7 +118,7 @@ class LeaseStream:
         await self._hub.peers.see_generator(self._hello, beat, num_free=self._credit)
 
     async def _renew(self, lease_ids: list[str]) -> None:
-        """Extend leases; says of each once, for the log, that it is not because no token came."""
+        """Renew leases; logs once for each lease that is not renewed because no token arrived."""
         clock, generator_id = self._hub.clock, self._hello.generator_id
         speed = self._hub.peers.sample_speed(generator_id)
 
@@ -175,7 +176,7 @@ class LeaseStream:
         return await self._encode(grants)
 
     async def _lease(self, facts: GeneratorFacts, credit: int, now_s: float) -> list[Grant]:
-        """New work from the queue."""
+        """Lease new work from the queue."""
 
         def operation(state: RunState) -> Grants:
             choice = self._hub.dispatcher.choose(state, facts, self._credit, now_s)
@@ -190,12 +191,12 @@ class LeaseStream:
         return grants.grants
 
     async def _take_over(self, facts: GeneratorFacts, credit: int, now_s: float) -> list[Grant]:
-        """Work that other generators hold, once it stood idle for a while."""
+        """Steal work leased to other generators, after being idle for a while."""
         if self._idle_since_s is None:
             self._idle_since_s = now_s
         if now_s - self._idle_since_s < IDLE_BEFORE_MOVE_S:
             return []
-        # The next look waits as long again: in between the loads have not changed much.
+        # The next attempt waits as long again: in between the loads hardly change.
         self._idle_since_s = now_s
 
         def operation(state: RunState) -> list[Grant]:
@@ -209,7 +210,7 @@ class LeaseStream:
 
     @property
     def _credit(self) -> int:
-        """Leases it could be given now; whatever it asks for, no more than it could name in a heartbeat."""
+        """Number of leases it could get now; never more than fit in a heartbeat."""
         return min(MAX_ACTIVE_LEASES, max(0, self._beat.credit_total - self._num_sent)) if self._beat else 0
 
     async def _encode(self, grants: list[Grant]) -> list[_Response]:
@@ -237,7 +238,7 @@ class LeaseStream:
         ]
 
     def _owner_news(self) -> list[_Response]:
-        """Who trains the run, where the generator does not know it yet."""
+        """The run's owner, if the generator does not know it yet."""
         state = self._hub.copy
         if state is None or state.run.owner == self._owner:
             return []
@@ -266,7 +267,7 @@ class LeaseStream:
 
 
 def _is_finished(state: RunState, lease_id: str) -> bool:
-    """Whether the lease ended because its sample is complete, or went back by the generator's own wish."""
+    """Whether the lease ended because its sample is complete, or the generator returned it."""
     parts = lease_id.split(".")
     if len(parts) != 4 or not (parts[0].isdigit() and parts[1].isdigit()):
         return False

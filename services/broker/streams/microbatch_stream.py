@@ -1,4 +1,4 @@
-"""One trainer rank's microbatch stream."""
+"""Serves one trainer rank's microbatch stream."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ from services.broker.streams.request_reader import Intake, first_request, wait_f
 WAITING_EVERY_S = 1.0
 DEFAULT_MAX_GROUPS = 8
 MAX_MICROBATCHES = 4
-"""Handed over by one commit, where that many are ready and there is credit for them."""
+"""Groups delivered by one commit, if that many are ready and there is credit for them."""
 
 _Response = broker_pb2.StreamMicrobatchesResponse
 _Frame = _Response | bytes
-"""A response, or one that is serialized already."""
+"""A response, possibly serialized already."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Delivery:
     microbatches: list[list[GroupRecord]]
-    """Copies of the records of each, in the order of delivery."""
+    """Copies of the records of each microbatch, in the order of delivery."""
     policy_version: int
 
     @property
@@ -54,7 +54,7 @@ def _num_groups(records: Sequence[GroupRecord]) -> int:
 
 
 class MicrobatchStream:
-    """Sends ready groups while the trainer has credit; otherwise says why there are none."""
+    """Sends ready groups while the trainer has credit; otherwise reports why there are none."""
 
     def __init__(self, hubs: Hubs, first: broker_pb2.StreamMicrobatchesRequest) -> None:
         hello = first.hello
@@ -73,9 +73,9 @@ class MicrobatchStream:
         self._num_sent = 0
         self._wake = asyncio.Event()
         self._is_delivering = False
-        """Whether a hand-over is being committed, or is committed and not counted as sent yet."""
+        """Whether a delivery is being committed, or is committed but not yet counted as sent."""
         self._followed: asyncio.Future[_Delivery] | None = None
-        """The hand-over that a commit of another call brought."""
+        """The delivery made by another call's commit."""
 
     @classmethod
     async def open(cls, hubs: Hubs, requests: AsyncIterator[broker_pb2.StreamMicrobatchesRequest]) -> MicrobatchStream:
@@ -83,7 +83,7 @@ class MicrobatchStream:
         return cls(hubs, await first_request(requests))
 
     async def serve(self, requests: AsyncIterator[broker_pb2.StreamMicrobatchesRequest]) -> AsyncIterator[_Frame]:
-        """Everything the stream sends, until the run is closed or the client goes."""
+        """All responses, until the run is closed or the client disconnects."""
         self._consumer = await self._hub.transact(self._attach)
         # Loop time, not the clock's: this paces the stream and decides nothing about the run.
         loop = asyncio.get_running_loop()
@@ -115,7 +115,7 @@ class MicrobatchStream:
         return delivery.attach(state, self._consumer, held=frozenset(self._hello.held_group_ids))
 
     def _check_serving(self, state: RunState) -> None:
-        """Whether the stream may still hand anything out; raises FencedError and what `check_attached` raises."""
+        """Check that the stream may still deliver; raises FencedError and the errors of `check_attached`."""
         ownership.check_not_fenced(state.run, self._hello.owner)
         delivery.check_attached(state, self._consumer)
 
@@ -128,7 +128,7 @@ class MicrobatchStream:
         return bool(state.index.ready[self._consumer.purpose])
 
     def _next_delivery(self, state: RunState) -> Callable[[RunState], _Delivery] | None:
-        """The hand-over of what is ready, where there is credit for it."""
+        """The delivery of ready groups, if there is credit for it."""
         credit, most = self._credit_total - self._num_sent, self._hello.max_groups or DEFAULT_MAX_GROUPS
         if credit <= 0 or not self._has_ready(state):
             return None
@@ -152,7 +152,7 @@ class MicrobatchStream:
         return operation
 
     def _follow(self, state: RunState) -> Callable[[RunState], _Delivery] | None:
-        """See `RunHub.following`: what another call makes ready is handed over by the same commit."""
+        """See `RunHub.following`: groups that another call makes ready are delivered by the same commit."""
         operation = None if self._is_delivering else self._next_delivery(state)
         self._is_delivering = self._is_delivering or operation is not None
         return operation
@@ -160,12 +160,12 @@ class MicrobatchStream:
     def _take(self, answer: asyncio.Future[_Delivery]) -> None:
         self._followed = answer
         if not answer.cancelled():
-            # Looked at, so that an error after the stream's end is not reported as lost.
+            # Retrieved, so that an error after the stream's end is not reported as lost.
             answer.exception()
         self._wake.set()
 
     async def _next(self) -> _Delivery | None:
-        """What is handed over now, committed; None where there is nothing."""
+        """The delivery committed now; None if there is none."""
         if self._followed is not None:
             followed, self._followed, self._is_delivering = self._followed, None, False
             return self._counted(followed.result())
@@ -185,7 +185,7 @@ class MicrobatchStream:
     def _counted(self, handed_over: _Delivery) -> _Delivery:
         self._num_sent += handed_over.num_groups
         if handed_over.chosen:
-            # There may be more, and no other commit may ever come to say so.
+            # There may be more, and no other commit may ever wake this stream.
             self._wake.set()
         return handed_over
 

@@ -1,4 +1,4 @@
-"""The reading half of a bidirectional stream: handles requests while the other half sends.
+"""Reads a bidirectional stream: handles requests while the other half sends.
 
 An error in a request surfaces in the sending half at its next `check`, so that it becomes the stream's status.
 """
@@ -18,7 +18,7 @@ _Request = TypeVar("_Request")
 
 
 async def first_request(requests: AsyncIterator[_Request]) -> _Request:
-    """The first request of a stream. Raises InvalidFieldError when there is none, DeadlineError when it is late."""
+    """The first request of a stream. Raises InvalidFieldError if there is none, DeadlineError if it is late."""
     try:
         async with asyncio.timeout(HELLO_TIMEOUT_S):
             return await anext(requests)
@@ -63,16 +63,16 @@ class Intake(Generic[_Request]):
 
     @property
     def is_ended(self) -> bool:
-        """Whether the client sends no more."""
+        """Whether the client has stopped sending."""
         return self._task is not None and self._task.done()
 
     def check(self) -> None:
-        """Raise what handling a request raised, if anything."""
+        """Re-raise the error of handling a request, if any."""
         if self._task is not None and self._task.done() and not self._task.cancelled():
             self._task.result()
 
     def check_begun(self) -> None:
-        """Raises DeadlineError when no request came for HELLO_TIMEOUT_S; for streams that have no hello."""
+        """Raise DeadlineError if no request came for HELLO_TIMEOUT_S; for streams without a hello."""
         if not self._has_begun and asyncio.get_running_loop().time() >= self._begin_before_s:
             raise DeadlineError(f"hello: no first message in {HELLO_TIMEOUT_S} s")
 
@@ -87,7 +87,7 @@ class Intake(Generic[_Request]):
             self._task.cancel()
             await asyncio.wait([self._task])
             if not self._task.cancelled():
-                # Retrieved, so that an error nobody looked at any more is not reported as lost.
+                # Retrieved, so that an error that is no longer checked is not reported as lost.
                 self._task.exception()
 
     async def _read(self) -> None:

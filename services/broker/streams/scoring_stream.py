@@ -1,4 +1,4 @@
-"""One reward worker's scoring stream."""
+"""Serves one reward worker's scoring stream."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class ScoringStream:
         return cls(hubs, await first_request(requests))
 
     async def serve(self, requests: AsyncIterator[broker_pb2.StreamScoringRequest]) -> AsyncIterator[_Response]:
-        """Everything the stream sends, until the run is closed or the client goes."""
+        """All responses, until the run is closed or the client disconnects."""
         if await self._hub.transact(lambda state: state.run.is_closed):
             raise RunClosedError(f"run {self._hub.run_id!r} is closed", run_id=self._hub.run_id)
         await self._take(self._first)
@@ -76,7 +76,8 @@ class ScoringStream:
                     if frames:
                         spoke_s = loop.time()
                     elif not await wait_for_event(wake, IDLE_EVERY_S) or loop.time() - spoke_s >= MAX_SILENCE_S:
-                        # Commits of others wake this stream too, many a second: it has to speak all the same.
+                        # Others' commits wake this stream too, many times a second: it must send signs of life all the
+                        # same.
                         spoke_s = loop.time()
                         await self._hub.peers.see_worker(self._worker_id)
                         yield _Response()
@@ -88,7 +89,7 @@ class ScoringStream:
         await self._take(request)
 
     async def _take(self, request: broker_pb2.StreamScoringRequest) -> None:
-        """Credits, renewals and results of a request."""
+        """Process a request's credits, renewals and results."""
         check_count("results", len(request.results), MAX_RESULTS)
         check_count("active_lease_ids", len(request.active_lease_ids), MAX_ACTIVE_LEASES)
         for result in request.results:
@@ -98,7 +99,7 @@ class ScoringStream:
         check_text("holding_reason", request.holding_reason)
         check_text("warning", request.warning)
         held = request.holding_reason if request.active_lease_ids else None
-        # A new stream may be that of a new process, which has nothing to warn of yet.
+        # A new stream may belong to a new process, which has no warnings yet.
         warning = request.warning if request.warning or request.HasField("hello") else None
         await self._hub.peers.see_worker(self._worker_id, holding_reason=held, warning=warning)
         if not request.results and not request.active_lease_ids:

@@ -1,4 +1,4 @@
-"""The token streams: chunks in, one answer a request, after the store has it."""
+"""Serves token streams: chunks in, one answer per request, once stored."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ async def serve_tokens(
 ) -> AsyncIterator[broker_pb2.StreamTokensResponse]:
     """Answer each request in turn; one commit holds all its chunks.
 
-    A client that does not read its answers is not read from either once MAX_UNREAD of them wait. An idle stream ends
+    Once MAX_UNREAD answers wait unread, the client's requests are not read either. An idle stream ends
     with OK when a run it wrote to is closed, and with UNAVAILABLE when the process drains.
     """
     wake = asyncio.Event()
@@ -95,7 +95,7 @@ class _Outcome:
 
 
 def _report_lengths(hubs: Hubs, run_id: str, chunks: Sequence[ChunkFacts], outcome: _Outcome) -> None:
-    """Note how long the samples were that this request finished, each once."""
+    """Note the lengths of the samples that this request finished, each once."""
     finished = [chunk for chunk in chunks if chunk.finish_reason in _FINISHED]
     if not finished:
         return
@@ -107,9 +107,9 @@ def _report_lengths(hubs: Hubs, run_id: str, chunks: Sequence[ChunkFacts], outco
 
 
 def _count(metrics: BrokerMetrics, chunks: Sequence[ChunkFacts], outcome: _Outcome) -> None:
-    """Put what became of the chunks of a request into the metrics."""
+    """Record the outcome of a request's chunks in the metrics."""
     if not outcome.accepted.errors and not outcome.accepted.repeated:
-        # As nearly always.
+        # The common case.
         metrics.count_tokens(sum(chunk.num_tokens for chunk in chunks))
         return
     invariants = metrics.invariants

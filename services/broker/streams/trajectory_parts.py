@@ -1,10 +1,10 @@
-"""Puts that come in parts: received into memory, in order, until they are whole.
+"""Receives puts that arrive in parts into memory, in order, until they are complete.
 
 Promises:
-- A stream receives one such put at a time, and of a run at most MAX_RECEIVING_BYTES are received at once over all
-  streams, or one put that is larger by itself.
-- A put for which there is no room is refused at its first part; nothing of it is kept.
-- A producer that goes silent within a put loses its stream after MAX_PART_SILENCE_S, and the room it took.
+- A stream receives one such put at a time, and all streams of a run together at most MAX_RECEIVING_BYTES at
+  once, or one put that is larger by itself.
+- A put for which there is no capacity is refused at its first part; nothing of it is kept.
+- A producer that goes silent within a put loses its stream and its reserved capacity after MAX_PART_SILENCE_S.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class PutParts:
         self._heard_s = 0.0
 
     def begins(self, request: _Request) -> bool:
-        """Whether a part is its put's first one. Raises InvalidFieldError where its numbers are impossible."""
+        """Whether a part is its put's first one. Raises InvalidFieldError if its numbers are impossible."""
         total_bytes, end = request.total_bytes, request.offset + len(request.groups)
         if not 1 <= total_bytes <= MAX_GROUP_BYTES:
             raise InvalidFieldError(
@@ -62,7 +62,7 @@ class PutParts:
         return not others or others + total_bytes <= MAX_RECEIVING_BYTES
 
     def begin(self, hub: RunHub, request: _Request) -> None:
-        """Take the first part, in place of a put that was not completed."""
+        """Take the first part, replacing a put that was not completed."""
         self.release()
         self._hub, self._refused = hub, None
         self._heard_s = asyncio.get_running_loop().time()
@@ -79,7 +79,7 @@ class PutParts:
         return self._incoming is None and request.put_id == self._refused
 
     def add(self, request: _Request) -> tuple[int, memoryview | None]:
-        """Take a part: how many bytes came, and with the last one all of them. Raises InvalidFieldError."""
+        """Take a part; returns the bytes received so far, and the payload after the last. Raises InvalidFieldError."""
         incoming = self._incoming
         if incoming is None or (incoming.put_id, incoming.total_bytes) != (request.put_id, request.total_bytes):
             raise InvalidFieldError(
@@ -100,12 +100,12 @@ class PutParts:
 
     @staticmethod
     def give_back(hub: RunHub, total_bytes: int) -> None:
-        """A put that was whole is stored, or was refused: its room is free, and others may begin."""
+        """Release the capacity of a complete put that was stored or refused, so that others may begin."""
         hub.receiving_bytes -= total_bytes
         hub.wake()
 
     def check(self) -> None:
-        """Raises DeadlineError when the next part of a put is overdue."""
+        """Raise DeadlineError if the next part of a put is overdue."""
         silent_s = asyncio.get_running_loop().time() - self._heard_s
         if self._incoming is not None and silent_s > MAX_PART_SILENCE_S:
             raise DeadlineError(
@@ -113,7 +113,7 @@ class PutParts:
             )
 
     def release(self) -> None:
-        """Give up what was received of a put that is not whole."""
+        """Discard the received parts of an incomplete put."""
         if self._hub is not None:
             self._hub.receiving_bytes -= self._reserved_bytes
         self._incoming = None

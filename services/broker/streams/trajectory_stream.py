@@ -1,4 +1,4 @@
-"""The put streams: finished groups in, one answer a request, after the store has it."""
+"""Serves put streams: finished groups in, one answer per request, once stored."""
 
 from __future__ import annotations
 
@@ -33,24 +33,24 @@ MAX_UNANSWERED = 16
 """Requests of a stream that are read ahead of their answers; they are stored in order, several by one commit."""
 CHECK_EVERY_S = 5.0
 HOLD_S = 1.0
-"""How long a request waits for room in the run before it is refused. Nothing more is read from the stream meanwhile, so
+"""How long a request waits for capacity in the run before it is refused. The stream is not read meanwhile, so
 a trainer that is merely slower than its producers paces them without a request being sent twice."""
 MAX_COMING_BYTES = 64 * 1024 * 1024
 """Payload of a run that is being stored at once, over all streams; more is refused."""
 HOLD_LARGE_S = 10.0
-"""The same for a put that came in parts, which costs much more to send again; below what clients wait for an answer."""
+"""The same for a put in parts, which costs much more to send again; less than clients wait for an answer."""
 RETRY_DELAY = Duration(nanos=100_000_000)
-"""How long a producer waits when the run holds as much as it may: a fraction of a small step."""
+"""How long a producer waits if the run is full: a fraction of a small step."""
 
 _Request = broker_pb2.PutTrajectoriesRequest
 _Response = broker_pb2.PutTrajectoriesResponse
 
 
 async def serve_puts(hubs: Hubs, requests: AsyncIterator[bytes]) -> AsyncIterator[_Response]:
-    """Answer each request in turn; they come serialized.
+    """Answer each request in turn; requests arrive serialized.
 
-    A client that does not read its answers is not read from either once MAX_UNANSWERED of them wait. The stream ends
-    with OK when its run is closed and nothing is asked of it, and with UNAVAILABLE when the process drains.
+    Once MAX_UNANSWERED answers wait, the client's requests are not read either. The stream ends with OK when its run
+    is closed and no answer is due, and with UNAVAILABLE when the process drains.
     """
     wake = asyncio.Event()
     with ExitStack() as listening:
@@ -78,7 +78,7 @@ async def serve_puts(hubs: Hubs, requests: AsyncIterator[bytes]) -> AsyncIterato
 
 
 class _PutStream:
-    """One producer's stream: whose run it is, the put that it receives in parts, and the answers it is due."""
+    """One producer's stream: its run, the put that it receives in parts, and the answers it is due."""
 
     def __init__(self, hubs: Hubs, wake: asyncio.Event, listening: ExitStack) -> None:
         self._hubs, self._wake, self._listening = hubs, wake, listening
@@ -94,7 +94,7 @@ class _PutStream:
         return copy is not None and copy.run.is_closed and self.answers.empty()
 
     async def handle(self, data: bytes) -> None:
-        """Take a request, and see to its answer. Raises InvalidFieldError and ForbiddenError."""
+        """Take a request and schedule its answer. Raises InvalidFieldError and ForbiddenError."""
         if has_field(data, _Request.TOTAL_BYTES_FIELD_NUMBER):
             part = _parsed(data)
             current_caller().check_message(part)
@@ -118,7 +118,7 @@ class _PutStream:
 
 
 def read_request(data: bytes) -> tuple[_Request, Put]:
-    """A serialized request, checked as far as that can be done without the run; the message is without its groups.
+    """A serialized request, checked as far as possible without the run; the message omits its groups.
 
     Raises InvalidFieldError.
     """
@@ -137,7 +137,7 @@ def read_request(data: bytes) -> tuple[_Request, Put]:
 
 
 def _parsed(data: bytes) -> _Request:
-    """A request that is a part of a put. Raises InvalidFieldError."""
+    """A request that is part of a put. Raises InvalidFieldError."""
     try:
         request = _Request.FromString(data)
     except DecodeError as error:
@@ -154,7 +154,7 @@ def _check_names(request: _Request) -> None:
 
 
 async def _wait_for_room(hub: RunHub, put: Put) -> None:
-    """Until the copy of the run, which may be behind, has room for the request and what this process stores already."""
+    """Wait until the run's copy, which may be behind, has capacity for the request and the puts being stored."""
     if _has_room(hub, put):
         return
     with hub.listening() as wake, suppress(TimeoutError):
@@ -165,7 +165,7 @@ async def _wait_for_room(hub: RunHub, put: Put) -> None:
 
 
 def _has_room(hub: RunHub, put: Put) -> bool:
-    """Whether there is room, or will never be."""
+    """Whether there is capacity, or never will be."""
     if hub.copy is None or hub.copy.run.is_closed:
         return True
     num_groups = hub.num_groups_coming + len(put.groups)
@@ -173,7 +173,7 @@ def _has_room(hub: RunHub, put: Put) -> bool:
 
 
 async def _take_part(hub: RunHub, parts: PutParts, request: _Request) -> asyncio.Future[_Response] | None:
-    """Receive a part of a put; what is answered now, if anything. Raises InvalidFieldError."""
+    """Receive a part of a put; returns the immediate answer, if any. Raises InvalidFieldError."""
     if parts.begins(request):
         if not await _has_room_in_time(hub, parts, request.total_bytes):
             parts.refuse(request)
@@ -200,7 +200,7 @@ async def _take_part(hub: RunHub, parts: PutParts, request: _Request) -> asyncio
 
 
 async def _has_room_in_time(hub: RunHub, parts: PutParts, total_bytes: int) -> bool:
-    """Whether a put of so many bytes may come, now or within HOLD_S."""
+    """Whether a put of this many bytes may begin, now or within HOLD_S."""
 
     def has_room() -> bool:
         is_full = hub.copy is not None and append_trajectories.is_full(hub.copy, 1, total_bytes)
@@ -215,7 +215,7 @@ async def _has_room_in_time(hub: RunHub, parts: PutParts, total_bytes: int) -> b
 
 
 async def _store_ahead(hub: RunHub, put_id: str, put: Put) -> _Response:
-    """Store a large put: first its payload, without the run's other calls having to wait for that, then the rest."""
+    """Store a large put: first its payload, without delaying the run's other calls, then the rest."""
     await hub.store.put_payload(hub.run_id, put.payload_id, put.payload)
     with hub.listening() as wake, suppress(TimeoutError):
         async with asyncio.timeout(HOLD_LARGE_S):
@@ -232,7 +232,7 @@ def _answered(response: _Response) -> asyncio.Future[_Response]:
 
 
 def _is_too_much(hub: RunHub, put: Put) -> bool:
-    """Whether this process has too much in its hands; never because of one request alone."""
+    """Whether this process is storing too much; never because of one request alone."""
     return bool(hub.coming_bytes) and hub.coming_bytes + len(put.payload) > MAX_COMING_BYTES
 
 
@@ -272,7 +272,7 @@ async def _commit(hub: RunHub, put_id: str, put: Put) -> _Response:
 async def _without_retired(
     hub: RunHub, put: Put, errors: Sequence[types_pb2.ItemError]
 ) -> Sequence[types_pb2.ItemError]:
-    """Refusals of groups that the run had before and gave up are none: a repetition is accepted without effect."""
+    """Accept groups that the run had before and dropped: a repetition is accepted without effect."""
     refused = [put.groups.group_ids[error.index] for error in errors]
     retired = await hub.store.retired(hub.run_id, refused) if refused else frozenset()
     return [error for error in errors if put.groups.group_ids[error.index] not in retired]
@@ -288,6 +288,6 @@ def _count(invariants: InvariantMetrics, response: _Response) -> None:
 
 
 async def _forget(answers: asyncio.Queue[asyncio.Future[_Response]]) -> None:
-    """The client went away: what was begun ends by itself, and nobody looks at its answer."""
+    """Detach from a client that is gone: work under way finishes by itself, and its answer is not read."""
     waiting = [answers.get_nowait() for _ in range(answers.qsize())]
     await end(*waiting)
